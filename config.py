@@ -18,9 +18,10 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
+
+from utils.extras.images.checks import AUTO_AUGMENTS, probability, range_up_to  # extra: images
 
 DEFAULT_RUN_DIR = "runs/default"
 REDACTED = "[redacted]"  # in a stored command
@@ -28,7 +29,6 @@ YOURS = "model and data"  # the group of fields that a fork changes
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
 TRACKERS = ("none", "wandb", "mlflow", "trackio")  # extra: companions
 DEFAULTS = {"sgd": {"lr": 0.1, "weight_decay": 5e-4}, "adamw": {"lr": 1e-3, "weight_decay": 0.01}}
-AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
 AMP_DTYPES = [
     *("auto", "bf16", "fp16"),
     *("bf16_params", "fp16_params"),  # extra: sharding
@@ -39,9 +39,9 @@ RARE = [  # flags that only `--help all` shows
     *"max_skipped_steps patience amp_dtype init_method timeout bucket_cap_mb comm_hook find_unused_parameters".split(),
     *"save_every_steps save_every_minutes keep_last keep_every eval_every_steps eval_batch_size".split(),
     *"freeze num_classes in_channels channels_last label_smoothing norm_weight_decay sync_bn".split(),
-    *"crop_scale crop_ratio auto_augment random_erase augment_repeats mixup_alpha cutmix_alpha".split(),
-    *"train_size resize_size interpolation".split(),
-    "cache",
+    *"crop_scale crop_ratio auto_augment random_erase augment_repeats mixup_alpha".split(),  # extra: images
+    *"cutmix_alpha train_size resize_size interpolation".split(),  # extra: images
+    "cache",  # extra: cache
     "compile",  # extra: compile
     "activation_checkpointing",  # extra: compile
     "ema_decay",  # extra: average
@@ -121,10 +121,6 @@ def between(low: float, high: float) -> Check:
     return lambda value: "" if low <= value < high else wrong
 
 
-def probability(value: float) -> str:
-    return "" if 0 <= value <= 1 else "is not a probability; give a number from 0 to 1"
-
-
 class one_of:  # used like the functions around it
     """A check whose choices are shown in --help."""
 
@@ -180,23 +176,6 @@ def command_line(value: str) -> str:  # extra: companions
     except ValueError as error:
         return f"is not a valid command ({error}); fix its quotes"
     return ""
-
-
-def range_of(value: str) -> tuple[float, float]:
-    """The two numbers of "0.08,1" or "3/4,4/3"."""
-    low, high = (float(Fraction(number)) for number in value.split(","))
-    return low, high
-
-
-def range_up_to(most: float) -> Check:
-    def check(value: str) -> str:
-        try:
-            low, high = range_of(value)
-        except (ValueError, ArithmeticError):
-            low = high = 0.0
-        return "" if 0 < low <= high <= most else f"is not a range above 0 and up to {most}; give e.g. 1/2,1"
-
-    return check
 
 
 def nearest(value: str, choices: Sequence[str]) -> str:
@@ -301,7 +280,9 @@ class TrainingConfig:
 
     data_dir: str = setting("data", "data", "imagefolder reads <data_dir>/{train,val,test}/<class>/**", local_path)
     dataset_size: int = setting("data", 0, "train on a seeded subset of this size (0 = all)", at_least(0), "must")
+    # ---- extra: cache ----
     cache: str = setting("data", "none", "keep decoded images in RAM or on the device", one_of("none", "ram", "device"))
+    # ---- end of cache ----
     num_workers: int | str = setting("data", "auto", "loader workers per rank (0 for in-memory data)", at_least(0))
     drop_last: bool = setting("data", False, "drop the last, incomplete global batch of each epoch", resume="must")
     record_samples: bool = setting("data", False, "write the sample indices of each optimizer step to run_dir/samples")
@@ -399,8 +380,15 @@ class TrainingConfig:
     # ---- end of profiler ----
 
     # ---- yours: fields for your own model and data; a fork edits only these lines of this file ----
-    dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10", "imagefolder", "csv"), "must")
-    augment: str = yours("auto", "crops and flips", one_of("auto", "none", "crop", "resized_crop"), "may")
+    dataset: str = yours("synthetic", "data set", one_of(
+        "synthetic", "cifar10",
+        "imagefolder", "csv",  # extra: images
+    ), "must")
+    augment: str = yours("auto", "crops and flips", one_of(
+        "auto", "none", "crop",
+        "resized_crop",  # extra: images
+    ), "may")
+    # ---- extra: images ----
     crop_scale: str = yours("0.08,1", "area of a resized_crop, as a part of the image's", range_up_to(1), "may")
     crop_ratio: str = yours("3/4,4/3", "width / height of a resized_crop", range_up_to(100), "may")
     auto_augment: str = yours("none", "torchvision's policy for image files", one_of(*AUTO_AUGMENTS), "may")
@@ -408,14 +396,17 @@ class TrainingConfig:
     augment_repeats: int = yours(1, "copies of an image in so many epochs, each with other random draws", at_least(1))
     mixup_alpha: float = yours(0.0, "mixup of training batches: alpha (0 = off)", at_least(0), "may")
     cutmix_alpha: float = yours(0.0, "CutMix of training batches: alpha (0 = off)", at_least(0), "may")
+    # ---- end of images ----
     model: str = yours("mini_resnet", "mini_resnet or a torchvision classifier", resume="must")
     freeze: str = yours("none", "backbone: train only the last layer", one_of("none", "backbone"), "must")
     num_classes: int | str = yours("auto", "classes (auto: from the data)", at_least(2), "must")
     in_channels: int | str = yours("auto", "image channels (auto: from the data)", at_least(1), "must")
     image_size: int | str = yours("auto", "resize to it (auto: from weights or data)", at_least(4), "must")
+    # ---- extra: images ----
     train_size: int | str = yours("auto", "size of training images in files (auto: image_size)", at_least(4), "may")
     resize_size: int | str = yours("auto", "shorter side before evaluation's center crop", at_least(4), "may")
     interpolation: str = yours("auto", "resizing", one_of("bilinear", "bicubic", "nearest"), "may")
+    # ---- end of images ----
     channels_last: bool = yours(True, "memory format of convolutions (faster on CPU and CUDA)", resume="may")
     label_smoothing: float = yours(0.0, "label smoothing of the training loss", between(0, 1), "may")
     norm_weight_decay: float = yours("auto", "weight decay of normalization (auto: 0)", at_least(0), "may")

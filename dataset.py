@@ -28,30 +28,32 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
-from config import TrainingConfig, UserError, range_of, unless_auto
+from config import TrainingConfig, UserError, unless_auto
 from utils.data.loader import create_distributed_dataloader
-from utils.example.augment import augment_images, choose, mix, normalize, repeated_order
-from utils.example.images import (
-    cifar10_folder,
+from utils.example.augment import augment_images, choose, normalize
+from utils.example.cifar10 import cifar10_folder, download_cifar10, read_cifar10
+from utils.extras.images.files import (  # extra: images
     classes_of,
-    download_cifar10,
     images_in,
     kind_of,
     list_folder,
     log_listed,
-    read_cifar10,
     read_image,
 )
-from utils.example.lists import list_csv, rows_of
-from utils.example.pretrained import download_weights, published, weights_file
+from utils.extras.images.lists import list_csv, rows_of  # extra: images
+from utils.extras.images.mixing import mix, repeated_order  # extra: images
+from utils.extras.images.pretrained import download_weights, weights_file  # extra: images
+from utils.extras.images.transforms import STATISTICS, expected_by, file_transform, sizes_of  # extra: images
 from utils.rng import derive_seed
 
 __all__ = ["SyntheticImageDataset", "create_dataset", "create_distributed_dataloader", "is_prepared", "prepare_data"]
 
 SYNTHETIC_SAMPLES = 5_000
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-STATISTICS = {1: ((0.5,), (0.25,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}  # by channels; 3: ImageNet's
-OF_FILES = "crop_scale crop_ratio auto_augment random_erase train_size resize_size interpolation".split()
+OF_FILES = (  # extra: images
+    *("crop_scale", "crop_ratio", "auto_augment", "random_erase"),
+    *("train_size", "resize_size", "interpolation"),
+)
 
 
 class ImageDataset(Dataset):
@@ -61,8 +63,10 @@ class ImageDataset(Dataset):
     in_memory = False
     split = "train"
     augment = "none"  # on the device: none or crop
-    mixing: tuple[float, float, int | str] | None = None  # alpha of mixup and CutMix, and classes
+    # alpha of mixup and CutMix, and classes  # extra: images
+    mixing: tuple[float, float, int | str] | None = None  # extra: images
     copies = 1
+    checks_labels = False  # when they are read
     image_size: int
     classes: list[str]
     targets: Tensor  # int64 [N]
@@ -83,7 +87,9 @@ class ImageDataset(Dataset):
     def collate(self, samples: Any) -> tuple[Any, ...]:
         """Images, labels and, if batches are mixed, a seed for that: a function of the samples and the epoch."""
         batch = samples if self.in_memory else default_collate(samples)  # __getitems__ already returns a batch
-        return (*batch, int(torch.randint(2**62, ()))) if self.mixing else tuple(batch)
+        if self.mixing:  # extra: images
+            return (*batch, int(torch.randint(2**62, ())))
+        return tuple(batch)
 
     def device_transform(self, batch: tuple[Any, ...], seed: int, epoch: int, indices: Tensor) -> tuple[Tensor, Tensor]:
         """uint8 [B, C, H, W] and labels -> float [B, C, image_size, image_size] and labels int64 [B], or if batches are
@@ -91,10 +97,10 @@ class ImageDataset(Dataset):
         images, labels, *mix_seed = batch
         images = augment_images(images, self.augment, self.image_size, seed, epoch, indices, len(self) * self.copies)
         images = normalize(images, self.mean, self.std)
-        if not self.mixing:
-            return images, labels
-        mixup, cutmix, classes = self.mixing
-        return mix(images, labels, mixup, cutmix, unless_auto(classes, self.num_classes), *mix_seed)
+        if self.mixing:  # extra: images
+            mixup, cutmix, classes = self.mixing
+            return mix(images, labels, mixup, cutmix, unless_auto(classes, self.num_classes), *mix_seed)
+        return images, labels
 
 
 class InMemoryImages(ImageDataset):
@@ -152,7 +158,7 @@ class SyntheticImageDataset(InMemoryImages):
         super().__init__(images, labels, classes, (0.5,) * in_channels, (0.2,) * in_channels, split)
 
 
-class ImageFolderDataset(ImageDataset):
+class ImageFolderDataset(ImageDataset):  # extra: images
     """Images below <folder>/<class>/, by class and path, decoded on access. `load_data` lists them once per file
     system.
 
@@ -222,10 +228,11 @@ class ImageFolderDataset(ImageDataset):
         return self._transform(image), label
 
 
-class CsvDataset(ImageFolderDataset):
+class CsvDataset(ImageFolderDataset):  # extra: images
     """Images that a CSV file names, each with its label: <data_dir>/<split>.csv. Read once per file system, too."""
 
     has_sizes = False  # reading the list touches no image
+    checks_labels = True
 
     def __init__(self, file: Path, classes: list[str], config: TrainingConfig, image_size: int) -> None:
         super().__init__(file, classes, config, image_size)
@@ -263,7 +270,7 @@ def _downloads(config: TrainingConfig) -> list[Callable[[], None]]:
     missing: list[Callable[[], None]] = []
     if config.dataset == "cifar10" and not cifar10_folder(Path(config.data_dir)).exists():
         missing.append(lambda: download_cifar10(Path(config.data_dir)))
-    if config.init_from == "torchvision" and not weights_file(config).exists():
+    if config.init_from == "torchvision" and not weights_file(config).exists():  # extra: images
         missing.append(lambda: download_weights(config))
     return missing
 
@@ -271,20 +278,21 @@ def _downloads(config: TrainingConfig) -> list[Callable[[], None]]:
 def create_dataset(config: TrainingConfig, split: str) -> Dataset | None:
     """The data set of a split; None if there is no such split. Raises UserError if the data cannot be used."""
     create: dict[str, Callable[..., Any]] = {"synthetic": _synthetic, "cifar10": _cifar10}
-    dataset = create.get(config.dataset, _image_files)(config, split)
-    if dataset is not None and (expected := _expected(config)):
+    create |= {"imagefolder": _image_files, "csv": _image_files}  # extra: images
+    dataset = create[config.dataset](config, split)
+    if dataset is not None and (expected := expected_by(config)):  # extra: images
         dataset.mean, dataset.std = torch.tensor(expected.mean), torch.tensor(expected.std)
     if dataset is not None and split == "train":
-        if not isinstance(dataset, CsvDataset):  # which checks them when it is read
+        if not dataset.checks_labels:
             _check_labels(dataset, config)
-        for name in OF_FILES if dataset.in_memory else ():
+        for name in OF_FILES if dataset.in_memory else ():  # extra: images
             if (value := getattr(config, name)) != getattr(TrainingConfig, name):
                 raise UserError(f"{name}={value}: is for image files; leave it out, or use --dataset imagefolder")
         kind = choose(config.augment, dataset.image_size, dataset.in_memory)
         dataset.augment = "none" if kind == "resized_crop" else kind  # resized crops are made by the workers
-        if config.mixup_alpha or config.cutmix_alpha:
+        if config.mixup_alpha or config.cutmix_alpha:  # extra: images
             dataset.mixing = (config.mixup_alpha, config.cutmix_alpha, config.num_classes)
-        if config.augment_repeats > 1:
+        if config.augment_repeats > 1:  # extra: images
             dataset.copies, dataset.with_replacement = config.augment_repeats, True
             dataset.epoch_order = functools.partial(repeated_order, dataset.copies, config.batch_size)
     return dataset
@@ -308,7 +316,7 @@ def _cifar10(config: TrainingConfig, split: str) -> InMemoryImages | None:
     return InMemoryImages(*read_cifar10(Path(config.data_dir), split == "train"), CIFAR_MEAN, CIFAR_STD, split)
 
 
-def _image_files(config: TrainingConfig, split: str) -> ImageFolderDataset | None:
+def _image_files(config: TrainingConfig, split: str) -> ImageFolderDataset | None:  # extra: images
     """<data_dir>/train, val and test, or <data_dir>/train.csv, ... If only one of val and test exists, it is "val"."""
     root, suffix = Path(config.data_dir), ".csv" if config.dataset == "csv" else ""
     held_out = [name for name in ("val", "test") if (root / f"{name}{suffix}").exists()]
@@ -323,7 +331,7 @@ def _image_files(config: TrainingConfig, split: str) -> ImageFolderDataset | Non
     channels = unless_auto(config.in_channels, 3)
     if channels not in STATISTICS:
         raise UserError(f"in_channels={channels}: images have 1 or 3 channels; give 1 or 3")
-    sizes: dict[str, Any] = _sizes(config)
+    sizes: dict[str, Any] = sizes_of(config)
     config = dataclasses.replace(config, **sizes)
     size = config.image_size
     if not isinstance(size, int):  # that of the first image
@@ -337,50 +345,6 @@ def _image_files(config: TrainingConfig, split: str) -> ImageFolderDataset | Non
     dataset = (CsvDataset if suffix else ImageFolderDataset)(source, classes, config, size)
     vars(dataset).update(sizes)
     return dataset
-
-
-def _expected(config: TrainingConfig) -> Any | None:
-    """The transforms of torchvision's weights of the model; None for other models. Their mean and std follow the model,
-    so that a run that starts with another's weights has the same."""
-    weights = published(config.model) if config.in_channels in ("auto", 3) else None
-    return weights and weights.transforms()
-
-
-def _sizes(config: TrainingConfig) -> dict[str, int | str]:
-    """Values for fields at "auto" of image files: what torchvision's weights expect, if the run starts with them."""
-    values = {"interpolation": "bilinear"}
-    if config.init_from == "torchvision" and (expected := _expected(config)):
-        values["interpolation"] = expected.interpolation.value
-        if config.image_size in ("auto", *expected.crop_size):  # another one is resized in proportion
-            values |= {"image_size": expected.crop_size[0], "resize_size": expected.resize_size[0]}
-    return {name: value for name, value in values.items() if getattr(config, name) == "auto"}
-
-
-def file_transform(config: TrainingConfig, size: int, is_train: bool) -> tuple[Callable[[Tensor], Tensor], bool]:
-    """torchvision's reference transforms, in its order: decoded uint8 [C, H, W] -> uint8 [C, size, size], in workers;
-    and whether they draw. A worker seeds torch's generator for each sample, so draws depend on (seed, epoch, sample).
-    """
-    from torchvision.transforms import v2
-
-    mode, steps = v2.InterpolationMode(config.interpolation), []
-    is_cropped = choose(config.augment, size) == "resized_crop"
-    if not is_train:
-        usual = round(size * 256 / 224) if is_cropped else size  # torchvision resizes to 256 for 224
-        return v2.Compose([v2.Resize(unless_auto(config.resize_size, usual), mode), v2.CenterCrop(size)]), False
-    size = unless_auto(config.train_size, size)
-    if is_cropped:
-        crop = range_of(config.crop_scale), range_of(config.crop_ratio)
-        steps += [v2.RandomResizedCrop(size, *crop, interpolation=mode), v2.RandomHorizontalFlip()]
-    else:
-        steps += [v2.Resize(size, mode), v2.CenterCrop(size)]
-    if config.auto_augment != "none":
-        policies = {"ra": v2.RandAugment, "ta_wide": v2.TrivialAugmentWide, "augmix": v2.AugMix}
-        turned = v2.InterpolationMode("nearest" if mode.value == "nearest" else "bilinear")  # no bicubic of tensors
-        steps.append(policies.get(config.auto_augment, v2.AutoAugment)(interpolation=turned))
-    if config.random_erase:  # a box of the mean, which is 0 after the device has normalized
-        mean = expected.mean if (expected := _expected(config)) else STATISTICS[unless_auto(config.in_channels, 3)][0]
-        steps.append(v2.RandomErasing(config.random_erase, value=[round(255 * part) for part in mean]))
-    return v2.Compose(steps), is_cropped or config.auto_augment != "none" or config.random_erase > 0
 
 
 def _check_labels(dataset: ImageDataset, config: TrainingConfig) -> None:

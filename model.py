@@ -7,7 +7,6 @@ compute_loss(model, batch)      the loss and metrics, as sums over a micro-batch
 
 from __future__ import annotations
 
-import re
 import types
 from typing import Any
 
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from config import TrainingConfig, UserError, nearest, unless_auto
+from config import TrainingConfig, UserError, unless_auto
 from ddp_utils import unwrap, wrap_ddp
 from utils.checkpoint.format import load_weights
 from utils.checkpoint.stored import local_checkpoint
-from utils.example.pretrained import weights_file
-from utils.memory import is_out_of_memory
+from utils.extras.images.models import torchvision_model  # extra: images
+from utils.extras.images.pretrained import published_weights  # extra: images
 from utils.metrics import Metrics, count_correct
 
 __all__ = ["MiniResNet", "compute_loss", "create_model", "param_groups", "wrap_ddp"]
@@ -88,7 +87,7 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
     if config.model == "mini_resnet":
         model: Any = MiniResNet(sizes["in_channels"], sizes["num_classes"])
     else:
-        model = _torchvision_model(config.model, **sizes)
+        model = _other_model(config.model, **sizes)
     if config.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model.label_smoothing = config.label_smoothing
@@ -112,11 +111,9 @@ def _freeze_backbone(model: nn.Module) -> None:
 
 def initial_weights(config: TrainingConfig) -> dict[str, Tensor]:
     """The weights of --init_from, by name: those of a file, or of torchvision. Raises UserError."""
-    if config.init_from != "torchvision":
-        return load_weights(local_checkpoint(config.init_from))
-    # DenseNet's were published under the names of an older torchvision
-    older = re.compile(r"(denselayer\d+\.(?:norm|conv))\.")
-    return {older.sub(r"\1", name): value for name, value in load_weights(weights_file(config)).items()}
+    if config.init_from == "torchvision":  # extra: images
+        return published_weights(config)
+    return load_weights(local_checkpoint(config.init_from))
 
 
 def param_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any]]:
@@ -159,31 +156,9 @@ def compute_loss(model: nn.Module, batch: Any) -> Metrics:
     return {"loss": (loss, len(labels))} | top
 
 
-def _torchvision_model(name: str, in_channels: int, num_classes: int, image_size: int) -> nn.Module:
-    try:
-        from torchvision import models
-    except ImportError as error:
-        raise UserError(f"model={name}: needs torchvision ({error}); install it, or use --model mini_resnet") from None
-    known = models.list_models(module=models)
-    if name not in known:
-        raise UserError(f"model={name}: is not known; use mini_resnet or a torchvision model: {nearest(name, known)}")
-    if in_channels != 3:
-        raise UserError(
-            f"in_channels={in_channels}: torchvision's models take 3; use --model mini_resnet or 3 channels"
-        )
-    special: dict[str, Any] = {"image_size": image_size} if name.startswith("vit_") else {}
-    if name in ("inception_v3", "googlenet"):
-        special = {"aux_logits": False, "transform_input": True}
-    try:
-        model = models.get_model(name, weights=None, num_classes=num_classes, **special).eval()
-        shapes = {key: value.to("meta") for key, value in [*model.named_parameters(), *model.named_buffers()]}
-        torch.func.functional_call(model, shapes, torch.empty(2, 3, image_size, image_size, device="meta"))
-    except (ValueError, AssertionError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            raise
-        text = f"model={name}: does not accept {image_size}x{image_size} images ({error})"
-        raise UserError(f"{text}; give another image_size or model") from None
-    return model.train()
+def _other_model(name: str, **sizes: int) -> nn.Module:
+    return torchvision_model(name, **sizes)  # extra: images
+    raise UserError(f"model={name}: is not known; use mini_resnet")  # in a fork without that extra
 
 
 def log_images(model: nn.Module, batch: Any) -> dict[str, Tensor]:

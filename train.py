@@ -27,12 +27,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import dataset as your_data
 import model as your_model
 from ddp_utils import cleanup_distributed, read_launch, setup_distributed, wrap_ddp
-from utils.data.cache import cached
 from utils.data.loader import GlobalBatchLoader, create_distributed_dataloader, create_evaluation_dataloader
 from utils.data.sampler import MicroBatch
 from utils.data.sets import load_data
 from utils.distributed.collectives import broadcast_json, on_all_ranks
 from utils.distributed.consensus import Consensus, Stopped, Vote, is_every
+from utils.extras.cache import cached  # extra: cache
 from utils.extras.check import CrossCheck  # extra: check
 from utils.report.reporter import Reporter
 from utils.report.validation import Validation
@@ -118,7 +118,8 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     config = sets.config  # in which the data have resolved `auto` fields
     attempt = replace(attempt, config=config)
     state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed=bool(run.resume_path)), ctx)
-    train_set, held_out = cached(sets.train, sets.held_out, config, ctx, attempt.logger)
+    train_set, held_out = sets.train, sets.held_out
+    train_set, held_out = cached(train_set, held_out, config, ctx, attempt.logger)  # extra: cache
     loading = config, ctx, attempt.clock, True  # the loaders hold their errors until the state is saved
     loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, *loading), ctx)
     loaders = {name: create_evaluation_dataloader(each, *loading) for name, each in held_out.items()}

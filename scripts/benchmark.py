@@ -6,7 +6,7 @@ python scripts/benchmark.py --find-batch [--ranks N] [--memory GIB] [flags of tr
 python scripts/benchmark.py --sharding-memory [--ranks 1,2,8] [flags of train.py]   memory of a rank by --sharding
 
 The first command times train.py's loop with its default checks, records and watchdog: as given, with the flags of each
---against, such as "--num_workers 2", "--cache ram", "--compile default" or "--save_every_steps 20", and, on several
+--against, such as "--num_workers 2", "--compile default" or "--save_every_steps 20", and, on several
 ranks, without communication: what that saves is the communication that is not hidden by the backward pass. In each
 round all take two turns of --steps optimizer steps, one in forward and one in reverse order. Ratios are medians over
 the rounds. The control compares first with second turns; a row is marked noisy if they differ by more than 3 %. Times

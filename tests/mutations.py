@@ -134,15 +134,15 @@ MUTATIONS = [
     Mutation('GlobalBatchLoader.micro_batches', 'self.sampler.set_epoch(epoch, start)', 'self.sampler.set_epoch(0, start)', 'order'),
     Mutation('GlobalBatchSampler.order', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, 0))', 'order'),
     Mutation('sample_draws', 'return _shift(mix(indices.unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'return _shift(mix(torch.arange(len(indices), device=indices.device).unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'samples'),
-    Mutation('GlobalBatchLoader._to_device', 'batch = self._transform(batch, self.sampler.seed, micro_batch.epoch, indices)', 'batch = self._transform(batch, self.sampler.seed, 0, indices)', 'samples'),
+    Mutation('GlobalBatchLoader._to_device', 'batch = self.transform(batch, self.sampler.seed, micro_batch.epoch, indices)', 'batch = self.transform(batch, self.sampler.seed, 0, indices)', 'samples'),
     Mutation('Fetcher._batch', 'seed_host("sample", self._seed, epoch, *indices)', 'pass', 'samples'),
     Mutation('repeated_order', 'copies = n * torch.arange(repeats).unsqueeze(1)', 'copies = 0 * torch.arange(repeats).unsqueeze(1)', 'order'),
-    Mutation('mix', 'torch.default_generator.manual_seed(seed)', 'pass', 'samples'),
+    Mutation('mix', 'torch.default_generator.manual_seed(seed)', 'pass', 'samples'),  # extra: images
     Mutation('first_passes', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss), ctx)', 'unwrapped'),
     Mutation('Updater.step', 'if thawed := [name for p, name in self._frozen.items() if p.requires_grad]:', 'if thawed := []:', 'thawed'),
-    Mutation('load_data', 'require_equal(first if all(map(are_alike, mine, first)) else mine, differ, ctx)', 'pass', 'other-samples'),
-    Mutation('compare', '(wrong if is_other else may).extend([line] if line else [])', 'may.extend([line] if line else [])', 'other-samples'),
-    Mutation('_is_alike', 'return all(abs(a - b) <= TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))', 'return True', 'other-samples'),
+    Mutation('alike_on_all_ranks', 'require_equal(first if all(map(are_alike, mine, first)) else mine, sentence, ctx)', 'pass', 'other-samples'),  # extra: sketches
+    Mutation('compare', '(wrong if is_other else may).extend([line] if line else [])', 'may.extend([line] if line else [])', 'other-samples'),  # extra: sketches
+    Mutation('_is_alike', 'return all(abs(a - b) <= TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))', 'return True', 'other-samples'),  # extra: sketches
     Mutation('RunningStats.add', 'self._sum.add_(self._latest, alpha=samples)', 'self._sum.add_(self._latest)', 'batchnorm'),
     Mutation('StepSums.start_reduce', 'self._work = self._ranks.start(self.metrics.values, micro_batch.count)', 'self._work = None', 'batchnorm'),
     Mutation('_is_complete', 'return left % 2**height == 0 and left >> height != after >> height', 'return left >> height != after >> height', 'exact-ranks'),
@@ -228,8 +228,8 @@ MUTATIONS = [
     Mutation('read', 'saved = {"model": payload["ema" if use_ema else "model"]}', 'saved = {"model": payload["model"]}', 'export'),
     Mutation('merge', 'if part.fullmatch(left.name):', 'if left.name.startswith(f"{out.name}.rank"):', 'predict'),
     Mutation('Watch.tell', 'cause = self._watchdog.find_lost() or error', 'pass', 'rank-killed'),  # extra: watch
-    Mutation('_shared_rows', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes), mmap.MAP_PRIVATE), dtype=torch.uint8)', 'cache'),
-    Mutation('_shared_rows', 'os.unlink(path)', 'pass', 'cache'),
+    Mutation('_shared_rows', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes), mmap.MAP_PRIVATE), dtype=torch.uint8)', 'cache'),  # extra: cache
+    Mutation('_shared_rows', 'os.unlink(path)', 'pass', 'cache'),  # extra: cache
     Mutation('GlobalBatchLoader._stage', 'if isinstance(item[1], (UserError, TrainingError)):', 'if False:', 'bad-sample'),
     Mutation('build_sharded', 'group.set_gradient_divide_factor(1.0)', 'pass', 'sharding'),  # extra: sharding
     Mutation('norm_over', 'return torch.linalg.vector_norm(norms)', 'return norm', 'sharding'),  # extra: sharding

@@ -82,7 +82,8 @@ def without(files: Files, cut: set[str]) -> tuple[Files, Fields]:
     gone = {field for each in fields.values() for field in each}
     for name in left:
         if name.endswith(".md"):
-            left[name] = without_rows(unlinked(name, left[name], files.keys() - left.keys()), gone)
+            rows_of = gone if name != PAGE else set[str]()  # a row there is about an extra
+            left[name] = without_rows(unlinked(name, left[name], files.keys() - left.keys()), rows_of)
     return left, fields
 
 

@@ -67,7 +67,7 @@ def test_each_flag_of_other_programs_is_a_flag_here_or_is_answered(program, flag
 
 
 def test_the_rows_name_flags_and_functions_that_exist():
-    known = FIELDS | {"config", "print_config"}
+    known = FIELDS.union({"config", "print_config"}, *config.deleted_extras().values())
     functions = {name for title in ("model", "dataset") for name in entries(f"Functions of {title}.py")}
     functions |= entries("Methods of a data set").keys()
     assert len(ROWS) > 250

@@ -55,14 +55,22 @@ def test_the_loss_is_a_sum_and_metrics_are_sums_and_counts():
     assert set(metrics) == {"top1"}
 
 
-def test_torchvision_classifiers_by_name():
+def test_a_frozen_backbone_trains_the_last_layer_alone_and_keeps_its_statistics():
+    model = create_model(TrainingConfig(freeze="backbone"), CPU).train()
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {"head.weight", "head.bias"}
+    before = model.stem[1].running_mean.clone()
+    model(torch.randn(4, 3, 8, 8))
+    assert torch.equal(model.stem[1].running_mean, before) and not model.stem[1].training and model.training
+
+
+def test_torchvision_classifiers_by_name():  # extra: images
     model = create_model(TrainingConfig(model="resnet18", num_classes=7), CPU).eval()
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 7)
     vit = create_model(TrainingConfig(model="vit_b_32", num_classes=3, image_size=64), CPU).eval()
     assert vit(torch.randn(1, 3, 64, 64)).shape == (1, 3)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # extra: images
     ("changes", "expected"),
     [
         ({"model": "resnet18", "in_channels": 1}, "in_channels=1: torchvision's models take 3; use"),

@@ -61,7 +61,6 @@ ROWS = """
 --in_channels 1 --num_classes 3
 --model resnet18 --image_size 32
 --best_metric top5
---cache ram
 --patience 1
 --save_every_steps 1 --eval_every 0
 --eval_every_steps 2 --eval_batch_size 3
@@ -71,6 +70,7 @@ ROWS += ["--optimizer adamw --drop_last --batch_size 8 --global_batch_size 16"]
 ROWS += ["--activation_checkpointing"]  # extra: compile
 ROWS += ["--ema_decay 0.9"]  # extra: average
 ROWS += ["--sharding zero3 --ema_decay 0.9 --optimizer adamw"]  # extra: average and sharding
+ROWS += ["--cache ram"]  # extra: cache
 ELSEWHERE = {  # flags without a row
     "dataset": "test_recipes.py",
     "dataset_size": "FLAGS",

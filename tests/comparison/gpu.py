@@ -45,7 +45,12 @@ from utils.table import format_table
 IS_TINY = os.environ.get("CUDA_TEST_ON_CPU", "") == "1"
 PYTEST = "-m pytest -v -rA -p no:cacheprovider -o faulthandler_timeout=80 tests/distributed/test_cuda.py".split()
 PYTEST += ["tests/extras/compile/test_compile_on_a_gpu.py"]  # extra: compile
-AGAINST = ("--amp_dtype fp16", "--cache device", "--log_interval 1000", "--no-channels_last")
+AGAINST = (
+    "--amp_dtype fp16",
+    "--cache device",  # extra: cache
+    "--log_interval 1000",
+    "--no-channels_last",
+)
 # what a step is told
 FOLDER, OUT, DATA = (Path(os.environ.get(f"CUDA_STEP_{name}", ".")) for name in ("FOLDER", "OUT", "DATA"))
 ENDS = float(os.environ.get("CUDA_STEP_ENDS", "inf"))  # in seconds since the epoch

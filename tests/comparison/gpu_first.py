@@ -36,7 +36,7 @@ MODES = {  # 40 steps each
     "fp16": "--amp_dtype fp16",
     "adamw, ema, clipping": "--optimizer adamw --lr 1e-3 --ema_decay 0.99 --clip_grad_norm 1",  # extra: average
     "workers": "--num_workers 2",
-    "cache on the device": "--cache device",
+    "cache on the device": "--cache device",  # extra: cache
     "accumulation": "--grad_accum_steps 4",
     "saves": "--save_every_steps 10",
     "evaluations": "--eval_every_steps 10",

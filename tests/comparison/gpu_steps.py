@@ -30,7 +30,7 @@ from lib.benchmark.ours import Ours
 from lib.benchmark.turns import synchronize
 from utils.batch import tensors_in
 from utils.checkpoint import format as checkpoint
-from utils.example.images import cifar10_folder
+from utils.example.cifar10 import cifar10_folder
 from utils.files import replace_json
 
 BATCHES, STEPS, ROUNDS = ((4, 8), 2, 1) if IS_TINY else ((64, 256, 1024), 40, 5)
@@ -179,7 +179,8 @@ def find_data() -> tuple[str, list[str]]:
         images.mkdir()
         with tarfile.open(archive) as tar:
             tar.extractall(images, filter="data")
-        flags = ["--dataset", "imagefolder", "--data_dir", str(images), "--cache", "device"]
+        flags = ["--dataset", "imagefolder", "--data_dir", str(images)]
+        flags += ["--cache", "device"]  # extra: cache
         return "CIFAR-10 as lossy JPEGs", flags
     return f"synthetic images, because {DATA} has neither CIFAR-10 nor {ARCHIVE}", ["--dataset_size", "50000"]
 

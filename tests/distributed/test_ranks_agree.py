@@ -21,7 +21,7 @@ from utils.training.evaluation import Evaluation
 SMALL = "--dataset_size 16 --epochs 1".split()
 
 
-def train_on_lines(words, changed_ranks, share=0.5):
+def train_on_lines(words, changed_ranks, share=0.5):  # extra: sketches
     """Train on lines, a set without names; on these ranks a share of the lines differs. Returns the error."""
     plain = TASKS["lines"]["create_dataset"]
 
@@ -39,7 +39,7 @@ def train_on_lines(words, changed_ranks, share=0.5):
             return str(error)
 
 
-@pytest.mark.guarantee("other-samples")
+@pytest.mark.guarantee("other-samples")  # extra: sketches
 def test_data_without_names_are_compared_by_decoded_samples(runs):
     """Over the ranks, and with the checkpoint of a resumed run."""
     words = runs.words("run", *SMALL, "--epochs", 2, "--max_steps", 1, "--data_dir", "d")

@@ -26,9 +26,9 @@ from config import TrainingConfig
 from ranks import run_ranks, slow
 from tasks import TASKS, EagerConsensus, create_images
 from training import train_flags
-from utils.data import sketches
 from utils.distributed.collectives import broadcast_json, lowest_rank
 from utils.distributed.consensus import Consensus, Vote
+from utils.extras import sketches  # extra: sketches
 from utils.training.parallel import wrap_ddp
 
 STEPS = 6
@@ -158,12 +158,14 @@ def count_operations(words, world_size):
     """Train; the operations and bytes of each part of the run. world_size: that of the fake process group, or 0."""
     tally = Tally()
     without_val = lambda config, split: create_images(config, split) if split == "train" else None  # noqa: E731
+    few_sketches = contextlib.nullcontext()  # else they grow with the data, and the data with the ranks
+    few_sketches = mock.patch.object(sketches, "SAMPLES", 4)  # extra: sketches
     with (
         counting(tally),
         pretending(world_size) if world_size else contextlib.nullcontext(),
         mock.patch.dict(TASKS["images"], {"create_dataset": without_val}),
         mock.patch.object(train, "Consensus", EagerConsensus),
-        mock.patch.object(sketches, "SAMPLES", 4),  # else they grow with the data, and the data with the ranks
+        few_sketches,
     ):
         assert train_flags(words)["state"] == "completed"
     return tally.rows()

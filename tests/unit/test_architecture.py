@@ -17,9 +17,9 @@ FLOORS = {
     "utils.checkpoint": 4,
     "utils.run": 5,
     "utils.report": 6,
+    "utils.example": 6,  # of model.py, dataset.py and the extra `images` alone
     "ddp_utils": 7,
     "utils.extras": 7,  # imported in marked lines only: tests/builtin/test_extras.py
-    "utils.example": 7,  # of model.py and dataset.py alone
     "model": 8,
     "dataset": 8,
     "train": 9,
@@ -77,7 +77,7 @@ def test_an_extra_imports_no_other_one_unless_its_docstring_names_it(path):
 
 def test_only_model_py_and_dataset_py_import_the_example():
     """The template needs none of it."""
-    outside = [path for path in OURS if "example" not in path.parts]
+    outside = [path for path in OURS if not {"example", "images"} & {*path.parts}]
     assert not [path for path in outside for name in imports(path) if package(name) == "utils.example"]
 
 
@@ -168,7 +168,7 @@ def test_only_tests_that_a_fork_leaves_out_use_the_built_in_model_and_data():
     example = "import model\nx = model.Net(); from_ = 1\n  from dataset import (\n    A,\n    B as C,\n)"
     assert set(names_used(example)) == {("model", "Net"), ("dataset", "A"), ("dataset", "B")}
     for path in (ROOT / "tests").rglob("*.py"):
-        if not {"builtin", "comparison"} & {*path.parts} and path.name != "test_architecture.py":
+        if not {"builtin", "comparison", "images"} & {*path.parts} and path.name != "test_architecture.py":
             used = names_used(path.read_text())
             assert not [name for module, name in used if name not in SEAMS[module]], path
 

@@ -168,7 +168,7 @@ def test_changed_files_are_named_up_to_twenty_and_rejected_from_one_percent_on()
     assert is_other and "; new: c; missing: a: put them back, or readable copies" in line
 
 
-@pytest.mark.guarantee("other-samples")
+@pytest.mark.guarantee("other-samples")  # extra: sketches
 def test_half_of_the_samples_may_differ_or_all_if_the_code_has_changed():
     before = origin(sketches=[[k, 1.0, 0.5] for k in range(4)])
     for number in range(5):

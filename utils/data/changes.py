@@ -1,4 +1,5 @@
-"""What has changed in a data set since a checkpoint: files by a listing in the run folder, samples by sketches."""
+"""What has changed in a data set since a checkpoint: files by a listing in the run folder, samples by sketches, if
+there are any."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from utils.data.sketches import are_alike
+from utils.extras.sketches import compare_samples  # extra: sketches
 from utils.files import replace_file
 
 FILES = "training_files.gz"  # in the run folder: their listing when the latest attempt began
 MAX_NAMES = 20
-MAX_OF_FILES, MAX_OF_SAMPLES = 0.01, 0.5  # fractions that may differ from the checkpoint's; one file always may
+MAX_OF_FILES = 0.01  # the fraction that may differ from the checkpoint's; one file always may
 
 
 def compare_data(
@@ -30,10 +31,9 @@ def compare_data(
         if not number:
             return f"{text}, of unknown names: the run folder has no list of that time", False
         return f"{text}: {number:,} of {total:,} ({names['resized']})", number > max(1, MAX_OF_FILES * total)
-    pairs = [pair for pair in zip(before["sketches"], here["sketches"], strict=False) if None not in pair]
-    number = sum(not are_alike([one], [other]) for one, other in pairs)
-    text = f"{split} samples that differ from the checkpoint's: {number} of {len(pairs)} that are compared"
-    return text if number else "", is_same_code and number > MAX_OF_SAMPLES * len(pairs)
+    found = "", False
+    found = compare_samples(before, here, split, is_same_code)  # extra: sketches
+    return found
 
 
 def changed_files(before: bytes, here: bytes) -> dict[str, Any]:

@@ -32,7 +32,6 @@ class GlobalBatchLoader:
     Args:
         clock: records when the loop waits for data and when it computes.
         phases: the names of these two phases.
-        is_transformed: False leaves out the data set's `device_transform`.
         holds_failure: keep an error in `failure`, and go on with a stand-in for each micro-batch: the other ranks wait
             in a collective, so all ranks end together.
     """
@@ -44,7 +43,6 @@ class GlobalBatchLoader:
         ctx: DistributedContext,
         clock: Clock | None = None,
         phases: tuple[str, str] = ("data", "forward"),
-        is_transformed: bool = True,
         holds_failure: bool = False,
     ) -> None:
         self.failure: Exception | None = None
@@ -54,7 +52,7 @@ class GlobalBatchLoader:
         self.num_workers = choose_workers(config, dataset, ctx.local_world_size)
         self._clock, self._phases = clock or Clock(), phases
         self._ranks = ctx.local_world_size
-        self._transform = getattr(dataset, "device_transform", None) if is_transformed else None
+        self.transform = getattr(dataset, "device_transform", None)
         self._fetcher = Fetcher(dataset, fetches_batches(dataset), config.seed)
         self._side = SideStream(ctx.device) if ctx.device.type != "cpu" else None
         self._loader: DataLoader | None = None
@@ -186,9 +184,9 @@ class GlobalBatchLoader:
         if isinstance(batch, UserError):
             raise batch
         batch = to_device(batch, self.device) if self._side else batch
-        if self._transform:
+        if self.transform:
             indices = indices_on(micro_batch.indices, self.device)
-            batch = self._transform(batch, self.sampler.seed, micro_batch.epoch, indices)
+            batch = self.transform(batch, self.sampler.seed, micro_batch.epoch, indices)
         return dataclasses.replace(micro_batch, batch=batch)
 
 
@@ -223,7 +221,7 @@ class _Plan(Sampler):
 
 def choose_workers(config: TrainingConfig, dataset: MapDataset, local_world_size: int) -> int:
     """Loader processes of this rank. "auto": 0 for data in memory, else its share of the node's CPUs, at most 8."""
-    if getattr(dataset, "is_cached", False):
+    if getattr(dataset, "is_cached", False):  # extra: cache
         return 0
     if isinstance(config.num_workers, int):
         return config.num_workers

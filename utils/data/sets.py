@@ -18,9 +18,9 @@ from torch.utils.data import IterableDataset, Subset
 
 from config import TrainingConfig, UserError, fields_of_yours, may_be_auto
 from utils.data.sampler import MapDataset
-from utils.data.sketches import are_alike, sketches
-from utils.distributed.collectives import broadcast_json, on_all_ranks, once_per_file_system, read_once, require_equal
+from utils.distributed.collectives import on_all_ranks, once_per_file_system, read_once, require_equal
 from utils.distributed.context import DistributedContext
+from utils.extras.sketches import alike_on_all_ranks  # extra: sketches
 from utils.rng import derive_seed, seed_host
 
 
@@ -70,13 +70,12 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
     config = on_all_ranks(lambda: with_auto(config, sets["train"]), ctx)
     seen = [[split, identity(each)] for split, each in sets.items()]
     require_equal(seen, differ, ctx)
-    mine = on_all_ranks(lambda: [sketches(each, config.seed) for each in sets.values()], ctx)
-    first = broadcast_json(mine, ctx)
-    require_equal(first if all(map(are_alike, mine, first)) else mine, differ, ctx)
+    sketches: list[list] = [[] for _ in sets]
+    sketches = alike_on_all_ranks(sets.values(), config.seed, differ, ctx)  # extra: sketches
     files = [each.listing if split in listed else b"" for split, each in sets.items()]
     content = {
         split: {"identity": own, "content": hashlib.sha256(listing).hexdigest()[:16], "sketches": some}
-        for (split, own), listing, some in zip(seen, files, mine, strict=True)
+        for (split, own), listing, some in zip(seen, files, sketches, strict=True)
     }
     train = content.pop("train")
     return DataSets(sets.pop("train"), sets, config, train | {"held_out": content}, files[0])

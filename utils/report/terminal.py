@@ -80,10 +80,12 @@ class Terminal:
         waited = record["data_wait_s"] / (record["step_s"] or math.inf)
         # the first interval includes the start of the workers
         if self._intervals == 2 and waited > MAX_DATA_WAIT and not getattr(dataset, "in_memory", False):
-            cache = " or --cache ram" if getattr(dataset, "cacheable", False) else ""
+            other = ""
+            if getattr(dataset, "cacheable", False):  # extra: cache
+                other = " or --cache ram"
             text = "data loading takes %.0f%% of the time: try more --num_workers (now %d per rank, with %d CPUs)%s"
             cpus = usable_cpus() // ctx.local_world_size
-            self._attempt.run.warn(text, 100 * waited, self._loader.num_workers, cpus, cache)
+            self._attempt.run.warn(text, 100 * waited, self._loader.num_workers, cpus, other)
 
 
 def _model_line(config: TrainingConfig, state: TrainState) -> str:

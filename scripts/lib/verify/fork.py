@@ -122,7 +122,8 @@ class Fork:
     @property
     def settings(self) -> dict[str, object]:
         """The flags for which the result holds: those that change a run, without those that `small_config` replaces."""
-        names = {*("data_dir", "cache"), *(field.name for field in fields_of_yours())}
+        names = {"data_dir", *(field.name for field in fields_of_yours())}
+        names.add("cache")  # extra: cache
         names.add("activation_checkpointing")  # extra: compile
         names |= {field.name for field in fields(self.config) if field.metadata["resume"] != "free"}
         return {name: getattr(self.config, name) for name in sorted(names - {"epochs", "max_steps", "batch_size"})}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from config import TrainingConfig, UserError
+from utils.checkpoint.format import load_weights
 
 
 def published(model: str) -> Any:
@@ -31,6 +34,12 @@ def weights_file(config: TrainingConfig) -> Path:
     name = weights.url.rpartition("/")[2]
     in_hub = Path(torch.hub.get_dir(), "checkpoints", name)
     return in_hub if in_hub.exists() else Path(config.data_dir) / "weights" / name
+
+
+def published_weights(config: TrainingConfig) -> dict[str, Tensor]:
+    """The weights by name. DenseNet's were published under the names of an older torchvision."""
+    older = re.compile(r"(denselayer\d+\.(?:norm|conv))\.")
+    return {older.sub(r"\1", name): value for name, value in load_weights(weights_file(config)).items()}
 
 
 def download_weights(config: TrainingConfig) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from config import TrainingConfig, UserError
 from dataset import create_dataset
-from utils.example import images
-from utils.example.images import log_listed, read_image
+from utils.extras.images import files as images
+from utils.extras.images.files import log_listed, read_image
 
 PIL = pytest.importorskip("PIL.Image")
 pytest.importorskip("torchvision")

@@ -91,7 +91,8 @@ def test_without_the_list_of_files_a_change_is_logged_without_names(runs):
     words = runs.words("run", *FLAGS)
     assert run_ranks(2, attempt, [*words, "--max_steps", "2"]) == ["completed"] * 2
     grow(files[0])
-    other = [*runs.words("other", *FLAGS), "--cache", "ram", "--max_steps", "4", "--resume_from"]
+    other = [*runs.words("other", *FLAGS), "--max_steps", "4", "--resume_from"]
+    other[:0] = ["--cache", "ram"]  # extra: cache
     assert run_ranks(2, attempt, [*other, str(runs.checkpoints("run")[-1])]) == ["completed"] * 2
     (line,) = [line for line in runs.events("other", "resumed")[-1]["changed"] if "files" in line]
     assert line == f"{RESIZED}, of unknown names: the run folder has no list of that time"

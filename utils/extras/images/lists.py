@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from config import UserError
-from utils.example.images import check_splits
+from utils.extras.images.files import check_splits
 from utils.logger import ALIKE, NAME, count
 
 DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")

@@ -16,7 +16,7 @@ from test_oracle import SGD, check_against_the_oracle
 from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.data.sets import ChosenSamples, choose_samples
 from utils.data.worker import Fetcher
-from utils.example.augment import mix, repeated_order
+from utils.extras.images.mixing import mix, repeated_order
 
 RECIPE = ROOT / "docs/recipes/imagenet.toml"
 # a small run of the same kind

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from utils.data import sketches as module
-from utils.data.sketches import are_alike, sketch_of, sketches
+from utils.extras import sketches as module
+from utils.extras.sketches import are_alike, sketch_of, sketches
 
 
 class Samples(Dataset):

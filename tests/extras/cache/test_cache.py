@@ -1,4 +1,4 @@
-"""--cache: which data sets it accepts, and how much memory it needs. Real ranks: builtin/test_cached_runs.py."""
+"""--cache: which data sets it accepts, and how much memory it needs. Real ranks: test_cached_runs.py."""
 
 import dataclasses
 import logging
@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-import utils.data.cache
+import utils.extras.cache
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
-from utils.data.cache import cached, check_room
+from utils.extras.cache import cached, check_room
 
 CONFIG = TrainingConfig(batch_size=8, cache="ram", num_workers=0, backend="gloo")
 
@@ -103,7 +103,7 @@ def test_a_rank_that_is_killed_while_it_decodes_leaves_no_file(tmp_path):
 
 @pytest.mark.guarantee("cache")
 def test_a_set_that_does_not_fit_is_rejected(ctx, monkeypatch):
-    monkeypatch.setattr(utils.data.cache, "free_memory", lambda: 2_000)
+    monkeypatch.setattr(utils.extras.cache, "free_memory", lambda: 2_000)
     with pytest.raises(UserError, match="cache=ram: the decoded data take 0 MiB, .* of memory free; give the job more"):
         cache(ctx)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 16 << 30))

@@ -19,7 +19,7 @@ from ranks import ROOT, run_ranks
 from training import train_flags
 from utils.checkpoint.format import take_weights
 from utils.data.sets import with_auto
-from utils.example.pretrained import published, weights_file
+from utils.extras.images.pretrained import published, weights_file
 
 CPU = torch.device("cpu")
 PAGE = (ROOT / "docs/recipes/fine_tuning.md").read_text()
@@ -176,13 +176,13 @@ def test_the_weights_are_downloaded_whole_or_an_error_names_file_and_url(tmp_pat
     for name, expected in (("resnet18-00000000.pth", "invalid hash value"), ("missing-00000000.pth", "No such file")):
         if (url := source.with_name(name)).name.startswith("resnet18"):
             source.rename(url)
-        with mock.patch("utils.example.pretrained.published", return_value=mock.Mock(url=url.as_uri())):
+        with mock.patch("utils.extras.images.pretrained.published", return_value=mock.Mock(url=url.as_uri())):
             with pytest.raises(UserError, match=rf"{expected}.*; put {url.as_uri()} there as .*/weights/{name}"):
                 prepare_data(config)
             assert not any((tmp_path / "data/weights").iterdir())
     good = source.with_name(f"resnet18-{digest}.pth")
     source.with_name("resnet18-00000000.pth").rename(good)
-    with mock.patch("utils.example.pretrained.published", return_value=mock.Mock(url=good.as_uri())):
+    with mock.patch("utils.extras.images.pretrained.published", return_value=mock.Mock(url=good.as_uri())):
         prepare_data(config)
         assert is_prepared(config) and initial_weights(config)["fc.weight"].tolist() == [1, 1]
     with pytest.raises(UserError, match="has no weights of mini_resnet; give one of its models, such as --model"):

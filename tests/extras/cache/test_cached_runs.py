@@ -1,4 +1,5 @@
 """--cache: the same batches as without a cache, from memory that the ranks of a node share."""
+# extra: images
 
 import hashlib
 import logging
@@ -13,9 +14,9 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from images import save_images
 from ranks import run_ranks
 from training import TINY
-from utils.data.cache import cached
 from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
 from utils.data.sets import load_data
+from utils.extras.cache import cached
 
 FLAGS = [*TINY, *"--image_size 8 --dataset imagefolder --global_batch_size 16 --augment crop".split()]
 

@@ -1,4 +1,8 @@
-"""`--cache`: the ranks of a node decode a data set once, into shared memory, or each onto its device."""
+"""`--cache`: the ranks of a node decode a data set once, into shared memory, or each onto its device.
+
+Later epochs then wait for no decoding and need no workers. It costs the memory of all decoded samples. Who trains for
+many epochs on samples that are slow to decode and do not change needs it.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +144,8 @@ def _decode(
         assignment=Assignment(peers.index(ctx.rank), len(peers)),
         shuffle=False,
     )
-    loader = GlobalBatchLoader(sampler, config, replace(ctx, device=torch.device("cpu")), is_transformed=False)
+    loader = GlobalBatchLoader(sampler, config, replace(ctx, device=torch.device("cpu")))
+    loader.transform = None  # the rows are what collate returns
     rows = _shared_rows(row, len(source), ctx)
 
     def run() -> None:

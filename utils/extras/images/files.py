@@ -1,11 +1,10 @@
-"""Image files: finding and decoding them, and preparing CIFAR-10."""
+"""Image files: finding and decoding them."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from config import UserError
-from utils.files import may_pass, temporary_of
+from utils.files import may_pass
 from utils.logger import ALIKE, NAME, count
 
 # what torchvision's ImageFolder reads
@@ -208,42 +207,3 @@ def _decode_jpeg(path: Path, channels: int) -> Tensor | None:
         return decode_jpeg(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)).expand(channels, -1, -1)
     except (ImportError, AttributeError, RuntimeError):
         return None
-
-
-def cifar10_folder(data_dir: Path) -> Path:
-    """The folder of torchvision's files: data_dir itself if they were put there, else data_dir/cifar10."""
-    return data_dir if (data_dir / "cifar-10-batches-py").is_dir() else data_dir / "cifar10"
-
-
-def download_cifar10(data_dir: Path) -> None:
-    """Unpack CIFAR-10 into data_dir, completely or not at all; an archive that is already there is used."""
-    root = cifar10_folder(data_dir)
-    partial = temporary_of(root)  # another job may do the same
-    partial.mkdir(parents=True)
-    archive = root.with_name("cifar-10-python.tar.gz")
-    try:
-        if archive.exists():
-            shutil.copy(archive, partial)
-        from torchvision.datasets import CIFAR10
-
-        CIFAR10(str(partial), download=True)
-        if not root.exists():
-            partial.rename(root)
-    except (ImportError, OSError, RuntimeError) as error:
-        raise UserError(
-            f"dataset=cifar10: cannot be downloaded ({error}); put {archive.name} into {data_dir}"
-        ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def read_cifar10(data_dir: Path, is_train: bool) -> tuple[Tensor, Tensor, list[str]]:
-    """uint8 [N, 3, 32, 32], int64 [N] and the class names. Raises UserError if the files cannot be read."""
-    root = cifar10_folder(data_dir)
-    try:
-        from torchvision.datasets import CIFAR10
-
-        source = CIFAR10(str(root), train=is_train)
-    except (ImportError, RuntimeError) as error:
-        raise UserError(f"{root}: cannot be read ({error}); delete it to download it again") from None
-    return torch.from_numpy(source.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(source.targets), source.classes

@@ -1,0 +1,47 @@
+"""Mixup, CutMix and repeated augmentation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils.rng import derive_seed
+
+
+@functools.cache
+def _mixing(mixup: float, cutmix: float, classes: int) -> Callable[..., Any]:
+    from torchvision.transforms import v2
+
+    kinds = [
+        kind(alpha=alpha, num_classes=classes) for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix)) if alpha
+    ]
+    return v2.RandomChoice(kinds)
+
+
+def mix(images: Tensor, labels: Tensor, mixup: float, cutmix: float, classes: int, seed: int) -> tuple[Tensor, Tensor]:
+    """torchvision's MixUp or CutMix (0: without), or one of both, of a batch; its draws are a function of the seed.
+
+    Returns images, and the share of each class: float [B, classes].
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        images, shares = _mixing(mixup, cutmix, classes)(images, labels)
+    return images, shares.to(images.dtype)
+
+
+def repeated_order(repeats: int, group: int, seed: int, epoch: int, n: int) -> Tensor:
+    """Repeated augmentation (Hoffer et al., "Augment your batch", 2020): int64 [n], index + n * number of the copy.
+
+    Over `repeats` epochs each copy of each image comes once. `group` images come once before their next copies do, so
+    that micro-batches of that size hold different images.
+    """
+    cycle, part = divmod(epoch, repeats)
+    images = torch.randperm(n, generator=torch.Generator().manual_seed(derive_seed("order", seed, "repeats", cycle)))
+    last = max(n // group - 1, 0) * group  # the last group also has the rest
+    copies = n * torch.arange(repeats).unsqueeze(1)
+    groups = images[:last].view(-1, 1, group), images[last:]
+    return torch.cat([(each + copies).flatten() for each in groups])[part * n : (part + 1) * n]

@@ -1,0 +1,38 @@
+"""torchvision's models by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from config import UserError, nearest
+from utils.memory import is_out_of_memory
+
+
+def torchvision_model(name: str, in_channels: int, num_classes: int, image_size: int) -> nn.Module:
+    try:
+        from torchvision import models
+    except ImportError as error:
+        raise UserError(f"model={name}: needs torchvision ({error}); install it, or use --model mini_resnet") from None
+    known = models.list_models(module=models)
+    if name not in known:
+        raise UserError(f"model={name}: is not known; use mini_resnet or a torchvision model: {nearest(name, known)}")
+    if in_channels != 3:
+        raise UserError(
+            f"in_channels={in_channels}: torchvision's models take 3; use --model mini_resnet or 3 channels"
+        )
+    special: dict[str, Any] = {"image_size": image_size} if name.startswith("vit_") else {}
+    if name in ("inception_v3", "googlenet"):
+        special = {"aux_logits": False, "transform_input": True}
+    try:
+        model = models.get_model(name, weights=None, num_classes=num_classes, **special).eval()
+        shapes = {key: value.to("meta") for key, value in [*model.named_parameters(), *model.named_buffers()]}
+        torch.func.functional_call(model, shapes, torch.empty(2, 3, image_size, image_size, device="meta"))
+    except (ValueError, AssertionError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        text = f"model={name}: does not accept {image_size}x{image_size} images ({error})"
+        raise UserError(f"{text}; give another image_size or model") from None
+    return model.train()
