@@ -1,3 +1,4 @@
+# extra: reports
 """Print a table of runs with the settings that differ between them, and plot their curves.
 
 python scripts/runs.py [FOLDER ...]                       the runs in runs/, or in the folders given

@@ -1,3 +1,4 @@
+# extra: kubernetes and launcher
 """scripts/kubernetes as a cluster reads it: schemas, the Job that Kubeflow Trainer creates, the kubelet's pods."""
 
 import copy

@@ -1,3 +1,4 @@
+# extra: template
 """One-line faults in the code. Each must make a default test of the guarantee that it breaks fail.
 
     scripts/test.sh --mutations            all of them

@@ -206,15 +206,20 @@ def with_record(text: str, fields: Fields) -> str:
     return RECORD.sub(lambda _: f"without = {{{pairs}}}", text)
 
 
-def dangling(files: Files) -> list[str]:
-    """Imports of modules of ours that are gone."""
-    modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files}
-    modules |= {str(Path(name).parent).replace("/", ".") for name in files}
+def dangling(files: Files, left: Files) -> list[str]:
+    """What is left that imports modules which were there and are gone."""
+    roots = ["", "scripts/", *sorted({f"{Path(name).parent}/" for name in files if name.startswith("tests/")})]
+    ends = (".py", "/__init__.py")
     found = []
-    for name, text in files.items():
-        for module in re.findall(r"^\s*(?:from|import) (utils\.extras\.[\w.]+)", text, re.MULTILINE):
-            if name.endswith(".py") and module not in modules:
-                found.append(f"{name} imports {module}")
+    for name, text in left.items():
+        for node in ast.walk(ast.parse(text)) if name.endswith(".py") else ():
+            modules = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                modules = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+            for module in modules:
+                paths = [f"{root}{module.replace('.', '/')}{end}" for root in roots for end in ends]
+                there = [path for path in paths if path in files]
+                found += [f"{name} imports {there[0]}" for _ in there[:1] if left.keys().isdisjoint(there)]
     return found
 
 
@@ -251,8 +256,8 @@ def cut_tree(root: Path, cut: set[str]) -> tuple[Files, Files]:
     files = read_files(root)
     before = recorded(files[PROJECT])
     left, fields = without(files, cut | before.keys())
-    if problems := dangling(left):
-        fail(f"{problems[0]}; delete that extra too")
+    if problems := dangling(files, left):
+        fail(f"{problems[0]}; keep the extra of that file, or delete that of this one too")
     left[PROJECT] = with_record(left[PROJECT], fields | before)
     write(root, files, left)
     return files, read_files_again(root, left)

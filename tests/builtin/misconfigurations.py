@@ -1,3 +1,4 @@
+# extra: launcher and template
 """Misconfigurations of several nodes, set up in network namespaces: the rows of docs/troubleshooting.md."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# extra: template
 """scripts/test.sh --fork: the tests that must pass in any fork, run in forks of this repository."""
 
 import re

@@ -1,3 +1,4 @@
+# extra: launcher and template
 """Each misconfiguration of the table is reported in time, with the node and a fix."""
 
 import os

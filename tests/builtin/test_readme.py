@@ -1,3 +1,4 @@
+# extra: template
 """README.md and docs/*.md: commands, links, tables and size. test_recipes.py tests docs/recipes."""
 
 import ast

@@ -1,3 +1,4 @@
+# extra: template
 """What single recipes promise beside the training: sweeps, adapters, packing, chunks, several validation sets."""
 
 import json

@@ -1,3 +1,4 @@
+# extra: verify and template
 """scripts/verify.py passes on the template, and names the broken invariant of faulty forks (tests/faults/*.patch)."""
 
 import json

@@ -1,3 +1,4 @@
+# extra: benchmark and template
 """The comparison with other loops compares equal work: bitwise equal losses, the same batches."""
 
 import contextlib

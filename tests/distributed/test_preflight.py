@@ -1,3 +1,4 @@
+# extra: preflight
 """scripts/preflight.py on real ranks; builtin/test_misconfigurations.py runs it on real nodes."""
 
 import contextlib

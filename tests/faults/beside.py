@@ -1,3 +1,4 @@
+# extra: template
 """Programs beside training that are killed, stopped, slow or full: training goes on, and nothing is lost."""
 
 import os

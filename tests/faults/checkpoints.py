@@ -1,3 +1,4 @@
+# extra: template
 """Checkpoints that are damaged, truncated, partial or untrusted, and the command that runs after each checkpoint."""
 
 import os

@@ -1,3 +1,4 @@
+# extra: template
 """Faults, one row of the table each, and tools to inject them into a real run.
 
 A row is a function with the decorator `fault`, which injects the fault and asserts what must happen. Its group is its

@@ -1,3 +1,4 @@
+# extra: template
 """A rank that is stopped or hangs is reported with the stacks of all ranks, and the run continues or is ended."""
 
 import os

@@ -1,3 +1,4 @@
+# extra: template
 """Non-finite values and a flipped bit in memory: they do not reach the weights of the ranks or a checkpoint."""
 
 import json

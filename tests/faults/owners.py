@@ -1,3 +1,4 @@
+# extra: template
 """One run, one owner: a second job on the same folder, owners that are dead, and one that wakes up."""
 
 import os

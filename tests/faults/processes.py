@@ -1,3 +1,4 @@
+# extra: template
 """Processes that die: ranks, the launcher, the writer; once, or at the same step each time."""
 
 import os

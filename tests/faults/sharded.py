@@ -1,3 +1,4 @@
+# extra: template
 """Checkpoints of sharded runs: files that are missing or damaged, and ranks that are killed or cannot write."""
 
 import json

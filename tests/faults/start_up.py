@@ -1,3 +1,4 @@
+# extra: template
 """Faults before the first step of a run: address, missing ranks, config, kills."""
 
 import signal

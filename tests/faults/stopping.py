@@ -1,3 +1,4 @@
+# extra: template
 """Requests to stop: all ranks stop after the same step and save, whenever the request arrives; no step is lost."""
 
 import os

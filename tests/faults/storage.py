@@ -1,3 +1,4 @@
+# extra: template
 """Storage that fills up, fails or disappears: the previous checkpoint stays valid, training continues, and ends after
 a time limit."""
 

@@ -1,3 +1,4 @@
+# extra: template
 """Slow operations that must not end a run, stragglers that are reported, and the time limit."""
 
 import os

@@ -1,3 +1,4 @@
+# extra: launcher
 """scripts/lib/launching: the command that launch.sh starts, what it rejects, and the exit code of an attempt."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# extra: launcher
 """The program behind scripts/launch.sh. Standard library only, so that it starts at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# extra: launcher
 """What to start on this node: launch.sh's flags and variables, checked, and torchrun's command line."""
 
 from __future__ import annotations
