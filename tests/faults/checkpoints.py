@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from disks import tracing
-from drill import FLAGS, Drill, fault, says
+from drill import FLAGS, Drill, fault
 from ranks import run_ranks
 from storage import RUN
 from tasks import train_task
+from training import says
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.format import step_checkpoints, step_path
 

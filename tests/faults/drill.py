@@ -21,7 +21,7 @@ from subprocess import Popen
 
 from ranks import ROOT, Ended, WarmLaunch, finish, marked, start, stop
 from tasks import BUCKETS
-from training import Runs, assert_same_state
+from training import Runs, assert_same_state, says
 from utils.checkpoint.format import step_path
 from utils.distributed.beats import Place
 from utils.files import replace_file
@@ -371,8 +371,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def says(text: str, pattern: str) -> None:
-    """The pattern is in the text."""
-    assert re.search(pattern, text), f"{pattern!r} is not in\n{text}"

@@ -8,8 +8,9 @@ import socket
 import time
 from pathlib import Path
 
-from drill import HOST, LOOKED, NO_SHARED_STORE, Drill, Job, fault, says
+from drill import HOST, LOOKED, NO_SHARED_STORE, Drill, Job, fault
 from ranks import ROOT
+from training import says
 from utils.distributed.beats import state_of
 from utils.run.watchdog import LEAST_LIMIT
 

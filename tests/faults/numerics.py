@@ -4,7 +4,8 @@
 import json
 import re
 
-from drill import HOST, Drill, fault, says
+from drill import HOST, Drill, fault
+from training import says
 from utils.report.reporter import READ_AFTER
 
 RUN = "--dataset_size 120 --epochs 1 --ema_decay 0.9 --num_workers 1".split()  # 15 steps of two ranks

@@ -4,8 +4,9 @@
 import os
 import signal
 
-from drill import HOST, Drill, fault, says, slow_writer
+from drill import HOST, Drill, fault, slow_writer
 from processes import RUN
+from training import says
 
 ELSEWHERE = "import socket\nsocket.gethostname = lambda: 'elsewhere'\n"
 REBOOTED = (

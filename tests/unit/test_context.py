@@ -1,3 +1,4 @@
+# extra: template
 """Which environment variables define a rank: torchrun's, and srun's without torchrun."""
 
 import os

@@ -1,3 +1,4 @@
+# extra: template
 """A process that ends or reports a hang does not wait for storage that stalls."""
 
 import logging

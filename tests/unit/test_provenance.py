@@ -1,3 +1,4 @@
+# extra: template
 """Which code is a run's, and what is archived of it."""
 
 import os
