@@ -29,8 +29,8 @@ fi
 
 mode=default
 case "${1:-}" in
-    --fork | --mutations) mode=${1#--} && shift ;; # extra: template
-    --quick | --all) mode=${1#--} && shift ;;
+    --mutations) mode=mutations && shift ;; # extra: template
+    --quick | --all | --fork) mode=${1#--} && shift ;;
     --help | -h) sed -n '2,/^set/{/^set/!{/^# ----/!s/^# \{0,1\}//p}}' "$0" && exit ;;
 esac
 find_python

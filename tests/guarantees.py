@@ -21,6 +21,7 @@ class Guarantee:
     key: str
     subject: str  # what the promise is about; for faults, what happens
     promise: str
+    marker: str = ""  # of the extra that it belongs to
 
 
 def read_guarantees() -> list[Guarantee]:
@@ -29,7 +30,9 @@ def read_guarantees() -> list[Guarantee]:
         if line.startswith("## "):
             section = line.removeprefix("## ")
         elif line.startswith("| ") and not line.startswith("| key |"):
-            found.append(Guarantee(section, *(cell.strip() for cell in line.strip("|").split(" | "))))
+            row, comment, names = line.partition("<!--")
+            cells = (cell.strip() for cell in row.strip("|").split(" | "))
+            found.append(Guarantee(section, *cells, marker=comment + names))
     return found
 
 
@@ -61,7 +64,11 @@ def collect() -> list[tuple[str, ...]]:
 
 def written(text: str) -> str:
     """The text of the page with a renewed table: the rows of the section "What a run survives", without their keys."""
-    rows = [f"| {each.subject} | {each.promise} |" for each in GUARANTEES if each.section == "What a run survives"]
+    rows = [
+        f"| {each.subject} | {each.promise} |{each.marker}"
+        for each in GUARANTEES
+        if each.section == "What a run survives"
+    ]
     table = "\n".join(["| what happens | what follows |", "|---|---|", *rows])
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"

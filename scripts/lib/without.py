@@ -7,6 +7,7 @@
 
 In Markdown a marker is `<!-- extra: NAME -->`, and `<!-- end of NAME -->` ends a block that begins with one alone on a
 line. "a and b" needs both extras, "a or b" one of them. `utils/extras/NAME/` and `tests/extras/NAME/` go as a whole.
+So do, in Markdown, commands in ```bash and rows of tables that are about deleted files.
 """
 
 from __future__ import annotations
@@ -80,9 +81,12 @@ def without(files: Files, cut: set[str]) -> tuple[Files, Fields]:
             left[name] = cut_text(name, text, cut)
     fields = fields_of(files.get("config.py", ""), cut)
     gone = {field for each in fields.values() for field in each}
+    deleted = files.keys() - left.keys()
+    deleted |= {f"{Path(each).parent}" for each in deleted} - {f"{Path(each).parent}" for each in left}
     for name in left:
         if name.endswith(".md"):
-            left[name] = without_rows(unlinked(name, left[name], files.keys() - left.keys()), gone)
+            text = unlinked(name, left[name], files.keys() - left.keys())
+            left[name] = without_rows(without_commands(text, deleted), gone)
     return left, fields
 
 
@@ -188,6 +192,24 @@ def unlinked(page: str, text: str, gone: set[str]) -> str:
     return LINK.sub(shown, text)
 
 
+def without_commands(text: str, deleted: set[str]) -> str:
+    """The page without the commands, and the rows of tables, that are about these files and folders."""
+
+    def names_one(command: str) -> bool:
+        return not deleted.isdisjoint(command.split())
+
+    def kept(fence: re.Match) -> str:
+        commands = re.findall(r"(?:.*\\\n)*.*\n", fence[1])
+        rest = "".join(each for each in commands if not names_one(each))
+        return f"```bash\n{rest}```\n" if rest.strip() else ""
+
+    found = re.sub(r"^```bash\n(.*?)^```\n", kept, text, flags=re.DOTALL | re.MULTILINE) if deleted else text
+    lines = found.splitlines(keepends=True)
+    cells = [re.findall(r"`([^`]+)`", line.split(" | ")[0]) if line.startswith("| `") else [] for line in lines]
+    found = "".join(line for line, cell in zip(lines, cells, strict=True) if not cell or not deleted.issuperset(cell))
+    return re.sub(r"\n{3,}", "\n\n", found) if found != text else text
+
+
 def without_rows(text: str, fields: set[str]) -> str:
     """The page without the rows of tables that are about these fields."""
     lines = text.splitlines(keepends=True)
@@ -234,7 +256,7 @@ def sizes(files: Files) -> Counter[str]:
 
 
 def promises(files: Files) -> dict[str, str]:
-    rows = re.findall(r"^\| (\w+) \| ([^|]*) \| ([^|]*) \|", files.get("docs/guarantees.md", ""), re.MULTILINE)
+    rows = re.findall(r"^\| ([\w-]+) \| ([^|]*) \| ([^|]*) \|", files.get("docs/guarantees.md", ""), re.MULTILINE)
     return {key: f"{subject}: {promise}" for key, subject, promise in rows}
 
 

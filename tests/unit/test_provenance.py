@@ -5,6 +5,8 @@ import os
 import subprocess
 import zipfile
 
+import pytest
+
 from utils.run import provenance
 
 
@@ -14,6 +16,7 @@ def test_only_code_imported_from_the_repository_counts():
     assert not [name for name in found if name.startswith(("tests/", "scripts/", ".venv"))]
 
 
+@pytest.mark.guarantee("own-code")
 def test_template_files_that_differ_from_the_tag_are_listed(tmp_path, monkeypatch):
     """The block "yours" of config.py and the fork's own files do not count."""
     block = "a = 1\n# ---- yours: fields ----\n{}# ---- end of yours ----\n"

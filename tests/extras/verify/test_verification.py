@@ -48,7 +48,7 @@ def test_verification_holds_while_code_versions_and_task_are_the_same(verified):
     assert verify.verification("other on data", CONFIG) == (False, other)
 
 
-@pytest.mark.guarantee("own-code")
+@pytest.mark.guarantee("verify")
 def test_a_changed_file_or_version_is_named(verified, monkeypatch):
     (provenance.ROOT / "extra.py").write_text("y = 1\n")
     monkeypatch.syspath_prepend(provenance.ROOT)
