@@ -219,6 +219,7 @@ def test_the_scripts_and_init_from_take_the_url_of_a_run(runs, bucket, tmp_path)
     env = {**env, "TORCH_HOME": str(tmp_path / "copies")}  # the server that forks ranks may be older than the bucket
     (texts,) = run_ranks(1, use_tools, env, *commands)
     printed = "".join(texts)
+    assert str(tmp_path / "best.pt") in printed
     assert url in printed and "the weights are bitwise equal" in printed  # extra: reports
     assert "no difference" in printed  # extra: reports and replay
     assert "replayed from step_00000012.pt" in printed  # extra: replay
