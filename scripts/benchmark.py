@@ -1,3 +1,4 @@
+# extra: benchmark
 """Measure the speed of a step, what flags change, how it scales, or how much memory it needs.
 
 torchrun --standalone --nproc-per-node=N scripts/benchmark.py [--against FLAGS]... [--json FILE] [flags of train.py]

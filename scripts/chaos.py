@@ -1,3 +1,4 @@
+# extra: chaos
 """Chaos test: train to the end while faults are injected, resuming automatically after each one.
 
 python scripts/chaos.py --ranks 4 --faults 3 --every 10 -- --run_dir runs/a --epochs 4

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# extra: launcher
 # Start train.py on this node, or on each of several: scripts/launch.sh --help. The program is scripts/lib/launching.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,3 +1,4 @@
+# extra: preflight
 """Check the nodes before a run, in less than a minute. Each problem is printed with its node and a fix.
 
     scripts/launch.sh --preflight [flags of train.py]      # on each node, like the run itself

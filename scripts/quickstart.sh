@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Train two DDP ranks on the synthetic data set, on a laptop without a GPU. Fails below 90 % top-1.
+# ---- extra: chaos and reports ----
 # --kill: train once on four ranks without interruption, and once SIGKILLed three times and continued on one, two and
 # four ranks; compare the results and plot both curves. Fails if the weights are not bitwise equal.
+# ---- end of chaos and reports ----
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/lib/env.sh
@@ -14,6 +16,7 @@ run=runs/quickstart-$number
 flags=(--dataset_size 2500 --epochs 4 --lr 0.02 --log_interval 5)
 backend() { "$PYTHON" -c "import torch; print('auto' if torch.cuda.device_count() >= $1 else 'gloo')"; }
 
+# ---- extra: chaos and reports ----
 if [ "${1:-}" = --kill ]; then
     shift
     export OMP_NUM_THREADS=1
@@ -27,6 +30,7 @@ if [ "${1:-}" = --kill ]; then
     exec "$PYTHON" scripts/runs.py --compare "$whole" "$killed" --plot "$run/curves.svg" \
         --title "One run, uninterrupted and killed 3 times: equal bits on 4, 1 and 2 ranks with --reduction exact"
 fi
+# ---- end of chaos and reports ----
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$("$PYTHON" -c 'import os; print(max(1, os.cpu_count() // 2))')}
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node=2 train.py \

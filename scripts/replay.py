@@ -1,3 +1,4 @@
+# extra: replay
 """Repeat one optimizer step of a run in one process, whatever number of ranks it had, and look at it closely:
 
     python scripts/replay.py RUN --step N [--dump FILE] [flags of train.py]
@@ -43,8 +44,7 @@ import train
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.benchmark.ours import Ours
-from lib.verify.run_checks import comparable
-from lib.verify.values import TIMES, digest, leaves
+from lib.values import TIMES, comparable, digest, leaves
 from scripts.lib.stored import local_run
 from utils.batch import map_tensors, tensors_in
 from utils.checkpoint import format as checkpoint

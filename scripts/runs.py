@@ -1,3 +1,4 @@
+# extra: reports
 """Print a table of runs with the settings that differ between them, and plot their curves.
 
 python scripts/runs.py [FOLDER ...]                       the runs in runs/, or in the folders given
@@ -5,9 +6,6 @@ python scripts/runs.py runs --plot curves.svg             also plot their curves
 python scripts/runs.py runs/a runs/b --plot ab.svg --metric loss --title "learning rates"
 python scripts/runs.py runs/a runs/b --html report.html   an HTML report: figures, curves, timeline and settings
 python scripts/runs.py --compare runs/a runs/b            compare the final weights bitwise; exit code 1 if they differ
-python scripts/runs.py --diverge runs/a runs/b            settings, and the first record, that differ
-python scripts/runs.py --diverge runs/a runs/b --replay   replay both: the step, and what differs in it
-python scripts/runs.py --diverge a.pt b.pt                the same from two files of scripts/replay.py --dump
 """
 
 from __future__ import annotations
@@ -199,7 +197,7 @@ def compare(runs: list[RunInfo]) -> bool:
     return is_equal
 
 
-def diverge(sources: list[str], may_replay: bool) -> bool:
+def diverge(sources: list[str], may_replay: bool) -> bool:  # extra: replay
     """Print where two runs diverge, or two dumps of scripts/replay.py. Returns whether they are equal."""
     from scripts.lib.diverge import of_dumps, report  # import torch
 
@@ -230,13 +228,19 @@ def main() -> int:
     )
     parser.add_argument("--sort", default="", metavar="NAME", help="sort by a setting or metric of the best evaluation")
     parser.add_argument("--compare", action="store_true", help="compare the weights; exit code 1 if they differ")
-    parser.add_argument("--diverge", action="store_true", help="where two runs diverge; exit code 1 if they do")
-    parser.add_argument("--replay", action="store_true", help="with --diverge: repeat both runs to find the step")
+    parser.add_argument(  # extra: replay
+        "--diverge",
+        action="store_true",
+        help="where two runs, or two files of scripts/replay.py --dump, diverge; exit code 1 if they do",
+    )
+    parser.add_argument(  # extra: replay
+        "--replay", action="store_true", help="with --diverge: repeat both runs to find the step"
+    )
     options = parser.parse_args()
-    if options.replay and not options.diverge:
+    if options.replay and not options.diverge:  # extra: replay
         parser.error("--replay: repeats the runs of --diverge; add --diverge")
     try:
-        if options.diverge:
+        if options.diverge:  # extra: replay
             return int(not diverge(options.folders, options.replay))
         runs = find_runs(options.folders, (lambda steps, best: steps[-1:]) if options.compare else None)
         runs = sort(runs, options.sort) if options.sort else runs

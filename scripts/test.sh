@@ -1,20 +1,23 @@
 #!/usr/bin/env bash
-# Run the tests:  scripts/test.sh [--quick | --all | --fork | --mutations | --cuda] [pytest arguments]
+# Run the tests:  scripts/test.sh [--quick | --all | ...] [pytest arguments]
 #
-#   (default)      ruff, mypy, shellcheck and all tests that are not marked slow: about five and a half minutes on two cores
+#   (default)      ruff, mypy, shellcheck and all tests that are not marked slow: minutes
 #   --quick        ruff, mypy, shellcheck and tests/unit, which need no ranks: at most 90 seconds
-#   --all          the slow tests too: every fault, every misconfiguration, Slurm, nodes, pods, recipes
+#   --all          the slow tests too
+# ---- extra: template ----
 #   --fork         in a fork: tests/unit, and of tests/distributed those of the guarantees and of what a fork defines:
 #                  at most three minutes on two cores
 #   --fork --all   in a fork: all tests that hold for any model.py and dataset.py, also the slow ones and tests/faults
 #   --mutations    one-line faults in a copy of the code, one at a time: a default test must fail for each
 #   --cuda         what only a GPU can show, in two calls of a few minutes; installs nothing (--cuda --help)
+# ---- end of template ----
 #
-# pytest arguments select tests: scripts/test.sh tests/faults -k SIGTERM
+# pytest arguments select tests: scripts/test.sh tests/unit -k loader
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/lib/env.sh
 
+# ---- extra: benchmark and template ----
 if [ "${1:-}" = --cuda ]; then # on a bare machine: the first interpreter that has what it needs
     for PYTHON in python python3 .venv/bin/python ""; do
         [ -n "$PYTHON" ] || { echo "--cuda: no Python has torch, torchvision, pytest and tensorboard" >&2 && exit 1; }
@@ -22,11 +25,13 @@ if [ "${1:-}" = --cuda ]; then # on a bare machine: the first interpreter that h
     done
     exec "$PYTHON" tests/comparison/gpu.py "${@:2}"
 fi
+# ---- end of benchmark and template ----
 
 mode=default
 case "${1:-}" in
-    --quick | --all | --fork | --mutations) mode=${1#--} && shift ;;
-    --help | -h) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0" && exit ;;
+    --mutations) mode=mutations && shift ;; # extra: template
+    --quick | --all | --fork) mode=${1#--} && shift ;;
+    --help | -h) sed -n '2,/^set/{/^set/!{/^# ----/!s/^# \{0,1\}//p}}' "$0" && exit ;;
 esac
 find_python
 
@@ -43,9 +48,10 @@ print(*(pair.split(":")[1] for pair in sys.argv[1:] if not importlib.util.find_s
 
 install xdist:pytest-xdist
 if [ "$mode" != fork ] || [ -n "${CI:-}" ]; then
-    install hypothesis:hypothesis mypy:mypy ruff:ruff kubernetes_validate:kubernetes-validate \
-        kubeflow_trainer_api:kubeflow-trainer-api
+    install hypothesis:hypothesis mypy:mypy ruff:ruff
+    install kubernetes_validate:kubernetes-validate kubeflow_trainer_api:kubeflow-trainer-api # extra: kubernetes
 fi
+# ---- extra: template or companions ----
 if [ "$mode" = all ]; then # recipes, exports, storage
     install datasets:datasets fuse:fusepy 'moto:moto[server]' optuna:optuna peft:peft s3fs:s3fs safetensors:safetensors \
         timm:timm transformers:transformers
@@ -56,7 +62,8 @@ if [ "$mode" = all ]; then # recipes, exports, storage
         "$trackers/bin/pip" install --quiet 'wandb>=0.31' 'mlflow>=3.17' 'trackio>=0.43' || rm -rf "$trackers"
     fi
 fi
-[ "$mode" != mutations ] || exec "$PYTHON" tests/mutations.py "$@"
+# ---- end of template or companions ----
+[ "$mode" != mutations ] || exec "$PYTHON" tests/mutations.py "$@" # extra: template
 
 lint() { # lint TOOL COMMAND...: if the tool is not installed, skipped on a laptop, an error in CI
     if "$1" --version >/dev/null 2>&1 || "$PYTHON" -m "$1" --version >/dev/null 2>&1; then
@@ -70,7 +77,8 @@ if [ "$mode" != fork ]; then
     lint ruff "$PYTHON" -m ruff check .
     lint ruff "$PYTHON" -m ruff format --check .
     lint mypy "$PYTHON" -m mypy
-    lint shellcheck shellcheck -x scripts/*.sh scripts/lib/*.sh scripts/*.sbatch .ci/run
+    lint shellcheck shellcheck -x scripts/*.sh scripts/lib/*.sh .ci/run
+    lint shellcheck shellcheck scripts/*.sbatch # extra: slurm and launcher
 fi
 
 options=(--durations=20)
@@ -78,21 +86,27 @@ has_path=
 for word in "$@"; do
     [ ! -e "${word%%::*}" ] || has_path=1
 done
+add() { # those that exist
+    local each
+    for each in "$@"; do [ ! -e "$each" ] || options+=("$each"); done
+}
 if [ -z "$has_path" ]; then
     case "$mode" in # the longest files first
         quick) options+=(tests/unit) ;;
+        # ---- extra: template ----
         fork)
             if [[ " $* " = *" --all "* ]]; then
-                options+=(tests/faults tests/distributed tests/unit)
+                add tests/faults tests/extras tests/distributed tests/unit
             else
-                options+=(tests/distributed/test_{exact_*,kernel,oracle,fork*,*seams,terms,resume,refusals}.py)
-                options+=(tests/distributed/test_{summarize,predict*}.py tests/unit)
+                add tests/distributed/test_{exact_*,kernel,oracle,fork*,*seams,terms,resume,refusals}.py
+                add tests/distributed/test_{summarize,predict*}.py tests/unit
                 for name in watchdog mirror lock rendezvous processes stored_run companions; do # of the machine, and take long
-                    options+=("--ignore=tests/unit/test_$name.py")
+                    [ ! -e "tests/unit/test_$name.py" ] || options+=("--ignore=tests/unit/test_$name.py")
                 done
             fi
             ;;
-        *) options+=(tests/faults tests/builtin tests/distributed tests/comparison tests/unit) ;;
+        # ---- end of template ----
+        *) add tests/faults tests/builtin tests/extras tests/distributed tests/comparison tests/unit ;;
     esac
     # ranks often wait for each other, hence more processes than cores; tests in a file share fixtures
     if "$PYTHON" -c 'import xdist' 2>/dev/null; then
@@ -100,11 +114,15 @@ if [ -z "$has_path" ]; then
         options+=(-n "$processes" --dist loadfile --no-loadscope-reorder)
     fi
 fi
-[ "$mode" = all ] || exec "$PYTHON" -m pytest "${options[@]}" "$@"
-[ -z "$has_path" ] || exec "$PYTHON" -m pytest --all "${options[@]}" "$@"
-shared=0 alone=0 # first the tests that may run in parallel, then those marked alone
-"$PYTHON" -m pytest --all "${options[@]}" --alone no "$@" || shared=$?
-"$PYTHON" -m pytest --all --alone only -o faulthandler_timeout=1800 tests/builtin "$@" || alone=$?
-[ "$shared" != 5 ] || shared=$alone # 5: the arguments select none of these
-[ "$alone" != 5 ] || alone=$shared
-exit "$((shared > alone ? shared : alone))"
+[ "$mode" != all ] || set -- --all "$@"
+# ---- extra: template ----
+if [ "$mode" = all ] && [ -z "$has_path" ]; then # first the tests that may run in parallel, then those marked alone
+    shared=0 alone=0
+    "$PYTHON" -m pytest "${options[@]}" --alone no "$@" || shared=$?
+    "$PYTHON" -m pytest --alone only -o faulthandler_timeout=1800 tests/builtin "$@" || alone=$?
+    [ "$shared" != 5 ] || shared=$alone # 5: the arguments select none of these
+    [ "$alone" != 5 ] || alone=$shared
+    exit "$((shared > alone ? shared : alone))"
+fi
+# ---- end of template ----
+exec "$PYTHON" -m pytest "${options[@]}" "$@"

@@ -1,3 +1,4 @@
+# extra: verify
 """Check this template's guarantees on your own model and data, in about a minute:
 
 torchrun --standalone --nproc-per-node=4 scripts/verify.py [flags of train.py]
@@ -43,6 +44,7 @@ import dataset
 import ddp_utils
 import model
 from ddp_utils import cleanup_distributed, setup_distributed
+from lib.values import first_three, one_line, plural
 from lib.verify.data_checks import content, order
 from lib.verify.fork import Broken, Fork, single_environment
 from lib.verify.loss_checks import loss
@@ -51,10 +53,10 @@ from lib.verify.model_checks import evaluation, gradient, parameters
 from lib.verify.new_process import NewProcess
 from lib.verify.run_checks import plain_load, reduction, resume, training, weights
 from lib.verify.schedule_check import schedule
-from lib.verify.values import first_three, one_line, plural
 from utils.data.sets import kind_of, load_data
 from utils.distributed.collectives import all_gather_json, is_of_a_peer
 from utils.distributed.device import choose_kernels
+from utils.extras import verify as verified
 from utils.files import replace_json
 from utils.run import provenance
 from utils.run.ending import leave_after
@@ -132,7 +134,7 @@ class Report:
         self._outcomes: dict[str, dict[str, object]] = {}
         self._code = provenance.code_digests()  # of the code as imported
         ranks = plural(fork.ctx.world_size, "rank")
-        self._task = provenance.task_of(fork.new_model(), kind_of(fork.train_set))
+        self._task = verified.task_of(fork.new_model(), kind_of(fork.train_set))
         precision = str(fork.dtype).removeprefix("torch.")
         self._print(f"verifying {self._task}, {plural(len(fork.train_set), 'sample')}, on {ranks}, in {precision}")
         if fork.ctx.world_size < 4:
@@ -209,10 +211,10 @@ class Report:
             "invariants": self._outcomes,
         }
         if self._prints:
-            replace_json(provenance.VERIFIED, found)
+            replace_json(verified.VERIFIED, found)
         which = f"; broken: {', '.join(broken)}" if broken else ""
         held = len(self._outcomes) - len(broken)
-        self._print(f"{held} of {self._checks} invariants hold{which}; wrote {os.path.relpath(provenance.VERIFIED)}")
+        self._print(f"{held} of {self._checks} invariants hold{which}; wrote {os.path.relpath(verified.VERIFIED)}")
         return is_passed
 
 

@@ -1,3 +1,4 @@
+# extra: kubernetes
 """scripts/Dockerfile as a list of instructions, and its copied files: an image as far as possible without docker."""
 
 import shutil

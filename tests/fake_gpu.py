@@ -1,3 +1,4 @@
+# extra: template
 """The loop on a device that exists only in name: what it launches, copies and reads on a GPU, without one.
 
     python tests/fake_gpu.py

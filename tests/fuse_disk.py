@@ -1,3 +1,4 @@
+# extra: template
 """A file system that passes everything on to a folder, and hangs or is slow: fuse_disk.py FOLDER MOUNT BYTES_PER_SECOND
 
 While a file "hang-CALL" (write, fsync, rename) exists next to FOLDER, that call does not return for step 20's files;

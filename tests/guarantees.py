@@ -1,3 +1,4 @@
+# extra: template
 """What the template promises: the rows of docs/guarantees.md. A test carries the keys of its rows in a marker.
 
 python tests/guarantees.py             renews the table of docs/fault-tolerance.md

@@ -1,27 +1,17 @@
+# extra: kubernetes and launcher
 """scripts/kubernetes as a cluster reads it: schemas, the Job that Kubeflow Trainer creates, the kubelet's pods."""
 
 import copy
-import importlib
 import json
-import os
 import re
 from pathlib import Path
 
-import pytest
-
 from nodes import Nodes
-from ranks import ROOT
+from ranks import ROOT, package
 
 FOLDER = ROOT / "scripts" / "kubernetes"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 VERSIONS = ("1.31", "1.37")  # the oldest version with all fields, and the newest one with published schemas
-
-
-def package(name):
-    """Import a package that only tests need. If it is missing, the test is skipped, or fails if CI is set."""
-    if os.environ.get("CI"):
-        importlib.import_module(name)
-    return pytest.importorskip(name, reason=f"{name} is not installed (scripts/test.sh installs it)")
 
 
 def documents():

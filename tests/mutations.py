@@ -1,3 +1,4 @@
+# extra: template
 """One-line faults in the code. Each must make a default test of the guarantee that it breaks fail.
 
     scripts/test.sh --mutations            all of them
@@ -94,8 +95,8 @@ MUTATIONS = [
     Mutation('_pieces', 'first = own_rows(owner)[0]', 'pass', 'fingerprint'),
     Mutation('changed_bits', 'if saved not in (None, each)', 'if False', 'fingerprint'),
     Mutation('fingerprint', 'dist.all_reduce(total, group=group)', 'pass', 'fingerprint'),
-    Mutation('first_gap', 'if "fingerprint" in names or (names and not one.keys() & other.keys() & {"fingerprint"}):', 'if names:', 'diverge'),
-    Mutation('content', 'places = unequal(mine, its)', 'places = unequal(mine, mine)', 'diverge'),
+    Mutation('first_gap', 'if "fingerprint" in names or (names and not one.keys() & other.keys() & {"fingerprint"}):', 'if names:', 'diverge'),  # extra: replay and reports
+    Mutation('content', 'places = unequal(mine, its)', 'places = unequal(mine, mine)', 'diverge'),  # extra: replay and reports
     Mutation('Replicated.accumulating', 'with nullcontext() if micro_batch.is_last else self.no_sync():', 'with self.no_sync() if micro_batch.is_last else nullcontext():', 'gradient'),
     Mutation('TrainState.plan', 'self._loss_scale.fill_(self.sharing.divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
     Mutation('TrainState.update_if_finite', 'divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.sums.loss_count, float(samples)) * 2.0**-self.progress.loss_shift', 'gradient'),
@@ -218,13 +219,13 @@ MUTATIONS = [
     Mutation('StepSums.lay_out', 'self.running_stats.sum_into(self.metrics.values[len(self.metrics.values) - self.running_stats.size :])', 'pass', 'batchnorm'),
     Mutation('train_one_epoch', 'stream = training.seams.counted(loader.micro_batches(progress.epoch, progress.samples_in_epoch))', 'stream = training.seams.counted(loader.micro_batches(progress.epoch, 0))', 'kills'),
     Mutation('Consensus._read', 'if stop:', 'if False:', 'stop'),
-    Mutation('count_gpus', 'if not shutil.which(command[0]) and any(path.exists() for path in GPU_DRIVERS):  # importing torch takes seconds', 'if False:', 'devices'),
-    Mutation('exit_code', 'if state == "preempted":', 'if state == "stopped":', 'exit-codes'),
-    Mutation('check_interfaces', 'if variable.startswith("GLOO") and given.startswith(("^", "=")):', 'if False:', 'misconfigured'),
-    Mutation('launch', 'create_folders(config, has_run=is_training and plan.nodes.most > 1)', 'create_folders(config)', 'nodes'),
-    Mutation('read_nodes', 'if rank >= most:', 'if rank > most:', 'misconfigured'),
-    Mutation('main', 'is_failed = any(each.level == verdict.FAILURE for each in steps.findings)', 'is_failed = False', 'preflight'),
-    Mutation('main', 'return 0 if is_passed else 1', 'return 0', 'verify'),
+    Mutation('count_gpus', 'if not shutil.which(command[0]) and any(path.exists() for path in GPU_DRIVERS):  # importing torch takes seconds', 'if False:', 'devices'),  # extra: launcher
+    Mutation('exit_code', 'if state == "preempted":', 'if state == "stopped":', 'exit-codes'),  # extra: launcher
+    Mutation('check_interfaces', 'if variable.startswith("GLOO") and given.startswith(("^", "=")):', 'if False:', 'misconfigured'),  # extra: launcher
+    Mutation('launch', 'create_folders(config, has_run=is_training and plan.nodes.most > 1)', 'create_folders(config)', 'nodes'),  # extra: launcher
+    Mutation('read_nodes', 'if rank >= most:', 'if rank > most:', 'misconfigured'),  # extra: launcher
+    Mutation('main', 'is_failed = any(each.level == verdict.FAILURE for each in steps.findings)', 'is_failed = False', 'preflight'),  # extra: preflight
+    Mutation('main', 'return 0 if is_passed else 1', 'return 0', 'verify'),  # extra: verify
     Mutation('read', 'saved = {"model": payload["ema" if use_ema else "model"]}', 'saved = {"model": payload["model"]}', 'export'),
     Mutation('merge', 'if part.fullmatch(left.name):', 'if left.name.startswith(f"{out.name}.rank"):', 'predict'),
     Mutation('Watch.tell', 'cause = self._watchdog.find_lost() or error', 'pass', 'rank-killed'),  # extra: watch

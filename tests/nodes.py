@@ -1,3 +1,4 @@
+# extra: template or launcher or kubernetes or companions
 """Nodes on one machine: namespaces with their own network, host name and mounts, connected by a bridge.
 
 `with Nodes(2) as nodes:` creates node0 and node1. They reach only each other, so that several tests can run

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -342,6 +343,13 @@ def need(tool: str) -> None:
     """Require a system tool for this test."""
     if shutil.which(tool) is None:
         lack(f"{tool} is not installed")
+
+
+def package(name):
+    """Import a package that only tests need. If it is missing, the test is skipped, or fails if CI is set."""
+    if os.environ.get("CI"):
+        importlib.import_module(name)
+    return pytest.importorskip(name, reason=f"{name} is not installed (scripts/test.sh installs it)")
 
 
 def lack(what: str) -> NoReturn:

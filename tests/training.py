@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ from config import TrainingConfig
 from ranks import ROOT, run_ranks
 from tasks import BUCKETS, train_task, using
 from utils.checkpoint import format as checkpoint
-from utils.files import read_json
+from utils.files import read_json, read_lines
+from utils.report.goodput import AttemptTimes, attempts_of
 from utils.run.checkpoints import Checkpoints
 
 
@@ -155,3 +157,15 @@ def difference(a, b, path=""):
         return [found for k, (x, y) in enumerate(zip(a, b, strict=True)) for found in difference(x, y, f"{path}/{k}")]
     is_same = torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
     return [] if is_same else [path]
+
+
+def says(text: str, pattern: str) -> None:
+    """The pattern is in the text."""
+    assert re.search(pattern, text), f"{pattern!r} is not in\n{text}"
+
+
+def attempts_in(folder: Path) -> list[AttemptTimes]:
+    """The attempts of a run, from its files."""
+    records = [each for *_, each in read_lines(folder / "metrics.jsonl") if isinstance(each.get("step"), int)]
+    status = read_json(folder / "status.json")
+    return attempts_of(records, status.get("time"), status.get("step"))

@@ -1,3 +1,4 @@
+# extra: replay and reports
 """Where two runs diverge: the settings that differ, the first record with another fingerprint and, with a replay, the
 step and what differs first in it: samples, their content, module outputs, losses, gradients or the update."""
 
@@ -14,7 +15,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]  # as scr
 import torch
 
 from config import UserError
-from scripts.lib.verify.values import TIMES, plural
+from scripts.lib.values import TIMES, plural
 from utils.batch import tensors_in
 from utils.files import read_lines
 from utils.table import format_table

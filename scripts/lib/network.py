@@ -1,3 +1,4 @@
+# extra: launcher or preflight or benchmark or template
 """Addresses and interfaces of this machine, from the standard library."""
 
 from __future__ import annotations

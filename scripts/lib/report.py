@@ -1,3 +1,4 @@
+# extra: reports
 """An HTML report of runs, as one self-contained page: figures, curves, timeline, settings and provenance."""
 
 from __future__ import annotations

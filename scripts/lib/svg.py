@@ -1,3 +1,4 @@
+# extra: reports
 """The plotter of scripts/: line plots with titled axes, as SVG text."""
 
 import argparse

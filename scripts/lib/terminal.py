@@ -1,3 +1,4 @@
+# extra: reports
 """Draw the first 20 lines of a command's output as a terminal window, in SVG:
 
 COMMAND | python scripts/lib/terminal.py "COMMAND" > FILE.svg

@@ -1,3 +1,4 @@
+# extra: reports
 """A run's attempts over time, as an SVG: what each attempt did, what was lost, and the events."""
 
 from __future__ import annotations

@@ -7,6 +7,7 @@
 
 In Markdown a marker is `<!-- extra: NAME -->`, and `<!-- end of NAME -->` ends a block that begins with one alone on a
 line. "a and b" needs both extras, "a or b" one of them. `utils/extras/NAME/` and `tests/extras/NAME/` go as a whole.
+So do, in Markdown, commands in ```bash and rows of tables that are about deleted files.
 """
 
 from __future__ import annotations
@@ -80,10 +81,13 @@ def without(files: Files, cut: set[str]) -> tuple[Files, Fields]:
             left[name] = cut_text(name, text, cut)
     fields = fields_of(files.get("config.py", ""), cut)
     gone = {field for each in fields.values() for field in each}
+    deleted = files.keys() - left.keys()
+    deleted |= {f"{Path(each).parent}" for each in deleted} - {f"{Path(each).parent}" for each in left}
     for name in left:
         if name.endswith(".md"):
             rows_of = gone if name != PAGE else set[str]()  # a row there is about an extra
-            left[name] = without_rows(unlinked(name, left[name], files.keys() - left.keys()), rows_of)
+            text = unlinked(name, left[name], files.keys() - left.keys())
+            left[name] = without_rows(without_commands(text, deleted), rows_of)
     return left, fields
 
 
@@ -197,6 +201,24 @@ def unlinked(page: str, text: str, gone: set[str]) -> str:
     return LINK.sub(shown, text)
 
 
+def without_commands(text: str, deleted: set[str]) -> str:
+    """The page without the commands, and the rows of tables, that are about these files and folders."""
+
+    def names_one(command: str) -> bool:
+        return not deleted.isdisjoint(command.split())
+
+    def kept(fence: re.Match) -> str:
+        commands = re.findall(r"(?:.*\\\n)*.*\n", fence[1])
+        rest = "".join(each for each in commands if not names_one(each))
+        return f"```bash\n{rest}```\n" if rest.strip() else ""
+
+    found = re.sub(r"^```bash\n(.*?)^```\n", kept, text, flags=re.DOTALL | re.MULTILINE) if deleted else text
+    lines = found.splitlines(keepends=True)
+    cells = [re.findall(r"`([^`]+)`", line.split(" | ")[0]) if line.startswith("| `") else [] for line in lines]
+    found = "".join(line for line, cell in zip(lines, cells, strict=True) if not cell or not deleted.issuperset(cell))
+    return re.sub(r"\n{3,}", "\n\n", found) if found != text else text
+
+
 def without_rows(text: str, fields: set[str]) -> str:
     """The page without the rows of tables that are about these fields."""
     lines = text.splitlines(keepends=True)
@@ -215,15 +237,20 @@ def with_record(text: str, fields: Fields) -> str:
     return RECORD.sub(lambda _: f"without = {{{pairs}}}", text)
 
 
-def dangling(files: Files) -> list[str]:
-    """Imports of modules of ours that are gone."""
-    modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files}
-    modules |= {str(Path(name).parent).replace("/", ".") for name in files}
+def dangling(files: Files, left: Files) -> list[str]:
+    """What is left that imports modules which were there and are gone."""
+    roots = ["", "scripts/", *sorted({f"{Path(name).parent}/" for name in files if name.startswith("tests/")})]
+    ends = (".py", "/__init__.py")
     found = []
-    for name, text in files.items():
-        for module in re.findall(r"^\s*(?:from|import) (utils\.extras\.[\w.]+)", text, re.MULTILINE):
-            if name.endswith(".py") and module not in modules:
-                found.append(f"{name} imports {module}")
+    for name, text in left.items():
+        for node in ast.walk(ast.parse(text)) if name.endswith(".py") else ():
+            modules = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                modules = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+            for module in modules:
+                paths = [f"{root}{module.replace('.', '/')}{end}" for root in roots for end in ends]
+                there = [path for path in paths if path in files]
+                found += [f"{name} imports {there[0]}" for _ in there[:1] if left.keys().isdisjoint(there)]
     return found
 
 
@@ -260,8 +287,8 @@ def cut_tree(root: Path, cut: set[str]) -> tuple[Files, Files]:
     files = read_files(root)
     before = recorded(files[PROJECT])
     left, fields = without(files, cut | before.keys())
-    if problems := dangling(left):
-        fail(f"{problems[0]}; delete that extra too")
+    if problems := dangling(files, left):
+        fail(f"{problems[0]}; keep the extra of that file, or delete that of this one too")
     left[PROJECT] = with_record(left[PROJECT], fields | before)
     write(root, files, left)
     return files, read_files_again(root, left)

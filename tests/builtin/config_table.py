@@ -1,3 +1,4 @@
+# extra: template
 """Write the table of all config fields into docs/configuration.md: python tests/builtin/config_table.py"""
 
 from __future__ import annotations

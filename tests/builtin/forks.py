@@ -1,3 +1,4 @@
+# extra: template
 """Run the scripts of a fork, a changed copy of this repository, in ranks that are forked from the warm server.
 
 Each rank runs `forks.py FOLDER SCRIPT WORDS`, which drops this repository's modules and imports those of the

@@ -1,3 +1,4 @@
+# extra: launcher and template
 """Misconfigurations of several nodes, set up in network namespaces: the rows of docs/troubleshooting.md."""
 
 from __future__ import annotations
@@ -228,13 +229,13 @@ TABLE = [
     Row("run folder read-only", lambda setup: setup.nodes[1].bind(setup.storage, setup.storage, is_read_only=True), "launch.sh", "node1",
         "run_dir=...: ... cannot write beside it (Read-only file system)"),
     Row("run folder full", lambda setup: setup.nodes.mount_tmpfs(setup.storage, "4m"), "preflight", "node0",
-        "free, ... checkpoints of ... need", 1),
+        "free, ... checkpoints of ... need", 1),  # extra: preflight
     Row("small shared memory", lambda setup: setup.nodes[1].mount_tmpfs(Path("/dev/shm"), "64k"), "preflight", "node1",
-        "could not pass on its batch because /dev/shm is full", 1),
+        "could not pass on its batch because /dev/shm is full", 1),  # extra: preflight
     Row("few open files", before(1, 'ulimit -n 40 && exec "$@"'), "train.py", "node1", "open files: the limit is"),
-    Row("clock off", other_time, "preflight", "node1", "the clock of ... is ... ahead of", 1),
-    Row("busy node", busy_node, "preflight", "node1", "times slower than the median", 0),
-    Row("slow link", lambda setup: setup.nodes[1].slow("500mbit"), "preflight", "node1", "all links of ... are slow", 0, nodes=3),
+    Row("clock off", other_time, "preflight", "node1", "the clock of ... is ... ahead of", 1),  # extra: preflight
+    Row("busy node", busy_node, "preflight", "node1", "times slower than the median", 0),  # extra: preflight
+    Row("slow link", lambda setup: setup.nodes[1].slow("500mbit"), "preflight", "node1", "all links of ... are slow", 0, nodes=3),  # extra: preflight
     Row("large frames", large_frames, "launch.sh", "node1", "MASTER_ADDR=...: small packets pass to and from ..., but large ones do not", None),
     Row("other launch on the port", lambda setup: setup.flags[1].extend(["--run_dir", setup.storage / "other"]), "launch.sh", "node0",
         "MASTER_PORT=... is used there by another launch, with another run_dir", None),

@@ -1,3 +1,4 @@
+# extra: template
 """Small data sets for the recipes, each of which can be learned in seconds."""
 
 import csv

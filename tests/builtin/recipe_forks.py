@@ -1,3 +1,4 @@
+# extra: template
 """A copy of this repository with a recipe of docs/recipes applied."""
 
 import json

@@ -1,3 +1,4 @@
+# extra: slurm and launcher and template
 """A real Slurm with one controller and two nodes on this machine: munged, slurmctld and two slurmd in namespaces.
 
 Each node has its own network, address and host name. Everything runs below one process, in a private process and mount

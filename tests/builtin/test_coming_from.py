@@ -1,3 +1,4 @@
+# extra: template
 """docs/coming-from.md: every flag of the programs that it names is answered, with flags that this fork has."""
 
 import dataclasses

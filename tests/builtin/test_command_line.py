@@ -1,3 +1,4 @@
+# extra: template
 """train.py as a user types it: the published flags, one process without a launcher, a data set of images."""
 
 import json

@@ -1,3 +1,4 @@
+# extra: benchmark and template
 """scripts/test.sh --cuda: a drill of steps that fail, and every step on the CPU in tiny sizes."""
 
 import json

@@ -1,3 +1,4 @@
+# extra: template
 """docs/extras.md: what is left of the template without one extra or all of them is tested and trains alike."""
 
 import os

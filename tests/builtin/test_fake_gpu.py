@@ -1,3 +1,4 @@
+# extra: template
 """The loop on a GPU that exists only in name (tests/fake_gpu.py): what it launches, copies and waits for.
 
 Not rehearsed: results of kernels, and DDP. distributed/test_cuda.py checks these on a GPU.

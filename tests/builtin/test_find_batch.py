@@ -1,3 +1,4 @@
+# extra: benchmark and template
 """benchmark.py --find-batch on the built-in model: the size that it finds, and the flags that it prints."""
 
 import re

@@ -1,3 +1,4 @@
+# extra: template
 """scripts/test.sh --fork: the tests that must pass in any fork, run in forks of this repository."""
 
 import re
@@ -137,16 +138,22 @@ esac
     [
         (["--fork"], "", "", ["unit"]),
         (["--fork"], "xdist mypy ruff transformers", "pytest-xdist", ["unit"]),
-        (["--fork", "--all"], "", "", ["faults", "distributed", "unit"]),
+        (["--fork", "--all"], "", "", ["faults", "extras", "distributed", "unit"]),
         (["--fork", "tests/unit/test_logger.py"], "", "", []),
         (["--quick"], "ruff", "ruff", ["unit"]),
-        (["--all", "-k", "x"], "moto peft", "moto[server] peft", "faults builtin distributed comparison unit".split()),
+        (
+            ["--all", "-k", "x"],
+            "moto peft",
+            "moto[server] peft",
+            "faults builtin extras distributed comparison unit".split(),
+        ),
     ],
 )
 def test_what_is_installed_is_said_before_and_which_folders_run(tmp_path, words, lacks, installed, folders):
     for name in ("python", "shellcheck"):
         (tmp_path / name).write_text(STUB)
         (tmp_path / name).chmod(0o755)
+    there = [folder for folder in folders if (ROOT / "tests" / folder).is_dir()]
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "LACKS": lacks, "CI": ""}
     ended = launch(["bash", "scripts/test.sh", *words], cwd=ROOT, env=env, deadline=60)
     assert ended.code == 0, ended.text
@@ -156,4 +163,4 @@ def test_what_is_installed_is_said_before_and_which_folders_run(tmp_path, words,
     files = re.findall(r"(?: |=)(tests/\w+/\w+\.py)", ended.out)
     assert all((ROOT / file).is_file() for file in files)
     assert ("tests/distributed/test_kernel.py" in files) == (words == ["--fork"])
-    assert re.findall(r" tests/(\w+)(?= |$)", ended.out.split("pytest: ")[1].splitlines()[0]) == folders
+    assert re.findall(r" tests/(\w+)(?= |$)", ended.out.split("pytest: ")[1].splitlines()[0]) == there

@@ -1,3 +1,4 @@
+# extra: template
 """No process that is forked asks for CUDA: once a parent has initialized the driver, its children cannot use it.
 
 Ranks of tests are forked from a server, loader workers from a rank. On a machine without a GPU nothing else shows it.

@@ -1,3 +1,4 @@
+# extra: template
 """Each promise of docs/guarantees.md has a test of the default run, and each marker of a test has a promise."""
 
 from guarantees import BEGIN, END, GUARANTEES, PAGE, collect, marked, written

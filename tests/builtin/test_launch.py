@@ -1,3 +1,4 @@
+# extra: launcher and template
 """scripts/launch.sh with real runs, and its exit codes (what it starts and rejects:
 unit/test_launching.py)."""
 

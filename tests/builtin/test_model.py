@@ -1,3 +1,4 @@
+# extra: template
 """Model: shapes, sizes, parameter groups, the summed loss, weights from elsewhere."""
 
 import pytest

@@ -1,3 +1,4 @@
+# extra: template
 """The recipes for a model that is split over ranks: four ranks in float64 against the plain loop in one process."""
 
 import random

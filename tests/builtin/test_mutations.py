@@ -1,3 +1,4 @@
+# extra: template
 """The one-line faults of tests/mutations.py still match the code. `scripts/test.sh --mutations` runs the tests."""
 
 import ast

@@ -1,3 +1,4 @@
+# extra: template
 """Whole runs whose folders, classes and files have names that are not UTF-8, and whose streams are closed or full."""
 
 import json

@@ -1,3 +1,4 @@
+# extra: kubernetes and launcher and template
 """Pods of both manifests with the image's files and permissions: one is lost, and the run continues."""
 
 import json

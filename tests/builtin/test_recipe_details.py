@@ -1,3 +1,4 @@
+# extra: template
 """What single recipes promise beside the training: sweeps, adapters, packing, chunks, several validation sets."""
 
 import json
@@ -20,8 +21,7 @@ from recipe_data import (
     texts_of_two_kinds,
 )
 from recipe_forks import FAST, Fork, blocks_of
-from scripts.runs import RunInfo
-from training import Runs, difference, wait_until
+from training import Runs, attempts_in, difference, wait_until
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_a_sweep_prunes_by_sigterm_and_continues_an_interrupted_trial(tmp_path):
     again = study.trials[4]
     assert again.user_attrs["run"] == "trial-1" and again.params == study.trials[1].params
     folds = [stopped.with_name("fold-0"), stopped]
-    assert [len(RunInfo(fold).attempts) for fold in folds] == [1, 2]
+    assert [len(attempts_in(fold)) for fold in folds] == [1, 2]
     values = [json.loads((fold / "summary.json").read_text())["best_value"] for fold in folds]
     assert again.value == sum(values) / 2
     pruned = json.loads((study_folder / "trial-3/fold-0/status.json").read_text())

@@ -1,3 +1,4 @@
+# extra: template
 """The forks of docs/recipes: each applied to a copy of the repository, trained on two ranks, and verified."""
 
 import csv

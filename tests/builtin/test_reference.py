@@ -1,3 +1,4 @@
+# extra: template
 """docs/reference.md names what a fork may define: all of it, and nothing else, with the arguments that the code has."""
 
 import ast

@@ -1,3 +1,4 @@
+# extra: template
 """scripts/runs.py, export.py, predict.py and replay.py on real runs."""
 
 import re

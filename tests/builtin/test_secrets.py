@@ -1,3 +1,4 @@
+# extra: reports and template
 """A secret in the command of `--on_checkpoint` is in no file of the run."""
 
 import sys

@@ -1,3 +1,4 @@
+# extra: template
 """The shipped models and image folder pass the tests that tests/distributed runs on small tasks."""
 
 import pytest

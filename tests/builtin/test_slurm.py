@@ -1,3 +1,4 @@
+# extra: slurm and launcher and template
 """scripts/slurm.sbatch, and train.py under srun, on a real Slurm with two virtual nodes (slurm_cluster.py)."""
 
 import json

@@ -1,3 +1,4 @@
+# extra: launcher and template
 """launch.sh --hosts with a real sshd on each of two nodes."""
 
 import contextlib

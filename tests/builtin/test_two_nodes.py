@@ -1,3 +1,4 @@
+# extra: launcher and template
 """launch.sh on several nodes: the same training as on one node, a lost node, a bitwise equal result."""
 
 import itertools

@@ -1,3 +1,4 @@
+# extra: template
 """docs/upgrading.md, command by command: a fork with its own model, data and flag takes newer versions."""
 
 import os

@@ -1,3 +1,4 @@
+# extra: verify and template
 """scripts/verify.py passes on the template, and names the broken invariant of faulty forks (tests/faults/*.patch)."""
 
 import json
@@ -31,7 +32,7 @@ def outcomes(text):
     return {name.strip(): outcome.strip() for outcome, name in lines}
 
 
-@pytest.mark.guarantee("ranks-alike", "verify", "own-code")
+@pytest.mark.guarantee("ranks-alike", "verify")
 def test_the_template_passes_and_runs_report_it_until_a_file_changes(tmp_path):
     fork = copy_repository(tmp_path)
     ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, *GIVEN)

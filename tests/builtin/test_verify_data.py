@@ -1,3 +1,4 @@
+# extra: verify and template
 """What scripts/verify.py finds in the data of a fork, and what it does not take for a fault."""
 
 import re

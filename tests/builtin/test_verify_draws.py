@@ -1,3 +1,4 @@
+# extra: verify and template
 """scripts/verify.py tells a dropout that is active in evaluation from other random numbers, which are allowed, and
 notes label smoothing in evaluation, and metrics that count otherwise than the loss."""
 

@@ -1,3 +1,4 @@
+# extra: verify and template
 """scripts/verify.py finds what a float64 run on sound samples cannot show: a precision too coarse for the targets, and
 validation samples that are trained on."""
 

@@ -1,3 +1,4 @@
+# extra: verify and template
 """scripts/verify.py finds nothing on the template as shipped, with any flag that changes the result (with --all)."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# extra: verify and template
 """scripts/verify.py finds a loss that depends on more than its micro-batch and the weights: on how the work is divided,
 on a generator that is seeded again, or on random numbers that the backward pass draws again. tests/faults has more."""
 

@@ -1,3 +1,4 @@
+# extra: verify and template
 """scripts/verify.py finds packed documents that see each other, if model.py says which token is of which document."""
 
 import pytest

@@ -1,3 +1,4 @@
+# extra: verify and template
 """scripts/verify.py raises no alarm on forks that are unusual, but correct."""
 
 from itertools import product

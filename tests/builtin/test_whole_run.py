@@ -1,3 +1,4 @@
+# extra: template
 """One complete run under torchrun with all features: its output, and every file that it writes."""
 
 import gzip

@@ -1,3 +1,4 @@
+# extra: template
 """Text that people read is plain, idiomatic technical English: some words and phrases must not occur."""
 
 import re

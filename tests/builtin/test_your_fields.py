@@ -1,3 +1,4 @@
+# extra: template
 """The fields of the built-in model and data, which a fork may delete."""
 
 import pytest

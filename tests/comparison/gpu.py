@@ -1,3 +1,4 @@
+# extra: benchmark and template
 """scripts/test.sh --cuda: what only a GPU can show, in two calls of a few minutes. It installs nothing.
 
     scripts/test.sh --cuda first          at most 200 s: the machine, 40 steps in each mode, tests that compile nothing

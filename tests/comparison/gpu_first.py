@@ -1,3 +1,4 @@
+# extra: benchmark and template
 """The steps of `scripts/test.sh --cuda first`, run by gpu_steps.py."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# extra: benchmark and template
 """The steps of gpu.py, each in a process of its own: python tests/comparison/gpu_steps.py NAME
 
 A step gets a function that notes its figures so far, and returns the sentence for the table.

@@ -1,3 +1,4 @@
+# extra: template
 """Images per second of our image folder loader beside torchvision's ImageFolder, presets and DataLoader:
 
 python tests/comparison/image_folder.py FOLDER [--workers N] [--rounds N] [--batches N] [--train_size N] [flags]

@@ -1,3 +1,4 @@
+# extra: template
 """The loops that this template is compared with: plain loop, bare loop, and the official DDP tutorial's."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# extra: benchmark and template
 """The baseline of an accuracy curve: tests/plain_loop.py with a run's flags, written as a run that runs.py can plot."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# extra: benchmark and template
 """Compare train.py's loop with other loops, or train the plain loop for its curve: the figures of docs/benchmarks.md.
 
 python tests/comparison/run.py [--rounds N] [--steps N] [--json FILE] [flags of train.py]   (or under torchrun)

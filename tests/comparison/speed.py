@@ -1,3 +1,4 @@
+# extra: benchmark and template
 """Training speed: this template against three other loops, its distance from the hardware's limit, its host cost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# extra: benchmark and template
 """The comparison with other loops compares equal work: bitwise equal losses, the same batches."""
 
 import contextlib
@@ -13,9 +14,9 @@ import torch
 from comparison import run, speed
 from ddp_utils import cleanup_distributed, setup_distributed
 from ranks import ROOT, WarmLaunch, finish, run_ranks
-from scripts.runs import RunInfo
 from tasks import config_of, using
 from training import TINY, Runs
+from utils.files import read_lines
 from utils.training.state import TrainState
 
 SMALL = "--batch_size 4 --log_interval 4 --num_workers 0 --backend gloo".split()
@@ -104,7 +105,9 @@ def test_the_plain_run_has_the_curve_of_a_run(tmp_path):
     words = ["--plain-run", "--run_dir", folder, *TINY, *flags]
     ended = finish(WarmLaunch(0, ROOT / "tests/comparison/run.py", words))
     assert ended.code == 0, ended.text
-    ours, plain = ([r for r in RunInfo(f).records if r["kind"] == "eval"] for f in (runs.folder("ours"), folder))
+    ours, plain = (
+        [r for *_, r in read_lines(f / "metrics.jsonl") if r["kind"] == "eval"] for f in (runs.folder("ours"), folder)
+    )
     assert [r["step"] for r in plain] == [6, 12] and [r["step"] for r in ours] == [6, 12, 13]
     for mine, its in zip(ours, plain, strict=False):
         assert (its["epoch"], its["count"], its["top1"]) == (mine["epoch"], mine["count"], mine["top1"])

@@ -1,3 +1,4 @@
+# extra: template
 """In the plain and the bare loop the host does not wait for the device, so their times on a GPU are comparable with
 those of the template (builtin/test_fake_gpu.py).
 

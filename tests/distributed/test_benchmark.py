@@ -1,3 +1,4 @@
+# extra: benchmark
 """benchmark.py measures complete runs: the table, flags to compare with, several launches in one report."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# extra: template
 """What is evaluated is compared with what the checkpoint has seen, as a resume compares the training set."""
 
 import contextlib

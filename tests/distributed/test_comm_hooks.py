@@ -1,3 +1,4 @@
+# extra: template
 """What a step sends, to the byte; --comm_hook changes nothing but the rounding of the gradient."""
 
 from unittest import mock

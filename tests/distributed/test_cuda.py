@@ -1,3 +1,4 @@
+# extra: template
 """Needs a GPU: the same draws, pixels and batches as on the CPU, pinned snapshots, and bitwise equal resumes with
 --deterministic. scripts/test.sh --cuda runs it."""
 

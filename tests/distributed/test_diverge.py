@@ -1,3 +1,4 @@
+# extra: replay and reports
 """scripts/runs.py --diverge: two runs that differ in one planted thing are found to differ there, and in what."""
 
 import contextlib

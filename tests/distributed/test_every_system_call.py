@@ -1,3 +1,4 @@
+# extra: template
 """SIGKILL to rank 0 at every system call of the thread in one save: only valid checkpoints, and the resumed run is
 bitwise equal."""
 

@@ -1,3 +1,4 @@
+# extra: template
 """Runs of two ranks whose data fails: each ends with the cause (more in tests/faults/data.py)."""
 
 import re

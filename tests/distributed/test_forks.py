@@ -1,3 +1,4 @@
+# extra: template
 """Loader workers that are forked right after a collective, while the thread that writes checkpoints is at work.
 
 The hang is rare and depends on the machine. Without the wait of utils/signals.py (`waits=False`), 10 of 4,000 processes

@@ -1,3 +1,4 @@
+# extra: template
 """Nothing is read from the device between two log points. What a step sends: test_comm_hooks.py."""
 
 import traceback

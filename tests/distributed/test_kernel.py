@@ -1,3 +1,4 @@
+# extra: template
 """A run has the weights, BatchNorm statistics, optimizer state and evaluations of the kernel, bit for bit, on the same
 ranks: flags x ranks x stops. The kernel is a training program of its own (tests/kernel/loop.py)."""
 

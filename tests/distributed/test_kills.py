@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ranks import WarmLaunch, finish, run_ranks
-from scripts.runs import RunInfo
+from scripts.runs import RunInfo  # extra: reports
 from tasks import train_task
 from training import assert_same_state, relative
 from utils.checkpoint.layouts import FileLayout
@@ -147,7 +147,7 @@ def test_a_run_whose_ranks_have_all_crashed_does_not_run_and_the_next_start_says
     ended = crash(runs, ranks, "01", name)
     assert (ended.code, ended.left) == (1 if ranks else -getattr(signal, name), 0), ended.text
     assert runs.json("run", "status.json")["state"] == "running"  # nobody was left to write it
-    assert RunInfo(runs.folder("run")).status["state"] == "killed"
+    assert RunInfo(runs.folder("run")).status["state"] == "killed"  # extra: reports
     if ranks or name == "SIGSEGV":
         assert "holds a run already" in crash(runs, ranks, "01", name).text  # a start that is rejected
         status, host = runs.json("run", "status.json"), os.uname().nodename

@@ -1,3 +1,4 @@
+# extra: template
 """The values of a log point are read some steps later: the records are those of a run that reads at once."""
 
 import json

@@ -1,3 +1,4 @@
+# extra: benchmark
 """benchmark.py --sharding-memory: what one process finds for each strategy beside the bytes counted in real ranks."""
 
 import functools

@@ -1,3 +1,4 @@
+# extra: template
 """The functions that a sample passes from the plan to the logged loss: who looks for a wrong loss reads them all."""
 
 import sys

@@ -1,3 +1,4 @@
+# extra: template
 """The files that a stop signal passes until the exit code: who looks for a step lost at a stop reads them all."""
 
 import os

@@ -1,3 +1,4 @@
+# extra: template
 """`~` and $NAME in paths: replaced once, on rank 0, wherever they come from."""
 
 import json

@@ -1,3 +1,4 @@
+# extra: preflight
 """scripts/preflight.py on real ranks; builtin/test_misconfigurations.py runs it on real nodes."""
 
 import contextlib
@@ -12,11 +13,10 @@ import pytest
 
 import preflight
 from config import UserError
-from drill import says
 from ranks import ROOT, WarmLaunch, finish, run_ranks
 from scripts.lib.preflight import facts, storage, verdict
 from tasks import using
-from training import TINY
+from training import TINY, says
 from utils.run import provenance
 
 QUICK = [*TINY, "--dataset_size", "64"]

@@ -1,3 +1,4 @@
+# extra: template
 """Ranks agree on what only one of them sees or knows; a failed start leaves saved files unchanged."""
 
 import math

@@ -1,3 +1,4 @@
+# extra: template
 """Many ranks: data and checkpoints are read once per file system or node, and damage on one node is still noticed."""
 
 import dataclasses

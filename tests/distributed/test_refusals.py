@@ -20,10 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_utils
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
-from drill import says
 from ranks import WarmLaunch, finish, lack, run_ranks
 from tasks import TASKS
-from training import train_flags
+from training import says, train_flags
 from utils.distributed.collectives import on_all_ranks, once_per_file_system
 from utils.distributed.device import choose_device
 from utils.training.precision import Precision

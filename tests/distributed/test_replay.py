@@ -1,3 +1,4 @@
+# extra: replay
 """scripts/replay.py: a step of a run on several ranks, repeated bitwise in one process, and what it finds out."""
 
 import re

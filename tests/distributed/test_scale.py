@@ -1,3 +1,4 @@
+# extra: template
 """What a rank exchanges does not grow with the number of ranks; only rank 0 receives a few bytes from each.
 
 Up to 32 ranks are real processes. Beyond, only rank 0 is, without DDP and on torch's fake process group, which copies

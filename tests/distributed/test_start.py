@@ -1,3 +1,4 @@
+# extra: template
 """What ranks compare before step 0: code, settings, versions, the folder, the limit of open files."""
 
 import contextlib

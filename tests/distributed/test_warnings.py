@@ -1,3 +1,4 @@
+# extra: template
 """A run that ends without an error, although it has not learned or measured what was asked for, says so."""
 
 from unittest import mock

@@ -1,14 +1,14 @@
-# extra: companions
+# extra: template and companions
 """Programs beside training that are killed, stopped, slow or full: training goes on, and nothing is lost."""
 
 import os
 import signal
 
 from disks import Disk
-from drill import Drill, Job, fault, says
+from drill import Drill, Job, fault
 from scripts.companions.owner import Mirror
 from storage import LARGE, RUN
-from training import assert_same_state
+from training import assert_same_state, says
 from utils.checkpoint import format as checkpoint
 
 # the mirror's program, in whose place another one is started: its uploads wait while a file "hold" is there

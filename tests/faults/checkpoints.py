@@ -1,3 +1,4 @@
+# extra: template
 """Checkpoints that are damaged, truncated, partial or untrusted, and the command that runs after each checkpoint."""
 
 import os
@@ -8,10 +9,11 @@ from pathlib import Path
 import torch
 
 from disks import tracing
-from drill import FLAGS, Drill, fault, says
+from drill import FLAGS, Drill, fault
 from ranks import run_ranks
 from storage import RUN
 from tasks import train_task
+from training import says
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.format import step_checkpoints, step_path
 

@@ -1,3 +1,4 @@
+# extra: template
 """Loader workers that die, hang or lack shared memory."""
 
 import os

@@ -1,3 +1,4 @@
+# extra: template
 """Storage that fills up, fails or goes away under a run: mount namespaces, and strace on one process."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# extra: template
 """Faults, one row of the table each, and tools to inject them into a real run.
 
 A row is a function with the decorator `fault`, which injects the fault and asserts what must happen. Its group is its
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from ranks import ROOT, Ended, WarmLaunch, finish, marked, start, stop
 from tasks import BUCKETS
-from training import Runs, assert_same_state
+from training import Runs, assert_same_state, says
 from utils.checkpoint.format import step_path
 from utils.files import replace_file
 
@@ -380,8 +381,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def says(text: str, pattern: str) -> None:
-    """The pattern is in the text."""
-    assert re.search(pattern, text), f"{pattern!r} is not in\n{text}"

@@ -1,4 +1,4 @@
-# extra: watch
+# extra: template and watch
 """A rank that is stopped or hangs is reported with the stacks of all ranks, and the run continues or is ended."""
 
 import os
@@ -8,8 +8,9 @@ import socket
 import time
 from pathlib import Path
 
-from drill import HOST, LOOKED, NO_SHARED_STORE, Drill, Job, fault, says
+from drill import HOST, LOOKED, NO_SHARED_STORE, Drill, Job, fault
 from ranks import ROOT
+from training import says
 from utils.extras.watch.beats import state_of
 from utils.extras.watch.watchdog import LEAST_LIMIT
 

@@ -1,9 +1,11 @@
+# extra: template
 """Non-finite values and a flipped bit in memory: they do not reach the weights of the ranks or a checkpoint."""
 
 import json
 import re
 
-from drill import HOST, Drill, fault, says
+from drill import HOST, Drill, fault
+from training import says
 from utils.report.reporter import READ_AFTER
 
 RUN = "--dataset_size 120 --epochs 1 --num_workers 1".split()  # 15 steps of two ranks

@@ -1,10 +1,12 @@
+# extra: template
 """One run, one owner: a second job on the same folder, owners that are dead, and one that wakes up."""
 
 import os
 import signal
 
-from drill import HOST, Drill, fault, says, slow_writer
+from drill import HOST, Drill, fault, slow_writer
 from processes import RUN
+from training import says
 
 ELSEWHERE = "import socket\nsocket.gethostname = lambda: 'elsewhere'\n"
 REBOOTED = (

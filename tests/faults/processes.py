@@ -1,11 +1,12 @@
+# extra: template
 """Processes that die: ranks, the launcher, the writer; once, or at the same step each time."""
 
 import os
 import re
 import signal
 
-from drill import NO_SHARED_STORE, Drill, fault, says, slow_writer
-from training import wait_until
+from drill import NO_SHARED_STORE, Drill, fault, slow_writer
+from training import says, wait_until
 
 RUN = "--dataset_size 200 --epochs 2 --save_every_steps 5 --num_workers 1".split()  # 50 steps of two ranks
 KILLED = r"rank {} on \S+ was killed or cut off, last seen in .*; look for .* --resume_from auto"

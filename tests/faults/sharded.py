@@ -1,4 +1,4 @@
-# extra: sharding
+# extra: template and sharding
 """Checkpoints of sharded runs: files that are missing or damaged, and ranks that are killed or cannot write."""
 
 import json
@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from checkpoints import cut
-from drill import FLAGS, HOST, Drill, fault, says
+from drill import FLAGS, HOST, Drill, fault
 from forged import Call
 from ranks import run_ranks
 from storage import ENDS_AT_A_STOP, ENDS_IN_SECONDS, RUN, ends_without
 from tasks import train_task
+from training import says
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.extras.sharding.shards import part_name

@@ -1,11 +1,12 @@
+# extra: template
 """Faults before the first step of a run: address, missing ranks, config, kills."""
 
 import signal
 import socket
 from pathlib import Path
 
-from drill import LOOKED, Drill, Job, fault, free_port, says
-from training import wait_until
+from drill import LOOKED, Drill, Job, fault, free_port
+from training import says, wait_until
 
 RUN = "--dataset_size 100 --epochs 2 --save_every_steps 5 --num_workers 1".split()  # 26 steps of two ranks
 SLOW_START = (

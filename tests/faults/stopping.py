@@ -1,3 +1,4 @@
+# extra: template
 """Requests to stop: all ranks stop after the same step and save, whenever the request arrives; no step is lost."""
 
 import os
@@ -6,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from drill import Drill, fault, says, slow_writer
+from drill import Drill, fault, slow_writer
 from ranks import need
 from start_up import SLOW_START
-from training import wait_until
+from training import says, wait_until
 
 RUN = "--dataset_size 200 --epochs 2 --num_workers 2".split()  # 50 steps of two ranks
 HEARD = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"

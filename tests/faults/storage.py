@@ -1,3 +1,4 @@
+# extra: template
 """Storage that fills up, fails or disappears: the previous checkpoint stays valid, training continues, and ends after
 a time limit."""
 
@@ -15,8 +16,7 @@ import fuse_disk
 from disks import Disk, are_whole, tracing
 from drill import HOST, Drill, Job, fault
 from ranks import lack
-from scripts.runs import RunInfo
-from training import wait_until
+from training import attempts_in, wait_until
 
 # 50 steps of two ranks
 RUN = "--dataset_size 200 --epochs 2 --save_every 0 --save_every_steps 10 --eval_every 0 --num_workers 1".split()
@@ -140,7 +140,7 @@ def records_on_a_full_disk(drill: Drill) -> None:
     shown = [event.step for event in events.Scalars("train/loss")]
     assert shown == sorted({*shown} & {*steps}) and {*range(1, 14), *range(62, 101)} <= {*shown}
     assert drill.json("status.json")["state"] == "completed"
-    (attempt,) = RunInfo(job.folder).attempts
+    (attempt,) = attempts_in(job.folder)
     assert abs(sum(drill.json("summary.json")["time"].values()) - (attempt.until - attempt.started_at)) < 1
     drill.is_whole(2, *flags, code=LARGE)
 

@@ -1,3 +1,4 @@
+# extra: template
 """Faults injected into real runs: each must end as docs/fault-tolerance.md describes. --all runs every row."""
 
 import importlib

@@ -1,11 +1,12 @@
+# extra: template
 """Slow operations that must not end a run, stragglers that are reported, and the time limit."""
 
 import os
 import signal
 import time
 
-from drill import HOST, Drill, fault, says
-from scripts.runs import RunInfo
+from drill import HOST, Drill, fault
+from training import attempts_in, says
 
 RUN = "--dataset_size 120 --epochs 2 --num_workers 1".split()  # 30 steps of two ranks
 HANG_TIMEOUT = "--hang_timeout 12".split()
@@ -107,7 +108,7 @@ def clock_jumps(drill: Drill, seconds: int) -> None:
     jump = f"plain_time = time.time\ntime.time = lambda: plain_time() + ({seconds} if STEP >= 12 else 0)\n"
     drill.completes(2, *RUN, "--max_time", 30, code=jump)
     assert [event["step"] for event in drill.events("checkpoint")] == [15, 30]  # none because of the time
-    summary, (attempt,) = drill.json("summary.json"), RunInfo(drill.folder / "run").attempts
+    summary, (attempt,) = drill.json("summary.json"), attempts_in(drill.folder / "run")
     assert 0.5 < summary["wall_s"] < 60 and 0.5 < attempt.until - attempt.started_at < 60
     assert sum(summary["time"].values()) < 60 and list((drill.folder / "run").glob("hang-*")) == []
     drill.is_whole(2, *RUN)

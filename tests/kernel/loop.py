@@ -1,3 +1,4 @@
+# extra: template
 """The kernel: a second training program with DDP and checkpoints of its own, whose results are those of train.py bit
 for bit on the same ranks. plain_loop.py is one process, and equal up to the order of sums.
 

@@ -1,3 +1,4 @@
+# extra: template
 """Which micro-batches a rank computes, and their batches. The number of ranks decides only who computes one."""
 
 import math

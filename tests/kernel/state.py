@@ -1,3 +1,4 @@
+# extra: template
 """One optimizer step: sums over the global batch, BatchNorm, the update."""
 
 import math

@@ -1,3 +1,4 @@
+# extra: template
 """Rules of the architecture: floors, file sizes, one reader of the environment, no collective on rank 0 alone."""
 
 import ast

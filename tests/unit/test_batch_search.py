@@ -1,3 +1,4 @@
+# extra: benchmark
 """The search of benchmark.py --find-batch and what it prints (real trials: builtin/test_find_batch.py)."""
 
 from dataclasses import dataclass

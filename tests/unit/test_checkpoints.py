@@ -1,3 +1,4 @@
+# extra: template
 """Copies of the state, files and who writes them, records on a full disk, the user's command."""
 
 import mmap

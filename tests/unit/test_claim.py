@@ -1,3 +1,4 @@
+# extra: template
 """Which run a start continues, moves aside or rejects."""
 
 import dataclasses

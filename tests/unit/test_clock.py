@@ -1,3 +1,4 @@
+# extra: template
 """The seconds of an interval on a device that lags behind the host are those of the device."""
 
 from unittest import mock

@@ -1,3 +1,4 @@
+# extra: template
 """Which environment variables define a rank: torchrun's, and srun's without torchrun."""
 
 import os
@@ -38,7 +39,7 @@ def launched(monkeypatch, **changed):
     return read_launch()
 
 
-@pytest.mark.guarantee("slurm")
+@pytest.mark.guarantee("slurm")  # extra: slurm and launcher
 def test_a_task_of_a_slurm_step_is_a_rank(monkeypatch):
     launch = launched(monkeypatch)
     assert (launch.rank, launch.local_rank, launch.world_size) == (5, 1, 8)

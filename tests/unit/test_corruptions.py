@@ -1,3 +1,4 @@
+# extra: template
 """Seeded corruptions, malicious files and other files under a checkpoint's name: none is loaded and no code runs."""
 
 import io

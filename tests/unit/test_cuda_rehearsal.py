@@ -1,3 +1,4 @@
+# extra: template
 """Rehearsals of CUDA without a GPU: under torch's FakeTensorMode tensors have a device and a shape, but no values.
 
 A value that the host reads raises an error. `Crossings` lists operators that mix devices. Here is the update of a step

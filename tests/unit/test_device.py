@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ddp_utils
-import verify
+import verify  # extra: verify
 from config import TrainingConfig
 from ranks import run_ranks
 from tasks import using
@@ -55,7 +55,7 @@ def test_deterministic_sets_up_cublas_and_nccl_and_does_not_fill_new_tensors():
     assert run_ranks(1, settings_of_libraries, ["--backend", "gloo", "--deterministic"]) == [(":4096:8", "0", False)]
 
 
-def kernels_of_verify(flags):
+def kernels_of_verify(flags):  # extra: verify
     """Those of a run that verify.py starts."""
     with using("images"):
         verify.prepare(TrainingConfig.from_args(flags))
@@ -63,7 +63,7 @@ def kernels_of_verify(flags):
     return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
 
-def test_the_runs_of_verify_have_no_tf32():
+def test_the_runs_of_verify_have_no_tf32():  # extra: verify
     assert run_ranks(1, kernels_of_verify, ["--dataset_size", "8", "--backend", "gloo"]) == [("highest", False)]
 
 

@@ -1,3 +1,4 @@
+# extra: kubernetes
 """scripts/Dockerfile without docker: its instructions, and what they copy and install (see builtin/test_pods.py)."""
 
 import re

@@ -1,3 +1,4 @@
+# extra: template
 """The exit code of a run that was preempted."""
 
 import pytest

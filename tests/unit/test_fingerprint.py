@@ -1,3 +1,4 @@
+# extra: template
 """The fingerprint of the training state: what it sees, and that it does not depend on how it is computed."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# extra: template
 """The account of time over all attempts of a run, from its records."""
 
 import json
@@ -6,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from config import TrainingConfig
-from scripts.runs import RunInfo
 from test_run_folder import open_run, with_
+from training import attempts_in
 from utils.report.goodput import ACCOUNTS, accounts_of
 from utils.run import folder
 
@@ -101,7 +102,7 @@ def test_each_second_is_counted_once_over_restarts(tmp_path, monkeypatch, name):
     for number, attempt in enumerate(attempts):
         story.now += GAP * (number > 0)
         story.attempt(*attempt)
-    found = RunInfo(tmp_path / "run").attempts
+    found = attempts_in(tmp_path / "run")
     accounts = accounts_of(found)
     assert list(accounts) == list(ACCOUNTS)
     assert [*accounts.values()] == pytest.approx(expected, abs=2e-3)
@@ -118,10 +119,10 @@ def test_records_of_an_earlier_version_are_left_out(tmp_path, monkeypatch):
     (place / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (place / "goodput.json").write_text(json.dumps({"training": 5.0, "attempts": [{"started_at": FIRST - 9}]}))
     (place / "status.json").write_text('{"state": "failed", "step": "?", "time": null}')
-    assert RunInfo(place).attempts == [] and sum(accounts_of([]).values()) == 0
+    assert attempts_in(place) == [] and sum(accounts_of([]).values()) == 0
     for first in (1, 2):
         story.attempt(first, "start step save")
-    assert [*accounts_of(RunInfo(place).attempts).values()] == pytest.approx([2, 0, 0, 1, 4, 0, 0], abs=2e-3)
+    assert [*accounts_of(attempts_in(place)).values()] == pytest.approx([2, 0, 0, 1, 4, 0, 0], abs=2e-3)
 
 
 def test_a_start_that_recorded_no_step_is_not_a_run_to_continue(tmp_path, monkeypatch):
@@ -130,7 +131,7 @@ def test_a_start_that_recorded_no_step_is_not_a_run_to_continue(tmp_path, monkey
     story.attempt(0, "start step failed")
     story.config = with_(story.config, resume_from="")
     story.attempt(0, "start step log")
-    (attempt,) = RunInfo(tmp_path / "run").attempts
+    (attempt,) = attempts_in(tmp_path / "run")
     assert attempt.started_at == FIRST + 3
 
 
@@ -138,6 +139,6 @@ def test_what_is_noted_never_exceeds_the_time(tmp_path, monkeypatch):
     """As for a wait that is noted twice."""
     story = Story(tmp_path / "run", monkeypatch)
     story.attempt(0, "start step log")
-    run = RunInfo(tmp_path / "run")
-    run.attempts[0].records.extend([{"kind": "event", "event": "evaluation", "step": 1, "seconds": 9}] * 2)
-    assert [*accounts_of(run.attempts).values()] == pytest.approx([0, 0.25, 0.75, 0, 2, 0, 0], abs=2e-3)
+    (attempt,) = attempts = attempts_in(tmp_path / "run")
+    attempt.records.extend([{"kind": "event", "event": "evaluation", "step": 1, "seconds": 9}] * 2)
+    assert [*accounts_of(attempts).values()] == pytest.approx([0, 0.25, 0.75, 0, 2, 0, 0], abs=2e-3)

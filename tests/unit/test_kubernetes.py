@@ -1,3 +1,4 @@
+# extra: kubernetes and launcher
 """scripts/kubernetes: the manifests follow the published schemas, and the pods start launch.sh correctly."""
 
 import json

@@ -1,3 +1,4 @@
+# extra: launcher
 """scripts/lib/launching: the command that launch.sh starts, what it rejects, and the exit code of an attempt."""
 
 import dataclasses
@@ -93,7 +94,7 @@ def test_no_flag_of_launch_sh_has_the_name_of_a_field_of_the_config():
     """It would never reach train.py."""
     own = {word.strip("-").replace("-", "_") for word in planning.make_parser({})._option_string_actions}
     fields = {field.name for field in dataclasses.fields(TrainingConfig)}
-    assert {"nnodes", "scaling", "dry_run"} < own and not own & (fields | {"config", "print_config"})
+    assert {"nnodes", "hosts", "dry_run"} < own and not own & (fields | {"config", "print_config"})
 
 
 def test_variables_set_by_the_user_are_kept(plan):
@@ -119,8 +120,15 @@ def test_a_node_that_returns_to_a_completed_run_does_not_wait_for_the_others(tmp
     assert is_said == is_done and (code == 0 or not is_done)  # else it looks for torchrun, which may be there or not
 
 
+CASES = [
+    [],
+    ["--dry-run"],
+    ["--preflight"],  # extra: preflight
+]
+
+
 @pytest.mark.guarantee("nodes")
-@pytest.mark.parametrize("more", [[], ["--dry-run"], ["--preflight"]])
+@pytest.mark.parametrize("more", CASES)
 def test_each_node_creates_the_run_folder_before_its_ranks_look_for_it(plan, monkeypatch, tmp_path, more):
     """An NFS client remembers for up to 30 s that rank 0's folder does not exist."""
     found, run = [], tmp_path / "run"
@@ -139,8 +147,11 @@ def test_debug_records_collectives_into_the_runs_folder(plan):
     assert not {"NCCL_ALGO", "NCCL_PROTO"} & settings.keys()
 
 
-def test_preflight_and_scaling_replace_training(plan):
+def test_preflight_replaces_training(plan):  # extra: preflight
     assert plan("--preflight", "--epochs", "3")[0][-3:] == ["scripts/preflight.py", "--epochs", "3"]
+
+
+def test_scaling_replaces_training(plan):  # extra: benchmark
     words = "scripts/benchmark.py --json s.json --run_dir r".split()
     assert plan("--scaling", "s.json", "--run_dir", "r")[0][-5:] == words
 

@@ -1,3 +1,4 @@
+# extra: template
 """The owner of a run's folder, and attempts that get no further."""
 
 import errno

@@ -1,3 +1,4 @@
+# extra: template
 """Logger: rank 0 prints, the others only warn; the lines for a step and an epoch (files:
 builtin/test_whole_run.py)."""
 

@@ -1,3 +1,4 @@
+# extra: template
 """The output of a run: streams that are closed or full, and names that are not UTF-8 on them and in files."""
 
 import errno

@@ -9,8 +9,8 @@ import torch
 
 from config import TrainingConfig
 from ddp_utils import DistributedContext
-from manifests import package
 from plain_loop import number
+from ranks import package
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.extras.exact import Runs  # extra: exact

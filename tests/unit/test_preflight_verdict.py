@@ -1,3 +1,4 @@
+# extra: preflight
 """The verdicts of scripts/preflight.py: each check on both sides of its limit."""
 
 import functools

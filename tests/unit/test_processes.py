@@ -1,3 +1,4 @@
+# extra: launcher or benchmark or chaos
 """scripts/lib/processes.py: no process that a program started outlives its deadline."""
 
 import subprocess

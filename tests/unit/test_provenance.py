@@ -1,85 +1,13 @@
-"""When a run reports that scripts/verify.py passed with its code."""
+# extra: template
+"""Which code is a run's, and what is archived of it."""
 
-import importlib
-import json
 import os
 import subprocess
-import sys
 import zipfile
 
 import pytest
 
-from config import TrainingConfig
 from utils.run import provenance
-
-TASK = "net on data"
-CONFIG = TrainingConfig(schedule="linear")
-
-
-NOT_VERIFIED = "not verified; scripts/verify.py checks your model and data in a minute"
-
-
-@pytest.fixture
-def verified(tmp_path, monkeypatch):
-    """A repository of one file with a result of verify.py; returns a function that changes the result."""
-    (tmp_path / "model.py").write_text("x = 1\n")
-    monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    monkeypatch.setattr(provenance, "VERIFIED", tmp_path / "verified.json")
-    found = {"passed": True, "time": "2026-11-21T15:20:05.754+00:00", "ranks": 4, "task": TASK}
-    found |= {"versions": provenance.versions(), "code": {"model.py": provenance._sha256(tmp_path / "model.py")}}
-    found |= {"settings": {"lr": 0.1, "schedule": "linear"}}
-    found |= {"invariants": {"order": {"passed": True}, "content": {"passed": True}}}
-
-    def write(**changes):
-        provenance.VERIFIED.write_text(json.dumps(found | changes))
-
-    write()
-    return write
-
-
-def changed(what):
-    return False, f"changed since scripts/verify.py was run: {what}"
-
-
-def test_verification_holds_while_code_versions_and_task_are_the_same(verified):
-    passed = "net on data, 4 ranks, 2026-11-21"
-    assert provenance.verification(TASK, CONFIG) == (True, f"verified with this code: {passed}")
-    (provenance.ROOT / "dataset.py").write_text("not imported then")
-    assert provenance.verification(TASK, CONFIG)[0]
-    other = f"not verified for other on data; scripts/verify.py passed for {passed}"
-    assert provenance.verification("other on data", CONFIG) == (False, other)
-
-
-@pytest.mark.guarantee("own-code")
-def test_a_changed_file_or_version_is_named(verified, monkeypatch):
-    (provenance.ROOT / "extra.py").write_text("y = 1\n")
-    monkeypatch.syspath_prepend(provenance.ROOT)
-    importlib.import_module("extra")  # after verify.py passed
-    assert provenance.verification(TASK, CONFIG) == changed("extra.py")
-    monkeypatch.delitem(sys.modules, "extra")
-    (provenance.ROOT / "model.py").write_text("x = 2\n")
-    assert provenance.verification(TASK, CONFIG) == changed("model.py")
-    (provenance.ROOT / "model.py").write_text("x = 1\n")
-    verified(versions=provenance.versions() | {"torch": "1.0"})
-    assert provenance.verification(TASK, CONFIG) == changed(f"torch 1.0 -> {provenance.versions()['torch']}")
-
-
-def test_broken_invariants_are_named(verified):
-    verified(passed=False, invariants={"order": {"passed": False}, "content": {"passed": True}})
-    assert provenance.verification(TASK, CONFIG) == (False, "scripts/verify.py failed: order")
-
-
-@pytest.mark.parametrize("is_passed", [True, False])
-def test_flags_that_differ_from_the_verified_ones_are_named_whether_it_passed_or_failed(verified, is_passed):
-    verified(passed=is_passed, invariants={"order": {"passed": is_passed}}, settings={"lr": 0.5, "x": 1, "seed": 42})
-    text = f"scripts/verify.py {'passed' if is_passed else 'failed'} with other flags: lr 0.5 -> 0.1, x 1 -> unset"
-    assert provenance.verification(TASK, TrainingConfig(epochs=3)) == (False, text)
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"code": 3}'])
-def test_an_unreadable_result_file_means_not_verified(verified, text):
-    provenance.VERIFIED.write_text(text)
-    assert provenance.verification(TASK, CONFIG) == (False, NOT_VERIFIED)
 
 
 def test_only_code_imported_from_the_repository_counts():
@@ -88,6 +16,7 @@ def test_only_code_imported_from_the_repository_counts():
     assert not [name for name in found if name.startswith(("tests/", "scripts/", ".venv"))]
 
 
+@pytest.mark.guarantee("own-code")
 def test_template_files_that_differ_from_the_tag_are_listed(tmp_path, monkeypatch):
     """The block "yours" of config.py and the fork's own files do not count."""
     block = "a = 1\n# ---- yours: fields ----\n{}# ---- end of yours ----\n"

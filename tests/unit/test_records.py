@@ -1,3 +1,4 @@
+# extra: template
 """Cutting the records of a run that resumes: in little memory, from the end of the file, whole or not at all."""
 
 import json

@@ -43,10 +43,10 @@ def test_a_stored_command_has_no_secret(command):
     assert secret in config.on_checkpoint and secret not in str(stored(config)) and REDACTED in str(stored(config))
     TrainingConfig(**stored(config))  # quotes still match
     with mock.patch.object(sys, "argv", ["train.py", "--on_checkpoint", command, "--lr", "0.1"]):
-        words = collect(("a",), ("cpu",), "", (False, ""))["command"]
+        words = collect(("a",), ("cpu",), "")["command"]
     assert secret not in str(words) and words[1:3] == ["train.py", "--on_checkpoint"] and words[-2:] == ["--lr", "0.1"]
     with mock.patch.object(sys, "argv", ["train.py", *shlex.split(command)]):
-        assert secret not in str(collect(("a",), ("cpu",), "", (False, ""))["command"])
+        assert secret not in str(collect(("a",), ("cpu",), "")["command"])
 
 
 @pytest.mark.parametrize("command", PLAIN)

@@ -1,3 +1,4 @@
+# extra: launcher
 """lib/launching/rendezvous.py without nodes: races, errors and what other programs send (real nodes:
 builtin/test_misconfigurations.py)."""
 

@@ -1,3 +1,4 @@
+# extra: reports
 """runs.py --html on forged run folders: a complete, escaped, self-contained page (real runs: test_scripts.py)."""
 
 import json

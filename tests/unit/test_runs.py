@@ -1,3 +1,4 @@
+# extra: reports
 """scripts/runs.py on forged run folders: the order of the rows, and the curves (real runs: builtin/test_scripts.py)."""
 
 import contextlib

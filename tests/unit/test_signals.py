@@ -1,3 +1,4 @@
+# extra: template
 """Signals set a flag for the loop, and do not change the exit code at exit (workers: test_refusals.py); ranks whose
 torchrun is gone."""
 

@@ -1,3 +1,4 @@
+# extra: template
 """Loader workers that die, run out of shared memory or cannot send a batch: the error message."""
 
 import contextlib

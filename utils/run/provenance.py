@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
@@ -18,20 +17,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from config import TrainingConfig
 from utils.data.sampler import GlobalBatchSampler
-from utils.data.sets import describe, kind_of
+from utils.data.sets import describe
 from utils.distributed.context import DistributedContext
 from utils.extras.exact import ORDER  # extra: exact
-from utils.logger import count
 from utils.redact import redacted
 from utils.rng import derive_seed
 from utils.training.state import TrainState
 
 ROOT = Path(__file__).resolve().parents[2]
-VERIFIED = ROOT / "verified.json"  # the result of scripts/verify.py
 OURS = ("train.py", "config.py", "ddp_utils.py", "utils", "scripts")  # files that a fork does not change
 BLOCK = ("# ---- yours:", "# ---- end of yours")  # the lines of config.py between these belong to the fork
 
@@ -41,18 +37,14 @@ def now(seconds: float | None = None) -> str:
     return datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC).isoformat(timespec="milliseconds")
 
 
-def collect(
-    hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: str, verified: tuple[bool, str]
-) -> dict[str, Any]:
-    """Plain values for every checkpoint. hosts, device_names: an entry per rank; verified: of `verification`."""
+def collect(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: str) -> dict[str, Any]:
+    """Plain values for every checkpoint. hosts, device_names: an entry per rank."""
     commit, is_dirty = _commit()
     return {
         "command": redacted("\n".join([sys.executable, *sys.argv])).split("\n"),
         "git_commit": commit or git_commit,
         "git_dirty": is_dirty,
         "changed_template_files": changed_files(),
-        "verified": verified[0],
-        "verification": verified[1],
         "versions": versions(),
         "code": derive_seed(*code_digests().items()),
         "exact_sums": ORDER,  # extra: exact
@@ -67,8 +59,10 @@ def provenance_of(
     config: TrainingConfig, ctx: DistributedContext, state: TrainState, sampler: GlobalBatchSampler
 ) -> dict[str, Any]:
     """Content of provenance.json, as far as it is known before the data sets are compared."""
-    verified = verification(task_of(state.model, kind_of(sampler.dataset)), config)
-    found = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit, verified) | describe(sampler.dataset)
+    from utils.extras.verify import result_of  # extra: verify
+
+    found = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit) | describe(sampler.dataset)
+    found |= result_of(state.model, sampler.dataset, config)  # extra: verify
     found |= state.unsaved.provenance  # extra: unsaved
     found |= {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
     return found | {"global_batch_size": sampler.global_batch_size}
@@ -121,41 +115,10 @@ def code_digests() -> dict[str, str]:
         Path(file).relative_to(ROOT) for file in files if file.startswith(f"{ROOT}{os.sep}") and os.path.isfile(file)
     ]
     names = [name for name in names if name.parts[0] not in ("scripts", "tests")]
-    return {str(name): _sha256(ROOT / name) for name in sorted(names)}
+    return {str(name): sha256_of(ROOT / name) for name in sorted(names)}
 
 
-def task_of(model: nn.Module, dataset: str) -> str:
-    """What scripts/verify.py verifies, besides its flags. dataset: its class name."""
-    return f"{type(model).__name__} on {dataset}"
-
-
-def verification(task: str, config: TrainingConfig) -> tuple[bool, str]:
-    """Whether scripts/verify.py passed with this code, task (of `task_of`) and flags, and a line for the banner."""
-    try:
-        found = json.loads(VERIFIED.read_text(encoding="utf-8"))
-        changed = [name for name, digest in found["code"].items() if _sha256(ROOT / name) != digest]
-        changed += [name for name in code_digests() if name not in found["code"]]
-        before, here = found["versions"], versions()
-        changed += [f"{name} {before[name]} -> {here.get(name)}" for name in before if before[name] != here.get(name)]
-        broken = [name for name, outcome in found["invariants"].items() if not outcome["passed"]]
-        verified, is_passed = found["task"], found["passed"]
-        pairs = [(name, value, getattr(config, name, "unset")) for name, value in found["settings"].items()]
-        other = [f"{name} {before} -> {here}" for name, before, here in pairs if before != here]
-        what = f"{verified}, {count(found['ranks'], 'rank')}, {found['time'][:10]}"
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):
-        return False, "not verified; scripts/verify.py checks your model and data in a minute"
-    if changed:
-        return False, f"changed since scripts/verify.py was run: {', '.join(changed)}"
-    if other:
-        return False, f"scripts/verify.py {'passed' if is_passed else 'failed'} with other flags: {', '.join(other)}"
-    if not is_passed:
-        return False, f"scripts/verify.py failed: {', '.join(broken) or 'it did not finish'}"
-    if verified != task:
-        return False, f"not verified for {task}; scripts/verify.py passed for {what}"
-    return True, f"verified with this code: {what}"
-
-
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 
 

@@ -1,3 +1,4 @@
+# extra: benchmark
 """benchmark.py --find-batch: the largest micro-batch that fits in memory, and flags that keep the global batch.
 
 A trial trains for two steps of two micro-batches each, in a process with limited memory, so that the machine does not

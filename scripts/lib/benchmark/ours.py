@@ -1,3 +1,4 @@
+# extra: benchmark or replay
 """A complete run for measurements: `train.train_one_epoch` with everything that a run sets up around it."""
 
 from __future__ import annotations

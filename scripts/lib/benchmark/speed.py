@@ -1,3 +1,4 @@
+# extra: benchmark
 """The speed of train.py's loop: as given, with other flags, without communication, and by number of ranks."""
 
 from __future__ import annotations

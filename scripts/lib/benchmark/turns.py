@@ -1,3 +1,4 @@
+# extra: benchmark or preflight
 """Candidates that take turns in one process, and their medians, ratios and controls."""
 
 from __future__ import annotations

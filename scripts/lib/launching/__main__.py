@@ -1,3 +1,4 @@
+# extra: launcher
 """The program behind scripts/launch.sh. Standard library only, so that it starts at once."""
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from collections.abc import Sequence
 
 from config import TrainingConfig, UserError
 from scripts.lib.launching.hosts import Hosts
-from scripts.lib.launching.plan import launch_folder, make_parser, make_plan, read_flags, read_nodes
+from scripts.lib.launching.plan import (
+    TRAINING,
+    launch_folder,
+    make_parser,
+    make_plan,
+    program_of,
+    read_flags,
+    read_nodes,
+)
 from scripts.lib.launching.rendezvous import say
 from scripts.lib.launching.supervise import Launch, read_json
 from scripts.lib.processes import start
@@ -43,7 +52,7 @@ def launch(argv: Sequence[str], env: dict[str, str]) -> int:
             return 0
         return detach(argv, config) if options.detach else hosts.run(reconnects=options.retries != "0")
     status, saved = (read_json(config.run_folder / name) for name in ("status.json", "config.json"))
-    is_training = not (options.preflight or options.scaling)
+    is_training = program_of(options) == TRAINING
     saved = saved or {"epochs": status.get("epoch", math.inf), "max_steps": 0}  # config.json is lost
     is_completed = status.get("state") == "completed" and not config.asks_for_more_than(saved)
     if read_nodes(options).most > 1 and is_training and config.resume_from == "auto" and is_completed:

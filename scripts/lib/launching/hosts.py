@@ -1,3 +1,4 @@
+# extra: launcher
 """--hosts: run launch.sh on each host over ssh, print its output, and forward signals."""
 
 from __future__ import annotations

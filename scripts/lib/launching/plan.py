@@ -1,3 +1,4 @@
+# extra: launcher
 """What to start on this node: launch.sh's flags and variables, checked, and torchrun's command line."""
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ FLAGS = {  # name: (default, help); the variable is the flag's name in upper cas
 }
 VARIABLES = {"retries": "LAUNCH_RETRIES", "wait": "LAUNCH_WAIT"}
 SWITCHES = {
-    "preflight": "check the nodes instead of training (scripts/preflight.py)",
+    "preflight": "check the nodes instead of training (scripts/preflight.py)",  # extra: preflight
     "debug": "record collectives into the run folder",
     "detach": "run in the background, even after the terminal closes",
     "dry-run": "print the command without running it",
 }
+TRAINING = ["train.py"]
 DEBUG = {  # verbose logs and the flight recorder
     "TORCH_DISTRIBUTED_DEBUG": "INFO",  # DETAIL segfaults under DDP with gloo (torch 2.15.0)
     "TORCH_CPP_LOG_LEVEL": "INFO",
@@ -87,7 +89,7 @@ def make_parser(env: dict[str, str]) -> argparse.ArgumentParser:
             parser.add_argument(f"--{name.replace('-', '_')}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     text = "run launch.sh on these hosts over ssh, in this directory and with these variables; the first is node 0"
     parser.add_argument("--hosts", metavar="HOST,HOST", default="", help=text)
-    parser.add_argument(
+    parser.add_argument(  # extra: benchmark
         "--scaling", metavar="FILE.json", default="", help="measure instead of training (scripts/benchmark.py --json)"
     )
     for name, text in SWITCHES.items():
@@ -181,6 +183,15 @@ def launch_folder(config: TrainingConfig) -> Path:
     return config.run_folder.with_name(f"{config.run_folder.name}.launch")
 
 
+def program_of(options: argparse.Namespace) -> list[str]:
+    """What torchrun starts."""
+    if options.preflight:  # extra: preflight
+        return ["scripts/preflight.py"]
+    if options.scaling:  # extra: benchmark
+        return ["scripts/benchmark.py", "--json", options.scaling]
+    return TRAINING
+
+
 def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingConfig, env: dict[str, str]) -> Plan:
     """Raises UserError."""
     nodes, host = read_nodes(options), socket.gethostname()
@@ -225,16 +236,13 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
     if options.debug:
         settings |= DEBUG | {"TORCH_FR_DUMP_TEMP_FILE": str(config.run_folder / "traces" / f"flight-{host}-")}
     words += [f"--log-dir={launch_folder(config) / host}", "--tee=3"]
-    if options.scaling:
-        words += ["scripts/benchmark.py", "--json", options.scaling]
-    else:
-        words += ["scripts/preflight.py" if options.preflight else "train.py"]
+    program = program_of(options)
     return Plan(
-        command=[*words, *flags],
+        command=[*words, *program, *flags],
         settings={name: value for name, value in settings.items() if name not in env},
         nodes=nodes,
         run_folder=config.run_folder,
         retries=retries,
         patience=patience,
-        is_training=not (options.preflight or options.scaling),
+        is_training=program == TRAINING,
     )

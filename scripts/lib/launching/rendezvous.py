@@ -1,3 +1,4 @@
+# extra: launcher
 """The nodes find each other on MASTER_PORT before torchrun starts: it would wait for minutes and not list missing ones.
 
 Every second each node, node 0 too, connects to node 0, receives {"node", "host", "run", "nnodes", "port"}, sends

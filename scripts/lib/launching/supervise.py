@@ -1,3 +1,4 @@
+# extra: launcher
 """Run torchrun to completion: signals, retries and the exit code of the launch."""
 
 from __future__ import annotations

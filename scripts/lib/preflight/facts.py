@@ -1,3 +1,4 @@
+# extra: benchmark or preflight
 """Facts about one rank's machine, gathered without communication, as plain JSON."""
 
 from __future__ import annotations

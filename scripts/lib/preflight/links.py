@@ -1,3 +1,4 @@
+# extra: preflight
 """The speed of the links between pairs of nodes. All ranks call these functions together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# extra: preflight
 """How fast the devices compute and reduce, by torch's own timer, which synchronises with CUDA."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# extra: preflight
 """Run the steps of preflight on all ranks. A rank that hangs is reported and not waited for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# extra: preflight
 """Test the run folder without touching the run: all files are in a temporary folder, which is deleted afterwards."""
 
 from __future__ import annotations

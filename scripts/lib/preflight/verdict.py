@@ -1,3 +1,4 @@
+# extra: preflight
 """Turn measurements into findings. Pure functions of plain values; each warning and failure ends with a fix."""
 
 from __future__ import annotations

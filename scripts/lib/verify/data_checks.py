@@ -1,3 +1,4 @@
+# extra: verify
 """Checks of the data: the order of an epoch, and what a sample holds."""
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from torch import Tensor
 from torch.utils.data import Subset as PlainSubset
 
 from ddp_utils import DistributedContext
+from lib.values import digest, first_three, leaves, plural, scramble_global_rngs
 from lib.verify.fork import Broken, Fork, Subset
 from lib.verify.new_process import CHANGED, is_same, order_of, seen
 from lib.verify.notes import notes
-from lib.verify.values import digest, first_three, leaves, plural, scramble_global_rngs
 from utils.distributed.collectives import all_gather_json
 
 Rows = dict[int, list[Tensor]]  # the tensors of some batches

@@ -1,3 +1,4 @@
+# extra: verify
 """Random numbers that compute_loss and predict draw, and label smoothing in an evaluation."""
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lib.values import digest, generators
 from lib.verify.fork import Broken, Fork, Subset
-from lib.verify.values import digest, generators
 
 DROPS = re.compile("dropout|rrelu|attention")
 

@@ -1,3 +1,4 @@
+# extra: verify
 """Load the data and ask lr_factor in a new process, started by new_process.py: the clock is ahead, the host has another
 name, and folders list their files backwards.
 

@@ -1,3 +1,4 @@
+# extra: verify
 """What is verified: the model, data and flags of a fork. The only module of verify.py that calls train.py."""
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 import train
 from config import TrainingConfig, TrainingError, UserError, fields_of_yours
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
+from lib.values import one_line, scramble_global_rngs, spread
 from lib.verify import memory
-from lib.verify.values import one_line, scramble_global_rngs, spread
 from utils.batch import map_tensors
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sampler import MapDataset

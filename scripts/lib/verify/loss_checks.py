@@ -1,3 +1,4 @@
+# extra: verify
 """Checks of the loss: sums that add up, and a micro-batch whose loss depends on nothing but itself and the weights."""
 
 from __future__ import annotations
@@ -18,11 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as your_model
-from lib.verify.draws import Advancing
-from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank, perturbed
-from lib.verify.precision_checks import rounding
-from lib.verify.segments_check import check_segments
-from lib.verify.values import (
+from lib.values import (
     ADDING,
     ROUNDING,
     can_join,
@@ -36,6 +33,10 @@ from lib.verify.values import (
     sums,
     sums_of,
 )
+from lib.verify.draws import Advancing
+from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank, perturbed
+from lib.verify.precision_checks import rounding
+from lib.verify.segments_check import check_segments
 from utils.training.seams import Seams
 
 INTENT = (

@@ -1,3 +1,4 @@
+# extra: verify
 """What a run remembers outside its checkpoints: attributes, lists, dicts, arrays and globals of a fork's own code."""
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from config import TrainingConfig
-from lib.verify.values import digest, leaves
+from lib.values import digest, leaves
 from train import Training
 from utils.distributed.dtensor import local
 

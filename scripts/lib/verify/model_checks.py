@@ -1,3 +1,4 @@
+# extra: verify
 """Checks of the model and its loss: sums, parameters, evaluation, and gradients equal to those of the plain loop."""
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import plain_loop
 from lib.row_order import check_row_order
+from lib.values import ROUNDING, digest, first_three, relative_error, scramble_global_rngs, shared_memory, spread
 from lib.verify.draws import draws_in_evaluation
 from lib.verify.fork import (
     ACCUMULATION,
@@ -27,7 +29,6 @@ from lib.verify.fork import (
     record_updates,
 )
 from lib.verify.loss_checks import check_recomputation
-from lib.verify.values import ROUNDING, digest, first_three, relative_error, scramble_global_rngs, shared_memory, spread
 from train import Training
 from utils.data.sampler import MapDataset
 from utils.data.transfer import to_device

@@ -1,3 +1,4 @@
+# extra: verify
 """What elsewhere.py answers, which runs beside the checks: data and schedule in a new process."""
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from lib.verify.values import digest
+from lib.values import digest
 from utils.data.sets import identity
 from utils.extras.sketches import are_alike, sketches  # extra: sketches
 

@@ -1,3 +1,4 @@
+# extra: verify
 """What is consistent in the data, but seldom meant: a person has to judge it."""
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lib.values import digest, generators, leaves, scramble_global_rngs, spread
 from lib.verify.fork import Fork, Subset
-from lib.verify.values import digest, generators, leaves, scramble_global_rngs, spread
 from utils.rng import seed_host
 
 COUNT, SECONDS, LARGEST = 16, 1.5, 4096  # samples; to read a whole set; numbers in a row of it

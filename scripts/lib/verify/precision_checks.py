@@ -1,3 +1,4 @@
+# extra: verify
 """What the run's own precision does to the outputs of the model and to the loss; the other checks are in float64."""
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lib.values import leaves, one_line
 from lib.verify.fork import Broken, Fork, perturbed
-from lib.verify.values import leaves, one_line
 from utils.batch import map_tensors, tensors_in
 from utils.training.precision import Precision
 

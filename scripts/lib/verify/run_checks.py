@@ -1,3 +1,4 @@
+# extra: verify
 """Checks of short runs of train.train: the samples they trained on, the ranks' weights, the checkpoints."""
 
 from __future__ import annotations
@@ -6,22 +7,20 @@ import json
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from config import TrainingConfig
+from lib.values import ROUNDING, TIMES, comparable, digest, first_three, leaves, plural
 from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank
 from lib.verify.loss_checks import one_pass
 from lib.verify.memory import forgotten
-from lib.verify.values import ROUNDING, TIMES, digest, first_three, leaves, plural
 from train import Training
 from utils.checkpoint import format as checkpoint
 from utils.distributed.collectives import all_gather_json
 from utils.distributed.dtensor import is_sharded, local
 from utils.extras.unsaved import KEY, complete  # extra: unsaved
 
-STATE = ("model", "ema", "optimizer", "scaler", "progress")
 KEEP = "keep it in a buffer (register_buffer), in the optimizer's state or in progress.user"
 
 
@@ -177,13 +176,6 @@ def whole_run(fork: Fork) -> Training:
     if "whole" not in fork.trainings:
         raise Broken("skipped: no training finished; fix that first")
     return fork.trainings["whole"]
-
-
-def comparable(payload: dict[str, Any]) -> dict[str, Any]:
-    """The state in a checkpoint, with optimizer state by parameter name, since the order of groups may differ."""
-    optimizer = payload["optimizer"]
-    by_name = {name: optimizer["state"].get(number, {}) for number, name in enumerate(optimizer["names"])}
-    return {key: payload[key] for key in STATE} | {"optimizer": by_name}
 
 
 def differences(fork: Fork, a: str, b: str, number: int = -1) -> list[str]:

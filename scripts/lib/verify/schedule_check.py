@@ -1,3 +1,4 @@
+# extra: verify
 """Check of the schedule: a function of the step, the same on all ranks, in repeated calls and in another process."""
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from dataclasses import asdict
 from functools import partial
 
 from config import TrainingConfig
+from lib.values import scramble_global_rngs
 from lib.verify.fork import Broken, Fork, as_rank
 from lib.verify.new_process import CHANGED, NO_ANSWER
-from lib.verify.values import scramble_global_rngs
 from utils.distributed.collectives import all_gather_json
 from utils.training import optimizer
 from utils.training.optimizer import checked_groups, factors_of

@@ -1,3 +1,4 @@
+# extra: verify
 """Check of packed sequences: tokens of one document have no effect on the loss of another in the same row."""
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ import torch
 from torch import Tensor
 
 import model as your_model
+from lib.values import ROUNDING, sums
 from lib.verify.fork import Broken, Fork, perturbed
-from lib.verify.values import ROUNDING, sums
 from utils.batch import map_tensors
 
 ROWS = 8  # of the batch that is changed

@@ -1,3 +1,4 @@
+# extra: template
 """The copy of a save goes on while the state stays as it is: in an evaluation, but not when the weights change."""
 
 import copy

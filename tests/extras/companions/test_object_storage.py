@@ -18,12 +18,12 @@ from unittest import mock
 import pytest
 import torch
 
-import replay
+import replay  # extra: replay
 import tasks
 from nodes import Nodes
 from ranks import PATH, ROOT, finish, lack, marked, run_ranks, slow, start, stop
 from scripts import export, predict
-from scripts import runs as runs_script
+from scripts import runs as runs_script  # extra: reports
 from scripts.companions.owner import Mirror
 from tasks import train_task, using
 from training import assert_same_state, difference, wait_until
@@ -185,7 +185,12 @@ def use_tools(env, *commands):
     """What these scripts print, each given as its name and its words."""
     os.environ.update(env)
     texts = []
-    scripts = {"runs": runs_script, "replay": replay, "export": export, "predict": predict}
+    scripts = {
+        "export": export,
+        "predict": predict,
+        "replay": replay,  # extra: replay
+        "runs": runs_script,  # extra: reports
+    }
     for name, *words in commands:
         script, printed = scripts[name], io.StringIO()
         argv = mock.patch.object(sys, "argv", [name, *map(str, words)])
@@ -204,15 +209,21 @@ def test_the_scripts_and_init_from_take_the_url_of_a_run(runs, bucket, tmp_path)
     for stops in ((11,), ()):  # only the checkpoint at the end of an attempt is certainly uploaded
         attempt(runs, "run", env, "--mirror", url, "--keep_every", 3, "--resume_from", "auto", stops=stops)
     run, (at_12, *_) = runs.folder("run"), [path for path in runs.checkpoints("run") if "12" in path.name]
-    commands = [("runs", "--compare", url, run), ("runs", "--diverge", url, run)]
-    commands += [("replay", url, "--step", 14), ("export", url, tmp_path / "best.pt")]
+    commands = [
+        ("export", url, tmp_path / "best.pt"),
+        ("runs", "--compare", url, run),  # extra: reports
+        ("runs", "--diverge", url, run),  # extra: reports and replay
+        ("replay", url, "--step", 14),  # extra: replay
+    ]
     commands += [("export", f"{url}/checkpoints/{at_12.name}", tmp_path / "12.pt")]
     commands += [("predict", f"{url}/checkpoints/best.pt", "--out", tmp_path / "predictions.pt")]
     env = {**env, "TORCH_HOME": str(tmp_path / "copies")}  # the server that forks ranks may be older than the bucket
-    ((compared, diverged, replayed, *_),) = run_ranks(1, use_tools, env, *commands)
-    assert url in compared and "the weights are bitwise equal" in compared
-    assert "no difference" in diverged
-    assert "replayed from step_00000012.pt" in replayed
+    (texts,) = run_ranks(1, use_tools, env, *commands)
+    printed = "".join(texts)
+    assert str(tmp_path / "best.pt") in printed
+    assert url in printed and "the weights are bitwise equal" in printed  # extra: reports
+    assert "no difference" in printed  # extra: reports and replay
+    assert "replayed from step_00000012.pt" in printed  # extra: replay
     exports = [torch.load(tmp_path / name, weights_only=True)["model"] for name in ("best.pt", "12.pt")]
     for exported, path in zip(exports, [run / "checkpoints/best.pt", at_12], strict=True):
         assert difference(exported, checkpoint.read(path)[0]["model"]) == []

@@ -1,3 +1,4 @@
+# extra: template
 """Activation checkpointing: a bitwise equal run that keeps fewer activations."""
 
 import copy

@@ -11,7 +11,7 @@ from config import TrainingConfig, UserError
 from dataset import create_dataset
 from model import MiniResNet, compute_loss, create_model, param_groups
 from ranks import ROOT, torchrun
-from test_kernel import TO_END, check_against_the_kernel
+from test_kernel import TO_END, check_against_the_kernel  # extra: template
 from test_oracle import SGD, check_against_the_oracle
 from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.data.sets import ChosenSamples, choose_samples
@@ -147,7 +147,7 @@ def test_the_recipe_is_torchvisions():
     assert config.micro_batches_per_step(8) == 8 and config.micro_batches_per_step(4) == 8
 
 
-@pytest.mark.guarantee("samples")
+@pytest.mark.guarantee("samples")  # extra: template
 @pytest.mark.slow
 @pytest.mark.parametrize("attempts", [[(1, TO_END)], [(2, 2), (2, TO_END)]])
 def test_the_recipe_on_jpegs_equals_the_kernel_on_one_and_two_ranks_and_after_a_restart(runs, attempts):
@@ -156,7 +156,7 @@ def test_the_recipe_on_jpegs_equals_the_kernel_on_one_and_two_ranks_and_after_a_
     check_against_the_kernel(runs, attempts, "", [*SMALL.split(), "--num_classes", 3])
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # extra: verify
 def test_verify_holds_for_the_recipe(tmp_path):
     save_jpegs(tmp_path, {"train": 14, "val": 4})
     flags = [*SMALL.split(), "--data_dir", tmp_path, "--backend", "gloo", "--num_workers", "0"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import model
-import replay
+import replay  # extra: replay
 from config import UserError
 from ranks import run_ranks, slow
 from scripts import export, predict
@@ -102,7 +102,7 @@ def use_scripts(folder, path, shift):
     words = {
         "predict": [predict, path, "--out", folder / f"p{shift}.pt"],
         "export": [export, path, folder / f"e{shift}.pt"],
-        "replay": [replay, folder / "run", "--step", 5],
+        "replay": [replay, folder / "run", "--step", 5],  # extra: replay
     }
     for name, (script, *rest) in words.items():
         printed = io.StringIO()
@@ -129,7 +129,7 @@ def test_scripts_complete_a_checkpoint_and_reject_another_trunk(runs):
         assert run_ranks(2, train, runs.words(name, *flags, "--global_batch_size", 16)) == ["completed"] * 2
     path, everything = runs.checkpoints("run")[-1], runs.last("all")["model"]
     (found,) = run_ranks(1, use_scripts, runs.root, path, 0.0)
-    assert "bitwise equal" in found["replay"] and "differ" not in found["replay"], found["replay"]
+    assert "bitwise equal" in found["replay"] and "differ" not in found["replay"]  # extra: replay
     exported = torch.load(runs.root / "e0.0.pt", weights_only=True)
     assert difference(exported["model"], everything) == [] and "unsaved" not in exported, found["export"]
     predicted = torch.load(runs.root / "p0.0.pt", weights_only=True)["logits"]

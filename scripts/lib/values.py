@@ -1,3 +1,4 @@
+# extra: verify or replay
 """Helpers of the checks: compare nested values, and format them for messages."""
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map
 from utils.metrics import Metrics, check_metrics
 from utils.training.seams import Seams
 
+STATE = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint
 TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes")  # of records; they differ between equal runs
 # relative: sums in another order; losses of a batch and its halves, for which layers may choose other kernels
 ROUNDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-11}
@@ -132,3 +134,10 @@ def sums_of(seams: Seams, metrics: Metrics, batch: Any) -> dict[str, Tensor]:
         metrics = terms | metrics  # a term first, which may be a mean while the others are sums
     parts = {f"{name}'s {part}": entry[k] for name, entry in metrics.items() for k, part in enumerate(("sum", "count"))}
     return {name: torch.as_tensor(value).detach().cpu().flatten() for name, value in parts.items()}
+
+
+def comparable(payload: dict[str, Any]) -> dict[str, Any]:
+    """The state in a checkpoint, with optimizer state by parameter name, since the order of groups may differ."""
+    optimizer = payload["optimizer"]
+    by_name = {name: optimizer["state"].get(number, {}) for number, name in enumerate(optimizer["names"])}
+    return {key: payload[key] for key in STATE} | {"optimizer": by_name}

@@ -1,0 +1,58 @@
+"""Whether scripts/verify.py passed with the code, task and flags of a run: for its banner and provenance.json.
+
+It buys checks of your own model and data, and runs that say whether their code passed them. It costs a minute for each
+check, and most of the lines in scripts/. Who writes a model or data set that must not break the guarantees needs it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch import nn
+
+from config import TrainingConfig
+from utils.data.sets import kind_of
+from utils.logger import count
+from utils.run import provenance
+
+VERIFIED = provenance.ROOT / "verified.json"  # the result of scripts/verify.py
+
+
+def result_of(model: nn.Module, dataset: Any, config: TrainingConfig) -> dict[str, Any]:
+    """The entries of provenance.json."""
+    is_verified, text = verification(task_of(model, kind_of(dataset)), config)
+    return {"verified": is_verified, "verification": text}
+
+
+def task_of(model: nn.Module, dataset: str) -> str:
+    """What scripts/verify.py verifies, besides its flags. dataset: its class name."""
+    return f"{type(model).__name__} on {dataset}"
+
+
+def verification(task: str, config: TrainingConfig) -> tuple[bool, str]:
+    """Whether scripts/verify.py passed with this code, task (of `task_of`) and flags, and a line for the banner."""
+    try:
+        found = json.loads(VERIFIED.read_text(encoding="utf-8"))
+        changed = [
+            name for name, digest in found["code"].items() if provenance.sha256_of(provenance.ROOT / name) != digest
+        ]
+        changed += [name for name in provenance.code_digests() if name not in found["code"]]
+        before, here = found["versions"], provenance.versions()
+        changed += [f"{name} {before[name]} -> {here.get(name)}" for name in before if before[name] != here.get(name)]
+        broken = [name for name, outcome in found["invariants"].items() if not outcome["passed"]]
+        verified, is_passed = found["task"], found["passed"]
+        pairs = [(name, value, getattr(config, name, "unset")) for name, value in found["settings"].items()]
+        other = [f"{name} {before} -> {here}" for name, before, here in pairs if before != here]
+        what = f"{verified}, {count(found['ranks'], 'rank')}, {found['time'][:10]}"
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return False, "not verified; scripts/verify.py checks your model and data in a minute"
+    if changed:
+        return False, f"changed since scripts/verify.py was run: {', '.join(changed)}"
+    if other:
+        return False, f"scripts/verify.py {'passed' if is_passed else 'failed'} with other flags: {', '.join(other)}"
+    if not is_passed:
+        return False, f"scripts/verify.py failed: {', '.join(broken) or 'it did not finish'}"
+    if verified != task:
+        return False, f"not verified for {task}; scripts/verify.py passed for {what}"
+    return True, f"verified with this code: {what}"
