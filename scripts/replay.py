@@ -28,7 +28,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,7 +45,7 @@ from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.benchmark.ours import Ours
 from lib.values import TIMES, comparable, digest, leaves
-from scripts.lib.stored import local_run
+from scripts.lib.stored import local_run  # extra: companions
 from utils.batch import map_tensors, tensors_in
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import MicroBatch
@@ -60,8 +60,8 @@ from utils.training.seams import Seams
 from utils.training.step_sums import StepSums
 
 SHOWN = 8
-OFF = ["save_every", "save_every_steps", "save_every_minutes", "max_time", "max_skipped_steps"]
-OFF.append("hang_timeout")  # extra: watch
+OFF = """save_every save_every_steps save_every_minutes max_time max_skipped_steps hang_timeout record_samples
+enable_profiling cpu_offload""".split()
 
 
 @dataclass
@@ -96,10 +96,11 @@ def main() -> int:
     parser.add_argument("--step", type=int, required=True, help="the optimizer step, from 1, as in metrics.jsonl")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write everything to this file")
     options, flags = parser.parse_known_args()
-    options.run = local_run(options.run, functools.partial(needed, options.step))
+    options.run = local_run(options.run, functools.partial(needed, options.step))  # extra: companions
+    options.run = Path(options.run)
     with opened(options.run, options.step, flags) as (ours, start):
         is_equal = replay(ours, options, start)
-    return 0 if is_equal or ours.config.reduction != "exact" else 1
+    return 0 if is_equal or vars(ours.config).get("reduction") != "exact" else 1
 
 
 def needed(step: int, steps: list[int], best: int) -> list[int]:
@@ -163,15 +164,15 @@ def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -
     # a run that was made longer: the steps after the end of the former attempt have the latest settings
     is_inside = payload and payload["progress"]["step"] < origin.get("total_steps", math.inf)
     saved = payload["config"] if payload and is_inside else read_json(run / "config.json")
-    plain: dict[str, Any] = {"init_method": "", "record_samples": False}
-    plain |= {"on_checkpoint": "", "track": "none"}  # extra: companions
-    plain["enable_profiling"] = False  # extra: profiler
-    plain |= {"sharding": "none", "cpu_offload": False}  # extra: sharding
-    plain |= {"init_from": ""} if payload else {}
+    plain: dict[str, Any] = {"init_method": "", "on_checkpoint": "", "track": "none", "sharding": "none"}
+    plain |= dict.fromkeys(OFF, 0) | ({"init_from": ""} if payload else {})
     if Seams.of(fork).lr_factor is Seams.lr_factor:  # else the schedule may depend on evaluations
         plain |= {"eval_every_steps": 0}
     sizes = {"global_batch_size": origin["global_batch_size"], "grad_accum_steps": 1}
-    return TrainingConfig.from_args(flags, saved | dict.fromkeys(OFF, 0) | plain | sizes)
+    known = {field.name for field in fields(TrainingConfig)}  # a fork may have deleted extras
+    return TrainingConfig.from_args(
+        flags, {key: value for key, value in (saved | plain | sizes).items() if key in known}
+    )
 
 
 def replay(ours: Ours, options: argparse.Namespace, start: Path | None) -> bool:

@@ -91,12 +91,12 @@ def find_runs(sources: list[str], choose: Callable[[list[int], int], list[int]] 
     """
     found: dict[Path, str] = {}
     for source in sources:
-        if "://" in source:
+        if "://" in source:  # extra: companions
             from scripts.lib.stored import local_run  # only here: not every run is at a URL
 
             found[local_run(source, choose or (lambda steps, best: []))] = source
-        else:
-            found |= {file.parent: "" for file in sorted(Path(source).glob("**/status.json"))}
+            continue
+        found |= {file.parent: "" for file in sorted(Path(source).glob("**/status.json"))}
     if not found:
         raise UserError(f"{' '.join(sources)}: has no run (a folder with a status.json); give a run folder")
     return [RunInfo(folder, title) for folder, title in found.items()]

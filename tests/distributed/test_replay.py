@@ -1,4 +1,4 @@
-# extra: replay
+# extra: replay and exact
 """scripts/replay.py: a step of a run on several ranks, repeated bitwise in one process, and what it finds out."""
 
 import re
