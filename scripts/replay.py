@@ -12,7 +12,6 @@ bitwise equal, otherwise up to rounding. The run is not changed. Exit code 1 if 
 --dump FILE writes all of it: torch.load(FILE, weights_only=True) gives a dict with the samples' indices, losses and
 batches, the weights before and after the step, the optimizer's state after it, the gradients (those that the optimizer
 got, and computed once more), and for each micro-batch its loss and a fingerprint of each module's output.
-scripts/runs.py --diverge compares two dumps, which may come from two machines or versions.
 """
 
 from __future__ import annotations
@@ -141,14 +140,12 @@ def dump_of(run: Path, step: int) -> dict[str, Any]:
 
 def latest_before(run: Path, step: int) -> tuple[Path | None, dict[str, Any] | None]:
     """The latest valid checkpoint before the step, and its content; None for a start from scratch. Raises UserError."""
-    status = read_json(run / "status.json")
-    if not status:
+    if not (status := read_json(run / "status.json")):
         raise UserError(f"{run}: has no status.json; give a run folder")
     if not 1 <= step <= status.get("step", 0):
         raise UserError(f"step={step}: the run has steps 1 to {status.get('step', 0)}; give one of these")
     folder = run / "checkpoints"
-    if not folder.is_dir():
-        folder = TrainingConfig(**read_json(run / "config.json")).checkpoint_folder
+    folder = folder if folder.is_dir() else Path(read_json(run / "config.json")["checkpoint_dir"])
     for path in reversed(checkpoint.step_checkpoints(folder)):
         if checkpoint.step_of(path) < step:
             try:
