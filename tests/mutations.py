@@ -172,7 +172,7 @@ MUTATIONS = [
     Mutation('compare', 'wrong, may = (lines_of(rows, resume) for resume in ("must", "may"))', 'wrong, may = [], [*lines_of(rows, "must"), *lines_of(rows, "may")]', 'must-match'),
     Mutation('Updater.step', 'norm = torch.add(norm, loss, alpha=0)  # 0 times a non-finite loss is NaN', 'pass', 'not-finite'),
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm <= math.inf', 'not-finite'),
-    Mutation('TrainState.update_if_finite', 'self.average.update(1 - skipped)', 'self.average.update(torch.ones_like(skipped))', 'not-finite'),  # extra: average
+    Mutation('TrainState.update_if_finite', 'self.average.update(1 - skipped)  # of the weights that after_step leaves', 'self.average.update(torch.ones_like(skipped))', 'not-finite'),  # extra: average
     Mutation('prepare', 'fill_momenta(optimizer)', 'pass', 'not-finite'),
     Mutation('Consensus.flush', 'self._start(every=1)', 'pass', 'bad-sample'),
     Mutation('train_one_epoch', 'consensus.flush()  # an earlier vote must not count after a save', 'pass', 'stop'),
