@@ -40,7 +40,7 @@ def schedule(config, step, total, warm_up, progress):
 
 def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     """Yields model, average, summed loss and its count for each step. micro_batches_per_step: ranks x accumulation."""
-    seams = vars(sys.modules["model"])
+    seams, average = vars(sys.modules["model"]), None
     seed("create_dataset", config.seed)
     data = create_dataset(config, "train")
     collate = getattr(data, "collate", torch.utils.data.default_collate)
@@ -54,7 +54,6 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
         optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, config.beta2), **rest)
     rule = lambda *weights: get_ema_multi_avg_fn(min(config.ema_decay, step / (9 + step)))(*weights)  # noqa: E731  # extra: average
     optimizer = seams.get("create_optimizer", lambda *_: optimizer)(param_groups(model, config), config)
-    average = None
     average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True) if config.ema_decay else None  # extra: average
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)] or [torch.zeros(1)]

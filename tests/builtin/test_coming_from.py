@@ -14,6 +14,7 @@ from test_reference import entries
 
 PAGE = (ROOT / "docs/coming-from.md").read_text()
 FIELDS = {field.name for field in dataclasses.fields(TrainingConfig)}
+FIELDS |= {name for fields in config.deleted_extras().values() for name in fields}  # the page is that of the template
 YOURS = {field.name for field in fields_of_yours()}
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `-")]
 WHICH = {  # the flags of each program
