@@ -52,11 +52,11 @@ MUTATIONS = [
     Mutation('seed_evaluation', 'seed_device(device, "evaluation", seed, function, split, indices[0])', 'pass', 'eval-only'),
     Mutation('Evaluation.records', 'with context, set_apart(self.ctx.device):', 'with context:', 'eval-only'),
     Mutation('Watchdog._look', 'if standing <= TIMES_IN_A_FUNCTION * self._hang_timeout:', 'if False:', 'hang'),  # extra: watch
-    Mutation('_of_8_bits', 'return Image.fromarray((values >> 8).astype("uint8"))', 'return file', 'image-levels'),
-    Mutation('_of_8_bits', 'file = Image.alpha_composite(Image.new("RGBA", file.size, "white"), file).convert("RGB")', 'file = file.convert("RGB")', 'image-levels'),
-    Mutation('kind_of', 'return HIDDEN if name.startswith(".") or name in OF_TOOLS else os.path.splitext(name)[1].lower()', 'return os.path.splitext(name)[1].lower()', 'splits'),
-    Mutation('check_splits', 'if not val.exists():', 'if False:', 'splits'),
-    Mutation('check_labels', 'shown = "".join(each for each in label if unicodedata.category(each) != "Cf")  # marks without width', 'shown = label', 'labels'),
+    Mutation('_of_8_bits', 'return Image.fromarray((values >> 8).astype("uint8"))', 'return file', 'image-levels'),  # extra: images
+    Mutation('_of_8_bits', 'file = Image.alpha_composite(Image.new("RGBA", file.size, "white"), file).convert("RGB")', 'file = file.convert("RGB")', 'image-levels'),  # extra: images
+    Mutation('kind_of', 'return HIDDEN if name.startswith(".") or name in OF_TOOLS else os.path.splitext(name)[1].lower()', 'return os.path.splitext(name)[1].lower()', 'splits'),  # extra: images
+    Mutation('check_splits', 'if not val.exists():', 'if False:', 'splits'),  # extra: images
+    Mutation('check_labels', 'shown = "".join(each for each in label if unicodedata.category(each) != "Cf")  # marks without width', 'shown = label', 'labels'),  # extra: images
     Mutation('expand', 'return os.path.expanduser(os.path.expandvars(path))', 'return path', 'paths'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].add_(other.values[:size])', 'no-silence'),
     Mutation('Interval.finish_read', 'sums.sum_of("skipped_steps").add_(len(norms) - len(finite))', 'pass', 'no-silence'),
@@ -137,7 +137,7 @@ MUTATIONS = [
     Mutation('sample_draws', 'return _shift(mix(indices.unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'return _shift(mix(torch.arange(len(indices), device=indices.device).unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'samples'),
     Mutation('GlobalBatchLoader._to_device', 'batch = self.transform(batch, self.sampler.seed, micro_batch.epoch, indices)', 'batch = self.transform(batch, self.sampler.seed, 0, indices)', 'samples'),
     Mutation('Fetcher._batch', 'seed_host("sample", self._seed, epoch, *indices)', 'pass', 'samples'),
-    Mutation('repeated_order', 'copies = n * torch.arange(repeats).unsqueeze(1)', 'copies = 0 * torch.arange(repeats).unsqueeze(1)', 'order'),
+    Mutation('repeated_order', 'copies = n * torch.arange(repeats).unsqueeze(1)', 'copies = 0 * torch.arange(repeats).unsqueeze(1)', 'order'),  # extra: images
     Mutation('mix', 'torch.default_generator.manual_seed(seed)', 'pass', 'samples'),  # extra: images
     Mutation('first_passes', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss), ctx)', 'unwrapped'),
     Mutation('Updater.step', 'if thawed := [name for p, name in self._frozen.items() if p.requires_grad]:', 'if thawed := []:', 'thawed'),

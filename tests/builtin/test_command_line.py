@@ -47,7 +47,7 @@ HERE = {
 }
 
 
-def test_torchvisions_command_for_resnet50_works_once_the_flags_are_named_as_the_answers_say(capsys):
+def test_torchvisions_command_for_resnet50_works_once_the_flags_are_named_as_the_answers_say(capsys):  # extra: images
     with pytest.raises(SystemExit) as ended:
         TrainingConfig.from_args(RESNET50.split())
     assert ended.value.code == 2
@@ -91,7 +91,7 @@ def test_one_process_needs_no_launcher_and_the_default_folder_is_moved_aside(tmp
     assert (evaluated["loss"], evaluated["top1"], evaluated["count"]) == (last["loss"], last["top1"], 8)
 
 
-@pytest.mark.guarantee("exit-codes")
+@pytest.mark.guarantee("exit-codes")  # extra: images
 def test_bad_data_ends_one_process_with_exit_code_2_and_one_sentence(tmp_path):
     folders = ["--data_dir", tmp_path, "--run_dir", tmp_path / "run"]
     ended = launch([sys.executable, TRAIN, *SMALL, "--dataset", "imagefolder", *folders])
@@ -104,7 +104,7 @@ def train_without_torchvision(flags):
     for name in [name for name in sys.modules if name.partition(".")[0] in ("torchvision", "PIL")]:
         del sys.modules[name]
     sys.modules["torchvision"] = sys.modules["PIL"] = None  # Pillow comes with it
-    with pytest.raises(UserError, match="model=resnet18: needs torchvision"):
+    with pytest.raises(UserError, match="model=resnet18: needs torchvision"):  # extra: images
         train_flags([*flags, "--model", "resnet18"], task="")
     return train_flags([*flags, "--overwrite"], task="")["state"]
 
@@ -115,7 +115,7 @@ def test_the_synthetic_run_works_without_torchvision(tmp_path):
     assert run_ranks(2, train_without_torchvision, flags) == ["completed"] * 2
 
 
-@pytest.mark.guarantee("eval-only", "test-split")
+@pytest.mark.guarantee("eval-only", "test-split")  # extra: images
 def test_a_separate_test_set_is_evaluated_once_with_the_best_weights(runs):
     for split, counts in (("train", (6, 6)), ("val", (3, 2)), ("test", (4, 3))):
         save_images(runs.root / "data" / split, dict(zip(("cat", "dog"), counts, strict=True)), seed=len(split))

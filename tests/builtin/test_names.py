@@ -20,7 +20,7 @@ BYTE = "\udce9"  # of latin-1
 ASCII = pytest.param({"PYTHONIOENCODING": "ascii"}, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("env", [STRICT, ASCII], ids=["C", "ascii"])
+@pytest.mark.parametrize("env", [STRICT, ASCII], ids=["C", "ascii"])  # extra: images
 def test_a_run_with_a_byte_of_latin_1_in_every_name_trains_resumes_and_names_its_corrupt_file(tmp_path, env):
     """In a locale that has no such characters; the resume and the evaluation run in the usual one."""
     data, run = tmp_path / f"da{BYTE}ta", tmp_path / f"run{BYTE}"

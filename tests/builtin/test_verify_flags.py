@@ -55,12 +55,9 @@ ROWS = """
 --amp_dtype bf16
 --augment none
 --channels_last false
---mixup_alpha 0.2 --cutmix_alpha 1
---augment_repeats 2
 --norm_weight_decay 0 --weight_decay 0.1
 --freeze backbone
 --in_channels 1 --num_classes 3
---model resnet18 --image_size 32
 --best_metric top5
 --patience 1
 --save_every_steps 1 --eval_every 0
@@ -72,11 +69,16 @@ ROWS += ["--activation_checkpointing"]  # extra: compile
 ROWS += ["--ema_decay 0.9"]  # extra: average
 ROWS += ["--sharding zero3 --ema_decay 0.9 --optimizer adamw"]  # extra: average and sharding
 ROWS += ["--cache ram"]  # extra: cache
+ROWS += [
+    "--mixup_alpha 0.2 --cutmix_alpha 1",
+    "--augment_repeats 2",
+    "--model resnet18 --image_size 32",
+]  # extra: images
 ELSEWHERE = {  # flags without a row
     "dataset": "test_recipes.py",
     "dataset_size": "FLAGS",
-    **dict.fromkeys("crop_scale crop_ratio auto_augment random_erase".split(), "test_dataset.py"),  # of image files
-    **dict.fromkeys("train_size resize_size interpolation".split(), "test_dataset.py"),
+    **dict.fromkeys("crop_scale crop_ratio auto_augment random_erase".split(), "test_image_files.py"),  # extra: images
+    **dict.fromkeys("train_size resize_size interpolation".split(), "test_image_files.py"),  # extra: images
     "sync_bn": "CUDA only",
 }
 

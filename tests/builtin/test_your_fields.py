@@ -16,12 +16,15 @@ def test_the_published_names_exist():
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--crop_scale 0.5,1.5", "crop_scale=0.5,1.5: is not a range above 0 and up to 1; give e.g. 1/2,1"),
-        ("--crop_scale 0,1", "crop_scale=0,1: is not a range above 0"),
-        ("--crop_ratio 4/3,3/4", "crop_ratio=4/3,3/4: is not a range above 0"),
-        ("--crop_ratio 1/0,1", "crop_ratio=1/0,1: is not a range above 0"),
-        ("--crop_ratio 1", "crop_ratio=1: is not a range above 0"),
-        ("--random_erase 1.1", "random_erase=1.1: is not a probability; give a number from 0 to 1"),
+        (
+            "--crop_scale 0.5,1.5",
+            "crop_scale=0.5,1.5: is not a range above 0 and up to 1; give e.g. 1/2,1",
+        ),  # extra: images
+        ("--crop_scale 0,1", "crop_scale=0,1: is not a range above 0"),  # extra: images
+        ("--crop_ratio 4/3,3/4", "crop_ratio=4/3,3/4: is not a range above 0"),  # extra: images
+        ("--crop_ratio 1/0,1", "crop_ratio=1/0,1: is not a range above 0"),  # extra: images
+        ("--crop_ratio 1", "crop_ratio=1: is not a range above 0"),  # extra: images
+        ("--random_erase 1.1", "random_erase=1.1: is not a probability; give a number from 0 to 1"),  # extra: images
         ("--num_classes many", "num_classes=many: is not a whole number or auto; give"),
         ("--dataset cifar", "(did you mean cifar10?)"),
     ],

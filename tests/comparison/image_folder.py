@@ -1,4 +1,4 @@
-# extra: template
+# extra: template and images
 """Images per second of our image folder loader beside torchvision's ImageFolder, presets and DataLoader:
 
 python tests/comparison/image_folder.py FOLDER [--workers N] [--rounds N] [--batches N] [--train_size N] [flags]

@@ -154,6 +154,7 @@ def train_with_a_test_set(words, is_stopped):
         return train_flags(words)["state"]
 
 
+@pytest.mark.guarantee("test-split")
 def test_a_stop_in_the_last_evaluation_is_a_preemption_and_a_resume_repeats_it(runs):
     words = runs.words("run", *SMALL)
     assert run_ranks(2, train_with_a_test_set, words, True) == ["preempted"] * 2
