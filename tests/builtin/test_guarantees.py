@@ -1,6 +1,7 @@
 # extra: template
 """Each promise of docs/guarantees.md has a test of the default run, and each marker of a test has a promise."""
 
+from config import deleted_extras
 from guarantees import BEGIN, END, GUARANTEES, PAGE, collect, marked, written
 
 
@@ -11,8 +12,10 @@ def test_each_key_of_the_page_has_a_default_test_and_each_marker_a_key_of_the_pa
         found = collect()  # pytest was started on some tests only
     checked = {key for key, kind, _ in found if kind == "default"}
     assert [key for key in keys if key not in checked] == [], "no default test carries these keys in a marker"
-    assert [words for words in found if words[0] not in keys] == [], "the key of a marker is not on docs/guarantees.md"
-    assert len(set(keys)) == len(keys) > 70
+    assert len(set(keys)) == len(keys)
+    if not deleted_extras():  # with which rows of the page go
+        assert [words for words in found if words[0] not in keys] == [], "a marker's key is not on docs/guarantees.md"
+        assert len(keys) > 70
 
 
 def test_the_table_of_docs_fault_tolerance_is_up_to_date():
