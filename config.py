@@ -475,6 +475,11 @@ class TrainingConfig:
         return "\n".join(lines) + "\n"
 
     @classmethod
+    def known(cls, saved: dict[str, Any]) -> dict[str, Any]:
+        """The values of a saved config for which there are fields: a fork may have deleted some since."""
+        return {field.name: saved[field.name] for field in dataclasses.fields(cls) if field.name in saved}
+
+    @classmethod
     def from_args(cls, argv: Sequence[str] | None = None, saved: dict[str, Any] | None = None) -> TrainingConfig:
         """Defaults, then the file of --config, then flags. Exits 0 after --help or --print-config, 2 after an error.
 
@@ -496,7 +501,7 @@ class TrainingConfig:
             remedy = "give the command again, or better a script that holds the secret"
             problems.append(f"on_checkpoint: {REDACTED} stands for a secret that a run did not store; {remedy}")
         try:
-            config = cls(**((saved or {}) | values | given))
+            config = cls(**(cls.known(saved or {}) | values | given))
         except UserError as error:
             problems.append(str(error))
         if problems:

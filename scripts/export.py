@@ -80,10 +80,11 @@ def read(source: Path, use_ema: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         remedy += ", or train with --ema_decay 0.999"  # extra: average
         raise UserError(f"{source}: has no averaged weights; {remedy}")
     saved = {"model": payload["ema" if use_ema else "model"]}
-    saved["config"] = {name: value for name, value in payload["config"].items() if name not in PLACES}
+    config = TrainingConfig.known(payload["config"])
+    saved["config"] = {name: value for name, value in config.items() if name not in PLACES}
     saved |= {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
     saved[KEY] = payload["provenance"].get(KEY, {})  # extra: unsaved
-    places = {name: value for name, value in payload["config"].items() if name in PLACES}
+    places = {name: value for name, value in config.items() if name in PLACES}
     return saved, places | {"init_from": "", "resume_from": ""}
 
 

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -166,10 +166,7 @@ def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -
     if Seams.of(fork).lr_factor is Seams.lr_factor:  # else the schedule may depend on evaluations
         plain |= {"eval_every_steps": 0}
     sizes = {"global_batch_size": origin["global_batch_size"], "grad_accum_steps": 1}
-    known = {field.name for field in fields(TrainingConfig)}  # a fork may have deleted extras
-    return TrainingConfig.from_args(
-        flags, {key: value for key, value in (saved | plain | sizes).items() if key in known}
-    )
+    return TrainingConfig.from_args(flags, saved | plain | sizes)
 
 
 def replay(ours: Ours, options: argparse.Namespace, start: Path | None) -> bool:

@@ -97,7 +97,7 @@ def _ends(text: str, names: str) -> bool:
 
 def cut_text(name: str, text: str, cut: set[str]) -> str:
     lines, gone = text.splitlines(keepends=True), set[int]()
-    if "extra: " not in text:
+    if "extra: " not in text or name.endswith(".patch"):  # whose lines are those of other files
         return text
     open_until = None
     for number, line in enumerate(lines):  # blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -65,6 +66,8 @@ def provenance_of(
     found |= result_of(state.model, sampler.dataset, config)  # extra: verify
     found |= state.unsaved.provenance  # extra: unsaved
     found |= {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
+    # for a fork that has deleted some of them: the default, and whether a resume must or may differ
+    found["fields"] = {each.name: [each.default, each.metadata["resume"]] for each in dataclasses.fields(config)}
     return found | {"global_batch_size": sampler.global_batch_size}
 
 

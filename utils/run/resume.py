@@ -95,6 +95,7 @@ def load_best(run: RunFolder, state: TrainState, ctx: DistributedContext) -> dic
 
 
 SETTING = "{name}={here}: the checkpoint has {name}={before}"
+UNKNOWN = "{name}: the checkpoint has {name}={before}, and this fork has no such flag (docs/extras.md)"
 
 
 class Row(NamedTuple):
@@ -108,9 +109,16 @@ class Row(NamedTuple):
 
 
 def settings_of(payload: dict[str, Any], config: TrainingConfig) -> list[Row]:
-    """A row for each field."""
-    pairs = [(each, payload["config"].get(each.name, each.default)) for each in dataclasses.fields(config)]
-    return [Row(each.name, before, getattr(config, each.name), each.metadata["resume"]) for each, before in pairs]
+    """A row for each field, also for those that this fork has deleted and the checkpoint has."""
+    saved, here = payload["config"], dataclasses.fields(config)
+    rows = [
+        Row(each.name, saved.get(each.name, each.default), getattr(config, each.name), each.metadata["resume"])
+        for each in here
+    ]
+    fields = payload["provenance"].get("fields", {}).items()
+    known = {each.name for each in here}
+    others = [(name, *each) for name, each in fields if name not in known and name in saved]
+    return rows + [Row(name, saved[name], default, resume, UNKNOWN) for name, default, resume in others]
 
 
 def rows_of(payload: dict[str, Any], config: TrainingConfig, provenance: dict[str, Any]) -> list[Row]:
