@@ -138,7 +138,8 @@ def refuse(*rows: tuple[str, str]) -> Check:
 
 local_path = refuse(("://", "is not a path; mount the storage and give its path"))
 run_path = refuse(
-    ("://", "is not a path; give a local folder, and this URL with --mirror"),
+    ("://", "is not a path; give a local folder, and this URL with --mirror"),  # extra: companions
+    ("://", "is not a path; give a local folder"),
     (r"^\s*$", "is empty; give a folder, e.g. runs/NAME"),
 )
 mirror_url = refuse(  # extra: companions

@@ -19,7 +19,8 @@ CORE += [path for path in (ROOT / "utils").rglob("*.py") if "extras" not in path
 WHO = {f"GIT_{role}_{what}": "a@example.com" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 ENV = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | WHO
 ENV |= {"GIT_CONFIG_GLOBAL": os.devnull, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-STEPS = "--max_steps 20 --image_size 8 --batch_size 4 --dataset_size 96 --num_workers 0 --log_interval 20".split()
+STEPS = "--max_steps 20 --schedule_steps 20 --log_interval 20 --image_size 8 --batch_size 4 --dataset_size 96".split()
+STEPS += ["--num_workers", "0"]
 
 
 def run(folder, *command, code=0, seconds=600):
@@ -58,6 +59,16 @@ def fingerprints(folder, runs):
     return found
 
 
+def continued(first, then, runs):
+    """The fingerprint of a run whose first steps one tree makes, and the others another one."""
+    words = [*STEPS, "--backend", "gloo", "--run_dir", runs.folder(f"from-{first.name}"), "--save_every_steps", 7]
+    for tree, more in ((first, ["--max_steps", 14]), (then, ["--resume_from", "auto"])):
+        ended = forks.run(tree, 0, "train.py", *words, *more)
+        assert ended.code == 0, ended.text
+    assert "has no such flag" not in ended.text
+    return runs.records(f"from-{first.name}", "train")[-1]["fingerprint"]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     from training import Runs
@@ -72,6 +83,12 @@ def dead_links(folder):
                 yield f"{page.relative_to(folder)}: {link}"
 
 
+def change(folder, file, old, new):
+    text = (folder / file).read_text()
+    assert text.count(old) == 1, (file, old)
+    (folder / file).write_text(text.replace(old, new))
+
+
 EACH = [pytest.param([name], id=name, marks=pytest.mark.slow) for name in EXTRAS]
 
 
@@ -83,6 +100,9 @@ def test_what_is_left_is_tested_and_trains_to_the_same_bits(tmp_path, runs, whol
     printed = cut(folder, *names)
     assert "lines before and after" in printed and "git restore" in printed
     assert fingerprints(folder, runs) == whole
+    if names == ["--all-but"]:
+        for first, then in ((ROOT, folder), (folder, ROOT)):
+            assert continued(first, then, runs) == whole[0]
     assert not [*dead_links(folder)]
     shown = run(folder, sys.executable, "train.py", "--help", "all")
     for extra, flags in fields.items():

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,27 @@ def test_a_checkpoint_of_a_version_with_another_order_of_exact_sums_is_reported(
     [line] = compare(payload(reduction="exact") | {"provenance": old}, exact, origin())
     assert line == "reduction=exact: this version sums in another order than the checkpoint's; the bits change"
     assert compare(payload() | {"provenance": old}, TrainingConfig(), origin()) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "problem"),
+    [
+        ("must", 1, ""),
+        ("must", 2, "width: the checkpoint has width=2, and this fork has no such flag (docs/extras.md)"),
+        ("may", 2, "width: the checkpoint has width=2, and this fork has no such flag (docs/extras.md)"),
+        ("free", 2, ""),
+    ],
+)
+def test_a_field_that_this_fork_has_deleted_counts_if_it_is_not_at_its_default(rule, value, problem):
+    saved = payload()
+    saved["config"] |= {"width": value}
+    saved["provenance"] |= {"fields": {"width": [1, rule], "lr": [0.1, "may"]}}
+    if problem and rule == "must":
+        with pytest.raises(UserError, match=re.escape(problem)):
+            compare(saved, TrainingConfig(), origin())
+    else:
+        assert compare(saved, TrainingConfig(), origin()) == [problem] * bool(problem)
+    assert "width" not in vars(TrainingConfig.from_args([], saved["config"]))
 
 
 def test_a_best_value_of_another_metric_or_of_other_weights_is_dropped():
