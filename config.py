@@ -27,27 +27,18 @@ DEFAULT_RUN_DIR = "runs/default"
 REDACTED = "[redacted]"  # in a stored command
 YOURS = "model and data"  # the group of fields that a fork changes
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
-TRACKERS = ("none", "wandb", "mlflow", "trackio")  # extra: companions
 DEFAULTS = {"sgd": {"lr": 0.1, "weight_decay": 5e-4}, "adamw": {"lr": 1e-3, "weight_decay": 0.01}}
 AMP_DTYPES = [
     *("auto", "bf16", "fp16"),
     *("bf16_params", "fp16_params"),  # extra: sharding
 ]
-SHARDINGS = ("none", "zero2", "zero3", "hybrid")  # extra: sharding
-RARE = [  # flags that only `--help all` shows
+RARE = [  # flags that only `--help all` shows; the blocks of extras add some
     *"dataset_size drop_last record_samples beta2 nesterov schedule_steps min_lr warmup_steps".split(),
     *"max_skipped_steps patience amp_dtype init_method timeout bucket_cap_mb comm_hook find_unused_parameters".split(),
     *"save_every_steps save_every_minutes keep_last keep_every eval_every_steps eval_batch_size".split(),
     *"freeze num_classes in_channels channels_last label_smoothing norm_weight_decay sync_bn".split(),
-    *"crop_scale crop_ratio auto_augment random_erase augment_repeats mixup_alpha".split(),  # extra: images
-    *"cutmix_alpha train_size resize_size interpolation".split(),  # extra: images
-    "cache",  # extra: cache
-    "compile",  # extra: compile
-    "activation_checkpointing",  # extra: compile
-    "ema_decay",  # extra: average
-    "cpu_offload",  # extra: sharding
-    "on_checkpoint",  # extra: companions
 ]
+NOT_TAKEN = ["resume_from", "overwrite", "eval_only"]  # from the config.json of another run
 PATHS = ("run_dir", "data_dir", "checkpoint_dir", "resume_from", "init_from")
 ELSEWHERE = Path(__file__).parent / "docs" / "coming-from.md"  # names of flags in other trainers
 OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices
@@ -137,25 +128,33 @@ def refuse(*rows: tuple[str, str]) -> Check:
 
 
 local_path = refuse(("://", "is not a path; mount the storage and give its path"))
-run_path = refuse(
-    ("://", "is not a path; give a local folder, and this URL with --mirror"),  # extra: companions
-    ("://", "is not a path; give a local folder"),
-    (r"^\s*$", "is empty; give a folder, e.g. runs/NAME"),
-)
-mirror_url = refuse(  # extra: companions
-    (r"^(?!\w+://[^/]|file:///[^/]|$)", "is not a URL; give e.g. s3://BUCKET/NAME, or the path with --run_dir"),
-    (r"\?|://[^/]*:[^/]*@", "has a key in it; give that in the environment or the provider's files"),
-)
+EMPTY = r"^\s*$", "is empty; give a folder, e.g. runs/NAME"
+run_path = refuse(("://", "is not a path; give a local folder"), EMPTY)
 metric_name = refuse((r"^(?!(min:|max:)?[^:]*$)", "has an unknown prefix; write min:NAME or max:NAME"))
 rendezvous_url = refuse(
     (r"^(?!(env|tcp|file)://|$)", "is not a rendezvous address; give env://, tcp://HOST:PORT or file:///SHARED/PATH")
 )
 
 
-def path_or_url(value: str) -> str:
-    if "://" in value:  # extra: companions
-        return mirror_url(value)
-    return local_path(value)
+path_or_url: Check = local_path
+# ---- extra: companions ----
+mirror_url = refuse(
+    (r"^(?!\w+://[^/]|file:///[^/]|$)", "is not a URL; give e.g. s3://BUCKET/NAME, or the path with --run_dir"),
+    (r"\?|://[^/]*:[^/]*@", "has a key in it; give that in the environment or the provider's files"),
+)
+run_path = refuse(("://", "is not a path; give a local folder, and this URL with --mirror"), EMPTY)
+path_or_url = lambda value: mirror_url(value) if "://" in value else ""  # noqa: E731
+
+
+def command_line(value: str) -> str:
+    try:
+        shlex.split(value)
+    except ValueError as error:
+        return f"is not a valid command ({error}); fix its quotes"
+    return ""
+
+
+# ---- end of companions ----
 
 
 def expand(path: str) -> str:
@@ -169,14 +168,6 @@ def known_path(value: str) -> str:
     is_exact = "://" in value or os.path.lexists(value)
     unknown = None if is_exact else re.search(r"\$(\{\w+\}|[A-Za-z_]\w*)|^~[^/]*", value)
     return f"{unknown[0]} is not known here; write the path in full" if unknown else ""
-
-
-def command_line(value: str) -> str:  # extra: companions
-    try:
-        shlex.split(value)
-    except ValueError as error:
-        return f"is not a valid command ({error}); fix its quotes"
-    return ""
 
 
 def nearest(value: str, choices: Sequence[str]) -> str:
@@ -230,7 +221,8 @@ def multiples(config: TrainingConfig) -> str:
 
 
 # What does not go together: a field, the field or condition that excludes it, what is wrong and what to do. A row
-# counts if the field and the other one differ from their defaults. {found} is what the condition returned.
+# counts if the field and the other one differ from their defaults. {found} is what the condition returned. The blocks
+# of extras add rows.
 # fmt: off
 EITHER = "give only one of the two"
 CONFLICTS: list[tuple[str, str | Callable[[TrainingConfig], Any], str]] = [
@@ -240,21 +232,6 @@ CONFLICTS: list[tuple[str, str | Callable[[TrainingConfig], Any], str]] = [
     ("init_from", lambda config: config.resume_from not in ("", "auto"),
      f"a resumed run takes its weights from resume_from; {EITHER}"),
     ("amp_dtype", "use_amp", "needs mixed precision; leave out amp_dtype or no_use_amp"),
-    ("comm_hook", "reduction", f"rounds gradients before they are summed; {EITHER}"),  # extra: exact
-    ("compile", lambda config: config.compile == "reduce-overhead" and config.find_unused_parameters,  # extra: compile
-     "keeps all gradients in place, and find_unused_parameters leaves some out; use --compile default"),
-    ("sharding", "check_every", f"does not work with check_every; {EITHER}"),  # extra: sharding and check
-    ("find_unused_parameters", "check_every", f"does not work with check_every; {EITHER}"),  # extra: check
-    ("compile", lambda config: config.compile == "reduce-overhead" and config.check_every,
-     f"does not work with check_every; {EITHER}"),  # extra: compile and check
-    ("reduction", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),  # extra: exact and sharding
-    ("comm_hook", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),  # extra: sharding
-    ("compile", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),  # extra: compile and sharding
-    ("find_unused_parameters", "sharding", f"does not work with sharding={{sharding}}; {EITHER}"),  # extra: sharding
-    ("cpu_offload", lambda config: config.sharding == "none",
-     "needs sharding; add --sharding zero3, or leave it out"),  # extra: sharding
-    ("amp_dtype", lambda config: config.amp_dtype.endswith("_params") and config.sharding == "none",
-     "needs sharding; add --sharding zero3, or leave it out"),  # extra: sharding
     ("min_lr", lambda config: config.min_lr >= config.lr, "is not below lr={lr}; give a smaller one"),
     ("warmup_steps", "warmup_epochs", f"there is warmup_epochs={{warmup_epochs}}; {EITHER}"),
     ("run_dir", unfilled, "{found}; use e.g. {{model}} or {{lr}}"),
@@ -272,7 +249,9 @@ class TrainingConfig:
     overwrite: bool = setting("run", False, "move an existing run in run_dir aside, to NAME.1")
     # ---- extra: companions ----
     mirror: str = setting("run", "", "URL of a copy of the run in object storage, for resume_from too", mirror_url)
-    track: str = setting("run", "none", "send settings and records to a tracker", one_of(*TRACKERS))
+    track: str = setting(
+        "run", "none", "send settings and records to a tracker", one_of("none", "wandb", "mlflow", "trackio")
+    )
     # ---- end of companions ----
     init_from: str = setting("run", "", "weights to start with: a checkpoint, a state dict, torchvision", path_or_url)
     eval_only: bool = setting("run", False, "only evaluate resume_from (empty: the best of run_dir) or init_from")
@@ -283,6 +262,7 @@ class TrainingConfig:
     dataset_size: int = setting("data", 0, "train on a seeded subset of this size (0 = all)", at_least(0), "must")
     # ---- extra: cache ----
     cache: str = setting("data", "none", "keep decoded images in RAM or on the device", one_of("none", "ram", "device"))
+    RARE.append("cache")
     # ---- end of cache ----
     num_workers: int | str = setting("data", "auto", "loader workers per rank (0 for in-memory data)", at_least(0))
     drop_last: bool = setting("data", False, "drop the last, incomplete global batch of each epoch", resume="must")
@@ -291,6 +271,13 @@ class TrainingConfig:
     # ---- extra: compile ----
     compile: str = setting("model", "off", "torch.compile mode", one_of("off", "default", "reduce-overhead"))
     activation_checkpointing: bool = setting("model", False, "recompute activations to save memory (slower)")
+    RARE.extend(["compile", "activation_checkpointing"])
+    CONFLICTS.extend([
+        ("compile", lambda config: config.compile == "reduce-overhead" and config.find_unused_parameters,
+         "keeps all gradients in place, and find_unused_parameters leaves some out; use --compile default"),
+        ("compile", lambda config: config.compile == "reduce-overhead" and vars(config).get("check_every"),
+         f"does not work with check_every; {EITHER}"),
+    ])
     # ---- end of compile ----
 
     epochs: int | str = setting("training", "auto", "passes over the data (auto: 10, or max_steps)", at_least(1), "may")
@@ -320,6 +307,7 @@ class TrainingConfig:
         between(0, 1),
         "may",
     )
+    RARE.append("ema_decay")
     # ---- end of average ----
     max_skipped_steps: int = setting("training", 50, "non-finite steps in a row before abort (0 = off)", at_least(0))
     patience: int = setting("training", 0, "evaluations without improvement before the end (0 = off)", at_least(0))
@@ -341,15 +329,29 @@ class TrainingConfig:
     )
     # ---- extra: exact ----
     reduction: str = setting("distributed", "fast", "exact: same bits on any ranks", one_of("fast", "exact"), "may")
+    CONFLICTS.append(("comm_hook", "reduction", f"rounds gradients before they are summed; {EITHER}"))
     # ---- end of exact ----
     # ---- extra: check ----
     check_every: int = setting(
         "distributed", 0, "steps between checks of the ranks' gradients by other ranks (0 = off)", at_least(0)
     )
+    CONFLICTS.append(("find_unused_parameters", "check_every", f"does not work with check_every; {EITHER}"))
     # ---- end of check ----
     # ---- extra: sharding ----
-    sharding: str = setting("distributed", "none", "FSDP: shard the model over the ranks", one_of(*SHARDINGS), "may")
+    sharding: str = setting(
+        "distributed", "none", "FSDP: shard the model over the ranks", one_of("none", "zero2", "zero3", "hybrid"), "may"
+    )
     cpu_offload: bool = setting("distributed", False, "keep shards and optimizer in host memory (slower)", resume="may")
+    RARE.append("cpu_offload")
+    CONFLICTS.extend([
+        ("sharding", "check_every", f"does not work with check_every; {EITHER}"),
+        *((name, "sharding", f"does not work with sharding={{sharding}}; {EITHER}")
+          for name in ("reduction", "comm_hook", "compile", "find_unused_parameters")),
+        ("cpu_offload", lambda config: config.sharding == "none",
+         "needs sharding; add --sharding zero3, or leave it out"),
+        ("amp_dtype", lambda config: config.amp_dtype.endswith("_params") and config.sharding == "none",
+         "needs sharding; add --sharding zero3, or leave it out"),
+    ])
     # ---- end of sharding ----
 
     checkpoint_dir: str = setting("checkpoints", "", "checkpoint folder (empty: run_dir/checkpoints)", local_path)
@@ -362,6 +364,8 @@ class TrainingConfig:
     on_checkpoint: str = setting(
         "checkpoints", "", "command after each checkpoint; {} is its path; put secrets into a script", command_line
     )
+    RARE.append("on_checkpoint")
+    NOT_TAKEN.append("on_checkpoint")
     # ---- end of companions ----
     eval_every: int = setting("checkpoints", 1, "epochs between evaluations (0: only at the end)", at_least(0))
     eval_every_steps: int = setting(
@@ -397,6 +401,7 @@ class TrainingConfig:
     augment_repeats: int = yours(1, "copies of an image in so many epochs, each with other random draws", at_least(1))
     mixup_alpha: float = yours(0.0, "mixup of training batches: alpha (0 = off)", at_least(0), "may")
     cutmix_alpha: float = yours(0.0, "CutMix of training batches: alpha (0 = off)", at_least(0), "may")
+    RARE.extend("crop_scale crop_ratio auto_augment random_erase augment_repeats mixup_alpha cutmix_alpha".split())
     # ---- end of images ----
     model: str = yours("mini_resnet", "mini_resnet or a torchvision classifier", resume="must")
     freeze: str = yours("none", "backbone: train only the last layer", one_of("none", "backbone"), "must")
@@ -407,6 +412,7 @@ class TrainingConfig:
     train_size: int | str = yours("auto", "size of training images in files (auto: image_size)", at_least(4), "may")
     resize_size: int | str = yours("auto", "shorter side before evaluation's center crop", at_least(4), "may")
     interpolation: str = yours("auto", "resizing", one_of("bilinear", "bicubic", "nearest"), "may")
+    RARE.extend(["train_size", "resize_size", "interpolation"])
     # ---- end of images ----
     channels_last: bool = yours(True, "memory format of convolutions (faster on CPU and CUDA)", resume="may")
     label_smoothing: float = yours(0.0, "label smoothing of the training loss", between(0, 1), "may")
@@ -648,11 +654,7 @@ def _read_file(file: str, cls: type) -> dict[str, Any]:
     if unknown:
         raise UserError("\n".join(unknown))
     if path.suffix == ".json":  # how that run was started does not apply to a new one, and its command may not be yours
-        left_out = [
-            *("resume_from", "overwrite", "eval_only"),
-            "on_checkpoint",  # extra: companions
-        ]
-        values = {key: value for key, value in values.items() if key not in left_out}
+        values = {key: value for key, value in values.items() if key not in NOT_TAKEN}
     if values.get("checkpoint_dir") == f"{values.get('run_dir')}/checkpoints":
         del values["checkpoint_dir"]
     return values

@@ -26,7 +26,6 @@ from utils.distributed.context import (
     read_launch,
 )
 from utils.distributed.device import choose_device, choose_kernels, has_fast_bf16, raise_file_limit
-from utils.extras.compile.compiler import check_compiler  # extra: compile
 from utils.run.checkpoints import Checkpoints
 from utils.run.resume import load_checkpoint
 from utils.signals import follow_torchrun
@@ -111,7 +110,10 @@ def _look_at_machine(config: TrainingConfig, launch: Launch) -> tuple[str, torch
             torch.accelerator.set_device_index(device)  # before anything touches a GPU, and before NCCL guesses which
         card |= {"backend": backend, "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
         card["bf16"] = has_fast_bf16(device)
-        check_compiler(config.compile, device, launch.compilers)  # extra: compile
+        if config.compile != "off":  # extra: compile
+            from utils.extras.compile.compiler import check_compiler
+
+            check_compiler(config.compile, device, launch.compilers)
     except UserError as error:
         if not launch.is_launched:
             raise

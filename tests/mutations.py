@@ -100,8 +100,8 @@ MUTATIONS = [
     Mutation('Replicated.accumulating', 'with nullcontext() if micro_batch.is_last else self.no_sync():', 'with self.no_sync() if micro_batch.is_last else nullcontext():', 'gradient'),
     Mutation('TrainState.plan', 'self._loss_scale.fill_(self.sharing.divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
     Mutation('TrainState.update_if_finite', 'divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.sums.loss_count, float(samples)) * 2.0**-self.progress.loss_shift', 'gradient'),
-    Mutation('train_one_epoch', 'state.show(progress)  # extra: steps', 'pass', 'step-loss'),  # extra: steps
-    Mutation('Validation.validate', 'self.state.show(progress)  # extra: steps', 'pass', 'step-loss'),  # extra: steps
+    Mutation('train_one_epoch', 'state.show(progress)  # what functions of model.py may read', 'pass', 'step-loss'),  # extra: steps
+    Mutation('Validation.validate', 'self.state.show(progress)', 'pass', 'step-loss'),  # extra: steps
     Mutation('TrainState._set_lr', 'group["lr"] = group["base_lr"] * factor', 'group["lr"] = group["base_lr"] * self.factor', 'group-factors'),
     Mutation('ddp_options', '"find_unused_parameters": config.find_unused_parameters,', '"find_unused_parameters": False,', 'unused'),
     Mutation('ExactlyReplicated.__init__', 'self._is_static, self._count = is_static or self.find_unused_parameters, dist.get_world_size()', 'self._is_static, self._count = is_static, dist.get_world_size()', 'unused'),  # extra: exact

@@ -160,10 +160,10 @@ def explain(error: BaseException, rank: int, awaited: str = "") -> TrainingError
     if not isinstance(error, RuntimeError):
         return None
     if late := is_late(error):
-        return TrainingError(
-            f"rank {rank}: {HANGS}: no batch for {TIMEOUTS * float(late[1]):.0f} s ({awaited}); "
-            "fix the storage or the data set's code, or raise --hang_timeout"
-        )
+        remedy = "fix the storage or the data set's code"
+        remedy += ", or raise --hang_timeout"  # extra: watch
+        seconds = TIMEOUTS * float(late[1])
+        return TrainingError(f"rank {rank}: {HANGS}: no batch for {seconds:.0f} s ({awaited}); {remedy}")
     for pattern, what in FAILURES.items():
         if found := re.search(pattern, text, re.DOTALL):
             return TrainingError(f"rank {rank}: loader worker {found[1]} {what}".replace("  ", " "))

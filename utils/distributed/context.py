@@ -13,7 +13,6 @@ if TYPE_CHECKING:  # importing torch takes seconds; train.py needs its rank befo
     import torch
     import torch.distributed as dist
 
-    from utils.extras.watch.beats import Beats  # extra: watch
 
 MAX_STEPS = 0xFFFFFF00  # Slurm's job steps have lower numbers; batch scripts and interactive shells have higher ones
 
@@ -53,7 +52,7 @@ class DistributedContext:
     fast_bf16: bool = False  # on every rank
     launch: Launch = field(default_factory=Launch)
     control: dist.ProcessGroup | None = None
-    beats: Beats | None = None  # of several ranks that share a TCP store  # extra: watch
+    beats: Any = None  # of several ranks that share a TCP store  # extra: watch
 
     @property
     def is_main(self) -> bool:

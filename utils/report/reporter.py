@@ -13,7 +13,6 @@ from config import TrainingError
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import broadcast_json, gather, lowest_rank
 from utils.extras.companions.beside import finish_companions  # extra: companions
-from utils.extras.profiler import Profiler  # extra: profiler
 from utils.extras.watch.stragglers import note_slowest  # extra: watch
 from utils.logger import log_epoch_summary
 from utils.memory import peak_memory
@@ -63,13 +62,14 @@ class Reporter:
         run, ctx = attempt.run, attempt.ctx
         self._attempt, self._run, self._config, self._ctx = attempt, run, attempt.config, ctx
         self._state, self._loader, self._provenance = state, loader, provenance
-        shows_images = run.is_main
-        shows_images = shows_images or attempt.config.sharding != "none"  # extra: sharding
-        self._log_images = log_images if shows_images else None
+        # a model in shards computes on all ranks
+        self._log_images = log_images if run.is_main or not state.sharing.has_whole_gradients else None
         self._board = Board(run.folder / "tensorboard" if ctx.is_main else None, state.progress.step)
         self._terminal = Terminal(attempt, state, loader)
         self._observers: list[Observer] = []
         if attempt.config.enable_profiling and ctx.is_main:  # extra: profiler
+            from utils.extras.profiler import Profiler
+
             self._observers.append(Profiler(run.folder / "traces", ctx.device, attempt.logger))
         self._samples, self._steps = 0, 0  # since the last log point
         self._unwritten: LogPoint | None = None

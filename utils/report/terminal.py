@@ -93,10 +93,10 @@ def _model_line(config: TrainingConfig, state: TrainState) -> str:
     trained = sum(state.owners[p].numel() for group in state.optimizer.param_groups for p in group["params"])
     line = f"{type(state.model).__name__}, {parameters:,} parameters, "
     line += f"{trained:,} of them trained" if trained < parameters else "all trained"
-    if config.sharding != "none":  # extra: sharding
-        line += f", sharded ({config.sharding}{', in host memory' * config.cpu_offload})"
-    line += ", activation checkpointing" * config.activation_checkpointing  # extra: compile
-    line += f", compiled ({config.compile})" * (config.compile != "off")  # extra: compile
+    line += state.sharing.note if not state.sharing.has_whole_gradients else ""
+    if config.activation_checkpointing or config.compile != "off":  # extra: compile
+        line += ", activation checkpointing" * config.activation_checkpointing
+        line += f", compiled ({config.compile})" * (config.compile != "off")
     return line
 
 
@@ -124,7 +124,7 @@ def _gradient_line(config: TrainingConfig, state: TrainState) -> str:
     """The gradients that an optimizer step sends."""
     size = sum(p.numel() * p.element_size() for p in state.model.parameters() if p.requires_grad) / 2**20
     hook = f", rounded to {config.comm_hook}" * (config.comm_hook != "none")
-    hook += ", summed in one order on any number of ranks" * (config.reduction == "exact")  # extra: exact
+    hook += state.sharing.note
     return f"{size:.2f} MB per step, in buckets of about {bucket_megabytes(state.model, config):.2f} MB{hook}"
 
 

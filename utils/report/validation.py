@@ -44,7 +44,7 @@ class Validation:
         progress, (metric, sign) = schedule.progress, self.best
         checkpoints.finish_best()  # of an earlier evaluation
         began = time.perf_counter()
-        self.state.show(progress)  # extra: steps
+        self.state.show(progress)
         if "val" not in self.loaders:
             with [*checkpoints.weights().values()][-1]:
                 self.reporter.show_images("train", self.loaders["train"])
@@ -76,7 +76,7 @@ class Validation:
         kind = list(weights)[-1]
         if best := load_best(self.attempt.run, state, self.attempt.ctx):
             weights, progress = state.weights_of(best), Progress.of(best)
-        state.show(progress)  # extra: steps
+        state.show(progress)
         chosen = {kind: weights.get(kind, weights["model"])}
         records = self.evaluation.records("test", self.loaders["test"], chosen, progress)
         self.reporter.evaluated(records, time.perf_counter() - began, is_best=False, title="best checkpoint")

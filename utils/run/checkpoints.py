@@ -15,7 +15,6 @@ from utils.checkpoint import format as checkpoint
 from utils.checkpoint.layouts import Call, FileLayout, Payload, of_threads
 from utils.checkpoint.writer import Limits, Writer
 from utils.distributed.collectives import broadcast_json, lowest_rank
-from utils.extras.sharding.layout import FolderLayout, shards_of  # extra: sharding
 from utils.logger import NAME
 from utils.redact import stored
 from utils.run.attempt import Attempt
@@ -51,6 +50,8 @@ class Checkpoints:
         threads = of_threads(ctx)
         self._layout, self._writes, shards = FileLayout(), ctx.is_main, 1
         if config.sharding != "none":  # extra: sharding
+            from utils.extras.sharding.layout import FolderLayout, shards_of
+
             self._writes, shards = True, shards_of(config, ctx)
             self._layout = FolderLayout(threads, shards, run.leads_node)
         meta = {"config": stored(config), "provenance": provenance | {"total_steps": state.schedule.total_steps}}

@@ -9,7 +9,6 @@ from config import TrainingConfig
 from utils.checkpoint.format import load_weights, take_weights
 from utils.checkpoint.stored import local_checkpoint
 from utils.distributed.context import DistributedContext
-from utils.extras.compile.activation import checkpoint_blocks  # extra: compile
 from utils.extras.unsaved import checked  # extra: unsaved
 from utils.training.parallel import Sharing
 from utils.training.precision import Precision
@@ -38,6 +37,8 @@ def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, 
                 given=given,  # extra: unsaved
             )
         if config.activation_checkpointing:  # extra: compile
+            from utils.extras.compile.activation import checkpoint_blocks
+
             checkpoint_blocks(model, seams.blocks(model))
         return model
 

@@ -52,7 +52,7 @@ def _evaluate(config: TrainingConfig, ctx: DistributedContext, seams: Seams, dat
         payload = load_checkpoint(path, ctx, state.sharded())
         on_all_ranks(lambda: check_evaluation(payload, config), ctx)
         progress = Progress.of(payload)
-    state.show(progress, payload.get("provenance", {}).get("total_steps", 1))  # extra: steps
+    state.show(progress, payload.get("provenance", {}).get("total_steps", 1))
     evaluation, logger = Evaluation(state.model, seams, state.precision, ctx), setup_logger(ctx.rank)
     for split in sets.held_out if payload else ():
         for line in on_all_ranks(partial(compare_evaluated, payload, config, split, sets), ctx):

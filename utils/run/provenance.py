@@ -23,7 +23,6 @@ from config import TrainingConfig
 from utils.data.sampler import GlobalBatchSampler
 from utils.data.sets import describe
 from utils.distributed.context import DistributedContext
-from utils.extras.exact import ORDER  # extra: exact
 from utils.redact import redacted
 from utils.rng import derive_seed
 from utils.training.state import TrainState
@@ -48,7 +47,6 @@ def collect(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: s
         "changed_template_files": changed_files(),
         "versions": versions(),
         "code": derive_seed(*code_digests().items()),
-        "exact_sums": ORDER,  # extra: exact
         "hosts": sorted(set(hosts)),
         "ranks": [{"rank": rank, "host": host, "device": device_names[rank]} for rank, host in enumerate(hosts)],
         "world_size": len(hosts),
@@ -65,7 +63,7 @@ def provenance_of(
     found = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit) | describe(sampler.dataset)
     found |= result_of(state.model, sampler.dataset, config)  # extra: verify
     found |= state.unsaved.provenance  # extra: unsaved
-    found |= {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
+    found |= state.sharing.provenance | {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
     # for a fork that has deleted some of them: the default, and whether a resume must or may differ
     found["fields"] = {each.name: [each.default, each.metadata["resume"]] for each in dataclasses.fields(config)}
     return found | {"global_batch_size": sampler.global_batch_size}

@@ -18,7 +18,6 @@ from utils.data.sampler import GlobalBatchSampler
 from utils.data.sets import DataSets, describe
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
-from utils.extras.companions.apart import share  # extra: companions
 from utils.extras.exact import rows_of_exact  # extra: exact
 from utils.run.attempt import Attempt
 from utils.run.failures import check_progress
@@ -90,7 +89,10 @@ def load_best(run: RunFolder, state: TrainState, ctx: DistributedContext) -> dic
     best = run.checkpoints / checkpoint.BEST
     if not broadcast_json(best.exists(), ctx):
         return None
-    best = share(best, run, ctx)  # extra: companions
+    if run.claim.apart:  # extra: companions
+        from utils.extras.companions.apart import share
+
+        best = share(best, run, ctx)
     return load_checkpoint(best, ctx, state.sharded())
 
 

@@ -12,9 +12,6 @@ import torch
 from config import StartError, TrainingConfig, UserError
 from utils.distributed.collectives import broadcast_json, lowest_rank, on_all_ranks, on_rank_0
 from utils.distributed.context import DistributedContext
-from utils.extras.companions.apart import own_folder, share  # extra: companions
-from utils.extras.companions.beside import Companions  # extra: companions
-from utils.extras.companions.programs import plan_of  # extra: companions
 from utils.files import may_pass
 from utils.logger import setup_logger
 from utils.redact import stored
@@ -84,15 +81,22 @@ def claim_run(config: TrainingConfig, ctx: DistributedContext, ending: Ending) -
     if decided.is_completed:
         return run
     if config.mirror:  # extra: companions
+        from utils.extras.companions.apart import own_folder
+
         apart, own_lock = own_folder(config, decided, ctx)
         decided, lock = dataclasses.replace(decided, apart=apart), lock or own_lock
     run = RunFolder(*folders, decided, lock)
     if lock:  # extra: companions
+        from utils.extras.companions.beside import Companions
+        from utils.extras.companions.programs import plan_of
+
         more = {"apart": decided.apart, "resume_from": decided.resume_from, "decision": decided.decision}
         plan = plan_of(config, ctx.rank, ctx.host, decided.token, decided.launch_id, **more)
         run = RunFolder(*folders, decided, lock, Companions(config, plan, ctx))
     ending.report_to(run)
     if run.resume_path and run.resume_path.parent == run.checkpoints:  # extra: companions
+        from utils.extras.companions.apart import share
+
         share(run.resume_path, run, ctx)
     on_all_ranks(lambda: check_shared(run.folder, decided.token, ctx), ctx)
     return run
@@ -104,7 +108,8 @@ def check_shared(folder: Path, token: str, ctx: DistributedContext) -> None:
     token: of its owner.
     """
     if not sees(folder, token):
-        remedy = "put the run folder on storage that all nodes share, at the same path, or give --mirror"
+        remedy = "put the run folder on storage that all nodes share, at the same path"
+        remedy += ", or give --mirror"  # extra: companions
         text = f"{ctx.host} does not see what rank 0 on {ctx.hosts[0]} has written there"
         raise UserError(f"run_dir={folder}: {text}; {remedy}")
     mark = folder / f".rank{ctx.rank}"

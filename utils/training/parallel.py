@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ class Sharing:
     """One rank: there is nothing to share. The other ways override what they do differently."""
 
     divisor = 1  # by which the wrapped model divides the sum of the gradients of all ranks
+    note = ""  # for the banner
+    provenance: dict[str, Any] = {}
     has_whole_gradients = True  # on each rank, the same on all of them
 
     def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:

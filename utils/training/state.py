@@ -17,8 +17,6 @@ from config import TrainingConfig, UserError
 from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import device_of, is_sharded, shard_of
-from utils.extras.average import WeightAverage  # extra: average
-from utils.extras.terms.loss import CountedInterval  # extra: terms
 from utils.extras.unsaved import Unsaved  # extra: unsaved
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics
@@ -49,13 +47,19 @@ class TrainState:
         self.model, self.precision = model, precision  # the model is not wrapped in DDP
         self.schedule = Schedule(config, seams.lr_factor)
         self.sums = StepSums(model, self.sharing.rank_sum())
-        self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None  # extra: average
+        self.average: Any = None  # of the weights
+        if config.ema_decay:  # extra: average
+            from utils.extras.average import WeightAverage
+
+            self.average = WeightAverage(model, config.ema_decay)
         if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
         self.unsaved = Unsaved(model, seams.is_saved)  # extra: unsaved
         self.updater = Updater(model, seams, config, precision, self.sharing, device)
         self.interval = Interval(device, self.updater.scaler)
         if seams.terms:  # extra: terms
+            from utils.extras.terms.loss import CountedInterval
+
             self.interval = CountedInterval(device, self.updater.scaler, seams.terms)
         self.factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
         self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
@@ -79,8 +83,7 @@ class TrainState:
 
     def lay_out(self, metrics: Metrics) -> None:
         """Allocate space for the metrics that compute_loss returned for a batch. Call before the first step."""
-        if self._seams.terms:  # extra: terms
-            metrics = self._seams.terms.divided(metrics, number=0)
+        metrics = self._seams.divided(metrics, number=0)
         self.sums.lay_out(metrics)
         # after the metrics, which `commit` adds as the first ones
         self.interval.lay_out(metrics | {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)})
@@ -96,9 +99,9 @@ class TrainState:
         self._loss_scale.fill_(self.sharing.divisor * 2.0**-progress.loss_shift)
         self.schedule.plan(sampler)
 
-    def show(self, progress: Progress, total_steps: int = 0) -> None:  # extra: steps
-        """Let compute_loss and after_step of a fork see this progress. total_steps: by default those of this run."""
-        if view := self._seams.progress:
+    def show(self, progress: Progress, total_steps: int = 0) -> None:
+        """Let functions of model.py see this progress. total_steps: by default those of this run."""
+        if view := self._seams.progress:  # extra: steps
             view.fill(progress, total_steps or self.schedule.total_steps)
 
     def factors_at(self, step: int, progress: Progress) -> list[float]:

@@ -42,6 +42,9 @@ class Runs(Assignment):
 class Exact(Sharing):
     """DDP with sums along a tree over micro-batches, which have the same bits on any number of ranks."""
 
+    note = ", summed in one order on any number of ranks"
+    provenance = {"exact_sums": ORDER}
+
     def rank_sum(self) -> RankSum:
         return TreeRankSum()
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import UserError
+from config import TrainingConfig, UserError
 from utils.data.sampler import MicroBatch
+from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import group_of, local
 from utils.extras.sharding.model import ELEMENTWISE, build_sharded
 from utils.training.parallel import Blocks, Build, Sharing
@@ -32,6 +33,11 @@ class FullySharded(Sharing):
     """FSDP, which sums gradients: each rank keeps and updates shards, in tensors of its own."""
 
     has_whole_gradients = False
+
+    def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
+        super().__init__(config, ctx)
+        self.note = f", sharded ({config.sharding}{', in host memory' * config.cpu_offload})"
+
     _group: dist.ProcessGroup | None = None  # the ranks that hold the shards of a parameter
 
     def build(self, build: Build, blocks: Blocks) -> nn.Module:
