@@ -56,7 +56,7 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--init_method host:29500", "init_method=host:29500: is not a rendezvous address; give env://, tcp://"),
         (
             "--run_dir s3://bucket/run",
-            "run_dir=s3://bucket/run: is not a path; give a local folder, and this URL with --mir",
+            "run_dir=s3://bucket/run: is not a path; give a local folder",
         ),
         ("--run_dir runs/{modle}", "run_dir=runs/{modle}: {modle} is not a field; use"),
         ("--run_dir=", "run_dir=: is empty; give a folder"),
