@@ -4,7 +4,6 @@
 torchrun --standalone --nproc-per-node=N scripts/benchmark.py [--against FLAGS]... [--json FILE] [flags of train.py]
 scripts/launch.sh --scaling FILE.json [flags of train.py]       the same on several nodes, on each node
 python scripts/benchmark.py --find-batch [--ranks N] [--memory GIB] [flags of train.py]          largest micro-batch
-python scripts/benchmark.py --sharding-memory [--ranks 1,2,8] [flags of train.py]   memory of a rank by --sharding
 
 The first command times train.py's loop with its default checks, records and watchdog: as given, with the flags of each
 --against, such as "--num_workers 2", "--compile default" or "--save_every_steps 20", and, on several
@@ -47,21 +46,28 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     mode = parser.add_mutually_exclusive_group()
-    for name in ("find-batch", "sharding-memory"):
-        mode.add_argument(f"--{name}", action="store_const", const=name, dest="mode", default="speed")
+    modes = {
+        "find-batch": "the largest micro-batch",
+        "sharding-memory": "memory of a rank by --sharding",  # extra: sharding
+    }
+    for name, help_ in modes.items():
+        mode.add_argument(f"--{name}", action="store_const", const=name, dest="mode", default="speed", help=help_)
     parser.add_argument(
         "--against", metavar="FLAGS", action="append", default=[], help="also with these flags of train.py; repeatable"
     )
     parser.add_argument("--rounds", type=int, default=7, help="rounds; results are medians over them [7]")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps per turn [20]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures; an existing file is extended")
-    help_ = "with --find-batch: ranks on this machine [1]; with --sharding-memory: a list [1,2,4,8]"
+    help_ = "with --find-batch: ranks on this machine [1]"
+    help_ += "; with --sharding-memory: a list [1,2,4,8]"  # extra: sharding
     parser.add_argument("--ranks", type=numbers, default=[], help=help_)
     parser.add_argument(
         "--memory", type=float, default=0.0, metavar="GIB", help="with --find-batch: memory limit per rank"
     )
     options, flags = parser.parse_known_args(words)
-    options.ranks = options.ranks or ([1, 2, 4, 8] if options.mode == "sharding-memory" else [1])
+    if options.mode == "sharding-memory":  # extra: sharding
+        options.ranks = options.ranks or [1, 2, 4, 8]
+    options.ranks = options.ranks or [1]
     if options.mode == "find-batch" and len(options.ranks) > 1:
         parser.error("--find-batch takes one number of --ranks; give that of the run on one machine")
     if min(options.rounds, options.steps, *options.ranks) < 1 or options.memory < 0:
@@ -100,7 +106,7 @@ def main(words: list[str] | None = None) -> int:
         return 0
     config = TrainingConfig.from_args(flags)
     ctx = setup_distributed(config)
-    if options.mode == "sharding-memory":
+    if options.mode == "sharding-memory":  # extra: sharding
         from lib.benchmark import memory  # private parts of torch, which other versions may lack
 
         memory.show(config, ctx, options.ranks, print)

@@ -68,7 +68,7 @@ MUTATIONS = [
     Mutation('Mirror.end', 'if status.get("state") == "failed" and self.read_json(name):  # else the earlier records count', 'if status.get("state") == "failed":', 'mirror-resume'),  # extra: companions
     Mutation('Mirror.end', 'self.write_json(f"owners/{self.generation:08d}.beat", {"state": "ended"})', 'pass', 'mirror-owner'),  # extra: companions
     Mutation('share', '_send(path / name, 0 if is_whole else number, run, ctx)', '_send(path / name, 0, run, ctx)', 'mirror-resume'),  # extra: companions
-    Mutation('FolderLayout.write', 'self._on_all(lambda: publish() if self._leads_node else None, path, payload)', 'self._on_all(lambda: publish() if self._ctx.is_main else None, path, payload)', 'mirror-resume'),  # extra: sharding
+    Mutation('FolderLayout.write', 'self._on_all(lambda: publish() if self._leads_node else None, path, payload)', 'self._on_all(lambda: publish() if self._ctx.is_main else None, path, payload)', 'mirror-resume'),  # extra: companions and sharding
     Mutation('_send', 'dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), source, group=ctx.control)', 'pass', 'mirror-resume'),  # extra: companions
     Mutation('Uploads._upload', 'self._upload_records()  # before the manifest: who resumes from the checkpoint needs them', 'pass', 'mirror-resume'),  # extra: companions
     Mutation('Track._send', 'if record["step"] > sent.get(group, -1):', 'if True:', 'tracker'),  # extra: companions
@@ -146,8 +146,8 @@ MUTATIONS = [
     Mutation('_is_alike', 'return all(abs(a - b) <= TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))', 'return True', 'other-samples'),  # extra: sketches
     Mutation('RunningStats.add', 'self._sum.add_(self._latest, alpha=samples)', 'self._sum.add_(self._latest)', 'batchnorm'),
     Mutation('StepSums.start_reduce', 'self._work = self._ranks.start(self.metrics.values, micro_batch.count)', 'self._work = None', 'batchnorm'),
-    Mutation('_is_complete', 'return left % 2**height == 0 and left >> height != after >> height', 'return left >> height != after >> height', 'exact-ranks'),
-    Mutation('_after', 'return stop if stop < leaves else END', 'return END', 'exact-ranks'),
+    Mutation('_is_complete', 'return left % 2**height == 0 and left >> height != after >> height', 'return left >> height != after >> height', 'exact-ranks'),  # extra: exact
+    Mutation('_after', 'return stop if stop < leaves else END', 'return END', 'exact-ranks'),  # extra: exact
     Mutation('TreeAllReduce.gather', 'chunks, tree = self._received.split(self._chunk), TreeSum()', 'chunks, tree = self._received.split(self._chunk)[::-1], TreeSum()', 'exact-ranks'),  # extra: exact
     Mutation('TreeRankSum.start', 'return TreeAllReduce(values, parts, count)', 'return dist.get_world_size() > 1 and dist.all_reduce(values, async_op=True)', 'exact-ranks'),  # extra: exact
     Mutation('RunningStats.commit', 'torch.where(is_finite, self._moved, self._committed, out=self._committed)', 'self._committed.copy_(self._moved)', 'not-finite'),
@@ -235,10 +235,10 @@ MUTATIONS = [
     Mutation('build_sharded', 'group.set_gradient_divide_factor(1.0)', 'pass', 'sharding'),  # extra: sharding
     Mutation('norm_over', 'return torch.linalg.vector_norm(norms)', 'return norm', 'sharding'),  # extra: sharding
     Mutation('build_sharded', 'group.reshard()', 'pass', 'sharding'),  # extra: sharding
-    Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(mine))', 'passes = max(1, len(mine))', 'sharding'),
-    Mutation('optimizer_state', 'key: wrap(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value', 'key: value', 'sharded-resume'),
+    Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(mine))', 'passes = max(1, len(mine))', 'sharding'),  # extra: sharding
+    Mutation('optimizer_state', 'key: wrap(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value', 'key: value', 'sharded-resume'),  # extra: sharding
     Mutation('FolderLayout.write', 'self._on_all(lambda: self._prepare(path, folder, payload), path, payload)', 'self._prepare(path, folder, payload)', 'sharded-save'),  # extra: sharding
-    Mutation('verify', 'if archive.verify(folder / name, is_hashed=number % part[1] == part[0]) != (step, files[name]):', 'if archive.verify(folder / name).step != step:', 'sharded-damage'),
+    Mutation('verify', 'if archive.verify(folder / name, is_hashed=number % part[1] == part[0]) != (step, files[name]):', 'if archive.verify(folder / name).step != step:', 'sharded-damage'),  # extra: sharding
 ]
 # fmt: on
 

@@ -328,7 +328,8 @@ def copy_repository(target: Path) -> Path:
     """Copy the files that git tracks or would track, as they are in the working tree."""
     need("git")
     command = ["git", "ls-files", "-co", "--exclude-standard"]
-    for name in subprocess.check_output(command, cwd=ROOT, text=True).split():
+    names = subprocess.check_output(command, cwd=ROOT, text=True).split()
+    for name in (name for name in names if (ROOT / name).exists()):  # not deleted and not yet committed
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, target / name)
     return target

@@ -7,7 +7,7 @@
 
 In Markdown a marker is `<!-- extra: NAME -->`, and `<!-- end of NAME -->` ends a block that begins with one alone on a
 line. "a and b" needs both extras, "a or b" one of them. `utils/extras/NAME/` and `tests/extras/NAME/` go as a whole.
-So do, in Markdown, commands in ```bash and rows of tables that are about deleted files.
+So do, in Markdown, commands in ```bash and rows of tables that are about deleted files or flags.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def without(files: Files, cut: set[str]) -> tuple[Files, Fields]:
         if name.endswith(".md"):
             rows_of = gone if name != PAGE else set[str]()  # a row there is about an extra
             text = unlinked(name, left[name], files.keys() - left.keys())
-            left[name] = without_rows(without_commands(text, deleted), rows_of)
+            left[name] = without_rows(without_commands(text, deleted, {f"--{field}" for field in gone}), rows_of)
     return left, fields
 
 
@@ -201,18 +201,18 @@ def unlinked(page: str, text: str, gone: set[str]) -> str:
     return LINK.sub(shown, text)
 
 
-def without_commands(text: str, deleted: set[str]) -> str:
-    """The page without the commands, and the rows of tables, that are about these files and folders."""
+def without_commands(text: str, deleted: set[str], flags: set[str]) -> str:
+    """The page without the commands, and the rows of tables, that are about these files and folders, or flags."""
 
     def names_one(command: str) -> bool:
-        return not deleted.isdisjoint(command.split())
+        return not (deleted | flags).isdisjoint(re.split(r'[\s"=]+', command.partition(" #")[0]))
 
     def kept(fence: re.Match) -> str:
         commands = re.findall(r"(?:.*\\\n)*.*\n", fence[1])
         rest = "".join(each for each in commands if not names_one(each))
         return f"```bash\n{rest}```\n" if rest.strip() else ""
 
-    found = re.sub(r"^```bash\n(.*?)^```\n", kept, text, flags=re.DOTALL | re.MULTILINE) if deleted else text
+    found = re.sub(r"^```bash\n(.*?)^```\n", kept, text, flags=re.DOTALL | re.MULTILINE)
     lines = found.splitlines(keepends=True)
     cells = [re.findall(r"`([^`]+)`", line.split(" | ")[0]) if line.startswith("| `") else [] for line in lines]
     found = "".join(line for line, cell in zip(lines, cells, strict=True) if not cell or not deleted.issuperset(cell))

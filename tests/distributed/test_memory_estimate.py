@@ -1,4 +1,4 @@
-# extra: benchmark
+# extra: benchmark and sharding
 """benchmark.py --sharding-memory: what one process finds for each strategy beside the bytes counted in real ranks."""
 
 import functools

@@ -16,10 +16,10 @@ from torch.nn.functional import pad
 from config import (
     TrainingConfig,
     UserError,
-    command_line,
+    command_line,  # extra: companions
     fields_of_yours,
     local_path,
-    mirror_url,
+    mirror_url,  # extra: companions
     path_or_url,
     rendezvous_url,
     run_path,
@@ -265,14 +265,19 @@ def export_words(words):
 def test_an_export_leaves_out_the_places_of_ours_and_keeps_every_field_of_yours(monkeypatch):
     """A fork's model may be built from a path: with its default instead, weights of the same shapes would load."""
     yours = {"model_config": "/models/a.json", "vocabulary": "~/words.txt", "root": "/", "stem": "plain"}
-    ours = TrainingConfig(run_dir="/runs/a", on_checkpoint="sh /a").to_dict()
+    ours = TrainingConfig(
+        run_dir="/runs/a",
+        on_checkpoint="sh /a",  # extra: companions
+    ).to_dict()
     payload = {"config": ours | yours, "model": {}, "ema": {}}
     payload["provenance"] = dict.fromkeys(("classes", "mean", "std"))
     monkeypatch.setattr(export.checkpoint, "read", lambda source: (payload, ""))
+    monkeypatch.setattr(TrainingConfig, "known", dict)  # yours are fields of the fork
     saved, places = export.read(Path("a.pt"), use_ema=False)
     assert saved["config"].items() >= yours.items() and saved["config"]["lr"] == ours["lr"]
     assert saved["config"].keys() | places.keys() == payload["config"].keys() and not saved["config"].keys() & places
-    checks = (local_path, run_path, path_or_url, mirror_url, rendezvous_url, command_line)
+    checks = [local_path, run_path, path_or_url, rendezvous_url]
+    checks += [mirror_url, command_line]  # extra: companions
     of_paths = {field.name for field in dataclasses.fields(TrainingConfig) if field.metadata["check"] in checks}
     assert places.keys() == of_paths - {field.name for field in fields_of_yours()}
 

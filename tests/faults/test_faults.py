@@ -2,14 +2,16 @@
 """Faults injected into real runs: each must end as docs/fault-tolerance.md describes. --all runs every row."""
 
 import importlib
+from pathlib import Path
 
 import pytest
 
 from drill import FAULTS, Drill
 from ranks import ROOT
 
-for name in "beside checkpoints data hangs numerics owners processes sharded start_up stopping storage timing".split():
-    importlib.import_module(name)  # adds its rows to FAULTS
+for path in sorted(Path(__file__).parent.glob("*.py")):
+    if path.stem not in ("drill", "test_faults"):
+        importlib.import_module(path.stem)  # adds its rows to FAULTS
 
 
 def parameter(fault):

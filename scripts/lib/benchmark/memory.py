@@ -1,4 +1,4 @@
-# extra: benchmark
+# extra: benchmark and sharding
 """benchmark.py --sharding-memory: the memory of a rank with each --sharding, by number of ranks.
 
 This process is rank 0 of N: torch's "fake" backend ends each collective at once, so that FSDP2 and DDP allocate what
