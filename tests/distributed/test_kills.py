@@ -132,7 +132,7 @@ def crash(runs, ranks, victims, name, *flags):
     return finish(WarmLaunch(ranks, program, words), 60)
 
 
-def test_a_rank_that_crashes_is_named_by_the_others(runs):
+def test_a_rank_that_crashes_is_named_by_the_others(runs):  # extra: watch
     ended = crash(runs, 2, "1", "SIGSEGV")
     status = runs.json("run", "status.json")
     assert (ended.code, ended.left) == (1, 0) and (status["state"], status["rank"]) == ("failed", 1), ended.text
