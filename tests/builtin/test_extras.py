@@ -154,3 +154,60 @@ def test_bad_names_and_a_changed_tree_are_refused_and_a_deletion_can_be_undone(t
     cut(folder, name)
     assert "these are already deleted" in run(folder, "scripts/without.sh", name)
     assert re.search(rf"^{name} +deleted", run(folder, "scripts/without.sh", "--list"), re.M)
+
+
+def take(fork):
+    """The newest commit of the template."""
+    run(fork, "git", "fetch", "-q", "origin")
+    assert "merged origin/main" in run(fork, "scripts/without.sh", "--merge", "origin/main")
+    assert run(fork, "git", "status", "--porcelain") == ""
+    assert "already merged" in run(fork, "scripts/without.sh", "--merge", "origin/main")
+
+
+@pytest.mark.guarantee("upgrading")
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(["--all-but"], id="all"), pytest.param(["watch", "sharding"], id="two", marks=pytest.mark.slow)],
+)
+def test_a_fork_that_was_cut_and_changed_takes_newer_templates_without_a_conflict(tmp_path, names):
+    """The template changes files that are cut and others, also the lines beside deleted ones; an ordinary merge of it
+    has conflicts."""
+    template, fork, plain = copy(tmp_path / "template"), tmp_path / "fork", tmp_path / "plain"
+    run(tmp_path, "git", "clone", "-q", template, fork)
+    cut(fork, *names)
+    change(fork, "model.py", '"""The model', '"""My model, the model')
+    change(fork, "dataset.py", "def create_dataset(", "MINE = 1\n\n\ndef create_dataset(")
+    change(fork, "config.py", "    # ---- end of yours", '    width: int = yours(64, "width")\n    # ---- end of yours')
+    commit(fork, "my fork")
+    run(tmp_path, "git", "clone", "-q", fork, plain)
+    after = "reporter.start(loaders, differences)  # training begins"
+    change(template, "train.py", after, f"{after} here")  # below a line of `check`
+    change(
+        template, "utils/run/ending.py", "    ending = Ending(ctx)\n", "    ending = Ending(ctx)  # new\n"
+    )  # above `watch`
+    change(template, "utils/extras/watch/__init__.py", "class Watch:", "NEW = 1\n\n\nclass Watch:")
+    change(template, "utils/extras/sharding/model.py", "def build_sharded(", "def build_sharded_model(")
+    change(template, "config.py", '"logging", 20, "optimizer', '"logging", 25, "optimizer')
+    change(template, "config.py", "sync_bn: bool", "new_flag: int = yours(1, 'new')\n    sync_bn: bool")
+    (template / "utils/new.py").write_text('"""New."""\n')
+    commit(template, "version 2")
+    ordinary = subprocess.run(["git", "pull", "-q", "--no-rebase", template], cwd=plain, env=ENV, capture_output=True)
+    assert ordinary.returncode
+    take(fork)
+    change(template, "train.py", "# training begins here", "# training begins now")
+    commit(template, "version 3")
+    take(fork)
+    for file, text in (
+        ("train.py", "# training begins now"),
+        ("utils/run/ending.py", "ending = Ending(ctx)  # new"),
+        ("config.py", '"logging", 25,'),
+        ("config.py", "new_flag"),
+        ("config.py", "width: int"),
+        ("utils/new.py", "New."),
+        ("model.py", "My model"),
+        ("dataset.py", "MINE = 1"),
+    ):
+        assert text in (fork / file).read_text(), file
+    assert not (fork / "utils/extras/watch").exists() and "extra: watch" not in (fork / "train.py").read_text()
+    parents = run(fork, "git", "log", "-1", "--format=%P").split()
+    assert len(parents) == 2 and parents[1] == run(fork, "git", "rev-parse", "origin/main").strip()
