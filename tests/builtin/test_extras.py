@@ -211,3 +211,15 @@ def test_a_fork_that_was_cut_and_changed_takes_newer_templates_without_a_conflic
     assert not (fork / "utils/extras/watch").exists() and "extra: watch" not in (fork / "train.py").read_text()
     parents = run(fork, "git", "log", "-1", "--format=%P").split()
     assert len(parents) == 2 and parents[1] == run(fork, "git", "rev-parse", "origin/main").strip()
+
+
+def test_the_readme_has_the_sizes_of_forks():
+    files = without.read_files(ROOT)
+    rows = re.findall(r"^\| (nothing|`[^`]*`) \| ([\d,]+) / ([\d,]+) / ([\d,]+) \|", files["README.md"], re.MULTILINE)
+    assert len(rows) == 5
+    for words, *shown in rows:
+        names = set(words.strip("`").split()) - {"nothing"}
+        names = EXTRAS.keys() - names if "--all-but" in names else names
+        left = without.sizes(without.without(files, set(names))[0]).values()
+        found = [f"{round(lines, -2):,}" for lines in left]
+        assert all(abs(int(a.replace(",", "")) - b) <= 100 for a, b in zip(shown, left, strict=True)), (words, found)
