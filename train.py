@@ -131,7 +131,8 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     differences = resume_run(attempt, state, sampler, provenance, sets.listing, has_test="test" in held_out)
     reporter = Reporter(attempt, state, loader, provenance, seams.log_images)
     checkpoints = Checkpoints(attempt, state, provenance, reporter.before_save)
-    cross_check = CrossCheck(state, loader, attempt, checkpoints.save_and_finish)  # extra: check
+    events = run.event, run.warn, checkpoints.save_and_finish  # extra: check
+    cross_check = CrossCheck(state, loader, config, ctx, *events)  # extra: check
     reporter.start(loaders, differences)  # training begins
     every = {"train": loader, **loaders}
 
@@ -241,7 +242,8 @@ def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[
             seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)
             with state.precision.autocast():
                 metrics = training.seams.compute_loss(model, micro_batch.batch)
-            metrics = training.seams.divided(metrics, micro_batch.number)
+            if training.seams.terms:  # extra: terms
+                metrics = training.seams.terms.divided(metrics, micro_batch.number)
             if micro_batch.is_stand_in:
                 metrics = state.spoil(metrics)
             if not (is_padding or micro_batch.is_check):  # another rank's, in a check step

@@ -107,7 +107,10 @@ def changed_files() -> list[str]:
 
 
 def code_digests() -> dict[str, str]:
-    """SHA-256 of each imported file of the repository, by its path from the root, without scripts and tests."""
+    """SHA-256 of each file of utils, and of each other imported file of the repository but scripts and tests, by path.
+
+    A module of utils counts even if this rank has not imported it: some are imported with some flags, on some ranks.
+    """
     real_folder = functools.cache(os.path.realpath)  # hundreds of modules lie in a few folders
     imported = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
     places = [os.path.split(file) for file in imported if file and "site-packages" not in file]  # not of packages
@@ -115,7 +118,8 @@ def code_digests() -> dict[str, str]:
     names = [
         Path(file).relative_to(ROOT) for file in files if file.startswith(f"{ROOT}{os.sep}") and os.path.isfile(file)
     ]
-    names = [name for name in names if name.parts[0] not in ("scripts", "tests")]
+    names = [name for name in names if name.parts[0] not in ("scripts", "tests", "utils")]
+    names += [path.relative_to(ROOT) for path in ROOT.glob("utils/**/*.py")]
     return {str(name): sha256_of(ROOT / name) for name in sorted(names)}
 
 

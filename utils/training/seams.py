@@ -79,12 +79,6 @@ class Seams:
     def summary(self) -> Summary | None:
         return Summary(self.predict, self.summarize) if self.summarize else None
 
-    def divided(self, metrics: Metrics, number: int) -> Metrics:
-        """The metrics of a training micro-batch, whose number in its global batch is given, as they are summed."""
-        if self.terms:  # extra: terms
-            metrics = self.terms.divided(metrics, number)
-        return metrics
-
     def counted(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """The micro-batches as `train_one_epoch` gets them: an extra may look at those of a step before."""
         if self.terms:  # extra: terms

@@ -83,7 +83,8 @@ class TrainState:
 
     def lay_out(self, metrics: Metrics) -> None:
         """Allocate space for the metrics that compute_loss returned for a batch. Call before the first step."""
-        metrics = self._seams.divided(metrics, number=0)
+        if self._seams.terms:  # extra: terms
+            metrics = self._seams.terms.divided(metrics, number=0)
         self.sums.lay_out(metrics)
         # after the metrics, which `commit` adds as the first ones
         self.interval.lay_out(metrics | {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)})

@@ -24,8 +24,7 @@ def check_of(ranks, every, hosts=None, first_step=0):
     """The check of a model of one parameter, in an attempt that begins after so many steps."""
     ctx = DistributedContext(0, 0, ranks, CPU, hosts=tuple(hosts or ["a"] * ranks), device_names=("cpu",) * ranks)
     state = SimpleNamespace(model=nn.Linear(1, 1), progress=SimpleNamespace(step=first_step))
-    attempt = mock.Mock(config=TrainingConfig(check_every=every), ctx=ctx)
-    return CrossCheck(state, None, attempt, mock.Mock())
+    return CrossCheck(state, None, TrainingConfig(check_every=every), ctx, *[mock.Mock()] * 3)
 
 
 def test_ranks_check_each_other_at_changing_distances_on_other_hosts_if_there_are_any():

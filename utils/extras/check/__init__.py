@@ -28,7 +28,6 @@ from utils.distributed.collectives import on_all_ranks
 from utils.distributed.consensus import is_every
 from utils.distributed.context import DistributedContext
 from utils.rng import seed_host
-from utils.run.attempt import Attempt
 from utils.training.fingerprint import digest_of
 from utils.training.state import TrainState
 
@@ -92,6 +91,7 @@ class CrossCheck:
     """Checks the gradients of the first step of an attempt, and of every `check_every`-th step.
 
     Args:
+        event, warn: of the run.
         save: saves the state, and returns when it is on the disk.
 
     Raises:
@@ -102,12 +102,14 @@ class CrossCheck:
         self,
         state: TrainState,
         loader: GlobalBatchLoader,
-        attempt: Attempt,
+        config: TrainingConfig,
+        ctx: DistributedContext,
+        event: Callable[..., None],
+        warn: Callable[[str], None],
         save: Callable[[], None],
     ) -> None:
-        config, ctx, run = attempt.config, attempt.ctx, attempt.run
         self._state, self._loader, self._ctx = state, loader, ctx
-        self._event, self._warn, self._save = run.event, run.warn, save
+        self._event, self._warn, self._save = event, warn, save
         self._trained = [(name, p) for name, p in state.model.named_parameters() if p.requires_grad]
         self._prints = torch.zeros(2, len(self._trained), dtype=torch.int64, device=ctx.device)
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # of the model, and their values before a step
@@ -117,7 +119,7 @@ class CrossCheck:
         if config.check_every:
             on_all_ranks(lambda: check_possible(state.model, config, ctx), ctx)
             if ctx.world_size == 1:
-                run.warn("check_every: one rank has no other one that could check it, so nothing is checked")
+                warn("check_every: one rank has no other one that could check it, so nothing is checked")
 
     def shift_at(self, step: int) -> int:
         """In the step after so many, rank r checks rank (r + shift) % ranks; 0 if that is no check step."""
