@@ -212,7 +212,10 @@ def test_the_quickstart_fails_below_90_percent(tmp_path):
 
 def test_the_table_of_docs_configuration_matches_the_dataclass():
     page = PAGES[ROOT / "docs" / "configuration.md"]
-    assert page.split(BEGIN)[1].split(END)[0].strip() == table(), "run python tests/builtin/config_table.py"
+    rows = [page.split(BEGIN)[1].split(END)[0].strip(), table()]
+    if IS_CUT:  # which deletes rows, and not what others say about them
+        rows = [re.findall(r"^(?:#.*|\| `--\w+`)", each, re.MULTILINE) for each in rows]
+    assert rows[0] == rows[1], "run python tests/builtin/config_table.py"
 
 
 def test_the_readme_has_at_most_200_lines_and_no_page_is_wider_than_120_columns():

@@ -94,7 +94,10 @@ def test_flags_with_underscores_dashes_and_negations():
             "compile=reduce-overhead: does not work with check_every; give",
         ),  # extra: check and compile
         ("--cpu_offload", "cpu_offload=True: needs sharding; add --sharding zero3, or leave it out"),
-        ("--amp_dtype bf16_params", "amp_dtype=bf16_params: needs sharding; add --sharding zero3, or leave it out"),
+        (
+            "--amp_dtype bf16_params",
+            "amp_dtype=bf16_params: needs sharding; add --sharding zero3, or leave it out",
+        ),  # extra: sharding
         ("--btach_size 3", "--btach_size: is not known; did you mean --batch_size?"),
         ("--nonsense", "--nonsense: is not known; see --help"),
         ("--learning_rate 1", "--learning_rate: is not known; did you mean --lr?"),
