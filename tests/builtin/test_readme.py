@@ -74,7 +74,7 @@ def test_every_documented_command_has_valid_flags():
             unknown = [word for word in words if word.startswith("--") and word != "--" and word not in FIELDS]
             assert not [word for word in unknown if word not in text and word[2:] not in text], line
         seen += 1
-    assert seen >= 40
+    assert seen >= 40 or IS_CUT
 
 
 # flags appended to the README's commands, by the first of these parts that a command contains
@@ -234,7 +234,7 @@ def anchors(text):
 def test_flags_of_other_trainers_are_answered_with_flags_that_exist():
     page = (ROOT / "docs/coming-from.md").read_text()
     here = {match for line in page.splitlines() for match in re.findall(r"^\| .* \| `(--\w+)", line)}
-    assert len(here) > 50
+    assert len(here) > 50 or IS_CUT
     assert here - {f"--{name}" for fields in DELETED.values() for name in fields} <= FIELDS
 
 
@@ -289,4 +289,5 @@ def test_messages_in_docs_troubleshooting_exist_in_the_code():
     files = [path for pattern in ("*.py", "utils/**/*.py") for path in ROOT.glob(pattern)]
     found = {text for path in files for text in messages(path)}
     patterns = {row: re.compile(".*".join(map(re.escape, row.split("..."))), re.DOTALL) for row in rows}
-    assert len(rows) > 24 and not [row for row, each in patterns.items() if not any(map(each.search, found))]
+    assert len(rows) > 24 or IS_CUT
+    assert not [row for row, each in patterns.items() if not any(map(each.search, found))]
