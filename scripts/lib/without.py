@@ -223,7 +223,8 @@ def without_rows(text: str, fields: set[str]) -> str:
     """The page without the rows of tables that are about these fields."""
     lines = text.splitlines(keepends=True)
     cells = [re.match(r"\| *`(?:--)?(\w+)[^`]*`", line) for line in lines]
-    return "".join(line for line, cell in zip(lines, cells, strict=True) if not (cell and cell[1] in fields))
+    found = "".join(line for line, cell in zip(lines, cells, strict=True) if not (cell and cell[1] in fields))
+    return re.sub(r"^#+ .*\n\n\|.*\n\|[-|]+\n(\n|\Z)", "", found, flags=re.MULTILINE)  # headings of tables without rows
 
 
 def recorded(text: str) -> Fields:

@@ -74,7 +74,7 @@ def test_every_documented_command_has_valid_flags():
             unknown = [word for word in words if word.startswith("--") and word != "--" and word not in FIELDS]
             assert not [word for word in unknown if word not in text and word[2:] not in text], line
         seen += 1
-    assert seen >= 40
+    assert seen >= 40 or IS_CUT
 
 
 # flags appended to the README's commands, by the first of these parts that a command contains
@@ -212,7 +212,10 @@ def test_the_quickstart_fails_below_90_percent(tmp_path):
 
 def test_the_table_of_docs_configuration_matches_the_dataclass():
     page = PAGES[ROOT / "docs" / "configuration.md"]
-    assert page.split(BEGIN)[1].split(END)[0].strip() == table(), "run python tests/builtin/config_table.py"
+    rows = [page.split(BEGIN)[1].split(END)[0].strip(), table()]
+    if IS_CUT:  # which deletes rows, and not what others say about them
+        rows = [re.findall(r"^(?:#.*|\| `--\w+`)", each, re.MULTILINE) for each in rows]
+    assert rows[0] == rows[1], "run python tests/builtin/config_table.py"
 
 
 def test_the_readme_has_at_most_200_lines_and_no_page_is_wider_than_120_columns():
@@ -231,7 +234,7 @@ def anchors(text):
 def test_flags_of_other_trainers_are_answered_with_flags_that_exist():
     page = (ROOT / "docs/coming-from.md").read_text()
     here = {match for line in page.splitlines() for match in re.findall(r"^\| .* \| `(--\w+)", line)}
-    assert len(here) > 50
+    assert len(here) > 50 or IS_CUT
     assert here - {f"--{name}" for fields in DELETED.values() for name in fields} <= FIELDS
 
 
@@ -286,4 +289,5 @@ def test_messages_in_docs_troubleshooting_exist_in_the_code():
     files = [path for pattern in ("*.py", "utils/**/*.py") for path in ROOT.glob(pattern)]
     found = {text for path in files for text in messages(path)}
     patterns = {row: re.compile(".*".join(map(re.escape, row.split("..."))), re.DOTALL) for row in rows}
-    assert len(rows) > 24 and not [row for row, each in patterns.items() if not any(map(each.search, found))]
+    assert len(rows) > 24 or IS_CUT
+    assert not [row for row, each in patterns.items() if not any(map(each.search, found))]

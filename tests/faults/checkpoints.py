@@ -86,7 +86,7 @@ def newest_unreadable(drill: Drill) -> None:
     assert drill.events("resumed")[-1]["step"] == 30
 
 
-@fault("command after a checkpoint fails")
+@fault("command after a checkpoint fails")  # extra: companions
 def command_fails(drill: Drill) -> None:
     command = drill.folder / "command"
     command.write_text("#!/bin/sh\nexit 3\n")
@@ -99,7 +99,7 @@ def command_fails(drill: Drill) -> None:
         says(ended.text, f"on_checkpoint: {command} {problem}; the checkpoint is valid")
 
 
-@fault("command after a checkpoint hangs", guarantees="command")
+@fault("command after a checkpoint hangs", guarantees="command")  # extra: companions
 def command_is_slow(drill: Drill) -> None:
     command, copies, go = drill.folder / "command", drill.folder / "copies", drill.folder / "release"
     copies.mkdir()

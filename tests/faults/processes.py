@@ -9,7 +9,7 @@ from drill import NO_SHARED_STORE, Drill, fault, slow_writer
 from training import says, wait_until
 
 RUN = "--dataset_size 200 --epochs 2 --save_every_steps 5 --num_workers 1".split()  # 50 steps of two ranks
-KILLED = r"rank {} on \S+ was killed or cut off, last seen in .*; look for .* --resume_from auto"
+KILLED = r"rank {} on \S+ was killed or cut off, last seen in .*; look for .* --resume_from auto"  # extra: watch
 
 
 def injected_at(step: int, what: str) -> str:
@@ -32,7 +32,7 @@ def is_diagnosed(drill: Drill, text: str, step: int, epoch: int, cause: str, *fl
     assert drill.json("status.json")["state"] == "failed"
 
 
-@fault("rank killed under default settings", guarantees="rank-killed")
+@fault("rank killed under default settings", guarantees="rank-killed")  # extra: watch
 def killed_under_defaults(drill: Drill) -> None:
     """Three kills, at random steps after the first epoch; each repeats at most one epoch and the steps during a
     write."""
@@ -51,7 +51,7 @@ def killed_under_defaults(drill: Drill) -> None:
     drill.resumes(2, *run)
 
 
-def rank_killed_at_12(drill: Drill, said: str = "", **options: object) -> None:
+def rank_killed_at_12(drill: Drill, said: str = "", **options: object) -> None:  # extra: watch
     drill.fork(2, *RUN, "--max_steps", 1)
     # the ranks of a run that replaces another are watched too
     job = drill.held(2, 12, *RUN, "--overwrite", checkpoint_of=10, **options)
@@ -61,17 +61,17 @@ def rank_killed_at_12(drill: Drill, said: str = "", **options: object) -> None:
     drill.resumes(2, *RUN)
 
 
-@fault("rank killed", is_default=True, guarantees="rank-killed")
+@fault("rank killed", is_default=True, guarantees="rank-killed")  # extra: watch
 def rank_killed(drill: Drill) -> None:
     rank_killed_at_12(drill)
 
 
-@fault("rank killed under torchrun", guarantees="rank-killed")
+@fault("rank killed under torchrun", guarantees="rank-killed")  # extra: watch
 def rank_killed_under_torchrun(drill: Drill) -> None:
     rank_killed_at_12(drill, r"Root Cause \(first observed failure\):(?s:.*)rank      : 1 ", is_real=True)
 
 
-@fault("rank 0 killed in a save", guarantees="rank-killed")
+@fault("rank 0 killed in a save", guarantees="rank-killed")  # extra: watch
 def rank_0_killed_in_a_save(drill: Drill) -> None:
     """Rank 0 normally writes status.json. The checkpoint is lost, not the one before."""
     job = drill.start(2, *RUN, code=slow_writer("60 * (path.name == 'step_00000010.pt')"))

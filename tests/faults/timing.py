@@ -70,7 +70,7 @@ def goes_on(drill: Drill, code: str, is_held: float, run: list[str] = RUN, flags
     assert took > is_held
     assert drill.json("summary.json")["restarts"] == 0
     if not flags:
-        says(ended.text, r"no progress for \d+ s: (rank 1 on \S+ is|all ranks are) slow in ")
+        says(ended.text, r"no progress for \d+ s: (rank 1 on \S+ is|all ranks are) slow in ")  # extra: watch
         assert " hangs " not in ended.text and not list((drill.folder / "run").glob("hang-*"))
     drill.is_whole(2, *run)
 
@@ -114,7 +114,7 @@ def clock_jumps(drill: Drill, seconds: int) -> None:
     drill.is_whole(2, *RUN)
 
 
-@fault("long upload", guarantees="command")
+@fault("long upload", guarantees="command")  # extra: companions
 def long_upload(drill: Drill) -> None:
     """The command of the last checkpoint takes longer than a hang or a collective may."""
     command = drill.folder / "upload"
@@ -138,7 +138,7 @@ Images.__getitems__ = slow_fetch
 """
 
 
-@fault("straggler by its compute", SLOW_COMPUTE, "compute", is_default=True, guarantees="straggler")
+@fault("straggler by its compute", SLOW_COMPUTE, "compute", is_default=True, guarantees="straggler")  # extra: watch
 @fault("straggler by its data", SLOW_DATA, "data", guarantees="straggler")
 def straggles(drill: Drill, code: str, cause: str) -> None:
     """Both ranks take 0.3 s per step; rank 0 is fast after step 10, so that rank 1 is the straggler from then on."""
