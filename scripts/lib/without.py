@@ -50,9 +50,17 @@ def is_cut(names: str, cut: set[str]) -> bool:
     return all(not cut.isdisjoint(each.split(" and ")) for each in words)
 
 
+def git(*words: str, root: Path = ROOT) -> str:
+    ended = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        remedy = "; git init, then add and commit all files" if "not a git" in ended.stderr else ""
+        fail(f"git {' '.join(words)}: {ended.stderr.strip()}{remedy}")
+    return ended.stdout.strip()
+
+
 def read_files(root: Path) -> Files:
     """The text files that git tracks."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
+    listed = git("ls-files", "-z", root=root)
     found = {}
     for name in filter(None, listed.split("\0")):
         path = root / name
@@ -299,13 +307,6 @@ def read_files_again(root: Path, left: Files) -> Files:
     return {name: (root / name).read_text(encoding="utf-8") if text else "" for name, text in left.items()}
 
 
-def git(*words: str, root: Path = ROOT) -> str:
-    ended = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        fail(f"git {' '.join(words)}: {ended.stderr.strip()}")
-    return ended.stdout.strip()
-
-
 def require_clean() -> None:
     if git("status", "--porcelain", "--untracked-files=no"):
         fail("the working tree has changes; commit or stash them first, so that this can be undone")
@@ -313,13 +314,13 @@ def require_clean() -> None:
 
 def show_list(files: Files) -> None:
     gone = recorded(files[PROJECT])
+    print(f"{'lines of':12}  core scripts tests  what it buys")
     for name, sentence in extras_of(files).items():
         if name in gone:
-            print(f"{name:12} deleted      {sentence}")
+            print(f"{name:12} deleted             {sentence}")
             continue
         less = sizes(files) - sizes(without(files, {name})[0])
-        print(f"{name:12} {less['core']:5} {less['scripts']:5} {less['tests']:6}  {sentence}")
-    print(f"{'':12}  core scripts tests, in lines")
+        print(f"{name:12} {less['core']:5} {less['scripts']:7} {less['tests']:5}  {sentence}")
 
 
 def delete(names: set[str]) -> None:
