@@ -113,11 +113,7 @@ def test_what_is_left_is_tested_and_trains_to_the_same_bits(tmp_path, runs, whol
     run(folder, sys.executable, "-m", "ruff", "check", ".")
     run(folder, sys.executable, "-m", "ruff", "format", "--check", ".")
     run(folder, sys.executable, "-m", "mypy")
-    run(folder, sys.executable, "-m", "pytest", "-q", "-x", "-n", "4", "--dist", "loadfile", *quick_tests(folder))
-
-
-def quick_tests(folder):
-    return [name for name in ("tests/unit", "tests/extras") if (folder / name).is_dir()]
+    run(folder, sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "loadfile", "tests/unit")
 
 
 def marked_lines(path):
