@@ -47,7 +47,7 @@ NO_ROOM = (
         ("DataLoader worker (pid 7) exited unexpectedly with exit code 3.", "worker 7 exited; use --num_workers 0"),
         ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "worker 7, 8 died, usually .* out of memory; use"),
         (NO_ROOM, "worker could not pass on its batch because /dev/shm is full; give it more room .*--shm-size"),
-        ("DataLoader timed out after 10.8 seconds", r"hangs: no batch for 32 s \(samples 1, 2\); fix .*--hang_timeout"),
+        ("DataLoader timed out after 10.8 seconds", r"hangs: no batch for 32 s \(samples 1, 2\); fix the storage"),
         ("Caught KeyError in DataLoader worker process 0.", None),
         ("CUDA error: out of memory", None),
     ],
