@@ -143,7 +143,13 @@ mirror_url = refuse(
     (r"\?|://[^/]*:[^/]*@", "has a key in it; give that in the environment or the provider's files"),
 )
 run_path = refuse(("://", "is not a path; give a local folder, and this URL with --mirror"), EMPTY)
-path_or_url = lambda value: mirror_url(value) if "://" in value else ""  # noqa: E731
+
+
+def path_or_mirror(value: str) -> str:
+    return mirror_url(value) if "://" in value else ""
+
+
+path_or_url = path_or_mirror
 
 
 def command_line(value: str) -> str:

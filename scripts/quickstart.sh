@@ -42,9 +42,9 @@ if top1 < 0.9:
     sys.exit(f"quickstart: top-1 {top1:.1%} is below 90 %: this machine or this code is broken; see {sys.argv[1]}/logs")
 print(f"\nquickstart: two ranks reached {top1:.1%} top-1.")
 EOF
-cat <<EOF
-Next:
-  ${PYTHON#"$PWD"/} -m torch.distributed.run --standalone --nproc-per-node=2 train.py --epochs 5
-  ${PYTHON#"$PWD"/} train.py --dataset imagefolder --data_dir FOLDER   your own images, FOLDER/train/<class>/*
-  less README.md   your own model and data: model.py, dataset.py
-EOF
+echo "Next:"
+echo "  ${PYTHON#"$PWD"/} -m torch.distributed.run --standalone --nproc-per-node=2 train.py --epochs 5"
+# ---- extra: images ----
+echo "  ${PYTHON#"$PWD"/} train.py --dataset imagefolder --data_dir FOLDER   your own images, FOLDER/train/<class>/*"
+# ---- end of images ----
+echo "  less README.md   your own model and data: model.py, dataset.py"

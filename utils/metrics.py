@@ -47,6 +47,8 @@ def check_metrics(metrics: Any) -> Metrics:
                 ndim = 1
             if not isinstance(total, Tensor) or total.ndim != ndim or not total.is_floating_point():
                 problem = "returned a loss whose sum is not a 0-dimensional float tensor"
+            elif torch.as_tensor(count).ndim != ndim:
+                problem = "returned a loss whose count is not one number"
             elif not all(math.isfinite(each) and each >= 0 for each in counts):
                 problem = f"returned a loss with a count of {', '.join(map(str, counts))}"
     if problem:

@@ -96,6 +96,7 @@ LOSS = torch.tensor(1.0)
         ({"loss": (LOSS, 2), "lr": (1, 2)}, "returned a metric named 'lr', which is not allowed"),
         ({"loss": (torch.ones(2), 2)}, "returned a loss whose sum is not a 0-dimensional float tensor"),
         ({"loss": (LOSS, float("nan"))}, "returned a loss with a count of nan"),
+        ({"loss": (LOSS, torch.ones(2))}, "returned a loss whose count is not one number"),
     ],
 )
 def test_anything_but_a_dict_of_sums_and_counts_is_rejected(returned, problem):

@@ -13,7 +13,6 @@ if TYPE_CHECKING:  # importing torch takes seconds; train.py needs its rank befo
     import torch
     import torch.distributed as dist
 
-
 MAX_STEPS = 0xFFFFFF00  # Slurm's job steps have lower numbers; batch scripts and interactive shells have higher ones
 
 
@@ -32,7 +31,7 @@ class Launch:
     error_file: str = ""  # torchrun reads it for its summary
     address: str = ""  # of the rendezvous, tcp://HOST:PORT, if srun starts the ranks
     master: str = ""  # MASTER_ADDR:MASTER_PORT
-    compilers: dict[str, str] = field(default_factory=dict)  # extra: compile
+    compilers: dict[str, str] = field(default_factory=dict)  # CC and CXX  # extra: compile
     agent_hosts_store: bool = False  # torchrun's agent of rank 0's node, else rank 0
     threads: str = ""  # OMP_NUM_THREADS
     flight_recorder: str = ""  # where torch writes its collectives (launch.sh --debug)
