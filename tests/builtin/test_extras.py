@@ -59,14 +59,15 @@ def fingerprints(folder, runs):
     return found
 
 
-def continued(first, then, runs):
-    """The fingerprint of a run whose first steps one tree makes, and the others another one."""
-    words = [*STEPS, "--backend", "gloo", "--run_dir", runs.folder(f"from-{first.name}"), "--save_every_steps", 7]
-    for tree, more in ((first, ["--max_steps", 14]), (then, ["--resume_from", "auto"])):
-        ended = forks.run(tree, 0, "train.py", *words, *more)
-        assert ended.code == 0, ended.text
-    assert "has no such flag" not in ended.text
-    return runs.records(f"from-{first.name}", "train")[-1]["fingerprint"]
+def continued(first, then, runs, *flags, ranks=0):
+    """How a run ends whose first steps one tree makes, with these flags, and the others another one without them."""
+    where = runs.folder("-".join(["from", first.name, *map(str, flags)]))
+    words = [*STEPS, "--backend", "gloo", "--run_dir", where, "--save_every_steps", 7]
+    ended = forks.run(first, ranks, "train.py", *words, "--max_steps", 14, *flags)
+    assert ended.code == 0, ended.text
+    ended = forks.run(then, ranks, "train.py", *words, "--resume_from", "auto")
+    assert flags or "has no such flag" not in ended.text
+    return ended
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,13 @@ def test_what_is_left_is_tested_and_trains_to_the_same_bits(tmp_path, runs, whol
     assert fingerprints(folder, runs) == whole
     if names == ["--all-but"]:
         for first, then in ((ROOT, folder), (folder, ROOT)):
-            assert continued(first, then, runs) == whole[0]
+            assert continued(first, then, runs).code == 0
+            assert runs.records(f"from-{first.name}", "train")[-1]["fingerprint"] == whole[0]
+        averaged = continued(ROOT, folder, runs, "--ema_decay", 0.9)
+        said = "changed: ema_decay: the checkpoint has ema_decay=0.9, and this fork has no such flag (docs/extras.md)"
+        assert averaged.code == 0 and said in averaged.text, averaged.text
+        sharded = continued(ROOT, folder, runs, "--sharding", "zero3", ranks=2)
+        assert sharded.code and "is a folder, and this fork has no extra sharding; give another" in sharded.text
     assert not [*dead_links(folder)]
     shown = run(folder, sys.executable, "train.py", "--help", "all")
     for extra, flags in fields.items():

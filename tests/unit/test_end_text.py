@@ -37,7 +37,11 @@ def test_it_has_results_correct_plurals_epochs_from_1_and_the_next_commands(tmp_
     assert "completed: 1 epoch, 40 steps, 2,000 samples in 20 s of training, 100 samples/s, peak memory 1.00" in text
     assert "best: top1 0.5000 in epoch 1\n" in text
     commands = re.findall(r"^  (\S+ \S+)", text, re.MULTILINE)
-    scripts = ("scripts/runs.py", "train.py", "scripts/export.py")
+    scripts = [
+        "scripts/runs.py",  # extra: reports
+        "train.py",
+        "scripts/export.py",
+    ]
     assert commands == ["tensorboard --logdir", *(f"python {script}" for script in scripts)]
     assert "--eval_only" not in text_of(tmp_path, final={})  # nothing to evaluate
     assert text_of(tmp_path, state="preempted").endswith("to continue: the same command with --resume_from auto")
