@@ -97,10 +97,11 @@ if [ -z "$has_path" ]; then
         fork)
             if [[ " $* " = *" --all "* ]]; then
                 add tests/faults tests/extras tests/distributed tests/unit
+                options+=(--ignore=tests/extras/images) # of the built-in data
             else
-                add tests/distributed/test_{exact_*,kernel,oracle,fork*,*seams,terms,resume,refusals}.py
-                add tests/distributed/test_{summarize,predict*}.py tests/unit
-                for name in watchdog mirror lock rendezvous processes stored_run companions; do # of the machine, and take long
+                add tests/distributed/test_{exact_*,other_ranks,kernel,oracle,fork*,*seams,resume,refusals}.py
+                add tests/distributed/test_predict*.py tests/extras/{terms,summarize} tests/unit
+                for name in lock rendezvous processes; do # of the machine, and take long
                     [ ! -e "tests/unit/test_$name.py" ] || options+=("--ignore=tests/unit/test_$name.py")
                 done
             fi

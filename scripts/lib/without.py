@@ -252,7 +252,11 @@ def dangling(files: Files, left: Files) -> list[str]:
     ends = (".py", "/__init__.py")
     found = []
     for name, text in left.items():
-        for node in ast.walk(ast.parse(text)) if name.endswith(".py") else ():
+        try:
+            nodes = [*ast.walk(ast.parse(text))] if name.endswith(".py") else []
+        except SyntaxError:  # a file of the fork that is no Python 3
+            continue
+        for node in nodes:
             modules = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module:
                 modules = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]

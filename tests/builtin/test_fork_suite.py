@@ -117,8 +117,9 @@ def test_rules_and_settings_hold_in_a_fork_with_fields_and_files_of_its_own(tmp_
 def test_the_fork_suite_passes_in_a_fork(tmp_path, make):
     fork = make(tmp_path)
     subprocess.run(["git", "add", "-A"], cwd=fork, check=True)  # as in a clone
-    rest = "tests/faults tests/distributed tests/unit -n 4 --dist loadfile".split()  # without the slow ones
-    for words in ([], rest):
+    # without the slow ones, and those of the built-in data
+    rest = "tests/faults tests/extras --ignore=tests/extras/images tests/distributed tests/unit -n 4 --dist loadfile"
+    for words in ([], rest.split()):
         ended = launch(["scripts/test.sh", "--fork", *words], cwd=fork, deadline=900)
         assert ended.code == 0, ended.text
 

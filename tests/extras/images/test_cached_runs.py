@@ -1,5 +1,5 @@
+# extra: cache and images
 """--cache: the same batches as without a cache, from memory that the ranks of a node share."""
-# extra: images
 
 import hashlib
 import logging
