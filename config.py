@@ -219,11 +219,11 @@ def unfilled(config: TrainingConfig) -> str:
     return "".join(wrong[:1])
 
 
-def multiples(config: TrainingConfig) -> str:
-    """Those of batch_size around global_batch_size; empty if that is one."""
-    total, size = config.global_batch_size, config.batch_size
+def multiples(config: TrainingConfig, of: str = "batch_size") -> str:
+    """Those of the micro-batch around global_batch_size; empty if that is one, or the micro-batch has another field."""
+    total, (name, size) = config.global_batch_size, config.micro_batch
     low = total - total % size
-    return " or ".join(str(fit) for fit in (low, low + size) if fit) if total % size else ""
+    return " or ".join(str(fit) for fit in (low, low + size) if fit) if name == of and total % size else ""
 
 
 # What does not go together: a field, the field or condition that excludes it, what is wrong and what to do. A row
@@ -291,6 +291,26 @@ class TrainingConfig:
     batch_size: int = setting("training", 64, "samples per micro-batch on each rank", at_least(1), "must")
     grad_accum_steps: int = setting("training", 1, "micro-batches per rank and optimizer step", at_least(1))
     global_batch_size: int = setting("training", 0, "samples per step; sets grad_accum_steps (0 = off)", at_least(0))
+    # ---- extra: lengths ----
+    batch_tokens: int = setting(
+        "training",
+        0,
+        "tokens, frames, ... of a micro-batch, padding included; needs lengths (0 = off)",
+        at_least(0),
+        "must",
+    )
+    too_long: str = setting("training", "error", "samples longer than batch_tokens", one_of("error", "alone"))
+    bucket_window: int = setting("training", 100, "micro-batches sorted by length together", at_least(1), "must")
+    RARE.extend(["too_long", "bucket_window"])
+    CONFLICTS.extend([
+        *((name, lambda config: not config.batch_tokens, "needs batch_tokens; add it, or leave this out")
+          for name in ("too_long", "bucket_window")),
+        ("global_batch_size", lambda config: multiples(config, "batch_tokens"),
+         "is in tokens, and not a multiple of batch_tokens={batch_tokens}; give {found}"),
+        ("batch_tokens", lambda config: vars(config).get("compile") == "reduce-overhead",
+         "has batches of many shapes, and CUDA graphs need one; use --compile default"),
+    ])
+    # ---- end of lengths ----
     optimizer: str = setting("training", "sgd", "optimizer", one_of("sgd", "adamw"), "must")
     lr: float = setting("training", "auto", "peak, not scaled by ranks (auto: 0.1, adamw 0.001)", above(0), "may")
     momentum: float = setting("training", 0.9, "SGD momentum, AdamW beta1", between(0, 1), "may")
@@ -320,7 +340,7 @@ class TrainingConfig:
     max_time: float = setting("training", 0.0, "save and stop after this many minutes (0 = off)", at_least(0))
 
     use_amp: bool = setting("precision", True, "mixed precision (on CPUs only with amp_dtype)", resume="may")
-    amp_dtype: str = setting("precision", "auto", "dtype (_params: of gathered shards too)", one_of(*AMP_DTYPES), "may")
+    amp_dtype: str = setting("precision", "auto", "_params: of gathered shards too", one_of(*AMP_DTYPES), "may")
 
     backend: str = setting("distributed", "auto", "nccl on CUDA, else gloo", one_of("auto", "nccl", "gloo", "mpi"))
     init_method: str = setting("distributed", "", "env:// (default), tcp://HOST:PORT or file:///PATH", rendezvous_url)
@@ -377,7 +397,7 @@ class TrainingConfig:
     eval_every_steps: int = setting(
         "checkpoints",
         0,
-        "steps between evaluations within an epoch (0 = off); patience counts each, and a new best saves a checkpoint",
+        "steps between evaluations (0 = off); patience counts each, a new best is saved",
         at_least(0),
     )
     eval_batch_size: int = setting(
@@ -462,10 +482,17 @@ class TrainingConfig:
     def checkpoint_folder(self) -> Path:
         return Path(self.checkpoint_dir) if self.checkpoint_dir else self.run_folder / "checkpoints"
 
+    @property
+    def micro_batch(self) -> tuple[str, int]:
+        """The field that says the size of a micro-batch, and its value."""
+        if self.batch_tokens:  # extra: lengths
+            return "batch_tokens", self.batch_tokens
+        return "batch_size", self.batch_size
+
     def micro_batches_per_step(self, world_size: int) -> int:
         """Micro-batches of all ranks in one optimizer step."""
         if self.global_batch_size:
-            return self.global_batch_size // self.batch_size
+            return self.global_batch_size // self.micro_batch[1]
         return world_size * self.grad_accum_steps
 
     def asks_for_more_than(self, saved: dict[str, Any]) -> bool:

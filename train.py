@@ -131,8 +131,9 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     differences = resume_run(attempt, state, sampler, provenance, sets.listing, has_test="test" in held_out)
     reporter = Reporter(attempt, state, loader, provenance, seams.log_images)
     checkpoints = Checkpoints(attempt, state, provenance, reporter.before_save)
-    events = run.event, run.warn, checkpoints.save_and_finish  # extra: check
-    cross_check = CrossCheck(state, loader, config, ctx, *events)  # extra: check
+    cross_check = CrossCheck(  # extra: check
+        state, loader, config, ctx, run.event, run.warn, checkpoints.save_and_finish
+    )
     reporter.start(loaders, differences)  # training begins
     every = {"train": loader, **loaders}
 

@@ -17,6 +17,7 @@ class Lines(Dataset):
         generator = torch.Generator().manual_seed(size if split == "train" else 1000 + size)
         lengths = torch.randint(2, 10, (size,), generator=generator).tolist()
         self.lines = [torch.randint(16, (length,), generator=generator) for length in lengths]
+        self.lengths = lengths
 
     def __len__(self):
         return len(self.lines)

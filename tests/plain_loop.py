@@ -38,8 +38,8 @@ def schedule(config, step, total, warm_up, progress):
     return (step + 1) / warm_up if step < warm_up else least + (1 - least) * shapes[config.schedule]
 
 
-def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
-    """Yields model, average, summed loss and its count for each step. micro_batches_per_step: ranks x accumulation."""
+def plain_loop(config, micro_batches_per_step, device="cpu", fused=False, packed=None):
+    """Yields model, average, summed loss and its count for each step of ranks x accumulation, or of packed[epoch]."""
     seams, average = vars(sys.modules["model"]), None
     seed("create_dataset", config.seed)
     data = create_dataset(config, "train")
@@ -58,22 +58,22 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)] or [torch.zeros(1)]
     before, means = ([torch.empty_like(s) for s in statistics] for _ in range(2))
-    size = config.batch_size * micro_batches_per_step
+    size = (each := config.batch_size) * micro_batches_per_step
     used = len(data) - config.drop_last * (len(data) % size)
-    per_epoch, (most_epochs, most_steps) = math.ceil(used / size), config.limits
+    per_epoch, (most_epochs, most_steps) = len(packed[0]) if packed else math.ceil(used / size), config.limits
     total = int(min(most_epochs * per_epoch, most_steps))
     warm_up = round(config.warmup_epochs * per_epoch) if config.warmup_steps == "auto" else config.warmup_steps
     factor_at, step, user = seams.get("lr_factor", schedule), -1, {}
     after_step = torch.no_grad()(seams.get("after_step", lambda *_: None))
     for epoch in range(math.ceil(total / per_epoch)):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(number("order", config.seed, epoch)))
-        for window in order[:used].split(size)[: total - step - 1]:
+        for parts in packed[epoch] if packed else [w.split(each) for w in order[:used].split(size)[: total - step - 1]]:
             seen, step, count, loss_of_step = epoch * used + (step + 1) % per_epoch * size, step + 1, 0.0, 0.0
             now = {"step": step, "total_steps": total, "epoch": epoch, "samples_seen": seen}
             view = Progress(**{name: torch.full((), value, device=device) for name, value in now.items()})
             more = {"progress": view} if "progress" in inspect.signature(compute_loss).parameters else {}
             torch._foreach_copy_(before, statistics), torch._foreach_zero_(means)
-            parts, key = window.split(config.batch_size), (config.seed, epoch)
+            key, whole = (config.seed, epoch), sum(map(len, parts))
             batches = [transform(collate(samples(data, part.tolist(), *key)), *key, part) for part in parts]
             counts = sum(map(Counter, map(seams.get("loss_counts", lambda batch: {}), batches)), Counter())
             for m, (chosen, batch) in enumerate(zip(parts, batches, strict=True)):
@@ -84,7 +84,7 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False):
                     loss = sum(loss[name][2] * loss[name][0] / n for name, n in counts.items()), 1 / len(parts)
                 loss[0].backward()
                 loss_of_step, count = loss_of_step + loss[0].detach().double(), count + float(loss[1])
-                torch._foreach_add_(means, torch._foreach_mul(statistics, len(chosen) / len(window)))
+                torch._foreach_add_(means, torch._foreach_mul(statistics, len(chosen) / whole))
             torch._foreach_copy_(statistics, means)
             torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], count)
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm or math.inf)

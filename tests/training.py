@@ -30,7 +30,8 @@ class PatientCheckpoints(Checkpoints):
 train.Checkpoints = PatientCheckpoints
 STATE = ("model", "ema", "optimizer", "scaler", "progress")  # the entries of a checkpoint that define a run
 ENDS = "epochs steps skipped_steps samples_seen best_value best_epoch best final".split()  # entries of a summary
-TIMES = ("samples_per_s", "data_wait_s", "step_s", "peak_memory_bytes", "time", "seconds")  # differ between equal runs
+# of records: they differ between equal runs
+TIMES = ("samples_per_s", "tokens_per_s", "data_wait_s", "step_s", "peak_memory_bytes", "time", "seconds")
 SIZE = ["--image_size", "8"] if hasattr(TrainingConfig, "image_size") else []  # a fork may delete the field
 TINY = [*SIZE, *"--batch_size 4 --log_interval 5 --save_every_minutes 0 --backend gloo".split()]
 

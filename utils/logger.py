@@ -17,7 +17,7 @@ from utils.files import LinesFile
 NAME = "ddp"
 RESERVED = (  # keys of a record besides the metrics
     *("kind", "epoch", "step", "split", "weights", "count", "lr", "lr_of_groups", "grad_norm", "samples_per_s"),
-    *("skipped_steps", "data_wait_s", "step_s", "peak_memory_bytes", "fingerprint"),
+    *("skipped_steps", "data_wait_s", "step_s", "peak_memory_bytes", "fingerprint", "tokens_per_s", "padding"),
 )
 ALIKE = 25  # the level of a warning that all ranks have: only rank 0 shows it
 logging.addLevelName(ALIKE, "WARNING")
@@ -122,7 +122,7 @@ def log_training_step(
     begin = [f"epoch {record['epoch']}", f"step {record['step']}/{total_steps}", f"loss {show(record['loss'])}"]
     begin[2] += f" ({skipped} skipped)" if (skipped := record.get("skipped_steps")) else ""
     end = [f"lr {record['lr']:.3g}", f"{rate:,.0f} samples/s"]
-    if left := total_steps - record["step"]:
+    if (left := total_steps - record["step"]) > 0:
         end.append(f"{duration(step_s * left)} left")
 
     def has_room(part: str) -> bool:
@@ -135,7 +135,10 @@ def log_training_step(
         end[1] += f" ({rate / world_size:,.0f} per rank)"
     waited = record["data_wait_s"] / step_s if step_s else 0.0
     details = [f"data wait {waited:.0%}"] * (waited >= 0.01)
-    details += [f"{targets_per_s:,.0f} targets/s"] * (targets_per_s >= 0.5)
+    if "tokens_per_s" in record:
+        details += [f"{record['tokens_per_s']:,.0f} tokens/s", f"{record['padding']:.1%} padding"]
+    else:
+        details += [f"{targets_per_s:,.0f} targets/s"] * (targets_per_s >= 0.5)
     details.append(f"mem {record['peak_memory_bytes'] / 2**30:.2f} GiB")
     for part in details:
         end += [part] * has_room(part)

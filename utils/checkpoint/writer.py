@@ -124,8 +124,8 @@ class Writer:
         if before <= self._limits.to_warn < self._stalled_s:
             logging.getLogger(NAME).warning("%s; check the storage", text)  # perhaps only of this rank
         since_stop = min(self._stalled_s, now - STOP.came_at)
-        too_long = max(self._stalled_s - self._limits.without, since_stop - self._limits.after_stop)
-        if too_long > size_of(self.copy.result()) / FLUSHED_PER_SECOND:
+        excess = max(self._stalled_s - self._limits.without, since_stop - self._limits.after_stop)
+        if excess > size_of(self.copy.result()) / FLUSHED_PER_SECOND:
             rank, host = self._whose
             text += f" (rank {rank} on {host}), so training ends; the latest checkpoint is {self._latest or 'missing'}"
             raise TrainingError(f"{text}; repair the storage, then --resume_from auto", rank, host)

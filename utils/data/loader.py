@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -104,7 +104,7 @@ class GlobalBatchLoader:
                 raise
             self.failure = failure or error
         try:
-            stand_in = self.fetch([*range(min(self.sampler.batch_size, len(self.dataset)))])[2]
+            stand_in = self.fetch(self.largest()[0])[2]
         except Exception:
             raise self.failure from None
         for micro_batch in self._planned(number):
@@ -123,14 +123,23 @@ class GlobalBatchLoader:
         """The plan, from the number-th micro-batch after the current position on."""
         return itertools.islice(self.sampler.micro_batches(self.sampler.epoch, self.sampler.start), number, None)
 
-    def sample_batch(self) -> Any:
-        """The first micro-batch, fetched in this process, for the passes before the first step.
+    def largest(self) -> list[list[int]]:
+        """The samples of a full micro-batch, or of those that need the most memory if lengths differ."""
+        return self.sampler.largest or [[*range(min(self.sampler.batch_size, len(self.dataset)))]]
+
+    def sample_batches(self) -> list[Any]:
+        """These micro-batches, fetched in this process, for the passes before the first step.
 
         Raises UserError if /dev/shm cannot hold as many such batches as the workers prefetch.
         """
-        _, collated, batch = self.fetch(list(range(min(self.sampler.batch_size, len(self.dataset)))))
-        self.check_shared_memory(collated)
-        return batch
+        found = [self.fetch(indices)[1:] for indices in self.largest()]
+        for collated, _ in found:
+            self.check_shared_memory(collated)
+        return [batch for _, batch in found]
+
+    def sample_batch(self) -> Any:
+        """The first of them."""
+        return self.sample_batches()[0]
 
     def check_shared_memory(self, collated: Any, count: int = 1) -> None:
         """Raises UserError if /dev/shm cannot hold what the workers prefetch, in batches of `count` times this size."""
@@ -239,6 +248,18 @@ def assignment_of(config: TrainingConfig, ctx: DistributedContext, is_padded: bo
     return Assignment(ctx.rank, ctx.world_size, is_padded)
 
 
+def sampler_of(
+    dataset: MapDataset, config: TrainingConfig, ctx: DistributedContext, is_training: bool
+) -> Callable[..., GlobalBatchSampler]:
+    """What creates the sampler of a set, from the options of GlobalBatchSampler without batch_size."""
+    if config.batch_tokens:  # extra: lengths
+        from utils.extras.lengths import budget_sampler
+
+        return budget_sampler(dataset, config, ctx, is_training)
+    size = config.batch_size if is_training else config.eval_batch_size or config.batch_size
+    return functools.partial(GlobalBatchSampler, dataset, batch_size=size)
+
+
 def create_distributed_dataloader(
     dataset: MapDataset,
     config: TrainingConfig,
@@ -249,9 +270,7 @@ def create_distributed_dataloader(
     """The loader of the training set on this rank, and its sampler. Raises UserError if an epoch would be empty."""
     is_padded = False
     is_padded = config.sharding != "none"  # extra: sharding
-    sampler = GlobalBatchSampler(
-        dataset,
-        batch_size=config.batch_size,
+    sampler = sampler_of(dataset, config, ctx, is_training=True)(
         micro_batches_per_step=config.micro_batches_per_step(ctx.world_size),
         assignment=assignment_of(config, ctx, is_padded),
         seed=config.seed,
@@ -270,19 +289,16 @@ def create_evaluation_dataloader(
     clock: Clock | None = None,
     holds_failure: bool = False,
 ) -> GlobalBatchLoader:
-    """The loader of an evaluation set, with equally many micro-batches per rank, of `eval_batch_size` samples.
+    """The loader of an evaluation set, with equally many micro-batches per rank, of `eval_batch_size` samples or by a
+    budget.
 
     Micro-batch b is on rank b % world_size; for exact sums the whole set is one global batch, of which each rank gets
     consecutive ones.
     """
-    size, assignment = config.eval_batch_size or config.batch_size, assignment_of(config, ctx, is_padded=True)
-    sampler = GlobalBatchSampler(
-        dataset,
-        batch_size=size,
-        micro_batches_per_step=assignment.together(math.ceil(len(dataset) / size)),
-        assignment=assignment,
-        seed=config.seed,
-        shuffle=False,
+    assignment = assignment_of(config, ctx, is_padded=True)
+    sampler = sampler_of(dataset, config, ctx, is_training=False)(
+        micro_batches_per_step=1, assignment=assignment, seed=config.seed, shuffle=False
     )
+    sampler.micro_batches_per_step = assignment.together(sampler.count)
     phases = "evaluation", "evaluation"
     return GlobalBatchLoader(sampler, config, ctx, clock, phases, holds_failure=holds_failure)

@@ -3,7 +3,8 @@
 The order is cut into micro-batches of `batch_size` consecutive entries; `micro_batches_per_step` consecutive
 micro-batches form a global batch, that is one optimizer step. Micro-batch m of a global batch goes to rank
 m % world_size, or, for exact sums, each rank gets a run of consecutive ones. Given `micro_batches_per_step`, which
---global_batch_size fixes, ranks decide only who computes a micro-batch, never what is in it.
+--global_batch_size fixes, ranks decide only who computes a micro-batch, never what is in it. Samples of unequal length
+may be packed by a budget instead (utils/extras/lengths).
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ class GlobalBatchSampler(DistributedSampler):
     """
 
     dataset: Any  # a MapDataset
+    is_packed = False  # by length: epochs may differ in the number of their micro-batches
+    largest: list[list[int]] = []  # if it is: the samples of micro-batches that need the most memory
+    provenance: dict[str, Any] = {}  # what must be the same on a resume, besides the config
 
     def __init__(
         self,
@@ -115,9 +119,14 @@ class GlobalBatchSampler(DistributedSampler):
         return math.ceil(self.samples_per_epoch / self.global_batch_size)
 
     @property
+    def count(self) -> int:
+        """The micro-batches of an epoch, over all ranks."""
+        return math.ceil(self.samples_per_epoch / self.batch_size)
+
+    @property
     def passes_per_epoch(self) -> int:
         """The micro-batches of each rank, padding included, where all have equally many."""
-        return math.ceil(math.ceil(self.samples_per_epoch / self.batch_size) / self.num_replicas)
+        return math.ceil(self.count / self.num_replicas)
 
     def steps_left(self, epoch: int, start: int, epochs: float) -> float:
         """Optimizer steps from sample `start` of an epoch to the end of a run of so many epochs."""
@@ -152,6 +161,14 @@ class GlobalBatchSampler(DistributedSampler):
                 order = torch.arange(n, dtype=dtype)
             self._order = (epoch, order[: self.samples_per_epoch].to(dtype))
         return self._order[1]
+
+    def global_batch(self, epoch: int, start: int, number: int) -> list[int]:
+        """The samples of a step: the number-th, from 0, of those from position `start` of the epoch on."""
+        return self.order(epoch)[start + number * self.global_batch_size :][: self.global_batch_size].tolist()
+
+    def tokens(self, epoch: int, first: int, samples: int) -> tuple[int, int]:
+        """The tokens of these entries of the order, without and with padding; zeros if lengths are not known."""
+        return 0, 0
 
     def micro_batches(self, epoch: int, start: int = 0, rank: int | None = None) -> Iterator[MicroBatch]:
         """The micro-batches of a rank (this one) from position `start` of the epoch on, including padding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ class LogPoint:
 
     at: dict[str, Any]  # epoch, step and learning rates
     samples: int  # in the interval, of all ranks
+    tokens: tuple[int, int]  # without and with padding; zeros if lengths are not known
     steps: int
     read: Read
     take_seconds: Callable[[], tuple[float, float, float]]  # of this rank, from `Clock.take`
@@ -34,8 +36,13 @@ class LogPoint:
             **means,
             **({"skipped_steps": skips} if skips else {}),
             "samples_per_s": self.samples / seconds if seconds else 0.0,
+            **self._tokens(seconds),
             "data_wait_s": waited / self.steps,
             "step_s": seconds / self.steps,
             "peak_memory_bytes": int(max(memory for *_, memory in ranks)),
             **more,
         }
+
+    def _tokens(self, seconds: float) -> dict[str, float]:
+        tokens, padded = self.tokens
+        return {"tokens_per_s": tokens / (seconds or math.inf), "padding": 1 - tokens / padded} if padded else {}

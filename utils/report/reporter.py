@@ -71,7 +71,7 @@ class Reporter:
             from utils.extras.profiler import Profiler
 
             self._observers.append(Profiler(run.folder / "traces", ctx.device, attempt.logger))
-        self._samples, self._steps = 0, 0  # since the last log point
+        self._samples, self._steps, self._tokens = 0, 0, (0, 0)  # since the last log point
         self._unwritten: LogPoint | None = None
 
     def start(self, held_out: dict[str, GlobalBatchLoader], differences: list[str]) -> None:
@@ -111,6 +111,8 @@ class Reporter:
         self._run.progress(epoch=progress.epoch_number, step=step, samples_seen=progress.samples_seen)
         self._samples += samples
         self._steps += 1
+        more = self._loader.sampler.tokens(progress.epoch, progress.samples_in_epoch - samples, samples)
+        self._tokens = self._tokens[0] + more[0], self._tokens[1] + more[1]
         if self._unwritten and step - self._unwritten.at["step"] >= READ_AFTER:
             self.catch_up()
         self._terminal.step(step)
@@ -121,7 +123,7 @@ class Reporter:
     def is_due(self) -> bool:
         """Whether the step just made ends an interval."""
         step = self._state.progress.step
-        return step % self._config.log_interval == 0 or step == self._state.schedule.total_steps
+        return step % self._config.log_interval == 0 or self._state.schedule.is_at_end
 
     def log(self) -> None:
         """Begin the train record of the interval that ends here. Its values are read a few steps later, when the device
@@ -132,11 +134,12 @@ class Reporter:
         self._unwritten = LogPoint(
             at={"epoch": progress.epoch_number, "step": progress.step} | rates,
             samples=self._samples,
+            tokens=self._tokens,
             steps=max(1, self._steps),
             read=state.interval.begin_read(fingerprint(state)),
             take_seconds=self._attempt.clock.take(),
         )
-        self._samples, self._steps = 0, 0
+        self._samples, self._steps, self._tokens = 0, 0, (0, 0)
         state.interval.values.zero_()
 
     def catch_up(self) -> None:

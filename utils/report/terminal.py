@@ -46,7 +46,7 @@ class Terminal:
             "data": _data_line(self._loader, held_out),
             "evaluation": "" if held_out else "none: the data has no validation or test set",
             "workers": f"{self._loader.num_workers} per rank",
-            "batch": _batch_line(config.batch_size, sampler.micro_batches_per_step, ctx.world_size),
+            "batch": _batch_line(*config.micro_batch, sampler.micro_batches_per_step, ctx.world_size),
             "steps": f"{total:,}, {sampler.steps_per_epoch:,} per epoch{shorter}",
             "precision": state.precision.title,
             "optimizer": type(state.optimizer).__name__ + ("" if state.updater.skips_on_device else READS),
@@ -66,7 +66,7 @@ class Terminal:
             return
         more = ""
         if latest := self._latest:
-            left = duration(latest["step_s"] * (self._total_steps - step))
+            left = duration(latest["step_s"] * max(0, self._total_steps - step))
             more = f" | loss {show(latest['loss'])} | {latest['samples_per_s']:,.0f} samples/s | {left} left"
         show_progress(self._logger, step, self._total_steps, "step", more)
 
@@ -111,10 +111,11 @@ def _data_line(loader: GlobalBatchLoader, held_out: dict[str, GlobalBatchLoader]
     return line + (f", {len(classes):,} classes" if classes else "")
 
 
-def _batch_line(size: int, micro_batches: int, ranks: int) -> str:
+def _batch_line(field: str, size: int, micro_batches: int, ranks: int) -> str:
     """64 per rank x 2 accumulation x 4 ranks = 512 global."""
     each = math.ceil(micro_batches / ranks)
-    end = f"{count(ranks, 'rank')} = {micro_batches * size} global"
+    unit = "" if field == "batch_size" else f" {field.split('_')[-1]} at most"
+    end = f"{count(ranks, 'rank')} = {micro_batches * size} global{unit}"
     if micro_batches == each * ranks:
         return f"{size} per rank x {each} accumulation x {end}"
     return f"{micro_batches} x {size} on {end} ({1 - micro_batches / (each * ranks):.0%} of the ranks' time is idle)"

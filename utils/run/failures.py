@@ -42,9 +42,9 @@ def check_progress(run: RunFolder, progress: Progress, sampler: GlobalBatchSampl
     if len(failures) < MAX_FAILURES:
         return
     on_rank_0(lambda: run.mark_diagnosed(), ctx)
-    step, size = max(each["step"] for each in failures) + 1, sampler.global_batch_size
-    first = progress.samples_in_epoch + (step - progress.step - 1) * size
-    indices = sampler.order(progress.epoch)[max(0, first) : first + size].tolist()[:32]
+    step = max(each["step"] for each in failures) + 1
+    number = max(0, step - progress.step - 1)
+    indices = sampler.global_batch(progress.epoch, progress.samples_in_epoch, number)[:32]
     which = (
         f" (epoch {progress.epoch + 1}, samples {indices})" if indices and KILLED not in failures[-1]["error"] else ""
     )
@@ -72,7 +72,7 @@ def explain_memory(
         ways += ["fewer --num_workers", "more memory for the job"]
     if is_of_device and ctx.world_size > 1 and config.sharding == "none":  # extra: sharding
         ways.append("--sharding zero3")
-    flags = halved(config.batch_size, config, ctx.world_size)
+    flags = halved(config.micro_batch[1], config, ctx.world_size)
     if flags and not is_resumed:
         ways.insert(0, f"{flags} (the same global batch; scripts/benchmark.py --find-batch shows what fits)")
     ways.append("a smaller model or image size")
@@ -80,7 +80,7 @@ def explain_memory(
 
 
 def halved(size: int, config: TrainingConfig, world_size: int) -> str:
-    """Flags for a micro-batch of at most half of `size` with the same global batch; empty below one sample."""
-    whole = config.batch_size * config.micro_batches_per_step(world_size)
+    """Flags for a micro-batch of at most half of `size` with the same global batch; empty below 1."""
+    name, whole = config.micro_batch[0], config.micro_batch[1] * config.micro_batches_per_step(world_size)
     size = next((size for size in range(size // 2, 0, -1) if whole % size == 0), 0)
-    return f"--batch_size {size} --global_batch_size {whole}" if size else ""
+    return f"--{name} {size} --global_batch_size {whole}" if size else ""

@@ -66,7 +66,7 @@ def provenance_of(
     found |= state.sharing.provenance | {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
     # for a fork that has deleted some of them: the default, and whether a resume must or may differ
     found["fields"] = {each.name: [each.default, each.metadata["resume"]] for each in dataclasses.fields(config)}
-    return found | {"global_batch_size": sampler.global_batch_size}
+    return found | sampler.provenance | {"global_batch_size": sampler.global_batch_size}
 
 
 def versions() -> dict[str, str]:

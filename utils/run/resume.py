@@ -127,11 +127,14 @@ def rows_of(payload: dict[str, Any], config: TrainingConfig, provenance: dict[st
     """All that is compared but the data. provenance: as for `compare`."""
     before = payload["provenance"]
     size = "global batch: {here} samples per optimizer step, the checkpoint has {before}"
+    lengths = "lengths: those of the training samples are not the checkpoint's, so micro-batches would be others"
+    is_planned = "lengths" in before  # a position counts what is packed into micro-batches
     precision = "precision: {here}, the checkpoint was made in {before}"
     kinds = {
         "mean": ("must", SETTING),
         "std": ("must", SETTING),
-        "global_batch_size": ("must" if config.global_batch_size else "may", size),
+        "lengths": ("must", lengths),
+        "global_batch_size": ("must" if config.global_batch_size or is_planned else "may", size),
         "precision": ("may", precision),
     }
     kinds |= rows_of_exact(payload, config)  # extra: exact

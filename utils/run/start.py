@@ -80,19 +80,19 @@ def claim_run(config: TrainingConfig, ctx: DistributedContext, ending: Ending) -
     ending.report_to(run)  # a start that is refused from here on is undone
     if decided.is_completed:
         return run
-    if config.mirror:  # extra: companions
+    if config.mirror or lock:  # extra: companions
         from utils.extras.companions.apart import own_folder
-
-        apart, own_lock = own_folder(config, decided, ctx)
-        decided, lock = dataclasses.replace(decided, apart=apart), lock or own_lock
-    run = RunFolder(*folders, decided, lock)
-    if lock:  # extra: companions
         from utils.extras.companions.beside import Companions
         from utils.extras.companions.programs import plan_of
 
-        more = {"apart": decided.apart, "resume_from": decided.resume_from, "decision": decided.decision}
-        plan = plan_of(config, ctx.rank, ctx.host, decided.token, decided.launch_id, **more)
-        run = RunFolder(*folders, decided, lock, Companions(config, plan, ctx))
+        if config.mirror:
+            apart, own_lock = own_folder(config, decided, ctx)
+            decided, lock = dataclasses.replace(decided, apart=apart), lock or own_lock
+        run = RunFolder(*folders, decided, lock)
+        if lock:
+            more = {"apart": decided.apart, "resume_from": decided.resume_from, "decision": decided.decision}
+            plan = plan_of(config, ctx.rank, ctx.host, decided.token, decided.launch_id, **more)
+            run = RunFolder(*folders, decided, lock, Companions(config, plan, ctx))
     ending.report_to(run)
     if run.resume_path and run.resume_path.parent == run.checkpoints:  # extra: companions
         from utils.extras.companions.apart import share

@@ -8,8 +8,6 @@ merged into the committed statistics when the step is taken. Between two steps e
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -105,9 +103,9 @@ def check_sync_batchnorm(model: nn.Module, sampler: GlobalBatchSampler, ctx: Dis
         return
     if ctx.device.type != "cuda":
         raise UserError("SyncBatchNorm: works on CUDA only; leave out --sync_bn on the CPU")
-    size = sampler.global_batch_size
-    in_last_step = math.ceil((sampler.samples_per_epoch % size) / sampler.batch_size)  # micro-batches
-    if any(count % ctx.world_size for count in (sampler.micro_batches_per_step, in_last_step)):
+    full = sampler.micro_batches_per_step
+    is_uneven = any(count % ctx.world_size for count in (full, sampler.count % full))
+    if is_uneven or (sampler.is_packed and not sampler.drop_last):
         raise UserError(
             "SyncBatchNorm: every rank needs the same number of micro-batches in every step; "
             "add --drop_last and use a global batch size that the number of ranks divides"

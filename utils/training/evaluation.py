@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -58,13 +59,14 @@ class Evaluation:
                 found.append({**where, "weights": kind, **means})
                 if not math.isfinite(means["loss"]) and (samples := self.non_finite(loader, split)):
                     text = "evaluation of %s: the loss of %s is not finite (%d of %d in its micro-batch)"
-                    name, size = sample_name(loader.dataset, samples[0]), loader.sampler.batch_size
-                    logging.getLogger(NAME).log(ALIKE, text, split, name, len(samples), size)
+                    name, wrong = sample_name(loader.dataset, samples[0][0]), [len(each) for each in samples]
+                    logging.getLogger(NAME).log(ALIKE, text, split, name, *wrong)
         return found
 
     @torch.no_grad()
-    def non_finite(self, loader: GlobalBatchLoader, split: str) -> list[int]:
-        """The samples whose loss is not finite in the first micro-batch that has such, in another pass over the set."""
+    def non_finite(self, loader: GlobalBatchLoader, split: str) -> tuple[list[int], ...]:
+        """The samples whose loss is not finite in a micro-batch that has such, and all of its samples, in another pass
+        over the set."""
 
         def is_finite(batch: Any, indices: Sequence[int]) -> bool:
             seed_evaluation(self.ctx.device, loader.sampler.seed, "compute_loss", split, indices)
@@ -76,9 +78,12 @@ class Evaluation:
             is_wrong = not is_finite(each.batch, each.indices) and not each.is_padding
             first = all_reduce_scalar(each.indices[0] if is_wrong else math.inf, "min", self.ctx.control)
             if first < math.inf:  # all ranks look at its samples: with a sharded model none can do so alone
-                batch = range(int(first), min(int(first) + loader.sampler.batch_size, len(loader.dataset)))
-                return [each for each in batch if not is_finite(loader.fetch([each])[2], [each])]
-        return []
+                ranks = range(self.ctx.world_size)
+                found = itertools.chain.from_iterable(loader.sampler.micro_batches(0, rank=rank) for rank in ranks)
+                batch = next(each.indices for each in found if each.indices[0] == first)
+                wrong = [each for each in batch if not is_finite(loader.fetch([each])[2], [each])]
+                return (wrong, batch) if wrong else ()
+        return ()
 
     @torch.no_grad()
     def means(
@@ -123,7 +128,7 @@ class Evaluation:
             raise RuntimeError(f"evaluation counted {count} samples of {whole}; this is a bug in the loader")
         sentence = "compute_loss: {other} and {first} report different metrics; report the same for every batch"
         require_equal(tracker.layout, sentence, ctx)
-        if work := ranks.start(tracker.values, math.ceil(count / loader.sampler.batch_size)):
+        if work := ranks.start(tracker.values, loader.sampler.count):
             work.wait()
         means = tracker.means()
         if outputs:  # extra: summarize

@@ -42,19 +42,22 @@ def first_passes(
     """
     compute_loss = seams.compute_loss
     on_all_ranks(lambda: check_one_sample(state, loader, compute_loss, config.max_steps), ctx)
-    batch = on_all_ranks(loader.sample_batch, ctx)
+    batch, *others = on_all_ranks(loader.sample_batches, ctx)
     # the loss is doubled on every other rank: gradients differ unless they are averaged
     digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)
+    on_all_ranks(lambda: [train_twice(model, each, state, compute_loss) for each in others], ctx)
     if state.sharing.has_whole_gradients:
         require_equal(digest, NOT_AVERAGED, ctx)
     layout = state.sums.metrics.layout
     require_equal(layout, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx)
 
     def evaluate(loader: GlobalBatchLoader) -> list[str]:
-        batch = loader.sample_batch()
+        batch, *others = loader.sample_batches()
         names = evaluate_once(batch, state, compute_loss)
+        for each in others:
+            evaluate_once(each, state, compute_loss)
         if seams.summary:  # extra: summarize
-            names += seams.summary.names(state, batch, sizes_of(loader)[0], len(loader.dataset))
+            names += seams.summary.names(state, batch, len(loader.largest()[0]), len(loader.dataset))
         return names
 
     names = on_all_ranks(lambda: [evaluate(each) for each in held_out.values()], ctx)
@@ -78,6 +81,7 @@ def check_one_sample(state: TrainState, loader: GlobalBatchLoader, compute_loss:
     except Exception as error:  # another one, as of a loss that needs gradients, shows later if it is the run's own
         if "Expected more than 1 value per channel" in str(error):
             which = "the last micro-batch of an epoch" if len(sizes) > 1 else "each micro-batch"
+            which = "a micro-batch of the longest samples" if sampler.is_packed else which
             raise UserError(
                 f"batch_size={sampler.batch_size}: of {sampler.samples_per_epoch} samples, {which} has one, for which"
                 f" BatchNorm has no variance ({error}); use another --batch_size or --drop_last"
@@ -114,6 +118,8 @@ def evaluate_once(batch: Any, state: TrainState, compute_loss: ComputeLoss) -> l
 
 
 def sizes_of(loader: GlobalBatchLoader) -> list[int]:
-    """The batch sizes of an epoch: the full one, and that of a short last micro-batch."""
+    """The batch sizes of an epoch: the full one, and that of a short last micro-batch; the extremes if it is packed."""
+    if loader.sampler.is_packed:
+        return [len(indices) for indices in loader.largest()]
     samples, size = loader.sampler.samples_per_epoch, loader.sampler.batch_size
     return [size, samples % size] if samples > size and samples % size else [min(size, samples)]

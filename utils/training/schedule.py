@@ -64,23 +64,27 @@ class Schedule:
 
     def __init__(self, config: TrainingConfig, lr_factor: Callable[..., float | dict[str, float]]) -> None:
         self.progress, self.total_steps = Progress(), 0
-        self._config, self._lr_factor = config, lr_factor
-        self._warmup_steps = self._samples_per_epoch = 0
+        self._config, self._lr_factor, self._warmup_steps = config, lr_factor, 0
+        self._sampler: GlobalBatchSampler | None = None
         self._has_ended = False
 
     def plan(self, sampler: GlobalBatchSampler) -> None:
         """Plan the whole run, which continues from `progress`."""
         progress, config = self.progress, self._config
         epochs, steps = config.limits
-        total = progress.step + sampler.steps_left(progress.epoch, progress.samples_in_epoch, epochs)
+        if sampler.is_packed:  # the same on each resume
+            total = epochs * sampler.steps_per_epoch
+        else:
+            total = progress.step + sampler.steps_left(progress.epoch, progress.samples_in_epoch, epochs)
         self.total_steps = int(min(total, steps))
         by_epochs = round(config.warmup_epochs * sampler.steps_per_epoch)
         self._warmup_steps = unless_auto(config.warmup_steps, by_epochs)
-        self._samples_per_epoch = sampler.samples_per_epoch
+        self._sampler = sampler
 
     def factor_at(self, step: int, progress: Progress) -> float | dict[str, float]:
         """The factor on the learning rate at this step, from 0, or those of the named parameter groups."""
         length = self._config.schedule_steps or self.total_steps
+        step = min(step, self.total_steps - 1)  # epochs may have a few more steps than the first one
         return self._lr_factor(self._config, step, length, self._warmup_steps, progress)
 
     @property
@@ -97,11 +101,13 @@ class Schedule:
     @property
     def is_at_end(self) -> bool:
         """Whether all optimizer steps were made."""
-        return self.progress.step >= self.total_steps
+        epochs, steps = self._config.limits
+        return self.progress.step >= steps or self.progress.epoch + self.is_epoch_complete >= epochs
 
     @property
     def is_epoch_complete(self) -> bool:
-        return self.progress.samples_in_epoch >= self._samples_per_epoch
+        epoch, start = self.progress.epoch, self.progress.samples_in_epoch
+        return self._sampler is None or self._sampler.steps_left(epoch, start, epoch + 1) == 0
 
     @property
     def is_evaluation_due(self) -> bool:

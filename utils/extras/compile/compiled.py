@@ -33,9 +33,9 @@ def compile_all_sizes(
     import torch._dynamo  # takes seconds
 
     logger, began = logging.getLogger(NAME), perf_counter()
-    passes = [("training", loader, size) for size in sizes_of(loader)]
-    passes += [("evaluation", each, size) for each in held_out.values() for size in sizes_of(each)]
-    shown = ", ".join(dict.fromkeys(f"{size} in {kind}" for kind, _, size in passes))
+    passes = [("training", loader, indices) for indices in batches_of(loader)]
+    passes += [("evaluation", each, indices) for each in held_out.values() for indices in batches_of(each)]
+    shown = ", ".join(dict.fromkeys(f"{len(indices)} in {kind}" for kind, _, indices in passes))
     logger.info("compiling (%s) for %s: %s", config.compile, count(passes, "batch size"), shown)
     torch.compiler.reset()  # drops the code of an earlier run in this process
     # graphs are split at DDP's buckets, so that these overlap; torch cannot split recomputed blocks, tiny buckets, or
@@ -45,9 +45,9 @@ def compile_all_sizes(
     torch._dynamo.config.optimize_ddp = is_split and not 0 < config.bucket_cap_mb < 1
     counters = torch._dynamo.utils.counters
     compiled, skipped = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
-    state.model.compile(mode=config.compile, dynamic=False)
-    for kind, source, size in passes:
-        batch = source.fetch(list(range(size)))[2]
+    state.model.compile(mode=config.compile, dynamic=loader.sampler.is_packed)
+    for kind, source, indices in passes:
+        batch, size = source.fetch(indices)[2], len(indices)
         if kind == "training":
             train_twice(model, batch, state, seams.compute_loss)
         else:
@@ -65,3 +65,8 @@ def compile_all_sizes(
     if config.compile == "reduce-overhead" and skipped:
         text = "reduce-overhead: %s run without CUDA graphs (TORCH_LOGS=cudagraphs shows why)"
         logger.info(text, count(skipped, "compiled part"))  # of rank 0; it is the same on the others
+
+
+def batches_of(loader: GlobalBatchLoader) -> list[list[int]]:
+    """The samples of a batch of each size; where lengths vary too, of the largest ones."""
+    return loader.sampler.largest or [[*range(size)] for size in sizes_of(loader)]

@@ -1,0 +1,27 @@
+"""An independent, slow definition of the plan of --batch_tokens, in Python's integers."""
+
+import torch
+
+from plain_loop import number
+
+
+def micro_batches(lengths, budget, *, seed, epoch, samples=0, window=100, order=None, is_drawn=True):
+    """The sample indices of each micro-batch of an epoch, in order. order: that of the epoch, by default torch's."""
+    n = len(lengths)
+    if order is None:
+        generator = torch.Generator().manual_seed(number("order", seed, epoch))
+        order = torch.randperm(n, generator=generator).tolist() if is_drawn else [*range(n)]
+    length = [lengths[k % n] for k in order]
+    together = max(1, window * budget * n // sum(length)) if is_drawn else n
+    found = []
+    for turn, first in enumerate(range(0, n, together)):
+        places = range(first, min(n, first + together))
+        places = sorted(places, key=lambda place: -length[place] if turn % 2 else length[place])
+        for place in places:
+            more = [*found[-1], place] if found else []
+            fits = more and max(length[k] for k in more) * len(more) <= budget and len(more) <= (samples or n)
+            found = [*found[:-1], more] if fits else [*found, [place]]
+    if is_drawn:
+        generator = torch.Generator().manual_seed(number("micro-batches", seed, epoch))
+        found = [found[k] for k in torch.randperm(len(found), generator=generator).tolist()]
+    return [[order[place] for place in each] for each in found]

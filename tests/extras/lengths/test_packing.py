@@ -1,0 +1,295 @@
+"""The plan of --batch_tokens, against an independent definition, and what must follow from it."""
+
+import math
+import time
+from itertools import accumulate, chain
+
+import pytest
+import torch
+from packing import micro_batches
+
+from config import TrainingConfig, UserError
+from ddp_utils import DistributedContext
+from ranks import package
+from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
+from utils.data.sampler import Assignment
+from utils.data.sets import choose_samples
+from utils.extras.exact import Runs  # extra: exact
+from utils.extras.lengths import Budget, BudgetSampler, balanced
+from utils.training.schedule import Schedule
+
+hypothesis, st = package("hypothesis"), package("hypothesis.strategies")
+WAYS = {
+    "by size": Assignment,
+    "runs": Runs,  # extra: exact
+}
+EXAMPLES = hypothesis.settings(
+    max_examples=200, derandomize=True, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
+
+
+class Sequences:
+    """Samples of these lengths."""
+
+    def __init__(self, lengths, **more):
+        self.lengths = lengths if isinstance(lengths, dict) else torch.as_tensor(lengths)
+        vars(self).update(more)
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return torch.ones(int(self.lengths[index]))
+
+    def path(self, index):
+        return f"{index}.flac"
+
+
+def samplers(data, budget, ranks, per_step, way="by size", is_padded=False, **options):
+    """Those of all ranks."""
+    options |= {"micro_batches_per_step": per_step, "seed": 1}
+    world = [WAYS[way](rank, ranks, is_padded) for rank in range(ranks)]
+    return [BudgetSampler(data, data.lengths.long(), budget, assignment=each, **options) for each in world]
+
+
+def padded(indices, lengths):
+    return max(lengths[k % len(lengths)] for k in indices) * len(indices)
+
+
+@pytest.mark.guarantee("order", "gradient", "lengths")
+@EXAMPLES
+@hypothesis.given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    budget=st.integers(20, 120),
+    samples=st.sampled_from([0, 1, 3]),
+    window=st.integers(1, 5),
+    ranks=st.integers(1, 5),
+    per_step=st.integers(1, 7),
+    epoch=st.integers(0, 3),
+    drop=st.booleans(),
+    way=st.sampled_from([*WAYS]),
+    is_padded=st.booleans(),
+    shuffle=st.booleans(),
+    copies=st.sampled_from([0, 2]),
+)
+def test_any_ranks_compute_the_same_micro_batches(
+    lengths, budget, samples, window, ranks, per_step, epoch, drop, way, is_padded, shuffle, copies
+):
+    n, order = len(lengths), None
+    data = Sequences(lengths)
+    if copies and shuffle:  # the order of the data set, with indices of copies
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(epoch)).add(n * (epoch % 2))
+        data = Sequences(lengths, epoch_order=lambda *_: order, copies=copies)
+        order = order.tolist()
+    options = {"shuffle": shuffle, "drop_last": drop}
+    world = samplers(data, Budget(budget, samples, window), ranks, per_step, way, is_padded, **options)
+    settings = {"samples": samples, "window": window, "order": order, "is_drawn": shuffle}
+    expected = micro_batches(lengths, budget, seed=1, epoch=epoch, **settings)
+    whole = len(expected) // per_step * per_step
+    if drop and shuffle:
+        expected = expected[:whole]
+    else:
+        assert sorted(k % n for k in chain(*expected)) == [*range(n)]
+    assert all(len(each) == 1 or padded(each, lengths) <= budget for each in expected)
+    assert all(each.order(epoch).tolist() == [*chain(*expected)] for each in world)
+    assert {each.steps_left(epoch, 0, epoch + 1) for each in world} == {math.ceil(len(expected) / per_step)}
+    positions = [0, *accumulate(map(len, expected))]
+    for begin in range(0, len(expected) + 1, per_step):  # also after a resume at any step
+        streams = [[*each.micro_batches(epoch, positions[begin])] for each in world]
+        for first in range(begin, len(expected), per_step):
+            step, mine = expected[first : first + per_step], []
+            for stream in streams:
+                own = [stream.pop(0)]
+                while not own[-1].is_last:
+                    own.append(stream.pop(0))
+                mine.append(own)
+            check_step(step, mine, lengths, is_padded, way)
+            place, count = positions[first], sum(map(len, step))
+            begun = [each.global_batch(epoch, positions[begin], (first - begin) // per_step) for each in world]
+            assert all(found == [*chain(*step)] for found in begun)
+            tokens = sum(lengths[k % n] for k in chain(*step)), sum(padded(each, lengths) for each in step)
+            assert {each.tokens(epoch, place, count) for each in world} == {tokens}
+        assert not any(streams)
+
+
+def check_step(step, mine, lengths, is_padded, way):
+    """The ranks compute the micro-batches of a step, each once, and equally many."""
+    computed = [m for own in mine for m in own if not m.is_padding]
+    assert {m.number: m.indices for m in computed} == dict(enumerate(step)) and len(computed) == len(step)
+    assert {(m.samples, m.count) for own in mine for m in own} == {(sum(map(len, step)), len(step))}
+    smallest = min(padded(each, lengths) for each in step)
+    assert all(padded(m.indices, lengths) == smallest for own in mine for m in own if m.is_padding)
+    many = [len(own) for own in mine]
+    assert max(many) == math.ceil(len(step) / len(mine)) and (not is_padded or min(many) == max(many))
+    if way == "by size":
+        assert max(many) - min(many) <= 1
+    for own in mine:
+        numbers = [m.number for m in own if not m.is_padding]
+        assert numbers == sorted(numbers)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
+@pytest.mark.parametrize("shape", ["speech", "code"])
+def test_padding_is_little_and_the_ranks_have_equally_much(shape, ranks):
+    """Lengths like those of LibriSpeech's utterances in frames, most of 12 to 16 s, and of source files in tokens."""
+    generator = torch.Generator().manual_seed(7)
+    n, draws = 30_000, torch.randn(30_000, generator=generator)
+    if shape == "speech":
+        lengths, budget = (1400 + 200 * draws).where(draws > -1, 1200 * torch.rand(n, generator=generator)), 16_000
+        lengths = lengths.clamp(120, 2400)
+    else:
+        lengths, budget = (6.5 + 1.1 * draws).exp().clamp(10, 16_384), 32_768
+    data = Sequences(lengths.long())
+    window = TrainingConfig(batch_tokens=1).bucket_window
+    share, worst = {}, {}
+    for way in WAYS:
+        [sampler] = samplers(data, Budget(budget, 0, window), 1, 4 * ranks, way)
+        tokens, whole = sampler.tokens(0, 0, n)
+        share[way] = 1 - tokens / whole
+        loads = []
+        for first in range(0, sampler.count - 4 * ranks + 1, 4 * ranks):
+            sizes = [sampler.packed(0).padded(k) for k in range(first, first + 4 * ranks)]
+            split = [WAYS[way](r, ranks).numbers(r, len(sizes)) for r in range(ranks)]
+            if way == "by size":
+                split = [balanced(r, ranks, sizes) for r in range(ranks)]
+            load = torch.tensor([sum(sizes[k] for k in mine) for mine in split]).double()
+            loads.append(float(load.max() / load.mean()))
+        worst[way] = sum(loads) / len(loads), max(loads)
+    print(f"{shape}, {ranks} ranks: padding {share}, slowest over mean (mean, worst step) {worst}")
+    assert max(share.values()) <= 0.05
+    assert worst["by size"][0] <= 1.05
+    assert worst.get("runs", (0,))[0] <= 1.15  # extra: exact
+
+
+def refusal(data, *flags, is_training=True, ranks=1):
+    config = TrainingConfig.from_args(["--batch_tokens", "16", *flags])
+    ctx = DistributedContext(0, 0, ranks, torch.device("cpu"))
+    create = create_distributed_dataloader if is_training else create_evaluation_dataloader
+    with pytest.raises(UserError) as raised:
+        create(data, config, ctx)
+    assert "; give " in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        (
+            [3, 17, 40],
+            "batch_tokens=16: sample 2 (2.flac) has 40 and 1 more are longer; give --batch_tokens 40 or",
+        ),
+        ([3, 17, 4], "batch_tokens=16: sample 1 (1.flac) has 17; give --batch_tokens 17 or more, or --too_long alone"),
+        ([3, 0, 4], "lengths: that of sample 1 (1.flac) is 0; give numbers of at least 1"),
+        ([3, -2, 4], "lengths: that of sample 1 (1.flac) is -2"),
+        ([3.5, 2, 4], "lengths: has the shape [3] and type torch.float32; give one whole number per sample, 3 in all"),
+        ([[3], [2], [4]], "lengths: has the shape [3, 1]"),
+        ({0: 3, 1: 4}, "lengths: is a dict ("),
+        ([True, True, True], "lengths: has the shape [3] and type torch.bool"),
+    ],
+)
+def test_lengths_that_cannot_be_used_are_named(lengths, expected):
+    assert refusal(Sequences(lengths)).startswith(expected)
+
+
+def test_lengths_of_another_number_or_none_are_refused():
+    wrong = Sequences([3, 4])
+    wrong.lengths = [3, 4, 5]
+    wrong.__class__ = type("Two", (Sequences,), {"__len__": lambda self: 2})
+    assert "has the shape [3]" in refusal(wrong) and "2 in all" in refusal(wrong)
+    assert refusal(range(4)).startswith("batch_tokens=16: range has no lengths; give it an array")
+    assert refusal(range(4), is_training=False).endswith(" or --eval_batch_size")
+    config = TrainingConfig(batch_tokens=16, eval_batch_size=3)
+    sampler = create_evaluation_dataloader(range(4), config, DistributedContext(0, 0, 1, torch.device("cpu"))).sampler
+    assert sampler.count == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--too_long alone", "too_long=alone: needs batch_tokens; add it, or leave this out"),
+        ("--bucket_window 3", "bucket_window=3: needs batch_tokens"),
+        ("--batch_tokens 16 --global_batch_size 40", "global_batch_size=40: is in tokens, and not a multiple of"),
+        ("--batch_tokens -1", "batch_tokens=-1: is below 0"),
+        ("--batch_tokens 16 --too_long drop", "too_long=drop: is not known; choose error, alone"),
+        (  # extra: compile
+            "--batch_tokens 16 --compile reduce-overhead",
+            "batch_tokens=16: has batches of many shapes, and CUDA graphs need one; use --compile default",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(capsys, flags, expected):
+    with pytest.raises(SystemExit):
+        TrainingConfig.from_args(flags.split())
+    assert capsys.readouterr().err.startswith(expected)
+
+
+def test_a_sample_that_is_too_long_may_be_alone_and_batch_size_is_a_bound_if_it_is_not_the_default():
+    data, ctx = Sequences([3, 40, 4, 5, 3, 3, 3, 3]), DistributedContext(0, 0, 1, torch.device("cpu"))
+    for batch_size, most in ((64, 5), (2, 2)):
+        config = TrainingConfig(batch_tokens=16, batch_size=batch_size, too_long="alone")
+        sampler = create_distributed_dataloader(data, config, ctx)[1]
+        found = [m.indices for m in sampler.micro_batches(0)]
+        assert [1] in found and max(map(len, found)) == most
+    config = TrainingConfig(batch_tokens=16, eval_batch_size=3, too_long="alone")
+    found = [m.indices for m in create_evaluation_dataloader(data, config, ctx).sampler.micro_batches(0)]
+    assert max(map(len, found)) == 3 and sorted(chain(*found)) == [*range(8)]
+    config = TrainingConfig(batch_tokens=16, dataset_size=6, too_long="alone")
+    some = choose_samples(data, config)
+    sampler = create_distributed_dataloader(some, config, ctx)[1]
+    assert sampler.lengths.tolist() == [int(data.lengths[k]) for k in some.indices]
+
+
+def test_the_largest_batches_are_those_of_the_longest_samples_and_of_the_most():
+    lengths = [5, 1, 9, 2, 2, 7, 1, 8, 3]
+    [sampler] = samplers(Sequences(lengths), Budget(18, 0, 1), 1, 1)
+    longest, most = sampler.largest
+    assert longest == [2, 7] and most == [1, 6, 3, 4, 8]
+    [sampler] = samplers(Sequences(lengths), Budget(18, 2, 1), 1, 1)
+    assert sampler.largest == [[2, 7], [1, 6]]
+    [sampler] = samplers(Sequences([40, *lengths]), Budget(18, 0, 1), 1, 1)
+    assert sampler.largest[0] == [0]
+
+
+def test_the_run_ends_with_its_last_epoch_and_the_factor_holds_beyond_the_schedule():
+    """Epochs have other numbers of steps than the first one, more or less."""
+    generator = torch.Generator().manual_seed(3)
+    data = Sequences(torch.randint(1, 30, (40,), generator=generator))
+    for epochs in (6, 7):
+        [sampler] = samplers(data, Budget(40, 0, 1), 1, 1)
+        schedule = Schedule(TrainingConfig(batch_tokens=40, epochs=epochs, warmup_epochs=0), lambda *given: given[1])
+        schedule.plan(sampler)
+        counts = [sampler.steps_left(epoch, 0, epoch + 1) for epoch in range(epochs)]
+        assert len({*counts}) > 1
+        assert schedule.total_steps == epochs * counts[0]
+        seen, progress = [], schedule.progress
+        while not schedule.is_finished:
+            for end in [*sampler.packed(progress.epoch).begins[1:]]:
+                assert not (schedule.is_at_end or schedule.is_epoch_complete)
+                seen.append(schedule.factor_at(progress.step, progress))
+                progress.step, progress.samples_in_epoch = progress.step + 1, end
+                if progress.step == sum(counts) // 2:  # a resume plans the same
+                    schedule.plan(sampler)
+                    assert schedule.total_steps == epochs * counts[0]
+            assert schedule.is_epoch_complete and schedule.is_at_end == (progress.epoch == epochs - 1)
+            schedule.end_epoch()
+        assert len(seen) == sum(counts)
+        assert seen == [min(step, schedule.total_steps - 1) for step in range(len(seen))]
+
+
+def test_the_steps_of_epochs_differ_little():
+    generator = torch.Generator().manual_seed(7)
+    data = Sequences((6 + torch.randn(200_000, generator=generator)).exp().clamp(1, 16_000).long())
+    [sampler] = samplers(data, Budget(16_000, 0, 100), 1, 1)
+    counts = [sampler.steps_left(epoch, 0, epoch + 1) for epoch in range(3)]
+    print(counts)
+    assert max(counts) - min(counts) <= 0.0005 * min(counts)
+
+
+def test_ten_million_samples_are_planned_in_ten_seconds():
+    generator = torch.Generator().manual_seed(7)
+    data = Sequences((6 + torch.randn(10_000_000, generator=generator)).exp().clamp(1, 16_000).long())
+    [sampler] = samplers(data, Budget(16_000, 0, 100), 1, 8)
+    began = time.process_time()
+    assert len(sampler.order(3)) == 10_000_000
+    print(f"{time.process_time() - began:.1f} s")
+    assert time.process_time() - began <= 20  # twice of what is promised: other tests run beside this one

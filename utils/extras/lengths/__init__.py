@@ -1,0 +1,273 @@
+"""`--batch_tokens N`: micro-batches of samples of similar length, each with at most N tokens (frames, ...), padding
+included.
+
+It costs an order in which samples of one micro-batch have similar lengths. Who trains on sequences of unequal length
+needs it: with a fixed number of samples most of a micro-batch may be padding, and the longest samples do not fit.
+
+The order of an epoch is drawn as without it, and cut into windows. Within a window it is sorted by length, with the
+draw deciding ties, upwards and downwards in turns, so that lengths are similar across the border of two windows too.
+It is packed into micro-batches, whose order is drawn again. All this is a function of the seed, the epoch, the lengths
+and the settings, so every rank has the same plan, on any number of ranks and after a resume.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from config import TrainingConfig, UserError
+from utils.data.sampler import Assignment, GlobalBatchSampler, MicroBatch
+from utils.data.sets import kind_of
+from utils.data.worker import sample_name
+from utils.distributed.collectives import read_once
+from utils.distributed.context import DistributedContext
+from utils.rng import derive_seed
+
+DIFFER = "lengths: {other} and {first} read different lengths; copy the data again, or sort what they are made from"
+
+
+class Packed(NamedTuple):
+    """The micro-batches of an epoch, in their order."""
+
+    order: Tensor  # of the samples
+    begins: list[int]  # in that order; the last one is the end
+    longest: list[int]  # the length of the longest sample
+    tokens: list[int]  # without padding
+
+    def number_at(self, place: int) -> int:
+        """The number of the micro-batch that begins at this place of the order."""
+        return bisect_left(self.begins, place)
+
+    def padded(self, number: int) -> int:
+        return self.longest[number] * (self.begins[number + 1] - self.begins[number])
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a micro-batch may hold: `tokens` with padding, and `samples`, if that is not 0."""
+
+    tokens: int
+    samples: int
+    window: int  # micro-batches that are sorted by length together
+
+    def pack(self, lengths: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Where micro-batches of consecutive samples begin if each takes as many as it may, with the end of the last
+        one, and the longest length in each. A sample that exceeds the budget is alone."""
+        begins, tops, longest, count, most, place = [0], [], 0, 0, self.samples or self.tokens, -1
+        for place, length in enumerate(lengths):
+            count += 1
+            if (length if length > longest else longest) * count > self.tokens or count > most:
+                if count > 1:
+                    begins.append(place)
+                    tops.append(longest)
+                longest, count = length, 1
+            elif length > longest:
+                longest = length
+        return [*begins, place + 1], [*tops, longest]
+
+    def largest(self, lengths: Tensor) -> list[list[int]]:
+        """The samples of a micro-batch of the longest, and of one that has the most."""
+        order, most = lengths.sort(stable=True).indices, self.samples or self.tokens
+        ends = order.flip(0)[:most], order[:most]
+        return [some[: self.pack(lengths[some].tolist())[0][1]].tolist() for some in ends]
+
+
+class BudgetSampler(GlobalBatchSampler):
+    """Micro-batches by a budget of tokens.
+
+    Args:
+        lengths: int64 [samples], each at least 1, as `read_lengths` returns them.
+        options: as for GlobalBatchSampler, without batch_size.
+    """
+
+    is_packed = True
+
+    def __init__(self, dataset: Any, lengths: Tensor, budget: Budget, **options: Any) -> None:
+        super().__init__(dataset, batch_size=budget.samples or len(dataset), **options)
+        self.lengths, self.budget, self.largest = lengths, budget, budget.largest(lengths)
+        self._packed: tuple[int, Packed] | None = None  # of one epoch at a time
+        self._counts: dict[int, int] = {}
+        text = f"{budget.tokens} {budget.samples} {budget.window}".encode()
+        self.provenance = {"lengths": hashlib.sha256(lengths.numpy().tobytes() + text).hexdigest()[:16]}
+
+    @property
+    def global_batch_size(self) -> int:
+        """In tokens, with padding: the most that a global batch may have."""
+        return self.budget.tokens * self.micro_batches_per_step
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Of the first epoch, if samples are dropped."""
+        return len(self.order(0)) if self.drop_last else len(self.dataset)
+
+    @property
+    def count(self) -> int:
+        return self._count_in(0)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.count / self.micro_batches_per_step)
+
+    def steps_left(self, epoch: int, start: int, epochs: float) -> float:
+        if epoch >= epochs:
+            return 0
+        left = self._count_in(epoch) - (self.packed(epoch).number_at(start) if start else 0)
+        return math.ceil(left / self.micro_batches_per_step) + max(0, epochs - epoch - 1) * self.steps_per_epoch
+
+    def order(self, epoch: int) -> Tensor:
+        return self.packed(epoch).order
+
+    def packed(self, epoch: int) -> Packed:
+        """The micro-batches of an epoch. Raises UserError as `GlobalBatchSampler.order`."""
+        if self._packed is None or self._packed[0] != epoch:
+            self._packed = None
+            drawn = GlobalBatchSampler(
+                self.dataset,
+                batch_size=1,
+                micro_batches_per_step=1,
+                assignment=self.assignment,
+                seed=self.seed,
+                shuffle=self.shuffle,
+            )
+            self._packed = epoch, self._pack(epoch, drawn.order(epoch))
+            self._counts[epoch] = len(self._packed[1].longest)
+        return self._packed[1]
+
+    def _count_in(self, epoch: int) -> int:
+        if epoch not in self._counts:
+            self.packed(epoch)
+        return self._counts[epoch]
+
+    def _pack(self, epoch: int, order: Tensor) -> Packed:
+        lengths, n = self.lengths[order % len(self.lengths)], len(order)
+        window = max(1, self.budget.window * self.budget.tokens * n // int(lengths.sum())) if self.shuffle else n
+        parts = [
+            part.sort(stable=True, descending=number % 2 == 1).indices + number * window
+            for number, part in enumerate(lengths.split(window))
+        ]
+        found, tops = self.budget.pack(itertools.chain.from_iterable(lengths[part].tolist() for part in parts))
+        places, begins, longest = torch.cat(parts), torch.tensor(found), torch.tensor(tops)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(derive_seed("micro-batches", self.seed, epoch))
+            drawn = torch.randperm(len(tops), generator=generator)
+            drawn = drawn[: len(drawn) - len(drawn) % self.micro_batches_per_step] if self.drop_last else drawn
+            firsts, counts, longest = begins[drawn], begins.diff()[drawn], longest[drawn]
+            begins = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+            places = places[(firsts - begins[:-1]).repeat_interleave(counts) + torch.arange(int(begins[-1]))]
+        tokens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[places].cumsum(0)])[begins].diff()
+        return Packed(order[places], begins.tolist(), longest.tolist(), tokens.tolist())
+
+    def global_batch(self, epoch: int, start: int, number: int) -> list[int]:
+        packed = self.packed(epoch)
+        first = packed.number_at(start) + number * self.micro_batches_per_step
+        begins = packed.begins[first:][: self.micro_batches_per_step + 1] or [0]
+        return packed.order[begins[0] : begins[-1]].tolist()
+
+    def tokens(self, epoch: int, first: int, samples: int) -> tuple[int, int]:
+        packed = self.packed(epoch)
+        numbers = range(packed.number_at(first), packed.number_at(first + samples))
+        return sum(packed.tokens[number] for number in numbers), sum(map(packed.padded, numbers))
+
+    def micro_batches(self, epoch: int, start: int = 0, rank: int | None = None) -> Iterator[MicroBatch]:
+        packed, rank = self.packed(epoch), self.rank if rank is None else rank
+        for first in range(packed.number_at(start), len(packed.longest), self.micro_batches_per_step):
+            sizes = [*map(packed.padded, range(len(packed.longest))[first : first + self.micro_batches_per_step])]
+            begins, count = packed.begins[first : first + len(sizes) + 1], len(sizes)
+            is_free = type(self.assignment) is Assignment  # else in runs, along which exact sums are formed
+            mine = balanced(rank, self.num_replicas, sizes) if is_free else self.assignment.numbers(rank, count)
+            passes = math.ceil(count / self.num_replicas) if self.assignment.is_padded else max(1, len(mine))
+            for k in range(passes):
+                is_padding = k >= len(mine)
+                number = sizes.index(min(sizes)) if is_padding else mine[k]
+                indices = packed.order[begins[number] : begins[number + 1]].tolist()
+                yield MicroBatch(epoch, number, indices, is_padding, k == passes - 1, count, begins[-1] - begins[0])
+
+
+def balanced(rank: int, ranks: int, sizes: Sequence[int]) -> list[int]:
+    """The numbers of a rank's micro-batches: from large to small they are dealt to the ranks, forwards and backwards in
+    turns, so that all ranks have equally many of about the same total size."""
+    ranked = sorted(range(len(sizes)), key=lambda number: -sizes[number])
+    hands = [ranked[first : first + ranks] for first in range(0, len(ranked), ranks)]
+    places = [(hand, ranks - 1 - rank if turn % 2 else rank) for turn, hand in enumerate(hands)]
+    return sorted(hand[place] for hand, place in places if place < len(hand))
+
+
+def source_of(dataset: Any) -> Any:
+    """The data set itself, without subsets around it."""
+    return source_of(dataset.dataset) if isinstance(dataset, Subset) else dataset
+
+
+def lengths_of(dataset: Any) -> Any:
+    """Those of the data set, or of the samples that a subset has chosen."""
+    if isinstance(dataset, Subset):
+        return torch.as_tensor(lengths_of(dataset.dataset))[torch.as_tensor(dataset.indices)]
+    return dataset.lengths
+
+
+def read_lengths(dataset: Any, folder: Path, ctx: DistributedContext) -> Tensor:
+    """The data set's `lengths`, int64 [samples], which one rank of each file system reads. Collective.
+
+    Raises:
+        UserError: if they are no whole numbers from 1 on, one for each sample, or differ between file systems.
+    """
+
+    def read() -> bytes:
+        given, wanted = lengths_of(dataset), f"give one whole number per sample, {len(dataset):,} in all"
+        try:
+            lengths = torch.as_tensor(given)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"lengths: is a {type(given).__name__} ({error}); {wanted}") from None
+        is_whole = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
+        if lengths.shape != (len(dataset),) or not is_whole:
+            raise UserError(f"lengths: has the shape {list(lengths.shape)} and type {lengths.dtype}; {wanted}")
+        lengths = lengths.to("cpu", torch.int64)
+        if (wrong := (lengths < 1).nonzero().flatten()).numel():
+            which = sample_name(dataset, int(wrong[0]))
+            raise UserError(f"lengths: that of {which} is {lengths[wrong[0]]}; give numbers of at least 1")
+        return lengths.numpy().tobytes()
+
+    found = read_once(next(each for each in (folder, *folder.parents) if each.exists()), read, DIFFER, ctx)
+    return torch.frombuffer(bytearray(found), dtype=torch.int64)
+
+
+def budget_sampler(
+    dataset: Any, config: TrainingConfig, ctx: DistributedContext, is_training: bool
+) -> Callable[..., GlobalBatchSampler]:
+    """What creates the sampler of a set, from the options of GlobalBatchSampler without batch_size. Collective.
+
+    Raises:
+        UserError: if the set has no lengths, or a sample that is too long.
+    """
+    default = type(config).batch_size
+    samples = config.batch_size if config.batch_size != default else 0
+    if not is_training:
+        samples = config.eval_batch_size or samples
+    if not hasattr(source_of(dataset), "lengths"):
+        if config.eval_batch_size and not is_training:
+            return functools.partial(GlobalBatchSampler, dataset, batch_size=config.eval_batch_size)
+        remedy = "give it an array with one number per sample (docs/reference.md)"
+        remedy += "" if is_training else ", or --eval_batch_size"
+        raise UserError(f"batch_tokens={config.batch_tokens}: {kind_of(dataset)} has no lengths; {remedy}")
+    lengths = read_lengths(dataset, Path(config.data_dir), ctx)
+    longest = int(lengths.max())
+    if longest > config.batch_tokens and config.too_long == "error":
+        which, many = sample_name(dataset, int(lengths.argmax())), int((lengths > config.batch_tokens).sum())
+        others = f" and {many - 1:,} more are longer" if many > 1 else ""
+        raise UserError(
+            f"batch_tokens={config.batch_tokens}: {which} has {longest:,}{others}; give --batch_tokens {longest} or"
+            " more, or --too_long alone, which gives such a sample a micro-batch of its own"
+        )
+    return functools.partial(
+        BudgetSampler, dataset, lengths, Budget(config.batch_tokens, samples, config.bucket_window)
+    )
