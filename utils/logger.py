@@ -122,6 +122,8 @@ def log_training_step(
     begin = [f"epoch {record['epoch']}", f"step {record['step']}/{total_steps}", f"loss {show(record['loss'])}"]
     begin[2] += f" ({skipped} skipped)" if (skipped := record.get("skipped_steps")) else ""
     end = [f"lr {record['lr']:.3g}", f"{rate:,.0f} samples/s"]
+    if "tokens_per_s" in record:
+        end.append(f"{record['tokens_per_s']:,.0f} tokens/s ({record['padding']:.0%} padding)")
     if (left := total_steps - record["step"]) > 0:
         end.append(f"{duration(step_s * left)} left")
 
@@ -135,10 +137,7 @@ def log_training_step(
         end[1] += f" ({rate / world_size:,.0f} per rank)"
     waited = record["data_wait_s"] / step_s if step_s else 0.0
     details = [f"data wait {waited:.0%}"] * (waited >= 0.01)
-    if "tokens_per_s" in record:
-        details += [f"{record['tokens_per_s']:,.0f} tokens/s", f"{record['padding']:.1%} padding"]
-    else:
-        details += [f"{targets_per_s:,.0f} targets/s"] * (targets_per_s >= 0.5)
+    details += [f"{targets_per_s:,.0f} targets/s"] * (targets_per_s >= 0.5)
     details.append(f"mem {record['peak_memory_bytes'] / 2**30:.2f} GiB")
     for part in details:
         end += [part] * has_room(part)

@@ -79,6 +79,7 @@ ELSEWHERE = {  # flags without a row
     "dataset_size": "FLAGS",
     **dict.fromkeys("crop_scale crop_ratio auto_augment random_erase".split(), "test_image_files.py"),  # extra: images
     **dict.fromkeys("train_size resize_size interpolation".split(), "test_image_files.py"),  # extra: images
+    **dict.fromkeys(("batch_tokens", "bucket_window"), "test_recipes.py: speech"),  # extra: lengths
     "sync_bn": "CUDA only",
 }
 

@@ -116,7 +116,7 @@ class GlobalBatchSampler(DistributedSampler):
 
     @property
     def steps_per_epoch(self) -> int:
-        return math.ceil(self.samples_per_epoch / self.global_batch_size)
+        return math.ceil(self.count / self.micro_batches_per_step)
 
     @property
     def count(self) -> int:
@@ -166,9 +166,10 @@ class GlobalBatchSampler(DistributedSampler):
         """The samples of a step: the number-th, from 0, of those from position `start` of the epoch on."""
         return self.order(epoch)[start + number * self.global_batch_size :][: self.global_batch_size].tolist()
 
-    def tokens(self, epoch: int, first: int, samples: int) -> tuple[int, int]:
-        """The tokens of these entries of the order, without and with padding; zeros if lengths are not known."""
-        return 0, 0
+    def density(self, epoch: int, end: int, steps: int) -> tuple[float, float]:
+        """Of the steps before position `end` of the epoch, at most so many: the tokens per sample, and the share of
+        padding. Zeros if lengths are not known."""
+        return 0.0, 0.0
 
     def micro_batches(self, epoch: int, start: int = 0, rank: int | None = None) -> Iterator[MicroBatch]:
         """The micro-batches of a rank (this one) from position `start` of the epoch on, including padding."""

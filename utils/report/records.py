@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ class LogPoint:
 
     at: dict[str, Any]  # epoch, step and learning rates
     samples: int  # in the interval, of all ranks
-    tokens: tuple[int, int]  # without and with padding; zeros if lengths are not known
+    density: tuple[float, float]  # of `GlobalBatchSampler.density`
     steps: int
     read: Read
     take_seconds: Callable[[], tuple[float, float, float]]  # of this rank, from `Clock.take`
@@ -29,20 +28,17 @@ class LogPoint:
             ranks: of each rank the seconds in steps, in waits for data and in forward passes, and its peak memory.
         """
         seconds, waited = (sum(each[k] for each in ranks) / len(ranks) for k in (0, 1))
+        rate = self.samples / seconds if seconds else 0.0
         means, skips = sums.means(), int(sums.sum_of("skipped_steps"))
         del means["skipped_steps"]
         return {
             **self.at,
             **means,
             **({"skipped_steps": skips} if skips else {}),
-            "samples_per_s": self.samples / seconds if seconds else 0.0,
-            **self._tokens(seconds),
+            "samples_per_s": rate,
+            **({"tokens_per_s": rate * self.density[0], "padding": self.density[1]} if self.density[0] else {}),
             "data_wait_s": waited / self.steps,
             "step_s": seconds / self.steps,
             "peak_memory_bytes": int(max(memory for *_, memory in ranks)),
             **more,
         }
-
-    def _tokens(self, seconds: float) -> dict[str, float]:
-        tokens, padded = self.tokens
-        return {"tokens_per_s": tokens / (seconds or math.inf), "padding": 1 - tokens / padded} if padded else {}

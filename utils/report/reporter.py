@@ -71,7 +71,7 @@ class Reporter:
             from utils.extras.profiler import Profiler
 
             self._observers.append(Profiler(run.folder / "traces", ctx.device, attempt.logger))
-        self._samples, self._steps, self._tokens = 0, 0, (0, 0)  # since the last log point
+        self._samples, self._steps = 0, 0  # since the last log point
         self._unwritten: LogPoint | None = None
 
     def start(self, held_out: dict[str, GlobalBatchLoader], differences: list[str]) -> None:
@@ -111,8 +111,6 @@ class Reporter:
         self._run.progress(epoch=progress.epoch_number, step=step, samples_seen=progress.samples_seen)
         self._samples += samples
         self._steps += 1
-        more = self._loader.sampler.tokens(progress.epoch, progress.samples_in_epoch - samples, samples)
-        self._tokens = self._tokens[0] + more[0], self._tokens[1] + more[1]
         if self._unwritten and step - self._unwritten.at["step"] >= READ_AFTER:
             self.catch_up()
         self._terminal.step(step)
@@ -130,16 +128,19 @@ class Reporter:
         has reached this step and has work for the meantime."""
         self.catch_up()
         state, progress, lr = self._state, self._state.progress, self._config.lr * self._state.factor
+        steps = (
+            progress.step % self._config.log_interval or self._config.log_interval
+        )  # since the last record, of any attempt
         rates = {"lr": lr} | ({"lr_of_groups": state.lrs} if any(each != lr for each in state.lrs) else {})
         self._unwritten = LogPoint(
             at={"epoch": progress.epoch_number, "step": progress.step} | rates,
             samples=self._samples,
-            tokens=self._tokens,
+            density=self._loader.sampler.density(progress.epoch, progress.samples_in_epoch, steps),
             steps=max(1, self._steps),
             read=state.interval.begin_read(fingerprint(state)),
             take_seconds=self._attempt.clock.take(),
         )
-        self._samples, self._steps, self._tokens = 0, 0, (0, 0)
+        self._samples, self._steps = 0, 0
         state.interval.values.zero_()
 
     def catch_up(self) -> None:

@@ -126,15 +126,16 @@ def settings_of(payload: dict[str, Any], config: TrainingConfig) -> list[Row]:
 def rows_of(payload: dict[str, Any], config: TrainingConfig, provenance: dict[str, Any]) -> list[Row]:
     """All that is compared but the data. provenance: as for `compare`."""
     before = payload["provenance"]
+    is_packed = "lengths" in before  # a position is that of a step
     size = "global batch: {here} samples per optimizer step, the checkpoint has {before}"
-    lengths = "lengths: those of the training samples are not the checkpoint's, so micro-batches would be others"
-    is_planned = "lengths" in before  # a position counts what is packed into micro-batches
+    size = size.replace("samples", "tokens") if is_packed else size
+    lengths = "lengths: those of the training samples are not the checkpoint's, so they would be packed otherwise"
     precision = "precision: {here}, the checkpoint was made in {before}"
     kinds = {
         "mean": ("must", SETTING),
         "std": ("must", SETTING),
         "lengths": ("must", lengths),
-        "global_batch_size": ("must" if config.global_batch_size or is_planned else "may", size),
+        "global_batch_size": ("must" if config.global_batch_size or is_packed else "may", size),
         "precision": ("may", precision),
     }
     kinds |= rows_of_exact(payload, config)  # extra: exact

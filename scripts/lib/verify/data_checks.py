@@ -36,23 +36,25 @@ def order(fork: Fork) -> str:
     ctx, n = fork.ctx, len(fork.train_set)
     may_repeat = getattr(fork.train_set, "with_replacement", False)
 
-    def visit() -> tuple[list[Tensor], int, list[str], bool]:
-        """Visits of this rank to each sample by epoch, samples dropped, digests of orders, whether all are equal."""
+    def visit() -> tuple[list[tuple[Tensor, int]], list[str], bool]:
+        """For each epoch the visits of this rank to each sample and how many are dropped, digests of orders, whether
+        all are equal."""
         scramble_global_rngs(ctx.rank + 1)
         sampler = fork.loader(fork.train_set, fork.config, ctx).sampler
         visits = []
         for epoch in (0, 1):
             sampler.set_epoch(epoch)
-            visits.append(torch.bincount(torch.tensor([*sampler], dtype=torch.int64) % n, minlength=n))
+            visited = torch.bincount(torch.tensor([*sampler], dtype=torch.int64) % n, minlength=n)
+            visits.append((visited, n - len(sampler.order(epoch))))
         whole = replace(fork.config, drop_last=False, global_batch_size=0, grad_accum_steps=1)
         single = fork.loader(fork.train_set, whole).sampler
         orders = [digest(single.order(epoch)) for epoch in (0, 1, 0)]
         # two samples may have the same order in two epochs by chance
         is_fixed = all(digest(single.order(epoch)) == orders[0] for epoch in range(1, 22))
-        return visits, n - sampler.samples_per_epoch, orders, is_fixed
+        return visits, orders, is_fixed
 
-    visits, dropped, orders, is_fixed = fork.on_all(visit)
-    for epoch, count in enumerate(visits):
+    visits, orders, is_fixed = fork.on_all(visit)
+    for epoch, (count, dropped) in enumerate(visits):
         dist.all_reduce(count, group=ctx.control)
         never, often = (count == 0).nonzero().flatten().tolist(), (count > 1).nonzero().flatten().tolist()
         if (len(never) > dropped or often) and not may_repeat:

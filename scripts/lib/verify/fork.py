@@ -138,6 +138,7 @@ class Fork:
         values |= {"epochs": 2, "eval_every": 1, "log_interval": 2, "keep_last": 99, "save_every_minutes": 0.0}
         values |= {"drop_last": False, "record_samples": True, "checkpoint_dir": ""}
         values["enable_profiling"] = False  # extra: profiler
+        values |= {"batch_tokens": 0, "too_long": "error", "bucket_window": 100}  # extra: lengths
         return replace(
             self.config,
             **values,
@@ -154,7 +155,7 @@ class Fork:
         short = (size if ranks > 2 else 0) + min(2, size)
         count = min(2 * size * ACCUMULATION * ranks + short, len(self.train_set))
         count -= count > 1 == count % size  # BatchNorm cannot train on one sample of one pixel
-        sampler = self.loader(self.train_set, replace(self.config, drop_last=False), self.ctx).sampler
+        sampler = self.loader(self.train_set).sampler
         return Subset(self.train_set, sampler.order(0)[:count] % len(self.train_set), self.dtype)
 
     def held_out_subset(self, count: int) -> Subset:

@@ -48,7 +48,7 @@ def test_runs_on_any_number_of_ranks_have_the_same_bits(runs, task, flags, world
         runs.assert_same("on-1", f"on-{ranks}")
 
 
-def train_until(flags, number, step, victim):
+def train_until(flags, number, step, victim, task="images"):
     """Train until the victim gets this signal after a step."""
     plain_done = Reporter.step_done
 
@@ -62,7 +62,7 @@ def train_until(flags, number, step, victim):
 
     eager = mock.patch.object(train, "Consensus", EagerConsensus)
     with mock.patch.object(Reporter, "step_done", done), eager:
-        return train_task("images", flags, goes_on=False)
+        return train_task(task, flags, goes_on=False)
 
 
 @pytest.mark.guarantee("exact-ranks")

@@ -1,20 +1,28 @@
-"""--batch_tokens in real runs: the same micro-batches and bits on any number of ranks and after stops."""
+"""--batch_tokens in real runs: the same micro-batches and bits on any number of ranks and after kills."""
 
 import itertools
+import random
+import signal
+from unittest import mock
 
 import pytest
 import torch
 from packing import micro_batches
+from test_exact_reduction import train_until  # extra: exact
 
+import train
+from config import UserError
 from line_tasks import Lines
 from plain_loop import plain_loop
-from tasks import config_of, using
-from training import relative
+from ranks import run_ranks
+from tasks import TASKS, config_of, using
+from test_predict_and_export import predict_lines
+from training import relative, train_flags
 
 SIZE, EPOCHS, BUDGET, PER_STEP = 90, 3, 30, 4
 FLAGS = f"--batch_tokens {BUDGET} --batch_size 64 --global_batch_size {BUDGET * PER_STEP} --bucket_window 2".split()
 FLAGS += f"--no-use_amp --dataset_size {SIZE} --epochs {EPOCHS} --lr 0.05 --clip_grad_norm 1 --record_samples".split()
-EXACT = ["--reduction", "exact"]  # extra: exact
+FIXED = "--batch_tokens 0 --bucket_window 100 --global_batch_size 64".split()
 
 
 def planned():
@@ -34,21 +42,172 @@ def check_samples(runs, name):
 @pytest.mark.guarantee("lengths", "exact-ranks")  # extra: exact
 @pytest.mark.parametrize("worlds", [(3,), pytest.param((2, 4, 5), marks=pytest.mark.slow)])
 def test_runs_on_any_number_of_ranks_have_the_same_bits(runs, worlds):
-    more = ["--num_workers", 1]
+    flags = [*FLAGS, "--reduction", "exact", "--num_workers", 1]
     for ranks in (1, *worlds):
-        runs.train(ranks, f"on-{ranks}", *FLAGS, *EXACT, *more, task="lines")
+        runs.train(ranks, f"on-{ranks}", *flags, task="lines")
         check_samples(runs, f"on-{ranks}")
     for ranks in worlds:
         runs.assert_same("on-1", f"on-{ranks}")
-    record = runs.records("on-1", "train")[-1]
-    assert record["tokens_per_s"] > 0 and 0 <= record["padding"] < 0.2
+    record, lengths = runs.records("on-1", "train")[0], Lines(SIZE, "train").lengths
+    steps = [*itertools.chain(*planned()[0])][: 5 * PER_STEP]
+    padded = sum(max(lengths[k] for k in each) * len(each) for each in steps)
+    tokens = sum(lengths[k] for each in steps for k in each)
+    assert record["step"] == 5 and record["padding"] == 1 - tokens / padded
+    assert record["tokens_per_s"] == pytest.approx(tokens / record["step_s"] / 5)
+    assert f"{record['tokens_per_s']:,.0f} tokens/s ({record['padding']:.0%} padding)" in runs.log("on-1")
+
+
+@pytest.mark.guarantee("lengths", "exact-ranks")  # extra: exact
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
+def test_a_run_that_is_killed_and_continues_on_other_ranks_has_the_bits_of_the_uninterrupted_one(runs, seed):
+    """Over three epochs, after SIGKILLs and a SIGTERM at random steps."""
+    flags, chain, clock, step = [*FLAGS, "--reduction", "exact"], (2, 3, 1, 2), random.Random(seed), 0
+    words = runs.words("parts", *flags, "--save_every_steps", 2, "--resume_from", "auto")
+    for ranks, number in zip(chain[:-1], (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL), strict=True):
+        step, victim = step + clock.randint(3, 5), clock.randrange(ranks)
+        print(f"seed {seed}: {ranks} ranks, {number.name} on rank {victim} after step {step}")
+        if number == signal.SIGTERM:
+            assert run_ranks(ranks, train_until, words, number, step, victim, "lines") == ["preempted"] * ranks
+        else:
+            with pytest.raises(AssertionError, match="exit codes .*-9"):
+                run_ranks(ranks, train_until, words, number, step, victim, "lines")
+    assert run_ranks(chain[-1], train_until, words, number, 0, 0, "lines") == ["completed"] * chain[-1]
+    assert [record["world_size"] for record in runs.events("parts", "resumed")] == list(chain[1:])
+    runs.train(1, "whole", *flags, task="lines")
+    runs.assert_same("whole", "parts")
+    check_samples(runs, "parts")
 
 
 @pytest.mark.guarantee("lengths")
-def test_two_ranks_equal_the_plain_loop(runs):
-    runs.train(2, "ours", *FLAGS, "--num_workers", 1, task="lines", dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("task", "ranks", "flags"),
+    [
+        ("lines", 4, "--num_workers 1"),
+        pytest.param("lines", 2, "", marks=pytest.mark.slow),
+        ("blocks", 3, "--sharding zero3"),  # extra: sharding
+    ],
+)
+def test_weights_equal_the_plain_loop(runs, task, ranks, flags):
+    """Between numbers of ranks only the order of sums differs: 1e-12 allows a few hundred roundings."""
+    runs.train(ranks, "ours", *FLAGS, *flags.split(), task=task, dtype=torch.float64)
     check_samples(runs, "ours")
     packed = [[[torch.tensor(each) for each in step] for step in epoch] for epoch in planned()]
-    with using("lines"):
+    with using(task):
         *_, (model, *_) = plain_loop(config_of(runs.words("ours", *FLAGS), torch.float64), PER_STEP, packed=packed)
     assert relative(runs.last("ours")["model"], model.state_dict()) < 1e-12
+
+
+@pytest.mark.guarantee("lengths")
+def test_evaluations_and_outputs_are_those_of_batches_by_number(runs):
+    """Up to the rounding of sums in another order, and of rows beside other rows."""
+    runs.train(3, "packed", *FLAGS, "--max_steps", 4, task="lines", dtype=torch.float64)
+    runs.train(1, "again", *FLAGS, "--max_steps", 4, "--eval_batch_size", 2, task="lines", dtype=torch.float64)
+    packed, again = (runs.records(name, "eval")[-1] for name in ("packed", "again"))
+    assert packed["count"] == again["count"] == 7
+    assert packed["loss"] == pytest.approx(again["loss"], rel=1e-12) and packed["accuracy"] == again["accuracy"]
+    found = []
+    for ranks, budget in ((1, BUDGET), (3, BUDGET), (1, 0)):
+        out = runs.root / f"{ranks}-{budget}.pt"
+        words = [runs.checkpoints("packed")[-1], "--split", "train", "--out", out, "--batch_tokens", budget]
+        words += ["--global_batch_size", 0] + ["--bucket_window", 100] * (not budget)
+        run_ranks(ranks, predict_lines, words)
+        found.append(torch.load(out, weights_only=True)["logits"])
+    for one, three, by_number, length in zip(*found, Lines(SIZE, "train").lengths, strict=True):
+        assert torch.equal(one, three)
+        torch.testing.assert_close(one[: length - 1], by_number[: length - 1])
+
+
+def resume(words, longer):
+    """Resume with lengths that are so much longer. Returns the state, or the error."""
+    plain = Lines.__init__
+
+    def create(self, *given):
+        plain(self, *given)
+        self.lengths = [length + longer for length in self.lengths]
+
+    with mock.patch.object(Lines, "__init__", create):
+        try:
+            return train_flags(words, task="lines")["state"]
+        except UserError as error:
+            return str(error)
+
+
+@pytest.mark.guarantee("lengths")
+def test_a_resume_with_another_plan_is_refused(runs):
+    runs.train(1, "run", *FLAGS, "--max_steps", 4, task="lines")
+    resumed = [*FLAGS, "--resume_from", "auto"]
+    for change, longer, expected in (
+        (["--bucket_window", 3], 0, "bucket_window=3: the checkpoint has bucket_window=2"),
+        (["--batch_tokens", 60], 0, "batch_tokens=60: the checkpoint has batch_tokens=30"),
+        (["--batch_size", 5], 0, "batch_size=5: the checkpoint has batch_size=64"),
+        (["--global_batch_size", 90], 0, "global batch: 90 tokens per optimizer step, the checkpoint has 120"),
+        (["--global_batch_size", 0], 0, "global batch: 60 tokens per optimizer step, the checkpoint has 120"),
+        ([], 1, "lengths: those of the training samples are not the checkpoint's"),
+        (
+            ["--batch_tokens", 0, "--bucket_window", 100, "--global_batch_size", 64],
+            0,
+            "batch_tokens=0: the checkpoint has batch_tokens=30",
+        ),
+    ):
+        for text in run_ranks(2, resume, runs.words("run", *resumed, *change), longer):
+            assert expected in text and "--init_from" in text
+    assert runs.last("run")["progress"]["step"] == 4
+    flags = [*resumed, "--global_batch_size", 0, "--grad_accum_steps", PER_STEP // 2]  # as many micro-batches per step
+    assert run_ranks(2, resume, runs.words("run", *flags), 0) == ["completed"] * 2
+    check_samples(runs, "run")
+
+
+class Costly(Lines):
+    """Counts how often its lengths are read."""
+
+    reads: list[int] = []
+
+    @property
+    def lengths(self):
+        self.reads.append(1)
+        return [len(line) for line in self.lines]
+
+    @lengths.setter
+    def lengths(self, value):
+        pass
+
+
+def train_on_costly(words):
+    with mock.patch.dict(TASKS["lines"], create_dataset=lambda config, split: {"train": Costly(90, split)}.get(split)):
+        train_flags(words, task="lines")
+    return len(Costly.reads)
+
+
+@pytest.mark.guarantee("lengths")
+def test_lengths_are_read_once_per_file_system(runs):
+    assert run_ranks(3, train_on_costly, runs.words("run", *FLAGS, "--max_steps", 2)) == [1, 0, 0]
+
+
+def shapes_before_the_first_step(words):
+    """The shapes of the batches of the passes before the first step."""
+    plain, shapes = TASKS["lines"]["compute_loss"], []
+
+    def loss(net, lines):
+        shapes.append((net.training, *lines.shape))
+        return plain(net, lines)
+
+    stop = mock.patch.object(train, "run_training", lambda *_: {"state": "completed"})
+    with mock.patch.dict(TASKS["lines"], compute_loss=loss), stop:
+        train_flags(words, task="lines")
+    return sorted({*shapes})
+
+
+def test_the_longest_and_the_most_samples_are_computed_before_the_first_step(runs):
+    lengths, held_out = (sorted(Lines(*which).lengths) for which in ((SIZE, "train"), (7, "val")))
+    most = max(k for k in range(1, SIZE) if lengths[k - 1] * k <= BUDGET)
+    few = max(k for k in range(1, 8) if held_out[k - 1] * k <= BUDGET)
+    assert run_ranks(1, shapes_before_the_first_step, runs.words("run", *FLAGS)) == [
+        sorted(
+            {
+                (True, BUDGET // lengths[-1], lengths[-1]),
+                (True, most, lengths[most - 1]),
+                (False, BUDGET // held_out[-1], held_out[-1]),
+                (False, few, held_out[few - 1]),
+            }
+        )
+    ]

@@ -104,11 +104,12 @@ def test_any_ranks_compute_the_same_micro_batches(
                     own.append(stream.pop(0))
                 mine.append(own)
             check_step(step, mine, lengths, is_padded, way)
-            place, count = positions[first], sum(map(len, step))
             begun = [each.global_batch(epoch, positions[begin], (first - begin) // per_step) for each in world]
             assert all(found == [*chain(*step)] for found in begun)
-            tokens = sum(lengths[k % n] for k in chain(*step)), sum(padded(each, lengths) for each in step)
-            assert {each.tokens(epoch, place, count) for each in world} == {tokens}
+            latest, end = expected[max(0, first - 2 * per_step) : first + per_step], positions[first + len(step)]
+            tokens, samples = sum(lengths[k % n] for k in chain(*latest)), sum(map(len, latest))
+            density = tokens / samples, 1 - tokens / sum(padded(each, lengths) for each in latest)
+            assert {each.density(epoch, end, 3) for each in world} == {density}
         assert not any(streams)
 
 
@@ -144,8 +145,7 @@ def test_padding_is_little_and_the_ranks_have_equally_much(shape, ranks):
     share, worst = {}, {}
     for way in WAYS:
         [sampler] = samplers(data, Budget(budget, 0, window), 1, 4 * ranks, way)
-        tokens, whole = sampler.tokens(0, 0, n)
-        share[way] = 1 - tokens / whole
+        share[way] = sampler.density(0, n, n)[1]
         loads = []
         for first in range(0, sampler.count - 4 * ranks + 1, 4 * ranks):
             sizes = [sampler.packed(0).padded(k) for k in range(first, first + 4 * ranks)]

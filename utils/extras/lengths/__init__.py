@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
 
 from config import TrainingConfig, UserError
 from utils.data.sampler import Assignment, GlobalBatchSampler, MicroBatch
@@ -115,10 +114,6 @@ class BudgetSampler(GlobalBatchSampler):
     def count(self) -> int:
         return self._count_in(0)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return math.ceil(self.count / self.micro_batches_per_step)
-
     def steps_left(self, epoch: int, start: int, epochs: float) -> float:
         if epoch >= epochs:
             return 0
@@ -174,10 +169,12 @@ class BudgetSampler(GlobalBatchSampler):
         begins = packed.begins[first:][: self.micro_batches_per_step + 1] or [0]
         return packed.order[begins[0] : begins[-1]].tolist()
 
-    def tokens(self, epoch: int, first: int, samples: int) -> tuple[int, int]:
+    def density(self, epoch: int, end: int, steps: int) -> tuple[float, float]:
         packed = self.packed(epoch)
-        numbers = range(packed.number_at(first), packed.number_at(first + samples))
-        return sum(packed.tokens[number] for number in numbers), sum(map(packed.padded, numbers))
+        last, full = packed.number_at(end), self.micro_batches_per_step
+        first = max(0, math.ceil(last / full) - steps) * full
+        tokens, padded = sum(packed.tokens[first:last]), sum(map(packed.padded, range(first, last)))
+        return tokens / (end - packed.begins[first]), 1 - tokens / padded
 
     def micro_batches(self, epoch: int, start: int = 0, rank: int | None = None) -> Iterator[MicroBatch]:
         packed, rank = self.packed(epoch), self.rank if rank is None else rank
@@ -203,27 +200,18 @@ def balanced(rank: int, ranks: int, sizes: Sequence[int]) -> list[int]:
     return sorted(hand[place] for hand, place in places if place < len(hand))
 
 
-def source_of(dataset: Any) -> Any:
-    """The data set itself, without subsets around it."""
-    return source_of(dataset.dataset) if isinstance(dataset, Subset) else dataset
-
-
-def lengths_of(dataset: Any) -> Any:
-    """Those of the data set, or of the samples that a subset has chosen."""
-    if isinstance(dataset, Subset):
-        return torch.as_tensor(lengths_of(dataset.dataset))[torch.as_tensor(dataset.indices)]
-    return dataset.lengths
-
-
 def read_lengths(dataset: Any, folder: Path, ctx: DistributedContext) -> Tensor:
-    """The data set's `lengths`, int64 [samples], which one rank of each file system reads. Collective.
+    """The data set's `lengths`, int64 [samples], which one rank of each file system reads; empty if it has none.
+    Collective.
 
     Raises:
         UserError: if they are no whole numbers from 1 on, one for each sample, or differ between file systems.
     """
 
     def read() -> bytes:
-        given, wanted = lengths_of(dataset), f"give one whole number per sample, {len(dataset):,} in all"
+        given, wanted = getattr(dataset, "lengths", None), f"give one whole number per sample, {len(dataset):,} in all"
+        if given is None:
+            return b""
         try:
             lengths = torch.as_tensor(given)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -238,7 +226,7 @@ def read_lengths(dataset: Any, folder: Path, ctx: DistributedContext) -> Tensor:
         return lengths.numpy().tobytes()
 
     found = read_once(next(each for each in (folder, *folder.parents) if each.exists()), read, DIFFER, ctx)
-    return torch.frombuffer(bytearray(found), dtype=torch.int64)
+    return torch.frombuffer(bytearray(found), dtype=torch.int64) if found else torch.empty(0, dtype=torch.int64)
 
 
 def budget_sampler(
@@ -253,13 +241,13 @@ def budget_sampler(
     samples = config.batch_size if config.batch_size != default else 0
     if not is_training:
         samples = config.eval_batch_size or samples
-    if not hasattr(source_of(dataset), "lengths"):
+    lengths = read_lengths(dataset, Path(config.data_dir), ctx)
+    if not len(lengths):
         if config.eval_batch_size and not is_training:
             return functools.partial(GlobalBatchSampler, dataset, batch_size=config.eval_batch_size)
         remedy = "give it an array with one number per sample (docs/reference.md)"
         remedy += "" if is_training else ", or --eval_batch_size"
         raise UserError(f"batch_tokens={config.batch_tokens}: {kind_of(dataset)} has no lengths; {remedy}")
-    lengths = read_lengths(dataset, Path(config.data_dir), ctx)
     longest = int(lengths.max())
     if longest > config.batch_tokens and config.too_long == "error":
         which, many = sample_name(dataset, int(lengths.argmax())), int((lengths > config.batch_tokens).sum())
