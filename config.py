@@ -484,8 +484,8 @@ class TrainingConfig:
 
     @property
     def micro_batch(self) -> tuple[str, int]:
-        """The field that says the size of a micro-batch, and its value."""
-        if self.batch_tokens:  # extra: lengths
+        """The field that global_batch_size counts in, and its value."""
+        if self.batch_tokens and self.batch_size == type(self).batch_size:  # extra: lengths
             return "batch_tokens", self.batch_tokens
         return "batch_size", self.batch_size
 

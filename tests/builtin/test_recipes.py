@@ -40,6 +40,7 @@ CASES = {
     "detection": (shapes_with_boxes, ["dataset.py", "model.py"], "f1", 0.7, ""),  # extra: terms
     "diffusion": (smooth_images, ["config.py", "dataset.py", "model.py"], "loss", 0.5, "--epochs 14 --width 16"),
     "speech": (spoken_words, ["dataset.py", "model.py"], "wer", 0.3, "--epochs 9 --batch_size 4"),  # extra: summarize
+    "packed_documents": (lines_of_words, ["dataset.py", "model.py"], "perplexity", 7, "--epochs 8"),  # extra: lengths
     "gpt": (lines_of_words, ["config.py", "dataset.py", "model.py"], "perplexity", 7, "--epochs 8"),
     "memory_mapped_tokens": (
         token_files,

@@ -167,8 +167,7 @@ class GlobalBatchSampler(DistributedSampler):
         return self.order(epoch)[start + number * self.global_batch_size :][: self.global_batch_size].tolist()
 
     def density(self, epoch: int, end: int, steps: int) -> tuple[float, float]:
-        """Of the steps before position `end` of the epoch, at most so many: the tokens per sample, and the share of
-        padding. Zeros if lengths are not known."""
+        """In at most so many steps before `end`, tokens per sample and the share of padding; zeros without lengths."""
         return 0.0, 0.0
 
     def micro_batches(self, epoch: int, start: int = 0, rank: int | None = None) -> Iterator[MicroBatch]:

@@ -114,7 +114,7 @@ def _data_line(loader: GlobalBatchLoader, held_out: dict[str, GlobalBatchLoader]
 def _batch_line(field: str, size: int, micro_batches: int, ranks: int) -> str:
     """64 per rank x 2 accumulation x 4 ranks = 512 global."""
     each = math.ceil(micro_batches / ranks)
-    unit = "" if field == "batch_size" else f" {field.split('_')[-1]} at most"
+    unit = "" if field == "batch_size" else " tokens at most"
     end = f"{count(ranks, 'rank')} = {micro_batches * size} global{unit}"
     if micro_batches == each * ranks:
         return f"{size} per rank x {each} accumulation x {end}"

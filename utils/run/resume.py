@@ -128,7 +128,7 @@ def rows_of(payload: dict[str, Any], config: TrainingConfig, provenance: dict[st
     before = payload["provenance"]
     is_packed = "lengths" in before  # a position is that of a step
     size = "global batch: {here} samples per optimizer step, the checkpoint has {before}"
-    size = size.replace("samples", "tokens") if is_packed else size
+    size = size.replace("samples", "tokens") if is_packed and config.micro_batch[0] != "batch_size" else size
     lengths = "lengths: those of the training samples are not the checkpoint's, so they would be packed otherwise"
     precision = "precision: {here}, the checkpoint was made in {before}"
     kinds = {

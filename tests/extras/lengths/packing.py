@@ -12,7 +12,7 @@ def micro_batches(lengths, budget, *, seed, epoch, samples=0, window=100, order=
         generator = torch.Generator().manual_seed(number("order", seed, epoch))
         order = torch.randperm(n, generator=generator).tolist() if is_drawn else [*range(n)]
     length = [lengths[k % n] for k in order]
-    together = max(1, window * budget * n // sum(length)) if is_drawn else n
+    together = window * max(1, min(budget * n // sum(length), samples or n)) if is_drawn else n
     found = []
     for turn, first in enumerate(range(0, n, together)):
         places = range(first, min(n, first + together))

@@ -102,8 +102,8 @@ class BudgetSampler(GlobalBatchSampler):
 
     @property
     def global_batch_size(self) -> int:
-        """In tokens, with padding: the most that a global batch may have."""
-        return self.budget.tokens * self.micro_batches_per_step
+        """The most that a global batch may have: samples if they are bounded, else tokens with padding."""
+        return (self.budget.samples or self.budget.tokens) * self.micro_batches_per_step
 
     @property
     def samples_per_epoch(self) -> int:
@@ -146,7 +146,8 @@ class BudgetSampler(GlobalBatchSampler):
 
     def _pack(self, epoch: int, order: Tensor) -> Packed:
         lengths, n = self.lengths[order % len(self.lengths)], len(order)
-        window = max(1, self.budget.window * self.budget.tokens * n // int(lengths.sum())) if self.shuffle else n
+        most = min(self.budget.tokens * n // int(lengths.sum()), self.budget.samples or n)  # in a micro-batch, about
+        window = self.budget.window * max(1, most) if self.shuffle else n
         parts = [
             part.sort(stable=True, descending=number % 2 == 1).indices + number * window
             for number, part in enumerate(lengths.split(window))
@@ -237,8 +238,7 @@ def budget_sampler(
     Raises:
         UserError: if the set has no lengths, or a sample that is too long.
     """
-    default = type(config).batch_size
-    samples = config.batch_size if config.batch_size != default else 0
+    samples = config.batch_size if config.batch_size != type(config).batch_size else 0
     if not is_training:
         samples = config.eval_batch_size or samples
     lengths = read_lengths(dataset, Path(config.data_dir), ctx)
