@@ -8,6 +8,8 @@ import pytest
 
 from lib.benchmark import find_batch
 from ranks import launch
+from recipe_data import lines_of_words
+from recipe_forks import Fork
 from training import TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="the kernel's limits of a process")]
@@ -50,3 +52,15 @@ def test_find_batch_prints_the_flags_to_paste():
     given = r"\nas given: 20 samples, .*per micro-batch, .* samples/s\n  this is the whole training set\n"
     assert re.search(given + r"  --batch_size 18 --global_batch_size 36 ", ended.out)
     assert re.search(r"\nwith --activation_checkpointing: ", ended.out)  # extra: compile
+
+
+def test_a_budget_of_tokens_is_found(tmp_path):  # extra: lengths
+    """The largest one holds the whole set as often as its longest line."""
+    fork = Fork(tmp_path, "text")
+    lines_of_words(fork.folder / "FOLDER")
+    words = "--find-batch --memory 4 --batch_tokens 9000 --global_batch_size 36000".split()
+    flags = [*words, "--data_dir", "FOLDER", "--backend", "gloo"]
+    ended = launch([sys.executable, "scripts/benchmark.py", *flags], cwd=fork.folder)
+    assert ended.code == 0 and "\n  9,000 tokens: fits, " in ended.out, ended.text
+    assert re.search(r"\nas given: [\d,]+ tokens, .* tokens/s\n  this is the whole training set\n", ended.out)
+    assert re.search(r"\n  --batch_tokens \d+ --global_batch_size 36000 ", ended.out)

@@ -45,3 +45,11 @@ def test_the_search_ends_if_not_one_sample_fits_and_if_the_whole_set_does():
 def test_the_flags_keep_the_global_batch(global_batch, largest, ranks, size):
     lines = answer("as given", [Trial(largest, FITS, 2**30, 0.5)], 10_000, global_batch, ranks)
     assert f"  --batch_size {size} --global_batch_size {global_batch}" in lines[-1]
+
+
+def test_a_budget_of_tokens_is_answered_in_tokens():
+    trial = Trial(2000, FITS, 2**30, 0.5, "token")
+    assert str(trial) == "2,000 tokens: fits, 1.00 GiB, 0.5 s per micro-batch"
+    lines = answer("as given", [trial], 10_000, 8_000, 2)
+    assert "2,000 tokens" in lines[0] and "4,000.0 tokens/s" in lines[0]
+    assert lines[-1] == "  --batch_tokens 2000 --global_batch_size 8000"

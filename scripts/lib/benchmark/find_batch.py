@@ -3,7 +3,8 @@
 
 A trial trains for two steps of two micro-batches each, in a process with limited memory, so that the machine does not
 swap: the second step has the optimizer's state, and each second micro-batch the gradients of the first one. It uses the
-first samples of an epoch: if lengths vary, leave room for longer ones.
+first samples of an epoch: if lengths vary, give --batch_tokens, whose largest value is then found with the longest
+samples and with the most, or leave room for longer ones.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from lib.benchmark.turns import synchronize
 from utils.batch import tensors_in
 from utils.data.sets import load_data
 from utils.memory import free_memory, gigabytes, is_out_of_memory, own_memory
+from utils.training.first_passes import train_twice
 
 HEADROOM = 0.05  # fraction of memory for fragmentation and for what a run allocates besides the loop
 NCCL_BYTES = 2**30  # device memory for NCCL's buffers on two or more ranks
@@ -54,16 +56,18 @@ QUIET |= {"epochs": 2, "max_steps": 2, "global_batch_size": 0, "grad_accum_steps
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of a micro-batch of `size` samples. needs: bytes; seconds: of one; both 0 if it did not run."""
+    """The outcome of a micro-batch of `size` samples, or tokens. needs: bytes; seconds: of one; both 0 if it did not
+    run."""
 
     size: int
     outcome: str
     needs: int = 0
     seconds: float = 0.0
+    unit: str = "sample"
 
     def __str__(self) -> str:
         figures = f", {gigabytes(self.needs)}, {self.seconds:.3g} s per micro-batch" if self.needs else ""
-        return f"{self.size:,} sample{'s' * (self.size > 1)}: {self.outcome}{figures}"
+        return f"{self.size:,} {self.unit}{'s' * (self.size > 1)}: {self.outcome}{figures}"
 
 
 # ---- a trial, in a process of its own ----
@@ -71,13 +75,21 @@ class Trial:
 
 def two_steps(config: TrainingConfig, ctx: DistributedContext, folder: Path, size: int) -> tuple[float, int]:
     """Train. Returns the seconds per micro-batch of `size` without the data wait, and the bytes of a checkpoint."""
-    ours = Ours(dataclasses.replace(config, **QUIET, batch_size=size), ctx, folder, steps=0)
+    sizes: dict[str, Any] = {"batch_size": size}
+    if config.batch_tokens:  # extra: lengths
+        sizes = {"batch_tokens": size, "too_long": "alone"}
+    ours = Ours(dataclasses.replace(config, **QUIET, **sizes), ctx, folder, steps=0)
     waited, began = ours.spent()["data"], time.perf_counter()
     while not ours.state.schedule.is_at_end:  # a small data set has one step per epoch
         ours.epoch()
     synchronize(ctx.device)
     seconds = time.perf_counter() - began - (ours.spent()["data"] - waited)
-    seconds *= size / ours.state.progress.samples_seen
+    micro_batches = ours.state.progress.samples_seen / size
+    if ours.loader.sampler.is_packed:
+        micro_batches = 2.0 * ours.state.progress.step
+        for batch in ours.loader.sample_batches():  # the largest ones, beside the optimizer's state
+            train_twice(ours.model, batch, ours.state, ours.training.seams.compute_loss)
+    seconds /= micro_batches
     checkpoint = sum(tensor.nbytes for tensor in tensors_in(ours.state.state_dict()))
     ours.close()
     return seconds, checkpoint
@@ -121,7 +133,10 @@ def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str])
         ctx = setup_distributed(config)
         memory = available_memory(ctx.device, ranks, gib)
         if not size:
-            found = {"memory": memory, "samples": len(load_data(train.your_data, config, ctx).train)}
+            data: Any = load_data(train.your_data, config, ctx).train
+            found = {"memory": memory, "most": len(data)}
+            if config.batch_tokens:  # extra: lengths
+                found["most"] *= int(torch.as_tensor(data.lengths).max())
         else:
             two_steps(config, ctx, folder / "first", min(2, size))
             limit_memory(ctx.device, memory)
@@ -188,21 +203,28 @@ def answer(name: str, trials: list[Trial], most: int, global_batch: int, ranks: 
         return [f"{name}: not one sample fits; give a smaller --model or --image_size, or a device with more memory"]
     best = max(fitting, key=lambda each: each.size)
     size = keeping(global_batch, best.size, ranks)
-    speed = f"{best.seconds:.3g} s per micro-batch, {best.size / best.seconds:,.1f} samples/s"
-    lines = [f"{name}: {best.size:,} samples, {gigabytes(best.needs)}, {speed}"]
+    speed = f"{best.seconds:.3g} s per micro-batch, {best.size / best.seconds:,.1f} {best.unit}s/s"
+    lines = [f"{name}: {best.size:,} {best.unit}s, {gigabytes(best.needs)}, {speed}"]
     if best.size == most:
         lines.append("  this is the whole training set")
     why = "   (divides the global batch)" if size != best.size else ""
     more = f" {CHECKPOINTING}" if CHECKPOINTING in name else ""
-    return [*lines, f"  --batch_size {size} --global_batch_size {global_batch}{more}{why}"]
+    field = "batch_size" if best.unit == "sample" else "batch_tokens"
+    return [*lines, f"  --{field} {size} --global_batch_size {global_batch}{more}{why}"]
 
 
 def find(flags: list[str], ranks: int, gib: float) -> None:
     """Search with and without activation checkpointing, and print the flags to paste. Raises UserError."""
     config = TrainingConfig.from_args(flags)
-    global_batch = config.batch_size * config.micro_batches_per_step(ranks)
+    unit, first = "sample", max(FIRST, config.batch_size)
+    if config.batch_tokens:  # extra: lengths
+        unit, first = "token", config.batch_tokens
+        total = config.global_batch_size * (config.micro_batch[0] == "batch_tokens")
+        flags = [*flags, "--batch_size", str(TrainingConfig.batch_size)]  # the budget alone decides
+        config = dataclasses.replace(config, batch_size=TrainingConfig.batch_size, global_batch_size=total)
+    global_batch = config.micro_batch[1] * config.micro_batches_per_step(ranks)
     facts = start_trial(0, ranks, gib, flags)
-    say, most, answers = functools.partial(print, flush=True), facts["samples"], []
+    say, most, answers = functools.partial(print, flush=True), facts["most"], []
     say(f"{gigabytes(facts['memory'])} per rank, after {HEADROOM:.0%} headroom")
     ways: list[list[str]] = [[]]
     ways += [[CHECKPOINTING]] * (not config.activation_checkpointing)  # extra: compile
@@ -211,10 +233,10 @@ def find(flags: list[str], ranks: int, gib: float) -> None:
         say(f"{name}:")
 
         def trial(size: int, words: tuple[str, ...] = (*flags, *more)) -> Trial:
-            return Trial(size, **start_trial(size, ranks, gib, [*words]))
+            return Trial(size, **start_trial(size, ranks, gib, [*words]), unit=unit)
 
         try:
-            trials = search(trial, max(FIRST, config.batch_size), most, say)
+            trials = search(trial, first, most, say)
             answers += answer(name, trials, most, global_batch, ranks)
         except UserError as error:  # a model without blocks to checkpoint
             if not more:

@@ -211,3 +211,29 @@ def test_the_longest_and_the_most_samples_are_computed_before_the_first_step(run
             }
         )
     ]
+
+
+def graphs_by_the_first_and_the_last_step(words):  # extra: compile
+    from torch._dynamo.utils import counters
+
+    graphs, plain, plain_compile = [], train.run_training, torch.nn.Module.compile
+
+    def run(*given):
+        graphs.append(counters["stats"]["unique_graphs"])
+        outcome = plain(*given)
+        graphs.append(counters["stats"]["unique_graphs"])
+        return outcome
+
+    def compile_in_place(self, mode, dynamic):
+        plain_compile(self, dynamic=dynamic, backend="aot_eager")
+
+    with mock.patch.object(train, "run_training", run), mock.patch.object(torch.nn.Module, "compile", compile_in_place):
+        train_flags(words, task="blocks")
+    return graphs
+
+
+@pytest.mark.guarantee("compile")  # extra: compile
+def test_a_compiled_model_takes_all_shapes_and_is_compiled_before_the_first_step(runs):
+    words = runs.words("run", *FLAGS, "--compile", "default", "--max_steps", 8)
+    [(first, last)] = run_ranks(1, graphs_by_the_first_and_the_last_step, words, deadline=250)
+    assert first == last > 0
