@@ -2,7 +2,7 @@
 
 import math
 import time
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
 import pytest
 import torch
@@ -129,19 +129,40 @@ def check_step(step, mine, lengths, is_padded, way):
         assert numbers == sorted(numbers)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
-@pytest.mark.parametrize("shape", ["speech", "code"])
-def test_padding_is_little_and_the_ranks_have_equally_much(shape, ranks):
-    """Lengths like those of LibriSpeech's utterances in frames, most of 12 to 16 s, and of source files in tokens."""
+def made(shape):
+    """Lengths like those of LibriSpeech's utterances in frames, most of 12 to 16 s, or of source files in tokens; N."""
     generator = torch.Generator().manual_seed(7)
     n, draws = 30_000, torch.randn(30_000, generator=generator)
     if shape == "speech":
-        lengths, budget = (1400 + 200 * draws).where(draws > -1, 1200 * torch.rand(n, generator=generator)), 16_000
-        lengths = lengths.clamp(120, 2400)
-    else:
-        lengths, budget = (6.5 + 1.1 * draws).exp().clamp(10, 16_384), 32_768
-    data = Sequences(lengths.long())
-    window = TrainingConfig(batch_tokens=1).bucket_window
+        lengths = (1400 + 200 * draws).where(draws > -1, 1200 * torch.rand(n, generator=generator))
+        return lengths.clamp(120, 2400).long(), 16_000
+    return (6.5 + 1.1 * draws).exp().clamp(10, 16_384).long(), 32_768
+
+
+@pytest.mark.parametrize("shape", ["speech", "code"])
+def test_a_larger_window_has_less_padding_and_an_order_that_is_farther_from_uniform(shape):
+    """The spread of the mean log length of a step, over that of as many samples in a uniform order."""
+    lengths, budget = made(shape)
+    logs, found = lengths.double().log(), []
+    for window in (1, 10, 30, 100, 10_000):
+        for per_step in (8, 64):
+            [sampler] = samplers(Sequences(lengths), Budget(budget, 0, window), 1, per_step, drop_last=True)
+            order, begins = sampler.order(0), sampler.packed(0).begins[::per_step]
+            steps = [order[first:end] for first, end in pairwise(begins)]
+            spread = torch.stack([logs[some].mean() for some in steps]).std()
+            uniform = torch.tensor([logs.var() / len(some) for some in steps]).mean().sqrt()
+            found.append((window, per_step, sampler.density(0, len(order), len(steps))[1], float(spread / uniform)))
+            shown = f"padding {found[-1][2]:.2%}, spread {spread:.2f}, {found[-1][3]:.1f} times that of a uniform order"
+            print(f"{shape}, window {window}, {per_step} micro-batches per step: {shown}")
+    few = [row[2:] for row in found if row[1] == 8]
+    assert all(a[0] > b[0] and a[1] < b[1] * 1.1 for a, b in pairwise(few))
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+@pytest.mark.parametrize("shape", ["speech", "code"])
+def test_padding_is_little_and_the_ranks_have_equally_much(shape, ranks):
+    lengths, budget = made(shape)
+    n, data, window = len(lengths), Sequences(lengths), TrainingConfig(batch_tokens=1).bucket_window
     share, worst = {}, {}
     for way in WAYS:
         [sampler] = samplers(data, Budget(budget, 0, window), 1, 4 * ranks, way)
