@@ -117,6 +117,16 @@ MUTATIONS = [
     Mutation('Terms.check_steps', 'self.check(counted, found)', 'pass', 'terms'),  # extra: terms
     Mutation('TermMeans.__call__', 'quotients = torch.where(count == 0, total, total / count)  # a sum that is not finite stays so', 'quotients = total / count.sum()', 'terms'),  # extra: terms
     Mutation('compute_gradient', 'state.backward(metrics["loss"][0], is_padding)  # of the sum; the count [1] divides in the update', 'state.backward(metrics["loss"][0], False)', 'gradient'),
+    Mutation('Budget.pack', 'if (length if length > longest else longest) * count > self.tokens or count > most:', 'if (length if length > longest else longest) * count >= self.tokens or count > most:', 'lengths'),  # extra: lengths
+    Mutation('Budget.pack', 'if count > 1:', 'if count > 2:', 'lengths'),  # extra: lengths
+    Mutation('BudgetSampler._pack', 'part.sort(stable=True, descending=number % 2 == 1).indices + number * window', 'part.sort(stable=True).indices + number * window', 'lengths'),  # extra: lengths
+    Mutation('BudgetSampler.micro_batches', 'number = sizes.index(min(sizes)) if is_padding else mine[k]', 'number = 0 if is_padding else mine[k]', 'lengths'),  # extra: lengths
+    Mutation('BudgetSampler.micro_batches', 'passes = math.ceil(count / self.num_replicas) if self.assignment.is_padded else max(1, len(mine))', 'passes = max(1, len(mine))', 'lengths'),  # extra: lengths
+    Mutation('balanced', 'places = [(hand, ranks - 1 - rank if turn % 2 else rank) for turn, hand in enumerate(hands)]', 'places = [(hand, rank) for turn, hand in enumerate(hands)]', 'lengths'),  # extra: lengths
+    Mutation('Schedule.plan', 'total = epochs * sampler.steps_per_epoch', 'total = progress.step + sampler.steps_left(progress.epoch, progress.samples_in_epoch, epochs)', 'lengths'),  # extra: lengths
+    Mutation('Schedule.factor_at', 'step = min(step, self.total_steps - 1)  # epochs may have a few more steps than the first one', 'pass', 'lengths'),  # extra: lengths
+    Mutation('read_lengths', 'return lengths.numpy().tobytes()', 'return lengths.flip(0).numpy().tobytes()', 'lengths'),  # extra: lengths
+    Mutation('first_passes', 'on_all_ranks(lambda: [train_twice(model, each, state, compute_loss) for each in others], ctx)', 'pass', 'lengths'),  # extra: lengths
     Mutation('GlobalBatchSampler.micro_batches', 'count = math.ceil(len(entries) / size)', 'count = max(1, len(entries) // size)', 'order'),
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm.cpu() < math.inf', 'no-reads'),
     Mutation('Updater.step', 'divisor = divisor * ((norm + 1e-6) / self._config.clip_grad_norm).clamp(min=1)', 'divisor = divisor * ((2 * norm + 1e-6) / self._config.clip_grad_norm).clamp(min=1)', 'weights'),

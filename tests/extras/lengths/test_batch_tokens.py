@@ -197,6 +197,7 @@ def shapes_before_the_first_step(words):
     return sorted({*shapes})
 
 
+@pytest.mark.guarantee("lengths")
 def test_the_longest_and_the_most_samples_are_computed_before_the_first_step(runs):
     lengths, held_out = (sorted(Lines(*which).lengths) for which in ((SIZE, "train"), (7, "val")))
     most = max(k for k in range(1, SIZE) if lengths[k - 1] * k <= BUDGET)

@@ -158,6 +158,7 @@ def test_a_larger_window_has_less_padding_and_an_order_that_is_farther_from_unif
     assert all(a[0] > b[0] and a[1] < b[1] * 1.1 for a, b in pairwise(few))
 
 
+@pytest.mark.guarantee("lengths")
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 @pytest.mark.parametrize("shape", ["speech", "code"])
 def test_padding_is_little_and_the_ranks_have_equally_much(shape, ranks):
@@ -271,6 +272,7 @@ def test_the_largest_batches_are_those_of_the_longest_samples_and_of_the_most():
     assert sampler.largest[0] == [0]
 
 
+@pytest.mark.guarantee("lengths")
 def test_the_run_ends_with_its_last_epoch_and_the_factor_holds_beyond_the_schedule():
     """Epochs have other numbers of steps than the first one, more or less."""
     generator = torch.Generator().manual_seed(3)
@@ -314,3 +316,17 @@ def test_ten_million_samples_are_planned_in_ten_seconds():
     assert len(sampler.order(3)) == 10_000_000
     print(f"{time.process_time() - began:.1f} s")
     assert time.process_time() - began <= 20  # twice of what is promised: other tests run beside this one
+
+
+@pytest.mark.guarantee("lengths")
+@pytest.mark.parametrize(
+    ("sizes", "shares"),
+    [
+        ([5, 1, 4, 2], [[0, 1], [2, 3]]),
+        ([1, 2, 3, 4, 5], [[0, 1, 4], [2, 3]]),
+        ([7, 7, 7, 7, 7, 7], [[0, 5], [1, 4], [2, 3]]),
+        ([9], [[0], [], []]),
+    ],
+)
+def test_micro_batches_are_dealt_by_size_forwards_and_backwards(sizes, shares):
+    assert [balanced(rank, len(shares), sizes) for rank in range(len(shares))] == shares
