@@ -122,7 +122,7 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     train_set, held_out = cached(train_set, held_out, config, ctx, attempt.logger)  # extra: cache
     loading = config, ctx, attempt.clock, True  # the loaders hold their errors until the state is saved
     loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, *loading), ctx)
-    loaders = {name: create_evaluation_dataloader(each, *loading) for name, each in held_out.items()}
+    loaders = on_all_ranks(lambda: {k: create_evaluation_dataloader(v, *loading) for k, v in held_out.items()}, ctx)
     on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
     # before resume_run: the model's buffers, which these passes may change, are then those of the checkpoint

@@ -75,10 +75,9 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if options.mode != "speed" and "RANK" in os.environ:
         parser.error(f"--{options.mode} measures one process; start it with python instead of torchrun")
     config = TrainingConfig.from_args(flags)
-    if options.mode == "speed" and config.batch_tokens:  # extra: lengths
+    configs = [config, *(TrainingConfig.from_args(shlex.split(each), config.to_dict()) for each in options.against)]
+    if options.mode == "speed" and any(each.batch_tokens for each in configs):  # extra: lengths
         parser.error("--batch_tokens: its epochs cannot be cut to --steps steps; see tokens_per_s in a run's records")
-    for each in options.against:
-        TrainingConfig.from_args(shlex.split(each), config.to_dict())
     return options, flags
 
 

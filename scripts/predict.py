@@ -89,7 +89,7 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
     for line in on_all_ranks(lambda: compare_evaluated(payload, sets.config, options.split, sets), ctx):
         logger.log(ALIKE, "changed: %s", line)
     on_all_ranks(lambda: state.load_model(payload, "ema" if options.ema else "model"), ctx)
-    loader = create_evaluation_dataloader(dataset, sets.config, ctx)
+    loader = on_all_ranks(lambda: create_evaluation_dataloader(dataset, sets.config, ctx), ctx)
 
     def progress(step: int) -> None:
         show_progress(logger, step, loader.sampler.passes_per_epoch, "predicting")
@@ -152,7 +152,7 @@ def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, seed, pr
         with state.precision.autocast():
             outputs.add(net, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
         if step == 1:  # the workers have started
-            size, batch_size = len(loader.dataset), loader.sampler.batch_size
+            size, batch_size = len(loader.dataset), min(map(len, loader.largest()))
             check_row_order(predicted, lambda rows: loader.fetch(rows)[2], size, batch_size)
         progress(step)
     return outputs

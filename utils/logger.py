@@ -124,7 +124,7 @@ def log_training_step(
     end = [f"lr {record['lr']:.3g}", f"{rate:,.0f} samples/s"]
     if "tokens_per_s" in record:
         end.append(f"{record['tokens_per_s']:,.0f} tokens/s ({record['padding']:.0%} padding)")
-    if (left := total_steps - record["step"]) > 0:
+    if left := total_steps - record["step"]:
         end.append(f"{duration(step_s * left)} left")
 
     def has_room(part: str) -> bool:

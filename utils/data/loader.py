@@ -278,7 +278,8 @@ def create_distributed_dataloader(
     )
     size = sampler.global_batch_size
     if not sampler.steps_per_epoch:
-        raise UserError(f"dataset: {len(dataset)} samples do not fill a global batch of {size}; reduce batch_size")
+        remedy = f"reduce {config.micro_batch[0]}"
+        raise UserError(f"dataset: {len(dataset)} samples do not fill a global batch of {size}; {remedy}")
     return GlobalBatchLoader(sampler, config, ctx, clock, holds_failure=holds_failure), sampler
 
 
@@ -292,8 +293,8 @@ def create_evaluation_dataloader(
     """The loader of an evaluation set, with equally many micro-batches per rank, of `eval_batch_size` samples or by a
     budget.
 
-    Micro-batch b is on rank b % world_size; for exact sums the whole set is one global batch, of which each rank gets
-    consecutive ones.
+    Micro-batch b is on rank b % world_size, unless packed ones go to the ranks by size; for exact sums the whole set is
+    one global batch, of which each rank gets consecutive ones.
     """
     assignment = assignment_of(config, ctx, is_padded=True)
     sampler = sampler_of(dataset, config, ctx, is_training=False)(

@@ -164,10 +164,11 @@ class GlobalBatchSampler(DistributedSampler):
 
     def global_batch(self, epoch: int, start: int, number: int) -> list[int]:
         """The samples of a step: the number-th, from 0, of those from position `start` of the epoch on."""
-        return self.order(epoch)[start + number * self.global_batch_size :][: self.global_batch_size].tolist()
+        first = start + number * self.global_batch_size
+        return self.order(epoch)[max(0, first) : max(0, first + self.global_batch_size)].tolist()
 
     def density(self, epoch: int, end: int, steps: int) -> tuple[float, float]:
-        """In at most so many steps before `end`, tokens per sample and the share of padding; zeros without lengths."""
+        """In so many steps before `end` of the epoch, tokens per sample and the share of padding; or zeros."""
         return 0.0, 0.0
 
     def micro_batches(self, epoch: int, start: int = 0, rank: int | None = None) -> Iterator[MicroBatch]:

@@ -140,10 +140,6 @@ class ChosenSamples(Subset):
     def targets(self) -> Tensor:
         return torch.as_tensor(self.dataset.targets)[self._chosen]
 
-    @property
-    def lengths(self) -> Tensor:
-        return torch.as_tensor(self.dataset.lengths)[self._chosen]
-
 
 def choose_samples(dataset: Any, config: TrainingConfig) -> MapDataset:
     """The data set, or `dataset_size` of its samples, chosen by the seed. Raises UserError if it cannot be cut."""

@@ -68,14 +68,15 @@ class Terminal:
         if latest := self._latest:
             left = duration(latest["step_s"] * max(0, self._total_steps - step))
             more = f" | loss {show(latest['loss'])} | {latest['samples_per_s']:,.0f} samples/s | {left} left"
-        show_progress(self._logger, step, self._total_steps, "step", more)
+        show_progress(self._logger, step, max(step, self._total_steps), "step", more)
 
     def interval(self, record: dict[str, Any], targets_per_s: float, is_empty: bool) -> None:
         """Show a train record. is_empty: steps were skipped, and their losses counted nothing."""
         self._latest, ctx, dataset = record, self._attempt.ctx, self._loader.dataset
         names = [name for name in record if name not in RESERVED and name != "loss"]
         shown = record | ({"loss": "without targets"} if record["loss"] is None and is_empty else {})
-        log_training_step(self._logger, shown, names, self._total_steps, ctx.world_size, targets_per_s)
+        total = max(record["step"], self._total_steps)  # epochs may have more steps than the first one
+        log_training_step(self._logger, shown, names, total, ctx.world_size, targets_per_s)
         self._intervals += 1
         waited = record["data_wait_s"] / (record["step_s"] or math.inf)
         # the first interval includes the start of the workers

@@ -59,7 +59,8 @@ def _evaluate(config: TrainingConfig, ctx: DistributedContext, seams: Seams, dat
             logger.log(ALIKE, "changed: %s", line)
     records: list[dict[str, Any]] = []
     for split, dataset in sets.held_out.items():
-        began, loader = time.perf_counter(), create_evaluation_dataloader(dataset, config, ctx)
+        began = time.perf_counter()
+        loader = on_all_ranks(partial(create_evaluation_dataloader, dataset, config, ctx), ctx)
         weights = state.weights_of(payload)
         found = evaluation.records(split, loader, weights, progress)
         log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)

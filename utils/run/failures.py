@@ -43,8 +43,7 @@ def check_progress(run: RunFolder, progress: Progress, sampler: GlobalBatchSampl
         return
     on_rank_0(lambda: run.mark_diagnosed(), ctx)
     step = max(each["step"] for each in failures) + 1
-    number = max(0, step - progress.step - 1)
-    indices = sampler.global_batch(progress.epoch, progress.samples_in_epoch, number)[:32]
+    indices = sampler.global_batch(progress.epoch, progress.samples_in_epoch, step - progress.step - 1)[:32]
     which = (
         f" (epoch {progress.epoch + 1}, samples {indices})" if indices and KILLED not in failures[-1]["error"] else ""
     )

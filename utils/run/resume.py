@@ -134,7 +134,7 @@ def rows_of(payload: dict[str, Any], config: TrainingConfig, provenance: dict[st
     kinds = {
         "mean": ("must", SETTING),
         "std": ("must", SETTING),
-        "lengths": ("must", lengths),
+        "lengths": ("must" if is_packed and "lengths" in provenance else "free", lengths),
         "global_batch_size": ("must" if config.global_batch_size or is_packed else "may", size),
         "precision": ("may", precision),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from utils.clock import Clock
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sets import split_of
 from utils.data.worker import sample_name
-from utils.distributed.collectives import require_equal
+from utils.distributed.collectives import all_gather_json, require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
 from utils.extras.summarize import Collected  # extra: summarize
@@ -78,9 +77,8 @@ class Evaluation:
             is_wrong = not is_finite(each.batch, each.indices) and not each.is_padding
             first = all_reduce_scalar(each.indices[0] if is_wrong else math.inf, "min", self.ctx.control)
             if first < math.inf:  # all ranks look at its samples: with a sharded model none can do so alone
-                ranks = range(self.ctx.world_size)
-                found = itertools.chain.from_iterable(loader.sampler.micro_batches(0, rank=rank) for rank in ranks)
-                batch = next(each.indices for each in found if each.indices[0] == first)
+                found = all_gather_json(each.indices if is_wrong else [], self.ctx)
+                batch = next(indices for indices in found if indices[:1] == [first])
                 wrong = [each for each in batch if not is_finite(loader.fetch([each])[2], [each])]
                 return (wrong, batch) if wrong else ()
         return ()

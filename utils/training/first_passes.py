@@ -52,12 +52,10 @@ def first_passes(
     require_equal(layout, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx)
 
     def evaluate(loader: GlobalBatchLoader) -> list[str]:
-        batch, *others = loader.sample_batches()
-        names = evaluate_once(batch, state, compute_loss)
-        for each in others:
-            evaluate_once(each, state, compute_loss)
+        for batch in loader.sample_batches():
+            names = evaluate_once(batch, state, compute_loss)
         if seams.summary:  # extra: summarize
-            names += seams.summary.names(state, batch, len(loader.largest()[0]), len(loader.dataset))
+            names += seams.summary.names(state, batch, len(loader.largest()[-1]), len(loader.dataset))
         return names
 
     names = on_all_ranks(lambda: [evaluate(each) for each in held_out.values()], ctx)
@@ -81,7 +79,11 @@ def check_one_sample(state: TrainState, loader: GlobalBatchLoader, compute_loss:
     except Exception as error:  # another one, as of a loss that needs gradients, shows later if it is the run's own
         if "Expected more than 1 value per channel" in str(error):
             which = "the last micro-batch of an epoch" if len(sizes) > 1 else "each micro-batch"
-            which = "a micro-batch of the longest samples" if sampler.is_packed else which
+            if sampler.is_packed:
+                raise UserError(
+                    "batches by length: a micro-batch may have one sample, for which BatchNorm has no variance"
+                    f" ({error}); use another normalization, or leave out the budget"
+                ) from None
             raise UserError(
                 f"batch_size={sampler.batch_size}: of {sampler.samples_per_epoch} samples, {which} has one, for which"
                 f" BatchNorm has no variance ({error}); use another --batch_size or --drop_last"
@@ -118,8 +120,9 @@ def evaluate_once(batch: Any, state: TrainState, compute_loss: ComputeLoss) -> l
 
 
 def sizes_of(loader: GlobalBatchLoader) -> list[int]:
-    """The batch sizes of an epoch: the full one, and that of a short last micro-batch; the extremes if it is packed."""
+    """The batch sizes of an epoch: the full one, and that of a short last micro-batch; if it is packed, those of the
+    largest ones, and 1, which what is left over may have."""
     if loader.sampler.is_packed:
-        return [len(indices) for indices in loader.largest()]
+        return [*map(len, loader.largest()), 1]
     samples, size = loader.sampler.samples_per_epoch, loader.sampler.batch_size
     return [size, samples % size] if samples > size and samples % size else [min(size, samples)]

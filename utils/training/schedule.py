@@ -84,7 +84,8 @@ class Schedule:
     def factor_at(self, step: int, progress: Progress) -> float | dict[str, float]:
         """The factor on the learning rate at this step, from 0, or those of the named parameter groups."""
         length = self._config.schedule_steps or self.total_steps
-        step = min(step, self.total_steps - 1)  # epochs may have a few more steps than the first one
+        if length == self.total_steps:
+            step = min(step, length - 1)  # epochs may have a few more steps than the first one
         return self._lr_factor(self._config, step, length, self._warmup_steps, progress)
 
     @property
@@ -102,7 +103,8 @@ class Schedule:
     def is_at_end(self) -> bool:
         """Whether all optimizer steps were made."""
         epochs, steps = self._config.limits
-        return self.progress.step >= steps or self.progress.epoch + self.is_epoch_complete >= epochs
+        epoch, step = self.progress.epoch, self.progress.step
+        return step >= steps or epoch >= epochs or (epoch + 1 >= epochs and self.is_epoch_complete)
 
     @property
     def is_epoch_complete(self) -> bool:

@@ -37,6 +37,7 @@ from lib.benchmark.ours import Ours
 from lib.benchmark.turns import synchronize
 from utils.batch import tensors_in
 from utils.data.sets import load_data
+from utils.extras.lengths import read_lengths  # extra: lengths
 from utils.memory import free_memory, gigabytes, is_out_of_memory, own_memory
 from utils.training.first_passes import train_twice
 
@@ -133,10 +134,11 @@ def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str])
         ctx = setup_distributed(config)
         memory = available_memory(ctx.device, ranks, gib)
         if not size:
-            data: Any = load_data(train.your_data, config, ctx).train
+            data = load_data(train.your_data, config, ctx).train
             found = {"memory": memory, "most": len(data)}
             if config.batch_tokens:  # extra: lengths
-                found["most"] *= int(torch.as_tensor(data.lengths).max())
+                found["least"] = int(read_lengths(data, Path(config.data_dir), ctx).max())
+                found["most"] *= found["least"]
         else:
             two_steps(config, ctx, folder / "first", min(2, size))
             limit_memory(ctx.device, memory)
@@ -196,8 +198,8 @@ def keeping(global_batch: int, largest: int, ranks: int) -> int:
     return next((size for size in enough if global_batch // size % ranks == 0), enough[0])
 
 
-def answer(name: str, trials: list[Trial], most: int, global_batch: int, ranks: int) -> list[str]:
-    """The result of one search, and the flags to paste."""
+def answer(name: str, trials: list[Trial], most: int, global_batch: int, ranks: int, least: int = 1) -> list[str]:
+    """The result of one search, and the flags to paste. least: the longest sample, if sizes are tokens."""
     fitting = [each for each in trials if each.outcome == FITS]
     if not fitting:
         return [f"{name}: not one sample fits; give a smaller --model or --image_size, or a device with more memory"]
@@ -210,6 +212,7 @@ def answer(name: str, trials: list[Trial], most: int, global_batch: int, ranks: 
     why = "   (divides the global batch)" if size != best.size else ""
     more = f" {CHECKPOINTING}" if CHECKPOINTING in name else ""
     field = "batch_size" if best.unit == "sample" else "batch_tokens"
+    more += " --too_long alone" * (size < least)
     return [*lines, f"  --{field} {size} --global_batch_size {global_batch}{more}{why}"]
 
 
@@ -220,7 +223,8 @@ def find(flags: list[str], ranks: int, gib: float) -> None:
     if config.batch_tokens:  # extra: lengths
         unit, first = "token", config.batch_tokens
         total = config.global_batch_size * (config.micro_batch[0] == "batch_tokens")
-        flags = [*flags, "--batch_size", str(TrainingConfig.batch_size)]  # the budget alone decides
+        # the budget alone decides
+        flags = [*flags, "--batch_size", str(TrainingConfig.batch_size), "--global_batch_size", str(total)]
         config = dataclasses.replace(config, batch_size=TrainingConfig.batch_size, global_batch_size=total)
     global_batch = config.micro_batch[1] * config.micro_batches_per_step(ranks)
     facts = start_trial(0, ranks, gib, flags)
@@ -237,7 +241,7 @@ def find(flags: list[str], ranks: int, gib: float) -> None:
 
         try:
             trials = search(trial, first, most, say)
-            answers += answer(name, trials, most, global_batch, ranks)
+            answers += answer(name, trials, most, global_batch, ranks, facts.get("least", 1))
         except UserError as error:  # a model without blocks to checkpoint
             if not more:
                 raise

@@ -156,7 +156,8 @@ def show(config: TrainingConfig, ctx: DistributedContext, ranks: list[int], say:
             rows.append((f"--sharding {sharding}", str(number), *shown, note))
             if number == ranks[-1] and not chosen and found and found["peak"] <= USABLE * room:
                 chosen = sharding
-    say(f"MB on a rank in a step with micro-batches of {config.batch_size} on {ctx.device_names[0]}, {per_node} a node")
+    field, size = config.micro_batch
+    say(f"MB on a rank in a step with micro-batches of {field} {size} on {ctx.device_names[0]}, {per_node} a node")
     say(format_table(rows, range(1, 5)))
     limit = f"{USABLE:.0%} of {room / 1e9:,.1f} GB per rank, on {ranks[-1]} rank{'s' * (ranks[-1] > 1)}"
     more = ""

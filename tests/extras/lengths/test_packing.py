@@ -7,6 +7,7 @@ from itertools import accumulate, chain, pairwise
 import pytest
 import torch
 from packing import micro_batches
+from torch.utils.data import Subset
 
 from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext
@@ -93,7 +94,11 @@ def test_any_ranks_compute_the_same_micro_batches(
     assert all(len(each) == 1 or padded(each, lengths) <= budget for each in expected)
     assert all(each.order(epoch).tolist() == [*chain(*expected)] for each in world)
     assert {each.steps_left(epoch, 0, epoch + 1) for each in world} == {math.ceil(len(expected) / per_step)}
-    positions = [0, *accumulate(map(len, expected))]
+    positions, before = [0, *accumulate(map(len, expected))], []  # the steps of earlier epochs
+    for earlier in range(epoch if order is None else 0):
+        made = micro_batches(lengths, budget, seed=1, epoch=earlier, **settings)
+        made = made[: len(made) // per_step * per_step] if drop and shuffle else made
+        before += [made[first : first + per_step] for first in range(0, len(made), per_step)]
     for begin in range(0, len(expected) + 1, per_step):  # also after a resume at any step
         streams = [[*each.micro_batches(epoch, positions[begin])] for each in world]
         for first in range(begin, len(expected), per_step):
@@ -106,7 +111,10 @@ def test_any_ranks_compute_the_same_micro_batches(
             check_step(step, mine, lengths, is_padded, way)
             begun = [each.global_batch(epoch, positions[begin], (first - begin) // per_step) for each in world]
             assert all(found == [*chain(*step)] for found in begun)
-            latest, end = expected[max(0, first - 2 * per_step) : first + per_step], positions[first + len(step)]
+            if order is not None:  # of which this test knows one epoch
+                continue
+            latest = [*before, *(expected[k : k + per_step] for k in range(0, first + 1, per_step))][-3:]
+            latest, end = [*chain(*latest)], positions[first + len(step)]
             tokens, samples = sum(lengths[k % n] for k in chain(*latest)), sum(map(len, latest))
             density = tokens / samples, 1 - tokens / sum(padded(each, lengths) for each in latest)
             assert {each.density(epoch, end, 3) for each in world} == {density}
@@ -198,9 +206,9 @@ def refusal(data, *flags, is_training=True, ranks=1):
     [
         (
             [3, 17, 40],
-            "batch_tokens=16: sample 2 (2.flac) has 40 and 1 more are longer; give --batch_tokens 40 or",
+            "batch_tokens=16: sample 2 (2.flac) of the training set has 40 and 1 more are too long; give",
         ),
-        ([3, 17, 4], "batch_tokens=16: sample 1 (1.flac) has 17; give --batch_tokens 17 or more, or --too_long alone"),
+        ([3, 17, 4], "batch_tokens=16: sample 1 (1.flac) of the training set has 17; give --batch_tokens 17 or more"),
         ([3, 0, 4], "lengths: that of sample 1 (1.flac) is 0; give numbers of at least 1"),
         ([3, -2, 4], "lengths: that of sample 1 (1.flac) is -2"),
         ([3.5, 2, 4], "lengths: has the shape [3] and type torch.float32; give one whole number per sample, 3 in all"),
@@ -213,6 +221,21 @@ def test_lengths_that_cannot_be_used_are_named(lengths, expected):
     assert refusal(Sequences(lengths)).startswith(expected)
 
 
+def test_lengths_of_a_subset_are_checked_as_those_of_the_whole_set():
+    """Of --dataset_size and of torch's own Subset, which has no attributes."""
+    data, ctx = Sequences([3, 9, 4, 5, 6, 7]), DistributedContext(0, 0, 1, torch.device("cpu"))
+    nested = Subset(Subset(data, [5, 4, 1, 0]), torch.tensor([2, 0]))
+    sampler = create_distributed_dataloader(nested, TrainingConfig(batch_tokens=16), ctx)[1]
+    assert sampler.lengths.tolist() == [9, 7]
+    data.__class__ = type("Six", (Sequences,), {"__len__": lambda self: 6})
+    data.lengths = torch.tensor([1, 3, 9, 4, 5, 6, 7])  # one too many
+    some = choose_samples(data, TrainingConfig(dataset_size=4))
+    for subset in (some, Subset(data, [0, 1])):
+        assert "has the shape [7]" in refusal(subset) and "6 in all" in refusal(subset)
+    del data.lengths
+    assert "Six has no lengths" in refusal(choose_samples(data, TrainingConfig(dataset_size=4)))
+
+
 def test_lengths_of_another_number_or_none_are_refused():
     wrong = Sequences([3, 4])
     wrong.lengths = [3, 4, 5]
@@ -220,6 +243,7 @@ def test_lengths_of_another_number_or_none_are_refused():
     assert "has the shape [3]" in refusal(wrong) and "2 in all" in refusal(wrong)
     assert refusal(range(4)).startswith("batch_tokens=16: range has no lengths; give it an array")
     assert refusal(range(4), is_training=False).endswith(" or --eval_batch_size")
+    assert "sample 0 (0.flac) of val has 40" in refusal(Sequences([40], split="val"), is_training=False)
     config = TrainingConfig(batch_tokens=16, eval_batch_size=3)
     sampler = create_evaluation_dataloader(range(4), config, DistributedContext(0, 0, 1, torch.device("cpu"))).sampler
     assert sampler.count == 2
@@ -264,12 +288,23 @@ def test_a_sample_that_is_too_long_may_be_alone_and_batch_size_is_a_bound_if_it_
 def test_the_largest_batches_are_those_of_the_longest_samples_and_of_the_most():
     lengths = [5, 1, 9, 2, 2, 7, 1, 8, 3]
     [sampler] = samplers(Sequences(lengths), Budget(18, 0, 1), 1, 1)
-    longest, most = sampler.largest
-    assert longest == [2, 7] and most == [1, 6, 3, 4, 8]
+    longest, most = sampler.largest[0], sampler.largest[-1]
+    assert longest == [2, 7] and {*most} == {1, 6, 3, 4, 8}
     [sampler] = samplers(Sequences(lengths), Budget(18, 2, 1), 1, 1)
-    assert sampler.largest == [[2, 7], [1, 6]]
+    assert sampler.largest[0] == [2, 7] and {*sampler.largest[-1]} == {1, 6}
+    # with a bound on the samples the longest have few tokens; rows of half the budget have more pairs than one long row
+    [sampler] = samplers(Sequences([10] + [5] * 6 + [1] * 9), Budget(19, 3, 1), 1, 1)
+    assert [len(each) for each in sampler.largest] == [1, 3, 3] and sampler.largest[1] == [1, 2, 3]
     [sampler] = samplers(Sequences([40, *lengths]), Budget(18, 0, 1), 1, 1)
     assert sampler.largest[0] == [0]
+
+
+def test_a_schedule_of_its_own_length_is_followed_beyond_the_run():
+    [sampler] = samplers(Sequences([5] * 40), Budget(40, 0, 1), 1, 1)
+    config = TrainingConfig(batch_tokens=40, epochs=2, schedule_steps=30, warmup_epochs=0)
+    schedule = Schedule(config, lambda *given: given[1:3])
+    schedule.plan(sampler)
+    assert schedule.total_steps == 10 and schedule.factor_at(12, schedule.progress) == (12, 30)
 
 
 @pytest.mark.guarantee("lengths")

@@ -68,5 +68,6 @@ def compile_all_sizes(
 
 
 def batches_of(loader: GlobalBatchLoader) -> list[list[int]]:
-    """The samples of a batch of each size; where lengths vary too, of the largest ones."""
-    return loader.sampler.largest or [[*range(size)] for size in sizes_of(loader)]
+    """The samples of a batch of each size; where lengths vary too, of the largest, and one: torch takes a size of 1 for
+    a constant."""
+    return [*loader.sampler.largest, [0]] if loader.sampler.is_packed else [[*range(size)] for size in sizes_of(loader)]

@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from config import TrainingConfig, UserError
 from utils.data.sampler import Assignment, GlobalBatchSampler, MicroBatch
-from utils.data.sets import kind_of
+from utils.data.sets import kind_of, split_of
 from utils.data.worker import sample_name
 from utils.distributed.collectives import read_once
 from utils.distributed.context import DistributedContext
@@ -76,10 +77,15 @@ class Budget:
         return [*begins, place + 1], [*tops, longest]
 
     def largest(self, lengths: Tensor) -> list[list[int]]:
-        """The samples of a micro-batch of the longest, and of one that has the most."""
-        order, most = lengths.sort(stable=True).indices, self.samples or self.tokens
-        ends = order.flip(0)[:most], order[:most]
-        return [some[: self.pack(lengths[some].tolist())[0][1]].tolist() for some in ends]
+        """The samples of a micro-batch of the longest, of those with most tokens and with most pairs of tokens in a
+        row, padding included, and of one that has the most samples."""
+        order = lengths.sort(stable=True, descending=True).indices
+        begins, tops = self.pack(lengths[order].tolist())
+        spans = [*zip(begins, begins[1:], tops, strict=False)]
+        chosen = [spans[0], *(max(spans, key=lambda span: (span[1] - span[0]) * span[2] ** power) for power in (1, 2))]
+        shortest = order.flip(0)[: self.samples or self.tokens]
+        most = shortest[: self.pack(lengths[shortest].tolist())[0][1]]
+        return [order[first:end].tolist() for first, end, _ in dict.fromkeys(chosen)] + [most.tolist()]
 
 
 class BudgetSampler(GlobalBatchSampler):
@@ -95,10 +101,8 @@ class BudgetSampler(GlobalBatchSampler):
     def __init__(self, dataset: Any, lengths: Tensor, budget: Budget, **options: Any) -> None:
         super().__init__(dataset, batch_size=budget.samples or len(dataset), **options)
         self.lengths, self.budget, self.largest = lengths, budget, budget.largest(lengths)
-        self._packed: tuple[int, Packed] | None = None  # of one epoch at a time
-        self._counts: dict[int, int] = {}
-        text = f"{budget.tokens} {budget.samples} {budget.window}".encode()
-        self.provenance = {"lengths": hashlib.sha256(lengths.numpy().tobytes() + text).hexdigest()[:16]}
+        self._packed: dict[int, Packed] = {}  # of an epoch and the one before
+        self.provenance = {"lengths": hashlib.sha256(lengths.numpy().tobytes()).hexdigest()[:16]}
 
     @property
     def global_batch_size(self) -> int:
@@ -110,14 +114,15 @@ class BudgetSampler(GlobalBatchSampler):
         """Of the first epoch, if samples are dropped."""
         return len(self.order(0)) if self.drop_last else len(self.dataset)
 
-    @property
-    def count(self) -> int:
-        return self._count_in(0)
+    @functools.cached_property
+    def count(self) -> int:  # type: ignore[override]
+        return len(self.packed(0).longest)
 
     def steps_left(self, epoch: int, start: int, epochs: float) -> float:
         if epoch >= epochs:
             return 0
-        left = self._count_in(epoch) - (self.packed(epoch).number_at(start) if start else 0)
+        packed = self.packed(epoch)
+        left = len(packed.longest) - packed.number_at(start)
         return math.ceil(left / self.micro_batches_per_step) + max(0, epochs - epoch - 1) * self.steps_per_epoch
 
     def order(self, epoch: int) -> Tensor:
@@ -125,8 +130,8 @@ class BudgetSampler(GlobalBatchSampler):
 
     def packed(self, epoch: int) -> Packed:
         """The micro-batches of an epoch. Raises UserError as `GlobalBatchSampler.order`."""
-        if self._packed is None or self._packed[0] != epoch:
-            self._packed = None
+        if epoch not in self._packed:
+            self._packed = {each: packed for each, packed in self._packed.items() if abs(each - epoch) == 1}
             drawn = GlobalBatchSampler(
                 self.dataset,
                 batch_size=1,
@@ -135,14 +140,8 @@ class BudgetSampler(GlobalBatchSampler):
                 seed=self.seed,
                 shuffle=self.shuffle,
             )
-            self._packed = epoch, self._pack(epoch, drawn.order(epoch))
-            self._counts[epoch] = len(self._packed[1].longest)
-        return self._packed[1]
-
-    def _count_in(self, epoch: int) -> int:
-        if epoch not in self._counts:
-            self.packed(epoch)
-        return self._counts[epoch]
+            self._packed[epoch] = self._pack(epoch, drawn.order(epoch))
+        return self._packed[epoch]
 
     def _pack(self, epoch: int, order: Tensor) -> Packed:
         lengths, n = self.lengths[order % len(self.lengths)], len(order)
@@ -167,15 +166,22 @@ class BudgetSampler(GlobalBatchSampler):
     def global_batch(self, epoch: int, start: int, number: int) -> list[int]:
         packed = self.packed(epoch)
         first = packed.number_at(start) + number * self.micro_batches_per_step
-        begins = packed.begins[first:][: self.micro_batches_per_step + 1] or [0]
+        begins = packed.begins[max(0, first) : first + self.micro_batches_per_step + 1] or [0]
         return packed.order[begins[0] : begins[-1]].tolist()
 
-    def density(self, epoch: int, end: int, steps: int) -> tuple[float, float]:
-        packed = self.packed(epoch)
-        last, full = packed.number_at(end), self.micro_batches_per_step
-        first = max(0, math.ceil(last / full) - steps) * full
-        tokens, padded = sum(packed.tokens[first:last]), sum(map(packed.padded, range(first, last)))
-        return tokens / (end - packed.begins[first]), 1 - tokens / padded
+    def density(self, epoch: int, end: int | None, steps: int) -> tuple[float, float]:
+        samples = tokens = padded = 0
+        while steps > 0 and epoch >= 0:
+            packed, full = self.packed(epoch), self.micro_batches_per_step
+            last = len(packed.longest) if end is None else packed.number_at(end)
+            first = max(0, math.ceil(last / full) - steps) * full
+            samples += packed.begins[last] - packed.begins[first]
+            tokens, padded = (
+                tokens + sum(packed.tokens[first:last]),
+                padded + sum(map(packed.padded, range(first, last))),
+            )
+            steps, epoch, end = steps - math.ceil((last - first) / full), epoch - 1, None
+        return tokens / samples, 1 - tokens / padded
 
     def micro_batches(self, epoch: int, start: int = 0, rank: int | None = None) -> Iterator[MicroBatch]:
         packed, rank = self.packed(epoch), self.rank if rank is None else rank
@@ -201,8 +207,8 @@ def balanced(rank: int, ranks: int, sizes: Sequence[int]) -> list[int]:
     return sorted(hand[place] for hand, place in places if place < len(hand))
 
 
-def read_lengths(dataset: Any, folder: Path, ctx: DistributedContext) -> Tensor:
-    """The data set's `lengths`, int64 [samples], which one rank of each file system reads; empty if it has none.
+def read_lengths(found: Any, folder: Path, ctx: DistributedContext) -> Tensor:
+    """The `lengths` of a data set, int64 [samples], which one rank of each file system reads; empty if it has none.
     Collective.
 
     Raises:
@@ -210,6 +216,9 @@ def read_lengths(dataset: Any, folder: Path, ctx: DistributedContext) -> Tensor:
     """
 
     def read() -> bytes:
+        dataset, rows = found, torch.arange(len(found))
+        while isinstance(dataset, Subset) and "lengths" not in {*vars(dataset), *dir(type(dataset))}:
+            rows, dataset = torch.as_tensor(dataset.indices)[rows], dataset.dataset
         given, wanted = getattr(dataset, "lengths", None), f"give one whole number per sample, {len(dataset):,} in all"
         if given is None:
             return b""
@@ -220,14 +229,14 @@ def read_lengths(dataset: Any, folder: Path, ctx: DistributedContext) -> Tensor:
         is_whole = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
         if lengths.shape != (len(dataset),) or not is_whole:
             raise UserError(f"lengths: has the shape {list(lengths.shape)} and type {lengths.dtype}; {wanted}")
-        lengths = lengths.to("cpu", torch.int64)
+        lengths = lengths.to("cpu", torch.int64)[rows]
         if (wrong := (lengths < 1).nonzero().flatten()).numel():
-            which = sample_name(dataset, int(wrong[0]))
+            which = sample_name(found, int(wrong[0]))
             raise UserError(f"lengths: that of {which} is {lengths[wrong[0]]}; give numbers of at least 1")
         return lengths.numpy().tobytes()
 
-    found = read_once(next(each for each in (folder, *folder.parents) if each.exists()), read, DIFFER, ctx)
-    return torch.frombuffer(bytearray(found), dtype=torch.int64) if found else torch.empty(0, dtype=torch.int64)
+    data = read_once(next(each for each in (folder, *folder.parents) if each.exists()), read, DIFFER, ctx)
+    return torch.frombuffer(bytearray(data), dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
 
 
 def budget_sampler(
@@ -241,7 +250,8 @@ def budget_sampler(
     samples = config.batch_size if config.batch_size != type(config).batch_size else 0
     if not is_training:
         samples = config.eval_batch_size or samples
-    lengths = read_lengths(dataset, Path(config.data_dir), ctx)
+    lengths, split = read_lengths(dataset, Path(config.data_dir), ctx), split_of(dataset, "the training set")
+    split = split if is_training else split_of(dataset, "the held-out set")
     if not len(lengths):
         if config.eval_batch_size and not is_training:
             return functools.partial(GlobalBatchSampler, dataset, batch_size=config.eval_batch_size)
@@ -251,10 +261,10 @@ def budget_sampler(
     longest = int(lengths.max())
     if longest > config.batch_tokens and config.too_long == "error":
         which, many = sample_name(dataset, int(lengths.argmax())), int((lengths > config.batch_tokens).sum())
-        others = f" and {many - 1:,} more are longer" if many > 1 else ""
+        others = f" and {many - 1:,} more are too long" if many > 1 else ""
         raise UserError(
-            f"batch_tokens={config.batch_tokens}: {which} has {longest:,}{others}; give --batch_tokens {longest} or"
-            " more, or --too_long alone, which gives such a sample a micro-batch of its own"
+            f"batch_tokens={config.batch_tokens}: {which} of {split} has {longest:,}{others};"
+            f" give --batch_tokens {longest} or more, or --too_long alone, for a micro-batch of its own"
         )
     return functools.partial(
         BudgetSampler, dataset, lengths, Budget(config.batch_tokens, samples, config.bucket_window)
