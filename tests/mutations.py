@@ -125,7 +125,7 @@ MUTATIONS = [
     Mutation('balanced', 'places = [(hand, ranks - 1 - rank if turn % 2 else rank) for turn, hand in enumerate(hands)]', 'places = [(hand, rank) for turn, hand in enumerate(hands)]', 'lengths'),  # extra: lengths
     Mutation('Schedule.plan', 'total = epochs * sampler.steps_per_epoch', 'total = progress.step + sampler.steps_left(progress.epoch, progress.samples_in_epoch, epochs)', 'lengths'),  # extra: lengths
     Mutation('Schedule.factor_at', 'step = min(step, length - 1)  # epochs may have a few more steps than the first one', 'pass', 'lengths'),  # extra: lengths
-    Mutation('read_lengths', 'return lengths.numpy().tobytes()', 'return lengths.flip(0).numpy().tobytes()', 'lengths'),  # extra: lengths
+    Mutation('read_lengths', 'return lengths.tobytes()', 'return lengths[::-1].tobytes()', 'lengths'),  # extra: lengths
     Mutation('first_passes', 'on_all_ranks(lambda: [train_twice(model, each, state, compute_loss) for each in others], ctx)', 'pass', 'lengths'),  # extra: lengths
     Mutation('GlobalBatchSampler.micro_batches', 'count = math.ceil(len(entries) / size)', 'count = max(1, len(entries) // size)', 'order'),
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm.cpu() < math.inf', 'no-reads'),

@@ -54,3 +54,4 @@ def test_a_budget_of_tokens_is_answered_in_tokens():
     assert "2,000 tokens" in lines[0] and "4,000.0 tokens/s" in lines[0]
     assert lines[-1] == "  --batch_tokens 2000 --global_batch_size 8000"
     assert answer("as given", [trial], 10_000, 8_000, 2, least=2001)[-1].endswith(" --too_long alone")
+    assert answer("as given", [trial], 10_000, 0, 2)[-1] == "  --batch_tokens 2000"

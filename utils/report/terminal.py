@@ -47,6 +47,7 @@ class Terminal:
             "evaluation": "" if held_out else "none: the data has no validation or test set",
             "workers": f"{self._loader.num_workers} per rank",
             "batch": _batch_line(*config.micro_batch, sampler.micro_batches_per_step, ctx.world_size),
+            "budget": sampler.provenance.get("budget"),  # of a micro-batch
             "steps": f"{total:,}, {sampler.steps_per_epoch:,} per epoch{shorter}",
             "precision": state.precision.title,
             "optimizer": type(state.optimizer).__name__ + ("" if state.updater.skips_on_device else READS),

@@ -137,7 +137,10 @@ def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str])
             data = load_data(train.your_data, config, ctx).train
             found = {"memory": memory, "most": len(data)}
             if config.batch_tokens:  # extra: lengths
-                found["least"] = int(read_lengths(data, Path(config.data_dir), ctx).max())
+                lengths = read_lengths(data, "the training set", Path(config.data_dir), ctx)
+                if not len(lengths):
+                    raise UserError(f"batch_tokens={config.batch_tokens}: the data has no lengths; leave it out")
+                found["least"] = int(lengths.max())
                 found["most"] *= found["least"]
         else:
             two_steps(config, ctx, folder / "first", min(2, size))
@@ -199,12 +202,17 @@ def keeping(global_batch: int, largest: int, ranks: int) -> int:
 
 
 def answer(name: str, trials: list[Trial], most: int, global_batch: int, ranks: int, least: int = 1) -> list[str]:
-    """The result of one search, and the flags to paste. least: the longest sample, if sizes are tokens."""
+    """The result of one search, and the flags to paste.
+
+    Args:
+        global_batch: that the flags keep; 0: none.
+        least: the longest sample, if sizes are tokens.
+    """
     fitting = [each for each in trials if each.outcome == FITS]
     if not fitting:
         return [f"{name}: not one sample fits; give a smaller --model or --image_size, or a device with more memory"]
     best = max(fitting, key=lambda each: each.size)
-    size = keeping(global_batch, best.size, ranks)
+    size = keeping(global_batch, best.size, ranks) if global_batch else best.size
     speed = f"{best.seconds:.3g} s per micro-batch, {best.size / best.seconds:,.1f} {best.unit}s/s"
     lines = [f"{name}: {best.size:,} {best.unit}s, {gigabytes(best.needs)}, {speed}"]
     if best.size == most:
@@ -213,7 +221,8 @@ def answer(name: str, trials: list[Trial], most: int, global_batch: int, ranks: 
     more = f" {CHECKPOINTING}" if CHECKPOINTING in name else ""
     field = "batch_size" if best.unit == "sample" else "batch_tokens"
     more += " --too_long alone" * (size < least)
-    return [*lines, f"  --{field} {size} --global_batch_size {global_batch}{more}{why}"]
+    kept = f" --global_batch_size {global_batch}" if global_batch else ""
+    return [*lines, f"  --{field} {size}{kept}{more}{why}"]
 
 
 def find(flags: list[str], ranks: int, gib: float) -> None:
@@ -227,6 +236,8 @@ def find(flags: list[str], ranks: int, gib: float) -> None:
         flags = [*flags, "--batch_size", str(TrainingConfig.batch_size), "--global_batch_size", str(total)]
         config = dataclasses.replace(config, batch_size=TrainingConfig.batch_size, global_batch_size=total)
     global_batch = config.micro_batch[1] * config.micro_batches_per_step(ranks)
+    if config.batch_tokens:  # extra: lengths
+        global_batch = config.global_batch_size
     facts = start_trial(0, ranks, gib, flags)
     say, most, answers = functools.partial(print, flush=True), facts["most"], []
     say(f"{gigabytes(facts['memory'])} per rank, after {HEADROOM:.0%} headroom")

@@ -4,6 +4,7 @@ import math
 import time
 from itertools import accumulate, chain, pairwise
 
+import numpy
 import pytest
 import torch
 from packing import micro_batches
@@ -206,19 +207,43 @@ def refusal(data, *flags, is_training=True, ranks=1):
     [
         (
             [3, 17, 40],
-            "batch_tokens=16: sample 2 (2.flac) of the training set has 40 and 1 more are too long; give",
+            "batch_tokens=16: sample 2 (2.flac) of the training set has the length 40, and 1 more are too long; give",
         ),
-        ([3, 17, 4], "batch_tokens=16: sample 1 (1.flac) of the training set has 17; give --batch_tokens 17 or more"),
-        ([3, 0, 4], "lengths: that of sample 1 (1.flac) is 0; give numbers of at least 1"),
-        ([3, -2, 4], "lengths: that of sample 1 (1.flac) is -2"),
-        ([3.5, 2, 4], "lengths: has the shape [3] and type torch.float32; give one whole number per sample, 3 in all"),
-        ([[3], [2], [4]], "lengths: has the shape [3, 1]"),
-        ({0: 3, 1: 4}, "lengths: is a dict ("),
-        ([True, True, True], "lengths: has the shape [3] and type torch.bool"),
+        (
+            [3, 17, 4],
+            "batch_tokens=16: sample 1 (1.flac) of the training set has the length 17; give --batch",
+        ),
+        ([3, 0, 4], "lengths of the training set: that of sample 1 (1.flac) is 0; give numbers of at least 1"),
+        ([3, -2, 4], "lengths of the training set: that of sample 1 (1.flac) is -2"),
+        (
+            [3.5, 2, 4],
+            "lengths of the training set: has the shape [3] and type float32; give one whole number per sample, 3",
+        ),
+        ([[3], [2], [4]], "lengths of the training set: has the shape [3, 1]"),
+        ({0: 3, 1: 4}, "lengths of the training set: has the shape [] and type object"),
+        ([True, True, True], "lengths of the training set: has the shape [3] and type bool"),
     ],
 )
 def test_lengths_that_cannot_be_used_are_named(lengths, expected):
     assert refusal(Sequences(lengths)).startswith(expected)
+
+
+@pytest.mark.parametrize("make", [list, tuple, numpy.array, lambda given: numpy.array(given, ">i4")[::-1][::-1]])
+def test_lengths_may_be_any_array_of_whole_numbers(make):
+    data = Sequences([])
+    data.__class__ = type("Three", (Sequences,), {"__len__": lambda self: 3})
+    data.lengths = make([3, 5, 4])
+    ctx = DistributedContext(0, 0, 1, torch.device("cpu"))
+    assert create_distributed_dataloader(data, TrainingConfig(batch_tokens=16), ctx)[1].lengths.tolist() == [3, 5, 4]
+
+
+def test_an_error_in_a_property_is_not_taken_for_missing_lengths():
+    data = type("Wrong", (Sequences,), {"lengths": property(lambda self: self.nothing), "__init__": object.__init__})()
+    data.__class__.__len__ = lambda self: 3
+    with pytest.raises(AttributeError, match="nothing"):
+        create_distributed_dataloader(
+            data, TrainingConfig(batch_tokens=16), DistributedContext(0, 0, 1, torch.device("cpu"))
+        )
 
 
 def test_lengths_of_a_subset_are_checked_as_those_of_the_whole_set():
@@ -233,7 +258,7 @@ def test_lengths_of_a_subset_are_checked_as_those_of_the_whole_set():
     for subset in (some, Subset(data, [0, 1])):
         assert "has the shape [7]" in refusal(subset) and "6 in all" in refusal(subset)
     del data.lengths
-    assert "Six has no lengths" in refusal(choose_samples(data, TrainingConfig(dataset_size=4)))
+    assert "Six (the training set) has no lengths" in refusal(choose_samples(data, TrainingConfig(dataset_size=4)))
 
 
 def test_lengths_of_another_number_or_none_are_refused():
@@ -241,9 +266,9 @@ def test_lengths_of_another_number_or_none_are_refused():
     wrong.lengths = [3, 4, 5]
     wrong.__class__ = type("Two", (Sequences,), {"__len__": lambda self: 2})
     assert "has the shape [3]" in refusal(wrong) and "2 in all" in refusal(wrong)
-    assert refusal(range(4)).startswith("batch_tokens=16: range has no lengths; give it an array")
+    assert refusal(range(4)).startswith("batch_tokens=16: range (the training set) has no lengths; give it an array")
     assert refusal(range(4), is_training=False).endswith(" or --eval_batch_size")
-    assert "sample 0 (0.flac) of val has 40" in refusal(Sequences([40], split="val"), is_training=False)
+    assert "sample 0 (0.flac) of val has the length 40" in refusal(Sequences([40], split="val"), is_training=False)
     config = TrainingConfig(batch_tokens=16, eval_batch_size=3)
     sampler = create_evaluation_dataloader(range(4), config, DistributedContext(0, 0, 1, torch.device("cpu"))).sampler
     assert sampler.count == 2

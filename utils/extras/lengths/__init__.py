@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import Subset
@@ -102,7 +103,8 @@ class BudgetSampler(GlobalBatchSampler):
         super().__init__(dataset, batch_size=budget.samples or len(dataset), **options)
         self.lengths, self.budget, self.largest = lengths, budget, budget.largest(lengths)
         self._packed: dict[int, Packed] = {}  # of an epoch and the one before
-        self.provenance = {"lengths": hashlib.sha256(lengths.numpy().tobytes()).hexdigest()[:16]}
+        budget_line = f"{budget.tokens:,} tokens, padding included"
+        self.provenance = {"budget": budget_line, "lengths": hashlib.sha256(lengths.numpy().tobytes()).hexdigest()[:16]}
 
     @property
     def global_batch_size(self) -> int:
@@ -207,7 +209,7 @@ def balanced(rank: int, ranks: int, sizes: Sequence[int]) -> list[int]:
     return sorted(hand[place] for hand, place in places if place < len(hand))
 
 
-def read_lengths(found: Any, folder: Path, ctx: DistributedContext) -> Tensor:
+def read_lengths(found: Any, split: str, folder: Path, ctx: DistributedContext) -> Tensor:
     """The `lengths` of a data set, int64 [samples], which one rank of each file system reads; empty if it has none.
     Collective.
 
@@ -216,24 +218,25 @@ def read_lengths(found: Any, folder: Path, ctx: DistributedContext) -> Tensor:
     """
 
     def read() -> bytes:
-        dataset, rows = found, torch.arange(len(found))
+        dataset, rows = found, numpy.arange(len(found))
         while isinstance(dataset, Subset) and "lengths" not in {*vars(dataset), *dir(type(dataset))}:
-            rows, dataset = torch.as_tensor(dataset.indices)[rows], dataset.dataset
-        given, wanted = getattr(dataset, "lengths", None), f"give one whole number per sample, {len(dataset):,} in all"
-        if given is None:
+            rows, dataset = numpy.asarray(dataset.indices)[rows], dataset.dataset
+        if not hasattr(type(dataset), "lengths") and not hasattr(dataset, "lengths"):
             return b""
+        given = dataset.lengths  # which may be a property with an error of its own
+        wanted = f"give one whole number per sample, {len(dataset):,} in all, as numpy.asarray(lengths, dtype='int64')"
         try:
-            lengths = torch.as_tensor(given)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise UserError(f"lengths: is a {type(given).__name__} ({error}); {wanted}") from None
-        is_whole = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
-        if lengths.shape != (len(dataset),) or not is_whole:
-            raise UserError(f"lengths: has the shape {list(lengths.shape)} and type {lengths.dtype}; {wanted}")
-        lengths = lengths.to("cpu", torch.int64)[rows]
-        if (wrong := (lengths < 1).nonzero().flatten()).numel():
+            lengths = numpy.asarray(given.cpu() if isinstance(given, Tensor) else given)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"lengths of {split}: is a {type(given).__name__} ({error}); {wanted}") from None
+        if lengths.shape != (len(dataset),) or lengths.dtype.kind not in "iu":
+            shown = f"has the shape {list(lengths.shape)} and type {lengths.dtype}"
+            raise UserError(f"lengths of {split}: {shown}; {wanted}")
+        lengths = lengths.astype(numpy.int64)[rows]
+        if (wrong := numpy.flatnonzero(lengths < 1)).size:
             which = sample_name(found, int(wrong[0]))
-            raise UserError(f"lengths: that of {which} is {lengths[wrong[0]]}; give numbers of at least 1")
-        return lengths.numpy().tobytes()
+            raise UserError(f"lengths of {split}: that of {which} is {lengths[wrong[0]]}; give numbers of at least 1")
+        return lengths.tobytes()
 
     data = read_once(next(each for each in (folder, *folder.parents) if each.exists()), read, DIFFER, ctx)
     return torch.frombuffer(bytearray(data), dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
@@ -250,20 +253,20 @@ def budget_sampler(
     samples = config.batch_size if config.batch_size != type(config).batch_size else 0
     if not is_training:
         samples = config.eval_batch_size or samples
-    lengths, split = read_lengths(dataset, Path(config.data_dir), ctx), split_of(dataset, "the training set")
-    split = split if is_training else split_of(dataset, "the held-out set")
+    split = split_of(dataset, "the training set" if is_training else "the held-out set")
+    lengths = read_lengths(dataset, split, Path(config.data_dir), ctx)
     if not len(lengths):
         if config.eval_batch_size and not is_training:
             return functools.partial(GlobalBatchSampler, dataset, batch_size=config.eval_batch_size)
         remedy = "give it an array with one number per sample (docs/reference.md)"
         remedy += "" if is_training else ", or --eval_batch_size"
-        raise UserError(f"batch_tokens={config.batch_tokens}: {kind_of(dataset)} has no lengths; {remedy}")
+        raise UserError(f"batch_tokens={config.batch_tokens}: {kind_of(dataset)} ({split}) has no lengths; {remedy}")
     longest = int(lengths.max())
     if longest > config.batch_tokens and config.too_long == "error":
         which, many = sample_name(dataset, int(lengths.argmax())), int((lengths > config.batch_tokens).sum())
-        others = f" and {many - 1:,} more are too long" if many > 1 else ""
+        others = f", and {many - 1:,} more are too long" if many > 1 else ""
         raise UserError(
-            f"batch_tokens={config.batch_tokens}: {which} of {split} has {longest:,}{others};"
+            f"batch_tokens={config.batch_tokens}: {which} of {split} has the length {longest:,}{others};"
             f" give --batch_tokens {longest} or more, or --too_long alone, for a micro-batch of its own"
         )
     return functools.partial(
