@@ -128,14 +128,15 @@ class Reporter:
         has reached this step and has work for the meantime."""
         self.catch_up()
         state, progress, lr = self._state, self._state.progress, self._config.lr * self._state.factor
-        steps = (
-            progress.step % self._config.log_interval or self._config.log_interval
-        )  # since the last record, of any attempt
+        every = self._config.log_interval
         rates = {"lr": lr} | ({"lr_of_groups": state.lrs} if any(each != lr for each in state.lrs) else {})
         self._unwritten = LogPoint(
             at={"epoch": progress.epoch_number, "step": progress.step} | rates,
             samples=self._samples,
-            density=self._loader.sampler.density(progress.epoch, progress.samples_in_epoch, steps),
+            # of all steps since the last record, also those of an earlier attempt
+            density=self._loader.sampler.density(
+                progress.epoch, progress.samples_in_epoch, progress.step % every or every
+            ),
             steps=max(1, self._steps),
             read=state.interval.begin_read(fingerprint(state)),
             take_seconds=self._attempt.clock.take(),

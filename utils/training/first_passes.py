@@ -70,7 +70,8 @@ def first_passes(
 def check_one_sample(state: TrainState, loader: GlobalBatchLoader, compute_loss: ComputeLoss, max_steps: int) -> None:
     """Raises UserError if a micro-batch of the run will have one sample, and a BatchNorm of the model needs more."""
     sampler, sizes = loader.sampler, sizes_of(loader)
-    sizes = sizes[:1] if 0 < max_steps < sampler.steps_per_epoch else sizes  # it ends before a short micro-batch
+    if 0 < max_steps < sampler.steps_per_epoch and not sampler.is_packed:
+        sizes = sizes[:1]  # the run ends before a short micro-batch
     if 1 not in sizes:
         return
     try:

@@ -229,15 +229,12 @@ def find(flags: list[str], ranks: int, gib: float) -> None:
     """Search with and without activation checkpointing, and print the flags to paste. Raises UserError."""
     config = TrainingConfig.from_args(flags)
     unit, first = "sample", max(FIRST, config.batch_size)
+    global_batch = config.batch_size * config.micro_batches_per_step(ranks)
     if config.batch_tokens:  # extra: lengths
         unit, first = "token", config.batch_tokens
-        total = config.global_batch_size * (config.micro_batch[0] == "batch_tokens")
-        # the budget alone decides
-        flags = [*flags, "--batch_size", str(TrainingConfig.batch_size), "--global_batch_size", str(total)]
-        config = dataclasses.replace(config, batch_size=TrainingConfig.batch_size, global_batch_size=total)
-    global_batch = config.micro_batch[1] * config.micro_batches_per_step(ranks)
-    if config.batch_tokens:  # extra: lengths
-        global_batch = config.global_batch_size
+        # the budget alone decides; a global batch in samples has no meaning without their bound
+        global_batch = config.global_batch_size * (config.micro_batch[0] == "batch_tokens")
+        flags = [*flags, "--batch_size", str(TrainingConfig.batch_size), "--global_batch_size", str(global_batch)]
     facts = start_trial(0, ranks, gib, flags)
     say, most, answers = functools.partial(print, flush=True), facts["most"], []
     say(f"{gigabytes(facts['memory'])} per rank, after {HEADROOM:.0%} headroom")
