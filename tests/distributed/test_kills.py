@@ -118,7 +118,11 @@ CRASHES = """
 plain_loss, calls = train.your_model.compute_loss, []
 def compute_loss(net, batch):
     calls.append(net.training)
-    if len(calls) == 20 and os.environ.get('RANK', '0') in {!r} and not os.path.exists('{}'):
+    rank, victims, folder = os.environ.get('RANK', '0'), {!r}[:int(os.environ.get('WORLD_SIZE', 1))], {!r}
+    if len(calls) == 20 and rank in victims and not os.path.exists(folder + '/fixed'):
+        open(folder + '/at-' + rank, 'w').close()
+        while not all(os.path.exists(folder + '/at-' + each) for each in victims):
+            time.sleep(0.001)  # so that none is left that could report the other
         os.kill(os.getpid(), signal.{})
     return plain_loss(net, batch)
 train.your_model.compute_loss = compute_loss
@@ -127,7 +131,7 @@ train.your_model.compute_loss = compute_loss
 
 def crash(runs, ranks, victims, name, *flags):
     """Launch a run of which these ranks end by the signal, unless there is a file "fixed". Returns how it ended."""
-    program = runs.program(CRASHES.format(victims, runs.root / "fixed", name))
+    program = runs.program(CRASHES.format(victims, str(runs.root), name))
     words = runs.words("run", *"--dataset_size 120 --epochs 1 --num_workers 0 --save_every_steps 3".split(), *flags)
     return finish(WarmLaunch(ranks, program, words), 60)
 
