@@ -17,7 +17,7 @@ from utils.files import LinesFile
 NAME = "ddp"
 RESERVED = (  # keys of a record besides the metrics
     *("kind", "epoch", "step", "split", "weights", "count", "lr", "lr_of_groups", "grad_norm", "samples_per_s"),
-    *("skipped_steps", "data_wait_s", "step_s", "peak_memory_bytes", "fingerprint", "tokens_per_s", "padding"),
+    *("skipped_steps", "data_wait_s", "step_s", "peak_memory_bytes", "fingerprint", "tokens_per_s", "padding", "mfu"),
 )
 ALIKE = 25  # the level of a warning that all ranks have: only rank 0 shows it
 logging.addLevelName(ALIKE, "WARNING")
@@ -137,6 +137,8 @@ def log_training_step(
         end[1] += f" ({rate / world_size:,.0f} per rank)"
     waited = record["data_wait_s"] / step_s if step_s else 0.0
     details = [f"data wait {waited:.0%}"] * (waited >= 0.01)
+    if "mfu" in record:
+        details.append(f"mfu {record['mfu']:.0%}")
     details += [f"{targets_per_s:,.0f} targets/s"] * (targets_per_s >= 0.5)
     details.append(f"mem {record['peak_memory_bytes'] / 2**30:.2f} GiB")
     for part in details:

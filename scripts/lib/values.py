@@ -20,7 +20,7 @@ from utils.training.seams import Seams
 
 STATE = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint
 # of records: they differ between equal runs
-TIMES = ("samples_per_s", "tokens_per_s", "data_wait_s", "step_s", "peak_memory_bytes")
+TIMES = ("samples_per_s", "tokens_per_s", "data_wait_s", "step_s", "peak_memory_bytes", "mfu")
 # relative: sums in another order; losses of a batch and its halves, for which layers may choose other kernels
 ROUNDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-11}
 ADDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-11}

@@ -20,14 +20,16 @@ class LogPoint:
     steps: int
     read: Read
     take_seconds: Callable[[], tuple[float, float, float]]  # of this rank, from `Clock.take`
+    useful_s: float  # of this rank, from `UsefulTime.take`
 
     def record(self, sums: MetricTracker, ranks: list[list[float]], **more: Any) -> dict[str, Any]:
         """The train record.
 
         Args:
-            ranks: of each rank the seconds in steps, in waits for data and in forward passes, and its peak memory.
+            ranks: of each rank the seconds in steps, in waits for data and in forward passes, its peak memory, and the
+                seconds at the peak of its device.
         """
-        seconds, waited = (sum(each[k] for each in ranks) / len(ranks) for k in (0, 1))
+        seconds, waited, useful = (sum(each[k] for each in ranks) / len(ranks) for k in (0, 1, 4))
         rate = self.samples / seconds if seconds else 0.0
         means, skips = sums.means(), int(sums.sum_of("skipped_steps"))
         del means["skipped_steps"]
@@ -37,8 +39,9 @@ class LogPoint:
             **({"skipped_steps": skips} if skips else {}),
             "samples_per_s": rate,
             **({"tokens_per_s": rate * self.density[0], "padding": self.density[1]} if self.density[0] else {}),
+            **({"mfu": useful / seconds} if useful and seconds else {}),
             "data_wait_s": waited / self.steps,
             "step_s": seconds / self.steps,
-            "peak_memory_bytes": int(max(memory for *_, memory in ranks)),
+            "peak_memory_bytes": int(max(each[3] for each in ranks)),
             **more,
         }

@@ -140,6 +140,7 @@ class Reporter:
             steps=max(1, self._steps),
             read=state.interval.begin_read(fingerprint(state)),
             take_seconds=self._attempt.clock.take(),
+            useful_s=state.sums.useful_time.take() if state.sums.useful_time else 0.0,
         )
         self._samples, self._steps = 0, 0
         state.interval.values.zero_()
@@ -155,7 +156,7 @@ class Reporter:
         if point is None:
             return
         sums, skipped, [digest] = self._state.interval.finish_read(point.read, self._state.progress)
-        row = torch.tensor([*point.take_seconds(), peak_memory()], dtype=torch.float64)
+        row = torch.tensor([*point.take_seconds(), peak_memory(), point.useful_s], dtype=torch.float64)
         ranks = gather(row, self._ctx)  # on rank 0
         record = self._run.record("train", **point.record(sums, ranks, fingerprint=shown(int(digest))))
         self._run.record_skipped(skipped, self._loader.sampler)

@@ -46,6 +46,8 @@ def first_passes(
     # the loss is doubled on every other rank: gradients differ unless they are averaged
     digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)
     on_all_ranks(lambda: [train_twice(model, each, state, compute_loss) for each in others], ctx)
+    if state.sums.useful_time:
+        state.sums.useful_time.measure(lambda: backward_once(batch, state, compute_loss), batch)
     if state.sharing.has_whole_gradients:
         require_equal(digest, NOT_AVERAGED, ctx)
     layout = state.sums.metrics.layout
@@ -109,6 +111,15 @@ def train_twice(model: Wrapped, batch: Any, state: TrainState, compute_loss: Com
     state.sums.running_stats.discard()
     state.lay_out(metrics)
     return digest
+
+
+def backward_once(batch: Any, state: TrainState, compute_loss: ComputeLoss) -> None:
+    """Run a forward and a backward pass of the model, which is not wrapped, and undo their effects."""
+    with state.precision.autocast():
+        metrics = compute_loss(state.model.train(), batch)
+    metrics["loss"][0].sum().backward()
+    state.updater.drop_gradients()
+    state.sums.running_stats.discard()
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from utils.extras.unsaved import Unsaved  # extra: unsaved
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics
 from utils.training.interval import Interval, SkippedStep
+from utils.training.mfu import UsefulTime
 from utils.training.optimizer import factors_of
 from utils.training.parallel import Sharing
 from utils.training.precision import Precision
@@ -46,7 +47,7 @@ class TrainState:
         self.sharing = sharing or Sharing(config, DistributedContext(0, 0, 1, device))
         self.model, self.precision = model, precision  # the model is not wrapped in DDP
         self.schedule = Schedule(config, seams.lr_factor)
-        self.sums = StepSums(model, self.sharing.rank_sum())
+        self.sums = StepSums(model, self.sharing.rank_sum(), UsefulTime.on(device, precision.dtype))
         self.average: Any = None  # of the weights
         if config.ema_decay:  # extra: average
             from utils.extras.average import WeightAverage

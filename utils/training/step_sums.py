@@ -9,6 +9,7 @@ from utils.distributed.collectives import RankSum
 from utils.distributed.dtensor import device_of
 from utils.metrics import Metrics, MetricTracker
 from utils.training.batchnorm import RunningStats
+from utils.training.mfu import UsefulTime
 
 
 class StepSums:
@@ -18,9 +19,11 @@ class StepSums:
 
     Args:
         ranks: forms the sum over micro-batches and ranks.
+        useful_time: of this rank, on a GPU.
     """
 
-    def __init__(self, model: nn.Module, ranks: RankSum) -> None:
+    def __init__(self, model: nn.Module, ranks: RankSum, useful_time: UsefulTime | None = None) -> None:
+        self.useful_time = useful_time
         self.running_stats = RunningStats(model)
         self.metrics = MetricTracker(device_of(model))
         self._ranks, self._work = ranks, None
@@ -45,6 +48,8 @@ class StepSums:
         self.metrics.update(metrics)
         self.running_stats.add(len(micro_batch.indices))
         self._ranks.add(self.metrics.values, micro_batch.number)
+        if self.useful_time:
+            self.useful_time.add(micro_batch.batch)
 
     def start_reduce(self, micro_batch: MicroBatch) -> None:
         """Call after the forward pass of this rank's last micro-batch: the all-reduce overlaps the backward pass."""

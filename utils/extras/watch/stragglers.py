@@ -15,7 +15,7 @@ def note_slowest(run: RunFolder, step: int, ranks: list[list[float]]) -> None:
 
     ranks: as in `LogPoint.record`.
     """
-    rank, ratio, cause = slowest([{"data": data, "compute": own} for _, data, own, _ in ranks])
+    rank, ratio, cause = slowest([{"data": data, "compute": own} for _, data, own, *_ in ranks])
     if ratio >= STRAGGLES and sum(ranks[rank][1:3]) * (1 - 1 / ratio) > LEAST_EXCESS:
         host = run.hosts[rank]
         run.event("straggler", step, rank=rank, host=host, times=round(ratio, 2), cause=cause)

@@ -1,0 +1,76 @@
+"""Model FLOPs utilization: the operations of the passes in a second, over the peak of the devices.
+
+Chowdhery et al., "PaLM", 2022, arXiv:2204.02311, appendix B; but operations are counted by torch's FlopCounterMode,
+which knows matrix products, convolutions and attention, and counts activations that are recomputed too.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from utils.batch import tensors_in
+from utils.logger import NAME
+
+# TFLOP/s of dense 16-bit matrix products, from data sheets, by words in the device's name; the first entry that fits
+PEAKS = {
+    **{"GB200": 2500.0, "B200": 2250.0, "GH200": 989.0, "H200 NVL": 835.0, "H200": 989.0},
+    **{"H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0},
+    **{"A30": 165.0, "A10": 125.0, "A10G": 70.0, "A40": 149.7, "A6000": 154.8, "L4": 121.0, "L40": 181.0},
+    **{"L40S": 362.0, "4090": 165.2, "3090": 71.0, "V100": 125.0, "T4": 65.0, "MI300X": 1307.4, "MI250X": 191.5},
+}
+
+
+def peak_of(device_name: str, dtype: torch.dtype | None, has_tf32: bool) -> float:
+    """The peak of a device in operations per second, 0 if it is not known. dtype: of autocast; None: float32, which has
+    a figure where it is computed as TF32, at half the speed of 16 bits."""
+    words = set(re.split(r"\W+", device_name))
+    found = next((1e12 * value for name, value in PEAKS.items() if words.issuperset(name.split())), 0.0)
+    return found if dtype else found / 2 if has_tf32 else 0.0
+
+
+class UsefulTime:
+    """The seconds that this rank's device would need at its peak for the passes since the last log point.
+
+    Operations are counted once, for one micro-batch. Others need as many per element of their tensors.
+    """
+
+    def __init__(self, peak: float) -> None:
+        self._peak, self._per_element, self._elements = peak, 0.0, 0
+
+    @classmethod
+    def on(cls, device: torch.device, dtype: torch.dtype | None) -> UsefulTime | None:
+        """None unless it is a GPU."""
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return None
+        return cls(peak_of(torch.cuda.get_device_name(device), dtype, torch.cuda.is_tf32_supported()))
+
+    def measure(self, passes: Callable[[], object], batch: Any) -> None:
+        """Count the operations of a forward and a backward pass with this batch. Their results must not be used."""
+        try:
+            with FlopCounterMode(display=False) as counter:
+                passes()
+        except torch.AcceleratorError:  # the device computes nothing after it
+            raise
+        except Exception as error:  # an operation of the model that torch cannot count
+            logging.getLogger(NAME).info("mfu: the operations cannot be counted (%s)", error)
+            return
+        self._per_element = counter.get_total_flops() / max(1, elements_in(batch))
+
+    def add(self, batch: Any) -> None:
+        """Call for each micro-batch that this rank trains on."""
+        self._elements += elements_in(batch)
+
+    def take(self) -> float:
+        """The seconds since the last call, or 0 if the peak or the count is not known."""
+        elements, self._elements = self._elements, 0
+        return self._per_element * elements / self._peak if self._peak else 0.0
+
+
+def elements_in(batch: Any) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(batch))
