@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def plain(
     spec = importlib.util.spec_from_file_location("plain_loop_for_comparison", ORACLE)
     loop = importlib.util.module_from_spec(spec)  # a copy of the module, because its seams are replaced below
     spec.loader.exec_module(loop)
-    create, compute = loop.create_model, loop.compute_loss
+    seams, create, compute = vars(fork_model), loop.create_model, loop.compute_loss
     is_last_micro_batch = itertools.cycle([False] * (config.grad_accum_steps - 1) + [True])
 
     def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
@@ -93,6 +94,14 @@ def plain(
         with precision.autocast():
             return compute(model, batch)
 
+    def create_scaled(groups: list[dict[str, Any]], config: TrainingConfig) -> torch.optim.Optimizer:
+        """torch's fused kernels on CUDA round otherwise if they are given a scale, even 1, as those of a run are."""
+        optimizer = seams.get("create_optimizer", create_optimizer)(groups, config)
+        optimizer.grad_scale = torch.ones((), device=ctx.device)
+        return optimizer
+
+    if ctx.device.type == "cuda":
+        loop.sys = SimpleNamespace(modules={"model": SimpleNamespace(**seams | {"create_optimizer": create_scaled})})
     loop.create_dataset = lambda config, split: RankSubset(data or fork_dataset.create_dataset(config, split), ctx)
     loop.create_model, loop.compute_loss = create_model, compute_loss
     for model, _, loss, count in loop.plain_loop(config, config.grad_accum_steps, ctx.device, fused=True):
