@@ -35,7 +35,7 @@ AMP_DTYPES = [
 RARE = [  # flags that only `--help all` shows; the blocks of extras add some
     *"dataset_size drop_last record_samples beta2 nesterov schedule_steps min_lr warmup_steps".split(),
     *"max_skipped_steps patience amp_dtype init_method timeout bucket_cap_mb comm_hook find_unused_parameters".split(),
-    *"save_every_steps save_every_minutes keep_last keep_every eval_every_steps eval_batch_size".split(),
+    *"minutes save_every_steps save_every_minutes keep_last keep_every eval_every_steps eval_batch_size".split(),
     *"freeze num_classes in_channels channels_last label_smoothing norm_weight_decay sync_bn".split(),
 ]
 NOT_TAKEN = ["resume_from", "overwrite", "eval_only"]  # from the config.json of another run
@@ -45,8 +45,7 @@ OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_res
 num_nodes"""
 USAGE = """usage: torchrun --standalone --nproc-per-node=N train.py [flags]   (or: python train.py [flags])
 
-Flags may be written with _ or -. Flags override the --config file, which overrides the defaults.
-For several nodes, scripts/launch.sh takes these flags and more.
+Flags may be written with _ or -. They override the --config file, which overrides the defaults; launch.sh takes more.
 
 general:
   --help [all]                    show the flags that most runs use, or all flags, and exit
@@ -288,6 +287,7 @@ class TrainingConfig:
 
     epochs: int | str = setting("training", "auto", "passes over the data (auto: 10, or max_steps)", at_least(1), "may")
     max_steps: int = setting("training", 0, "total optimizer steps (0 = set by epochs)", at_least(0), "may")
+    minutes: float = setting("training", 0.0, "time of all steps: measures it, sets max_steps (0 = off)", at_least(0))
     batch_size: int = setting("training", 64, "samples per micro-batch on each rank", at_least(1), "must")
     grad_accum_steps: int = setting("training", 1, "micro-batches per rank and optimizer step", at_least(1))
     global_batch_size: int = setting("training", 0, "samples or tokens per step (0: by grad_accum_steps)", at_least(0))
@@ -455,7 +455,7 @@ class TrainingConfig:
             if problem:
                 shown = re.sub(r"(?<=://)[^/@]*:[^/@]*(?=@)|(?<=\?).*", REDACTED, str(getattr(self, field.name)))
                 problems.append(f"{field.name}={shown}: {problem}")
-        by_default = DEFAULTS.get(self.optimizer, {}) | ({} if self.max_steps else {"epochs": 10})
+        by_default = DEFAULTS.get(self.optimizer, {}) | ({} if self.max_steps or self.minutes else {"epochs": 10})
         for name, value in by_default.items():
             if getattr(self, name) == "auto":
                 object.__setattr__(self, name, value)
@@ -494,6 +494,14 @@ class TrainingConfig:
         if self.global_batch_size:
             return self.global_batch_size // self.micro_batch[1]
         return world_size * self.grad_accum_steps
+
+    def with_steps_of(self, saved: dict[str, Any]) -> TrainingConfig:
+        """With the max_steps of the run that this one continues, if `minutes` has set them. Raises UserError."""
+        if not self.minutes or self.max_steps or not saved:
+            return self
+        if not saved.get("minutes"):
+            raise UserError("minutes: the run that this one continues was started without it; give --max_steps instead")
+        return dataclasses.replace(self, max_steps=round(saved["max_steps"] * self.minutes / saved["minutes"]))
 
     def asks_for_more_than(self, saved: dict[str, Any]) -> bool:
         """Whether this config extends a run that was completed with the saved values."""
@@ -540,6 +548,8 @@ class TrainingConfig:
         if REDACTED in str((values | given).get("on_checkpoint")):  # extra: companions
             remedy = "give the command again, or better a script that holds the secret"
             problems.append(f"on_checkpoint: {REDACTED} stands for a secret that a run did not store; {remedy}")
+        if "minutes" in given:
+            values.pop("max_steps", None)  # which it sets
         try:
             config = cls(**(cls.known(saved or {}) | values | given))
         except UserError as error:

@@ -20,7 +20,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -42,6 +43,7 @@ from utils.run.checkpoints import Checkpoints
 from utils.run.create import create_state
 from utils.run.ending import PREEMPTED, for_torchrun, leave_after, take_back_failed_steps
 from utils.run.evaluate_only import evaluate_only
+from utils.run.minutes import with_measured_steps
 from utils.run.provenance import provenance_of
 from utils.run.resume import resume_run
 from utils.run.start import open_run
@@ -127,6 +129,11 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     model = wrap_ddp(state.model, config, ctx)
     # before resume_run: the model's buffers, which these passes may change, are then those of the checkpoint
     best = first_passes(model, state, loader, loaders, seams, config, ctx)
+    if config.minutes and not config.max_steps:
+        parts, stream_of = SimpleNamespace(attempt=attempt, state=state, model=model, seams=seams), loader.micro_batches
+        passes = partial(compute_gradient, cast(Any, parts))
+        attempt = with_measured_steps(attempt, state, lambda epoch: seams.counted(stream_of(epoch)), sampler, passes)
+        config = attempt.config
     provenance = provenance_of(config, ctx, state, sampler) | sets.content
     differences = resume_run(attempt, state, sampler, provenance, sets.listing, has_test="test" in held_out)
     reporter = Reporter(attempt, state, loader, provenance, seams.log_images)

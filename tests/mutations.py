@@ -42,6 +42,9 @@ class Mutation:
 
 # fmt: off
 MUTATIONS = [
+    Mutation('with_measured_steps', 'state.load_state_dict(before)', 'pass', 'minutes'),
+    Mutation('with_measured_steps', 'before = map_tensors(torch.clone, state.state_dict())', 'before = state.state_dict()', 'minutes'),
+    Mutation('TrainingConfig.with_steps_of', 'if not self.minutes or self.max_steps or not saved:', 'if True:', 'minutes'),
     Mutation('TrainState.spoil', 'return {**metrics, "loss": (math.nan * total, *rest)}', 'return metrics', 'bad-sample'),
     Mutation('take_back_failed_steps', 'state.take_back(at)', 'pass', 'bad-sample'),
     Mutation('Interval.take_back', 'self.values.copy_(self._read_values)', 'pass', 'bad-sample'),

@@ -73,7 +73,7 @@ class GlobalBatchLoader:
                 generator=torch.Generator(),  # for the workers' base seed: the global generator does not advance
             )
             # within an epoch, training batches wait in shared memory while evaluation batches arrive
-            is_within = config.max_steps or config.eval_every_steps
+            is_within = config.max_steps or config.minutes or config.eval_every_steps
             self._batches_ahead = PREFETCHED * (2 if is_within else 1)
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:

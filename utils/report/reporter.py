@@ -140,7 +140,7 @@ class Reporter:
             steps=max(1, self._steps),
             read=state.interval.begin_read(fingerprint(state)),
             take_seconds=self._attempt.clock.take(),
-            useful_s=state.sums.useful_time.take() if state.sums.useful_time else 0.0,
+            useful_s=state.sums.take_useful_time(),
         )
         self._samples, self._steps = 0, 0
         state.interval.values.zero_()

@@ -154,6 +154,7 @@ class Claim:
 
     resume_from: str = ""  # the checkpoint
     is_completed: bool = False  # nothing is left to do, and nothing may be written
+    max_steps: int = 0  # of the config, or of the run that is continued
     moved: list[list[str]] = field(default_factory=list)  # folders of an earlier run, each with its new name or NOTHING
     attempt: int = 1
     token: str = ""  # of the owner
@@ -193,11 +194,13 @@ class Found:
     def is_completed(self) -> bool:
         """Whether this start would continue a completed run, and is not to train longer."""
         has_ended = self.is_continued and self.status.get("state") == "completed"
-        return has_ended and not self.config.asks_for_more_than(self._saved_config())
+        saved = self.saved_config() if has_ended else {}
+        return has_ended and not self.config.with_steps_of(saved).asks_for_more_than(saved)
 
-    def _saved_config(self) -> dict[str, Any]:
-        """The settings of the run: those of its latest valid checkpoint, since config.json may be edited."""
-        for path in reversed(checkpoint.step_checkpoints(self.config.checkpoint_folder)):
+    def saved_config(self, given: Path | None = None) -> dict[str, Any]:
+        """The settings of the run: those of its latest valid checkpoint, or of the given one, since config.json may be
+        edited."""
+        for path in [given] if given else reversed(checkpoint.step_checkpoints(self.config.checkpoint_folder)):
             with suppress(UserError):
                 return checkpoint.read(path)[0]["config"]
         return read_json(self.config.run_folder / "config.json")
@@ -332,6 +335,7 @@ def _decide(
         lock, owner, aside = _lock(folder, checkpoints, host), {}, [name for _, name in moved]
         text = f"moved the earlier run to {' and '.join(aside)} ({size_of(aside)}); to delete it: rm -r "
         notes.append(text + " ".join(aside))
+    saved = found.saved_config(path) if config.minutes and (path or found.is_continued) else {}
     # an attempt that was killed before its first record or checkpoint counts too
     is_again = not moved and (found.holds_run or (config.resume_from == "auto" and owner.get("has_trained")))
     attempt = owner.get("attempt", 0) + 1 if is_again else 1
@@ -341,6 +345,7 @@ def _decide(
     _remove_partial(folder, checkpoints)
     return lock, Claim(
         resume_from=str(path or ""),
+        max_steps=config.with_steps_of(saved).max_steps,
         moved=moved,
         attempt=attempt,
         token=lock.token,

@@ -61,6 +61,10 @@ class StepSums:
             self._work.wait()
             self._work = None
 
+    def take_useful_time(self) -> float:
+        """`UsefulTime.take` of this rank; 0 on a CPU."""
+        return self.useful_time.take() if self.useful_time else 0.0
+
     def discard(self) -> None:
         """Drop the sums of a step that will be repeated."""
         self.wait()

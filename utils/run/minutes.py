@@ -1,0 +1,74 @@
+"""--minutes: a budget of time becomes a number of optimizer steps, measured once, before the first step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from time import perf_counter
+
+import torch
+
+from utils.batch import map_tensors
+from utils.data.sampler import GlobalBatchSampler
+from utils.distributed.collectives import broadcast_json
+from utils.run.attempt import Attempt
+from utils.training.state import TrainState
+
+SHARE, LONGEST = 0.025, 30.0  # the steps that count take at least this part of the budget, or so many seconds
+UNLIMITED = 10**9
+Passes = Callable[[Iterator], tuple[int, list[int]]]
+
+
+def with_measured_steps(
+    attempt: Attempt,
+    state: TrainState,
+    stream_of: Callable[[int], Iterator],
+    sampler: GlobalBatchSampler,
+    passes: Passes,
+) -> Attempt:
+    """The attempt with `max_steps` optimizer steps, which take `minutes` without evaluations and saves. Collective.
+
+    Takes real steps, whose effects are undone as by a resume from step 0, so that the run equals one that was given
+    this max_steps. Needs memory for a second state.
+
+    Args:
+        stream_of: the micro-batches of an epoch.
+        passes: those of one step, from the stream, as `train.compute_gradient`.
+    """
+    config, ctx = attempt.config, attempt.ctx
+    before = map_tensors(torch.clone, state.state_dict())
+    state.schedule.end_after(UNLIMITED)
+    state.plan(sampler)
+    steps = taken_steps(state, stream_of, passes)
+    next(steps)  # workers start, kernels are chosen
+    budget, number, seconds = 60 * config.minutes, 1, 0.0
+    while seconds < min(SHARE * budget, LONGEST):
+        number, began = 2 * number, perf_counter()
+        for _ in range(number):
+            next(steps)
+        state.norm.item()  # waits for the device
+        seconds = broadcast_json(perf_counter() - began, ctx)
+    state.load_state_dict(before)
+    state.spoiled_at = {}
+    for forget in (state.interval.begin_read, attempt.clock.take, state.sums.take_useful_time):  # of these steps
+        forget()
+    max_steps = max(1, int(budget * number / seconds))
+    text = "minutes=%g: a step takes %.4g ms, so max_steps=%d"
+    attempt.logger.info(text, config.minutes, 1000 * seconds / number, max_steps)
+    state.schedule.end_after(max_steps)
+    return replace(attempt, config=replace(config, max_steps=max_steps))
+
+
+def taken_steps(state: TrainState, stream_of: Callable[[int], Iterator], passes: Passes) -> Iterator[int]:
+    """Take a step for each sample number that it yields, in one epoch after the other."""
+    state.model.train()
+    state.sums.running_stats.begin_epoch()
+    for epoch in itertools.count():
+        stream = stream_of(epoch)
+        while not state.schedule.is_epoch_complete:
+            samples = passes(stream)[0]
+            state.update_if_finite(samples)
+            state.advance(samples)
+            yield samples
+        state.progress.epoch, state.progress.samples_in_epoch = epoch + 1, 0
