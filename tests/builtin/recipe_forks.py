@@ -4,6 +4,7 @@
 import json
 import re
 import subprocess
+from dataclasses import dataclass
 
 import forks
 from ranks import ROOT, copy_repository
@@ -19,12 +20,39 @@ ON = {
     "tensor_parallel": ["gpt"],
     "pipeline": ["gpt", "tensor_parallel"],
 }
+TARGET = re.compile(
+    r"^Target: `(?P<metric>[\w/]+)` (?P<side>above|below) (?P<bound>[\d.]+) within (?P<steps>\d+) steps on two ranks"
+    r"(?: with `(?P<flags>[^`]+)`)? \(measured (?P<measured>[\d.]+)\)\.$"
+)
 FAST = "--log_interval 5 --num_workers 1 --backend gloo".split()
 
 
 def blocks_of(name, language):
     text = (RECIPES / f"{name}.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the last line of a recipe says that a run on the test's data reaches."""
+
+    metric: str
+    side: str
+    bound: float
+    steps: int
+    flags: list[str]
+    measured: float
+
+    @classmethod
+    def of(cls, name: str) -> "Target":
+        last = (RECIPES / f"{name}.md").read_text().splitlines()[-1]
+        found = TARGET.match(last)
+        assert found, f"{name}.md ends with {last!r}, not with a target as {TARGET.pattern}"
+        kinds = {"bound": float, "steps": int, "flags": lambda text: (text or "").split(), "measured": float}
+        return cls(**{key: kinds.get(key, str)(value) for key, value in found.groupdict().items()})
+
+    def is_met(self, value: float) -> bool:
+        return value > self.bound if self.side == "above" else value < self.bound
 
 
 class Fork:
