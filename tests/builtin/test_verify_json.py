@@ -20,11 +20,15 @@ KEYS = [*KEYS.split(), "started", "seconds"]
 
 
 FORKS = """
-import os
-if not (child := os.fork()):
-    raise SystemExit(1)
-os.waitpid(child, 0)
-raise ValueError("in the parent")
+import os, signal
+codes = []
+for number in range(2):
+    if not (child := os.fork()):
+        if number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise SystemExit(1)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+raise ValueError(f"in the parent of {codes}")
 """
 
 
@@ -51,7 +55,7 @@ def earlier(folder):
         slow("model.py", "raise SystemExit('no GPU')\n", "", "ended before the first check"),
         slow("config.py", "import nowhere\n", "", "ModuleNotFoundError: No module named 'nowhere'"),
         slow("", "", "--dataset csv --data_dir nowhere", "nowhere/train.csv: cannot be read"),  # extra: images
-        slow("model.py", FORKS, "", "ValueError: in the parent"),
+        slow("model.py", FORKS, "", "ValueError: in the parent of [1, 2]"),
         slow("dataset.py", "def create_dataset(*_):\n    return 1 / 0\n", "", "ZeroDivisionError: division by zero"),
     ],
 )
