@@ -6,18 +6,23 @@ python scripts/runs.py runs --plot curves.svg             also plot their curves
 python scripts/runs.py runs/a runs/b --plot ab.svg --metric loss --title "learning rates"
 python scripts/runs.py runs/a runs/b --html report.html   an HTML report: figures, curves, timeline and settings
 python scripts/runs.py --compare runs/a runs/b            compare the final weights bitwise; exit code 1 if they differ
+python scripts/runs.py runs --json                        the runs as a JSON list (with --compare: what differs)
+
+Exit code 1 if runs differ, 2 if there is no run, or one cannot be read.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
 import hashlib
 import json
 import os
 import struct
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import UserError
+from scripts.lib import listing
 from scripts.lib.svg import Series, color, line_plot, svg_file
 from utils.files import read_json, read_lines
 from utils.report.goodput import attempts_of
@@ -172,29 +178,39 @@ def plot(runs: list[RunInfo], metric: str, title: str = "") -> str:
     return line_plot(series, x_label="optimizer step", y_label=label, title=title, y_range=y_range, marks=marks)
 
 
-def weights_digest(folder: Path) -> str:
-    """SHA-256 of the names and bytes of the weights in the latest checkpoint. Raises UserError if there is none."""
+def weights_digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of the bytes of each weight in the latest checkpoint, by name. Raises UserError if there is none."""
     import torch
 
     from utils.checkpoint import format as checkpoint
 
     path, _ = checkpoint.best_or_latest(folder, prefers_best=False)
-    digest = hashlib.sha256()
-    for name, tensor in sorted(checkpoint.read(path)[0]["model"].items()):
-        digest.update(name.encode() + tensor.flatten().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    weights = {
+        name: each.flatten().contiguous().view(torch.uint8) for name, each in checkpoint.read(path)[0]["model"].items()
+    }
+    return {name: hashlib.sha256(weights[name].numpy()).hexdigest() for name in sorted(weights)}
 
 
-def compare(runs: list[RunInfo]) -> bool:
-    """Whether the final weights of all runs are bitwise equal. Raises UserError."""
+def compare(runs: list[RunInfo]) -> dict[str, Any]:
+    """Whether the final weights of all runs are bitwise equal, and which differ from those of the first run. Raises
+    UserError."""
     if len(runs) < 2:
         raise UserError("compare: needs two runs; give their folders")
-    digests = [weights_digest(run.folder) for run in runs]
-    for run, digest in zip(runs, digests, strict=True):
-        print(f"{run.title}: weights {digest[:16]}, restarts: {run.summary.get('restarts', '-')}")
-    is_equal = len({*digests}) == 1
-    print("the weights are bitwise equal" if is_equal else "the weights DIFFER")
-    return is_equal
+    first, *others = digests = [weights_digests(run.folder) for run in runs]
+    differences = []
+    for name in dict.fromkeys(name for each in digests for name in each):
+        pairs = zip(runs[1:], others, strict=True)
+        if other := [run.title for run, each in pairs if each.get(name) != first.get(name)]:
+            differences.append({"weight": name, "runs": other})
+    named = [
+        {
+            "run": run.title,
+            "weights": hashlib.sha256(json.dumps(each).encode()).hexdigest(),
+            "restarts": run.summary.get("restarts"),
+        }
+        for run, each in zip(runs, digests, strict=True)
+    ]
+    return {"equal": not differences, "differences": differences, "runs": named}
 
 
 def diverge(sources: list[str], may_replay: bool) -> bool:  # extra: replay
@@ -228,6 +244,7 @@ def main() -> int:
     )
     parser.add_argument("--sort", default="", metavar="NAME", help="sort by a setting or metric of the best evaluation")
     parser.add_argument("--compare", action="store_true", help="compare the weights; exit code 1 if they differ")
+    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on standard output")
     parser.add_argument(  # extra: replay
         "--diverge",
         action="store_true",
@@ -239,29 +256,50 @@ def main() -> int:
     options = parser.parse_args()
     if options.replay and not options.diverge:  # extra: replay
         parser.error("--replay: repeats the runs of --diverge; add --diverge")
+    if options.json and options.diverge:  # extra: replay
+        parser.error("--json: --diverge prints text only; leave out --json")
     try:
         if options.diverge:  # extra: replay
             return int(not diverge(options.folders, options.replay))
-        runs = find_runs(options.folders, (lambda steps, best: steps[-1:]) if options.compare else None)
-        runs = sort(runs, options.sort) if options.sort else runs
-        metric = options.metric or metric_of(runs)
-        if options.metric and not any(run.curve(kind, metric) for run in runs for kind in ("train", "eval")):
-            raise UserError(NO_RECORDS.format(metric))
-        print(table(runs, metric))
-        if options.plot:
-            options.plot.write_text(plot(runs, metric, options.title), encoding="utf-8", errors="backslashreplace")
-            print(f"wrote {options.plot}")
-        if options.html:
-            from scripts.lib import report  # imports torch
-
-            shown = dict(zip(labels(runs), runs, strict=True))
-            page = report.page(shown, differing_settings(runs))
-            options.html.write_text(page, encoding="utf-8", errors="backslashreplace")
-            print(f"wrote {options.html}")
-        return int(options.compare and not compare(runs))
+        return show(options)
     except UserError as error:
         print(error, file=sys.stderr)
-        return 2
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}; fix that, or leave it out", file=sys.stderr)
+    except Exception:  # with Python's exit code 1 the runs would seem to differ
+        traceback.print_exc()
+    return 2
+
+
+def show(options: argparse.Namespace) -> int:
+    """Print and write what is asked for. Returns the exit code. Raises UserError."""
+    runs = find_runs(options.folders, (lambda steps, best: steps[-1:]) if options.compare else None)
+    runs = sort(runs, options.sort) if options.sort else runs
+    metric = options.metric or metric_of(runs)
+    if options.metric and not any(run.curve(kind, metric) for run in runs for kind in ("train", "eval")):
+        raise UserError(NO_RECORDS.format(metric))
+    say = functools.partial(print, file=sys.stderr if options.json else sys.stdout)
+    if not options.json:
+        say(table(runs, metric))
+    if options.plot:
+        options.plot.write_text(plot(runs, metric, options.title), encoding="utf-8", errors="backslashreplace")
+        say(f"wrote {options.plot}")
+    if options.html:
+        from scripts.lib import report  # imports torch
+
+        shown = dict(zip(labels(runs), runs, strict=True))
+        page = report.page(shown, differing_settings(runs))
+        options.html.write_text(page, encoding="utf-8", errors="backslashreplace")
+        say(f"wrote {options.html}")
+    found = compare(runs) if options.compare else {}
+    if options.json:
+        print(listing.as_json(found) if found else listing.listing(runs))
+    elif found:
+        for each in found["runs"]:
+            restarts = "-" if each["restarts"] is None else each["restarts"]
+            print(f"{each['run']}: weights {each['weights'][:16]}, restarts: {restarts}")
+        print("the weights are bitwise equal" if found["equal"] else "the weights DIFFER")
+    return int(not found.get("equal", True))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 # extra: verify
 """Check this template's guarantees on your own model and data, in about a minute:
 
-torchrun --standalone --nproc-per-node=4 scripts/verify.py [flags of train.py]
+torchrun --standalone --nproc-per-node=4 scripts/verify.py [--json FILE] [flags of train.py]
 
-Prints one line per invariant: its result, or what breaks it and the fix. Exit code 0 if all hold, else 1 (without
-torchrun, 2 for invalid flags). It trains for a few steps on a few samples in a temporary folder beside run_dir, and
-writes verified.json beside train.py: runs then report "verified with this code", or which files changed since.
+Prints one line per invariant: its result, or what breaks it and the fix. Exit code 0 if all hold, 1 if one is broken,
+2 if it could not run; torchrun makes each failure 1. --json FILE writes the outcomes and this code to a .json file.
+It trains for a few steps on a few samples in a temporary folder beside run_dir, and writes verified.json beside
+train.py: runs then report "verified with this code", or which files changed since.
 Use four ranks: two ranks have only one summation order. It takes the flags of train.py, but ignores resume_from,
 mirror, track, on_checkpoint, overwrite, eval_only and compile.
 """
@@ -18,20 +19,42 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
-from config import TrainingConfig, UserError, fields_of_yours
-from utils.run.command_line import check_command_line
+from lib.verify.result import RESULT
 
-if __name__ == "__main__":
+PROBLEM = RESULT.begin() if __name__ == "__main__" else ""
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+
+from config import TrainingConfig, UserError, fields_of_yours
+from utils.distributed.context import read_launch
+from utils.run.command_line import check_command_line, reject
+
+
+def check_flags() -> None:
+    """Handle --help and bad flags, and exit, as train.py does."""
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__)
-    check_command_line()  # before torch is imported, which takes seconds
+    if PROBLEM:
+        if (launch := read_launch()).rank == 0:
+            print(PROBLEM, file=sys.stderr, flush=True)
+        reject(UserError(PROBLEM, is_final=True), launch)
+    err = io.StringIO()
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(err):
+            TrainingConfig.from_args()
+    except SystemExit as ended:
+        RESULT.end("could not run", err.getvalue().strip()) if ended.code else RESULT.withdraw()
+    check_command_line()
+
+
+if __name__ == "__main__":
+    check_flags()  # before torch is imported, which takes seconds
 
 import functools
 import gc
-import io
 import logging
 import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -87,7 +110,6 @@ class Once(io.TextIOBase):
 @record
 def main(argv: Sequence[str] | None = None) -> int:
     config, read = TrainingConfig.from_args(argv), note_reads()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the folder of the short runs is deleted
     fork = prepare(config)
     checks = CHECKS
     checks += (reduction,) * (config.reduction == "exact")  # extra: exact
@@ -116,6 +138,9 @@ def prepare(config: TrainingConfig) -> Fork:
     ddp_utils.choose_kernels = functools.partial(choose_kernels, has_tf32=False)  # for the short runs too
     gc.freeze()  # each short run begins with a collection, which need not look at what is imported
     ctx = setup_distributed(config)
+    found = provenance.collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit)
+    RESULT.values |= {"ranks": ctx.world_size}
+    RESULT.values |= {name: found[name] for name in ("git_commit", "git_dirty", "versions")}
     sys.stdout = Once(OUT if ctx.is_main else None)
     sets = load_data(dataset, config, ctx)
     token = all_gather_json(time.time_ns(), ctx)[0]
@@ -137,9 +162,11 @@ class Report:
         self._task = verified.task_of(fork.new_model(), kind_of(fork.train_set))
         precision = str(fork.dtype).removeprefix("torch.")
         self._print(f"verifying {self._task}, {plural(len(fork.train_set), 'sample')}, on {ranks}, in {precision}")
+        RESULT.values |= {"task": self._task, "samples": len(fork.train_set), "precision": precision}
         if fork.ctx.world_size < 4:
             verb = "does" if fork.ctx.world_size == 1 else "do"
-            self._print(f"  note: {ranks} {verb} not exercise every summation order; use --nproc-per-node=4")
+            RESULT.values["notes"] = [f"{ranks} {verb} not exercise every summation order; use --nproc-per-node=4"]
+            self._print(f"  note: {RESULT.values['notes'][0]}")
 
     @property
     def broken(self) -> list[str]:
@@ -155,7 +182,7 @@ class Report:
             self._note(name, True, check(self._fork), began)
         except UserError as problem:
             hint = f" (may be caused by what is broken above: {', '.join(broken)})" if broken and not is_skipped else ""
-            self._note(name, False, f"{problem}{hint}", began)
+            self._note(name, False, str(problem), began, hint)
         except Exception as error:
             # it may have failed on this rank only, with the others waiting in a collective: every rank has to exit
             rank, is_peers = self._fork.ctx.rank, is_of_a_peer(error)
@@ -167,12 +194,15 @@ class Report:
                 self.finish()
             logging.disable(logging.NOTSET)
             self._fork.clean_up()
-            leave_after(error)
+            RESULT.end("could not run", f"rank {rank}: {one_line(error)}")  # unless it is broken
+            leave_after(error, RESULT.exit_code)
         finally:
             logging.disable(logging.NOTSET)
 
-    def _note(self, name: str, is_passed: bool, text: str, began: float) -> None:
+    def _note(self, name: str, is_passed: bool, text: str, began: float, hint: str = "") -> None:
         seconds = time.monotonic() - began
+        RESULT.check(name, is_passed, text, seconds)
+        text += hint
         self._outcomes[name] = {"passed": is_passed, "figure": text, "seconds": round(seconds, 1)}
         self._print(f"{'ok    ' if is_passed else 'BROKEN'}  {name:<11} {text}  [{seconds:.1f} s]")
 
@@ -214,7 +244,9 @@ class Report:
             replace_json(verified.VERIFIED, found)
         which = f"; broken: {', '.join(broken)}" if broken else ""
         held = len(self._outcomes) - len(broken)
-        self._print(f"{held} of {self._checks} invariants hold{which}; wrote {os.path.relpath(verified.VERIFIED)}")
+        text = f"{held} of {self._checks} invariants hold{which}"
+        self._print(f"{text}; wrote {os.path.relpath(verified.VERIFIED)}")
+        RESULT.end("ok" if is_passed else "broken", text, self._prints)
         return is_passed
 
 
@@ -223,6 +255,8 @@ if __name__ == "__main__":
         sys.exit(main())
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: no result, nothing was written\n")
-        os._exit(1)
+        RESULT.end("could not run", "interrupted")
+        os._exit(RESULT.exit_code)
     except Exception as error:
-        leave_after(error)
+        RESULT.end("could not run", str(error) if isinstance(error, UserError) else one_line(error))
+        leave_after(error, RESULT.exit_code)

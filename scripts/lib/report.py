@@ -21,7 +21,8 @@ MAX_POINTS, MAX_EVENTS, OPEN_PLOTS = 500, 1000, 4  # points per curve, rows per 
 MAX_TEXT = 240  # characters of an event's details
 NOT_DETAILS = "kind event step epoch time at path text samples_seen previous_step previous_time previous_state".split()
 DATA_WAIT = "data wait, % of the step time"
-OF_TRAINING = (DATA_WAIT, "samples_per_s", "lr", "grad_norm")  # plotted after the metrics
+STEP_TIME = "step time, s (mean of the ranks)"
+OF_TRAINING = (DATA_WAIT, STEP_TIME, "samples_per_s", "lr", "grad_norm")  # plotted after the metrics
 STYLE = Path(__file__).with_name("report.css")
 
 
@@ -157,6 +158,7 @@ def curves(runs: dict[str, Any]) -> str:
     """A plot for each metric and each rate, with the curves of all runs; the first ones unfolded."""
     for record in (record for run in runs.values() for record in run.records if record.get("step_s")):
         record[DATA_WAIT] = 100 * (record.get("data_wait_s") or 0.0) / record["step_s"]
+        record[STEP_TIME] = record["step_s"]
     found = {kind: [r for run in runs.values() for r in run.records if r["kind"] == kind] for kind in ("eval", "train")}
     present = dict.fromkeys(name for records in found.values() for record in records for name in record)
     names = [name for name in present if name not in (*OF_TRAINING, *RESERVED)]
@@ -239,7 +241,23 @@ def timelines(lines: dict[str, timeline.Timeline]) -> str:
     without = "<p>No attempt times are recorded: the run was written by an earlier version, or has not started training"
     text = f'{picture}<div class="legend">{legend}</div>' if picture else f"{without}.</p>"
     few = listed[0] or "<p>No faults, restarts, skipped steps or stragglers.</p>"
-    return f'{text}<div class="events">{few}{folded("checkpoints", listed[1])}</div>'
+    return f'{text}<div class="events">{slow_ranks(lines)}{few}{folded("checkpoints", listed[1])}</div>'
+
+
+def slow_ranks(lines: dict[str, timeline.Timeline]) -> str:
+    """A table of the ranks that were slow, the slowest first. Empty if none was: only these are recorded by rank."""
+    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for name, line in lines.items():
+        for event in (event for event in line.events if event["event"] == "straggler"):
+            key = (name, *(show(event.get(part, "")) for part in ("rank", "host", "cause")))
+            found.setdefault(key, []).append(event)
+    rows = [(max(each.get("times") or 0.0 for each in some), len(some), key) for key, some in found.items()]
+    head = ["run", "rank", "host", "cause", "intervals", "step time, x median rank, at most"]
+    return (
+        table(head, ([*key, show(count), show(most)] for most, count, key in sorted(rows, reverse=True)))
+        if rows
+        else ""
+    )
 
 
 def event_table(events: list[tuple[str, timeline.Timeline, dict[str, Any]]], has_names: bool) -> str:

@@ -111,9 +111,14 @@ def picture(lines: dict[str, Timeline]) -> str:
         count = f"{line.attempts} attempt{'s' * (line.attempts > 1)}"
         parts.append(f'<text x="{LEFT}" y="{y - 16}"><tspan font-weight="bold">{escape(name)}</tspan>, {count}</text>')
         order = ("down", "start_up", "training", "evaluation", "recomputed", "checkpoints")
+        drawn: set[tuple[str, int]] = set()
         for begin, end, phase, text in sorted(line.segments, key=lambda segment: order.index(segment[2])):
             width, is_beside = max(1.0, (end - begin) * scale), phase == "checkpoints"
-            place = f'x="{LEFT + (begin - line.began) * scale:.1f}" y="{y + (BAR - 7) * is_beside}" width="{width:.1f}"'
+            x = LEFT + (begin - line.began) * scale
+            if width == 1.0 and (phase, round(x)) in drawn:
+                continue  # a long run has thousands of short ones
+            drawn.add((phase, round(x)))
+            place = f'x="{x:.1f}" y="{y + (BAR - 7) * is_beside}" width="{width:.1f}"'
             place += f' height="{7 if is_beside else BAR}"'
             parts.append(f'<rect class="{phase}" {place}><title>{escape(text)}</title></rect>')
         seen: set[tuple[str, int]] = set()

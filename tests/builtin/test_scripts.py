@@ -1,8 +1,10 @@
 # extra: template
 """scripts/runs.py, export.py, predict.py and replay.py on real runs."""
 
+import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +69,36 @@ def test_compare_says_whether_the_weights_are_bitwise_equal(two_runs):
     ended = run_script("runs.py", "--compare", fast, two_runs.root.parent / "copies")
     assert ended.code == 0 and "the weights are bitwise equal" in ended.out, ended.text
     assert run_script("runs.py", "--compare", fast).code == 2
+
+
+def test_compare_lists_the_weights_that_differ_as_json(two_runs, tmp_path):
+    slow, fast = (two_runs.folder(name) for name in ("slow", "fast"))
+    ended = run_script("runs.py", "--compare", slow, fast, fast, "--json")
+    found, weights = json.loads(ended.out), two_runs.last("slow")["model"]
+    assert ended.code == 1 and not found["equal"] and [each["run"] for each in found["runs"]] == [str(slow), str(fast)]
+    changed = [name for name, each in weights.items() if not torch.equal(each, two_runs.last("fast")["model"][name])]
+    assert {each["weight"] for each in found["differences"]} == {*changed} and 0 < len(changed) < len(weights)
+    assert all(each["runs"] == [str(fast)] for each in found["differences"])
+    shutil.copytree(fast, tmp_path / "fast")
+    ended = run_script("runs.py", "--compare", fast, tmp_path / "fast", "--json")
+    found = json.loads(ended.out)
+    assert (ended.code, found["equal"], found["differences"]) == (0, True, [])
+    for file in (tmp_path / "fast/checkpoints").rglob("*.pt"):
+        file.write_bytes(file.read_bytes()[:-100])
+    ended = run_script("runs.py", "--compare", fast, tmp_path / "fast", "--json")
+    assert (ended.code, ended.out) == (2, "") and "has no valid checkpoint" in ended.err, ended.text
+
+
+def test_the_list_has_the_results_and_settings_of_real_runs(two_runs):
+    found = json.loads(run_script("runs.py", two_runs.root, "--json").out)
+    assert [each["settings"]["lr"] for each in found] == [0.05, 0.01]
+    for each in found:
+        summary = json.loads((two_runs.folder(Path(each["run"]).name) / "summary.json").read_text())
+        assert all(
+            each[name] == summary[name] for name in ("wall_s", "samples_per_s", "best_value", "final", "restarts")
+        )
+        assert (each["state"], each["epochs"], each["world_size"]) == ("completed", 2, 1)
+        assert None not in (each["started"], each["ended"], each["git_commit"]) and each["started"] < each["ended"]
 
 
 @pytest.mark.guarantee("export")

@@ -32,11 +32,24 @@ def outcomes(text):
     return {name.strip(): outcome.strip() for outcome, name in lines}
 
 
+def same_in_json(fork, ended):
+    """What --json FILE holds is what was printed."""
+    found = json.loads((fork / "found.json").read_text())
+    assert {each["name"]: each["result"].replace("skipped", "BROKEN") for each in found["checks"]} == outcomes(
+        ended.out
+    )
+    assert all(f" {each['text']}" in ended.out for each in found["checks"])
+    broken = [each for each in found["checks"] if each["result"] == "BROKEN"]
+    assert all(each["fix"] and each["text"].endswith(f"; {each['fix']}") for each in broken)
+    assert (found["result"], found["exit_code"]) == (("broken", 1) if broken else ("ok", 0)), ended.text
+    return found["exit_code"] == ended.code and f"\n{found['text']}; wrote verified.json" in ended.out
+
+
 @pytest.mark.guarantee("ranks-alike", "verify")
 def test_the_template_passes_and_runs_report_it_until_a_file_changes(tmp_path):
     fork = copy_repository(tmp_path)
-    ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, *GIVEN)
-    assert ended.code == 0, ended.text
+    ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, "--json", "found.json", *GIVEN)
+    assert ended.code == 0 and same_in_json(fork, ended), ended.text
     assert outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok") and list(outcomes(ended.out)) == INVARIANTS
     found = json.loads((fork / "verified.json").read_text())
     assert found["passed"] and found["ranks"] == 2 and list(found["invariants"]) == INVARIANTS
@@ -82,16 +95,17 @@ def test_a_fault_in_a_fork_is_named_with_a_fix(tmp_path, patch):
         ended = torchrun(2, *FLAGS, script="scripts/verify.py", cwd=fork, env={"PYTHONPATH": str(fork)})
     else:
         flags = re.findall(r"^flags: (.*)", text, re.MULTILINE)
-        words = [*FLAGS, *" ".join(flags).split()]
+        words = ["--json=found.json", *FLAGS, *" ".join(flags).split()]
         ended = forks.run(fork, 0 if patch.stem in ALONE else RANKS, "scripts/verify.py", *words)
     if rejected := re.search(r"^rejected: (.*)", text, re.MULTILINE):
-        assert ended.code == 1 and rejected[1] in ended.text, ended.text
+        assert ended.code == 1 and rejected[1] in json.loads((fork / "found.json").read_text())["text"], ended.text
         return
     broken = [name for name, outcome in outcomes(ended.out).items() if outcome == "BROKEN"]
     found_in = re.search(r"^alone: (.*)", text, re.MULTILINE) if not RANKS else None
     expected = (found_in or re.search(r"^breaks: (.*)", text, re.MULTILINE))[1].split(", ")
     print(f"| {patch.stem} | {', '.join(broken)} | {time.monotonic() - began:.0f} s |")  # shown with -rP
     assert ended.code == 1 and set(expected) <= set(broken), ended.text
+    assert patch.stem in LAUNCHED or same_in_json(fork, ended)
     for name in expected:
         line = re.search(rf"^BROKEN  {name} .*", ended.out, re.MULTILINE)[0]
         assert ": " in line and "; " in line  # what was seen: the cause; the fix

@@ -24,12 +24,15 @@ class Page(HTMLParser):
 
     def __init__(self, source):
         super().__init__()
-        self.source, self.open, self.tags, self.text, self.tips = source, [], [], [], []
+        self.source, self.open, self.tags, self.text, self.tips, self.loaded = source, [], [], [], [], []
         self.feed(source)
         assert not self.open
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
+        self.loaded += [
+            value for name, value in attributes if re.fullmatch("(xlink:)?href|src|srcset|data|poster", name)
+        ]
         self.open += [tag] if tag not in VOID else []
 
     def handle_startendtag(self, tag, attributes):
@@ -103,6 +106,7 @@ def test_the_page_is_complete_self_contained_and_escaped(tmp_path, page):
     text = " ".join(found.text)
     assert not {"script", "b", "i"} & {*found.tags} and text.count(HOSTILE) == 8  # error, settings, commands
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|src=|@import|url\(", found.source)
+    assert found.loaded == ["data:,"]  # the icon
     assert HOSTILE.replace("/", "|") in text and "node7" in text and "<i>f1</i>" in text
     for picture in re.findall("<svg.*?</svg>", found.source, re.DOTALL):
         ET.fromstring(picture)
@@ -175,6 +179,45 @@ def test_a_page_is_written_only_for_runs_and_only_as_html(tmp_path, monkeypatch,
         script.main()
     assert "give a name that ends in .html in an existing folder" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_each_metric_and_the_step_time_have_a_plot(tmp_path, page):
+    folder = forge(tmp_path / "run")
+    common = {"step": 4, "epoch": 1, "loss": 0.5}
+    more = [
+        {"kind": "train", **common, "only_training": 0.5, "step_s": 0.5},
+        {"kind": "eval", **common, "only_evaluation": 0.5, "split": "val", "weights": "model", "count": 8},
+    ]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(f"\n{json.dumps(record)}" for record in more) + "\n")
+    found = page(folder)
+    pictures = [each for each in re.findall("<svg.*?</svg>", found.source, re.DOTALL) if "optimizer step<" in each]
+    by_name = {re.search(r">([^<]*)</text>(?!.*rotate)", each[each.index("rotate") :])[1]: each for each in pictures}
+    names = ["loss", "top1", "only_training", "only_evaluation", "step time, s (mean of the ranks)"]
+    assert not [name for name in names if name not in by_name]
+    for name, lines, dashed in (("loss", 2, 1), ("only_training", 1, 0), ("only_evaluation", 1, 0)):
+        lines_of = re.findall("<polyline.*", by_name[name])
+        assert (len(lines_of), sum("dasharray" in each for each in lines_of)) == (lines, dashed)
+
+
+@pytest.mark.parametrize("stragglers", [[], [(3, 1.8), (1, 2.5), (3, 4.0)]])
+def test_ranks_that_were_slow_are_in_a_table_the_slowest_first(tmp_path, page, stragglers):
+    folder = forge(tmp_path / "run")
+    kept = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"straggler"' not in line]
+    event = {"kind": "event", "event": "straggler", "step": 5, "host": "node7", "cause": "data"}
+    kept[-2:] = [json.dumps(event | {"rank": rank, "times": times}) for rank, times in stragglers]
+    (folder / "metrics.jsonl").write_text("\n".join([*kept, ""]))
+    rows = re.findall(
+        r"<td>run</td><td>(\d)</td><td>node7</td><td>data</td><td>(\d)</td><td>(\S+)</td>", page(folder).source
+    )
+    assert rows == ([("3", "2", "4"), ("1", "1", "2.5")] if stragglers else [])
+
+
+def test_ten_times_the_records_do_not_make_a_larger_page(tmp_path, page):
+    few, many = (
+        len(page(forge(tmp_path / str(n), values=[0.5 + k % 7 / 20 for k in range(n)])).source) for n in (1000, 10000)
+    )
+    assert few < many < 1.1 * few < 1_500_000
 
 
 @pytest.mark.slow

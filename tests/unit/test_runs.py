@@ -152,3 +152,86 @@ def test_a_file_that_a_live_run_replaces_while_sizes_are_read_is_left_out(tmp_pa
 
     monkeypatch.setattr(script.os, "stat", disappears)
     assert before == script.RunInfo(tmp_path / "a").size() > 0
+
+
+KEYS = (
+    "run folder state error epochs steps world_size restarts started ended wall_s samples_per_s best_metric best_value"
+)
+KEYS += " best_epoch best final test settings git_commit git_dirty"
+KEYS += " verified"  # extra: verify
+KEYS += " bytes"
+
+
+def list_of(*words):
+    """As a shell sees it: the exit code, what is on standard output, and standard error."""
+    command = [sys.executable, Path(script.__file__), *words, "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def damage(folder, name, text):
+    if text is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("status.json", '{"state": "completed", "epoch": 1, "step": 5}', {"final": {"rmse": 0.5}, "wall_s": 60}),
+        ("summary.json", None, {"state": "completed", "best_value": None, "best": {}, "wall_s": None}),
+        ("summary.json", '{"state": "comp', {"best_value": None, "final": {}, "steps": 5}),
+        ("summary.json", '{"state": "failed", "best_value": 3}', {"best_value": None}),  # of an earlier attempt
+        ("summary.json", '{"state": "completed", "best_value": NaN, "final": {"a": Infinity}}', {"best_value": None}),
+        ("summary.json", '{"state": "completed", "best": 7, "test": [8], "wall_s": "long"}', {"best": {}, "test": []}),
+        ("config.json", None, {"settings": {}}),
+        ("config.json", "[1]", {"settings": {}}),
+        ("metrics.jsonl", None, {"samples_per_s": None, "best_value": 0.5}),
+        ("metrics.jsonl", '\n{"kind": "train", "step": 5, "samples_per_s": 7}\n\x00{"kind"', {"samples_per_s": 7}),
+        ("provenance.json", '{"git_commit": "abc", "git_dirty": true, "world_size": 2}', {"git_commit": "abc"}),
+        ("provenance.json", '{"git_commit": 3, "world_size": true}', {"git_commit": None, "world_size": None}),
+        ("status.json", "", {"state": None, "steps": None, "ended": None}),
+    ],
+)
+def test_the_list_has_all_keys_also_for_a_damaged_run(tmp_path, monkeypatch, capsys, name, text, expected):
+    forge(tmp_path / "run", {"lr": 0.1}, values=[0.5])
+    forge(tmp_path / "sound", {"lr": 0.2}, values=[0.25], state="running")
+    summary = json.loads((tmp_path / "run/summary.json").read_text()) | {"state": "completed"}
+    (tmp_path / "run/summary.json").write_text(json.dumps(summary))
+    damage(tmp_path / "run", name, text)
+    words = ["--json", "--metric", "rmse", "--plot", str(tmp_path / "a.svg")]
+    monkeypatch.setattr("sys.argv", ["runs.py", str(tmp_path), *words])
+    code, printed = script.main(), capsys.readouterr()
+    run, sound = json.loads(printed.out, parse_constant=pytest.fail)
+    assert code == 0 and list(run) == list(sound) == KEYS.split() and printed.err.startswith("wrote ")
+    assert {key: run[key] for key in expected} == expected
+    assert (sound["state"], sound["settings"], sound["ended"]) == ("running", {"lr": 0.2}, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["nowhere"], "has no run (a folder with a status.json); give a run folder"),
+        (["run", "--metric", "top1"], "no run has recorded it"),
+        (["run", "--compare"], "compare: needs two runs"),
+        (["run", "copy", "--compare"], "holds no checkpoint"),
+        (["run", "folder"], "metrics.jsonl: Is a directory; fix that, or leave it out"),
+        (["run", "--colour"], "unrecognized arguments"),
+        (["run", "copy", "--diverge"], "--diverge prints text only"),  # extra: replay
+    ],
+)
+def test_what_cannot_be_listed_or_compared_exits_with_2_and_prints_nothing(tmp_path, words, reason):
+    for name in ("run", "copy", "folder"):
+        forge(tmp_path / name, {}, values=[0.5])
+    (tmp_path / "folder/metrics.jsonl").unlink()
+    (tmp_path / "folder/metrics.jsonl").mkdir()
+    code, out, err = list_of(*(word if word.startswith("--") or word == "top1" else tmp_path / word for word in words))
+    assert (code, out) == (2, "") and reason in err and "Traceback" not in err
+
+
+def test_an_error_of_the_script_is_no_difference(tmp_path, show, monkeypatch):
+    forge(tmp_path / "a", {}, values=[0.5])
+    monkeypatch.setattr(script.RunInfo, "size", lambda _: 1 / 0)
+    code, _, text = show("--json")
+    assert code == 2 and "ZeroDivisionError" in text

@@ -109,8 +109,11 @@ def for_torchrun(error: Exception) -> Exception:
     return error
 
 
-def leave_after(error: BaseException) -> NoReturn:
-    """Log the error and end this process at once, so that no peer is waited for and no thread changes the exit code."""
+def leave_after(error: BaseException, code: int = 1) -> NoReturn:
+    """Log the error and end this process at once, so that no peer is waited for and no thread changes the exit code.
+
+    code: the exit code, if the error is not the user's.
+    """
     logger, user_error = logging.getLogger(NAME), error if isinstance(error, UserError) else None
     try:
         launch = read_launch()
@@ -131,4 +134,4 @@ def leave_after(error: BaseException) -> NoReturn:
         logger.error("this rank failed", exc_info=error)
         text = f"{type(error).__name__}: {told(error)}"
         logger.error("failed: rank %d on %s: %s", launch.rank, socket.gethostname(), text)
-    end_now(user_error.exit_code if user_error else 1)
+    end_now(user_error.exit_code if user_error else code)

@@ -1,0 +1,131 @@
+# extra: verify
+"""The result of verify.py, which --json FILE writes also if nothing could be checked (keys: docs/verify.md).
+
+Standard library only, and imported first: a config.py or model.py that cannot be imported is a result too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import signal
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from utils.files import replace_json, temporary_of
+
+CODES = {"ok": 0, "broken": 1, "could not run": 2}
+REFUSED = "cannot be written{}; give the name of a .json file in an existing folder, other than verified.json"
+
+
+class Result:
+    """Of this process. Until `end` is called it is "could not run", and so it stays if the process ends before."""
+
+    def __init__(self) -> None:
+        self._file: Path | None = None
+        self._process, self._began, self._is_known = os.getpid(), time.monotonic(), False
+        empty = ("task", "samples", "ranks", "precision", "git_commit", "git_dirty")
+        self.values: dict[str, Any] = {"version": 1, "result": "could not run", "exit_code": 2, "text": ""}
+        self.values |= {"checks": [], "notes": []} | dict.fromkeys(empty) | {"versions": {}, "flags": []}
+        self.values["started"] = datetime.now(UTC).isoformat(timespec="milliseconds")
+
+    @property
+    def exit_code(self) -> int:
+        return self.values["exit_code"]
+
+    def begin(self) -> str:
+        """Take --json FILE out of the flags, and delete FILE, which may be of an earlier run. If it could not be
+        written later, return the problem. Catch SIGTERM, and from now on exit with 2 if there is no result."""
+        words, rest, given = iter(sys.argv[1:]), [], None
+        for word in words:
+            name, has_value, value = word.partition("=")
+            if name == "--json":
+                given = value if has_value else next(words, "")
+            else:
+                rest.append(word)
+        sys.argv[1:] = self.values["flags"] = rest
+        if {"-h", "--help"} & {*rest}:
+            return ""
+        signal.signal(signal.SIGTERM, self._stop)
+        atexit.register(self._leave)
+        if given is None:
+            return ""
+        self._file = Path(given).absolute()
+        if problem := problem_with(self._file):
+            self._file = None
+            return f"json={given}: {REFUSED.format(problem)}"
+        if (os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")) == "0":
+            self._file.unlink(missing_ok=True)
+        return ""
+
+    def check(self, name: str, is_passed: bool, text: str, seconds: float) -> None:
+        """Add the outcome of a check."""
+        is_skipped = text.startswith("skipped: ")
+        notes = [each for each in re.split(r"; (?=[^;]*please check)", text) if "please check" in each]
+        found = {
+            "name": name,
+            "result": "ok" if is_passed else "skipped" if is_skipped else "BROKEN",
+            "text": text,
+            "fix": text.rpartition("; ")[2] if not is_passed and "; " in text else None,
+            "notes": [each.removeprefix("please check: ") for each in notes] if is_passed else [],
+            "seconds": round(seconds, 1),
+        }
+        self.values["checks"].append(found)
+
+    def end(self, result: str, text: str, is_written: bool = True) -> None:
+        """Decide the result, unless that was done, and write FILE, unless another rank did.
+
+        result: a key of `CODES`. text: what was found, or why there is no result.
+        """
+        if self._is_known or os.getpid() != self._process:
+            return
+        self._is_known = True
+        seconds = round(time.monotonic() - self._began, 1)
+        self.values |= {"result": result, "exit_code": CODES[result], "text": text, "seconds": seconds}
+        if self._file and is_written and not self._file.exists():
+            try:
+                replace_json(self._file, self.values)
+            except OSError as error:
+                print(f"json={self._file}: {REFUSED.format(f' ({error.strerror})')}", file=sys.stderr, flush=True)
+
+    def withdraw(self) -> None:
+        """For a command line that checks nothing."""
+        self._is_known = True
+
+    def _stop(self, *_: Any) -> NoReturn:
+        self.end("could not run", "interrupted by SIGTERM")
+        if self.values["ranks"] is None:  # an import may catch SystemExit
+            os._exit(self.exit_code)
+        sys.exit(self.exit_code)  # so that the folder of the short runs is deleted
+
+    def _leave(self) -> None:
+        """At exit: an exception or sys.exit has ended this process, perhaps while the fork's code was imported."""
+        if self._is_known or os.getpid() != self._process:
+            return
+        error = getattr(sys, "last_value", None)
+        self.end("could not run", f"{type(error).__name__}: {error}" if error else "ended before the first check")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(self.exit_code)
+
+
+def problem_with(path: Path) -> str:
+    """Why FILE could not be written: a space and the reason in parentheses; empty if it can be."""
+    if path.suffix != ".json" or path.name == "verified.json":
+        return " (it is another kind of file)"
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        return " (it is no regular file)"
+    try:
+        temporary = temporary_of(path)
+        temporary.touch()
+        temporary.unlink()
+    except OSError as error:
+        return f" ({error.strerror})"
+    return ""
+
+
+RESULT = Result()
