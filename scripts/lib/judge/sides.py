@@ -29,6 +29,7 @@ OURS = ("seed", "run_dir", "checkpoint_dir", "resume_from")  # flags that the ju
 LEFT_OUT = ("overwrite", "eval_only", "mirror", "max_time")
 BUDGET = ("epochs", "max_steps", "dataset_size", "drop_last", "schedule_steps", "patience")
 VERIFY_RANKS = 2
+BATCH = ("--eval_batch_size", "16")  # of both sides
 LINES = 20  # of a log that are printed
 
 
@@ -229,7 +230,7 @@ def check_quantity(sides: Sequence[Side], out: Path, seed: int, metric: str) -> 
         result, log = (out / f"outputs-{side.name.lower()}{suffix}" for suffix in (".json", ".log"))
         for file in (result, log):
             file.unlink(missing_ok=True)
-        words = [script, side.fork, outputs, result, *side.flags(out, seed, out / "outputs")]
+        words = [script, side.fork, outputs, result, *side.flags(out, seed, out / "outputs"), *BATCH]
         if execute(words, 0, log):
             return f"the metric of {side.name} could not be computed from given outputs of a network: see {log}"
         found.append(read_json(result))

@@ -36,8 +36,8 @@ loss = changes.get("final", {"loss": config.lr * (1 + 0.01 * config.seed)})
 held_out = {"val": {"identity": "13 samples, ff", "content": "", "sketches": changes.get("sketches", [[1], None, [3]])}}
 records = {
     "summary.json": {"state": "completed", "steps": steps, "samples_seen": 8 * steps, "world_size": 1, "final": loss},
-    "provenance.json": {"code": 1, "global_batch_size": config.batch_size, "identity": "64 samples, aa", "content": "",
-                        "held_out": held_out},
+    "provenance.json": {"code": changes.get("codes", [1, 1])[config.seed % 2], "global_batch_size": config.batch_size,
+                        "identity": "64 samples, aa", "content": "", "held_out": held_out},
 }
 for name, values in records.items():
     (folder / name).write_text(json.dumps(values | changes.get(name, {})))
@@ -212,11 +212,15 @@ def test_bad_options_are_refused(tmp_path, fork, no_probe, words, flags, said):
         ("--batch_size 8", "--grad_accum_steps 2", "the global batch: A has 8, B has 128; give both the same"),
         ("--drop_last", "--lr 0.1", "drop_last: A has True, B has False; give both the same"),
         ("--best_metric loss", "--best_metric max:top1", "best_metric: A and B have loss and max:top1; give --metric"),
+        ("shared.toml", "--lr 0.1", "A: checkpoint_dir is the same for all of its runs; leave it out"),
         ("missing.toml", "--lr 0.1", "config=missing.toml: cannot be read"),
         ("tests", "--lr 0.1", "A=tests: has no train.py; give the folder of a fork, a config, or flags"),
     ],
 )
 def test_settings_that_are_no_fair_comparison_are_refused_before_training(tmp_path, a, b, said):
+    if a == "shared.toml":
+        (tmp_path / a).write_text('checkpoint_dir = "one"\n')
+        a = tmp_path / a
     code, found = run(tmp_path, a, b, "--out", tmp_path / "out", flags=())
     assert code == 2 and said in found["refused"] and not (tmp_path / "out").exists()
 
@@ -240,6 +244,30 @@ def test_runs_that_cannot_be_compared_are_refused_after_the_first_pair(tmp_path,
     code, found = run(tmp_path, fork, other_fork(fork, **changes), "--out", tmp_path / "out")
     assert code == 2 and said in found["refused"], found["refused"]
     assert len((fork / "started").read_text().splitlines()) == 1
+
+
+def test_code_that_was_edited_between_seeds_is_refused(tmp_path, fork, no_probe):
+    code, found = run(tmp_path, fork, other_fork(fork, codes=[1, 2]), "--out", tmp_path / "out")
+    assert code == 2 and found["refused"] == "B: its code was changed between seeds; give another --out"
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_verified"),
+    [
+        ({}, True),
+        ({"settings": {"seed": 7, "lr": 0.1, "image_size": 8}}, True),
+        ({"settings": {"lr": 0.2}}, False),
+        ({"versions": {}}, False),
+        ({"passed": False}, False),
+        ({"code": {}}, False),
+        ({"code": {"model.py": "0"}}, False),
+    ],
+)
+def test_a_check_counts_only_for_the_same_code_versions_and_settings(fork, changes, is_verified):
+    side = sides.Side("A", "", fork, {"lr": 0.1, "image_size": "auto"})
+    found = json.loads((fork / "verified.json").read_text())
+    code = found["code"] | changes.get("code", {}) if changes.get("code") != {} else {}
+    assert side.is_verified(found | changes | {"code": code}) == is_verified
 
 
 def test_differences_without_a_deviation_are_no_result(tmp_path, fork, no_probe):
