@@ -41,8 +41,9 @@ records = {
 }
 for name, values in records.items():
     (folder / name).write_text(json.dumps(values | changes.get(name, {})))
-lines = [{"step": step, "indices": [step, step + changes.get("order", 1)]} for step in range(1, steps + 1)]
-if config.record_samples:
+order = changes.get("order", 1)
+if config.record_samples and order:
+    lines = [{"step": step, "indices": [step, step + order]} for step in range(1, steps + 1)]
     (folder / "samples/rank0.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 """
 VERIFY = """
@@ -236,6 +237,7 @@ def test_settings_that_are_no_fair_comparison_are_refused_before_training(tmp_pa
         ({"provenance.json": {"held_out": {}}}, "the evaluation sets: A has ['val'], B has []; evaluate both on the"),
         ({"sketches": [[1], [2], [4]]}, "sketches of val: 1 of 2 differ; evaluate both on the same data"),
         ({"order": 2}, "seed 0: A and B use other samples in step 1; give both one order of the data"),
+        ({"order": 0}, "b-seed0: has no record of its samples; delete the folder and give the command again"),
         ({"final": {"loss": None}}, "B, seed 0: the final loss is not finite; give both sides settings that do not"),
         ({"final": {"top1": 1.0}}, "B, seed 0: loss is not in the last evaluation; choose one of top1"),
     ],
