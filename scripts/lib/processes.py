@@ -1,4 +1,4 @@
-# extra: launcher or benchmark or chaos
+# extra: launcher or benchmark or chaos or judge
 """Child processes of scripts/: each leads its own session, so that it can be ended together with its descendants."""
 
 from __future__ import annotations

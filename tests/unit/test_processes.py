@@ -1,4 +1,4 @@
-# extra: launcher or benchmark or chaos
+# extra: launcher or benchmark or chaos or judge
 """scripts/lib/processes.py: no process that a program started outlives its deadline."""
 
 import subprocess

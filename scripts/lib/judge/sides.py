@@ -1,0 +1,265 @@
+# extra: judge
+"""The two sides that are compared: a fork with its settings, its runs, and the check of its code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import merge
+from itertools import groupby, zip_longest
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from config import UserError
+from scripts.lib.processes import run, running
+from utils.extras.verify import VERIFIED
+from utils.files import read_json, read_lines, replace_json
+from utils.run.provenance import sha256_of, versions
+
+ROOT = Path(__file__).resolve().parents[3]
+FILES = ("train.py", "model.py", "dataset.py", "config.py")
+OURS = ("seed", "run_dir", "checkpoint_dir", "resume_from")  # flags that the judge gives
+LEFT_OUT = ("overwrite", "eval_only", "mirror", "max_time")
+BUDGET = ("epochs", "max_steps", "dataset_size", "drop_last", "schedule_steps", "patience")
+VERIFY_RANKS = 2
+BATCH = ("--eval_batch_size", "16")  # of both sides
+LINES = 20  # of a log that are printed
+
+
+@dataclass
+class Side:
+    """One side. settings: of the config, resolved, without those in OURS."""
+
+    name: str  # "A" or "B"
+    given: str
+    fork: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, given: str, common: Sequence[str]) -> Side:
+        """Raises UserError if this is no fork and no config, or if train.py does not take the flags."""
+        path, words = Path(given.strip()), [*common]
+        if given.strip() and path.is_dir():
+            if missing := [each for each in FILES if not (path / each).exists()]:
+                raise UserError(f"{name}={path}: has no {missing[0]}; give the folder of a fork, a config, or flags")
+            side = cls(name, given, path.resolve())
+        else:
+            side = cls(name, given, ROOT)
+            words = ["--config", str(path)] if path.suffix in (".toml", ".json") else shlex.split(given)
+            words += common
+        named = {word.split("=")[0].replace("-", "_").lstrip("_") for word in words if word.startswith("--")}
+        if clash := sorted(named & set(OURS)):
+            raise UserError(f"{name}: --{clash[0]} is given by the judge; leave it out (--first-seed, --out)")
+        ended = run([sys.executable, side.fork / "train.py", *words, "--print_config"])
+        if ended.returncode:
+            raise UserError(f"{name}: {(ended.stderr.strip() or ended.stdout.strip())[-500:]}")
+        values = tomllib.loads(ended.stdout)
+        own = f"{values.get('run_dir')}/checkpoints"
+        if values.get("checkpoint_dir", own) != own:
+            raise UserError(f"{name}: checkpoint_dir is the same for all of its runs; leave it out")
+        if wrong := next((each for each in LEFT_OUT if values.get(each)), ""):
+            raise UserError(f"{name}: {wrong}={values[wrong]} does not go with a judge; leave it out")
+        side.settings = {key: value for key, value in values.items() if key not in OURS}
+        return side
+
+    @property
+    def code(self) -> str:
+        """A digest of the files of the fork that can change a result."""
+        files = sorted([*self.fork.glob("*.py"), *self.fork.glob("utils/**/*.py")])
+        names = [f"{path.relative_to(self.fork)} {sha256_of(path)}" for path in files]
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+    def flags(self, out: Path, seed: int, folder: Path) -> list[str]:
+        """Those of a run: the settings as they were at the start, so that an edited file does not count."""
+        file = out / f"{self.name.lower()}.toml"
+        if not file.exists():
+            file.write_text("".join(f"{name} = {json.dumps(each)}\n" for name, each in self.settings.items()))
+        return ["--config", str(file), "--seed", str(seed), "--run_dir", str(folder)]
+
+    def folder(self, out: Path, seed: int) -> Path:
+        return out / f"{self.name.lower()}-seed{seed}"
+
+    def train(self, out: Path, seed: int, ranks: int, has_samples: bool) -> Run:
+        """The run of this seed, which is started or resumed if it is not complete. Raises UserError if it fails."""
+        folder = self.folder(out, seed)
+        log = folder.with_suffix(".log")
+        if read_json(folder / "summary.json").get("state") != "completed":
+            words = [self.fork / "train.py", *self.flags(out, seed, folder), "--resume_from", "auto"]
+            words += ["--record_samples"] * has_samples
+            code = execute(words, ranks if ranks > 1 else 0, log)
+            if code or read_json(folder / "summary.json").get("state") != "completed":
+                print(end_of(log), file=sys.stderr)
+                raise UserError(
+                    f"{self.name}, seed {seed}: training ended with exit code {code}, not complete; see {log}, and give"
+                    " the same command again, which keeps what is complete"
+                )
+        return Run(self.name, seed, folder)
+
+    def verify(self, out: Path, seed: int) -> None:
+        """Let scripts/verify.py check the fork with these settings, unless it did. Raises UserError if it is broken."""
+        result, record = self.fork / VERIFIED.name, out / f"verified-{self.name.lower()}.json"
+        if any(self.is_verified(read_json(file)) for file in (record, result)):
+            print(f"{self.name}: scripts/verify.py passed with this code", flush=True)
+            return
+        script, log = self.fork / "scripts/verify.py", out / f"verify-{self.name.lower()}.log"
+        if not script.exists():
+            raise UserError(f"{self.name}={self.fork}: has no scripts/verify.py; restore the extra verify")
+        words = [script, *self.flags(out, seed, out / f"verify-{self.name.lower()}")]
+        words += ["--backend", "gloo"] * (gpus() == 1)  # each of the ranks would need one
+        log.unlink(missing_ok=True)
+        print(f"{self.name}: running scripts/verify.py", flush=True)
+        code = execute(words, VERIFY_RANKS, log)
+        if code or not self.is_verified(found := read_json(result)):
+            broken = [line.split("  ")[1].strip() for line in log.read_text().splitlines() if line.startswith("BROKEN")]
+            print(end_of(log), file=sys.stderr)
+            what = f"is BROKEN: {', '.join(broken)}" if broken else f"ended with exit code {code}"
+            raise UserError(f"{self.name}: scripts/verify.py {what}; see {log}, and fix that first")
+        replace_json(record, found)
+
+    def is_verified(self, found: dict[str, Any]) -> bool:
+        """Whether this content of verified.json is that of a check which passed, with the present code and settings."""
+        if not found.get("passed") or found.get("versions") != versions():
+            return False
+        code, settings = found["code"], found["settings"]
+        files = {path.relative_to(self.fork).as_posix() for path in self.fork.glob("utils/**/*.py")}
+        is_same = files <= code.keys() and all(sha256_of(self.fork / name) == digest for name, digest in code.items())
+        return is_same and all(
+            name == "seed" or self.settings.get(name) in (value, "auto") for name, value in settings.items()
+        )
+
+
+@dataclass
+class Run:
+    """What a complete run has recorded."""
+
+    side: str
+    seed: int
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.summary = read_json(self.folder / "summary.json")
+        self.provenance = read_json(self.folder / "provenance.json")
+
+    def value(self, metric: str) -> float:
+        """The metric of the last evaluation. Raises UserError."""
+        final = self.summary.get("final") or {}
+        where = f"{self.side}, seed {self.seed}: "
+        if metric not in final:
+            names = f"choose one of {', '.join(final)}" if final else "give data with a validation set"
+            raise UserError(f"{where}{metric} is not in the last evaluation; {names}")
+        if final[metric] is None:
+            raise UserError(f"{where}the final {metric} is not finite; give both sides settings that do not diverge")
+        return final[metric]
+
+    def steps(self) -> Iterator[tuple[int, list[int]]]:
+        """The samples of each optimizer step, of all ranks."""
+        paths = sorted(self.folder.glob("samples/rank*.jsonl"))
+        if not paths:
+            raise UserError(
+                f"{self.folder}: has no record of its samples; delete the folder and give the command again"
+            )
+        files = [(line for *_, line in read_lines(path)) for path in paths]
+        for step, lines in groupby(merge(*files, key=itemgetter("step")), key=itemgetter("step")):
+            yield step, sorted(index for line in lines for index in line["indices"])
+
+
+def differing(a: Side, b: Side) -> list[str]:
+    """The names of settings that differ."""
+    return [name for name in a.settings | b.settings if a.settings.get(name) != b.settings.get(name)]
+
+
+def check_budget(a: Side, b: Side, ranks: int) -> None:
+    """Before any training. Raises UserError if settings say that the sides would not train equally long."""
+
+    def size(side: Side) -> int:
+        names = ("batch_size", "grad_accum_steps")
+        one, some = (side.settings.get(name) or 1 for name in names)
+        return side.settings.get("global_batch_size") or one * some * ranks
+
+    rows = [(name, a.settings.get(name), b.settings.get(name)) for name in BUDGET]
+    if not a.settings.get("batch_tokens") and not b.settings.get("batch_tokens"):  # else the runs say what they are
+        rows.append(("the global batch", size(a), size(b)))
+    require_equal(rows, "give both the same, after --")
+
+
+def check_pair(a: Run, b: Run, has_samples: bool) -> None:
+    """Raises UserError if the two runs had another budget, other data or another order of it."""
+    names = [("summary", "steps"), ("summary", "samples_seen"), ("summary", "world_size")]
+    names += [("provenance", "global_batch_size"), ("provenance", "identity"), ("provenance", "content")]
+    rows = [(f"{name} of seed {a.seed}", vars(a)[file].get(name), vars(b)[file].get(name)) for file, name in names]
+    require_equal(rows, "give both the same budget and data, after --")
+    one, other = (each.provenance.get("held_out") or {} for each in (a, b))
+    on_the_same = "evaluate both on the same data, with the same settings of it"
+    require_equal([("the evaluation sets", [*one], [*other])], on_the_same)
+    rows = [(f"{key} of {split}", one[split].get(key), other[split].get(key)) for split in one for key in one[split]]
+    for what, left, right in rows:
+        if isinstance(left, list) and isinstance(right, list):  # samples; one that was not read in time is None
+            pairs = [pair for pair in zip(left, right, strict=False) if None not in pair]
+            if number := sum(x != y for x, y in pairs):
+                raise UserError(f"{what}: {number} of {len(pairs)} differ; {on_the_same}")
+            continue
+        require_equal([(what, left, right)], on_the_same)
+    if has_samples:
+        nothing: tuple[int, list[int]] = (0, [])
+        steps = zip_longest(a.steps(), b.steps(), fillvalue=nothing)
+        step = next((max(x[0], y[0]) for x, y in steps if x != y), 0)
+        if step:
+            raise UserError(f"seed {a.seed}: A and B use other samples in step {step}; give both one order of the data")
+
+
+def require_equal(rows: list[tuple[str, Any, Any]], remedy: str) -> None:
+    for what, one, other in rows:
+        if one != other:
+            shown = ["none" if each in ("", None) else each for each in (one, other)]
+            raise UserError(f"{what}: A has {shown[0]}, B has {shown[1]}; {remedy}")
+
+
+def check_quantity(sides: Sequence[Side], out: Path, seed: int, metric: str) -> str:
+    """Whether both evaluations compute the same from the same outputs of a network. Returns what could not be tried,
+    or "". Raises UserError if they do not."""
+    outputs, found, script = out / "outputs.pt", [], Path(__file__).with_name("outputs.py")
+    outputs.unlink(missing_ok=True)
+    for side in sides:
+        result, log = (out / f"outputs-{side.name.lower()}{suffix}" for suffix in (".json", ".log"))
+        for file in (result, log):
+            file.unlink(missing_ok=True)
+        words = [script, side.fork, outputs, result, *side.flags(out, seed, out / "outputs"), *BATCH]
+        if execute(words, 0, log):
+            return f"the metric of {side.name} could not be computed from given outputs of a network: see {log}"
+        found.append(read_json(result))
+    outputs.unlink()
+    if not found[0]["calls"] or metric not in found[0]["metrics"]:
+        return f"{metric} could not be computed from given outputs of a network; only its source was compared"
+    one, other = (each["metrics"].get(metric, []) for each in found)
+    is_same = len(one) == len(other) and all(abs(x - y) <= 1e-6 * abs(x) for x, y in zip(one, other, strict=False))
+    if not is_same:
+        raise UserError(
+            f"{metric}: A and B compute {one} and {other} (sum, count) from the same outputs of a network, so it is not"
+            " the same quantity; let no setting, such as label smoothing, change what compute_loss does in evaluations"
+        )
+    return ""
+
+
+def execute(words: Sequence[object], ranks: int, log: Path) -> int:
+    """Run a Python script, on 1 rank or more by torchrun; its output is appended to `log`. Returns the exit code."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    command = [sys.executable, *launcher, *words]
+    with log.open("a") as file, running(command, stdout=file, stderr=subprocess.STDOUT) as process:
+        return process.wait()
+
+
+def end_of(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LINES:])
+
+
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

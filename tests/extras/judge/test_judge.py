@@ -1,0 +1,370 @@
+# extra: judge
+"""scripts/judge.py: verdicts and refusals of whole comparisons, most of which train a stand-in that takes no time."""
+
+import json
+import shutil
+import signal
+import sys
+import time
+
+import pytest
+
+import judge
+from ranks import ROOT, finish, launch, start
+from scripts.lib.judge import sides
+from scripts.lib.judge.evaluation import difference
+from training import SIZE
+from utils.run.provenance import sha256_of, versions
+
+TRAIN = """
+import json, sys, time
+from pathlib import Path
+from config import TrainingConfig
+
+config, fork = TrainingConfig.from_args(), Path(__file__).parent
+folder, changes = config.run_folder, json.loads((fork / "changes.json").read_text())
+(folder / "samples").mkdir(parents=True, exist_ok=True)
+with (fork / "started").open("a") as file:
+    print(folder.name, config.seed, config.lr, config.resume_from, file=file)
+while (fork / "wait").exists():
+    time.sleep(0.01)
+if (fork / "fails").exists():
+    sys.exit("the cause\\nis above")
+steps = config.max_steps or config.epochs
+loss = changes.get("final", {"loss": config.lr * (1 + 0.01 * config.seed)})
+held_out = {"val": {"identity": "13 samples, ff", "content": "", "sketches": changes.get("sketches", [[1], None, [3]])}}
+records = {
+    "summary.json": {"state": "completed", "steps": steps, "samples_seen": 8 * steps, "world_size": 1, "final": loss},
+    "provenance.json": {"code": changes.get("codes", [1, 1])[config.seed % 2], "global_batch_size": config.batch_size,
+                        "identity": "64 samples, aa", "content": "", "held_out": held_out},
+}
+for name, values in records.items():
+    (folder / name).write_text(json.dumps(values | changes.get(name, {})))
+order = changes.get("order", 1)
+if config.record_samples and order:
+    lines = [{"step": step, "indices": [step, step + order]} for step in range(1, steps + 1)]
+    (folder / "samples/rank0.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+"""
+VERIFY = """
+import json, os, sys
+from pathlib import Path
+
+fork = Path(__file__).parent.parent
+if os.environ["RANK"] == "0":
+    with (fork / "verifications").open("a") as file:
+        print(*sys.argv[1:], file=file)
+    if (fork / "broken").exists():
+        print("BROKEN  plain load  does not open  [0.1 s]", flush=True)
+        sys.exit(1)
+    (fork / "verified.json").write_text((fork / "passed.json").read_text())
+"""
+MODEL = """
+import torch
+from losses import smooth
+from utils.metrics import count_correct as correct
+
+RATE = 0.1
+
+
+class Net(torch.nn.Module):
+    pass
+
+
+def helper(x):
+    return smooth(x) * RATE
+
+
+def compute_loss(model, batch):
+    return {"loss": (helper(model(batch)), 1), "top1": (correct(batch), 1)}
+
+
+def unused():
+    return 1
+"""
+ALL = ("--max_steps", "3")
+
+
+@pytest.fixture
+def fork(tmp_path):
+    return make_fork(tmp_path / "fork")
+
+
+@pytest.fixture
+def no_probe(monkeypatch):
+    monkeypatch.setattr(sides, "check_quantity", lambda *_: "")
+
+
+@pytest.fixture(autouse=True)
+def own_handlers(monkeypatch):
+    monkeypatch.setattr(judge.signal, "signal", lambda *_: None)
+
+
+def make_fork(folder, **texts):
+    """A fork with the real config, and scripts that take no time. texts: of other files."""
+    for name in ("utils", "scripts"):
+        (folder / name).mkdir(parents=True)
+    shutil.copy(ROOT / "config.py", folder)
+    (folder / "utils/extras").symlink_to(ROOT / "utils/extras")
+    files = {"train.py": TRAIN, "model.py": MODEL, "dataset.py": "x = 1\n", "scripts/verify.py": VERIFY}
+    files |= {
+        "losses.py": "def smooth(x):\n    return x\n",
+        "utils/metrics.py": "def count_correct(x):\n    return x\n",
+    }
+    for name, text in (files | {"changes.json": "{}"} | texts).items():
+        (folder / name).write_text(text)
+    paths = [path for path in folder.glob("**/*.py") if "scripts" not in path.parts]
+    code = {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
+    found = {"passed": True, "versions": versions(), "code": code, "settings": {"seed": 42}}
+    (folder / "passed.json").write_text(json.dumps(found))
+    shutil.copy(folder / "passed.json", folder / "verified.json")
+    return folder
+
+
+def other_fork(fork, texts=(), **changes):
+    """A fork beside it, with these files, or whose runs record other values."""
+    files = {"more.py": "", "changes.json": json.dumps(changes)}
+    return make_fork(fork.with_name("other"), **files | dict(texts))
+
+
+def run(tmp_path, *words, flags=ALL):
+    """The exit code and the report."""
+    code = judge.main([*map(str, words), "--json", str(tmp_path / "report.json"), "--", *flags])
+    return code, json.loads((tmp_path / "report.json").read_text())
+
+
+def test_a_verdict_of_forks_has_paired_seeds_in_alternating_order(tmp_path, fork, no_probe, capsys):
+    other, out = other_fork(fork, final={"loss": 0.1}), tmp_path / "out"
+    code, found = run(tmp_path, fork, other, "--seeds", 3, "--out", out, flags=(*ALL, "--lr", "0.5"))
+    assert code == 0 and found["verdict"] == "B" and found["direction"] == "min" and found["n"] == 3, found
+    assert [row["seed"] for row in found["rows"]] == [0, 1, 2] and found["rows"][1]["a"] == pytest.approx(0.505)
+    low, high = found["interval"]
+    assert low < found["mean_difference"] < high < 0 and found["mean_difference"] == pytest.approx(-0.405)
+    assert "B is better (min:loss, lower is better)" in capsys.readouterr().out
+    assert (fork / "started").read_text().split("\n")[0] == "a-seed0 0 0.5 auto"
+    times = {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/summary.json")}
+    assert sorted(times, key=times.get) == ["a-seed0", "b-seed0", "b-seed1", "a-seed1", "a-seed2", "b-seed2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "flags", "said"),
+    [
+        ("--seeds 2", "", "seeds=2: are too few for an interval; give 3 or more, or 5"),
+        ("--ranks 0", "", "ranks=0: is below 1; give 1 or more"),
+        ("--metric top9", "", "best_metric=top9: needs a direction; give min:top9 or max:top9"),
+        ("--metric min:top9", "", "best_metric=min:top9: is not reported by an evaluation; choose one of loss"),
+        ("", "--seed 3", "A: --seed is given by the judge; leave it out"),
+        ("", "--run-dir x", "A: --run_dir is given by the judge; leave it out"),
+        ("", "--max_time 3", "A: max_time=3.0 does not go with a judge; leave it out"),
+        ("", "--max_step 3", "A: --max_step: is not known; did you mean --max_steps?"),
+    ],
+)
+def test_bad_options_are_refused(tmp_path, fork, no_probe, words, flags, said):
+    other = other_fork(fork)
+    words = [*words.split(), "--out", tmp_path / "out"]
+    code, found = run(tmp_path, fork, other, *words, flags=[*ALL, *flags.split()])
+    assert code == 2 and said in found["refused"] and found["verdict"] is None
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        ("--lr 0.1", "--lr=0.1", "A and B have the same code and settings"),
+        ("--max_steps 4", "--max_steps 3", "max_steps: A has 4, B has 3; give both the same, after --"),
+        ("--dataset_size 64", "--dataset_size 32", "dataset_size: A has 64, B has 32; give both the same"),
+        ("--batch_size 8", "--grad_accum_steps 2", "the global batch: A has 8, B has 128; give both the same"),
+        ("--drop_last", "--lr 0.1", "drop_last: A has True, B has False; give both the same"),
+        ("--best_metric loss", "--best_metric max:top1", "best_metric: A and B have loss and max:top1; give --metric"),
+        ("shared.toml", "--lr 0.1", "A: checkpoint_dir is the same for all of its runs; leave it out"),
+        ("missing.toml", "--lr 0.1", "config=missing.toml: cannot be read"),
+        ("tests", "--lr 0.1", "A=tests: has no train.py; give the folder of a fork, a config, or flags"),
+    ],
+)
+def test_settings_that_are_no_fair_comparison_are_refused_before_training(tmp_path, a, b, said):
+    if a == "shared.toml":
+        (tmp_path / a).write_text('checkpoint_dir = "one"\n')
+        a = tmp_path / a
+    code, found = run(tmp_path, a, b, "--out", tmp_path / "out", flags=())
+    assert code == 2 and said in found["refused"] and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"summary.json": {"steps": 2}}, "steps of seed 0: A has 3, B has 2; give both the same budget and data"),
+        ({"summary.json": {"samples_seen": 9}}, "samples_seen of seed 0: A has 24, B has 9"),
+        ({"provenance.json": {"global_batch_size": 7}}, "global_batch_size of seed 0: A has 64, B has 7"),
+        ({"provenance.json": {"identity": "63 samples, aa"}}, "A has 64 samples, aa, B has 63 samples, aa"),
+        ({"provenance.json": {"content": "ee"}}, "content of seed 0: A has none, B has ee"),
+        ({"provenance.json": {"held_out": {}}}, "the evaluation sets: A has ['val'], B has []; evaluate both on the"),
+        ({"sketches": [[1], [2], [4]]}, "sketches of val: 1 of 2 differ; evaluate both on the same data"),
+        ({"order": 2}, "seed 0: A and B use other samples in step 1; give both one order of the data"),
+        ({"order": 0}, "b-seed0: has no record of its samples; delete the folder and give the command again"),
+        ({"final": {"loss": None}}, "B, seed 0: the final loss is not finite; give both sides settings that do not"),
+        ({"final": {"top1": 1.0}}, "B, seed 0: loss is not in the last evaluation; choose one of top1"),
+    ],
+)  # fmt: skip
+def test_runs_that_cannot_be_compared_are_refused_after_the_first_pair(tmp_path, fork, no_probe, changes, said):
+    code, found = run(tmp_path, fork, other_fork(fork, **changes), "--out", tmp_path / "out")
+    assert code == 2 and said in found["refused"], found["refused"]
+    assert len((fork / "started").read_text().splitlines()) == 1
+
+
+def test_code_that_was_edited_between_seeds_is_refused(tmp_path, fork, no_probe):
+    code, found = run(tmp_path, fork, other_fork(fork, codes=[1, 2]), "--out", tmp_path / "out")
+    assert code == 2 and found["refused"] == "B: its code was changed between seeds; give another --out"
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_verified"),
+    [
+        ({}, True),
+        ({"settings": {"seed": 7, "lr": 0.1, "image_size": 8}}, True),
+        ({"settings": {"lr": 0.2}}, False),
+        ({"versions": {}}, False),
+        ({"passed": False}, False),
+        ({"code": {}}, False),
+        ({"code": {"model.py": "0"}}, False),
+    ],
+)
+def test_a_check_counts_only_for_the_same_code_versions_and_settings(fork, changes, is_verified):
+    side = sides.Side("A", "", fork, {"lr": 0.1, "image_size": "auto"})
+    found = json.loads((fork / "verified.json").read_text())
+    code = found["code"] | changes.get("code", {}) if changes.get("code") != {} else {}
+    assert side.is_verified(found | changes | {"code": code}) == is_verified
+
+
+def test_differences_without_a_deviation_are_no_result(tmp_path, fork, no_probe):
+    other = other_fork(fork, final={"loss": 2.0})
+    (fork / "changes.json").write_text('{"final": {"loss": 1.0}}')
+    code, found = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 3)
+    assert (
+        code == 2 and "loss: all 3 differences are 1, so their deviation is unknown; give a finer" in found["refused"]
+    )
+
+
+EDITS = {  # of a file: what is named, or "" if it does not evaluate
+    "the function": ("model.py", MODEL.replace(', 1), "top1"', ', 2), "top1"'), "model.py: compute_loss"),
+    "what it calls": ("model.py", MODEL.replace("* RATE", "+ RATE"), "model.py: helper"),
+    "a constant of that": ("model.py", MODEL.replace("0.1", "0.2"), "model.py: RATE"),
+    "a file that it imports": ("losses.py", "def smooth(x):\n    return 2 * x\n", "losses.py"),
+    "the data": ("dataset.py", "x = 2\n", "dataset.py"),
+    "an import of the data": ("dataset.py", "import losses\n", "dataset.py"),
+    "the template": ("utils/metrics.py", "def count_correct(x):\n    return 2 * x\n", "utils/metrics.py"),
+    "a summary": ("model.py", f"{MODEL}\n\ndef summarize(outputs):\n    return 1\n", "model.py: summarize"),
+    "the network": ("model.py", MODEL.replace("    pass", "    width = 2"), ""),
+    "another function": ("model.py", MODEL.replace("return 1", "return 2"), ""),
+    "a comment": ("model.py", MODEL.replace("RATE = 0.1", "RATE = 0.1  # tuned"), ""),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_other_code_of_the_evaluation_is_refused_by_file_and_function(tmp_path, fork, edit):
+    name, text, named = EDITS[edit]
+    other = other_fork(fork, {name: text})
+    assert bool(difference(fork, other)) == bool(named), difference(fork, other)
+    if named:
+        code, found = run(tmp_path, fork, other, "--out", tmp_path / "out")
+        assert code == 2 and found["refused"].startswith(f"{named}: is not the same in A and B, and computes the")
+        assert not (fork / "started").exists()
+
+
+def test_broken_code_is_not_judged_and_verified_code_is_verified_once(tmp_path, fork, no_probe):
+    other, words = other_fork(fork, final={"loss": 9.0}), ["--out", tmp_path / "out", "--seeds", 3]
+    (other / "verified.json").unlink()
+    (other / "broken").touch()
+    code, found = run(tmp_path, fork, other, *words)
+    assert code == 2 and found["refused"].startswith("B: scripts/verify.py is BROKEN: plain load; see "), found
+    assert not (fork / "started").exists()
+    (other / "broken").unlink()
+    for _ in range(2):
+        code, found = run(tmp_path, fork, other, *words)
+        assert code == 0 and found["verdict"] == "A"
+        (other / "verified.json").unlink(missing_ok=True)  # of another check since: the folder of the runs knows
+    assert (other / "verifications").read_text().count(f"--config {tmp_path / 'out' / 'b.toml'} --seed 0") == 2
+    assert not (fork / "verifications").exists()
+    (other / "scripts/verify.py").unlink()
+    (other / "losses.py").write_text("def smooth(x):\n    return x  # edited\n")
+    code, found = run(tmp_path, fork, other, "--out", tmp_path / "next")
+    assert code == 2 and found["refused"] == f"B={other}: has no scripts/verify.py; restore the extra verify"
+
+
+def test_a_run_that_fails_is_named_with_the_end_of_its_log(tmp_path, fork, no_probe, capsys):
+    other = other_fork(fork, final={"loss": 0.2})
+    (other / "fails").touch()
+    words = (fork, other, "--out", tmp_path / "out", "--seeds", 3)
+    code, found = run(tmp_path, *words)
+    assert code == 2 and f"see {tmp_path / 'out' / 'b-seed0.log'}, and give the same command again" in found["refused"]
+    assert "the cause\nis above" in capsys.readouterr().err
+    (other / "fails").unlink()
+    code, found = run(tmp_path, *words)
+    assert code == 0 and found["verdict"] == "A"  # the loss of the stand-in is lr
+    assert (fork / "started").read_text().count("a-seed0") == 1
+
+
+def test_a_judge_that_was_interrupted_continues_and_names_earlier_results(tmp_path, fork, no_probe, monkeypatch):
+    other = other_fork(fork, final={"loss": 2.0})
+    (other / "wait").touch()
+    words = [fork, other, "--seeds", "3", "--json", tmp_path / "report.json"]
+    command = [sys.executable, ROOT / "scripts/judge.py", *words, "--", *ALL]
+    started = start(command, cwd=tmp_path)
+    ends = time.monotonic() + 60
+    while "b-seed0" not in ((other / "started").read_text() if (other / "started").exists() else ""):
+        assert time.monotonic() < ends and started.poll() is None
+        time.sleep(0.02)
+    started.send_signal(signal.SIGTERM)
+    ended = finish(started, 30)
+    assert ended.code == 2 and "interrupted; give the same command again" in ended.err and not ended.left, ended.text
+    assert json.loads((tmp_path / "report.json").read_text())["refused"].startswith("interrupted")
+    (other / "wait").unlink()
+    monkeypatch.chdir(tmp_path)  # the runs are in runs/judge-1 there
+    code, found = run(tmp_path, *words[:4])
+    assert code == 0 and found["n"] == 3 and found["out"] == "runs/judge-1" and not found["notes"], found
+    assert [line.split()[0] for line in (other / "started").read_text().splitlines()] == [
+        *("b-seed0", "b-seed0", "b-seed1", "b-seed2")
+    ]
+    code, found = run(tmp_path, *words[:3], "4")
+    assert code == 0 and found["notes"][0].startswith("judged before by min:loss with 3 seeds: choosing among results")
+    code, found = run(tmp_path, *words[:4], flags=(*ALL, "--lr", "0.3"))
+    assert code == 0 and found["out"] == "runs/judge-2"
+    code, found = run(tmp_path, *words[:4], "--out", "runs/judge-1", flags=(*ALL, "--lr", "0.3"))
+    assert code == 2 and "runs with other settings or code; give another" in found["refused"]
+
+
+IN_EVALUATION = """    loss = F.cross_entropy(logits, labels, reduction="sum")
+    top = """
+
+
+@pytest.mark.parametrize("is_smoothed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_setting_that_changes_what_an_evaluation_computes_is_found(tmp_path, is_smoothed):
+    """The outputs of the networks differ, and are not what is compared."""
+    for name in ("config.py", "dataset.py", "ddp_utils.py", "utils", "train.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    text = (ROOT / "model.py").read_text()
+    assert text.count(IN_EVALUATION) == 1
+    smoothed = IN_EVALUATION.replace('"sum")', '"sum", label_smoothing=unwrap(model).label_smoothing)')
+    (tmp_path / "model.py").write_text(text.replace(IN_EVALUATION, smoothed) if is_smoothed else text)
+    common = ["--dataset_size", "16", *SIZE, "--batch_size", "4", "--backend", "gloo"]
+    pair = [sides.Side.of(name, flags, common) for name, flags in (("A", ""), ("B", "--label_smoothing 0.1"))]
+    for side in pair:
+        side.fork = tmp_path
+    if is_smoothed:
+        with pytest.raises(sides.UserError, match="so it is not the same quantity; let no setting"):
+            sides.check_quantity(pair, tmp_path, 0, "loss")
+    else:
+        assert sides.check_quantity(pair, tmp_path, 0, "loss") == ""
+        assert "only its source" in sides.check_quantity(pair, tmp_path, 0, "auc")
+
+
+@pytest.mark.slow
+def test_two_configs_of_this_fork_are_judged_on_two_ranks(tmp_path):
+    flags = f"--dataset_size 64 {' '.join(SIZE)} --epochs 1 --batch_size 16 --backend gloo".split()
+    (tmp_path / "b.toml").write_text("lr = 1e-9\n")
+    words = ["--lr=0.01", tmp_path / "b.toml", "--seeds", "3", "--ranks", "2", "--metric", "min:loss"]
+    words += ["--out", tmp_path / "out", "--json", tmp_path / "report.json", "--", *flags]
+    ended = launch([sys.executable, ROOT / "scripts/judge.py", *words], deadline=400)
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert ended.code == 0 and found["n"] == 3 and not found["notes"], ended.text
+    assert found["settings"] == {"lr": [0.01, 1e-9]}
+    summaries = [json.loads(path.read_text()) for path in sorted((tmp_path / "out").glob("*-seed*/summary.json"))]
+    assert [each["final"]["loss"] for each in summaries] == [row[side] for side in "ab" for row in found["rows"]]
+    assert {each["world_size"] for each in summaries} == {2}
