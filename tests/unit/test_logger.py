@@ -5,11 +5,14 @@ builtin/test_whole_run.py)."""
 import io
 import os
 import sys
+import time
+from unittest import mock
 
 import pytest
 import torch
 
 from utils.logger import duration, log_epoch_summary, log_training_step, setup_logger, show_progress
+from utils.report import terminal
 from utils.report.reporter import targets_in
 
 RECORD = {
@@ -111,3 +114,16 @@ def test_durations():
 )
 def test_targets_are_shown_where_they_say_more_than_the_samples(count, expected):
     assert targets_in(torch.tensor(count, dtype=torch.float64), 64) == expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "ends"), [(70, "1 h 00 min left, until 13:00"), (1450, "24 h 00 min left, until Fri 12:00")]
+)
+def test_the_progress_bar_says_when_the_run_will_end(monkeypatch, steps, ends):
+    shown = []
+    monkeypatch.setattr(terminal, "show_progress", lambda *args: shown.append(args[-1]))
+    monkeypatch.setattr(time, "time", lambda: 12 * 3600.0)  # on a Thursday
+    monkeypatch.setattr(time, "localtime", time.gmtime)
+    latest = {"step_s": 60.0, "loss": 0.5, "samples_per_s": 1000.0}
+    terminal.Terminal.step(mock.MagicMock(_has_bar=True, _latest=latest, _total_steps=steps), 10)
+    assert shown == [f" | loss 0.5000 | 1,000 samples/s | {ends}"]

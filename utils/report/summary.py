@@ -124,6 +124,6 @@ def end_text(
     file = run.checkpoints / "best.pt"
     source = file if file.exists() else [file, *step_checkpoints(run.checkpoints)][-1]
     lines += ["next:", f"  tensorboard --logdir {run.folder}"]
-    lines.append(f"  python scripts/runs.py {run.folder} --plot {run.folder}/curves.svg")  # extra: reports
+    lines.append(f"  python scripts/runs.py {run.folder} --html {run.folder}/report.html")  # extra: reports
     lines += [f"  python train.py --config {run.folder}/config.json --eval_only"] * bool(summary["final"])
     return "\n".join([*lines, f"  python scripts/export.py {source} {run.folder}/model.pt{average}"])

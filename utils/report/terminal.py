@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 from config import TrainingConfig
@@ -67,8 +68,10 @@ class Terminal:
             return
         more = ""
         if latest := self._latest:
-            left = duration(latest["step_s"] * max(0, self._total_steps - step))
-            more = f" | loss {show(latest['loss'])} | {latest['samples_per_s']:,.0f} samples/s | {left} left"
+            seconds = latest["step_s"] * max(0, self._total_steps - step)
+            ends = time.strftime("%a %H:%M" if seconds > 12 * 3600 else "%H:%M", time.localtime(time.time() + seconds))
+            more = f" | loss {show(latest['loss'])} | {latest['samples_per_s']:,.0f} samples/s"
+            more += f" | {duration(seconds)} left, until {ends}"
         show_progress(self._logger, step, max(step, self._total_steps), "step", more)
 
     def interval(self, record: dict[str, Any], targets_per_s: float, is_empty: bool) -> None:
