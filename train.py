@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -130,9 +130,8 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     # before resume_run: the model's buffers, which these passes may change, are then those of the checkpoint
     best = first_passes(model, state, loader, loaders, seams, config, ctx)
     if config.minutes and not config.max_steps:
-        parts, stream_of = SimpleNamespace(attempt=attempt, state=state, model=model, seams=seams), loader.micro_batches
-        passes = partial(compute_gradient, cast(Any, parts))
-        attempt = with_measured_steps(attempt, state, lambda epoch: seams.counted(stream_of(epoch)), sampler, passes)
+        parts = SimpleNamespace(attempt=attempt, seams=seams, loader=loader, state=state, model=model)
+        attempt = with_measured_steps(parts, compute_gradient)
         config = attempt.config
     provenance = provenance_of(config, ctx, state, sampler) | sets.content
     differences = resume_run(attempt, state, sampler, provenance, sets.listing, has_test="test" in held_out)

@@ -13,7 +13,7 @@ number=1
 while [ -e "runs/quickstart-$number" ]; do number=$((number + 1)); done
 [[ " $*" != *" --resume_from"* ]] || number=$((number > 1 ? number - 1 : 1)) # the latest one goes on
 run=runs/quickstart-$number
-flags=(--dataset_size 2500 --epochs 4 --lr 0.02 --log_interval 5)
+flags=(--dataset_size 2500 --image_size 12 --batch_size 32 --epochs 6 --lr 0.02 --log_interval 10)
 backend() { "$PYTHON" -c "import torch; print('auto' if torch.cuda.device_count() >= $1 else 'gloo')"; }
 
 # ---- extra: chaos and reports ----

@@ -19,9 +19,8 @@ from lib.without import recorded
 from ranks import PATH, ROOT, copy_repository, lack, launch
 from scripts.lib.network import addresses
 
-PAGES = {
-    path: path.read_text() for name in ("README.md", "CONTRIBUTING.md", "docs/**/*.md") for path in ROOT.glob(name)
-}
+NAMES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "docs/**/*.md")
+PAGES = {path: path.read_text() for name in NAMES for path in ROOT.glob(name)}
 README = PAGES[ROOT / "README.md"]
 PROSE = {path: re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE) for path, text in PAGES.items()}
 BLOCKS = {
@@ -116,7 +115,7 @@ def pasted(repository, after_clone, left_out):
         for line in (line.split(" #")[0] for line in text.replace("\\\n", " ").splitlines()):
             # by default one rank: the quick start trains two
             line = re.sub(r"--nproc-per-node=\d", f"--nproc-per-node={1 if left_out else 2}", line)
-            line = line.replace("TEMPLATE_URL", str(repository))
+            line = line.replace("YOUR_URL", str(repository))
             line = line.replace("MASTER_ADDR=node0", f"MASTER_ADDR={own_address()}")
             flags = next((flags for part, flags in QUICK.items() if part in line), "")
             if "git clone" in line:

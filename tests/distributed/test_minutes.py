@@ -56,7 +56,7 @@ def test_another_run_is_measured_again_and_one_without_minutes_is_refused(runs):
     runs.train(1, "plain", *FLAGS[2:], "--epochs", 1)
     with pytest.raises(AssertionError, match="was started without it; give --max_steps instead"):
         runs.train(1, "plain", *FLAGS, "--resume_from", "auto")
-    runs.train(1, "both", *FLAGS, "--dataset_size", 8, "--epochs", 1)  # what comes first; it measures several epochs
+    runs.train(1, "both", *FLAGS, "--dataset_size", 8, "--epochs", 1)  # the smaller limit; several epochs are measured
     assert runs.last("both")["progress"]["step"] == 2
 
 

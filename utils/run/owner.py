@@ -205,6 +205,11 @@ class Found:
                 return checkpoint.read(path)[0]["config"]
         return read_json(self.config.run_folder / "config.json")
 
+    def max_steps(self, path: Path | None) -> int:
+        """Those of the config, or of the run that goes on from this checkpoint, or from its start. Raises UserError."""
+        saved = self.saved_config(path) if self.config.minutes and (path or self.is_continued) else {}
+        return self.config.with_steps_of(saved).max_steps
+
     def mark_killed(self) -> list[str]:
         """Write how the attempt before has ended, if no rank survived to write it: its lock is free. Returns a note."""
         if self.status.get("state") != "running":
@@ -335,7 +340,6 @@ def _decide(
         lock, owner, aside = _lock(folder, checkpoints, host), {}, [name for _, name in moved]
         text = f"moved the earlier run to {' and '.join(aside)} ({size_of(aside)}); to delete it: rm -r "
         notes.append(text + " ".join(aside))
-    saved = found.saved_config(path) if config.minutes and (path or found.is_continued) else {}
     # an attempt that was killed before its first record or checkpoint counts too
     is_again = not moved and (found.holds_run or (config.resume_from == "auto" and owner.get("has_trained")))
     attempt = owner.get("attempt", 0) + 1 if is_again else 1
@@ -345,7 +349,7 @@ def _decide(
     _remove_partial(folder, checkpoints)
     return lock, Claim(
         resume_from=str(path or ""),
-        max_steps=config.with_steps_of(saved).max_steps,
+        max_steps=found.max_steps(path),
         moved=moved,
         attempt=attempt,
         token=lock.token,
