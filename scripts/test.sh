@@ -54,7 +54,7 @@ fi
 # ---- extra: template or companions ----
 if [ "$mode" = all ]; then # recipes, exports, storage
     install datasets:datasets fuse:fusepy 'moto:moto[server]' optuna:optuna peft:peft s3fs:s3fs safetensors:safetensors \
-        timm:timm transformers:transformers
+        timm:timm transformers:transformers uv:uv
     trackers=.venv-trackers # which need other versions of packages that tests use
     if [ ! -d "$trackers" ]; then
         echo "environment: making $trackers with wandb, mlflow and trackio, which only tests need. Ctrl-C stops it."
