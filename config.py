@@ -49,13 +49,14 @@ Flags may be written with _ or -. They override the --config file, which overrid
 
 general:
   --help [all]                    show the flags that most runs use, or all flags, and exit
-  --config FILE                   read values from a TOML file or a run's config.json
+  --config FILE                   read values from a TOML or YAML file or a run's config.json
   --print_config                  print the resolved config as TOML and exit"""
 EXAMPLES = """
 examples:
   torchrun --standalone --nproc-per-node=2 train.py --epochs 5
   torchrun --standalone --nproc-per-node=8 train.py --run_dir runs/first --resume_from auto
   python train.py --config runs/default/config.json --eval_only"""
+NULLS = ("", "~", "null", "Null", "NULL")  # of YAML
 GENERAL = ("help", "config", "print_config")  # flags that are no settings
 FLAG = re.compile(r"--?[^\W\d][\w.-]*(=|$)")  # a negative number is a value
 BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -676,14 +677,35 @@ def _help(cls: type, is_all: bool) -> str:
     return "\n".join([*lines, EXAMPLES, *([f"\n--help all shows the other {len(rare)} flags."] if rare else [])])
 
 
+def _read_yaml(text: str) -> dict[str, str]:
+    """The values of a YAML file as text, as flags have them. Raises ValueError."""
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError("PyYAML is not installed: pip install pyyaml, or give a TOML file") from None
+    try:
+        node = yaml.compose(text, Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    values: dict[str, str] = {}
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else []:
+        is_null = value.style is None and value.value in NULLS if isinstance(value, yaml.ScalarNode) else True
+        if is_null or key.value in values:
+            raise ValueError(f"{key.value} has no value, or more than one; leave it out, or give one")
+        values[key.value] = value.value
+    return values
+
+
 def _read_file(file: str, cls: type) -> dict[str, Any]:
-    """The values of a TOML file or a run's config.json. A checkpoint_dir inside run_dir is left to follow it."""
-    path, remedy = Path(expand(file)), "give a TOML file or the config.json of a run"
+    """The values of a TOML or YAML file, or a run's config.json. A checkpoint_dir inside run_dir is left to follow it."""
+    path, remedy = Path(expand(file)), "give a TOML or YAML file, or the config.json of a run"
     try:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix != ".json":  # \udcXX, a byte of a name that is not UTF-8, is in JSON but not in TOML
             text = re.sub(r"(?<!\\)\\u(dc[89a-f][0-9a-f])", lambda code: chr(int(code[1], 16)), text)
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        is_yaml = path.suffix in (".yaml", ".yml")
+        read = json.loads if path.suffix == ".json" else _read_yaml if is_yaml else tomllib.loads
+        values = read(text)
     except (OSError, ValueError) as error:
         raise UserError(f"config={file}: cannot be read ({error}); {remedy}") from None
     if not isinstance(values, dict):
