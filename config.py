@@ -697,7 +697,7 @@ def _read_yaml(text: str) -> dict[str, str]:
 
 
 def _read_file(file: str, cls: type) -> dict[str, Any]:
-    """The values of a TOML or YAML file, or a run's config.json. A checkpoint_dir inside run_dir is left to follow it."""
+    """The values of a TOML or YAML file, or a config.json. A checkpoint_dir inside run_dir is left to follow it."""
     path, remedy = Path(expand(file)), "give a TOML or YAML file, or the config.json of a run"
     try:
         text = path.read_text(encoding="utf-8-sig")
