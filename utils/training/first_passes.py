@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from config import TrainingConfig, UserError
 from utils.data.loader import GlobalBatchLoader
@@ -47,7 +48,7 @@ def first_passes(
     digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)
     on_all_ranks(lambda: [train_twice(model, each, state, compute_loss) for each in others], ctx)
     if state.sums.useful_time:
-        state.sums.useful_time.measure(lambda: backward_once(batch, state, compute_loss), batch)
+        state.sums.useful_time.measure(lambda: train_twice(state.model, batch, state, compute_loss), batch)
     if state.sharing.has_whole_gradients:
         require_equal(digest, NOT_AVERAGED, ctx)
     layout = state.sums.metrics.layout
@@ -94,7 +95,7 @@ def check_one_sample(state: TrainState, loader: GlobalBatchLoader, compute_loss:
     state.sums.running_stats.discard()
 
 
-def train_twice(model: Wrapped, batch: Any, state: TrainState, compute_loss: ComputeLoss, weight: float = 1.0) -> int:
+def train_twice(model: nn.Module, batch: Any, state: TrainState, compute_loss: ComputeLoss, weight: float = 1.0) -> int:
     """Run two forward and backward passes, and undo their effects. Returns a digest of the gradients.
 
     weight: the loss is multiplied by it.
@@ -111,15 +112,6 @@ def train_twice(model: Wrapped, batch: Any, state: TrainState, compute_loss: Com
     state.sums.running_stats.discard()
     state.lay_out(metrics)
     return digest
-
-
-def backward_once(batch: Any, state: TrainState, compute_loss: ComputeLoss) -> None:
-    """Run a forward and a backward pass of the model, which is not wrapped, and undo their effects."""
-    with state.precision.autocast():
-        metrics = compute_loss(state.model.train(), batch)
-    metrics["loss"][0].sum().backward()
-    state.updater.drop_gradients()
-    state.sums.running_stats.discard()
 
 
 @torch.no_grad()

@@ -51,7 +51,7 @@ class UsefulTime:
         return cls(peak_of(torch.cuda.get_device_name(device), dtype, torch.cuda.is_tf32_supported()))
 
     def measure(self, passes: Callable[[], object], batch: Any) -> None:
-        """Count the operations of a forward and a backward pass with this batch. Their results must not be used."""
+        """Count the operations of two forward and backward passes with this batch. Their results must not be used."""
         try:
             with FlopCounterMode(display=False) as counter:
                 passes()
@@ -60,7 +60,7 @@ class UsefulTime:
         except Exception as error:  # an operation of the model that torch cannot count
             logging.getLogger(NAME).info("mfu: the operations cannot be counted (%s)", error)
             return
-        self._per_element = counter.get_total_flops() / max(1, elements_in(batch))
+        self._per_element = counter.get_total_flops() / 2 / max(1, elements_in(batch))
 
     def add(self, batch: Any) -> None:
         """Call for each micro-batch that this rank trains on."""
