@@ -4,7 +4,7 @@
 python scripts/judge.py "--lr 0.1" "--lr 0.05" --seeds 8 --metric min:loss --ranks 2 -- --max_steps 200
 python scripts/judge.py . ../other-fork -- --dataset cifar10 --epochs 10
 
-A and B are each a folder of a fork, a TOML file, a run's config.json, or flags in quotes; flags for both follow --.
+A and B are each a folder of a fork, a config file, a run's config.json, or flags in quotes; flags for both follow --.
 Seeds are paired: each trains A and B. The result is the mean of the differences B - A with its 95 % interval. It is of
 the last evaluation: the best of many evaluations is too good by chance, and more so the more evaluations there are.
 Give 5 seeds or more: of 2 differences the interval is 7 times as wide as of 5 with the same deviation, and fewer than

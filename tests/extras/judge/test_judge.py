@@ -155,6 +155,7 @@ def test_a_verdict_of_forks_has_paired_seeds_in_alternating_order(tmp_path, fork
         ("", "--seed 3", "A: --seed is given by the judge; leave it out"),
         ("", "--run-dir x", "A: --run_dir is given by the judge; leave it out"),
         ("", "--max_time 3", "A: max_time=3.0 does not go with a judge; leave it out"),
+        ("", "--max_steps 0 --minutes 3", "A: minutes=3.0 does not go with a judge; leave it out"),
         ("", "--max_step 3", "A: --max_step: is not known; did you mean --max_steps?"),
     ],
 )
