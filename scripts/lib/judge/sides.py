@@ -52,7 +52,8 @@ class Side:
             side = cls(name, given, path.resolve())
         else:
             side = cls(name, given, ROOT)
-            words = ["--config", str(path)] if path.suffix in (".toml", ".json", ".yaml", ".yml") else shlex.split(given)
+            is_file = path.suffix in (".toml", ".json", ".yaml", ".yml")
+            words = ["--config", str(path)] if is_file else shlex.split(given)
             words += common
         named = {word.split("=")[0].replace("-", "_").lstrip("_") for word in words if word.startswith("--")}
         if clash := sorted(named & set(OURS)):
