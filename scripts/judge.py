@@ -80,7 +80,8 @@ class Judge:
         self.metric = self.checked_metric()
         self.open({"settings": [a.settings, b.settings], "code": codes, "ranks": options.ranks, "first": self.seeds[0]})
         for side in (a, b):
-            side.verify(self.out, self.seeds[0])
+            notes = [f"verify of {side.name}: {note}" for note in side.verify(self.out, self.seeds[0])]
+            self.report["notes"] += notes
         self.conclude(self.train())
 
     def checked_metric(self) -> str:

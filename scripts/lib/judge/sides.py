@@ -104,16 +104,18 @@ class Side:
                 )
         return Run(self.name, seed, folder)
 
-    def verify(self, out: Path, seed: int) -> None:
-        """Let scripts/verify.py check the fork with these settings, unless it did. Raises UserError if it is broken."""
+    def verify(self, out: Path, seed: int) -> list[str]:
+        """Let scripts/verify.py check the fork with these settings, unless it did, and return its notes on the fork.
+        Raises UserError if it is broken."""
         result, record = self.fork / VERIFIED.name, out / f"verified-{self.name.lower()}.json"
-        if any(self.is_verified(read_json(file)) for file in (record, result)):
+        if known := next((each for each in map(read_json, (record, result)) if self.is_verified(each)), {}):
             print(f"{self.name}: scripts/verify.py passed with this code", flush=True)
-            return
+            return known.get("notes", [])
         script, log = self.fork / "scripts/verify.py", out / f"verify-{self.name.lower()}.log"
         if not script.exists():
             raise UserError(f"{self.name}={self.fork}: has no scripts/verify.py; restore the extra verify")
         words = [script, *self.flags(out, seed, out / f"verify-{self.name.lower()}")]
+        words += ["--json", found_file := log.with_suffix(".json")]
         words += ["--backend", "gloo"] * (gpus() == 1)  # each of the ranks would need one
         log.unlink(missing_ok=True)
         print(f"{self.name}: running scripts/verify.py", flush=True)
@@ -123,7 +125,9 @@ class Side:
             print(end_of(log), file=sys.stderr)
             what = f"is BROKEN: {', '.join(broken)}" if broken else f"ended with exit code {code}"
             raise UserError(f"{self.name}: scripts/verify.py {what}; see {log}, and fix that first")
-        replace_json(record, found)
+        notes = [note for check in read_json(found_file)["checks"] for note in check["notes"]]
+        replace_json(record, found | {"notes": notes})
+        return notes
 
     def is_verified(self, found: dict[str, Any]) -> bool:
         """Whether this content of verified.json is that of a check which passed, with the present code and settings."""
