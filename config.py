@@ -506,7 +506,7 @@ class TrainingConfig:
 
     def asks_for_more_than(self, saved: dict[str, Any]) -> bool:
         """Whether this config extends a run that was completed with the saved values."""
-        limits = zip(self.limits, limits_of(saved), strict=True) if saved else ()
+        limits = zip(self.with_steps_of(saved).limits, limits_of(saved), strict=True) if saved else ()
         return any(here > before for here, before in limits)
 
     @property
@@ -551,6 +551,7 @@ class TrainingConfig:
             problems.append(f"on_checkpoint: {REDACTED} stands for a secret that a run did not store; {remedy}")
         if "minutes" in given:
             values.pop("max_steps", None)  # which it sets
+            problems += [f"minutes={given['minutes']}: sets max_steps; {EITHER}"] * ("max_steps" in given)
         try:
             config = cls(**(cls.known(saved or {}) | values | given))
         except UserError as error:

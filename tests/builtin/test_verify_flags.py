@@ -46,6 +46,7 @@ ROWS = """
 --batch_size 3
 --drop_last --batch_size 8
 --max_steps 1
+--minutes 5
 --epochs 1
 --seed 0
 --deterministic

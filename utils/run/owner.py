@@ -194,8 +194,7 @@ class Found:
     def is_completed(self) -> bool:
         """Whether this start would continue a completed run, and is not to train longer."""
         has_ended = self.is_continued and self.status.get("state") == "completed"
-        saved = self.saved_config() if has_ended else {}
-        return has_ended and not self.config.with_steps_of(saved).asks_for_more_than(saved)
+        return has_ended and not self.config.asks_for_more_than(self.saved_config())
 
     def saved_config(self, given: Path | None = None) -> dict[str, Any]:
         """The settings of the run: those of its latest valid checkpoint, or of the given one, since config.json may be
