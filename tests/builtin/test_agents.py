@@ -11,7 +11,7 @@ from config import TrainingConfig
 from ranks import PATH, ROOT, copy_repository, launch
 
 PAGE = (ROOT / "AGENTS.md").read_text()
-ROWS = re.findall(r"^\| `((?:python|torchrun) [^`]+)` \| [^|]+ \| ([^|]+) \|$", PAGE, re.MULTILINE)
+ROWS = re.findall(r"^\| `((?:python|torchrun) [^`]+)` \| [^|]+ \| ([^|]+) \|(?:<!-- .* -->)?$", PAGE, re.MULTILINE)
 TINY = "--image_size 8 --batch_size 8 --dataset_size 32 --backend gloo"
 
 
