@@ -12,6 +12,8 @@ from config import TrainingConfig
 from ranks import run_ranks
 from tasks import using
 from training import assert_same_state
+from utils.training import first_passes
+from utils.training.fingerprint import fingerprint_of
 from utils.training.mfu import UsefulTime, peak_of
 
 PEAK = 1e9
@@ -87,6 +89,24 @@ def test_a_model_in_shards_is_counted_too(runs):  # extra: sharding
         records = runs.records(name, "train")
         counted.append(sum(r["mfu"] * r["step_s"] * n for r, n in zip(records, steps_of(records), strict=True)))
     assert counted[0] == pytest.approx(counted[1], rel=1e-6)
+
+
+def run_that_cannot_be_counted(flags, task):
+    """The gradients of two passes are there when it fails."""
+
+    def fails_if_counted(*args):
+        assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode(), "a formula that does not fit"
+        return fingerprint_of(*args)
+
+    with mock.patch.object(first_passes, "fingerprint_of", fails_if_counted):
+        return run_with_a_peak(flags, task)
+
+
+def test_a_failed_count_leaves_nothing_behind(runs):
+    run_ranks(1, run_that_cannot_be_counted, runs.words("counted", *FLAGS), "images")
+    runs.train(1, "plain", *FLAGS)
+    assert "mfu: the operations cannot be counted (a formula that does not fit)" in runs.log("counted")
+    runs.assert_same("counted", "plain")
 
 
 def test_an_unknown_peak_gives_no_figure(runs):

@@ -49,6 +49,8 @@ def first_passes(
     on_all_ranks(lambda: [train_twice(model, each, state, compute_loss) for each in others], ctx)
     if state.sums.useful_time:
         state.sums.useful_time.measure(lambda: train_twice(state.model, batch, state, compute_loss), batch)
+        state.updater.drop_gradients()  # also where an operation could not be counted
+        state.sums.running_stats.discard()
     if state.sharing.has_whole_gradients:
         require_equal(digest, NOT_AVERAGED, ctx)
     layout = state.sums.metrics.layout
