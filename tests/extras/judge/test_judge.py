@@ -157,7 +157,6 @@ def test_a_verdict_of_forks_has_paired_seeds_in_alternating_order(tmp_path, fork
         ("", "--seed 3", "A: --seed is given by the judge; leave it out"),
         ("", "--run-dir x", "A: --run_dir is given by the judge; leave it out"),
         ("", "--max_time 3", "A: max_time=3.0 does not go with a judge; leave it out"),
-        ("", "--max_steps 0 --minutes 3", "A: minutes=3.0 does not go with a judge; leave it out"),
         ("", "--max_step 3", "A: --max_step: is not known; did you mean --max_steps?"),
     ],
 )
@@ -166,6 +165,12 @@ def test_bad_options_are_refused(tmp_path, fork, no_probe, words, flags, said):
     words = [*words.split(), "--out", tmp_path / "out"]
     code, found = run(tmp_path, fork, other, *words, flags=[*ALL, *flags.split()])
     assert code == 2 and said in found["refused"] and found["verdict"] is None
+
+
+def test_a_budget_of_time_is_refused(tmp_path, fork, no_probe):
+    """A and B would take other numbers of steps."""
+    code, found = run(tmp_path, fork, other_fork(fork), "--out", tmp_path / "out", flags=["--minutes", "3"])
+    assert code == 2 and found["refused"] == "A: minutes=3.0 does not go with a judge; leave it out"
 
 
 @pytest.mark.parametrize(
