@@ -688,10 +688,12 @@ def _read_yaml(text: str) -> dict[str, str]:
         node = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
+    if node and not isinstance(node, yaml.MappingNode):
+        raise ValueError("it is not a table of names and values")
     values: dict[str, str] = {}
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else []:
-        is_null = value.style is None and value.value in NULLS if isinstance(value, yaml.ScalarNode) else True
-        if is_null or key.value in values:
+    for key, value in node.value if node else []:
+        is_one = isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.ScalarNode) and key.value not in values
+        if not is_one or (value.style is None and value.value in NULLS):
             raise ValueError(f"{key.value} has no value, or more than one; leave it out, or give one")
         values[key.value] = value.value
     return values

@@ -26,6 +26,10 @@ def test_a_yaml_file_is_read_like_flags(tmp_path, capsys):
         "train:\n  lr: 0.1": "train has no value, or more than one",
         "epcohs: 3": "did you mean epochs?",
         "lr: fast": "lr=fast: is not a number",
+        "- lr: 0.1": "run.yaml: cannot be read (it is not a table of names and values)",
+        "lr = 0.1": "it is not a table of names and values",
+        "[lr, seed]: 1": "has no value, or more than one",
+        "lr: 0.1\n---\nlr: 0.2": "cannot be read (expected a single document",
         "lr: [": "cannot be read (while parsing",
         "lr: !!python/object/apply:os.system ['true']": "lr has no value, or more than one",
     }.items():

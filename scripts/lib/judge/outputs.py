@@ -43,7 +43,7 @@ def main() -> None:
     if is_first:
         net.register_forward_hook(lambda module, args, output: outputs.append(copy.deepcopy(output)))
     else:
-        outputs = torch.load(OUTPUTS, map_location=ctx.device, weights_only=False)  # written by the first process
+        outputs = torch.load(OUTPUTS, map_location=ctx.device, weights_only=False)  # by code that runs here too
         given = iter(outputs)
         net.forward = lambda *args, **kwargs: next(given)
     with torch.no_grad():
