@@ -1,5 +1,5 @@
 # extra: template
-"""AGENTS.md: its size, and that its commands and exit codes are real. test_readme.py checks its names and links."""
+"""AGENTS.md: its commands and exit codes are real. test_readme.py checks its names and links."""
 
 import json
 import re
@@ -15,8 +15,8 @@ ROWS = re.findall(r"^\| `((?:python|torchrun) [^`]+)` \| [^|]+ \| ([^|]+) \|(?:<
 TINY = "--image_size 8 --batch_size 8 --dataset_size 32 --backend gloo"
 
 
-def test_the_page_is_short_and_other_tools_find_it():
-    assert len(PAGE.splitlines()) <= 80 and (ROOT / "CLAUDE.md").read_text() == "@AGENTS.md\n"
+def test_other_tools_find_the_page_and_each_of_its_commands_is_parsed():
+    assert (ROOT / "CLAUDE.md").read_text() == "@AGENTS.md\n"
     assert len(ROWS) == 5
 
 

@@ -1,5 +1,5 @@
 # extra: template
-"""README.md and docs/*.md: commands, links, tables and size. test_recipes.py tests docs/recipes."""
+"""README.md and docs/*.md: commands, links and tables. test_recipes.py tests docs/recipes."""
 
 import ast
 import json
@@ -217,8 +217,7 @@ def test_the_table_of_docs_configuration_matches_the_dataclass():
     assert rows[0] == rows[1], "run python tests/builtin/config_table.py"
 
 
-def test_the_readme_has_at_most_200_lines_and_no_page_is_wider_than_120_columns():
-    assert len(README.splitlines()) <= 200
+def test_no_page_is_wider_than_120_columns():
     for path, text in PAGES.items():
         is_free = "|" if path.name != "README.md" or path.parent != ROOT else "\n"  # rows of tables cannot be wrapped
         assert not [line for line in text.splitlines() if len(line) > 120 and not line.startswith(is_free)], path
@@ -259,13 +258,6 @@ def test_the_pages_name_files_and_functions_that_exist():
             assert (ROOT / name).exists() or IS_CUT, (path, name)
         for file, function in re.findall(r"`(\w+\.py)`: `(\w+)", text):
             assert re.search(rf"(def|class) {function}\b", (ROOT / file).read_text()), (path, file, function)
-
-
-def test_the_line_counts_of_the_reading_path_are_about_right():
-    rows = re.findall(r"^\| `(\S+\.py)` \| (\d+) \|", PAGES[ROOT / "docs" / "architecture.md"], re.MULTILINE)
-    assert len(rows) == 8 and sum(int(lines) for _, lines in rows) <= 1501
-    for name, lines in rows:
-        assert abs(len((ROOT / name).read_text().splitlines()) - int(lines)) <= 0.1 * int(lines), name
 
 
 def messages(path):

@@ -1,5 +1,5 @@
 # extra: template
-"""Rules of the architecture: floors, file sizes, one reader of the environment, no collective on rank 0 alone."""
+"""Rules of the architecture: floors, one reader of the environment, no collective on rank 0 alone."""
 
 import ast
 import re
@@ -122,28 +122,12 @@ def test_no_object_has_more_than_fifteen_attributes():
                 assert len(found) <= more.get(node.name, 15), (path, node.name)
 
 
-def test_the_loop_fits_on_a_page():
-    for node in ast.walk(tree(ROOT / "train.py")):
-        if isinstance(node, ast.FunctionDef) and node.name in ("run_training", "train_one_epoch"):
-            assert node.end_lineno - node.lineno < 60, node.name
-
-
-def test_no_function_is_over_50_lines_and_no_constructor_has_more_than_seven_parameters():
+def test_no_function_is_over_80_lines_and_no_constructor_has_more_than_seven_parameters():
     for path in CORE:
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.lineno < 50, (path, node.name)
+                assert node.end_lineno - node.lineno < 80, (path, node.name)
                 assert node.name != "__init__" or len(node.args.args + node.args.kwonlyargs) <= 8, path  # with self
-
-
-def test_no_file_is_over_400_lines():
-    for path in [*CORE, *(ROOT / "scripts").rglob("*.*"), *(ROOT / "tests").rglob("*.py")]:
-        if path.suffix in (".py", ".sh") and path.name not in (
-            "train.py",
-            "config.py",
-        ):  # the assembly; a line per field
-            assert len(path.read_text().splitlines()) <= 400, path
-    assert len((ROOT / "tests/plain_loop.py").read_text().splitlines()) <= 100
 
 
 def test_the_oracles_share_only_model_data_and_random_keys():
