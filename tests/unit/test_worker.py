@@ -1,7 +1,6 @@
 # extra: template
 """Loader workers that die, run out of shared memory or cannot send a batch: the error message."""
 
-import contextlib
 import errno
 import multiprocessing
 import os
@@ -25,65 +24,44 @@ from ddp_utils import DistributedContext
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sampler import MicroBatch
 from utils.data.sets import ChosenSamples
-from utils.data.worker import Fetcher, check_shared_memory, explain
+from utils.data.worker import Fetcher, explain
 from utils.distributed.collectives import is_of_a_peer
 from utils.logger import told
 
 CTX = DistributedContext(0, 0, 1, torch.device("cpu"))
 
 DIED = "DataLoader worker (pid 7) is killed by signal: {}. "
-NO_ROOM = (
-    "Caught RuntimeError in DataLoader worker process 0.\n"
-    "unable to allocate shared memory(shm) for file </t>: No space left on device (28)"
+SHM = (
+    "It is possible that dataloader's workers are out of shared memory. Please try to raise your shared memory limit. "
 )
+EXITED = "exited unexpectedly with exit code 3. Rerunning with num_workers=0 may give better error trace"
+CAUGHT = "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+NO_ROOM = f"{CAUGHT}unable to allocate shared memory(shm) for file </t>: No space left on device (28)\n"
+NO_ROOM_2_11 = f"{CAUGHT}unable to resize file <torch_7_1> to the right size: Resource temporarily unavailable (11)\n"
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (DIED.format("Killed"), "worker 7 was killed, .*ran out of memory; use fewer --num_workers"),
-        (DIED.format("Bus error"), "worker 7 died of a bus error because /dev/shm is full; .*--shm-size"),
-        (DIED.format("Segmentation fault"), "worker 7 crashed .*; use --num_workers 0 to see where"),
-        ("DataLoader worker (pid 7) exited unexpectedly with exit code 3.", "worker 7 exited; use --num_workers 0"),
-        ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "worker 7, 8 died, usually .* out of memory; use"),
-        (NO_ROOM, "worker could not pass on its batch because /dev/shm is full; give it more room .*--shm-size"),
-        ("DataLoader timed out after 10.8 seconds", r"hangs: no batch for 32 s \(samples 1, 2\); fix the storage"),
+        (DIED.format("Killed"), "DataLoader worker (pid 7) is killed by signal: Killed"),
+        (DIED.format("Segmentation fault"), "DataLoader worker (pid 7) is killed by signal: Segmentation fault"),
+        (DIED.format("Bus error") + SHM, "DataLoader worker (pid 7) is killed by signal: Bus error. " + SHM[:-2]),
+        ("DataLoader worker (pid(s) 7, 8) exited unexpectedly", "DataLoader worker (pid(s) 7, 8) exited unexpectedly"),
+        (f"DataLoader worker (pid 7) {EXITED}.", f"DataLoader worker (pid 7) {EXITED}"),
+        (NO_ROOM, "unable to allocate shared memory(shm) for file </t>: No space left on device (28)"),
+        (NO_ROOM_2_11, "unable to resize file <torch_7_1> to the right size: Resource temporarily unavailable (11)"),
         ("Caught KeyError in DataLoader worker process 0.", None),
         ("CUDA error: out of memory", None),
     ],
 )
-def test_an_error_of_torch_about_workers_becomes_a_sentence_with_the_fix(text, expected):
-    failure = explain(RuntimeError(text), 1, "samples 1, 2")
+def test_an_error_of_torch_about_workers_gets_the_rank_and_the_fix(text, expected):
+    failure = explain(RuntimeError(text), 1)
     if expected is None:
         assert failure is None
     else:
-        assert re.match(rf"rank 1: .*{expected}", str(failure)), failure
-
-
-MEGABYTE = torch.zeros(2**20, dtype=torch.uint8)
-
-
-@pytest.mark.parametrize(
-    ("batch", "count", "free_mb", "expected"),
-    [
-        (MEGABYTE, 1, 17, "17.0 MB are free, but 4 workers .* 2 ranks may need 18.0 MB; .*, or use --num_workers 3$"),
-        ({"x": [MEGABYTE[: 2**19]]}, 2, 5, "may need 18.0 MB; .*, or use --num_workers 0$"),
-        (MEGABYTE, 1, 18, None),
-        (MEGABYTE, 1, 0, None),  # a tmpfs without a limit
-        (MEGABYTE.clone().share_memory_(), 1, 1, None),  # a tensor of the data set, already in shared memory
-        (["text"] * 100, 1, 1, None),  # sent through a pipe
-    ],
-)
-def test_shared_memory_that_cannot_hold_what_is_prefetched_is_rejected(monkeypatch, batch, count, free_mb, expected):
-    room = SimpleNamespace(f_bavail=free_mb << 8, f_frsize=4096, f_blocks=free_mb << 8)
-    monkeypatch.setattr(os, "statvfs", lambda path: room)
-    with pytest.raises(UserError, match=f"^/dev/shm: .*{expected}") if expected else contextlib.nullcontext():
-        check_shared_memory(batch, count, workers=4, prefetched=2, ranks=2)
-
-
-def test_a_machine_without_dev_shm_is_not_checked(monkeypatch):
-    monkeypatch.delattr(utils.data.worker.os, "statvfs")
-    check_shared_memory(MEGABYTE, 10**9, workers=4, prefetched=2, ranks=2)
+        remedy = "Give the job more memory or a larger --shm-size, or use fewer --num_workers."
+        assert str(failure) == f"rank 1: {expected}. {remedy}"
+        assert explain(failure, 0) is None  # on another rank, which has been told of it
 
 
 class Unreadable(Dataset):
@@ -347,7 +325,7 @@ def test_a_temporary_folder_where_workers_cannot_open_a_socket_is_rejected_if_th
             continue  # multiprocessing takes /tmp there
         expected = f"^TMPDIR={folder}: .* socket there \\(.*{reason}.*\\); set TMPDIR to a short path"
         with pytest.raises(UserError, match=expected):
-            loader_of([torch.ones(1)] * 3).sample_batch()
+            loader_of([torch.ones(1)] * 3)
         ctx = DistributedContext(0, 0, 1, torch.device("cpu"))
         without = create_evaluation_dataloader([torch.ones(1)], TrainingConfig(batch_size=1, num_workers=0), ctx)
         assert len(without.sample_batch()) == 1

@@ -15,7 +15,7 @@ from config import TrainingConfig, TrainingError, UserError
 from utils.clock import Clock
 from utils.data.sampler import Assignment, GlobalBatchSampler, MapDataset, MicroBatch
 from utils.data.transfer import SideStream, indices_on, pinned, to_device
-from utils.data.worker import HANGS, TIMEOUTS, Fetcher, check_shared_memory, explain, is_late
+from utils.data.worker import Fetcher, check_sockets, explain
 from utils.distributed.context import DistributedContext
 from utils.distributed.device import usable_cpus
 from utils.signals import ignore_in_worker, kept_back
@@ -51,15 +51,12 @@ class GlobalBatchLoader:
         self.dataset, self.sampler, self.device = dataset, sampler, ctx.device
         self.num_workers = choose_workers(config, dataset, ctx.local_world_size)
         self._clock, self._phases = clock or Clock(), phases
-        self._ranks = ctx.local_world_size
         self.transform = getattr(dataset, "device_transform", None)
         self._fetcher = Fetcher(dataset, fetches_batches(dataset), config.seed)
         self._side = SideStream(ctx.device) if ctx.device.type != "cpu" else None
         self._loader: DataLoader | None = None
-        self._batches_ahead = 0
         if self.num_workers:
-            seconds = 0.0  # without a limit
-            seconds = 0.9 * config.hang_timeout  # before the watchdog ends the run  # extra: watch
+            check_sockets()
             self._loader = DataLoader(
                 self._fetcher,
                 batch_sampler=_Plan(sampler),
@@ -69,12 +66,8 @@ class GlobalBatchLoader:
                 worker_init_fn=ignore_in_worker,
                 persistent_workers=True,
                 pin_memory=ctx.device.type != "cpu",
-                timeout=seconds / TIMEOUTS,
                 generator=torch.Generator(),  # for the workers' base seed: the global generator does not advance
             )
-            # within an epoch, training batches wait in shared memory while evaluation batches arrive
-            is_within = config.max_steps or config.minutes or config.eval_every_steps
-            self._batches_ahead = PREFETCHED * (2 if is_within else 1)
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the epoch from sample `start` on, on the device, each fetched when it is asked
@@ -89,7 +82,7 @@ class GlobalBatchLoader:
             batches = self._batches()
             while not self.failure:
                 self._clock.enter(self._phases[0])
-                item = _next_of(batches)
+                item = next(batches, None)
                 self._clock.enter(self._phases[1])
                 if item is None:
                     return
@@ -97,8 +90,8 @@ class GlobalBatchLoader:
                 yield micro_batch
                 number += 1
         except Exception as error:
-            failure = explain(error, self.sampler.rank, self._name_of(number) if is_late(error) else "")
-            if not self._holds_failure or HANGS in str(failure):
+            failure = explain(error, self.sampler.rank)
+            if not self._holds_failure:
                 if failure:
                     raise failure from None
                 raise
@@ -128,23 +121,12 @@ class GlobalBatchLoader:
         return self.sampler.largest or [[*range(min(self.sampler.batch_size, len(self.dataset)))]]
 
     def sample_batches(self) -> list[Any]:
-        """These micro-batches, fetched in this process, for the passes before the first step.
-
-        Raises UserError if /dev/shm cannot hold as many such batches as the workers prefetch.
-        """
-        found = [self.fetch(indices)[1:] for indices in self.largest()]
-        for collated, _ in found:
-            self.check_shared_memory(collated)
-        return [batch for _, batch in found]
+        """These micro-batches, fetched in this process, for the passes before the first step."""
+        return [self.fetch(indices)[2] for indices in self.largest()]
 
     def sample_batch(self) -> Any:
         """The first of them."""
         return self.sample_batches()[0]
-
-    def check_shared_memory(self, collated: Any, count: int = 1) -> None:
-        """Raises UserError if /dev/shm cannot hold what the workers prefetch, in batches of `count` times this size."""
-        if self.num_workers:
-            check_shared_memory(collated, count, self.num_workers, self._batches_ahead, self._ranks)
 
     def fetch(self, indices: list[int], epoch: int = 0) -> tuple[Any, Any, Any]:
         """Fetch samples in this process. Returns them as the data set gives them, collated, and on the device."""
@@ -171,13 +153,6 @@ class GlobalBatchLoader:
             micro_batch, batch = self._fetcher.collate(self._fetcher.__getitems__(micro_batch))
         return micro_batch, pinned(batch)
 
-    def _name_of(self, number: int) -> str:
-        """The samples of the number-th micro-batch from here on, for an error message."""
-        micro_batch = next(self._planned(number), None)
-        indices = micro_batch.indices if micro_batch else []
-        some = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
-        return f"samples {some} of {getattr(self.dataset, 'split', 'the data set')} in epoch {self.sampler.epoch + 1}"
-
     def _stage(self, item: tuple[MicroBatch, Any]) -> MicroBatch:
         """The micro-batch with its batch on the device, or on its way there; the current stream waits for it."""
         if isinstance(item[1], (UserError, TrainingError)):
@@ -197,17 +172,6 @@ class GlobalBatchLoader:
             indices = indices_on(micro_batch.indices, self.device)
             batch = self.transform(batch, self.sampler.seed, micro_batch.epoch, indices)
         return dataclasses.replace(micro_batch, batch=batch)
-
-
-def _next_of(batches: Iterator) -> tuple[MicroBatch, Any] | None:
-    """The next batch, or None. A wait times out if this job was suspended in it, so it is repeated."""
-    for is_last in [False] * (TIMEOUTS - 1) + [True]:
-        try:
-            return next(batches, None)
-        except RuntimeError as error:
-            if is_last or not is_late(error):
-                raise
-    return None
 
 
 def fetches_batches(dataset: Any) -> bool:

@@ -1,9 +1,8 @@
-"""The code of loader workers, and an error message for each way in which a worker can fail."""
+"""The code of loader workers, and the error message for a worker that fails."""
 
 from __future__ import annotations
 
 import functools
-import os
 import re
 import tempfile
 import traceback
@@ -17,33 +16,13 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, Subset, default_collate
 
 from config import StartError, TrainingError, UserError
-from utils.batch import tensors_in
 from utils.data.sampler import MicroBatch
 from utils.files import may_pass, retried
 from utils.logger import told
 from utils.rng import seed_host
 
-HANGS = "a loader worker hangs"
-TIMEOUTS = 3  # in a row, before a worker hangs
-SHARED_MEMORY = "/dev/shm"  # workers pass batches to their rank through it (Linux)
-MORE_ROOM = "give it more room (docker run --shm-size; in Kubernetes an emptyDir of medium Memory)"
-OUT_OF_MEMORY = "usually because the machine ran out of memory; use fewer --num_workers or give the job more memory"
-FAILURES = {  # by the messages of torch's DataLoader
-    r"DataLoader worker \(pid (\d+)\) is killed by signal: Killed": f"was killed, {OUT_OF_MEMORY}",
-    r"DataLoader worker \(pid (\d+)\) is killed by signal: Bus error": (
-        f"died of a bus error because {SHARED_MEMORY} is full; {MORE_ROOM}, or use fewer --num_workers"
-    ),
-    r"DataLoader worker \(pid (\d+)\) is killed by signal": (
-        "crashed in the data set's code; use --num_workers 0 to see where"
-    ),
-    r"DataLoader worker \(pid (\d+)\) exited unexpectedly with exit code": "exited; use --num_workers 0 to see where",
-    r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly": f"died, {OUT_OF_MEMORY}",
-    # torch 2.11 gives another reason
-    r"unable to (?:allocate|resize|mmap|write to) .*(?:shm|shared memory|torch_\d+).*"
-    r"(?:No space left on device|Resource temporarily unavailable)()": (
-        f"could not pass on its batch because {SHARED_MEMORY} is full; {MORE_ROOM}, or use fewer --num_workers"
-    ),
-}
+# torch's message about a worker that has died, or that has no shared memory left for its batch
+WORKER_FAILURE = re.compile(r"DataLoader worker \(pid.*|unable to .*(?:shm|shared memory|torch_\d+).*")
 
 
 def sample_name(dataset: Any, index: int) -> str:
@@ -143,59 +122,25 @@ def send_error(queue: Queue, error: Exception, item: Any) -> None:
 cast(Any, Queue)._on_queue_feeder_error = send_error  # also in a worker that imports this file
 
 
-def is_late(error: BaseException) -> re.Match | None:
-    """The seconds in DataLoader's message that a batch has not come in time; None for another error."""
-    return re.search(r"DataLoader timed out after ([\d.]+) seconds", str(error))
-
-
-def explain(error: BaseException, rank: int, awaited: str = "") -> TrainingError | None:
-    """The error for a failed loader worker of this rank; None if the error is not about one.
+def explain(error: BaseException, rank: int) -> TrainingError | None:
+    """torch's message about a failed loader worker, with the rank and the fix; None if the error is not about a worker.
 
     DataLoader's SIGCHLD handler raises anywhere in the main process, so this is called for any error that ends a run.
-
-    Args:
-        awaited: what the rank was waiting for.
     """
-    text = str(error)
-    if not isinstance(error, RuntimeError):
+    if not isinstance(error, RuntimeError) or isinstance(error, TrainingError):  # one of ours, perhaps of another rank
         return None
-    if late := is_late(error):
-        remedy = "fix the storage or the data set's code"
-        remedy += ", or raise --hang_timeout"  # extra: watch
-        seconds = TIMEOUTS * float(late[1])
-        return TrainingError(f"rank {rank}: {HANGS}: no batch for {seconds:.0f} s ({awaited}); {remedy}")
-    for pattern, what in FAILURES.items():
-        if found := re.search(pattern, text, re.DOTALL):
-            return TrainingError(f"rank {rank}: loader worker {found[1]} {what}".replace("  ", " "))
-    return None
+    failure = WORKER_FAILURE.search(str(error))
+    if not failure:
+        return None
+    message = failure[0].strip().rstrip(".")
+    remedy = "Give the job more memory or a larger --shm-size, or use fewer --num_workers."
+    return TrainingError(f"rank {rank}: {message}. {remedy}")
 
 
-def check_shared_memory(batch: Any, count: int, workers: int, prefetched: int, ranks: int) -> None:
-    """Raises UserError if /dev/shm lacks the space for all batches that the workers of this machine may prefetch, or
-    TMPDIR cannot hold the sockets through which they pass them on.
-
-    Args:
-        batch: collated; `count` times its size is the largest batch.
-        workers: per rank.
-        prefetched: batches per worker.
-        ranks: on this machine.
-    """
+def check_sockets() -> None:
+    """Raises UserError if TMPDIR cannot hold the sockets through which workers pass on their batches."""
     try:
         Listener(family="AF_UNIX").close()
     except OSError as error:
         text = f"TMPDIR={tempfile.tempdir}: loader workers cannot open a socket there ({error})"
         raise UserError(f"{text}; set TMPDIR to a short path on a local disk, e.g. /tmp") from None
-    try:
-        room = os.statvfs(SHARED_MEMORY)
-    except (AttributeError, OSError):  # not Linux
-        return
-    size = count * sum(tensor.nbytes for tensor in tensors_in(batch) if not tensor.is_shared())
-    free = room.f_bavail * room.f_frsize
-    need = ranks * (workers * prefetched + 1) * size
-    if need <= free or not room.f_blocks:  # a tmpfs without a limit has no blocks
-        return
-    fitting = max(0, (free // (ranks * size) - 1) // prefetched)
-    raise UserError(
-        f"{SHARED_MEMORY}: {free / 2**20:.1f} MB are free, but {workers} workers of each of {ranks} ranks may need"
-        f" {need / 2**20:.1f} MB; {MORE_ROOM}, or use --num_workers {fitting}"
-    )

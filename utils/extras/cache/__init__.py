@@ -144,12 +144,12 @@ def _decode(
         assignment=Assignment(peers.index(ctx.rank), len(peers)),
         shuffle=False,
     )
-    loader = GlobalBatchLoader(sampler, config, replace(ctx, device=torch.device("cpu")))
+    on_cpu = replace(ctx, device=torch.device("cpu"))
+    loader = on_all_ranks(lambda: GlobalBatchLoader(sampler, config, on_cpu), ctx)
     loader.transform = None  # the rows are what collate returns
     rows = _shared_rows(row, len(source), ctx)
 
     def run() -> None:
-        loader.check_shared_memory(row, CHUNK)
         for done, micro_batch in enumerate(loader.micro_batches(epoch=0), 1):  # one in each step
             if not micro_batch.is_padding:
                 _fill(rows, micro_batch.indices, micro_batch.batch)
