@@ -110,10 +110,6 @@ def _look_at_machine(config: TrainingConfig, launch: Launch) -> tuple[str, torch
             torch.accelerator.set_device_index(device)  # before anything touches a GPU, and before NCCL guesses which
         card |= {"backend": backend, "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"}
         card["bf16"] = has_fast_bf16(device)
-        if config.compile != "off":  # extra: compile
-            from utils.extras.compile.compiler import check_compiler
-
-            check_compiler(config.compile, device, launch.compilers)
     except UserError as error:
         if not launch.is_launched:
             raise

@@ -31,7 +31,6 @@ class Launch:
     error_file: str = ""  # torchrun reads it for its summary
     address: str = ""  # of the rendezvous, tcp://HOST:PORT, if srun starts the ranks
     master: str = ""  # MASTER_ADDR:MASTER_PORT
-    compilers: dict[str, str] = field(default_factory=dict)  # CC and CXX  # extra: compile
     agent_hosts_store: bool = False  # torchrun's agent of rank 0's node, else rank 0
     threads: str = ""  # OMP_NUM_THREADS
     flight_recorder: str = ""  # where torch writes its collectives (launch.sh --debug)
@@ -73,7 +72,6 @@ def read_launch() -> Launch:
     common: dict[str, Any] = {
         "git_commit": os.environ.get("GIT_COMMIT", ""),
         "master": ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ),
-        "compilers": {name: os.environ.get(name, "") for name in ("CC", "CXX")},  # extra: compile
         "threads": os.environ.get("OMP_NUM_THREADS", ""),
         "flight_recorder": os.environ.get("TORCH_FR_DUMP_TEMP_FILE", ""),
     }

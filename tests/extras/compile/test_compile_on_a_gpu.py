@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 def test_a_compiled_run_equals_the_eager_one(runs, mode):
     """In float64; with CUDA graphs, accumulation, a short last global batch and evaluation. Nothing is compiled or
     recorded after the first step."""
-    need_compiler(CUDA, "CC")
+    need_compiler(CUDA)
     for name in ("off", mode):
         words = runs.words(name, *FLAGS, "--backend", "nccl", "--compile", name)
         run_ranks(1, train_net, 16, words, deadline=SECONDS)
