@@ -45,14 +45,6 @@ def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
     return backend, torch.device("cuda", local_rank)
 
 
-def unused_accelerator(backend: str) -> str:
-    """The banner's line about an accelerator of this machine that torch supports and training does not use, or ""."""
-    if backend != "auto" or torch.cuda.is_available() or not torch.accelerator.is_available():
-        return ""
-    name = str(torch.accelerator.current_accelerator()).partition(":")[0].upper()
-    return f"{name}: training runs on the CPU; use CUDA or ROCm GPUs, or --backend gloo if the CPU is intended"
-
-
 def choose_kernels(device: torch.device, is_deterministic: bool, has_tf32: bool = True) -> None:
     """Set the precision of float32 matrix products on CUDA, and whether cuDNN looks for the fastest convolution.
 

@@ -9,7 +9,7 @@ from typing import Any
 from config import TrainingConfig
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sets import kind_of, split_of
-from utils.distributed.device import unused_accelerator, usable_cpus
+from utils.distributed.device import usable_cpus
 from utils.logger import count, duration, has_terminal, log_training_step, show, show_progress
 from utils.metrics import RESERVED
 from utils.run.attempt import Attempt
@@ -56,7 +56,6 @@ class Terminal:
             "checkpoints": _checkpoint_line(config),
             "verify": provenance["verification"],  # extra: verify
             "versions": ", ".join(f"{name} {versions[name]}" for name in ("torch", "cuda", "nccl") if name in versions),
-            "unused": unused_accelerator(config.backend),
             "resumed": run.resume_path and f"{run.resume_path}: {where} of {sampler.samples_per_epoch:,} samples",
             "changed": changed and f"template files: {changed}",
         }
