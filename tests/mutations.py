@@ -210,7 +210,6 @@ MUTATIONS = [
     Mutation('_HashingWriter.write', 'self._tick()', 'pass', 'stalled-write'),
     Mutation('OnCheckpoint.leave', 'os.killpg(command.pid, number)', 'command.send_signal(number)', 'command'),  # extra: companions
     Mutation('follow_torchrun', 'die_with_parent()', 'pass', 'launcher-killed'),
-    Mutation('check_progress', 'if len(failures) < MAX_FAILURES:', 'if True:', 'same-step'),
     Mutation('open_run', 'check_alike(config, ctx)', 'pass', 'alike'),
     Mutation('reject', 'end_now(error.exit_code)', 'end_now(1)', 'exit-codes'),
     Mutation('main', 'return PREEMPTED if outcome.get("state") == "preempted" and not read_launch().is_under_torchrun else 0', 'return 0', 'exit-codes'),

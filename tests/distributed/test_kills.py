@@ -20,7 +20,6 @@ from training import assert_same_state, relative
 from utils.checkpoint.layouts import FileLayout
 from utils.clock import Clock
 from utils.report.goodput import seconds_of
-from utils.run import owner
 
 PHASES = ("data", "forward", "backward", "update", "save", "written", "evaluation")  # written: by the thread
 FLAGS = "--dataset_size 66 --global_batch_size 16 --lr 0.02 --no-use_amp --record_samples".split()
@@ -57,11 +56,7 @@ def killed_in(phase, steps, delay):
 
 
 def train_and_be_killed(flags, dtype, victim, *when):
-    with (
-        # kills may hit the same step three times in a row
-        mock.patch.object(owner, "repeated_failures", return_value=[]),
-        killed_in(*when) if int(os.environ["RANK"]) == victim else contextlib.nullcontext(),
-    ):
+    with killed_in(*when) if int(os.environ["RANK"]) == victim else contextlib.nullcontext():
         return train_task("lines", flags, dtype)
 
 

@@ -2,34 +2,18 @@
 """Processes that die: ranks, the launcher, the writer; once, or at the same step each time."""
 
 import os
-import re
 import signal
 
 from drill import NO_SHARED_STORE, Drill, fault, slow_writer
-from training import says, wait_until
+from training import wait_until
 
 RUN = "--dataset_size 200 --epochs 2 --save_every_steps 5 --num_workers 1".split()  # 50 steps of two ranks
+FAILS_AT_7 = """
+def before_loss(net):
+    if (STEP, RANK) == (7, 1) and not os.path.exists(f'{FOLDER}/fixed'):
+        raise KeyError('a bug of the fork')
+"""
 KILLED = r"rank {} on \S+ was killed or cut off, last seen in .*; look for .* --resume_from auto"  # extra: watch
-
-
-def injected_at(step: int, what: str) -> str:
-    """Lines that do this on rank 1 at this step in each attempt, until there is a file "fixed"."""
-    return (
-        f"def before_loss(net):\n    if (STEP, RANK) == ({step}, 1) and not os.path.exists(f'{{FOLDER}}/fixed'):\n     "
-        f"   {what}\n"
-    )
-
-
-def is_diagnosed(drill: Drill, text: str, step: int, epoch: int, cause: str, *flags: object) -> None:
-    """The message names the step and its samples, which are those of a run without a fault."""
-    said = (
-        rf"the last 3 attempts did not complete step {step} \(epoch {epoch + 1}, samples \[(.*)\]\), the last one"
-        rf" failed with: {cause}"
-    )
-    says(text, said)
-    indices = re.search(said, text)[1].split(", ")
-    assert sorted(map(int, indices)) == drill.runs.samples(drill.uninterrupted(2, *flags))[step]
-    assert drill.json("status.json")["state"] == "failed"
 
 
 @fault("rank killed under default settings", guarantees="rank-killed")  # extra: watch
@@ -105,24 +89,15 @@ def restarted_by_torchrun(drill: Drill) -> None:
     drill.is_whole(2, *RUN)
 
 
-@fault("killed at the same step under torchrun's restarts", guarantees="same-step")
-def restarts_in_vain(drill: Drill) -> None:
-    how = ("--standalone", "--max-restarts", 10)
-    job = drill.start(2, *RUN, how=how, env=NO_SHARED_STORE, code=injected_at(7, "os.kill(os.getpid(), 9)"))
-    text = drill.fails(job, seconds=120)
-    is_diagnosed(drill, text, 7, 0, r"rank 1 on \S+ was killed or cut off, last seen in .*;", *RUN)
-    drill.resumes(2, *RUN)
-
-
-@fault("fails at the same step each time", is_default=True, guarantees="same-step")
+@fault("fails at the same step each time", is_default=True, guarantees="own-error")
 def relaunches_in_vain(drill: Drill) -> None:
     flags = (
         "--dataset_size 78 --epochs 2 --save_every 0 --save_every_steps 5 --num_workers 1 --resume_from auto".split()
     )
-    code = injected_at(7, "raise KeyError('a bug of the fork')")
-    texts = [drill.fails(drill.start(2, *flags, code=code)) for _ in range(4)]
-    assert all("KeyError: 'a bug of the fork'" in text and "attempts did not" not in text for text in texts[:3])
-    is_diagnosed(drill, texts[3], 7, 0, "'a bug of the fork'", *flags)
+    said = "failed: rank 1 on .*KeyError: 'a bug of the fork'"
+    for _ in range(2):
+        drill.fails(drill.start(2, *flags, code=FAILS_AT_7), "'a bug of the fork'", said, rank=1)
+        assert drill.json("status.json")["step"] == 6
     (drill.folder / "fixed").touch()
-    drill.completes(2, *flags, code=code)
+    drill.completes(2, *flags, code=FAILS_AT_7)
     drill.is_whole(2, *flags)

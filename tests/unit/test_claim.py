@@ -81,15 +81,13 @@ def test_a_start_that_finds_the_folder_in_use_leaves_it_to_the_start_that_made_i
     open_run(config).close()
 
 
-@pytest.mark.parametrize("mark", ["mark_training", "mark_diagnosed"])
-def test_once_it_is_marked_no_failure_undoes_a_start(config, mark):
-    """A run that was fetched from its mirror stays, with the note that its user was told why it gets no further."""
+def test_once_it_trains_no_failure_undoes_a_start(config):
+    """A run that was fetched from its mirror stays."""
     lock, start = owner.claim(config, "here", "", False)
     start = dataclasses.replace(start, moved=[[config.run_dir, ""]])
     run = run_folder.RunFolder(config.run_folder, config.checkpoint_folder, 0, ("here",), start, lock)
-    getattr(run, mark)()
-    run.failed(UserError("the last 3 attempts did not complete step 8; fix that", 0, "here"))
-    assert read_json(config.run_folder / "lock.json").get("has_diagnosed", False) == (mark == "mark_diagnosed")
+    run.mark_training()
+    run.failed(UserError("data: sample 8 is broken; repair it", 0, "here"))
     assert config.run_folder.exists()
 
 

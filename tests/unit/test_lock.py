@@ -1,5 +1,5 @@
 # extra: template
-"""The owner of a run's folder, and attempts that get no further."""
+"""The owner of a run's folder."""
 
 import errno
 import json
@@ -15,7 +15,6 @@ from config import StartError, TrainingConfig, TrainingError, UserError
 from ranks import CONTEXT
 from test_run_folder import open_run, with_
 from utils.run import owner as owner_module
-from utils.run.failures import KILLED, repeated_failures
 from utils.run.owner import RunLock, claim
 
 
@@ -182,21 +181,3 @@ def test_the_token_is_written_before_the_newest_checkpoint_is_verified(tmp_path,
     monkeypatch.setattr(owner_module.checkpoint, "latest_valid", lambda _: (seen.append(token()), (None, []))[1])
     run = open_run(with_(config, resume_from="auto"))
     assert seen == [run.claim.token] != [first.claim.token]
-
-
-@pytest.mark.guarantee("same-step")
-def test_attempts_that_get_no_further_are_counted():
-    def failures_at(*steps):
-        owner = {"has_trained": True}
-        for step in steps:
-            owner["failures"] = repeated_failures(owner, {"state": "failed", "step": step, "error": "boom"})
-        return [each["step"] for each in owner["failures"]]
-
-    assert failures_at(7) == [7] and failures_at(7, 7, 7) == [7, 7, 7]
-    assert failures_at(150, 120, 150) == [150, 120, 150]
-    assert failures_at(7, 7, 8) == [8] and failures_at(7, 8, 7) == [8, 7]
-    owner = {"has_trained": True, "failures": [{"step": 7, "error": "boom"}]}
-    assert repeated_failures(owner, {"state": "running", "step": 7})[-1] == {"step": 7, "error": KILLED}
-    assert repeated_failures(owner, {"state": "preempted", "step": 7}) == []
-    for changes in ({"has_trained": False}, {"has_diagnosed": True}):
-        assert repeated_failures(owner | changes, {"state": "failed", "step": 7}) == []

@@ -162,11 +162,6 @@ class GlobalBatchSampler(DistributedSampler):
             self._order = (epoch, order[: self.samples_per_epoch].to(dtype))
         return self._order[1]
 
-    def global_batch(self, epoch: int, start: int, number: int) -> list[int]:
-        """The samples of a step: the number-th, from 0, of those from position `start` of the epoch on."""
-        first = start + number * self.global_batch_size
-        return self.order(epoch)[max(0, first) : max(0, first + self.global_batch_size)].tolist()
-
     def density(self, epoch: int, end: int, steps: int) -> tuple[float, float]:
         """In so many steps before `end` of the epoch, tokens per sample and the share of padding; or zeros."""
         return 0.0, 0.0

@@ -1,55 +1,12 @@
-"""Why a run failed: attempts that get no further, and memory that is short."""
+"""The error for a run that has no memory left."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 
-from config import TrainingConfig, TrainingError, UserError
-from utils.data.sampler import GlobalBatchSampler
-from utils.distributed.collectives import on_rank_0
+from config import TrainingConfig, TrainingError
 from utils.distributed.context import DistributedContext
 from utils.memory import is_out_of_memory, let_go
-from utils.training.schedule import Progress
-
-if TYPE_CHECKING:  # whose Claim needs `repeated_failures`
-    from utils.run.folder import RunFolder
-
-MAX_FAILURES = 3  # attempts in a row that get no further, before the run is stopped
-KILLED = "every rank was killed"  # nobody wrote how far the attempt got, so its step is a little too low
-
-
-def repeated_failures(owner: dict[str, Any], status: dict[str, Any]) -> list[dict[str, Any]]:
-    """The latest consecutive attempts that failed and did not get beyond the first of them.
-
-    Args:
-        owner: what the last attempt wrote to lock.json.
-        status: its status.json.
-    """
-    was_asked = status.get("state") not in ("running", "failed")
-    if not owner.get("has_trained") or owner.get("has_diagnosed") or was_asked:  # diagnosed: the user was told
-        return []
-    last = {"step": status.get("step", 0), "error": status.get("error") or KILLED}
-    before = owner.get("failures", [])
-    furthest = max((each["step"] for each in before), default=-1)
-    return [*before, last] if last["step"] <= furthest else [last]
-
-
-def check_progress(run: RunFolder, progress: Progress, sampler: GlobalBatchSampler, ctx: DistributedContext) -> None:
-    """Raises UserError, with the samples of the step that fails, if the last attempts got no further. Collective."""
-    failures = run.claim.failures
-    if len(failures) < MAX_FAILURES:
-        return
-    on_rank_0(lambda: run.mark_diagnosed(), ctx)
-    step = max(each["step"] for each in failures) + 1
-    indices = sampler.global_batch(progress.epoch, progress.samples_in_epoch, step - progress.step - 1)[:32]
-    which = (
-        f" (epoch {progress.epoch + 1}, samples {indices})" if indices and KILLED not in failures[-1]["error"] else ""
-    )
-    text = f"the last {len(failures)} attempts did not complete step {step}{which}, the last one failed with:"
-    remedy = f"fix that and start again: there are {MAX_FAILURES} more attempts"
-    raise UserError(f"{text} {failures[-1]['error']}; {remedy}", 0, ctx.hosts[0], is_final=True)
 
 
 def explain_memory(

@@ -79,7 +79,7 @@ class RunFolder:
         if self._lock:
             self._check()
             claim = self.claim
-            known = {"launch_id": claim.launch_id, "attempt": claim.attempt, "failures": claim.failures}
+            known = {"launch_id": claim.launch_id, "attempt": claim.attempt}
             self._lock.write(**known, has_trained=True, **values)
         self._moved = []
 
@@ -87,10 +87,6 @@ class RunFolder:
         """The folder is at the step from which this attempt trains: from now on a restart of this launch continues the
         run in it."""
         self._note()
-
-    def mark_diagnosed(self) -> None:
-        """The run is stopped, since its attempts get no further."""
-        self._note(has_diagnosed=True)
 
     def mark_ended(self) -> None:
         """Tell the programs beside this rank how this attempt has ended, which status.json has already."""

@@ -28,10 +28,10 @@ from utils.extras.companions.programs import ask, plan_of  # extra: companions
 from utils.files import TEMPORARY, may_pass, read_json, replace_json, retried
 from utils.logger import NAME as LOGGER
 from utils.run.aside import NOTHING, move_aside, move_back, size_of
-from utils.run.failures import KILLED, repeated_failures
 from utils.run.provenance import now
 
 NAME = "lock.json"
+KILLED = "every rank was killed"  # the error of an attempt that nobody survived to report
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # on Linux; differs between machines of the same name
 SECONDS_OF_A_LEASE = 120.0  # for which an NFS server may keep the file lock of a machine that is gone
 SECONDS_BETWEEN_BEATS = 10.0
@@ -159,7 +159,6 @@ class Claim:
     attempt: int = 1
     token: str = ""  # of the owner
     launch_id: str = ""
-    failures: list[dict[str, Any]] = field(default_factory=list)  # attempts in a row that got no further
     notes: list[str] = field(default_factory=list)  # decisions to log
     decision: dict[str, Any] = field(default_factory=dict)  # of the mirror: what this attempt owns there
     apart: list[list[int]] = field(default_factory=list)  # the ranks of each node that has a run folder of its own
@@ -321,7 +320,6 @@ def _decide(
     if found.is_completed or decision.get("is_completed"):
         return lock, Claim(is_completed=True)
     owner, aside = found.owner, found.owner.get("aside", [])
-    failures: list[dict[str, Any]] = []
     moved: list[list[str]] = []
     notes = decision.get("notes", []) + found.mark_killed()
     path, more = found.checkpoint()
@@ -331,9 +329,7 @@ def _decide(
         path = checkpoints / path.name  # one spelling on all ranks
     is_replaced = found.holds_run and not found.is_continued and not is_here
     found.check(path, is_replaced, may_restart)
-    if found.is_continued:
-        failures = repeated_failures(owner, found.status)
-    elif is_replaced:
+    if is_replaced:
         moved = move_aside(folder, checkpoints)
         lock.close()
         lock, owner, aside = _lock(folder, checkpoints, host), {}, [name for _, name in moved]
@@ -344,7 +340,7 @@ def _decide(
     attempt = owner.get("attempt", 0) + 1 if is_again else 1
     # until `mark_training` a restart of this launch must not continue this run
     inherited = launch_id if found.is_same_launch else ""
-    lock.write(launch_id=inherited, attempt=attempt, failures=failures, aside=aside)
+    lock.write(launch_id=inherited, attempt=attempt, aside=aside)
     _remove_partial(folder, checkpoints)
     return lock, Claim(
         resume_from=str(path or ""),
@@ -353,7 +349,6 @@ def _decide(
         attempt=attempt,
         token=lock.token,
         launch_id=launch_id,
-        failures=failures,
         notes=notes,
         decision=decision,
     )

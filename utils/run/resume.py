@@ -20,7 +20,6 @@ from utils.distributed.collectives import all_gather_json, broadcast_json, on_al
 from utils.distributed.context import DistributedContext
 from utils.extras.exact import rows_of_exact  # extra: exact
 from utils.run.attempt import Attempt
-from utils.run.failures import check_progress
 from utils.run.folder import RunFolder
 from utils.training.fingerprint import fingerprint, shown
 from utils.training.state import TrainState
@@ -43,7 +42,7 @@ def resume_run(
         The allowed differences from the checkpoint's config.
 
     Raises:
-        UserError: also if the last attempts got no further than those before.
+        UserError: if the checkpoint does not fit this run.
     """
     run, config, ctx = attempt.run, attempt.config, attempt.ctx
     differences, progress = [], state.progress
@@ -59,7 +58,6 @@ def resume_run(
         differences += lr_jump(payload, state)
         if is_other_best(payload, config):
             progress.forget_best()
-    check_progress(run, progress, sampler, ctx)
     is_evaluated = progress.evaluated_step == progress.step
     on_all_ranks(lambda: run.rewind(progress.step, is_evaluated, has_test) if run.leads_node else None, ctx)
     if not broadcast_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx):

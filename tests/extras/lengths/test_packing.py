@@ -110,8 +110,6 @@ def test_any_ranks_compute_the_same_micro_batches(
                     own.append(stream.pop(0))
                 mine.append(own)
             check_step(step, mine, lengths, is_padded, way)
-            begun = [each.global_batch(epoch, positions[begin], (first - begin) // per_step) for each in world]
-            assert all(found == [*chain(*step)] for found in begun)
             if order is not None:  # of which this test knows one epoch
                 continue
             latest = [*before, *(expected[k : k + per_step] for k in range(0, first + 1, per_step))][-3:]

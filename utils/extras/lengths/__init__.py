@@ -165,12 +165,6 @@ class BudgetSampler(GlobalBatchSampler):
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[places].cumsum(0)])[begins].diff()
         return Packed(order[places], begins.tolist(), longest.tolist(), tokens.tolist())
 
-    def global_batch(self, epoch: int, start: int, number: int) -> list[int]:
-        packed = self.packed(epoch)
-        first = packed.number_at(start) + number * self.micro_batches_per_step
-        begins = packed.begins[max(0, first) : first + self.micro_batches_per_step + 1] or [0]
-        return packed.order[begins[0] : begins[-1]].tolist()
-
     def density(self, epoch: int, end: int | None, steps: int) -> tuple[float, float]:
         samples = tokens = padded = 0
         while steps > 0 and epoch >= 0:
