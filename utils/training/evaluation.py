@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,12 +15,11 @@ from torch import nn
 from utils.clock import Clock
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sets import split_of
-from utils.data.worker import sample_name
-from utils.distributed.collectives import all_gather_json, require_equal
+from utils.distributed.collectives import require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
 from utils.extras.summarize import Collected  # extra: summarize
-from utils.logger import ALIKE, NAME, show_progress
+from utils.logger import NAME, show_progress
 from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics
 from utils.rng import seed_evaluation, set_apart
 from utils.training.precision import Precision
@@ -56,32 +54,7 @@ class Evaluation:
             with context, set_apart(self.ctx.device):
                 means = self.means(loader, show, split)
                 found.append({**where, "weights": kind, **means})
-                if not math.isfinite(means["loss"]) and (samples := self.non_finite(loader, split)):
-                    text = "evaluation of %s: the loss of %s is not finite (%d of %d in its micro-batch)"
-                    name, wrong = sample_name(loader.dataset, samples[0][0]), [len(each) for each in samples]
-                    logging.getLogger(NAME).log(ALIKE, text, split, name, *wrong)
         return found
-
-    @torch.no_grad()
-    def non_finite(self, loader: GlobalBatchLoader, split: str) -> tuple[list[int], ...]:
-        """The samples whose loss is not finite in a micro-batch that has such, and all of its samples, in another pass
-        over the set."""
-
-        def is_finite(batch: Any, indices: Sequence[int]) -> bool:
-            seed_evaluation(self.ctx.device, loader.sampler.seed, "compute_loss", split, indices)
-            with self.precision.autocast():
-                return bool(torch.as_tensor(self.seams.compute_loss(self.model, batch)["loss"][0]).isfinite().all())
-
-        self.model.eval()
-        for each in loader.micro_batches(epoch=0):  # equally many on all ranks
-            is_wrong = not is_finite(each.batch, each.indices) and not each.is_padding
-            first = all_reduce_scalar(each.indices[0] if is_wrong else math.inf, "min", self.ctx.control)
-            if first < math.inf:  # all ranks look at its samples: with a sharded model none can do so alone
-                found = all_gather_json(each.indices if is_wrong else [], self.ctx)
-                batch = next(indices for indices in found if indices[:1] == [first])
-                wrong = [each for each in batch if not is_finite(loader.fetch([each])[2], [each])]
-                return (wrong, batch) if wrong else ()
-        return ()
 
     @torch.no_grad()
     def means(
