@@ -47,7 +47,7 @@ def test_a_drained_pod_saves_and_its_replacement_completes_the_run(pod):
     ended = launch([*command, "--epochs", "1"], cwd=app, env=env)
     assert ended.code == 0 and "completed" in ended.out, ended.text
     origin = json.loads((shared / "run" / "provenance.json").read_text())
-    assert origin["git_commit"] == "c0ffee" and origin["changed_template_files"] == []
+    assert origin["git_commit"] == "c0ffee"
     assert json.loads((shared / "run" / "summary.json").read_text())["restarts"] == 1
 
 

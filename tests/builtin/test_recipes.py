@@ -90,8 +90,6 @@ def test_a_recipe_reaches_its_target_on_two_ranks(tmp_path, name):
     make_data(fork.folder / "FOLDER")
     _, summary = fork.train(*target.flags, "--log_interval", "1")
     assert fork.changed == changed
-    origin = json.loads((fork.folder / "runs/fork/provenance.json").read_text())
-    assert not set(changed) & set(origin["changed_template_files"])  # they belong to the fork
     assert summary["best_metric"] == target.metric and summary["best"][target.metric] == summary["best_value"]
     runs = Runs(fork.folder / "runs")
     records = [*runs.records("fork", "train"), *runs.records("fork", "eval")]  # not each metric is in both

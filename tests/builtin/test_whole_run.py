@@ -23,7 +23,7 @@ SUMMARY_KEYS = (
     " global_batch_size best_metric best_value best_epoch best final data_wait_fraction"
     " peak_memory_bytes restarts goodput overflow_steps time"
 ).split()
-PROVENANCE_KEYS = "git_commit git_dirty hosts start_time changed_template_files verified classes mean std".split()
+PROVENANCE_KEYS = "git_commit git_dirty hosts start_time verified classes mean std".split()
 
 
 WEIGHTS = ["model"]

@@ -39,7 +39,7 @@ class Terminal:
             limits.reverse()
         shorter = "" if math.inf in config.limits else f" ({' ends the run before '.join(limits)})"
         where = f"step {progress.step}, epoch {progress.epoch + 1}, {progress.samples_in_epoch:,}"
-        versions, changed = provenance["versions"], ", ".join(provenance["changed_template_files"])
+        versions = provenance["versions"]
         decided = {
             "run": str(run.folder),
             "ranks": f"{ctx.world_size} on {count(set(ctx.hosts), 'node')}: {', '.join(sorted(set(ctx.device_names)))}",
@@ -57,7 +57,6 @@ class Terminal:
             "verify": provenance["verification"],  # extra: verify
             "versions": ", ".join(f"{name} {versions[name]}" for name in ("torch", "cuda", "nccl") if name in versions),
             "resumed": run.resume_path and f"{run.resume_path}: {where} of {sampler.samples_per_epoch:,} samples",
-            "changed": changed and f"template files: {changed}",
         }
         self._logger.info("%s", "\n".join(f"  {name:<11}  {value}" for name, value in decided.items() if value))
 

@@ -28,8 +28,6 @@ from utils.rng import derive_seed
 from utils.training.state import TrainState
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("train.py", "config.py", "ddp_utils.py", "utils", "scripts")  # files that a fork does not change
-BLOCK = ("# ---- yours:", "# ---- end of yours")  # the lines of config.py between these belong to the fork
 
 
 def now(seconds: float | None = None) -> str:
@@ -44,7 +42,6 @@ def collect(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: s
         "command": redacted("\n".join([sys.executable, *sys.argv])).split("\n"),
         "git_commit": commit or git_commit,
         "git_dirty": is_dirty,
-        "changed_template_files": changed_files(),
         "versions": versions(),
         "code": derive_seed(*code_digests().items()),
         "hosts": sorted(set(hosts)),
@@ -93,19 +90,6 @@ def zip_code(path: Path) -> None:
                 archive.write(file, file.relative_to(ROOT))
 
 
-def changed_files() -> list[str]:
-    """Template files that differ from the repository's latest tag `template-*`; none if there is no such tag."""
-    try:
-        tag = _git("describe", "--tags", "--abbrev=0", "--match", "template-*")
-        names = _git("diff", "--name-only", tag, "--", *OURS).split()
-        texts = [_git("show", f"{tag}:config.py"), (ROOT / "config.py").read_text(encoding="utf-8").strip()]
-        if _without_block(texts[0]) == _without_block(texts[1]):
-            names = [name for name in names if name != "config.py"]
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return names
-
-
 def code_digests() -> dict[str, str]:
     """SHA-256 of each file of utils, and of each other imported file of the repository but scripts and tests, by path.
 
@@ -125,12 +109,6 @@ def code_digests() -> dict[str, str]:
 
 def sha256_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
-
-
-def _without_block(text: str) -> str:
-    """config.py without the lines that belong to the fork."""
-    before, _, rest = text.partition(BLOCK[0])
-    return before + rest.partition(BLOCK[1])[2]
 
 
 def _git(*words: str) -> str:
