@@ -41,7 +41,7 @@ from utils.rng import seed_device
 from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
 from utils.run.create import create_state
-from utils.run.ending import PREEMPTED, for_torchrun, leave_after, take_back_failed_steps
+from utils.run.ending import PREEMPTED, for_torchrun, leave_after
 from utils.run.evaluate_only import evaluate_only
 from utils.run.minutes import with_measured_steps
 from utils.run.provenance import provenance_of
@@ -122,9 +122,12 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed=bool(run.resume_path)), ctx)
     train_set, held_out = sets.train, sets.held_out
     train_set, held_out = cached(train_set, held_out, config, ctx, attempt.logger)  # extra: cache
-    loading = config, ctx, attempt.clock, True  # the loaders hold their errors until the state is saved
-    loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, *loading), ctx)
-    loaders = on_all_ranks(lambda: {k: create_evaluation_dataloader(v, *loading) for k, v in held_out.items()}, ctx)
+    clock = attempt.clock
+    loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, config, ctx, clock), ctx)
+    loaders = {
+        split: on_all_ranks(partial(create_evaluation_dataloader, held_out_set, config, ctx, clock), ctx)
+        for split, held_out_set in held_out.items()
+    }
     on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
     # before resume_run: the model's buffers, which these passes may change, are then those of the checkpoint
@@ -144,8 +147,7 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     every = {"train": loader, **loaders}
 
     def vote() -> Vote:
-        has_failed = any(each.failure for each in every.values())
-        return Vote(stop=attempt.is_asked_to_stop or has_failed, save=checkpoints.is_due())
+        return Vote(stop=attempt.is_asked_to_stop, save=checkpoints.is_due())
 
     consensus = Consensus(vote, ctx.control)
     validation = Validation(attempt, state, seams, consensus, every, reporter, checkpoints, best=best)
@@ -189,13 +191,8 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
         checkpoints.finish_writing()
         test_records = training.validation.test_best()
     except Stopped:
-        checkpoints.finish_copy()  # before the state may be taken back
-        training.reporter.catch_up()
-        failure = take_back_failed_steps((training.loader, *training.held_out.values()), training.state, attempt)
         ending = "preempted"
         checkpoints.save_and_finish()  # saves nothing after the last step, which is saved before the test
-        if failure:
-            raise failure from failure.__cause__
     except Exception:
         checkpoints.finish_begun()  # what this failure need not cost
         raise
@@ -251,8 +248,6 @@ def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[
                 metrics = training.seams.compute_loss(model, micro_batch.batch)
             if training.seams.terms:  # extra: terms
                 metrics = training.seams.terms.divided(metrics, micro_batch.number)
-            if micro_batch.is_stand_in:
-                metrics = state.spoil(metrics)
             if not (is_padding or micro_batch.is_check):  # another rank's, in a check step
                 state.sums.add(metrics, micro_batch)
                 indices += micro_batch.indices

@@ -45,9 +45,6 @@ MUTATIONS = [
     Mutation('with_measured_steps', 'state.load_state_dict(before)', 'pass', 'minutes'),
     Mutation('with_measured_steps', 'before = map_tensors(torch.clone, state.state_dict())', 'before = state.state_dict()', 'minutes'),
     Mutation('TrainingConfig.with_steps_of', 'if not self.minutes or self.max_steps or not saved:', 'if True:', 'minutes'),
-    Mutation('TrainState.spoil', 'return {**metrics, "loss": (math.nan * total, *rest)}', 'return metrics', 'bad-sample'),
-    Mutation('take_back_failed_steps', 'state.take_back(at)', 'pass', 'bad-sample'),
-    Mutation('Interval.take_back', 'self.values.copy_(self._read_values)', 'pass', 'bad-sample'),
     Mutation('compare_evaluated', 'line, is_other = compare_data(before[split], here[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),
     Mutation('best_name', 'return path.stem if best.is_dir() else path.name', 'return ""', 'keep-last'),
     Mutation('claim', 'move_back(new)', 'pass', 'mirror-owner'),  # extra: companions
@@ -188,7 +185,7 @@ MUTATIONS = [
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm <= math.inf', 'not-finite'),
     Mutation('TrainState.update_if_finite', 'self.average.update(1 - skipped)  # of the weights that after_step leaves', 'self.average.update(torch.ones_like(skipped))', 'not-finite'),  # extra: average
     Mutation('prepare', 'fill_momenta(optimizer)', 'pass', 'not-finite'),
-    Mutation('Consensus.flush', 'self._start(every=1)', 'pass', 'bad-sample'),
+    Mutation('Consensus.flush', 'self._start(every=1)', 'pass', 'stop'),
     Mutation('train_one_epoch', 'consensus.flush()  # an earlier vote must not count after a save', 'pass', 'stop'),
     Mutation('ignore_in_worker', 'signal.signal(number, signal.SIG_IGN)', 'signal.signal(number, signal.SIG_DFL)', 'stop'),
     Mutation('StopSignals._keep', 'self._received, self.came_at = signal.Signals(number).name, time.monotonic()', 'pass', 'stop'),

@@ -64,10 +64,6 @@ class Clock:
         self._step_began = 0.0
         self._mark_device("pause")
 
-    def take_back(self, step: int) -> None:
-        """The steps begun after this one do not count."""
-        self.step = step
-
     def spent(self) -> dict[str, float]:
         """The seconds so far in each phase."""
         self._count()

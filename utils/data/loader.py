@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -32,8 +31,6 @@ class GlobalBatchLoader:
     Args:
         clock: records when the loop waits for data and when it computes.
         phases: the names of these two phases.
-        holds_failure: keep an error in `failure`, and go on with a stand-in for each micro-batch: the other ranks wait
-            in a collective, so all ranks end together.
     """
 
     def __init__(
@@ -43,10 +40,7 @@ class GlobalBatchLoader:
         ctx: DistributedContext,
         clock: Clock | None = None,
         phases: tuple[str, str] = ("data", "forward"),
-        holds_failure: bool = False,
     ) -> None:
-        self.failure: Exception | None = None
-        self._holds_failure = holds_failure
         dataset = sampler.dataset
         self.dataset, self.sampler, self.device = dataset, sampler, ctx.device
         self.num_workers = choose_workers(config, dataset, ctx.local_world_size)
@@ -77,10 +71,9 @@ class GlobalBatchLoader:
         next one, which is transferred and transformed in the side stream. None waits for the one after it.
         """
         self.sampler.set_epoch(epoch, start)
-        number = 0
         try:
             batches = self._batches()
-            while not self.failure:
+            while True:
                 self._clock.enter(self._phases[0])
                 item = next(batches, None)
                 self._clock.enter(self._phases[1])
@@ -88,33 +81,23 @@ class GlobalBatchLoader:
                     return
                 micro_batch, item = self._stage(item), None  # frees the batch in shared memory
                 yield micro_batch
-                number += 1
         except Exception as error:
-            failure = explain(error, self.sampler.rank)
-            if not self._holds_failure:
-                if failure:
-                    raise failure from None
-                raise
-            self.failure = failure or error
-        try:
-            stand_in = self.fetch(self.largest()[0])[2]
-        except Exception:
-            raise self.failure from None
-        for micro_batch in self._planned(number):
-            yield dataclasses.replace(micro_batch, batch=stand_in, is_stand_in=True)
+            if failure := explain(error, self.sampler.rank):
+                raise failure from None
+            raise
 
     def _batches(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Each micro-batch with its collated samples: from the workers, or made here on demand."""
         if self._side:
             self._side.begin()
-        if self._loader is None or self.failure:
+        if self._loader is None:
             return map(self._make, self._planned())
         with kept_back():
             return iter(self._loader)
 
-    def _planned(self, number: int = 0) -> Iterator[MicroBatch]:
-        """The plan, from the number-th micro-batch after the current position on."""
-        return itertools.islice(self.sampler.micro_batches(self.sampler.epoch, self.sampler.start), number, None)
+    def _planned(self) -> Iterator[MicroBatch]:
+        """The plan, from the current position on."""
+        return self.sampler.micro_batches(self.sampler.epoch, self.sampler.start)
 
     def largest(self) -> list[list[int]]:
         """The samples of a full micro-batch, or of those that need the most memory if lengths differ."""
@@ -229,7 +212,6 @@ def create_distributed_dataloader(
     config: TrainingConfig,
     ctx: DistributedContext,
     clock: Clock | None = None,
-    holds_failure: bool = False,
 ) -> tuple[GlobalBatchLoader, GlobalBatchSampler]:
     """The loader of the training set on this rank, and its sampler. Raises UserError if an epoch would be empty."""
     is_padded = False
@@ -244,7 +226,7 @@ def create_distributed_dataloader(
     if not sampler.steps_per_epoch:
         remedy = f"reduce {config.micro_batch[0]}"
         raise UserError(f"dataset: {len(dataset)} samples do not fill a global batch of {size}; {remedy}")
-    return GlobalBatchLoader(sampler, config, ctx, clock, holds_failure=holds_failure), sampler
+    return GlobalBatchLoader(sampler, config, ctx, clock), sampler
 
 
 def create_evaluation_dataloader(
@@ -252,7 +234,6 @@ def create_evaluation_dataloader(
     config: TrainingConfig,
     ctx: DistributedContext,
     clock: Clock | None = None,
-    holds_failure: bool = False,
 ) -> GlobalBatchLoader:
     """The loader of an evaluation set, with equally many micro-batches per rank, of `eval_batch_size` samples or by a
     budget.
@@ -266,4 +247,4 @@ def create_evaluation_dataloader(
     )
     sampler.micro_batches_per_step = assignment.together(sampler.count)
     phases = "evaluation", "evaluation"
-    return GlobalBatchLoader(sampler, config, ctx, clock, phases, holds_failure=holds_failure)
+    return GlobalBatchLoader(sampler, config, ctx, clock, phases)

@@ -44,7 +44,6 @@ class MicroBatch:
     samples: int = 0  # in the global batch, of all ranks
     batch: Any = None  # on the device, once the loader has fetched it
     is_check: bool = False  # another rank's first one, whose gradient is compared and not used
-    is_stand_in: bool = False  # this one could not be fetched: its batch is another one
 
 
 @dataclass(frozen=True)

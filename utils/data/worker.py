@@ -45,9 +45,11 @@ def add_samples(error: Exception, dataset: Any, indices: Sequence[int], action: 
             action(some)
         except Exception:
             break
-    error.add_note(", ".join(sample_name(dataset, indices[k]) for k in some[:8]))
+    note = ", ".join(sample_name(dataset, indices[k]) for k in some[:8])
+    if note not in getattr(error, "__notes__", []):  # it was added where the data set is wrapped
+        error.add_note(note)
     if isinstance(error, StopIteration):  # would look like the end of the data
-        raise ValueError(f"StopIteration; {error.__notes__[-1]}") from error
+        raise ValueError(f"StopIteration; {note}") from error
 
 
 class Fetcher(Dataset):

@@ -17,7 +17,7 @@ RANKS_PER_INTERVAL = 1024  # more ranks vote less often: gloo passes a vote from
 class Vote(NamedTuple):
     """The vote of a rank. All ranks decide by the maximum of their votes."""
 
-    stop: bool = False  # a signal came, the time is up, or this rank could not fetch its samples
+    stop: bool = False  # a signal came, or the time is up
     save: bool = False  # a checkpoint is due
 
 

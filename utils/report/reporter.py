@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from config import TrainingError
 from utils.data.loader import GlobalBatchLoader
-from utils.distributed.collectives import broadcast_json, gather, lowest_rank
+from utils.distributed.collectives import broadcast_json, gather
 from utils.extras.companions.beside import finish_companions  # extra: companions
 from utils.extras.watch.stragglers import note_slowest  # extra: watch
 from utils.logger import log_epoch_summary
@@ -173,8 +173,6 @@ class Reporter:
 
     def _check_skips(self, step: int, why: str) -> None:
         if 0 < self._config.max_skipped_steps <= (in_row := self._state.progress.skipped_in_row):
-            if lowest_rank(self._loader.failure is not None, self._ctx) is not None:
-                return  # a rank could not fetch its samples, which ends the run
             raise TrainingError(
                 f"the last {in_row} optimizer steps, up to step {step}, had {why}; look at their samples (skipped_step"
                 " in metrics.jsonl), use a lower --lr or --clip_grad_norm 1, then --resume_from auto"

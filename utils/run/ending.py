@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -15,18 +15,15 @@ from typing import NoReturn
 from config import TrainingConfig, TrainingError, UserError
 from utils.checkpoint.format import step_checkpoints
 from utils.clock import Clock
-from utils.data.loader import GlobalBatchLoader
 from utils.data.worker import explain
-from utils.distributed.collectives import all_gather_json, is_of_a_peer
+from utils.distributed.collectives import is_of_a_peer
 from utils.distributed.context import DistributedContext, Launch, read_launch
 from utils.extras.watch import Watch  # extra: watch
 from utils.logger import NAME, setup_logger, told
 from utils.memory import is_out_of_memory
-from utils.run.attempt import Attempt
 from utils.run.command_line import end_now, reject
 from utils.run.failures import explain_memory
 from utils.run.folder import RunFolder
-from utils.training.state import TrainState
 
 SECONDS_FOR_BLAME = 2.0
 PREEMPTED = 75  # exit code
@@ -61,27 +58,6 @@ def cause_of(
     # the folder is read only if it matters, since its storage may hang
     is_resumed = is_out_of_memory(error) and bool(run and (run.resume_path or step_checkpoints(run.checkpoints)))
     return explain(error, ctx.rank) or explain_memory(error, config, ctx, is_resumed) or error
-
-
-def take_back_failed_steps(
-    loaders: Iterable[GlobalBatchLoader], state: TrainState, attempt: Attempt
-) -> Exception | None:
-    """The error with which the run ends if a rank could not fetch its samples: that of the first one. The state is then
-    that before its step. Collective."""
-    ctx, progress = attempt.ctx, state.progress
-    mine = next((each.failure for each in loaders if each.failure), None)
-    found = all_gather_json((state.spoiled_at or vars(progress), told(mine)) if mine else None, ctx)
-    failed = [(at["step"], rank, at, text) for rank, each in enumerate(found) if each for at, text in [each]]
-    if not failed:
-        return None
-    _, rank, at, text = min(failed, key=lambda each: each[:2])
-    state.take_back(at)
-    attempt.clock.take_back(progress.step)
-    where = {"epoch": progress.epoch_number, "step": progress.step, "samples_seen": progress.samples_seen}
-    attempt.run.status("running", **where)
-    if mine and rank == ctx.rank:
-        return mine
-    return TrainingError(text, rank, ctx.hosts[rank])
 
 
 class Ending:

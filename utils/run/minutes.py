@@ -42,7 +42,6 @@ def with_measured_steps(parts: Any, passes: Callable[[Any, Iterator], tuple[int,
         state.norm.item()  # waits for the device
         seconds = broadcast_json(perf_counter() - began, attempt.ctx)
     state.load_state_dict(before)
-    state.spoiled_at = {}
     for forget in (state.interval.begin_read, attempt.clock.take, state.sums.take_useful_time):  # of these steps
         forget()
     max_steps = max(1, int(budget * number / seconds))

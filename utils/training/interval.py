@@ -69,7 +69,6 @@ class Interval(MetricTracker):
         self._divisors: list[Tensor] = []  # one per step: 0 if the loss counted nothing
         self._losses: list[Tensor] = []  # with float16: the summed loss of each step
         self._steps: list[SkippedStep] = []  # a record of each step, used if it was skipped
-        self._read_at, self._read_values = 0, torch.empty(0)  # the latest sums of an interval with a finite step
 
     def lay_out(self, metrics: Metrics, spare: int = 0) -> None:
         super().lay_out(metrics, spare)
@@ -120,17 +119,7 @@ class Interval(MetricTracker):
                 skipped.append(step._replace(reason="non-finite" if divisor else EMPTY))
                 progress.skipped_in_row += 1
         progress.skipped_steps += len(skipped)
-        if read.steps and sums.count_of("grad_norm"):
-            self._read_at, self._read_values = read.steps[-1].step, sums.values.clone()
         return sums, skipped, more
-
-    def take_back(self, step: int, latest: int) -> None:
-        """Let the sums be those after this step. All later ones, up to the latest, were skipped, and have been read."""
-        if self._read_at > step:  # a log point since has begun a new interval
-            self.values.copy_(self._read_values)
-            latest = self._read_at
-        skipped = self.sum_of("skipped_steps")
-        skipped.copy_((skipped - (latest - step)).clamp(min=0))
 
     def keep_norms(self) -> None:
         """Add the norms that were read last to the sums, in the middle of an interval, and the skipped steps."""

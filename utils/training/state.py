@@ -3,7 +3,6 @@ are not in it, since both are functions of the optimizer step."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -64,7 +63,6 @@ class TrainState:
             self.interval = CountedInterval(device, self.updater.scaler, seams.terms)
         self.factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
         self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
-        self.spoiled_at: dict[str, Any] = {}  # the progress before the first step that this rank has spoiled
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -168,29 +166,6 @@ class TrainState:
                 self._seams.after_step(self.model, self._seams.progress, (1 - skipped).double())
         if self.average:  # extra: average
             self.average.update(1 - skipped)  # of the weights that after_step leaves
-
-    def spoil(self, metrics: Metrics) -> Metrics:
-        """Metrics of a stand-in for samples that could not be fetched, with which all ranks skip the step."""
-        self.spoiled_at = self.spoiled_at or copy.deepcopy(vars(self.progress))
-        total, *rest = metrics["loss"]
-        return {**metrics, "loss": (math.nan * total, *rest)}
-
-    def take_back(self, at: dict[str, Any]) -> None:
-        """Let the state be that of an earlier step, since when all steps were skipped.
-
-        at: `spoiled_at` of some rank.
-        """
-        self.read_skips()
-        progress, number = self.progress, self.progress.step - at["step"]
-        self.interval.take_back(at["step"], progress.step)
-        for name in ("samples_in_epoch", "samples_seen"):
-            setattr(progress, name, at[name])
-        progress.skipped_steps -= number
-        progress.skipped_in_row -= number
-        if number and at["step"]:  # the learning rates of the last step that was taken
-            progress.step, progress.user = at["step"] - 1, copy.deepcopy(at["user"])
-            self._set_lr()
-        progress.step, progress.user = at["step"], at["user"]
 
     def advance(self, samples: int) -> None:
         self.progress.step += 1
