@@ -35,9 +35,16 @@ AMP_DTYPES = [
 RARE = [  # flags that only `--help all` shows; the blocks of extras add some
     *"dataset_size drop_last record_samples beta2 nesterov schedule_steps min_lr warmup_steps".split(),
     *"max_skipped_steps patience amp_dtype init_method timeout bucket_cap_mb comm_hook find_unused_parameters".split(),
-    *"minutes save_every_steps save_every_minutes keep_last keep_every eval_every_steps eval_batch_size".split(),
+    *"save_every_steps save_every_minutes keep_last keep_every eval_every_steps eval_batch_size".split(),
     *"freeze num_classes in_channels channels_last label_smoothing norm_weight_decay sync_bn".split(),
 ]
+REMOVED = {  # settings of the version before: the default, what to use instead, and the setting that has to be given
+    "minutes": (
+        0.0,
+        "Time 50 steps, and give --max_steps = minutes x 60 / step_s of metrics.jsonl. --max_time stops earlier.",
+        "max_steps",
+    ),
+}
 NOT_TAKEN = ["resume_from", "overwrite", "eval_only"]  # from the config.json of another run
 PATHS = ("run_dir", "data_dir", "checkpoint_dir", "resume_from", "init_from")
 ELSEWHERE = Path(__file__).parent / "docs" / "coming-from.md"  # names of flags in other trainers
@@ -288,7 +295,6 @@ class TrainingConfig:
 
     epochs: int | str = setting("training", "auto", "passes over the data (auto: 10, or max_steps)", at_least(1), "may")
     max_steps: int = setting("training", 0, "total optimizer steps (0 = set by epochs)", at_least(0), "may")
-    minutes: float = setting("training", 0.0, "time of all steps: measures it, sets max_steps (0 = off)", at_least(0))
     batch_size: int = setting("training", 64, "samples per micro-batch on each rank", at_least(1), "must")
     grad_accum_steps: int = setting("training", 1, "micro-batches per rank and optimizer step", at_least(1))
     global_batch_size: int = setting("training", 0, "samples or tokens per step (0: by grad_accum_steps)", at_least(0))
@@ -456,7 +462,7 @@ class TrainingConfig:
             if problem:
                 shown = re.sub(r"(?<=://)[^/@]*:[^/@]*(?=@)|(?<=\?).*", REDACTED, str(getattr(self, field.name)))
                 problems.append(f"{field.name}={shown}: {problem}")
-        by_default = DEFAULTS.get(self.optimizer, {}) | ({} if self.max_steps or self.minutes else {"epochs": 10})
+        by_default = DEFAULTS.get(self.optimizer, {}) | ({} if self.max_steps else {"epochs": 10})
         for name, value in by_default.items():
             if getattr(self, name) == "auto":
                 object.__setattr__(self, name, value)
@@ -496,17 +502,9 @@ class TrainingConfig:
             return self.global_batch_size // self.micro_batch[1]
         return world_size * self.grad_accum_steps
 
-    def with_steps_of(self, saved: dict[str, Any]) -> TrainingConfig:
-        """With the max_steps of the run that this one continues, if `minutes` has set them. Raises UserError."""
-        if not self.minutes or self.max_steps or not saved:
-            return self
-        if not saved.get("minutes"):
-            raise UserError("minutes: the run that this one continues was started without it; give --max_steps instead")
-        return dataclasses.replace(self, max_steps=round(saved["max_steps"] * self.minutes / saved["minutes"]))
-
     def asks_for_more_than(self, saved: dict[str, Any]) -> bool:
         """Whether this config extends a run that was completed with the saved values."""
-        limits = zip(self.with_steps_of(saved).limits, limits_of(saved), strict=True) if saved else ()
+        limits = zip(self.limits, limits_of(saved), strict=True) if saved else ()
         return any(here > before for here, before in limits)
 
     @property
@@ -529,10 +527,14 @@ class TrainingConfig:
         return {field.name: saved[field.name] for field in dataclasses.fields(cls) if field.name in saved}
 
     @classmethod
-    def from_args(cls, argv: Sequence[str] | None = None, saved: dict[str, Any] | None = None) -> TrainingConfig:
+    def from_args(
+        cls, argv: Sequence[str] | None = None, saved: dict[str, Any] | None = None, notes: list[str] | None = None
+    ) -> TrainingConfig:
         """Defaults, then the file of --config, then flags. Exits 0 after --help or --print-config, 2 after an error.
 
-        saved: values that replace the defaults.
+        Args:
+            saved: values that replace the defaults.
+            notes: gets a line for each setting of the file that was removed from this version and is ignored.
         """
         given, problems = _read_flags(sys.argv[1:] if argv is None else argv, cls)
         shown, file, print_config = (given.pop(name, "") for name in GENERAL)
@@ -544,14 +546,15 @@ class TrainingConfig:
             values = _read_file(file, cls) if file else {}
         except UserError as error:
             problems, values = [*problems, str(error)], {}
+        ignored, refused = _take_removed(values, given, file)
+        problems += refused
+        if notes is not None:
+            notes += ignored
         if BOOLEANS.get(given.get("eval_only", "").lower()):
             values.pop("init_from", None)  # the weights that the run of a config.json started from
         if REDACTED in str((values | given).get("on_checkpoint")):  # extra: companions
             remedy = "give the command again, or better a script that holds the secret"
             problems.append(f"on_checkpoint: {REDACTED} stands for a secret that a run did not store; {remedy}")
-        if "minutes" in given:
-            values.pop("max_steps", None)  # which it sets
-            problems += [f"minutes={given['minutes']}: sets max_steps; {EITHER}"] * ("max_steps" in given)
         try:
             config = cls(**(cls.known(saved or {}) | values | given))
         except UserError as error:
@@ -631,6 +634,9 @@ def _unknown(word: str, cls: type) -> str:
     dashes, name = "--" * word.startswith("-"), word.split("=")[0].lstrip("-").replace("-", "_")
     if name in OF_TORCHRUN.split():
         return f"{word}: is not known; start the ranks with torchrun: torchrun --standalone --nproc-per-node=N train.py"
+    if name in REMOVED:
+        _, instead, _ = REMOVED[name]
+        return f"{word}: was removed. {instead}"
     names = [field.name for field in dataclasses.fields(cls)] + ["config", "print_config"] * bool(dashes)
     if extra := next((extra for extra, fields in deleted_extras().items() if name.removeprefix("no_") in fields), ""):
         return f"{word}: this fork has no extra {extra}; see docs/extras.md"
@@ -718,7 +724,7 @@ def _read_file(file: str, cls: type) -> dict[str, Any]:
     for name, default in (pair for fields in deleted_extras().values() for pair in fields.items()):
         if values.get(name) == default:  # what this fork does without it
             del values[name]
-    unknown = [f"{file}: {_unknown(key, cls)}" for key in values if key not in names]
+    unknown = [f"{file}: {_unknown(key, cls)}" for key in values if key not in names and key not in REMOVED]
     if unknown:
         raise UserError("\n".join(unknown))
     if path.suffix == ".json":  # how that run was started does not apply to a new one, and its command may not be yours
@@ -726,3 +732,32 @@ def _read_file(file: str, cls: type) -> dict[str, Any]:
     if values.get("checkpoint_dir") == f"{values.get('run_dir')}/checkpoints":
         del values["checkpoint_dir"]
     return values
+
+
+def _take_removed(values: dict[str, Any], given: dict[str, str], file: str) -> tuple[list[str], list[str]]:
+    """Take the removed settings out of the values of a file.
+
+    Args:
+        given: the flags.
+
+    Returns:
+        A note for each one that is ignored although it is not at its default, and the problems with the others.
+    """
+    notes: list[str] = []
+    problems: list[str] = []
+    for name, (default, instead, needed) in REMOVED.items():
+        value = values.pop(name, default)
+        if _is_number(value, default):
+            continue
+        text = f"{file}: {name}={value}: this setting was removed. {instead}"
+        is_replaced = not needed or needed in values or needed in given
+        (notes if is_replaced else problems).append(text)
+    return notes, problems
+
+
+def _is_number(value: Any, number: float) -> bool:
+    """Whether a value of a file, which is text in YAML, is this number."""
+    try:
+        return float(value) == number
+    except (TypeError, ValueError):
+        return False

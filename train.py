@@ -20,7 +20,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -43,7 +42,6 @@ from utils.run.checkpoints import Checkpoints
 from utils.run.create import create_state
 from utils.run.ending import PREEMPTED, for_torchrun, leave_after
 from utils.run.evaluate_only import evaluate_only
-from utils.run.minutes import with_measured_steps
 from utils.run.provenance import provenance_of
 from utils.run.resume import resume_run
 from utils.run.start import open_run
@@ -132,10 +130,6 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     model = wrap_ddp(state.model, config, ctx)
     # before resume_run: the model's buffers, which these passes may change, are then those of the checkpoint
     best = first_passes(model, state, loader, loaders, seams, config, ctx)
-    if config.minutes and not config.max_steps:
-        parts = SimpleNamespace(attempt=attempt, seams=seams, loader=loader, state=state, model=model)
-        attempt = with_measured_steps(parts, compute_gradient)
-        config = attempt.config
     provenance = provenance_of(config, ctx, state, sampler) | sets.content
     differences = resume_run(attempt, state, sampler, provenance, sets.listing, has_test="test" in held_out)
     reporter = Reporter(attempt, state, loader, provenance, seams.log_images)

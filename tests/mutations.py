@@ -42,9 +42,6 @@ class Mutation:
 
 # fmt: off
 MUTATIONS = [
-    Mutation('with_measured_steps', 'state.load_state_dict(before)', 'pass', 'minutes'),
-    Mutation('with_measured_steps', 'before = map_tensors(torch.clone, state.state_dict())', 'before = state.state_dict()', 'minutes'),
-    Mutation('TrainingConfig.with_steps_of', 'if not self.minutes or self.max_steps or not saved:', 'if True:', 'minutes'),
     Mutation('compare_evaluated', 'line, is_other = compare_data(before[split], here[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),
     Mutation('best_name', 'return path.stem if best.is_dir() else path.name', 'return ""', 'keep-last'),
     Mutation('claim', 'move_back(new)', 'pass', 'mirror-owner'),  # extra: companions

@@ -46,7 +46,6 @@ ROWS = """
 --batch_size 3
 --drop_last --batch_size 8
 --max_steps 1
---minutes 5
 --epochs 1
 --seed 0
 --deterministic

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import utils.files
-from config import StartError, TrainingConfig, UserError
+from config import REMOVED, StartError, TrainingConfig, UserError
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.extras.exact import ORDER  # extra: exact
@@ -228,6 +228,24 @@ def test_a_field_that_this_fork_has_deleted_counts_if_it_is_not_at_its_default(r
     else:
         assert compare(saved, TrainingConfig(), origin()) == [problem] * bool(problem)
     assert "width" not in vars(TrainingConfig.from_args([], saved["config"]))
+
+
+@pytest.mark.guarantee("changed-settings")
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_of_a_checkpoint_is_ignored_at_its_default_and_said_otherwise(name):
+    default, instead, needed = REMOVED[name]
+    saved = payload(**({needed: 9} if needed else {}))
+    here = TrainingConfig.from_args([], saved["config"])
+    saved["config"][name] = default
+    saved["provenance"]["fields"] = {name: [default, "free"]}
+    assert compare(saved, here, origin()) == []
+    saved["config"][name] = default + 5
+    said = f"{name}={default + 5} in the checkpoint: this setting was removed. {instead}"
+    assert compare(saved, here, origin()) == [said]
+    if needed:
+        started = f"the run was started with --{name} {default + 5:g}, which was removed"
+        with pytest.raises(UserError, match=f"^resume_from: {re.escape(started)}. Add --{needed} 9.$"):
+            compare(saved, TrainingConfig(), origin())
 
 
 def test_a_best_value_of_another_metric_or_of_other_weights_is_dropped():

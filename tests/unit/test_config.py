@@ -108,7 +108,6 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--resume_from_checkpoint x", "--resume_from_checkpoint: is not known; did you mean --resume_from?"),
         ("--device cpu", "--device: is not a flag here; GPUs are used if there are any; set CUDA_VISIBLE_DEVICES= for"),
         ("--warmup_steps 5 --warmup_epochs 1", "warmup_steps=5: there is warmup_epochs=1.0; give only one of the two"),
-        ("--minutes 5 --max_steps 9", "minutes=5: sets max_steps; give only one of the two"),
         ("--min_lr 0.1", "min_lr=0.1: is not below lr=0.1; give a smaller one"),
         ("--print-confg", "--print-confg: is not known; did you mean --print_config?"),
         ("--nproc-per-node 2", "--nproc-per-node: is not known; start the ranks with torchrun: torchrun --standalone"),

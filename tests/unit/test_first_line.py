@@ -58,3 +58,11 @@ def test_of_two_ranks_only_rank_0_prints(tmp_path, flags, codes, out, err):
             message = json.loads(report.read_text())["message"]
             assert message["message"] == f"UserError: {REJECTED.strip()}"
             assert message["extraInfo"]["py_callstack"] == REJECTED.strip()
+
+
+def test_of_two_ranks_only_rank_0_says_which_settings_of_a_file_are_ignored(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"minutes": 5.0, "max_steps": 9}))
+    for rank in (0, 1):
+        ended = start(f"--config {file}", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+        assert (f"{file}: minutes=5.0: this setting was removed. " in ended.stderr) == (rank == 0), ended.stderr

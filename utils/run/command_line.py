@@ -47,10 +47,11 @@ def check_command_line() -> None:
     """Handle --help, --print-config and bad flags, and exit; else print the first line. Only rank 0 prints."""
     open_output()
     launch, out, err = Launch(), io.StringIO(), io.StringIO()
+    notes: list[str] = []
     try:
         launch = read_launch()
         with redirect_stdout(out), redirect_stderr(err):
-            TrainingConfig.from_args()
+            TrainingConfig.from_args(notes=notes)
     except SystemExit as ended:
         if launch.rank == 0:
             print(out.getvalue(), end="", flush=True)
@@ -64,6 +65,8 @@ def check_command_line() -> None:
     if launch.is_under_torchrun:
         follow_torchrun()
     if launch.rank == 0:
+        for line in notes:
+            print(line, file=sys.stderr, flush=True)
         ranks = f"{launch.world_size} rank{'s' * (launch.world_size > 1)}"
         print(f"starting on {ranks}; importing torch takes a few seconds", flush=True)
 

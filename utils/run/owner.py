@@ -154,7 +154,6 @@ class Claim:
 
     resume_from: str = ""  # the checkpoint
     is_completed: bool = False  # nothing is left to do, and nothing may be written
-    max_steps: int = 0  # of the config, or of the run that is continued
     moved: list[list[str]] = field(default_factory=list)  # folders of an earlier run, each with its new name or NOTHING
     attempt: int = 1
     token: str = ""  # of the owner
@@ -195,18 +194,12 @@ class Found:
         has_ended = self.is_continued and self.status.get("state") == "completed"
         return has_ended and not self.config.asks_for_more_than(self.saved_config())
 
-    def saved_config(self, given: Path | None = None) -> dict[str, Any]:
-        """The settings of the run: those of its latest valid checkpoint, or of the given one, since config.json may be
-        edited."""
-        for path in [given] if given else reversed(checkpoint.step_checkpoints(self.config.checkpoint_folder)):
+    def saved_config(self) -> dict[str, Any]:
+        """The settings of the run: those of its latest valid checkpoint, since config.json may be edited."""
+        for path in reversed(checkpoint.step_checkpoints(self.config.checkpoint_folder)):
             with suppress(UserError):
                 return checkpoint.read(path)[0]["config"]
         return read_json(self.config.run_folder / "config.json")
-
-    def max_steps(self, path: Path | None) -> int:
-        """Those of the config, or of the run that goes on from this checkpoint, or from its start. Raises UserError."""
-        saved = self.saved_config(path) if self.config.minutes and (path or self.is_continued) else {}
-        return self.config.with_steps_of(saved).max_steps
 
     def mark_killed(self) -> list[str]:
         """Write how the attempt before has ended, if no rank survived to write it: its lock is free. Returns a note."""
@@ -344,7 +337,6 @@ def _decide(
     _remove_partial(folder, checkpoints)
     return lock, Claim(
         resume_from=str(path or ""),
-        max_steps=found.max_steps(path),
         moved=moved,
         attempt=attempt,
         token=lock.token,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from config import YOURS, TrainingConfig, UserError, fields_of_yours
+from config import REMOVED, YOURS, TrainingConfig, UserError, fields_of_yours
 from utils.checkpoint import format as checkpoint
 from utils.data.changes import changed_files, compare_data, keep_listing, read_listing
 from utils.data.sampler import GlobalBatchSampler
@@ -115,8 +115,11 @@ def settings_of(payload: dict[str, Any], config: TrainingConfig) -> list[Row]:
         Row(each.name, saved.get(each.name, each.default), getattr(config, each.name), each.metadata["resume"])
         for each in here
     ]
+    for name, (default, instead, _) in REMOVED.items():
+        line = f"{name}={{before}} in the checkpoint: this setting was removed. {instead}"
+        rows.append(Row(name, saved.get(name, default), default, "may", line))
     fields = payload["provenance"].get("fields", {}).items()
-    known = {each.name for each in here}
+    known = {each.name for each in rows}
     others = [(name, *each) for name, each in fields if name not in known and name in saved]
     return rows + [Row(name, saved[name], default, resume, UNKNOWN) for name, default, resume in others]
 
@@ -160,6 +163,7 @@ def compare(
     Raises:
         UserError: if values differ that must not, with all of them.
     """
+    check_removed(payload["config"], config)
     before, rows = payload["provenance"], rows_of(payload, config, provenance)
     yours = {field.name for field in fields_of_yours()}
     is_same_code = all(before.get(name) == provenance.get(name) for name in ("code", "versions"))
@@ -171,6 +175,15 @@ def compare(
         remedy = "resume_from: these must match; give them as they were, or start a new run with --init_from"
         raise UserError("\n".join([*wrong, remedy]))
     return may
+
+
+def check_removed(saved: dict[str, Any], config: TrainingConfig) -> None:
+    """Raises UserError if the checkpoint's run had a removed setting, and this one lacks what takes its place."""
+    for name, (default, _, needed) in REMOVED.items():
+        value = saved.get(name, default)
+        if needed and value != default and not getattr(config, needed):
+            text = f"resume_from: the run was started with --{name} {value:g}, which was removed."
+            raise UserError(f"{text} Add --{needed} {saved[needed]}.")
 
 
 def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:

@@ -45,7 +45,6 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
         logger = setup_logger(ctx.rank, None if run.claim.is_completed else run.log_file)
         if run.claim.is_completed:
             logger.info("%s: this run is already completed; to train longer, increase --epochs", run.folder)
-        config = dataclasses.replace(config, max_steps=run.claim.max_steps)
         yield Attempt(config, ctx, run, ending.clock, began, logger)
     run.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from config import TrainingConfig, unless_auto
@@ -67,10 +67,6 @@ class Schedule:
         self._config, self._lr_factor, self._warmup_steps = config, lr_factor, 0
         self._sampler: GlobalBatchSampler | None = None
         self._has_ended = False
-
-    def end_after(self, steps: int) -> None:
-        """Let the run end after so many steps. Call it before `plan`."""
-        self._config = replace(self._config, max_steps=steps)
 
     def plan(self, sampler: GlobalBatchSampler) -> None:
         """Plan the whole run, which continues from `progress`."""

@@ -47,7 +47,7 @@ class Ours:
         }
         config = dataclasses.replace(config, **places, overwrite=False)
         if steps:
-            no_limits: dict[str, Any] = {"max_steps": 0, "minutes": 0.0, "max_time": 0.0}
+            no_limits: dict[str, Any] = {"max_steps": 0, "max_time": 0.0}
             config = dataclasses.replace(config, dataset_size=self.samples, epochs=EPOCHS, **no_limits)
         self._ends = ExitStack()
         attempt = self._ends.enter_context(open_run(config, ctx))

@@ -26,7 +26,7 @@ from utils.run.provenance import sha256_of, versions
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ("train.py", "model.py", "dataset.py", "config.py")
 OURS = ("seed", "run_dir", "checkpoint_dir", "resume_from")  # flags that the judge gives
-LEFT_OUT = ("overwrite", "eval_only", "mirror", "max_time", "minutes")
+LEFT_OUT = ("overwrite", "eval_only", "mirror", "max_time")
 BUDGET = ("epochs", "max_steps", "dataset_size", "drop_last", "schedule_steps", "patience")
 VERIFY_RANKS = 2
 BATCH = ("--eval_batch_size", "16")  # of both sides
@@ -62,7 +62,6 @@ class Side:
         if ended.returncode:
             raise UserError(f"{name}: {(ended.stderr.strip() or ended.stdout.strip())[-500:]}")
         values = tomllib.loads(ended.stdout)
-        values["minutes"] *= not values["max_steps"]  # which it has set
         own = f"{values.get('run_dir')}/checkpoints"
         if values.get("checkpoint_dir", own) != own:
             raise UserError(f"{name}: checkpoint_dir is the same for all of its runs; leave it out")

@@ -133,7 +133,7 @@ class Fork:
     def small_config(self) -> TrainingConfig:
         """The config with small micro-batches, so that even a small data set has two steps per epoch."""
         largest = len(self.train_set) // (ACCUMULATION * self.ctx.world_size + 2)
-        off = ("global_batch_size", "dataset_size", "max_steps", "minutes", "max_time", "patience", "save_every")
+        off = ("global_batch_size", "dataset_size", "max_steps", "max_time", "patience", "save_every")
         values: dict[str, Any] = dict.fromkeys(off, 0)
         values |= {"epochs": 2, "eval_every": 1, "log_interval": 2, "keep_last": 99, "save_every_minutes": 0.0}
         values |= {"drop_last": False, "record_samples": True, "checkpoint_dir": ""}

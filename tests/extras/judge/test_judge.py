@@ -167,12 +167,6 @@ def test_bad_options_are_refused(tmp_path, fork, no_probe, words, flags, said):
     assert code == 2 and said in found["refused"] and found["verdict"] is None
 
 
-def test_a_budget_of_time_is_refused(tmp_path, fork, no_probe):
-    """A and B would take other numbers of steps."""
-    code, found = run(tmp_path, fork, other_fork(fork), "--out", tmp_path / "out", flags=["--minutes", "3"])
-    assert code == 2 and found["refused"] == "A: minutes=3.0 does not go with a judge; leave it out"
-
-
 @pytest.mark.parametrize(
     ("a", "b", "said"),
     [

@@ -1,0 +1,55 @@
+"""Settings of the version before: what a flag and a file with one of them get. test_checkpoint.py has checkpoints."""
+
+import json
+
+import pytest
+
+from config import REMOVED, TrainingConfig
+
+OTHER = {"minutes": 5.0}  # values that are not the default
+
+
+def rejection(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        TrainingConfig.from_args(words)
+    assert ended.value.code == 2
+    return capsys.readouterr().err.strip()
+
+
+def test_each_removed_setting_has_a_default_and_is_none_of_the_fields():
+    assert OTHER.keys() == REMOVED.keys() and not REMOVED.keys() & TrainingConfig.__dataclass_fields__.keys()
+
+
+@pytest.mark.guarantee("config")
+@pytest.mark.parametrize("name", REMOVED)
+@pytest.mark.parametrize("text", ["--{} 5", "--{}=5", "--{}"])
+def test_a_flag_is_refused_with_what_to_use_instead(capsys, name, text):
+    _, instead, _ = REMOVED[name]
+    assert rejection(capsys, *text.format(name).split()) == f"--{name}: was removed. {instead}"
+
+
+@pytest.mark.guarantee("config")
+@pytest.mark.parametrize("kind", ["json", "toml", "yaml"])
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_file_with_the_default_is_read_and_with_another_value_the_user_is_told(tmp_path, capsys, name, kind):
+    default, instead, needed = REMOVED[name]
+    file = tmp_path / f"config.{kind}"
+
+    def write(value, **more):
+        values = {name: value, "lr": 0.5} | more
+        lines = [f"{key}: {each}" if kind == "yaml" else f"{key} = {each}" for key, each in values.items()]
+        file.write_text(json.dumps(values) if kind == "json" else "\n".join(lines))
+
+    notes = []
+    for value in (default, int(default)):
+        write(value)
+        assert TrainingConfig.from_args(["--config", str(file)], notes=notes).lr == 0.5
+    assert notes == []
+    write(OTHER[name], **({needed: 9} if needed else {}))
+    TrainingConfig.from_args(["--config", str(file)], notes=notes)
+    said = f"{file}: {name}={OTHER[name]}: this setting was removed. {instead}"
+    assert notes == [said]
+    if needed:
+        write(OTHER[name])
+        assert rejection(capsys, "--config", str(file)) == said
+        assert TrainingConfig.from_args(["--config", str(file), f"--{needed}", "9"]).lr == 0.5
