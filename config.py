@@ -39,6 +39,11 @@ RARE = [  # flags that only `--help all` shows; the blocks of extras add some
     *"freeze num_classes in_channels channels_last label_smoothing norm_weight_decay sync_bn".split(),
 ]
 REMOVED = {  # settings of the version before: the default, what to use instead, and the setting that has to be given
+    "check_every": (
+        0,
+        "Ranks that differ are found at each save. A device that computes wrong, finite gradients is not found.",
+        "",
+    ),
     "minutes": (
         0.0,
         "Time 50 steps, and give --max_steps = minutes x 60 / step_s of metrics.jsonl. --max_time stops earlier.",
@@ -288,8 +293,6 @@ class TrainingConfig:
     CONFLICTS.extend([
         ("compile", lambda config: config.compile == "reduce-overhead" and config.find_unused_parameters,
          "keeps all gradients in place, and find_unused_parameters leaves some out; use --compile default"),
-        ("compile", lambda config: config.compile == "reduce-overhead" and vars(config).get("check_every"),
-         f"does not work with check_every; {EITHER}"),
     ])
     # ---- end of compile ----
 
@@ -364,12 +367,6 @@ class TrainingConfig:
     reduction: str = setting("distributed", "fast", "exact: same bits on any ranks", one_of("fast", "exact"), "may")
     CONFLICTS.append(("comm_hook", "reduction", f"rounds gradients before they are summed; {EITHER}"))
     # ---- end of exact ----
-    # ---- extra: check ----
-    check_every: int = setting(
-        "distributed", 0, "steps between checks of the ranks' gradients by other ranks (0 = off)", at_least(0)
-    )
-    CONFLICTS.append(("find_unused_parameters", "check_every", f"does not work with check_every; {EITHER}"))
-    # ---- end of check ----
     # ---- extra: sharding ----
     sharding: str = setting(
         "distributed", "none", "FSDP: shard the model over the ranks", one_of("none", "zero2", "zero3", "hybrid"), "may"
@@ -377,7 +374,6 @@ class TrainingConfig:
     cpu_offload: bool = setting("distributed", False, "keep shards and optimizer in host memory (slower)", resume="may")
     RARE.append("cpu_offload")
     CONFLICTS.extend([
-        ("sharding", "check_every", f"does not work with check_every; {EITHER}"),
         *((name, "sharding", f"does not work with sharding={{sharding}}; {EITHER}")
           for name in ("reduction", "comm_hook", "compile", "find_unused_parameters")),
         ("cpu_offload", lambda config: config.sharding == "none",

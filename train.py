@@ -33,7 +33,6 @@ from utils.data.sets import load_data
 from utils.distributed.collectives import broadcast_json, on_all_ranks
 from utils.distributed.consensus import Consensus, Stopped, Vote, is_every
 from utils.extras.cache import cached  # extra: cache
-from utils.extras.check import CrossCheck  # extra: check
 from utils.report.reporter import Reporter
 from utils.report.validation import Validation
 from utils.rng import seed_device
@@ -106,7 +105,6 @@ class Training:
     consensus: Consensus
     reporter: Reporter
     checkpoints: Checkpoints
-    cross_check: CrossCheck  # extra: check
     validation: Validation
 
 
@@ -134,9 +132,6 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     differences = resume_run(attempt, state, sampler, provenance, sets.listing, has_test="test" in held_out)
     reporter = Reporter(attempt, state, loader, provenance, seams.log_images)
     checkpoints = Checkpoints(attempt, state, provenance, reporter.before_save)
-    cross_check = CrossCheck(  # extra: check
-        state, loader, config, ctx, run.event, run.warn, checkpoints.save_and_finish
-    )
     reporter.start(loaders, differences)  # training begins
     every = {"train": loader, **loaders}
 
@@ -155,7 +150,6 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
         consensus=consensus,
         reporter=reporter,
         checkpoints=checkpoints,
-        cross_check=cross_check,  # extra: check
         validation=validation,
     )
 
@@ -204,8 +198,6 @@ def train_one_epoch(training: Training) -> None:
     consensus, checkpoints, reporter = training.consensus, training.checkpoints, training.reporter
     training.model.train()
     state.sums.running_stats.begin_epoch()
-    compute = partial(compute_gradient, training)
-    compute = partial(training.cross_check.run, compute=compute)  # extra: check
     stream = training.seams.counted(loader.micro_batches(progress.epoch, progress.samples_in_epoch))
     while not (schedule.is_epoch_complete or schedule.is_at_end):  # max_steps
         if schedule.is_evaluation_due:  # by steps
@@ -215,7 +207,7 @@ def train_one_epoch(training: Training) -> None:
                 return  # run_training ends the run: no evaluation is due, and the epoch does not count as complete
         clock.begin_step(progress.step + 1)
         state.show(progress)  # what functions of model.py may read
-        samples, indices = compute(stream)  # forward and backward
+        samples, indices = compute_gradient(training, stream)  # forward and backward
         clock.enter("update")
         checkpoints.finish_copy()  # before the weights change
         state.update_if_finite(samples)  # divides by the count, clips, steps; if not finite, all ranks skip it
@@ -242,7 +234,7 @@ def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[
                 metrics = training.seams.compute_loss(model, micro_batch.batch)
             if training.seams.terms:  # extra: terms
                 metrics = training.seams.terms.divided(metrics, micro_batch.number)
-            if not (is_padding or micro_batch.is_check):  # another rank's, in a check step
+            if not is_padding:
                 state.sums.add(metrics, micro_batch)
                 indices += micro_batch.indices
             if is_last_micro_batch:
@@ -257,7 +249,7 @@ def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[
 def leave_steps(training: Training) -> None:
     """For an evaluation, before which workers keep the batches that they have fetched, or for the end of an epoch."""
     training.attempt.clock.leave_steps()
-    training.consensus.flush()  # an earlier vote must not count after it; nor may a step without data be behind it
+    training.consensus.flush()  # an earlier vote must not count after it
     training.reporter.catch_up()
 
 

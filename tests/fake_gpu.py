@@ -339,7 +339,6 @@ def train_and_save(recorder, loader, held_out, config, ctx):
     training = SimpleNamespace(
         **{"attempt": attempt, "seams": seams, "loader": loader, "state": state, "model": model},
         **{"consensus": nothing, "checkpoints": nothing, "reporter": reporter},
-        cross_check=SimpleNamespace(run=lambda stream, compute: compute(stream)),  # extra: check
     )
     recorder.part = "update"
     recorder.take()

@@ -78,13 +78,6 @@ MUTATIONS = [
     Mutation('watch', 'os._exit(0)', 'pass', 'companion'),  # extra: companions
     Mutation('link', 'os.link(file, copy)', 'copy.symlink_to(file)', 'companion'),  # extra: companions
     Mutation('Storage.create', 'with open(path, "xb") as file:', 'with open(path, "wb") as file:', 'mirror-owner'),  # extra: companions
-    Mutation('CrossCheck._undo', 'self._state.updater.drop_gradients()', 'pass', 'cross-check'),  # extra: check
-    Mutation('CrossCheck._watched', 'if row == CHECKED:', 'if row == OWN:', 'cross-check'),  # extra: check
-    Mutation('CrossCheck.run', 'shift = shift % (self._ctx.world_size - 1) + 1', 'pass', 'cross-check'),  # extra: check
-    Mutation('compare', 'wrong |= {rank for value, rank in found if len(right) > 1 or value != right[0]}', 'wrong |= {rank for value, rank in found if value != right[0]}', 'cross-check'),  # extra: check
-    Mutation('ExactlyReplicated.accumulating', 'if not micro_batch.is_check:', 'if True:', 'cross-check'),  # extra: exact and check
-    Mutation('CrossCheck._watched', 'hook.remove()', 'pass', 'cross-check'),  # extra: check
-    Mutation('CrossCheck.run', 'own = [next(micro_batches)]  # from here on the divisors of terms are known', 'own = []', 'cross-check'),  # extra: check
     Mutation('Copier._complete', 'rest = int(of_rest(Progress.of(payload), buffers, torch.device("cpu")))', 'pass', 'fingerprint'),
     Mutation('nodes_apart', 'latest[host].append(rank)', 'nodes[-1][1].append(rank)', 'mirror-resume'),  # extra: companions
     Mutation('_totals', 'products *= _keys(device)[first : first + len(products)]', 'pass', 'fingerprint'),

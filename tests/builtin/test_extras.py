@@ -184,7 +184,7 @@ def test_a_fork_that_was_cut_and_changed_takes_newer_templates_without_a_conflic
     commit(fork, "my fork")
     run(tmp_path, "git", "clone", "-q", fork, plain)
     after = "reporter.start(loaders, differences)  # training begins"
-    change(template, "train.py", after, f"{after} here")  # below a line of `check`
+    change(template, "train.py", after, f"{after} here")
     change(
         template, "utils/run/ending.py", "    ending = Ending(ctx)\n", "    ending = Ending(ctx)  # new\n"
     )  # above `watch`

@@ -62,7 +62,6 @@ FLAGS = "--dataset_size 58 --epochs 1 --log_interval 4 --save_every 0".split()  
         (2, ["--grad_accum_steps", "2"]),
         (3, ["--global_batch_size", "8"]),  # one rank computes padding, which does not count
         (2, ["--reduction", "exact"]),  # extra: exact
-        (2, ["--check_every", "2"]),  # extra: check
     ],
 )
 def test_records_have_the_operations_of_all_samples(runs, ranks, flags):

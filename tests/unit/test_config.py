@@ -84,15 +84,6 @@ def test_flags_with_underscores_dashes_and_negations():
             "--init_from a --resume_from b",
             "init_from=a: a resumed run takes its weights from resume_from; give only one",
         ),
-        ("--check_every 5 --sharding zero3", "sharding=zero3: does not work with check_every; give only one"),
-        (
-            "--check_every 5 --find_unused_parameters",
-            "find_unused_parameters=True: does not work with check_every; give only one",
-        ),
-        (
-            "--check_every 5 --compile reduce-overhead",
-            "compile=reduce-overhead: does not work with check_every; give",
-        ),  # extra: check and compile
         ("--cpu_offload", "cpu_offload=True: needs sharding; add --sharding zero3, or leave it out"),
         (
             "--amp_dtype bf16_params",
@@ -181,7 +172,6 @@ def test_a_row_of_the_conflicts_names_fields_and_ends_with_a_fix(row):
     [
         "--init_from a --resume_from auto",
         "--sharding zero3 --cpu_offload --amp_dtype bf16_params",
-        "--check_every 5 --compile default",  # extra: check and compile
         "--find_unused_parameters --compile default",  # extra: compile
         "--sharding none --reduction exact",
         "--global_batch_size 128 --grad_accum_steps 1",

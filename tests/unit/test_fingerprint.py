@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.training import fingerprint
-from utils.training.fingerprint import KEYS, fingerprint_of, of_weights
+from utils.training.fingerprint import KEYS, digest_of, fingerprint_of, of_weights
 
 
 def of(*tensors):
@@ -34,6 +34,13 @@ def test_one_flipped_bit_anywhere_is_seen(dtype):
             seen.add(of(*tensors))
             values[byte] ^= 1 << bit
     assert len(seen) == 8 * len(values) and before not in seen and of(*tensors) == before
+
+
+def test_the_digest_on_the_device_is_the_fingerprint_of_the_values():
+    tensor, cpu = torch.randn(7, 5).t(), torch.device("cpu")
+    found = digest_of("test", [tensor], cpu)
+    assert found.shape == () and found.item() == of(tensor) == digest_of("test", [tensor.contiguous()], cpu)
+    assert digest_of("test", [torch.empty(0)], cpu) == 0
 
 
 @pytest.mark.guarantee("fingerprint")

@@ -6,7 +6,7 @@ import pytest
 
 from config import REMOVED, TrainingConfig
 
-OTHER = {"minutes": 5.0}  # values that are not the default
+OTHER = {"check_every": 3, "minutes": 5.0}  # values that are not the default
 
 
 def rejection(capsys, *words):

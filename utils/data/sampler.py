@@ -43,7 +43,6 @@ class MicroBatch:
     count: int  # micro-batches in the global batch, over all ranks
     samples: int = 0  # in the global batch, of all ranks
     batch: Any = None  # on the device, once the loader has fetched it
-    is_check: bool = False  # another rank's first one, whose gradient is compared and not used
 
 
 @dataclass(frozen=True)
@@ -165,14 +164,13 @@ class GlobalBatchSampler(DistributedSampler):
         """In so many steps before `end` of the epoch, tokens per sample and the share of padding; or zeros."""
         return 0.0, 0.0
 
-    def micro_batches(self, epoch: int, start: int = 0, rank: int | None = None) -> Iterator[MicroBatch]:
-        """The micro-batches of a rank (this one) from position `start` of the epoch on, including padding."""
+    def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        """The micro-batches of this rank from position `start` of the epoch on, including padding."""
         order, size, ranks = self.order(epoch), self.batch_size, self.num_replicas
-        rank = self.rank if rank is None else rank
         for first in range(start, len(order), self.global_batch_size):
             entries = order[first : first + self.global_batch_size]
             count = math.ceil(len(entries) / size)
-            mine = self.assignment.numbers(rank, count)
+            mine = self.assignment.numbers(self.rank, count)
             passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(mine))
             for k in range(passes):
                 is_padding = k >= len(mine)

@@ -65,11 +65,6 @@ class StepSums:
         """`UsefulTime.take` of this rank; 0 on a CPU."""
         return self.useful_time.take() if self.useful_time else 0.0
 
-    def discard(self) -> None:
-        """Drop the sums of a step that will be repeated."""
-        self.wait()
-        self.metrics.values.zero_()
-
     def commit(self, samples: int, is_finite: Tensor, interval: MetricTracker, is_loss_finite: Tensor) -> None:
         """Add this step to the running statistics and the interval's sums, and begin the next step.
 

@@ -107,7 +107,6 @@ def measure(
             "state": state,
             "loader": loader,
             "model": model,
-            "cross_check": mock.Mock(run=lambda stream, compute: compute(stream)),  # extra: check
         }
         training = mock.MagicMock(**parts)  # no votes, records and checkpoints
         training.reporter.is_due = training.consensus.step.return_value = False

@@ -89,8 +89,7 @@ class ExactlyReplicated(Replicated):
         if not micro_batch.is_last:
             with self.no_sync():
                 yield
-            if not micro_batch.is_check:
-                self._tree.add(micro_batch.number, self._take_gradients())
+            self._tree.add(micro_batch.number, self._take_gradients())
             return
         self._count = micro_batch.count
         self._parts, self._inner = (

@@ -179,13 +179,16 @@ class BudgetSampler(GlobalBatchSampler):
             steps, epoch, end = steps - math.ceil((last - first) / full), epoch - 1, None
         return tokens / samples, 1 - tokens / padded
 
-    def micro_batches(self, epoch: int, start: int = 0, rank: int | None = None) -> Iterator[MicroBatch]:
-        packed, rank = self.packed(epoch), self.rank if rank is None else rank
+    def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        packed = self.packed(epoch)
         for first in range(packed.number_at(start), len(packed.longest), self.micro_batches_per_step):
             sizes = [*map(packed.padded, range(len(packed.longest))[first : first + self.micro_batches_per_step])]
             begins, count = packed.begins[first : first + len(sizes) + 1], len(sizes)
             is_free = type(self.assignment) is Assignment  # else in runs, along which exact sums are formed
-            mine = balanced(rank, self.num_replicas, sizes) if is_free else self.assignment.numbers(rank, count)
+            if is_free:
+                mine: Sequence[int] = balanced(self.rank, self.num_replicas, sizes)
+            else:
+                mine = self.assignment.numbers(self.rank, count)
             passes = math.ceil(count / self.num_replicas) if self.assignment.is_padded else max(1, len(mine))
             for k in range(passes):
                 is_padding = k >= len(mine)
