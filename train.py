@@ -215,7 +215,6 @@ def train_one_epoch(training: Training) -> None:
         reporter.step_done(samples, indices)
         if reporter.is_due:
             reporter.log()
-            checkpoints.buffers.compare(progress.step, once=True)  # between ranks; a save compares them again
         # the vote of an earlier step, whether to save; it raises Stopped if a rank was asked to stop
         if consensus.step() or is_every(config.save_every_steps, progress.step):
             consensus.flush()  # an earlier vote must not count after a save

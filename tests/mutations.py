@@ -57,7 +57,7 @@ MUTATIONS = [
     Mutation('expand', 'return os.path.expanduser(os.path.expandvars(path))', 'return path', 'paths'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].add_(other.values[:size])', 'no-silence'),
     Mutation('Interval.finish_read', 'sums.sum_of("skipped_steps").add_(len(norms) - len(finite))', 'pass', 'no-silence'),
-    Mutation('BufferCheck.compare', 'mine = {name: [*each.shape, fingerprint_of("buffers", [each])] for name, each in buffers}', 'mine = {name: [*each.shape] for name, each in buffers}', 'other-buffers'),
+    Mutation('Copier._compare', 'self._odd_buffers = next((rank for rank, each in enumerate(buffers) if each != buffers[0]), None)', 'pass', 'other-buffers'),
     Mutation('StoredRun.checkpoints', 'names = [*owner.get("inherits", []), *self.names(f"{latest:08d}/manifests")]', 'names = [name for name in self.names() if "/manifests/" in name]', 'mirror-owner'),  # extra: companions
     Mutation('StoredRun.fetch', 'if archive.verify(place / part).digest != file["sha256"]:', 'if False:', 'mirror-resume'),  # extra: companions
     Mutation('StoredRun.restore_own_records', 'self._restore(name, path)', 'pass', 'mirror-resume'),  # extra: companions
@@ -78,7 +78,7 @@ MUTATIONS = [
     Mutation('watch', 'os._exit(0)', 'pass', 'companion'),  # extra: companions
     Mutation('link', 'os.link(file, copy)', 'copy.symlink_to(file)', 'companion'),  # extra: companions
     Mutation('Storage.create', 'with open(path, "xb") as file:', 'with open(path, "wb") as file:', 'mirror-owner'),  # extra: companions
-    Mutation('Copier._complete', 'rest = int(of_rest(Progress.of(payload), buffers, torch.device("cpu")))', 'pass', 'fingerprint'),
+    Mutation('Copier._compare', 'odd, fingerprint = broadcast_json([sorted(odd), shown(whole + buffers[0] + position)], self._ctx)', 'odd, fingerprint = broadcast_json([sorted(odd), shown(whole)], self._ctx)', 'fingerprint'),
     Mutation('nodes_apart', 'latest[host].append(rank)', 'nodes[-1][1].append(rank)', 'mirror-resume'),  # extra: companions
     Mutation('_totals', 'products *= _keys(device)[first : first + len(products)]', 'pass', 'fingerprint'),
     Mutation('_totals', 'totals[device] += products.sum() * (derive_seed(name, block) | 1)', 'totals[device] += products.sum()', 'fingerprint'),
@@ -189,7 +189,7 @@ MUTATIONS = [
     Mutation('latest_valid', 'if skipped:', 'if False:', 'all-damaged'),
     Mutation('load', 'return retried(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped))', 'return retried(lambda: torch.load(path, map_location="cpu", weights_only=False, mmap=is_mapped))', 'untrusted'),
     Mutation('superseded', 'for step in list(steps)[:-keep_last]:', 'for step in list(steps)[:-1]:', 'keep-last'),
-    Mutation('Copier._compare', 'odd, fingerprint = broadcast_json([sorted(odd), shown(whole + rest)], self._ctx)', 'odd, fingerprint = [], ""', 'divergence'),
+    Mutation('Copier._compare', 'odd, fingerprint = broadcast_json([sorted(odd), shown(whole + buffers[0] + position)], self._ctx)', 'odd, fingerprint = [], ""', 'divergence'),
     Mutation('Writer.look', 'except OSError as error:', 'except BlockingIOError as error:', 'disk'),
     Mutation('Checkpoints._after_copy', 'self.finish_copy()', 'pass', 'resume'),
     Mutation('run_training', 'checkpoints.finish_copy()  # it may change the weights', 'pass', 'resume'),

@@ -185,44 +185,47 @@ def test_an_evaluation_without_labels_is_a_warning_and_an_event(runs):
     ] == "val" and "evaluation of val: the loss is nan. scripts/predict.py --split val writes" in runs.log("run")
 
 
-class OwnQueue(tasks.SmallNet):
-    """Keeps the features of the latest samples, and how many of each class came: both of this rank only."""
+class OwnBuffers(tasks.SmallNet):
+    """Buffers that a rank updates by itself: `kind` is one with floats, integers or another shape on each rank."""
 
-    def __init__(self, is_reduced):
+    def __init__(self, kind):
         super().__init__(True, 10)
-        self.is_reduced = is_reduced
-        self.register_buffer("queue", torch.zeros(0, 64))
+        self.kind = kind
         self.register_buffer("means", torch.zeros(64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("queue", torch.zeros(0, 64))
         self.register_buffer("mine", torch.zeros(64), persistent=False)
 
     def forward(self, x):
         features = self.features(x).flatten(1)
         if self.training:
-            found = features.detach().mean(0)
+            found, rank = features.detach().mean(0), int(os.environ["RANK"])
             self.mine += found
-            if self.is_reduced:
+            if self.kind == "integers":
+                self.seen += rank
+            elif self.kind == "shapes":
+                self.queue = torch.cat([self.queue, features.detach()])[-8 * (2 + rank) :]
+            elif self.kind == "alike":
                 torch.distributed.all_reduce(found)
-            else:
-                self.queue = torch.cat([self.queue, features.detach()])[-8 * (2 + int(os.environ["RANK"])) :]
-            self.means += found
+            if self.kind in ("floats", "alike"):
+                self.means += found
         return self.head(features)
 
 
-def train_with_a_queue(words, is_reduced):
-    create = lambda config, device: OwnQueue(is_reduced).to(device)  # noqa: E731
+def train_with_buffers(words, kind):
+    create = lambda config, device: OwnBuffers(kind).to(device)  # noqa: E731
     with mock.patch.dict(TASKS["images"], {"create_model": create}):
         return train_flags(words)["state"]
 
 
 @pytest.mark.guarantee("other-buffers")
-@pytest.mark.parametrize("is_reduced", [False, True])
-def test_buffers_that_a_rank_updates_by_itself_are_named_after_the_first_steps_and_at_a_save(runs, is_reduced):
-    """BatchNorm's are not among them. The queue has another shape on each rank; training goes on and saves."""
-    flags = "--dataset_size 64 --epochs 2 --log_interval 2 --num_workers 1".split()
-    assert run_ranks(2, train_with_a_queue, runs.words("run", *flags), is_reduced) == ["completed"] * 2
-    found, text = runs.events("run", "buffers_differ"), "means, queue: rank 1 has other values in these buffers"
+@pytest.mark.parametrize("kind", ["floats", "integers", "shapes", "alike"])
+def test_buffers_that_a_rank_updates_by_itself_are_an_event_at_each_save_and_a_warning(runs, kind):
+    """BatchNorm's and those that are not persistent are not compared; training continues and saves rank 0's."""
+    flags = "--dataset_size 64 --epochs 2 --num_workers 1".split()
+    assert run_ranks(2, train_with_buffers, runs.words("run", *flags), kind) == ["completed"] * 2
     saved = [event["step"] for event in runs.events("run", "checkpoint")]
-    expected = [] if is_reduced else [2, *saved]
-    assert [event["step"] for event in found] == expected and len(saved) == 2
-    assert all(event["names"] == ["means", "queue"] and event["rank"] == 1 for event in found)
-    assert runs.log("run").count(text) == (not is_reduced)
+    found = [(event["step"], event["rank"]) for event in runs.events("run", "buffers_differ")]
+    assert len(saved) == 2 and found == ([] if kind == "alike" else [(step, 1) for step in saved])
+    text = r"buffers: rank 1 on \S+ has other values in persistent buffers than rank 0, whose are saved"
+    assert len(re.findall(text, runs.log("run"))) == (kind != "alike")

@@ -18,7 +18,6 @@ from utils.distributed.collectives import broadcast_json, lowest_rank
 from utils.logger import NAME
 from utils.redact import stored
 from utils.run.attempt import Attempt
-from utils.run.buffers import BufferCheck
 from utils.run.copier import Copier
 from utils.training.state import TrainState
 
@@ -63,7 +62,7 @@ class Checkpoints:
         # whether best.pt links to a new best; None: there is none, or all ranks know. They set and clear it together
         self._is_linked: bool | None = None
         self._is_owed = False  # a save was due while another one was written
-        self.buffers = BufferCheck(run, state.model, ctx)
+        self._has_warned_of_buffers = False
         self._begun_at = time.monotonic()  # start of the last save
         self._blocked_s = 0.0  # how long it blocked training
 
@@ -92,7 +91,6 @@ class Checkpoints:
         self._is_owed = self._writer.is_busy
         self._before_save()
         if lowest_rank(self._is_owed, self._ctx) is None:
-            self.buffers.compare(step)
             copy, self._begun_at = self._copier.begin(), time.monotonic()
             if self._writes:
                 self._writer.start(self._layout.path(self._run.checkpoints, step), copy)
@@ -106,6 +104,23 @@ class Checkpoints:
             TrainingError: on all ranks if they differ; nothing is written then.
         """
         self._blocked_s += self._copier.finish()
+        self._note_buffers()
+
+    def _note_buffers(self) -> None:
+        """On rank 0: an event at each save in which the buffers of a rank differ, and a warning at the first one."""
+        rank = self._copier.take_odd_buffers()
+        if rank is None:
+            return
+        self._run.event("buffers_differ", self._saved_step, rank=rank)
+        if not self._has_warned_of_buffers:
+            self._run.warn(
+                "buffers: rank %d on %s has other values in persistent buffers than rank 0, whose are saved."
+                " Update them with what all ranks computed (torch.distributed.all_reduce or all_gather), or register"
+                " them with persistent=False. scripts/verify.py names such buffers.",
+                rank,
+                self._ctx.hosts[rank],
+            )
+        self._has_warned_of_buffers = True
 
     def weights(self) -> dict[str, AbstractContextManager]:
         """`TrainState.weights`, which complete the copy before the model gets other weights than its own."""

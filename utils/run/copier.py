@@ -18,8 +18,7 @@ from utils.distributed.collectives import broadcast_json, gather
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local
 from utils.rng import diverged
-from utils.training.fingerprint import buffers_of, of_rest, of_weights, shown
-from utils.training.schedule import Progress
+from utils.training.fingerprint import buffers_of, of_buffers, of_position, of_weights, shown
 from utils.training.state import TrainState
 
 
@@ -47,6 +46,7 @@ class Copier:
         self._stream = torch.Stream(threads.device) if threads.device.type != "cpu" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._copy: Future[Payload] | None = None  # begun, and not finished
+        self._odd_buffers: int | None = None  # on rank 0: the first rank whose buffers differ from its own
 
     def begin(self) -> Future[Payload]:
         """Start to copy the state as it is now. Finish the copy before weights or optimizer state change.
@@ -59,45 +59,57 @@ class Copier:
         """
         state = self._state.state_dict()
         payload, pairs = self._memory.copy_of(state) if self._writes else (Payload(), [])
+        position = of_position(self._state.progress)
         # buffers at once: the next forward pass changes them
+        buffers = buffers_of(self._state.model)
+        if self._writes:
+            copies = [payload["model"][name] for name in buffers]
+        else:
+            copies = [buffer.clone() for buffer in buffers.values()]  # for their digest
         places = {buffer.data_ptr() for buffer in self._state.model.buffers()}
         _copy_all([pair for pair in pairs if pair[1].data_ptr() in places])
         later = [pair for pair in pairs if pair[1].data_ptr() not in places]
-        buffers = [payload["model"][name] for name in buffers_of(self._state.model)] if self._ctx.is_main else []
         event = torch.accelerator.current_stream().record_event() if self._stream else None
-        self._copy = self._thread.submit(self._complete, payload | self._meta, later, buffers, event)
+        self._copy = self._thread.submit(self._complete, payload | self._meta, later, copies, position, event)
         return self._copy
 
     def _complete(
-        self, payload: Payload, pairs: list[tuple[Tensor, Tensor]], buffers: list[Tensor], event: Any
+        self, payload: Payload, pairs: list[tuple[Tensor, Tensor]], buffers: list[Tensor], position: int, event: Any
     ) -> Payload:
-        """In the thread: complete the copy, and compare the ranks. Returns the payload."""
-        digest, rest = self._copy_and_digest(pairs, event), 0
-        if self._ctx.is_main:
-            rest = int(of_rest(Progress.of(payload), buffers, torch.device("cpu")))
-        payload["provenance"]["fingerprint"] = self._compare(digest, rest)
+        """In the thread: complete the copy, and compare the ranks. Returns the payload.
+
+        Args:
+            buffers: copies of them.
+            position: its summand of the fingerprint.
+        """
+        digests = self._copy_and_digest(pairs, buffers, event)
+        payload["provenance"]["fingerprint"] = self._compare(digests, position)
         return payload
 
-    def _copy_and_digest(self, pairs: list[tuple[Tensor, Tensor]], event: Any) -> int:
-        """The digest of this rank's weights and optimizer state."""
+    def _copy_and_digest(self, pairs: list[tuple[Tensor, Tensor]], buffers: list[Tensor], event: Any) -> list[int]:
+        """The digest of this rank's weights and optimizer state, and that of its buffers."""
         if self._stream:
             torch.accelerator.set_device_index(self._ctx.device)
         with self._stream or nullcontext():
             if self._stream and event:
                 self._stream.wait_event(event)
             _copy_all(pairs)
-            digest = int(of_weights(self._state))  # reads from the device, so the copies are complete
+            weights = int(of_weights(self._state))  # reads from the device, so the copies are complete
+            digests = [weights, of_buffers(buffers)]
             if self._stream:
                 self._stream.synchronize()
-        return digest
+        return digests
 
-    def _compare(self, digest: int, rest: int) -> str:
-        """The fingerprint of the state. rest: on rank 0, that of its buffers and position."""
-        digests = [row[0] for row in gather(torch.tensor([digest]), self._ctx)]  # of all ranks, on rank 0
+    def _compare(self, digests: list[int], position: int) -> str:
+        """The fingerprint of the state. digests: of `_copy_and_digest`."""
+        rows = gather(torch.tensor(digests), self._ctx)  # of all ranks, on rank 0
+        weights, buffers = zip(*rows, strict=True)
+        if self._ctx.is_main:
+            self._odd_buffers = next((rank for rank, each in enumerate(buffers) if each != buffers[0]), None)
         groups = self._replicas if self._ctx.is_main else []
-        odd = [ranks[each] for ranks in groups for each in diverged([digests[rank] for rank in ranks])]
-        whole = sum(digests[ranks[0]] for ranks in groups)
-        odd, fingerprint = broadcast_json([sorted(odd), shown(whole + rest)], self._ctx)
+        odd = [ranks[each] for ranks in groups for each in diverged([weights[rank] for rank in ranks])]
+        whole = sum(weights[ranks[0]] for ranks in groups)
+        odd, fingerprint = broadcast_json([sorted(odd), shown(whole + buffers[0] + position)], self._ctx)
         if odd:
             whose = ", ".join(f"rank {rank} on {self._ctx.hosts[rank]}" for rank in odd)
             raise TrainingError(
@@ -114,6 +126,12 @@ class Copier:
         if copy:
             copy.result()
         return time.perf_counter() - began
+
+    def take_odd_buffers(self) -> int | None:
+        """After `finish`, on rank 0: the first rank whose persistent buffers differ from rank 0's; None if none does,
+        or if it was taken before."""
+        rank, self._odd_buffers = self._odd_buffers, None
+        return rank
 
     def wait(self, seconds: float) -> None:
         """Wait at most so long for the copy in progress."""

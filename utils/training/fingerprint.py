@@ -93,7 +93,8 @@ def fingerprint(state: TrainState) -> Tensor:
     total = of_weights(state)
     if group := group_of(state.owners.values()):
         dist.all_reduce(total, group=group)
-    return total + of_rest(state.progress, buffers_of(state.model).values(), total.device)
+    buffers = buffers_of(state.model).values()
+    return total + digest_of("buffers", buffers, total.device) + of_position(state.progress)
 
 
 def shown(fingerprint: int) -> str:
@@ -111,14 +112,18 @@ def of_weights(state: TrainState) -> Tensor:
     return digest_of("weights", tensors, device_of(state.model), owners)
 
 
-def of_rest(at: Progress, buffers: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The summand of position and buffers, in the order of `buffers_of`. On the device, as a digest."""
-    position = derive_seed("position", at.epoch, at.step, at.samples_in_epoch, at.samples_seen)
-    return digest_of("buffers", buffers, device) + position
+def of_position(at: Progress) -> int:
+    """The summand of the position."""
+    return derive_seed("position", at.epoch, at.step, at.samples_in_epoch, at.samples_seen)
+
+
+def of_buffers(buffers: Iterable[Tensor]) -> int:
+    """The summand of the buffers, in the order of `buffers_of`. Reads from the device."""
+    return fingerprint_of("buffers", buffers)
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that checkpoints hold, by name."""
+    """The buffers that checkpoints hold, by name: those of integers too."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict()
     return {name: local(x) for name, x in state.items() if isinstance(x, Tensor) and name not in names}
