@@ -19,7 +19,7 @@ import tomllib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from utils.extras.images.checks import AUTO_AUGMENTS, probability, range_up_to  # extra: images
 
@@ -38,16 +38,31 @@ RARE = [  # flags that only `--help all` shows; the blocks of extras add some
     *"save_every_steps save_every_minutes keep_last keep_every eval_every_steps eval_batch_size".split(),
     *"freeze num_classes in_channels channels_last label_smoothing norm_weight_decay sync_bn".split(),
 ]
-REMOVED = {  # settings of the version before: the default, what to use instead, and the setting that has to be given
-    "check_every": (
-        0,
-        "Ranks that differ are found at each save. A device that computes wrong, finite gradients is not found.",
-        "",
+
+
+class RemovedSetting(NamedTuple):
+    """A setting of the version before. A flag is refused; a value in a file or a checkpoint is ignored."""
+
+    default: float
+    instead: str  # what to use
+    needs: str = ""  # the setting that has to be given in its place
+
+
+REMOVED = {
+    "check_every": RemovedSetting(
+        default=0,
+        instead=(
+            "Ranks that differ are found at each save. Nothing finds a device that computes wrong, finite gradients:"
+            " leave it out."
+        ),
     ),
-    "minutes": (
-        0.0,
-        "Time 50 steps, and give --max_steps = minutes x 60 / step_s of metrics.jsonl. --max_time stops earlier.",
-        "max_steps",
+    "minutes": RemovedSetting(
+        default=0.0,
+        instead=(
+            "Train 50 steps, and then give --max_steps = minutes x 60 / step_s, where metrics.jsonl has step_s. To stop"
+            " a run early, use --max_time."
+        ),
+        needs="max_steps",
     ),
 }
 NOT_TAKEN = ["resume_from", "overwrite", "eval_only"]  # from the config.json of another run
@@ -631,8 +646,7 @@ def _unknown(word: str, cls: type) -> str:
     if name in OF_TORCHRUN.split():
         return f"{word}: is not known; start the ranks with torchrun: torchrun --standalone --nproc-per-node=N train.py"
     if name in REMOVED:
-        _, instead, _ = REMOVED[name]
-        return f"{word}: was removed. {instead}"
+        return f"{word} was removed. {REMOVED[name].instead}"
     names = [field.name for field in dataclasses.fields(cls)] + ["config", "print_config"] * bool(dashes)
     if extra := next((extra for extra, fields in deleted_extras().items() if name.removeprefix("no_") in fields), ""):
         return f"{word}: this fork has no extra {extra}; see docs/extras.md"
@@ -741,13 +755,14 @@ def _take_removed(values: dict[str, Any], given: dict[str, str], file: str) -> t
     """
     notes: list[str] = []
     problems: list[str] = []
-    for name, (default, instead, needed) in REMOVED.items():
-        value = values.pop(name, default)
-        if _is_number(value, default):
+    for name, removed in REMOVED.items():
+        value = values.pop(name, removed.default)
+        if _is_number(value, removed.default):
             continue
-        text = f"{file}: {name}={value}: this setting was removed. {instead}"
-        is_replaced = not needed or needed in values or needed in given
-        (notes if is_replaced else problems).append(text)
+        if removed.needs and removed.needs not in values and removed.needs not in given:
+            problems.append(f"{file}: {name} was removed. {removed.instead}")
+        else:
+            notes.append(f"{file}: {name}={value} is ignored, since {name} was removed. {removed.instead}")
     return notes, problems
 
 

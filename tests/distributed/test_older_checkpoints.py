@@ -44,5 +44,5 @@ def test_a_run_whose_length_came_from_minutes_goes_on_with_max_steps(runs):
     runs.train(2, "run", *FLAGS, "--max_steps", "8", "--resume_from", "auto")
     runs.assert_same("whole", "run")
     [resumed] = runs.events("run", "resumed")
-    _, instead, _ = REMOVED["minutes"]
-    assert resumed["changed"] == [f"minutes=0.02 in the checkpoint: this setting was removed. {instead}"]
+    said = f"minutes=0.02 of the checkpoint is ignored, since minutes was removed. {REMOVED['minutes'].instead}"
+    assert resumed["changed"] == [said]

@@ -233,14 +233,14 @@ def test_a_field_that_this_fork_has_deleted_counts_if_it_is_not_at_its_default(r
 @pytest.mark.guarantee("changed-settings")
 @pytest.mark.parametrize("name", REMOVED)
 def test_a_removed_setting_of_a_checkpoint_is_ignored_at_its_default_and_said_otherwise(name):
-    default, instead, needed = REMOVED[name]
+    default, needed = REMOVED[name].default, REMOVED[name].needs
     saved = payload(**({needed: 9} if needed else {}))
     here = TrainingConfig.from_args([], saved["config"])
     saved["config"][name] = default
     saved["provenance"]["fields"] = {name: [default, "free"]}
     assert compare(saved, here, origin()) == []
     saved["config"][name] = default + 5
-    said = f"{name}={default + 5} in the checkpoint: this setting was removed. {instead}"
+    said = f"{name}={default + 5} of the checkpoint is ignored, since {name} was removed. {REMOVED[name].instead}"
     assert compare(saved, here, origin()) == [said]
     if needed:
         started = f"the run was started with --{name} {default + 5:g}, which was removed"

@@ -24,15 +24,14 @@ def test_each_removed_setting_has_a_default_and_is_none_of_the_fields():
 @pytest.mark.parametrize("name", REMOVED)
 @pytest.mark.parametrize("text", ["--{} 5", "--{}=5", "--{}"])
 def test_a_flag_is_refused_with_what_to_use_instead(capsys, name, text):
-    _, instead, _ = REMOVED[name]
-    assert rejection(capsys, *text.format(name).split()) == f"--{name}: was removed. {instead}"
+    assert rejection(capsys, *text.format(name).split()) == f"--{name} was removed. {REMOVED[name].instead}"
 
 
 @pytest.mark.guarantee("config")
 @pytest.mark.parametrize("kind", ["json", "toml", "yaml"])
 @pytest.mark.parametrize("name", REMOVED)
 def test_a_file_with_the_default_is_read_and_with_another_value_the_user_is_told(tmp_path, capsys, name, kind):
-    default, instead, needed = REMOVED[name]
+    removed, needed = REMOVED[name], REMOVED[name].needs
     file = tmp_path / f"config.{kind}"
 
     def write(value, **more):
@@ -41,15 +40,15 @@ def test_a_file_with_the_default_is_read_and_with_another_value_the_user_is_told
         file.write_text(json.dumps(values) if kind == "json" else "\n".join(lines))
 
     notes = []
-    for value in (default, int(default)):
+    for value in (removed.default, int(removed.default)):
         write(value)
         assert TrainingConfig.from_args(["--config", str(file)], notes=notes).lr == 0.5
     assert notes == []
     write(OTHER[name], **({needed: 9} if needed else {}))
     TrainingConfig.from_args(["--config", str(file)], notes=notes)
-    said = f"{file}: {name}={OTHER[name]}: this setting was removed. {instead}"
-    assert notes == [said]
+    said = f"{name} was removed. {removed.instead}"
+    assert notes == [f"{file}: {name}={OTHER[name]} is ignored, since {said}"]
     if needed:
         write(OTHER[name])
-        assert rejection(capsys, "--config", str(file)) == said
+        assert rejection(capsys, "--config", str(file)) == f"{file}: {said}"
         assert TrainingConfig.from_args(["--config", str(file), f"--{needed}", "9"]).lr == 0.5

@@ -115,9 +115,9 @@ def settings_of(payload: dict[str, Any], config: TrainingConfig) -> list[Row]:
         Row(each.name, saved.get(each.name, each.default), getattr(config, each.name), each.metadata["resume"])
         for each in here
     ]
-    for name, (default, instead, _) in REMOVED.items():
-        line = f"{name}={{before}} in the checkpoint: this setting was removed. {instead}"
-        rows.append(Row(name, saved.get(name, default), default, "may", line))
+    for name, removed in REMOVED.items():
+        line = f"{name}={{before}} of the checkpoint is ignored, since {name} was removed. {removed.instead}"
+        rows.append(Row(name, saved.get(name, removed.default), removed.default, "may", line))
     fields = payload["provenance"].get("fields", {}).items()
     known = {each.name for each in rows}
     others = [(name, *each) for name, each in fields if name not in known and name in saved]
@@ -179,11 +179,11 @@ def compare(
 
 def check_removed(saved: dict[str, Any], config: TrainingConfig) -> None:
     """Raises UserError if the checkpoint's run had a removed setting, and this one lacks what takes its place."""
-    for name, (default, _, needed) in REMOVED.items():
-        value = saved.get(name, default)
-        if needed and value != default and not getattr(config, needed):
+    for name, removed in REMOVED.items():
+        value = saved.get(name, removed.default)
+        if removed.needs and value != removed.default and not getattr(config, removed.needs):
             text = f"resume_from: the run was started with --{name} {value:g}, which was removed."
-            raise UserError(f"{text} Add --{needed} {saved[needed]}.")
+            raise UserError(f"{text} Add --{removed.needs} {saved[removed.needs]}.")
 
 
 def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
