@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -93,34 +94,64 @@ def change(folder, file, old, new):
 EACH = [pytest.param([name], id=name, marks=pytest.mark.slow) for name in EXTRAS]
 
 
-@pytest.mark.parametrize("names", [pytest.param(["--all-but"], id="all"), *EACH])
-def test_what_is_left_is_tested_and_trains_to_the_same_bits(tmp_path, runs, whole, names):
-    folder = copy(tmp_path / "fork")
-    gone = EXTRAS.keys() if names == ["--all-but"] else names
-    fields = without.fields_of((folder / "config.py").read_text(), set(gone))
-    printed = cut(folder, *names)
-    assert "lines before and after" in printed and "git restore" in printed
-    assert fingerprints(folder, runs) == whole
-    if names == ["--all-but"]:
-        for first, then in ((ROOT, folder), (folder, ROOT)):
-            assert continued(first, then, runs).code == 0
-            assert runs.records(f"from-{first.name}", "train")[-1]["fingerprint"] == whole[0]
-        averaged = continued(ROOT, folder, runs, "--ema_decay", 0.9)
-        said = "changed: ema_decay: the checkpoint has ema_decay=0.9, and this fork has no such flag (docs/extras.md)"
-        assert averaged.code == 0 and said in averaged.text, averaged.text
-        sharded = continued(ROOT, folder, runs, "--sharding", "zero3", ranks=2)
-        assert sharded.code and "is a folder, and this fork has no extra sharding; give another" in sharded.text
+@dataclass
+class Cut:
+    """A copy of the template without one extra or without all of them."""
+
+    folder: Path
+    flags: dict[str, set[str]]  # per extra that is gone
+    printed: str
+    without_all: bool
+
+
+@pytest.fixture(scope="module", params=[pytest.param(["--all-but"], id="all"), *EACH])
+def smaller(request, tmp_path_factory):
+    names = request.param
+    folder = copy(tmp_path_factory.mktemp("smaller") / "fork")
+    without_all = names == ["--all-but"]
+    gone = EXTRAS.keys() if without_all else names
+    flags = without.fields_of((folder / "config.py").read_text(), set(gone))
+    return Cut(folder, flags, cut(folder, *names), without_all)
+
+
+def test_what_is_left_trains_to_the_same_bits(smaller, runs, whole):
+    assert fingerprints(smaller.folder, runs) == whole
+
+
+def test_what_is_left_continues_runs_of_the_whole_template_and_is_continued_by_it(smaller, runs, whole):
+    folder = smaller.folder
+    if not smaller.without_all:
+        pytest.skip("shown without all extras")
+    for first, then in ((ROOT, folder), (folder, ROOT)):
+        assert continued(first, then, runs).code == 0
+        assert runs.records(f"from-{first.name}", "train")[-1]["fingerprint"] == whole[0]
+    averaged = continued(ROOT, folder, runs, "--ema_decay", 0.9)
+    said = "changed: ema_decay: the checkpoint has ema_decay=0.9, and this fork has no such flag (docs/extras.md)"
+    assert averaged.code == 0 and said in averaged.text, averaged.text
+    sharded = continued(ROOT, folder, runs, "--sharding", "zero3", ranks=2)
+    assert sharded.code and "is a folder, and this fork has no extra sharding; give another" in sharded.text
+
+
+def test_what_is_left_names_no_page_and_no_flag_that_is_gone(smaller):
+    folder = smaller.folder
+    assert "lines before and after" in smaller.printed and "git restore" in smaller.printed
     assert not [*dead_links(folder)]
     shown = run(folder, sys.executable, "train.py", "--help", "all")
-    for extra, flags in fields.items():
+    for extra, flags in smaller.flags.items():
         for flag in flags:
             assert not re.search(rf"--(\[no-\])?{flag}\b", shown), flag
             answer = run(folder, sys.executable, "train.py", f"--{flag}", "1", code=2)
             assert f"--{flag}: this fork has no extra {extra}; see docs/extras.md" in answer
-    run(folder, sys.executable, "-m", "ruff", "check", ".")
-    run(folder, sys.executable, "-m", "ruff", "format", "--check", ".")
-    run(folder, sys.executable, "-m", "mypy")
-    run(folder, sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "loadfile", "tests/unit")
+
+
+def test_what_is_left_passes_its_linters(smaller):
+    run(smaller.folder, sys.executable, "-m", "ruff", "check", ".")
+    run(smaller.folder, sys.executable, "-m", "ruff", "format", "--check", ".")
+    run(smaller.folder, sys.executable, "-m", "mypy")
+
+
+def test_what_is_left_passes_its_unit_tests(smaller):
+    run(smaller.folder, sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "loadfile", "tests/unit")
 
 
 def marked_lines(path):

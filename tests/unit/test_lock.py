@@ -138,7 +138,7 @@ def test_an_owner_that_cannot_be_read_is_not_one_that_is_missing(tmp_path, monke
     assert (tmp_path / "lock.json").read_bytes() == before
 
 
-def test_the_process_and_the_token_in_the_lock_are_those_of_the_owner(tmp_path):
+def test_the_process_and_the_token_in_the_lock_are_those_of_the_owner(tmp_path, quick):
     (tmp_path / "lock.json").write_text('{"token": "before", "host": "here", "pid": 1, "time": "before", "attempt": 3}')
     lock = RunLock(tmp_path, "here", token="mine")
     found = json.loads((tmp_path / "lock.json").read_text())
