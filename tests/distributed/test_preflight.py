@@ -130,3 +130,24 @@ def test_a_hanging_rank_is_named_without_waiting_for_it(tmp_path):
     said = r"FAILURE  \S+ \(rank 1\) did not reach 'end of facts' in 4 s; check it"
     with pytest.raises(AssertionError, match=said):
         run_ranks(3, hangs, [*QUICK, "--run_dir", str(tmp_path / "run"), "--timeout", "4"])
+
+
+class HangingLoader:
+    def micro_batches(self, epoch):
+        time.sleep(60)
+
+
+def loads_nothing(flags):
+    with (
+        mock.patch.object(preflight, "create_distributed_dataloader", lambda *_: (HangingLoader(), None)),
+        mock.patch.object(preflight, "MAX_SECONDS_OF_MODEL", 4.0),
+    ):
+        run_preflight(flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_storage_that_hangs_is_named_without_waiting_for_it(tmp_path, ranks):
+    said = "FAILURE  no rank finished 'loader' in 4 s; check the storage and the data set's code"
+    with pytest.raises(AssertionError, match=said):
+        run_ranks(ranks, loads_nothing, [*QUICK, "--run_dir", str(tmp_path / "run")])

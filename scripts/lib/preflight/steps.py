@@ -60,12 +60,10 @@ class Steps:
     @contextmanager
     def _deadline(self, place: str, seconds: float) -> Iterator[None]:
         """Unless the body ends in time, report the ranks that did not get here and end the process."""
-        if not self._store:
-            yield
-            return
         key = f"preflight/{next(self._places)}"
-        self._store.set(f"{key}/{self._ctx.rank}", "")
-        timer = threading.Timer(seconds, self._give_up, [self._store, key, place, seconds])
+        if self._store:
+            self._store.set(f"{key}/{self._ctx.rank}", "")
+        timer = threading.Timer(seconds, self._give_up, [key, place, seconds])
         timer.daemon = True
         timer.start()
         try:
@@ -73,11 +71,14 @@ class Steps:
         finally:
             timer.cancel()
 
-    def _give_up(self, store: dist.Store, key: str, place: str, seconds: float) -> None:
+    def _give_up(self, key: str, place: str, seconds: float) -> None:
         ranks = range(self._ctx.world_size)
-        here = [rank for rank in ranks if store.check([f"{key}/{rank}"])]
+        here = [rank for rank in ranks if not self._store or self._store.check([f"{key}/{rank}"])]
         missing = [rank for rank in ranks if rank not in here]
-        text = f"no rank finished '{place}' in {seconds:.0f} s; check MTU and firewall between the nodes"
+        fix = "check MTU and firewall between the nodes"
+        if place in ("data", "loader"):
+            fix = "check the storage and the data set's code"
+        text = f"no rank finished '{place}' in {seconds:.0f} s; {fix}"
         if missing:
             text = f"{verdict.named(missing, self._ctx.hosts)} did not reach '{place}' in {seconds:.0f} s; check it"
             text += " (top, dmesg, its storage)"

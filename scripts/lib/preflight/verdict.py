@@ -134,7 +134,7 @@ def devices(facts: list[dict]) -> list[Finding]:
 
 
 def shared_memory(facts: list[dict]) -> list[Finding]:
-    """Warn if /dev/shm is too small for NCCL. The loader checks by itself that its batches fit."""
+    """Warn if /dev/shm is too small for NCCL. The step "loader" shows whether the workers' batches fit."""
     warnings = []
     for ranks in nodes_of(facts):
         node, needed = facts[ranks[0]], NCCL_SHARED_MEMORY * len(ranks)
