@@ -41,11 +41,19 @@ RARE = [  # flags that only `--help all` shows; the blocks of extras add some
 
 
 class RemovedSetting(NamedTuple):
-    """A setting of the version before. A flag is refused; a value in a file or a checkpoint is ignored."""
+    """A setting of the version before.
+
+    A flag is refused. A value in a file or a checkpoint is ignored with a note; if `needs` is not given, it is refused.
+    """
 
     default: float
     instead: str  # what to use
     needs: str = ""  # the setting that has to be given in its place
+
+    def note(self, name: str, value: Any) -> str:
+        """What the user is told about a value that is ignored."""
+        answer = f"{self.needs} is used." if self.needs else self.instead
+        return f"{name}={value} is ignored, since {name} was removed. {answer}"
 
 
 REMOVED = {
@@ -59,8 +67,8 @@ REMOVED = {
     "minutes": RemovedSetting(
         default=0.0,
         instead=(
-            "Train 50 steps, and then give --max_steps = minutes x 60 / step_s, where metrics.jsonl has step_s. To stop"
-            " a run early, use --max_time."
+            "Train 50 steps, and take step_s of the last train record in metrics.jsonl. Then give --max_steps ="
+            " minutes x 60 / step_s. To stop a run early, use --max_time."
         ),
         needs="max_steps",
     ),
@@ -759,10 +767,10 @@ def _take_removed(values: dict[str, Any], given: dict[str, str], file: str) -> t
         value = values.pop(name, removed.default)
         if _is_number(value, removed.default):
             continue
-        if removed.needs and removed.needs not in values and removed.needs not in given:
+        if removed.needs and _is_number((values | given).get(removed.needs, 0), 0):
             problems.append(f"{file}: {name} was removed. {removed.instead}")
         else:
-            notes.append(f"{file}: {name}={value} is ignored, since {name} was removed. {removed.instead}")
+            notes.append(f"{file}: {removed.note(name, value)}")
     return notes, problems
 
 

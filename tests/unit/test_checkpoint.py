@@ -240,7 +240,8 @@ def test_a_removed_setting_of_a_checkpoint_is_ignored_at_its_default_and_said_ot
     saved["provenance"]["fields"] = {name: [default, "free"]}
     assert compare(saved, here, origin()) == []
     saved["config"][name] = default + 5
-    said = f"{name}={default + 5} of the checkpoint is ignored, since {name} was removed. {REMOVED[name].instead}"
+    answer = f"{needed} is used." if needed else REMOVED[name].instead
+    said = f"{name}={default + 5} of the checkpoint is ignored, since {name} was removed. {answer}"
     assert compare(saved, here, origin()) == [said]
     if needed:
         started = f"the run was started with --{name} {default + 5:g}, which was removed"

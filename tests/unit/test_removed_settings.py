@@ -46,9 +46,9 @@ def test_a_file_with_the_default_is_read_and_with_another_value_the_user_is_told
     assert notes == []
     write(OTHER[name], **({needed: 9} if needed else {}))
     TrainingConfig.from_args(["--config", str(file)], notes=notes)
-    said = f"{name} was removed. {removed.instead}"
-    assert notes == [f"{file}: {name}={OTHER[name]} is ignored, since {said}"]
-    if needed:
-        write(OTHER[name])
-        assert rejection(capsys, "--config", str(file)) == f"{file}: {said}"
+    answer = f"{needed} is used." if needed else removed.instead
+    assert notes == [f"{file}: {name}={OTHER[name]} is ignored, since {name} was removed. {answer}"]
+    for more in ({}, {needed: 0}) if needed else ():  # --print_config writes each setting, also at its default
+        write(OTHER[name], **more)
+        assert rejection(capsys, "--config", str(file)) == f"{file}: {name} was removed. {removed.instead}"
         assert TrainingConfig.from_args(["--config", str(file), f"--{needed}", "9"]).lr == 0.5

@@ -116,7 +116,7 @@ def settings_of(payload: dict[str, Any], config: TrainingConfig) -> list[Row]:
         for each in here
     ]
     for name, removed in REMOVED.items():
-        line = f"{name}={{before}} of the checkpoint is ignored, since {name} was removed. {removed.instead}"
+        line = removed.note(name, "{before} of the checkpoint")
         rows.append(Row(name, saved.get(name, removed.default), removed.default, "may", line))
     fields = payload["provenance"].get("fields", {}).items()
     known = {each.name for each in rows}
