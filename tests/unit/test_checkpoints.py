@@ -84,9 +84,8 @@ def test_the_thread_that_copies_first_takes_the_device_of_its_rank(monkeypatch):
     monkeypatch.setattr(copier, "of_weights", lambda state: calls.append("read") or 7)
     stream.__enter__.side_effect = lambda: calls.append("stream")
     of_rank_3 = SimpleNamespace(_stream=stream, _ctx=SimpleNamespace(device="cuda:3", is_main=False), _state=None)
-    monkeypatch.setattr(copier, "of_buffers", lambda buffers: calls.append("read buffers") or 3)
-    assert Copier._copy_and_digest(of_rank_3, [], [], None) == [7, 3]
-    assert calls == ["cuda:3", "stream", "copy", "read", "read buffers"]
+    assert Copier._copy_and_digest(of_rank_3, [], torch.tensor(3), None) == [7, 3]
+    assert calls == ["cuda:3", "stream", "copy", "read"]
 
 
 class OnGPU(torch.Tensor):

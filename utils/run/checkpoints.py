@@ -103,8 +103,10 @@ class Checkpoints:
         Raises:
             TrainingError: on all ranks if they differ; nothing is written then.
         """
-        self._blocked_s += self._copier.finish()
-        self._note_buffers()
+        try:
+            self._blocked_s += self._copier.finish()
+        finally:  # buffers may be why the weights differ
+            self._note_buffers()
 
     def _note_buffers(self) -> None:
         """On rank 0: an event at each save in which the buffers of a rank differ, and a warning at the first one."""
@@ -114,7 +116,7 @@ class Checkpoints:
         self._run.event("buffers_differ", self._saved_step, rank=rank)
         if not self._has_warned_of_buffers:
             self._run.warn(
-                "buffers: rank %d on %s has other values in persistent buffers than rank 0, whose are saved."
+                "buffers: rank %d on %s has other values in persistent buffers than rank 0. Rank 0's are saved."
                 " Update them with what all ranks computed (torch.distributed.all_reduce or all_gather), or register"
                 " them with persistent=False. scripts/verify.py names such buffers.",
                 rank,

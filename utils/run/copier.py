@@ -18,7 +18,7 @@ from utils.distributed.collectives import broadcast_json, gather
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local
 from utils.rng import diverged
-from utils.training.fingerprint import buffers_of, of_buffers, of_position, of_weights, shown
+from utils.training.fingerprint import of_buffers, of_position, of_weights, shown
 from utils.training.state import TrainState
 
 
@@ -61,32 +61,28 @@ class Copier:
         payload, pairs = self._memory.copy_of(state) if self._writes else (Payload(), [])
         position = of_position(self._state.progress)
         # buffers at once: the next forward pass changes them
-        buffers = buffers_of(self._state.model)
-        if self._writes:
-            copies = [payload["model"][name] for name in buffers]
-        else:
-            copies = [buffer.clone() for buffer in buffers.values()]  # for their digest
+        buffers = of_buffers(self._state.model)
         places = {buffer.data_ptr() for buffer in self._state.model.buffers()}
         _copy_all([pair for pair in pairs if pair[1].data_ptr() in places])
         later = [pair for pair in pairs if pair[1].data_ptr() not in places]
         event = torch.accelerator.current_stream().record_event() if self._stream else None
-        self._copy = self._thread.submit(self._complete, payload | self._meta, later, copies, position, event)
+        self._copy = self._thread.submit(self._complete, payload | self._meta, later, buffers, position, event)
         return self._copy
 
     def _complete(
-        self, payload: Payload, pairs: list[tuple[Tensor, Tensor]], buffers: list[Tensor], position: int, event: Any
+        self, payload: Payload, pairs: list[tuple[Tensor, Tensor]], buffers: Tensor, position: int, event: Any
     ) -> Payload:
         """In the thread: complete the copy, and compare the ranks. Returns the payload.
 
         Args:
-            buffers: copies of them.
-            position: its summand of the fingerprint.
+            buffers: `of_buffers` of the step.
+            position: `of_position` of the step.
         """
         digests = self._copy_and_digest(pairs, buffers, event)
         payload["provenance"]["fingerprint"] = self._compare(digests, position)
         return payload
 
-    def _copy_and_digest(self, pairs: list[tuple[Tensor, Tensor]], buffers: list[Tensor], event: Any) -> list[int]:
+    def _copy_and_digest(self, pairs: list[tuple[Tensor, Tensor]], buffers: Tensor, event: Any) -> list[int]:
         """The digest of this rank's weights and optimizer state, and that of its buffers."""
         if self._stream:
             torch.accelerator.set_device_index(self._ctx.device)
@@ -95,13 +91,13 @@ class Copier:
                 self._stream.wait_event(event)
             _copy_all(pairs)
             weights = int(of_weights(self._state))  # reads from the device, so the copies are complete
-            digests = [weights, of_buffers(buffers)]
+            digests = [weights, int(buffers)]
             if self._stream:
                 self._stream.synchronize()
         return digests
 
     def _compare(self, digests: list[int], position: int) -> str:
-        """The fingerprint of the state. digests: of `_copy_and_digest`."""
+        """The fingerprint of the state. digests: this rank's, of weights and of buffers."""
         rows = gather(torch.tensor(digests), self._ctx)  # of all ranks, on rank 0
         weights, buffers = zip(*rows, strict=True)
         if self._ctx.is_main:

@@ -93,8 +93,7 @@ def fingerprint(state: TrainState) -> Tensor:
     total = of_weights(state)
     if group := group_of(state.owners.values()):
         dist.all_reduce(total, group=group)
-    buffers = buffers_of(state.model).values()
-    return total + digest_of("buffers", buffers, total.device) + of_position(state.progress)
+    return total + of_buffers(state.model) + of_position(state.progress)
 
 
 def shown(fingerprint: int) -> str:
@@ -117,13 +116,9 @@ def of_position(at: Progress) -> int:
     return derive_seed("position", at.epoch, at.step, at.samples_in_epoch, at.samples_seen)
 
 
-def of_buffers(buffers: Iterable[Tensor]) -> int:
-    """The summand of the buffers, in the order of `buffers_of`. Reads from the device."""
-    return fingerprint_of("buffers", buffers)
-
-
-def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that checkpoints hold, by name: those of integers too."""
+def of_buffers(model: nn.Module) -> Tensor:
+    """The summand of the buffers that checkpoints hold, those of integers too. On the device, as a digest."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict()
-    return {name: local(x) for name, x in state.items() if isinstance(x, Tensor) and name not in names}
+    buffers = [local(x) for name, x in state.items() if isinstance(x, Tensor) and name not in names]
+    return digest_of("buffers", buffers, device_of(model))

@@ -241,13 +241,14 @@ def compare_updates(
 
 
 def compare_buffers(ours: nn.Module, theirs: nn.Module, rounding: float) -> str:
-    """Raises Broken if a buffer differs from the plain loop's after the epoch: running statistics, counters, queues.
+    """Raises Broken if a persistent buffer differs from the plain loop's after the epoch: statistics, counters, queues.
 
     BatchNorm's own counter is left out: it counts optimizer steps here, and micro-batches in the plain loop.
     """
+    saved = theirs.state_dict()
     norms = [name for name, module in theirs.named_modules() if isinstance(module, _BatchNorm)]
     counters = {f"{name}.num_batches_tracked" for name in norms}
-    buffers = {name: buffer for name, buffer in theirs.named_buffers() if name not in counters}
+    buffers = {name: buffer for name, buffer in theirs.named_buffers() if name in saved and name not in counters}
     for name, plain in buffers.items():
         mine = ours.get_buffer(name)
         if torch.equal(mine, plain):
