@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import socket
@@ -149,7 +150,7 @@ def log_training_step(
 def log_epoch_summary(
     logger: logging.Logger, records: list[dict[str, Any]], seconds: float, is_best: bool, title: str = ""
 ) -> None:
-    """Log an evaluation in one line: the metrics of each split and kind of weights.
+    """Log an evaluation in one line: the metrics of each split and kind of weights. Warn if a loss is not finite.
 
     title: what was evaluated, unless it is the model at the end of an epoch.
     """
@@ -159,6 +160,16 @@ def log_epoch_summary(
         parts.append(f"{record['split']}{' (ema)' * (record['weights'] == 'ema')}: {values}")
     parts.append(f"{count(records[0]['count'], 'sample')} in {duration(seconds)}")
     logger.info("%s", " | ".join(parts + ["best so far"] * is_best))
+    for record in records:
+        if not math.isfinite(record["loss"]):
+            logger.log(
+                ALIKE,
+                "evaluation of %s: the loss is %s. To find the sample, write all outputs with scripts/predict.py."
+                ' If the set has no labels, return it as "predict" from create_dataset.',
+                record["split"],
+                record["loss"],
+            )
+            break
 
 
 def has_terminal(logger: logging.Logger) -> bool:

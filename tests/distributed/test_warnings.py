@@ -36,7 +36,7 @@ def train_odd(flags, odd, value=float("nan"), count=1, more=None):
 
 
 @pytest.mark.guarantee("no-silence")
-@pytest.mark.parametrize(("ranks", "flags"), [(1, ""), (2, "--reduction exact")])
+@pytest.mark.parametrize(("ranks", "flags"), [(1, ""), (2, "--reduction exact"), (2, "--grad_accum_steps 2")])
 def test_an_evaluation_whose_loss_is_not_finite_is_a_warning(runs, ranks, flags):
     run_ranks(ranks, train_odd, runs.words("run", *FLAGS, *flags.split()), {"val": [13, 14]})
     lines = [line for line in runs.log("run").splitlines() if "evaluation of val: the loss is nan" in line]

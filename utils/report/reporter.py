@@ -214,9 +214,7 @@ class Reporter:
             self._board.scalars(record)
         self._run.event("evaluation", step, split=split, seconds=round(seconds, 3))
         log_epoch_summary(self._attempt.logger, records, seconds, is_best, title)
-        if odd := [record["loss"] for record in records if not math.isfinite(record["loss"])]:
-            text = "evaluation of %s: the loss is %s. scripts/predict.py --split %s writes the outputs of each sample."
-            self._run.warn(text + " For a set without labels use its --split predict.", split, odd[0], split)
+        if not all(math.isfinite(record["loss"]) for record in records):
             self._run.event("non_finite_evaluation", step, split=split)
 
     def finish(self, ending: str, best_metric: str, test: list[dict[str, Any]]) -> dict[str, Any]:
