@@ -231,7 +231,7 @@ TABLE = [
     Row("run folder full", lambda setup: setup.nodes.mount_tmpfs(setup.storage, "4m"), "preflight", "node0",
         "free, ... checkpoints of ... need", 1),  # extra: preflight
     Row("small shared memory", lambda setup: setup.nodes[1].mount_tmpfs(Path("/dev/shm"), "64k"), "preflight", "node1",
-        "Give the job more memory or a larger --shm-size", 1),  # extra: preflight
+        "give the job more memory or a larger --shm-size", 1),  # extra: preflight
     Row("few open files", before(1, 'ulimit -n 40 && exec "$@"'), "train.py", "node1", "open files: the limit is"),
     Row("clock off", other_time, "preflight", "node1", "the clock of ... is ... ahead of", 1),  # extra: preflight
     Row("busy node", busy_node, "preflight", "node1", "times slower than the median", 0),  # extra: preflight

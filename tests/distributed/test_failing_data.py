@@ -23,7 +23,7 @@ tasks.Images.__getitems__ = fetch
 """  # where a worker of rank 1 fetches its third micro-batch
 
 
-@pytest.mark.guarantee("worker-killed")
+@pytest.mark.guarantee("hang")
 @pytest.mark.slow
 def test_a_worker_that_hangs_ends_the_run_with_its_rank(runs):  # extra: watch
     """Both ranks end long before a collective times out, and no process is left."""
@@ -143,7 +143,7 @@ class Growing(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return torch.zeros(10 if index < 4 else 400_000)
 
-config = TrainingConfig(batch_size=4, num_workers=2, hang_timeout=8)
+config = TrainingConfig(batch_size=4, num_workers=2)
 loader = create_evaluation_dataloader(Growing(), config, DistributedContext(0, 0, 1, torch.device("cpu")))
 try:
     for micro_batch in loader.micro_batches(0):
@@ -156,6 +156,5 @@ except TrainingError as error:
 def test_a_dev_shm_that_fills_up_is_named_as_the_cause():
     code = mounting("-t", "tmpfs", "-o", "size=2m", "tmpfs", "/dev/shm") + OVERFLOWS
     ended = launch([sys.executable, "-c", code], deadline=60)
-    assert re.match(r"rank 0: .*shared memory.*\. Give the job more memory or a larger --shm-size, or", ended.out), (
-        ended.text
-    )
+    said = r"rank 0: .*shared memory.*\. If .*, give the job more memory or a larger --shm-size, or"
+    assert re.match(said, ended.out), ended.text

@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 import train
 import utils.run.start
@@ -103,3 +104,19 @@ def test_every_rank_receives_the_messages_and_the_sums_of_all_ranks():
     sizes = [0, 1, 500, 505, 506, 507, 508, 509, 510, 2000, 60_000]  # around the length that fits in one collective
     expected = [[{"rank": rank, "text": "ö" * (size * (rank + 1) // 4)} for rank in range(4)] for size in sizes]
     assert run_ranks(4, exchange, sizes) == [(expected, [2.5, 10.0, 1.0, 4.0])] * 4
+
+
+def train_beside_an_xpu(words):
+    with (
+        mock.patch.object(torch.accelerator, "is_available", lambda: True),
+        mock.patch.object(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu")),
+        mock.patch.object(torch.cuda, "device_count", lambda: 0),
+    ):
+        return train_flags(words)["state"]
+
+
+@pytest.mark.guarantee("devices")
+def test_a_machine_with_another_accelerator_trains_on_the_cpu(runs):
+    words = runs.words("run", "--dataset_size", 16, "--epochs", 1, "--num_workers", 1)
+    assert run_ranks(1, train_beside_an_xpu, words) == ["completed"]
+    assert re.search(r"ranks +1 on 1 node: cpu$", runs.log("run"), re.MULTILINE)

@@ -16,7 +16,7 @@ from tasks import using
 from utils.clock import Clock
 from utils.data.transfer import SideStream
 from utils.distributed.context import DistributedContext, Launch
-from utils.distributed.device import choose_device, choose_kernels
+from utils.distributed.device import choose_kernels
 from utils.extras.sharding import model as sharding  # extra: sharding
 from utils.rng import seed_device
 from utils.training.optimizer import create_optimizer
@@ -74,15 +74,6 @@ def test_the_banner_names_tf32_if_the_hardware_has_it(monkeypatch):
     assert [Precision(*kind).title for kind in kinds] == titles
     monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: False)
     assert Precision("cuda", torch.float16).title == "float16"
-
-
-@pytest.mark.guarantee("devices")
-def test_a_machine_with_another_accelerator_trains_on_the_cpu(monkeypatch):
-    """The banner says "cpu" then."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
-    assert choose_device("auto", 0) == ("gloo", torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

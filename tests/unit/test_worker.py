@@ -27,6 +27,7 @@ from utils.data.sets import ChosenSamples
 from utils.data.worker import Fetcher, explain
 from utils.distributed.collectives import is_of_a_peer
 from utils.logger import told
+from utils.run.ending import cause_of
 
 CTX = DistributedContext(0, 0, 1, torch.device("cpu"))
 
@@ -37,6 +38,7 @@ SHM = (
 EXITED = "exited unexpectedly with exit code 3. Rerunning with num_workers=0 may give better error trace"
 CAUGHT = "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
 NO_ROOM = f"{CAUGHT}unable to allocate shared memory(shm) for file </t>: No space left on device (28)\n"
+MAPPED = f"{CAUGHT}unable to mmap 64 bytes from file </torch_7_8_1>: Cannot allocate memory (12)\n"
 NO_ROOM_2_11 = f"{CAUGHT}unable to resize file <torch_7_1> to the right size: Resource temporarily unavailable (11)\n"
 
 
@@ -50,6 +52,12 @@ NO_ROOM_2_11 = f"{CAUGHT}unable to resize file <torch_7_1> to the right size: Re
         (f"DataLoader worker (pid 7) {EXITED}.", f"DataLoader worker (pid 7) {EXITED}"),
         (NO_ROOM, "unable to allocate shared memory(shm) for file </t>: No space left on device (28)"),
         (NO_ROOM_2_11, "unable to resize file <torch_7_1> to the right size: Resource temporarily unavailable (11)"),
+        (MAPPED, "unable to mmap 64 bytes from file </torch_7_8_1>: Cannot allocate memory (12)"),
+        (
+            f"{CAUGHT}unable to open shared memory object </torch_7_8_1> in read-write mode: Too many open files (24)",
+            None,
+        ),
+        (f"{CAUGHT}unable to open file </data/torch_2/x.pt> in read-only mode: No such file or directory (2)", None),
         ("Caught KeyError in DataLoader worker process 0.", None),
         ("CUDA error: out of memory", None),
     ],
@@ -59,9 +67,11 @@ def test_an_error_of_torch_about_workers_gets_the_rank_and_the_fix(text, expecte
     if expected is None:
         assert failure is None
     else:
-        remedy = "Give the job more memory or a larger --shm-size, or use fewer --num_workers."
+        remedy = "If the data set's code crashed, --num_workers 0 shows where. If memory ran out, give the job more"
+        remedy += " memory or a larger --shm-size, or use fewer --num_workers."
         assert str(failure) == f"rank 1: {expected}. {remedy}"
-        assert explain(failure, 0) is None  # on another rank, which has been told of it
+        # the error is complete: neither another rank nor a failed allocation adds to it
+        assert cause_of(failure, None, TrainingConfig(), CTX) is failure
 
 
 class Unreadable(Dataset):
@@ -279,7 +289,7 @@ class Unsendable(Dataset):
 
 def loader_of(data):
     ctx = DistributedContext(0, 0, 1, torch.device("cpu"))
-    return create_evaluation_dataloader(data, TrainingConfig(batch_size=1, num_workers=1, hang_timeout=30), ctx)
+    return create_evaluation_dataloader(data, TrainingConfig(batch_size=1, num_workers=1), ctx)
 
 
 @pytest.mark.guarantee("worker-killed")

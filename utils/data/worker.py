@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import os
 import re
 import tempfile
 import traceback
@@ -22,7 +24,13 @@ from utils.logger import told
 from utils.rng import seed_host
 
 # torch's message about a worker that has died, or that has no shared memory left for its batch
-WORKER_FAILURE = re.compile(r"DataLoader worker \(pid.*|unable to .*(?:shm|shared memory|torch_\d+).*")
+WORKER_FAILURE = re.compile(
+    r"DataLoader worker \(pid.*|unable to (?:allocate shared memory|\w+ .*</?torch_\d+_)(?!.*Too many open files).*"
+)
+
+# A worker has copies of its parent's objects. The destructor of a gloo group hangs there, since the threads that it
+# waits for exist in the parent alone: so no copy is collected as garbage.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def sample_name(dataset: Any, index: int) -> str:
@@ -46,7 +54,7 @@ def add_samples(error: Exception, dataset: Any, indices: Sequence[int], action: 
         except Exception:
             break
     note = ", ".join(sample_name(dataset, indices[k]) for k in some[:8])
-    if note not in getattr(error, "__notes__", []):  # it was added where the data set is wrapped
+    if note not in getattr(error, "__notes__", []):  # a data set around this one may have added it
         error.add_note(note)
     if isinstance(error, StopIteration):  # would look like the end of the data
         raise ValueError(f"StopIteration; {note}") from error
@@ -135,7 +143,8 @@ def explain(error: BaseException, rank: int) -> TrainingError | None:
     if not failure:
         return None
     message = failure[0].strip().rstrip(".")
-    remedy = "Give the job more memory or a larger --shm-size, or use fewer --num_workers."
+    remedy = "If the data set's code crashed, --num_workers 0 shows where. If memory ran out, give the job more memory"
+    remedy += " or a larger --shm-size, or use fewer --num_workers."
     return TrainingError(f"rank {rank}: {message}. {remedy}")
 
 

@@ -12,11 +12,11 @@ from utils.memory import is_out_of_memory, let_go
 def explain_memory(
     error: BaseException, config: TrainingConfig, ctx: DistributedContext, is_resumed: bool = False
 ) -> TrainingError | None:
-    """The error for a failed allocation, with flags that help; None for another error.
+    """The error for a failed allocation, with flags that help; None for another error, or one that says the fix.
 
     is_resumed: the run has a checkpoint, so the size of its micro-batch is fixed.
     """
-    if not is_out_of_memory(error):
+    if isinstance(error, TrainingError) or not is_out_of_memory(error):
         return None
     text = next(iter(str(error).splitlines()), type(error).__name__)
     let_go(error)

@@ -34,6 +34,7 @@ WAITING = dict.fromkeys(range(4), place(7, "backward"))
             1,
         ),
         (WAITING, set(), "all ranks wait in backward of step 7: the network", 0),
+        (dict.fromkeys(range(4), place(7, "data")), set(), "all ranks wait in data of step 7: the storage, or the", 0),
         (
             # the others evaluate, or save the best checkpoint
             {

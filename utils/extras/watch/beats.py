@@ -169,5 +169,8 @@ def verdict(
         if len(last) == len(known) > 1:
             named = [f"all ranks are slow {where}"]
             if how == "hangs":
-                named = [f"all ranks wait {where}: the network between them, or a collective that not all called"]
+                cause = "the network between them, or a collective that not all called"
+                if place.phase == "data":  # no rank waits for another one there
+                    cause = "the storage, or the data set's code"
+                named = [f"all ranks wait {where}: {cause}"]
     return f"no progress for {seconds:.0f} s: " + "; ".join(named), hanging
