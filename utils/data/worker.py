@@ -143,8 +143,8 @@ def explain(error: BaseException, rank: int) -> TrainingError | None:
     if not failure:
         return None
     message = failure[0].strip().rstrip(".")
-    remedy = "If the data set's code crashed, --num_workers 0 shows where. If memory ran out, give the job more memory"
-    remedy += " or a larger --shm-size, or use fewer --num_workers."
+    remedy = "If the data set's code crashed, --num_workers 0 shows where. If memory ran out,"
+    remedy += " give the job more memory or a larger --shm-size, or use fewer --num_workers."
     return TrainingError(f"rank {rank}: {message}. {remedy}")
 
 
