@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -82,6 +83,25 @@ def test_a_stop_request_takes_effect_one_step_later_but_within_the_epoch(runs, a
     flags = runs.words("run", *"--dataset_size 32 --epochs 2 --eval_every 0 --no-use_amp".split())
     assert run_ranks(2, train_task, "images", flags, torch.float32, [asked], False) == ["preempted"] * 2
     assert runs.last("run")["progress"]["step"] == stopped
+
+
+def train_after_a_signal(flags):
+    """Train; before the first step the last rank is asked to stop."""
+    plain = Reporter.start
+
+    def start(self, *args):
+        plain(self, *args)
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with mock.patch.object(Reporter, "start", start):
+        outcome = train_flags(flags)
+        return outcome["state"], outcome["steps"]
+
+
+@pytest.mark.guarantee("stop")
+def test_a_stop_request_from_before_the_first_step_takes_no_step(runs):
+    assert run_ranks(2, train_after_a_signal, runs.words("run", "--dataset_size", 32)) == [("preempted", 0)] * 2
 
 
 def train_with_a_quick_disk(flags):
