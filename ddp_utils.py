@@ -62,7 +62,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         follow_torchrun()
     if dist.is_initialized():  # left by a failed run in this process
         dist.destroy_process_group()
-    gc.collect()  # frees that run's groups: a worker forked later would hang on them
+    gc.collect()  # frees that run's memory and groups
     backend, device, card = _look_at_machine(config, launch)
     url = config.init_method or "env://"
     store = _rendezvous(launch, url, timedelta(seconds=config.timeout))

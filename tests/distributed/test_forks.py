@@ -108,6 +108,6 @@ loader.close()
 
 
 def test_no_worker_hangs_that_collects_a_copy_of_a_process_group():
-    """As after a run that failed in a notebook. Without `gc.freeze` the worker hangs each time."""
+    """As of a run in this process that has ended. Without `gc.freeze` the worker hangs each time."""
     ended = launch([sys.executable, "-c", WITH_A_GROUP_THAT_IS_GARBAGE], deadline=60)
     assert ended.code == 0 and "batches: 2" in ended.out, ended.text

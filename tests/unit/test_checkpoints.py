@@ -24,6 +24,7 @@ from utils.checkpoint.snapshot import HostMemory
 from utils.files import LinesFile, read_lines
 from utils.rng import diverged
 from utils.run import copier
+from utils.run.checkpoints import Checkpoints
 from utils.run.copier import Copier
 
 
@@ -86,6 +87,18 @@ def test_the_thread_that_copies_first_takes_the_device_of_its_rank(monkeypatch):
     of_rank_3 = SimpleNamespace(_stream=stream, _ctx=SimpleNamespace(device="cuda:3", is_main=False), _state=None)
     assert Copier._copy_and_digest(of_rank_3, [], torch.tensor(3), None) == [7, 3]
     assert calls == ["cuda:3", "stream", "copy", "read"]
+
+
+def test_ranks_whose_weights_differ_are_told_of_their_buffers_too():
+    def finish():
+        raise TrainingError("rank 1 has different weights")
+
+    noted = mock.Mock()
+    with pytest.raises(TrainingError, match="different weights"):
+        Checkpoints.finish_copy(
+            SimpleNamespace(_copier=SimpleNamespace(finish=finish), _note_buffers=noted, _blocked_s=0.0)
+        )
+    noted.assert_called_once_with()
 
 
 class OnGPU(torch.Tensor):

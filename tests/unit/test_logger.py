@@ -3,6 +3,7 @@
 builtin/test_whole_run.py)."""
 
 import io
+import math
 import os
 import sys
 import time
@@ -74,6 +75,14 @@ def test_an_epoch_line_has_each_split_and_kind_of_weights(capsys):
     assert line == f"epoch 3 | {scores} | 1,000 samples in 3 s | best so far\n"
     log_epoch_summary(setup_logger(0), [record | {"split": "test", "count": 1}], 0.2, False, "best checkpoint")
     assert capsys.readouterr().out == "best checkpoint | test: loss 0.5000, top1 0.9000 | 1 sample in 0.2 s\n"
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_an_evaluation_whose_loss_is_not_finite_is_a_warning_also_with_eval_only(capsys, loss):
+    record = {"kind": "eval", "epoch": 3, "step": 9, "split": "val", "weights": "model", "loss": loss, "count": 4}
+    log_epoch_summary(setup_logger(0), [record, record | {"weights": "ema"}], 3.0, is_best=False)
+    said = f"evaluation of val: the loss is {loss}. To find the sample, write all outputs with scripts/predict.py."
+    assert capsys.readouterr().out.count(said) == 1
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -1,0 +1,31 @@
+# extra: verify
+"""The buffers that verify compares with those of the plain loop."""
+
+import pytest
+import torch
+from torch import nn
+
+from lib.verify.fork import Broken
+from lib.verify.model_checks import compare_buffers
+
+
+def with_buffer(value, is_persistent):
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    module.register_buffer("own", torch.tensor(value), persistent=is_persistent)
+    return module
+
+
+@pytest.mark.parametrize("values", [(3, 4), (3.0, 4.0), ([3.0], [3.0, 3.0])])
+def test_persistent_buffers_have_to_be_equal_and_others_may_differ(values):
+    ours, theirs = (with_buffer(value, is_persistent=False) for value in values)
+    assert compare_buffers(ours, theirs, rounding=1e-6) == ", 2 buffers too"  # BatchNorm's mean and variance
+    ours, theirs = (with_buffer(value, is_persistent=True) for value in values)
+    with pytest.raises(Broken, match="^own: "):
+        compare_buffers(ours, theirs, rounding=1e-6)
+    assert compare_buffers(ours, ours, rounding=1e-6) == ", 3 buffers too"
+
+
+def test_the_counter_of_batchnorm_is_left_out():
+    ours, theirs = nn.Sequential(nn.BatchNorm1d(2)), nn.Sequential(nn.BatchNorm1d(2))
+    ours[0].num_batches_tracked += 1
+    compare_buffers(ours, theirs, rounding=1e-6)
