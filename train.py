@@ -129,7 +129,7 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     # before resume_run: the model's buffers, which these passes may change, are then those of the checkpoint
     best = first_passes(model, state, loader, loaders, seams, config, ctx)
     provenance = provenance_of(config, ctx, state, sampler) | sets.content
-    differences = resume_run(attempt, state, sampler, provenance, sets.listing, has_test="test" in held_out)
+    differences = resume_run(attempt, state, sampler, provenance, sets.listing, best)
     reporter = Reporter(attempt, state, loader, provenance, seams.log_images)
     checkpoints = Checkpoints(attempt, state, provenance, reporter.before_save)
     reporter.start(loaders, differences)  # training begins

@@ -169,6 +169,8 @@ MUTATIONS = [
     Mutation('Summary.names', 'check_size(bytes_of(outputs) / size * samples)', 'pass', 'summary'),  # extra: summarize
     Mutation('Updater.load_state_dict', 'if self.scaler.is_enabled() and payload["scaler"]:', 'if False:', 'resume'),
     Mutation('load_optimizer', 'optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})', 'optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})', 'resume'),
+    Mutation('resume_run', 'if not is_comparable:', 'if False:', 'changed-settings'),
+    Mutation('compare_held_out', 'elif split not in new:', 'elif False:', 'changed-settings'),
     Mutation('resume_run', 'on_all_ranks(lambda: run.rewind(progress.step, is_evaluated, has_test) if run.leads_node else None, ctx)', 'pass', 'records-once'),
     Mutation('compare', 'wrong, may = (lines_of(rows, resume) for resume in ("must", "may"))', 'wrong, may = [], [*lines_of(rows, "must"), *lines_of(rows, "may")]', 'must-match'),
     Mutation('Updater.step', 'norm = torch.add(norm, loss, alpha=0)  # 0 times a non-finite loss is NaN', 'pass', 'not-finite'),

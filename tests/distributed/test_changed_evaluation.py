@@ -49,7 +49,7 @@ def run_again(words, is_predicted, *changes):
     return error, [text for text in texts if text.startswith("changed: ")]
 
 
-ALL = "{0} samples that differ from the checkpoint's: {1} of {1} that are compared"
+ALL = "the {0} set has samples that differ from the checkpoint's: {1} of {1} compared ones"
 
 
 @pytest.mark.guarantee("must-match")
@@ -57,7 +57,7 @@ ALL = "{0} samples that differ from the checkpoint's: {1} of {1} that are compar
     ("flags", "split", "share", "attributes", "error", "said"),
     [
         ([], "val", 1, {}, ALL.format("val", 7), None),
-        ([], "val", 0.25, {}, None, "val samples that differ from the checkpoint's: 2 of 7 that are compared"),
+        ([], "val", 0.25, {}, None, "the val set has samples that differ from the checkpoint's: 2 of 7 compared ones"),
         slow([], "train", 1, {}, None, None),
         slow([], "val", 0, {"mean": torch.ones(1)}, "mean=[1.0]: the checkpoint has mean=[]", None),
         slow([], "val", 0, {"fingerprint": 5}, "the val set differs from the checkpoint's", None),
@@ -91,7 +91,8 @@ def export_again(words, *changes):
 def test_an_export_says_that_its_inputs_are_others(runs):
     runs.train(1, "run", *FLAGS, task="lines")
     words = [runs.checkpoints("run")[-1], runs.root / "out.pt"]
-    for share, expected in ((0, ""), (0.25, "changed: train samples that differ"), (1, ALL.format("train", 40))):
+    some = "changed: the train set has samples that differ"
+    for share, expected in ((0, ""), (0.25, some), (1, ALL.format("train", 40))):
         [said] = run_ranks(1, export_again, words, "train", share, {})
         assert said.startswith(expected) and bool(said) == bool(share), said
     assert (runs.root / "out.pt").exists()

@@ -50,7 +50,7 @@ def test_data_without_names_are_compared_by_decoded_samples(runs):
         )
     assert run_ranks(2, train_on_lines, words, []) == ["completed"] * 2
     again = [*runs.words("run", *SMALL, "--epochs", 2, "--data_dir", "d"), "--resume_from", "auto"]
-    line = "training samples that differ from the checkpoint's: {} of 16 that are compared"
+    line = "the training set has samples that differ from the checkpoint's: {} of 16 compared ones"
     for text in run_ranks(2, train_on_lines, again, [0, 1], 0.6):
         assert text.startswith(f"{line.format(9)}\nresume_from: these must match"), text
     assert run_ranks(1, train_on_lines, [*again, "--global_batch_size", "8"], [0], 0.5) == ["completed"]

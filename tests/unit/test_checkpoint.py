@@ -14,7 +14,7 @@ from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.extras.exact import ORDER  # extra: exact
 from utils.files import TEMPORARY, replace_file, replace_json
-from utils.run.resume import changed_files, compare, compare_data, is_other_best
+from utils.run.resume import changed_files, compare, compare_best, compare_data
 
 
 def payload(step=10, **changes):
@@ -161,7 +161,7 @@ def test_changed_files_are_named_up_to_twenty_and_rejected_from_one_percent_on()
     for count in (1, 20, 21):
         files = changed_files(listing(**whole), listing(**whole | dict.fromkeys([*whole][:count], 5000)))
         names = ", ".join([*[*whole][:20][:count], *["..."] * (count > 20)])
-        line = f"training files of another size than in the checkpoint: {count} of 2,000 ({names})"
+        line = f"the training set has files of another size than in the checkpoint: {count} of 2,000 ({names})"
         assert compare_data(origin(), origin(content="2"), files, True) == (line, count > 20)
     assert changed_files(listing(**whole), listing(**whole)) == changed_files(b"", listing(**whole)) == {}
     files = changed_files(listing(a=1, b=2), listing(b=2, c=1))
@@ -250,6 +250,8 @@ def test_a_removed_setting_of_a_checkpoint_is_ignored_at_its_default_and_said_ot
 
 
 def test_a_best_value_of_another_metric_or_of_other_weights_is_dropped():
-    assert not is_other_best(payload(), TrainingConfig())
-    assert is_other_best(payload(), TrainingConfig(best_metric="loss"))
-    assert is_other_best(payload(), TrainingConfig(ema_decay=0.9))  # extra: average
+    saved, here = payload(best_metric="loss"), {"held_out": {}}
+    assert compare_best(saved, TrainingConfig(best_metric="loss"), here, "min:loss") == ([], True)
+    assert compare_best(saved, TrainingConfig(), here, "min:loss") == ([], False)
+    averaged = TrainingConfig(best_metric="loss", ema_decay=0.9)  # extra: average
+    assert compare_best(saved, averaged, here, "min:loss") == ([], False)  # extra: average

@@ -114,7 +114,7 @@ def read(path: Path, trailer: Trailer) -> dict[str, Any]:
             f"{path}: lacks {', '.join(missing)}; give another checkpoint, or load its weights with --init_from"
         )
     counts = {"step": None} | {
-        k: v for k, v in payload["progress"].items() if k not in ("best_value", "interval", "user")
+        k: v for k, v in payload["progress"].items() if k not in ("best_metric", "best_value", "interval", "user")
     }
     wrong = [name for name, value in counts.items() if type(value) is not int or not -1 <= value < 2**53]
     best = payload["progress"].get("best_value")

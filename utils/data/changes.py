@@ -27,9 +27,10 @@ def compare_data(
         remedy = "put them back, or readable copies of other images under these names"
         return text + (f"; missing: {names['missing']}: {remedy}" if names["missing"] else ""), True
     if before["content"] != here["content"]:
-        text, (number, total) = f"{split} files of another size than in the checkpoint", files.get("count", (0, 0))
+        text = f"the {split} set has files of another size than in the checkpoint"
+        number, total = files.get("count", (0, 0))
         if not number:
-            return f"{text}, of unknown names: the run folder has no list of that time", False
+            return f"{text} (the run folder has no list of their names)", False
         return f"{text}: {number:,} of {total:,} ({names['resized']})", number > max(1, MAX_OF_FILES * total)
     found = "", False
     found = compare_samples(before, here, split, is_same_code)  # extra: sketches

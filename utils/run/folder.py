@@ -340,6 +340,13 @@ class RunFolder:
             self.notes.append(text % step)
         return step < 0
 
+    def keep_best_so_far(self) -> None:
+        """Copy the best checkpoint aside: call it before a new best begins, which supersedes it. Raises OSError."""
+        best = self.checkpoints / checkpoint.BEST
+        if best.exists():
+            kept = checkpoint.copy_here(best, self._aside())
+            self.notes.append(f"the best checkpoint so far is kept as {kept}")
+
     def _aside(self) -> Path:
         """The folder for checkpoints of steps after the one that this attempt resumes from."""
         aside = self.folder / f"superseded-{self.claim.attempt}"

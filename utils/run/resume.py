@@ -31,12 +31,15 @@ def resume_run(
     sampler: GlobalBatchSampler,
     provenance: dict[str, Any],
     listing: bytes,
-    has_test: bool,
+    best: tuple[str, int],
 ) -> list[str]:
     """Load the checkpoint that the run starts from, if any, rewind the folder to its step (`RunFolder.rewind`), and
     plan the schedule of the whole run from there.
 
-    provenance: content of provenance.json. listing: of the training set's files.
+    Args:
+        provenance: content of provenance.json.
+        listing: of the training set's files.
+        best: the metric that selects the best checkpoint, and its sign, as `choose_best` returns them.
 
     Returns:
         The allowed differences from the checkpoint's config.
@@ -46,19 +49,31 @@ def resume_run(
     """
     run, config, ctx = attempt.run, attempt.config, attempt.ctx
     differences, progress = [], state.progress
+    best_metric = ""
+    if "val" in provenance["held_out"]:
+        best_metric = f"{'max' if best[1] > 0 else 'min'}:{best[0]}"
     payload: dict[str, Any] = {}
     if run.resume_path:
         payload = load_checkpoint(run.resume_path, ctx, state.sharded())
         files = broadcast_json(on_rank_0(lambda: changed_files(read_listing(run.folder), listing), ctx), ctx)
         differences = on_all_ranks(lambda: compare(payload, config, provenance, files), ctx)
+        # rank 0 decides: ranks may have fetched other numbers of samples to compare
+        lines, is_comparable = broadcast_json(
+            on_rank_0(lambda: compare_best(payload, config, provenance, best_metric), ctx), ctx
+        )
+        differences += lines
         on_all_ranks(lambda: state.load_state_dict(payload), ctx)
         differences += changed_bits(payload, state, ctx)
     state.plan(sampler)
     if payload:
         differences += lr_jump(payload, state)
-        if is_other_best(payload, config):
+        if not is_comparable:
             progress.forget_best()
+            progress.evaluated_step = -1  # these weights are evaluated again, if an evaluation is due at this step
+            on_rank_0(run.keep_best_so_far, ctx)
+    progress.best_metric = best_metric
     is_evaluated = progress.evaluated_step == progress.step
+    has_test = "test" in provenance["held_out"]
     on_all_ranks(lambda: run.rewind(progress.step, is_evaluated, has_test) if run.leads_node else None, ctx)
     if not broadcast_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx):
         progress.forget_best()
@@ -221,11 +236,49 @@ def compare_evaluated(payload: dict[str, Any], config: TrainingConfig, split: st
     return lines
 
 
-def is_other_best(payload: dict[str, Any], config: TrainingConfig) -> bool:
-    """Whether the best checkpoint is now selected by another metric or other weights than in the checkpoint."""
+def compare_best(
+    payload: dict[str, Any], config: TrainingConfig, provenance: dict[str, Any], best_metric: str
+) -> tuple[list[str], bool]:
+    """Whether the best value of a checkpoint may be compared with those of this run: it is of the same metric, the same
+    kind of weights and the same validation set. With a line for each change that no setting shows.
+
+    Args:
+        provenance: of this run.
+        best_metric: of this run, with its direction: max:top1; empty without a validation set.
+    """
+    progress, asked = payload["progress"], payload["config"].get("best_metric")
+    changes = compare_held_out(payload["provenance"], provenance)
+    lines = list(changes.values())
+    is_same_metric = progress.get("best_metric") == best_metric
+    if "best_metric" not in progress:  # of an earlier version
+        is_same_metric = asked == config.best_metric != "auto"
+    elif best_metric and progress["best_metric"] not in ("", best_metric) and asked == config.best_metric:
+        lines.append(
+            f"the best checkpoint is selected by {best_metric}, in the checkpoint by {progress['best_metric']}"
+        )
     is_averaged = False
     is_averaged = bool(config.ema_decay)  # extra: average
-    return payload["config"].get("best_metric") != config.best_metric or bool(payload["ema"]) != is_averaged
+    is_comparable = is_same_metric and "val" not in changes and bool(payload["ema"]) == is_averaged
+    best = progress.get("best_value")
+    if best is not None and not is_comparable:
+        lines.append(
+            f"the best value so far, {best:.4g}, no longer counts: the best checkpoint and patience start again"
+        )
+    return lines, is_comparable
+
+
+def compare_held_out(before: dict[str, Any], here: dict[str, Any]) -> dict[str, str]:
+    """How the held-out sets differ from those of a checkpoint: a line by split. before, here: provenances."""
+    old, new = before.get("held_out", here["held_out"]), here["held_out"]  # earlier versions did not save them
+    changes: dict[str, str] = {}
+    for split in sorted(old | new):
+        if split not in old:
+            changes[split] = f"the {split} set is new: the checkpoint was made without one"
+        elif split not in new:
+            changes[split] = f"the {split} set is gone: the checkpoint was made with one"
+        elif line := compare_data(old[split], new[split], {}, False, split)[0]:
+            changes[split] = line
+    return changes
 
 
 def changed_bits(payload: dict[str, Any], state: TrainState, ctx: DistributedContext) -> list[str]:

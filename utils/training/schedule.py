@@ -23,6 +23,7 @@ class Progress:
     skipped_steps: int = 0  # whose loss or gradient was not finite
     skipped_in_row: int = 0  # of these, the latest in a row
     overflow_steps: int = 0  # skipped by float16 in the search for its scale
+    best_metric: str = ""  # that selects the best checkpoint, with its direction: max:top1
     best_value: float | None = None
     best_epoch: int = -1  # from 1
     best_step: int = -1
@@ -52,7 +53,7 @@ class Progress:
         return is_best
 
     def forget_best(self) -> None:
-        """Call if later values are not comparable with earlier ones."""
+        """Let the best value and patience start again: call it if later values cannot be compared with earlier ones."""
         self.best_value, self.best_epoch, self.best_step, self.evaluations_since_best = None, -1, -1, 0
 
 

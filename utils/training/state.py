@@ -209,6 +209,7 @@ class TrainState:
 
     def _load(self, payload: dict[str, Any]) -> None:
         names = {field.name for field in dataclasses.fields(Progress)} | {"interval"}
+        names -= {"best_metric"}  # earlier versions did not save it
         missing = sorted(names - payload["progress"].keys())
         if missing:
             raise UserError(f"the checkpoint's progress lacks {', '.join(missing)}; give another checkpoint")

@@ -18,7 +18,7 @@ from utils.run.checkpoints import Checkpoints
 
 FLAGS = "--dataset imagefolder --num_workers 1 --epochs 2".split()
 COUNT, STEPS = 24, 3  # files, and steps per epoch
-RESIZED = "training files of another size than in the checkpoint"
+RESIZED = "the training set has files of another size than in the checkpoint"
 
 
 def save_jpegs(root: Path) -> list[Path]:
@@ -95,7 +95,7 @@ def test_without_the_list_of_files_a_change_is_logged_without_names(runs):
     other[:0] = ["--cache", "ram"]  # extra: cache
     assert run_ranks(2, attempt, [*other, str(runs.checkpoints("run")[-1])]) == ["completed"] * 2
     (line,) = [line for line in runs.events("other", "resumed")[-1]["changed"] if "files" in line]
-    assert line == f"{RESIZED}, of unknown names: the run folder has no list of that time"
+    assert line == f"{RESIZED} (the run folder has no list of their names)"
     grow(files[1])
     assert run_ranks(2, attempt, [*other[:-2], "5", "--resume_from", "auto"]) == ["completed"] * 2
     assert f"{RESIZED}: 1 of {COUNT} (cat/001.jpg)" in runs.events("other", "resumed")[-1]["changed"]

@@ -116,7 +116,7 @@ def compare_samples(before: dict[str, Any], here: dict[str, Any], split: str, is
     """What has changed in the samples of a set since a checkpoint, in one line or none, and whether it is another."""
     pairs = [pair for pair in zip(before["sketches"], here["sketches"], strict=False) if None not in pair]
     number = sum(not are_alike([one], [other]) for one, other in pairs)
-    text = f"{split} samples that differ from the checkpoint's: {number} of {len(pairs)} that are compared"
+    text = f"the {split} set has samples that differ from the checkpoint's: {number} of {len(pairs)} compared ones"
     return text if number else "", is_same_code and number > MAX_OF_SAMPLES * len(pairs)
 
 

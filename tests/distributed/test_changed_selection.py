@@ -1,0 +1,158 @@
+"""A best value is kept over a resume only with what it was measured on: the metric, the weights, the validation set."""
+
+from unittest import mock
+
+import pytest
+
+from ranks import run_ranks
+from tasks import TASKS, Images
+from training import train_flags
+from utils.checkpoint import archive
+
+FLAGS = "--dataset_size 40 --epochs 2 --lr 0.02 --schedule constant --no-use_amp --num_workers 0".split()
+FLAGS += "--keep_last 2 --patience 9".split()
+LONGER = [*FLAGS, "--epochs", "3", "--resume_from", "auto"]
+BEST = "the best value so far, {best:.4g}, no longer counts: the best checkpoint and patience start again"
+
+
+def data_of(splits, wrong_labels=0, swapped=0):
+    """create_dataset with these splits. Of the validation set, some labels are wrong and some images are others."""
+
+    def create(config, split):
+        if split != "train" and split not in splits:
+            return None
+        data = Images(40 if split == "train" else 8, split)
+        if split == "val":
+            data.labels[:wrong_labels] = (data.labels[:wrong_labels] + 1) % 10
+            data.targets = data.labels.tolist()
+            data.images[:swapped] = data.images[:swapped].flip(0, 2)
+            data.fingerprint = data.targets
+        return data
+
+    return create
+
+
+def loss_of(*names):
+    """The compute_loss of the task that reports only these metrics."""
+    plain = TASKS["images"]["compute_loss"]
+
+    def compute_loss(net, batch):
+        metrics = plain(net, batch)
+        return {name: metrics[name] for name in names if name in metrics}  # top5 is of evaluations
+
+    return compute_loss
+
+
+def train_changed(words, data, metrics):
+    functions = {"create_dataset": data_of(**data), "compute_loss": loss_of(*metrics)}
+    with mock.patch.dict(TASKS["images"], functions):
+        return train_flags(words)
+
+
+def give_best(runs, is_saved_metric=True, **progress):
+    """Let the newest checkpoint have a best value that no evaluation reaches."""
+    path, payload = runs.checkpoints("run")[-1], runs.last("run")
+    progress = payload["progress"] | progress
+    if not is_saved_metric:
+        del progress["best_metric"]
+    archive.write(path, payload | {"progress": progress})
+
+
+VAL = {"splits": ["val"]}
+BOTH = {"splits": ["val", "test"]}
+TOP1 = ("loss", "top1")
+CASES = {  # data and metrics before and after, more flags, the lines of changes, whether the best value still counts
+    "nothing": (VAL, VAL, TOP1, TOP1, [], [], True),
+    "labels": (
+        *(VAL, VAL | {"wrong_labels": 4}, TOP1, TOP1, []),
+        ["the val set differs from the checkpoint's (names, number or labels)"],
+        False,
+    ),
+    "images": (
+        *(VAL, VAL | {"swapped": 4}, TOP1, TOP1, []),
+        ["the val set has samples that differ from the checkpoint's: 4 of 8 compared ones"],
+        False,
+    ),
+    "val is gone": (
+        *(VAL, {"splits": []}, TOP1, TOP1, []),
+        ["the val set is gone: the checkpoint was made with one"],
+        False,
+    ),
+    "val is new": (
+        *({"splits": []}, VAL, TOP1, TOP1, []),
+        ["the val set is new: the checkpoint was made without one"],
+        False,
+    ),
+    "test is gone": (
+        *(BOTH, VAL, TOP1, TOP1, []),
+        ["the test set is gone: the checkpoint was made with one"],
+        True,
+    ),
+    "test is new": (VAL, BOTH, TOP1, TOP1, [], ["the test set is new: the checkpoint was made without one"], True),
+    "top1 is gone": (
+        *(VAL, VAL, TOP1, ("loss",), []),
+        ["the best checkpoint is selected by min:loss, in the checkpoint by max:top1"],
+        False,
+    ),
+    "top1 is new": (
+        *(VAL, VAL, ("loss",), TOP1, []),
+        ["the best checkpoint is selected by max:top1, in the checkpoint by min:loss"],
+        False,
+    ),
+    "top1 by its name": (
+        *(VAL, VAL, TOP1, TOP1, ["--best_metric", "max:top1"]),
+        ["best_metric=max:top1: the checkpoint has best_metric=auto"],
+        True,
+    ),
+    "the other direction": (
+        *(VAL, VAL, TOP1, TOP1, ["--best_metric", "min:top1"]),
+        ["best_metric=min:top1: the checkpoint has best_metric=auto"],
+        False,
+    ),
+    "a metric that was not asked for": (VAL, VAL, (*TOP1, "top5"), TOP1, [], [], True),
+}
+
+
+@pytest.mark.guarantee("changed-settings")
+@pytest.mark.parametrize("case", CASES)
+def test_a_best_value_counts_only_if_it_was_measured_on_the_same(runs, case):
+    before, here, metrics, metrics_here, flags, changes, is_kept = CASES[case]
+    run_ranks(2, train_changed, runs.words("run", *FLAGS), before, metrics)
+    is_loss = "top1" not in metrics
+    unbeatable = -9.0 if is_loss else 9.0
+    has_best = "val" in before["splits"]
+    if has_best:
+        saved = runs.last("run")["progress"]
+        assert saved["best_metric"] == ("min:loss" if is_loss else "max:top1")
+        give_best(runs, best_value=unbeatable, evaluations_since_best=5)
+    run_ranks(2, train_changed, runs.words("run", *LONGER, *flags), here, metrics_here)
+    [resumed] = runs.events("run", "resumed")
+    lines = ["epochs=3: the checkpoint has epochs=2", *changes]
+    if has_best and not is_kept:
+        lines.append(BEST.format(best=unbeatable))
+    assert sorted(resumed["changed"]) == sorted(lines)
+    log = runs.log("run")
+    assert all(f"WARNING changed: {line}" in log for line in lines)
+    progress, summary = runs.last("run")["progress"], runs.json("run", "summary.json")
+    if is_kept:
+        assert summary["best_value"] == unbeatable and progress["evaluations_since_best"] > 5
+    elif "val" in here["splits"]:
+        assert abs(summary["best_value"]) < 9 and progress["evaluations_since_best"] < 3
+        assert summary["best"] and (runs.folder("run") / "checkpoints" / "best.pt").exists()
+    else:
+        assert summary["best_value"] is None
+    if has_best and not is_kept:  # nothing that was saved is lost
+        assert [*runs.folder("run").glob("superseded-2/step_*.pt")]
+
+
+@pytest.mark.guarantee("changed-settings")
+@pytest.mark.parametrize(
+    ("asked", "asked_here", "is_kept"),
+    [("auto", "auto", False), ("max:top1", "max:top1", True), ("top1", "top1", True), ("top1", "max:top1", False)],
+)
+def test_a_checkpoint_without_the_metrics_name_keeps_the_best_value_if_it_was_named(runs, asked, asked_here, is_kept):
+    run_ranks(2, train_changed, runs.words("run", *FLAGS, "--best_metric", asked), VAL, TOP1)
+    give_best(runs, is_saved_metric=False, best_value=9.0)
+    run_ranks(2, train_changed, runs.words("run", *LONGER, "--best_metric", asked_here), VAL, TOP1)
+    assert (runs.json("run", "summary.json")["best_value"] == 9.0) is is_kept
+    assert (BEST.format(best=9.0) in runs.events("run", "resumed")[0]["changed"]) is not is_kept
