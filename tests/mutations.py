@@ -168,6 +168,7 @@ MUTATIONS = [
     Mutation('Summary.of_ranks', 'check_size(sum(all_gather_json(bytes_of(outputs), ctx)))', 'pass', 'summary'),  # extra: summarize
     Mutation('Summary.names', 'check_size(bytes_of(outputs) / size * samples)', 'pass', 'summary'),  # extra: summarize
     Mutation('Updater.load_state_dict', 'if self.scaler.is_enabled() and payload["scaler"]:', 'if False:', 'resume'),
+    Mutation('load_optimizer', 'restore_entries(optimizer, saved.get("changed_in_groups", []), names)', 'pass', 'resume'),
     Mutation('load_optimizer', 'optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})', 'optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})', 'resume'),
     Mutation('resume_run', 'if not is_comparable:', 'if False:', 'changed-settings'),
     Mutation('compare_held_out', 'elif split not in new:', 'elif False:', 'changed-settings'),

@@ -35,6 +35,8 @@ class Lion(torch.optim.Optimizer):
 def create_optimizer(groups, config):
     return Lion(groups, config.lr)
 """
+COUNT = """group["count"] = group.get("count", 0) + 1
+            for p in"""
 SAMPLE = "        return self.x[index], self.y[index]\n"
 IN_INIT = """
 def init(self):
@@ -135,6 +137,7 @@ class Rest:
 """,
     ),
     "Lion": (LION, SAMPLE),
+    "an optimizer that counts in its groups": (LION.replace("for p in", COUNT), SAMPLE),
     "an optimizer without weight decay": (
         LION.replace(', "weight_decay": 0.1', "").replace('group["weight_decay"]', "0.1"),
         SAMPLE,
@@ -333,3 +336,19 @@ def test_an_unusual_fork_that_is_correct_raises_no_alarm(tmp_path, name, ranks):
     (fork / "model.py").write_text(model + PRELUDE + code)
     ended = forks.run(fork, ranks, "scripts/verify.py", *FLAGS, "--batch_size", 4)
     assert ended.code == 0 and outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok"), ended.text
+
+
+@pytest.mark.guarantee("verify")
+def test_a_value_in_a_parameter_group_that_no_checkpoint_can_hold_is_named(tmp_path):
+    """An object is neither a number, a text nor a tensor, which are what a checkpoint holds of a group."""
+    count = COUNT.replace(
+        'group["count"] = group.get("count", 0) + 1', 'group.setdefault("count", Count()).number += 1'
+    )
+    counter = "\nclass Count:\n    number = 0\n"
+    fork = copy_repository(tmp_path)
+    (fork / "dataset.py").write_text(REGRESSION.replace("20000 + 20 *", "0.0 +"))
+    model = LINEAR.replace("OUTPUT", "self.net(x)").replace("PREDICTED", "model(x)")
+    (fork / "model.py").write_text(model + PRELUDE + counter + LION.replace("for p in", count))
+    ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, "--batch_size", 4)
+    assert ended.code == 1 and outcomes(ended.out)["resume"] == "BROKEN", ended.text
+    assert "Lion.param_groups[0]['count'].number is" in ended.out, ended.text

@@ -85,7 +85,7 @@ def test_a_schedule_that_follows_the_metric_resumes_exactly(runs):
 
 
 class Signed(torch.optim.Optimizer):
-    """Sign of the momentum; does not support found_inf."""
+    """Sign of the momentum, with a rate that falls with a count in the group; does not support found_inf."""
 
     def __init__(self, groups, lr):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
@@ -93,10 +93,11 @@ class Signed(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
             for p in group["params"]:
                 state = self.state[p]
                 state["momentum"] = 0.9 * state.get("momentum", torch.zeros_like(p)) + p.grad
-                p.sub_(group["lr"] * state["momentum"].sign())
+                p.sub_(group["lr"] / group["count"] * state["momentum"].sign())
 
 
 def train_signed(flags, bad_step):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Mapping
+from numbers import Number
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from config import TrainingConfig, UserError
+from utils.batch import map_leaves, map_tensors
 from utils.distributed.dtensor import local, shard_of, wrap
 
+# entries of a parameter group that come from the config or the machine at each start
+SET_AT_START = {"params", "lr", "base_lr", "foreach", "fused", "capturable"}
 SHAPES = {  # schedules after the warm-up: fraction done (0 to 1) -> factor
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     "linear": lambda done: 1 - done,
@@ -78,6 +84,11 @@ def prepare(optimizer: torch.optim.Optimizer) -> bool:
             f"create_optimizer: {type(optimizer).__name__} needs a closure that computes the loss again, which a global"
             " batch on many ranks does not have; use another optimizer"
         )
+    if not optimizer.state_dict().keys() >= {"state", "param_groups"}:
+        raise UserError(
+            f"create_optimizer: the state_dict of {type(optimizer).__name__} has no 'state' and 'param_groups', as"
+            " torch's optimizers have, so it cannot be saved; use another optimizer"
+        )
     fill_momenta(optimizer)
     for group in optimizer.param_groups:
         group["base_lr"] = group["lr"]
@@ -93,21 +104,36 @@ def fill_momenta(optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, names: Mapping[Any, str], owners: Mapping[Any, nn.Parameter]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Any, str],
+    owners: Mapping[Any, nn.Parameter],
+    created: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Its state dict, with the names of its parameters in its order.
+    """Its state dict, with the names of its parameters in its order, and what has changed in its groups.
 
-    names, owners: of each of its tensors: the name, and the parameter, which is the tensor itself or sharded.
+    Args:
+        names, owners: of each of its tensors: the name, and the parameter, which is the tensor itself or sharded.
+        created: `group_entries` when it was created.
     """
     held, saved = _held(optimizer), optimizer.state_dict()
-    states = {}
+    states: dict[Any, Any] = {}
     for number, state in saved["state"].items():
-        p = held[number]
-        states[number] = {
-            key: wrap(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value
-            for key, value in state.items()
-        }
-    return saved | {"state": states, "names": [names[p] for p in held]}
+        states[number] = state
+        if isinstance(number, int):  # else a value of all parameters, such as the count of MADGRAD
+            p = held[number]
+            states[number] = {
+                key: wrap(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value
+                for key, value in state.items()
+            }
+    groups = []
+    for group, entries in zip(saved["param_groups"], group_entries(optimizer), strict=True):
+        groups.append({key: group[key] for key in SET_AT_START & group.keys()} | entries)
+    return {
+        "state": states,
+        "param_groups": groups,
+        "names": [names[p] for p in held],
+        "changed_in_groups": changed_entries(optimizer, created, names),
+    }
 
 
 def load_optimizer(
@@ -123,7 +149,8 @@ def load_optimizer(
     held = _held(optimizer)
     before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", []))}
     is_other = before.keys() != {names[p] for p in held}
-    states: dict[int, dict[str, Any]] = {}
+    shared = {key: value for key, value in saved["state"].items() if not isinstance(key, int)}
+    states: dict[Any, Any] = map_tensors(Tensor.clone, shared)
     for number, p in enumerate([] if is_other else held):
         mine = {key: local(shard_of(value, owners[p])) for key, value in before[names[p]].items()}
         if skips_on_device(optimizer):  # fused kernels do not check
@@ -133,14 +160,109 @@ def load_optimizer(
         remedy = "use the model.py it was made with, or load its weights with --init_from"
         raise UserError(f"the checkpoint's optimizer has different parameters; {remedy}")
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
-    for p in held:
+    restore_entries(optimizer, saved.get("changed_in_groups", []), names)
+    for number, p in enumerate(held):
         state = optimizer.state.get(p, {})
-        for key, value in state.items():  # fused kernels iterate over memory: the layout must be the parameter's
+        for key, loaded in state.items():
+            value = states.get(number, {}).get(
+                key, loaded
+            )  # which load_state_dict may have rounded to the parameter's type
             if key != "step" and _is_tensor(value) and value.shape == p.shape:
-                state[key] = torch.empty_like(p).copy_(value)
+                # fused kernels iterate over memory: the layout must be the parameter's
+                state[key] = torch.empty_like(p, dtype=value.dtype, device=loaded.device).copy_(value)
             elif _is_tensor(value):
-                state[key] = value.clone()  # not the file's memory
+                state[key] = value.to(loaded.device, copy=True)  # not the file's memory
     fill_momenta(optimizer)  # if the checkpoint was made without
+
+
+def group_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """A copy of what each parameter group holds, without what is set at each start, and what no checkpoint can hold."""
+    copies = []
+    for group in optimizer.param_groups:
+        entries = {key: map_leaves(_storable, value) for key, value in group.items() if key not in SET_AT_START}
+        copies.append({key: value for key, value in entries.items() if _is_storable(value)})
+    return copies
+
+
+def changed_entries(
+    optimizer: torch.optim.Optimizer, created: list[dict[str, Any]], names: Mapping[Any, str]
+) -> list[dict[str, Any]]:
+    """What has changed in each parameter group since the optimizer was created.
+
+    Optimizers outside torch keep counts and estimates there, for example Adan, Lamb and Prodigy.
+
+    Args:
+        created: `group_entries` of that time.
+        names: of the parameters.
+
+    Returns:
+        For each group {"names": those of its parameters, "entries": the values by key}.
+    """
+    records = []
+    for group, now, before in zip(optimizer.param_groups, group_entries(optimizer), created, strict=False):
+        entries = {key: now[key] for key in _differing_keys(now, before) if key in now}
+        records.append({"names": [names[p] for p in group["params"]], "entries": entries})
+    return records
+
+
+def restore_entries(optimizer: torch.optim.Optimizer, records: list[dict[str, Any]], names: Mapping[Any, str]) -> None:
+    """Give each parameter group the entries that a checkpoint has of its parameters; all others stay as created.
+
+    Args:
+        records: of `changed_entries`.
+        names: of the parameters.
+
+    Raises:
+        UserError: if the parameters of a group had different values of an entry in the checkpoint.
+    """
+    entries_of = {name: record["entries"] for record in records for name in record["names"]}
+    for group in optimizer.param_groups:
+        first, *others = [entries_of.get(names[p], {}) for p in group["params"]] or [{}]
+        for other in others:
+            if differing := _differing_keys(first, other):
+                raise UserError(
+                    f"the checkpoint's optimizer has different values of {differing[0]!r} for parameters that are in"
+                    " one group now; divide them as before in param_groups, or start a new run with --init_from"
+                )
+        for key, value in first.items():
+            own = group.get(key)
+            device = own.device if isinstance(own, Tensor) else group["params"][0].device
+            group[key] = map_tensors(functools.partial(Tensor.to, device=device, copy=True), value)
+
+
+def _storable(value: Any) -> Any:
+    """A tensor is copied, since it may change. A number of NumPy becomes one of Python, which a checkpoint can hold."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
+
+
+def _is_storable(value: Any) -> bool:
+    """Whether torch.load accepts it with weights_only=True."""
+    if isinstance(value, dict):
+        return all(map(_is_storable, [*value, *value.values()]))
+    if isinstance(value, list | tuple):
+        return all(map(_is_storable, value))
+    return isinstance(value, Tensor) or type(value) in (bool, int, float, complex, str, NoneType)
+
+
+def _differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    if one is other:
+        return []
+    return [key for key in one | other if not (key in one and key in other and _is_same(one[key], other[key]))]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values of a parameter group are equal: tensors, numbers, texts, or containers of these."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return not _differing_keys(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other)
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from config import TrainingConfig
-from utils.training.optimizer import checked_groups, load_optimizer, optimizer_state, prepare
+from utils.training.optimizer import checked_groups, group_entries, load_optimizer, optimizer_state, prepare
 from utils.training.parallel import Sharing
 from utils.training.precision import Precision
 from utils.training.replicated import thawed_error, unused_error
@@ -43,6 +43,7 @@ class Updater:
         self.optimizer = seams.create_optimizer(groups, config)
         sharing.check_optimizer(self.optimizer)
         self.skips_on_device = prepare(self.optimizer)
+        self._created = group_entries(self.optimizer)
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
         held = {p for group in self.optimizer.param_groups for p in group["params"]}
         # in the model's order, which is the same in all processes: the norm is a sum, and groups may come in any order
@@ -106,7 +107,7 @@ class Updater:
         return norm, is_finite, skipped
 
     def state_dict(self) -> dict[str, Any]:
-        optimizer = optimizer_state(self.optimizer, self._names, self.owners)
+        optimizer = optimizer_state(self.optimizer, self._names, self.owners, self._created)
         return {"optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, payload: dict[str, Any]) -> None:

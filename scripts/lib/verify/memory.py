@@ -194,7 +194,7 @@ def of_training(training: Training, places: dict[str, Any]) -> dict[str, tuple[s
     state, optimizer = training.state, training.state.optimizer
     saved = [*leaves(state.state_dict()).values(), *leaves([*optimizer.state.values()]).values()]
     roots = {type(state.model).__name__: state.model, type(optimizer).__name__: optimizer}
-    return Memory(roots | places, [*saved, optimizer.state, optimizer.param_groups]).values
+    return Memory(roots | places, [*saved, optimizer.state]).values
 
 
 def forgotten(middle: dict, end: dict, resumed: dict) -> tuple[list[str], list[str]]:

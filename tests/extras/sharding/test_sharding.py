@@ -15,7 +15,7 @@ import predict
 import train
 from config import UserError
 from ranks import run_ranks, slow
-from tasks import TASKS, BlockModel, config_of, image_loss, training_under, using
+from tasks import TASKS, BlockModel, config_of, image_loss, train_task, training_under, using
 from test_exact_resume import FLAGS as OF_RESUME
 from test_oracle import check_against_the_oracle
 from test_predict_and_export import run_main
@@ -228,6 +228,40 @@ def test_only_rank_0_builds_the_model_and_each_rank_holds_its_part(runs):
     assert sum(mine for mine, _ in held.values()) < 0.56 * sum(whole for _, whole in held.values())  # 13 rows: 7 + 6
     parameters = sum(p.numel() for p in BlockModel().parameters())  # tied weights once
     assert f"BlockModel, {parameters:,} parameters, all trained, sharded (zero3)\n" in runs.log("run")
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD whose rate falls with a number and a tensor in the parameter group."""
+
+    is_elementwise = True
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            group["sum"] = group.get("sum", torch.zeros(1)) + group["count"]
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / group["sum"].item())
+
+
+def train_counting(words, stops):
+    create = {"create_optimizer": lambda groups, config: Counting(groups, config.lr)}
+    with mock.patch.dict(TASKS["blocks"], create):
+        return train_task("blocks", words, stops=stops)
+
+
+@pytest.mark.guarantee("sharded-resume")
+@pytest.mark.parametrize(("ranks", "sharding"), [(2, "zero3"), slow(4, "zero2")])
+def test_what_an_optimizer_keeps_in_its_groups_is_in_sharded_checkpoints(runs, ranks, sharding):
+    flags = [*OF_RESUME, "--dataset_size", 30 * ranks, "--sharding", sharding, "--lr", 0.05]
+    for name, stops in (("whole", ()), ("parts", (3,))):
+        assert run_ranks(ranks, train_counting, runs.words(name, *flags), stops) == ["completed"] * ranks
+    runs.assert_same("whole", "parts")
+    [record, *_] = runs.last("parts")["optimizer"]["changed_in_groups"]
+    assert record["entries"]["count"] > 6
 
 
 class NormedSgd(torch.optim.SGD):
