@@ -58,6 +58,17 @@ def give_best(runs, is_saved_metric=True, **progress):
     archive.write(path, payload | {"progress": progress})
 
 
+def test_settings_without_a_validation_set_are_said_at_the_start_and_at_the_end(runs):
+    words = runs.words("run", *FLAGS, "--best_metric", "max:nonsense")
+    run_ranks(2, train_changed, words, {"splits": []}, ("loss",))
+    said = [
+        f"{each}: has no effect, since there is no validation set; leave it out"
+        for each in ("patience=9", "best_metric=max:nonsense")
+    ]
+    assert runs.json("run", "summary.json")["warnings"] == said
+    assert all(runs.log("run").count(f"WARNING {line}") == 2 for line in said)
+
+
 VAL = {"splits": ["val"]}
 BOTH = {"splits": ["val", "test"]}
 TOP1 = ("loss", "top1")

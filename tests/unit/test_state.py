@@ -41,7 +41,7 @@ def make(precision=FLOAT32, model=None, groups=None, **changes):
     """The state of a run with 10 epochs of 10 steps."""
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    config = TrainingConfig(warmup_epochs=0, **changes)
+    config = TrainingConfig(**{"warmup_epochs": 0} | changes)
     state = TrainState(model, seams(lambda *_: groups or [{"params": model.parameters()}]), config, precision)
     sampler = GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=1, assignment=Assignment(0, 1))
     state.lay_out({"loss": (0.0, 4)})
@@ -150,6 +150,39 @@ def test_the_learning_rate_is_a_function_of_the_step_and_skipped_steps_count():
     for gradient in (None, float("nan"), None):
         step(state, gradient)
     assert state.lrs == [0.2 * factor for factor in state.factors_at(2, state.progress)]
+
+
+NO_VALIDATION = "{}: has no effect, since there is no validation set; leave it out"
+TOO_PATIENT = "patience={}: has no effect, since at most {} evaluations come before the last one; use a smaller"
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_validation", "expected"),
+    [
+        ({}, False, []),
+        ({"best_metric": "max:nonsense"}, False, [NO_VALIDATION.format("best_metric=max:nonsense")]),
+        ({"patience": 3}, False, [NO_VALIDATION.format("patience=3")]),
+        (
+            {"eval_every_steps": 5, "best_metric": "loss"},
+            False,
+            [NO_VALIDATION.format("best_metric=loss"), NO_VALIDATION.format("eval_every_steps=5")],
+        ),
+        ({"patience": 8}, True, []),  # of 10 evaluations, after each epoch of 10 steps
+        ({"patience": 9}, True, [TOO_PATIENT.format(9, 9)]),
+        ({"patience": 1, "eval_every": 0}, True, [TOO_PATIENT.format(1, 0)]),
+        ({"patience": 1, "eval_every": 5}, True, [TOO_PATIENT.format(1, 1)]),
+        ({"patience": 18, "eval_every": 0, "eval_every_steps": 5}, True, []),
+        ({"patience": 19, "eval_every": 0, "eval_every_steps": 5}, True, [TOO_PATIENT.format(19, 19)]),
+        ({"patience": 2, "max_steps": 30}, True, [TOO_PATIENT.format(2, 2)]),
+        ({"warmup_epochs": 20}, True, ["warm-up: has 200 steps, but the run 100: it ends at 50.0% of the learning"]),
+    ],
+)
+def test_settings_without_an_effect_are_said(settings, has_validation, expected):
+    state = make(**settings)
+    state.progress.best_metric = "max:top1" if has_validation else ""
+    warnings = state.schedule.warnings
+    assert len(warnings) == len(expected)
+    assert all(line.startswith(begin) for line, begin in zip(warnings, expected, strict=True))
 
 
 def test_patience_counts_evaluations_without_a_better_value():

@@ -92,8 +92,8 @@ class Reporter:
         self._terminal.begin(held_out, provenance)
         for line in differences:
             run.warn("changed: %s", line)
-        if warning := self._state.schedule.warning:
-            run.warn("%s", warning)
+        for line in self._state.schedule.warnings:
+            run.warn("%s", line)
         where = {"epoch": progress.epoch_number, "step": progress.step, "samples_seen": progress.samples_seen}
         source = {"checkpoint": str(run.resume_path), "changed": differences} if run.resume_path else {}
         run.mark_beginning(self._attempt.began, where, world_size=self._ctx.world_size, **source)

@@ -61,7 +61,7 @@ def summary_of(
         "overflow_steps": progress.overflow_steps,
         "time": {f"{name}_s": round(seconds, 3) for name, seconds in accounts.items()},
     }
-    warnings = [state.schedule.warning, *_warnings(summary, evaluations, empty_steps(records))]
+    warnings = [*state.schedule.warnings, *_warnings(summary, evaluations, empty_steps(records))]
     warnings = [each for each in warnings if each]
     return summary | ({"test": test} if test else {}) | ({"warnings": warnings} if warnings else {})
 

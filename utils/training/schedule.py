@@ -90,15 +90,32 @@ class Schedule:
         return self._lr_factor(self._config, step, length, self._warmup_steps, progress)
 
     @property
-    def warning(self) -> str:
-        """That the run, or its schedule if that is longer, ends within the warm-up; else empty."""
-        length = max(self.total_steps, self._config.schedule_steps)
-        if self._warmup_steps <= length:
-            return ""
-        return (
-            f"warm-up: has {self._warmup_steps:,} steps, but the run {length:,}: it ends at"
-            f" {length / self._warmup_steps:.1%} of the learning rate; use fewer --warmup_epochs"
-        )
+    def warnings(self) -> list[str]:
+        """Settings that have no effect in this run: a line for each."""
+        config, warnings = self._config, []
+        length = max(self.total_steps, config.schedule_steps)
+        if self._warmup_steps > length:
+            warnings.append(
+                f"warm-up: has {self._warmup_steps:,} steps, but the run {length:,}: it ends at"
+                f" {length / self._warmup_steps:.1%} of the learning rate; use fewer --warmup_epochs"
+            )
+        if not self.progress.best_metric:
+            for name, off in {"patience": 0, "best_metric": "auto", "eval_every_steps": 0}.items():
+                if (value := getattr(config, name)) != off:
+                    warnings.append(f"{name}={value}: has no effect, since there is no validation set; leave it out")
+        elif 0 < config.patience and self._evaluations_before_end() <= config.patience:
+            warnings.append(
+                f"patience={config.patience}: has no effect, since at most {self._evaluations_before_end()} evaluations"
+                " come before the last one; use a smaller --patience, or evaluate more often"
+            )
+        return warnings
+
+    def _evaluations_before_end(self) -> int:
+        """How many there are at most in the whole run."""
+        periods = [self._config.eval_every_steps]
+        if self._sampler:
+            periods.append(self._config.eval_every * self._sampler.steps_per_epoch)
+        return sum((self.total_steps - 1) // period for period in periods if period)
 
     @property
     def is_at_end(self) -> bool:
