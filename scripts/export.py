@@ -1,9 +1,10 @@
-"""Export a checkpoint for inference: python scripts/export.py CKPT OUT [--ema] [--format FORMAT]
+"""Export a checkpoint for inference: python scripts/export.py CKPT OUT [--no-ema] [--format FORMAT]
 
-OUT is a single file with the weights and the config, plus mean, std and class names for image data: written by
-torch.save, or with --format safetensors as safetensors. With torch.export or onnx it is the traced model, which has a
-dynamic batch size and needs no code from this repository. The script prints code that loads and runs it. OUT is written
-atomically: a failed export leaves an existing file unchanged.
+The averaged weights of --ema_decay are exported if the checkpoint has them, since they selected the best one; --no-ema
+exports the plain weights. OUT is a single file with the weights and the config, plus mean, std and class names for
+image data: written by torch.save, or with --format safetensors as safetensors. With torch.export or onnx it is the
+traced model, which has a dynamic batch size and needs no code from this repository. The script prints code that loads
+and runs it. OUT is written atomically: a failed export leaves an existing file unchanged.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import model as fork
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
 from scripts.lib.arguments import check_arguments
+from scripts.lib.weights import TITLES, add_ema_flag, choose_weights
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
 from utils.data.loader import create_evaluation_dataloader
@@ -68,18 +70,14 @@ PLACES = ["run_dir", "resume_from", "init_from", "data_dir", "init_method", "che
 PLACES += ["mirror", "on_checkpoint"]  # extra: companions
 
 
-def read(source: Path, use_ema: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def read(source: Path, use_ema: bool | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The contents of an export, and the values of the config that it does not have.
 
-    Raises:
-        UserError: if `use_ema` is set and the checkpoint has no averaged weights.
+    use_ema: as for `choose_weights`, which may raise UserError.
     """
     payload, _ = checkpoint.read(source)
-    if use_ema and not payload["ema"]:
-        remedy = "leave out --ema"
-        remedy += ", or train with --ema_decay 0.999"  # extra: average
-        raise UserError(f"{source}: has no averaged weights; {remedy}")
-    saved = {"model": payload["ema" if use_ema else "model"]}
+    kind = choose_weights(payload, use_ema, source)
+    saved: dict[str, Any] = {"model": payload[kind], "weights": kind}
     config = TrainingConfig.known(payload["config"])
     saved["config"] = {name: value for name, value in config.items() if name not in PLACES}
     saved |= {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
@@ -155,7 +153,7 @@ def main() -> int:
     )
     parser.add_argument("checkpoint", help="a path or a URL, also of a run: its best checkpoint")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--ema", action="store_true", help="export the averaged weights")
+    add_ema_flag(parser)
     parser.add_argument("--format", choices=FORMATS, default="weights")
     options = parser.parse_args()
     out, has_code = options.out, options.format in ("torch.export", "onnx")
@@ -197,7 +195,9 @@ def main() -> int:
     snippet = {"weights": LOAD + use, "safetensors": SAFETENSORS + use, "torch.export": PROGRAM, "onnx": ONNX}
     if not has_code:
         print(f"left out of its config, as places and commands of this machine: {', '.join(places)}")
-    print(f"wrote {out} from {source} ({out.stat().st_size / 1e6:.1f} MB); to use it:\n")
+    print(
+        f"wrote {out} from the {TITLES[saved['weights']]} of {source} ({out.stat().st_size / 1e6:.1f} MB); to use it:\n"
+    )
     print(snippet[options.format].format(file=str(out), shapes=shapes))
     return 0
 

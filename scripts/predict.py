@@ -1,16 +1,17 @@
 """Run a checkpoint over a data set and write its outputs: each sample once, in the order of the data set.
 
-    python scripts/predict.py CKPT [--split val] [--out FILE] [--ema] [flags of train.py]
+    python scripts/predict.py CKPT [--split val] [--out FILE] [--no-ema] [flags of train.py]
     torchrun --standalone --nproc-per-node=4 scripts/predict.py CKPT ...      # FILE on storage shared by all ranks
 
-The config is read from the checkpoint; flags override it (--data_dir, --batch_size, ...). Outputs are computed in
-float32; --use_amp asks for the mixed precision of training. The training set keeps its augmentation; for images,
---augment none turns it off. A set without labels is what create_dataset(config, "predict") returns, with any labels:
-training and evaluation never ask for that split. FILE, by default predictions.pt beside the checkpoint's folder, is
-read with torch.load(FILE, weights_only=True): {name: tensor [N, ...]}, with the names that predict(model, batch) in
-model.py returns, or a list of N tensors if shapes differ between batches. It is written atomically, and FILE.json
-describes it: checkpoint, weights, split, samples, precision. Each rank first writes its part beside it (FILE.rank0,
-...); parts left by a killed process are removed by the next completed run.
+The averaged weights of --ema_decay are used if the checkpoint has them, since they selected the best one; --no-ema
+takes the plain weights. The config is read from the checkpoint; flags override it (--data_dir, --batch_size, ...).
+Outputs are computed in float32; --use_amp asks for the mixed precision of training. The training set keeps its
+augmentation; for images, --augment none turns it off. A set without labels is what create_dataset(config, "predict")
+returns, with any labels: training and evaluation never ask for that split. FILE, by default predictions.pt beside the
+checkpoint's folder, is read with torch.load(FILE, weights_only=True): {name: tensor [N, ...]}, with the names that
+predict(model, batch) in model.py returns, or a list of N tensors if shapes differ between batches. It is written
+atomically, and FILE.json describes it: checkpoint, weights, split, samples, precision. Each rank first writes its part
+beside it (FILE.rank0, ...); parts left by a killed process are removed by the next completed run.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, load_checkpoint, setup_distributed
 from scripts.lib.arguments import check_arguments
 from scripts.lib.row_order import check_row_order
+from scripts.lib.weights import TITLES, add_ema_flag, choose_weights
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
 from utils.data.loader import GlobalBatchLoader, create_evaluation_dataloader
@@ -60,7 +62,7 @@ def main() -> None:
     parser.add_argument("checkpoint", help="a path or a URL, also of a run: its best checkpoint")
     parser.add_argument("--split", default="val", help="train, val, test or predict [val]")
     parser.add_argument("--out", type=Path, metavar="FILE")
-    parser.add_argument("--ema", action="store_true", help="use the averaged weights")
+    add_ema_flag(parser)
     options, flags = parser.parse_known_args()
     is_remote, options.checkpoint = "://" in options.checkpoint, local_checkpoint(options.checkpoint)
     beside = Path() if is_remote else options.checkpoint.parent.parent
@@ -85,10 +87,11 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
     seams = Seams.of(fork)
     state = on_all_ranks(lambda: train.create_state(seams, sets.config, ctx, is_resumed=True), ctx)
     payload = load_checkpoint(options.checkpoint, ctx, state.sharded())
-    on_all_ranks(lambda: check(options, payload, out), ctx)
+    on_all_ranks(lambda: check(options, out), ctx)
+    kind = on_all_ranks(lambda: choose_weights(payload, options.ema, options.checkpoint), ctx)
     for line in on_all_ranks(lambda: compare_evaluated(payload, sets.config, options.split, sets), ctx):
         logger.log(ALIKE, "changed: %s", line)
-    on_all_ranks(lambda: state.load_model(payload, "ema" if options.ema else "model"), ctx)
+    on_all_ranks(lambda: state.load_model(payload, kind), ctx)
     loader = on_all_ranks(lambda: create_evaluation_dataloader(dataset, sets.config, ctx), ctx)
 
     def progress(step: int) -> None:
@@ -104,7 +107,7 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
         on_rank_0(lambda: merge(out, len(loader.dataset), ctx), ctx)
         described = {
             "checkpoint": str(options.checkpoint),
-            "weights": "ema" if options.ema else "model",
+            "weights": kind,
             "split": options.split,
             "samples": len(loader.dataset),
             "precision": state.precision.title,
@@ -112,14 +115,13 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
         on_rank_0(lambda: replace_json(out.with_name(f"{out.name}.json"), described), ctx)
     finally:
         part.unlink(missing_ok=True)
-    logger.info("wrote %s: %s of %d samples", out, ", ".join(outputs.batches), len(loader.dataset))
+    names, samples = ", ".join(outputs.batches), len(loader.dataset)
+    logger.info("wrote %s: %s of %d samples, computed with the %s", out, names, samples, TITLES[kind])
     loader.close()
 
 
-def check(options: argparse.Namespace, payload: dict, out: Path) -> None:
+def check(options: argparse.Namespace, out: Path) -> None:
     """Raises UserError."""
-    if options.ema and not payload["ema"]:
-        raise UserError(f"{options.checkpoint}: has no averaged weights; leave out --ema")
     if out.suffix not in (".pt", ".pth"):
         raise UserError(f"out={out}: predictions are written as a torch file; give a name that ends in .pt")
     if out.exists() and out.samefile(options.checkpoint):

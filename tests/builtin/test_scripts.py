@@ -107,6 +107,7 @@ def test_the_list_has_the_results_and_settings_of_real_runs(two_runs):
     [
         [],
         ["--ema"],  # extra: average
+        ["--no-ema"],
         pytest.param(["--format", "safetensors"], marks=pytest.mark.slow),
     ],
 )
@@ -116,7 +117,11 @@ def test_the_printed_snippet_gives_the_same_predictions_as_the_evaluation(two_ru
     load = pytest.importorskip("safetensors.torch").load_file if is_safe else lambda file: torch.load(file)["model"]
     ended = run_script("export.py", two_runs.checkpoints("fast")[-1], tmp_path / "model.pt", *flags)
     assert ended.code == 0, ended.text
-    weights = "ema" if "--ema" in flags else "model"
+    weights = "model"
+    if "--no-ema" not in flags:  # extra: average
+        weights = "ema"
+    title = {"ema": "averaged", "model": "plain"}[weights]
+    assert f"wrote {tmp_path / 'model.pt'} from the {title} weights of " in ended.out
     assert difference(load(tmp_path / "model.pt"), two_runs.last("fast")[weights]) == []
     snippet = ended.out.split("to use it:\n\n")[1].strip()
     assert len(snippet.splitlines()) == (8 if is_safe else 6)
@@ -150,6 +155,40 @@ def test_an_export_that_cannot_be_made_is_rejected(two_runs, tmp_path):
     assert (
         ended.code == 2 and "is the checkpoint itself; give another name" in ended.err and source.read_bytes() == before
     )
+
+
+@pytest.mark.guarantee("export")
+@pytest.mark.parametrize(
+    ("flags", "weights"),
+    [
+        ([], "ema"),  # extra: average
+        (["--ema"], "ema"),  # extra: average
+        (["--no-ema"], "model"),
+    ],
+)
+def test_a_prediction_uses_the_weights_that_selected_the_best_and_says_which(two_runs, tmp_path, flags, weights):
+    out = tmp_path / "out.pt"
+    ended = run_script("predict.py", two_runs.checkpoints("fast")[-1], "--out", out, *flags)
+    assert ended.code == 0, ended.text
+    title = {"ema": "averaged", "model": "plain"}[weights]
+    assert f"wrote {out}: output of 8 samples, computed with the {title} weights" in ended.text
+    assert json.loads((tmp_path / "out.pt.json").read_text())["weights"] == weights
+    config = TrainingConfig.from_args(["--config", str(two_runs.folder("fast") / "config.json")])
+    labels = torch.tensor(create_dataset(config, "val").targets)
+    correct = (torch.load(out, weights_only=True)["output"].argmax(1) == labels).double().mean().item()
+    evaluated = [record for record in two_runs.records("fast", "eval") if record["weights"] == weights]
+    assert correct == pytest.approx(evaluated[-1]["top1"])
+
+
+def test_an_evaluation_alone_says_which_weights_selected_the_best(two_runs):
+    ended = finish(
+        WarmLaunch(0, ROOT / "train.py", ["--config", two_runs.folder("fast") / "config.json", "--eval_only"])
+    )
+    assert ended.code == 0, ended.text
+    outcome = two_runs.json("fast", "eval-best.json")
+    assert outcome["weights"] == outcome["records"][-1]["weights"]
+    assert outcome["weights"] == "ema"  # extra: average
+    assert "the averaged weights (ema) select the best checkpoint" in ended.text  # extra: average
 
 
 REFUSED = [  # ranks, arguments of predict.py, message

@@ -112,9 +112,9 @@ def end_text(
         f" {summary['samples_per_s']:,.0f} samples/s, peak memory {summary['peak_memory_bytes'] / 2**30:.2f} GiB",
         f"time: {duration(total)} ({parts}){goodput}{restarts}",
     ]
-    whose = average = ""  # the weights that selected the best checkpoint
+    whose = ""  # the weights that selected the best checkpoint
     if config.ema_decay:  # extra: average
-        whose, average = " (averaged weights)", " --ema"
+        whose = " (averaged weights)"
     if summary["best_value"] is not None:
         best = f"{summary['best_metric']} {summary['best_value']:.4f}{whose}"
         lines.append(f"best: {best} in epoch {summary['best_epoch']}")
@@ -126,4 +126,4 @@ def end_text(
     lines += ["next:", f"  tensorboard --logdir {run.folder}"]
     lines.append(f"  python scripts/runs.py {run.folder} --html {run.folder}/report.html")  # extra: reports
     lines += [f"  python train.py --config {run.folder}/config.json --eval_only"] * bool(summary["final"])
-    return "\n".join([*lines, f"  python scripts/export.py {source} {run.folder}/model.pt{average}"])
+    return "\n".join([*lines, f"  python scripts/export.py {source} {run.folder}/model.pt"])
