@@ -30,8 +30,9 @@ OTHER_FILES = {  # what a file is, by its first bytes, or by what torch says abo
     r"\0error": "is empty; give another",
     r"version https://git-lfs": "is a pointer of Git LFS; give the file itself, after git lfs pull",
     r"[^\0-\x08\x0e-\x1f]+\0error": "is a text file, such as an error page; give the file of weights itself",
-    r".{5}\0{3}\{": "is a safetensors file; give its state dict, which this command saves: "
-    "python -c \"import torch, safetensors.torch as s; torch.save(s.load_file('{path}'), '{path}-weights.pt')\"",
+    # torch itself loads one whose name ends with .safetensors, if that package is installed
+    r".{5}\0{3}\{": "is a safetensors file; give its state dict. After pip install safetensors this command saves "
+    "it: python -c \"import torch, safetensors.torch as s; torch.save(s.load_file('{path}'), '{path}-weights.pt')\"",
     r".*\0error.*TorchScript": "is a TorchScript archive; give its state dict, which this command saves: "
     "python -c \"import torch; torch.save(torch.jit.load('{path}').state_dict(), '{path}-weights.pt')\"",
     r".*\0error.*Unsupported global: GLOBAL (\S+)": "holds the Python object {0}; give its state dict. This command "
@@ -66,7 +67,7 @@ def find_weights(content: Any, path: Path) -> Weights:
             f"init_from={path}: holds no weights of one model but {held!s:.300}; give a checkpoint or a state dict"
         )
     if isinstance(content.get("provenance"), dict):
-        weights.classes = content["provenance"].get("classes", ())
+        weights.classes = content["provenance"].get("classes") or ()
     return weights
 
 
