@@ -115,7 +115,8 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     sets = load_data(data, attempt.config, ctx)
     config = sets.config  # in which the data have resolved `auto` fields
     attempt = replace(attempt, config=config)
-    state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed=bool(run.resume_path)), ctx)
+    is_resumed = bool(run.resume_path)
+    state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed, sets.train), ctx)
     train_set, held_out = sets.train, sets.held_out
     train_set, held_out = cached(train_set, held_out, config, ctx, attempt.logger)  # extra: cache
     clock = attempt.clock

@@ -258,6 +258,31 @@ def test_init_from_and_dataset_size_work_for_any_fork(runs):
     assert log["global_batch_size"] == 4
 
 
+def test_init_from_refuses_or_warns_before_the_first_step(runs):
+    runs.train(1, "first", *FLAGS, "--max_steps", 1)
+    content, edited, wrong = runs.last("first"), runs.root / "edited.pt", runs.root / "wrong.pt"
+    names = content["provenance"]["classes"]
+    content["provenance"]["classes"] = [*reversed(names)]
+    torch.save(content, edited)
+    torch.save({f"x_{name}": value for name, value in content["model"].items()}, wrong)
+    for flags in (["--max_steps", 1], ["--eval_only"]):
+        ended = launch(runs, *flags, "--init_from", edited)
+        assert ended.code == 0, ended.text
+        assert f"init_from: {edited} has no checksum, since it was saved again" in ended.text
+        assert f"{len(names)} differ, such as {names[-1]!r}, which is {names[0]!r} here" in ended.text
+    ended = launch(runs, "--init_from", wrong, "--overwrite")
+    assert ended.code == 2 and "Traceback" not in ended.text
+    count = len(content["model"])
+    assert (
+        f"init_from={wrong}: only 0 of its {count} tensors fit the model, which has {count}. Others in the"
+        in ended.text
+    )
+
+
+def launch(runs, *flags):
+    return finish(WarmLaunch(0, runs.program(), runs.words("run", *FLAGS, *flags)), 60)
+
+
 def train_subset(flags):
     def create(config, split):
         return Images(100, split) if split == "train" else None

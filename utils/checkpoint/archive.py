@@ -107,7 +107,9 @@ def write(
 
 def read(path: Path, trailer: Trailer) -> dict[str, Any]:
     """The content of a file that was verified, its tensors mapped from it. Raises UserError if it is no checkpoint."""
-    payload = load(path, f"{path}: is not a checkpoint", is_mapped=True)  # the processes of a node share its memory
+    problem = f"{path}: is not a checkpoint"
+    # mapped, since the processes of a node then share its memory
+    payload = load(path, lambda error: f"{problem} ({type(error).__name__}); give another", is_mapped=True)
     missing = [key for key in KEYS if not isinstance(payload, dict) or not isinstance(payload.get(key), dict)]
     if missing:
         raise UserError(
@@ -127,8 +129,11 @@ def read(path: Path, trailer: Trailer) -> dict[str, Any]:
     return payload
 
 
-def load(path: Path, problem: str, is_mapped: bool = False) -> Any:
-    """Load tensors and plain values from an archive. Raises UserError; never runs code from the file."""
+def load(path: Path, explain: Callable[[Exception], str], is_mapped: bool = False) -> Any:
+    """Load tensors and plain values from an archive. Raises UserError; never runs code from the file.
+
+    explain: returns the message for what torch raised.
+    """
     import torch
 
     from utils.memory import is_out_of_memory
@@ -142,7 +147,7 @@ def load(path: Path, problem: str, is_mapped: bool = False) -> Any:
         if isinstance(error, OSError) and may_pass(error):
             raise unreadable(path, error) from None
         # torch's own message recommends switching the protection off
-        raise UserError(f"{problem} ({type(error).__name__}); give another") from None
+        raise UserError(explain(error)) from None
 
 
 def verify(path: Path, is_hashed: bool = True) -> Trailer:

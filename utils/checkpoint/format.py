@@ -5,9 +5,9 @@ A checkpoint has its final name only when it is complete and on the disk.
 
 from __future__ import annotations
 
-import logging
+import argparse
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 from config import StartError, UserError
 from utils.checkpoint import archive
 from utils.checkpoint.archive import MANIFEST, STEP_NAME, Trailer
+from utils.checkpoint.weights import LOGGER, describe_unread, find_weights
+from utils.checkpoint.weights import take_weights as take_weights  # forks import it from here
 from utils.extras.sharding import shards  # extra: sharding
 from utils.files import TEMPORARY, flush_folder, read_json, temporary_of
-from utils.logger import NAME
+from utils.logger import ALIKE
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 BEST = "best.pt"
 
@@ -204,63 +206,29 @@ def link_best(path: Path) -> None:
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """Load weights from a checkpoint of the template, which must be valid, or a plain state dict. Raises UserError."""
-    from torch import Tensor
+    """Load the weights of `--init_from`: of a checkpoint of the template, which must be valid, or of another file that
+    holds one state dict. Raises UserError."""
+    import torch
 
     if path.is_dir():
-        return read(path)[0]["model"]
+        return find_weights(read(path)[0], path)
     try:
         with archive.open_file(path) as file:
+            begin = file.read(512)
             is_checkpoint = archive.read_trailer(file) is not None
+            file.seek(max(0, file.tell() - 22))
+            is_whole = file.read(4) == b"PK\5\6"  # the last record of an archive, without a part of a trailer
     except OSError as error:
         raise UserError(
             f"init_from={path}: cannot be read ({error.strerror}); give a checkpoint or a state dict"
         ) from None
     if is_checkpoint:
         verify(path)
-    payload = archive.load(path, f"init_from={path}: does not contain only tensors")
-    if isinstance(payload, dict) and not is_checkpoint and payload.keys() >= {"model", "progress", "provenance"}:
-        raise UserError(f"init_from={path}: is a truncated checkpoint: its checksum is missing; give another")
-    weights = payload.get("model", payload) if isinstance(payload, dict) else payload
-    if not isinstance(weights, dict) or not weights or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise UserError(f"init_from={path}: holds no weights; give a checkpoint or a state dict")
-    return weights
-
-
-def take_weights(
-    model: nn.Module,
-    weights: dict[str, Tensor],
-    source: str,
-    must_be_whole: bool = False,
-    given: Collection[str] = (),  # extra: unsaved
-) -> None:
-    """Load the weights that match the model by name and shape, and log the others (a head of another size).
-
-    Args:
-        source: their name for messages.
-        given: names of weights that the model has already, from create_model.
-
-    Raises:
-        UserError: if none matches, or one is missing that `must_be_whole` or frozen.
-    """
-    own = model.state_dict()
-    for prefix in ("module.", "_orig_mod.", "module."):  # of DDP and torch.compile
-        if all(name.startswith(prefix) for name in weights):
-            logging.getLogger(NAME).info("init_from: removed %r from the names in %s", prefix, source)
-            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
-    fitting = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
-    if not fitting:
-        raise UserError(f"init_from={source}: none of its {len(weights)} tensors fits the model; use its own model")
-    replaced = [name for name in own if name not in fitting]
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    needed = [name for name in own if own[name].is_floating_point()] if must_be_whole else frozen
-    needed = [name for name in needed if name not in given]  # extra: unsaved
-    if random := [name for name in replaced if name in needed]:
-        listed = ", ".join(random[:5]) + f" and {len(random) - 5} more" * (len(random) > 5)
-        raise UserError(f"init_from={source}: has no {listed} of this model's shape; give weights of the whole model")
-    own.update(fitting)  # which has the versions of its modules (MNASNet asks for its own)
-    model.load_state_dict(own)
-    extra = [name for name in weights if name not in fitting]
-    text = "init_from: loaded %d of %d tensors from %s; newly initialised: %s; not used: %s"
-    names = (", ".join(replaced) or "none", ", ".join(extra) or "none")
-    logging.getLogger(NAME).info(text, len(fitting), len(own), source, *names)
+    with torch.serialization.safe_globals([argparse.Namespace]):  # timm and others save their arguments as such
+        content = archive.load(path, lambda error: describe_unread(path, begin, error))
+    if not is_checkpoint and isinstance(content, dict) and content.keys() >= {"model", "progress", "provenance"}:
+        if not is_whole:
+            raise UserError(f"init_from={path}: is a truncated checkpoint: its checksum is missing; give another")
+        text = "init_from: %s has no checksum, since it was saved again. Its weights are taken unverified."
+        LOGGER.log(ALIKE, text, path)
+    return find_weights(content, path)

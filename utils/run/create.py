@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from config import TrainingConfig
-from utils.checkpoint.format import load_weights, take_weights
+from utils.checkpoint.format import load_weights
 from utils.checkpoint.stored import local_checkpoint
+from utils.checkpoint.weights import (
+    match_names,  # extra: unsaved
+    take_weights,
+    warn_of_other_classes,
+)
 from utils.distributed.context import DistributedContext
 from utils.extras.unsaved import checked  # extra: unsaved
 from utils.training.parallel import Sharing
@@ -16,10 +23,18 @@ from utils.training.seams import Seams
 from utils.training.state import TrainState
 
 
-def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, is_resumed: bool = False) -> TrainState:
+def create_state(
+    seams: Seams,
+    config: TrainingConfig,
+    ctx: DistributedContext,
+    is_resumed: bool = False,
+    train_set: Any = None,
+) -> TrainState:
     """Create the training state at step 0: the model, its optimizer and everything else that a checkpoint stores.
 
-    is_resumed: the weights will come from a checkpoint, not from `init_from`.
+    Args:
+        is_resumed: the weights will come from a checkpoint, not from `init_from`.
+        train_set: its class names are compared with those of a checkpoint in `init_from`.
     """
 
     def build(device: torch.device) -> nn.Module:
@@ -28,6 +43,8 @@ def create_state(seams: Seams, config: TrainingConfig, ctx: DistributedContext, 
         if config.init_from and not is_resumed and device.type != "meta":
             own = seams.initial_weights
             weights = own(config) if own else load_weights(local_checkpoint(config.init_from))
+            warn_of_other_classes(weights, train_set, config.init_from)
+            weights = match_names(weights, model.state_dict(), config.init_from)  # extra: unsaved
             weights, given = checked(weights, model, seams.is_saved, config.init_from)  # extra: unsaved
             take_weights(
                 model,

@@ -45,7 +45,7 @@ def _evaluate(config: TrainingConfig, ctx: DistributedContext, seams: Seams, dat
         path, _ = on_all_ranks(lambda: best_or_latest(place, not config.resume_from), ctx)
     sets = load_data(data, config, ctx)
     config = sets.config
-    state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed=not is_published), ctx)
+    state = on_all_ranks(lambda: create_state(seams, config, ctx, not is_published, sets.train), ctx)
     progress = Progress()
     payload: dict[str, Any] = {}  # the weights that the model has
     if not is_published:

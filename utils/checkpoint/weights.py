@@ -1,0 +1,185 @@
+"""The weights of another file: the state dict in it, under the names of the model that takes them.
+
+None of the file's code runs, since torch.load gets `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from config import UserError
+from utils.logger import ALIKE, NAME
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+LOGGER = logging.getLogger(NAME)
+# Of several state dicts in a file, the first one under these names is taken.
+STATE_DICTS = ("state_dict", "model_state_dict", "model", "module", "net")
+WRAPPERS = (  # what is left out of names, unless two of them would become one: a model may have a "module" of its own
+    r"(?<![^.])(_orig_mod|_\w+_module|module)\.",  # of torch.compile, activation checkpointing, FSDP, Fabric and DDP
+    r"(?<![^.])(_orig_mod|_\w+_module)\.",
+    r"(?!)",  # nothing
+)
+OTHER_FILES = {  # what a file is, by its first bytes, or by what torch says about it
+    r"\0error": "is empty; give another",
+    r"version https://git-lfs": "is a pointer of Git LFS; give the file itself, after git lfs pull",
+    r"[^\0-\x08\x0e-\x1f]+\0error": "is a text file, such as an error page; give the file of weights itself",
+    # torch itself loads one whose name ends with .safetensors, if that package is installed
+    r".{5}\0{3}\{": "is a safetensors file; give its state dict. After pip install safetensors this command saves "
+    "it: python -c \"import torch, safetensors.torch as s; torch.save(s.load_file('{path}'), '{path}-weights.pt')\"",
+    r".*\0error.*TorchScript": "is a TorchScript archive; give its state dict, which this command saves: "
+    "python -c \"import torch; torch.save(torch.jit.load('{path}').state_dict(), '{path}-weights.pt')\"",
+    r".*\0error.*Unsupported global: GLOBAL (\S+)": "holds the Python object {0}; give its state dict. This command "
+    "saves it, and runs code of the file, so use it only if you trust the file: "
+    "python -c \"import torch; x = torch.load('{path}', weights_only=False); "
+    "x = x.get('state_dict', x.get('model', x)) if isinstance(x, dict) else x; "
+    "torch.save(x.state_dict() if hasattr(x, 'state_dict') else x, '{path}-weights.pt')\"",
+}
+
+
+class Weights(dict[str, "Tensor"]):
+    """Weights by name, and the class names of the checkpoint that they come from."""
+
+    classes: Sequence[Any] = ()
+
+
+def describe_unread(path: Path, begin: bytes, error: Exception) -> str:
+    """The message for a file that torch.load refuses: what it is instead. begin: its first 512 bytes."""
+    known = f"{begin.decode('latin-1')}\0error {error}"
+    for pattern, text in OTHER_FILES.items():
+        if match := re.match(pattern, known, re.DOTALL):
+            return f"init_from={path}: " + text.format(*match.groups(), path=path)
+    return f"init_from={path}: is truncated, damaged or not written by torch.save; give another"
+
+
+def find_weights(content: Any, path: Path) -> Weights:
+    """Find the state dict in what a file holds. Raises UserError if there is none, or several under unknown names."""
+    weights = Weights(_state_dict(content, path))
+    if not weights:
+        held = list(content) if isinstance(content, dict) else type(content).__name__
+        raise UserError(
+            f"init_from={path}: holds no weights of one model but {held!s:.300}; give a checkpoint or a state dict"
+        )
+    if isinstance(content.get("provenance"), dict):
+        weights.classes = content["provenance"].get("classes") or ()
+    return weights
+
+
+def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
+    """The innermost dict of tensors that is not the state of an optimizer. Empty if there is none, or no known one of
+    several."""
+    from torch import Tensor
+
+    if not isinstance(content, dict) or "param_groups" in content:
+        return {}
+    inner = {name: weights for name, value in content.items() if (weights := _state_dict(value, path))}
+    if not inner:
+        return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+    known = [name for name in STATE_DICTS if name in inner]
+    if len(inner) > 1 and not known:
+        return {}
+    first = (known or [*inner])[0]
+    LOGGER.info("init_from: takes %r of %s, out of %.300s", first, path, list(inner))
+    return inner[first]
+
+
+def take_weights(
+    model: nn.Module,
+    weights: dict[str, Tensor],
+    source: str,
+    must_be_whole: bool = False,
+    given: Collection[str] = (),  # extra: unsaved
+) -> None:
+    """Load the weights that match the model by name and shape, and log the others (a head of another size).
+
+    Args:
+        source: their name for messages.
+        given: names of weights that the model has already, from create_model.
+
+    Raises:
+        UserError: if less than half of the model and not nearly all of them fit, if one is not finite, or if one is
+            missing that `must_be_whole` or frozen.
+    """
+    own = model.state_dict()
+    weights = match_names(weights, own, source)
+    fitting = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
+    missing = [name for name in own if name not in fitting]
+    extra = [name for name in weights if name not in fitting]
+    # Tensors are counted, since one new embedding or head may have most of the numbers. A file that is used but for its
+    # head may start a larger model.
+    if 2 * len(fitting) < len(own) and 6 * len(extra) >= len(weights):
+        raise UserError(
+            f"init_from={source}: only {len(fitting)} of its {len(weights)} tensors fit the model, which has"
+            f" {len(own)}. Others in the file are {', '.join(extra[:5])}, in the model {', '.join(missing[:5])}; give"
+            " weights of this model, or rename them in initial_weights of model.py"
+        )
+    needed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    if must_be_whole:
+        needed = [name for name in own if own[name].is_floating_point()]
+    needed = [name for name in needed if name not in given]  # extra: unsaved
+    if random := [name for name in missing if name in needed]:
+        listed = ", ".join(random[:5])
+        if len(random) > 5:
+            listed += f" and {len(random) - 5} more"
+        raise UserError(f"init_from={source}: has no {listed} of this model's shape; give weights of the whole model")
+    for name, value in fitting.items():
+        # a buffer of the model may be infinite, such as a mask
+        if not value.isfinite().all() and own[name].isfinite().all():
+            raise UserError(f"init_from={source}: {name} has values that are not finite; give weights without NaN")
+    own.update(fitting)  # which has the versions of its modules (MNASNet asks for its own)
+    model.load_state_dict(own)
+    text = "init_from: loaded %d of %d tensors from %s; newly initialised: %s; not used: %s"
+    names = (", ".join(missing) or "none", ", ".join(extra) or "none")
+    LOGGER.info(text, len(fitting), len(own), source, *names)
+
+
+def match_names(weights: dict[str, Tensor], own: dict[str, Any], source: str) -> dict[str, Tensor]:
+    """Give the weights the model's names, if these differ by wrappers anywhere and by one prefix of all of them.
+
+    own: the state dict of the model.
+    """
+    for wrappers in WRAPPERS:
+        theirs = {re.sub(wrappers, "", name): name for name in weights}
+        ours = {re.sub(wrappers, "", name): name for name in own}
+        if len(theirs) == len(weights) and len(ours) == len(own):
+            break
+    prefix = _common_prefix(theirs, ours)
+    matched = {}
+    for name, original in theirs.items():
+        short = name.removeprefix(prefix)
+        if short in theirs:
+            short = name
+        matched[ours.get(short, original)] = weights[original]
+    if changed := [name for name in weights if name not in matched]:
+        LOGGER.info("init_from: gave %d tensors of %s the model's names, such as %s", len(changed), source, changed[0])
+    return matched
+
+
+def _common_prefix(theirs: Iterable[str], ours: Iterable[str]) -> str:
+    """What most of our names have in front of them in the file; nothing if two prefixes fit equally."""
+    counts: Counter[str] = Counter()
+    for name in theirs:
+        prefix, rest = "", name
+        while rest:
+            if rest in ours:
+                counts[prefix] += 1
+            part, _, rest = rest.partition(".")
+            prefix += f"{part}."
+    most = max(counts.values(), default=0)
+    prefixes = [prefix for prefix in counts if counts[prefix] == most]
+    return prefixes[0] if len(prefixes) == 1 else ""
+
+
+def warn_of_other_classes(weights: dict[str, Tensor], train_set: Any, source: str) -> None:
+    """Warn if the checkpoint of these weights had as many classes, but under other names or in another order."""
+    saved, here = getattr(weights, "classes", ()), getattr(train_set, "classes", ())
+    differing = [pair for pair in zip(saved, here, strict=False) if pair[0] != pair[1]]
+    if differing and len(saved) == len(here):
+        text = "init_from: the classes of %s have other names: %d differ, such as %r, which is %r here"
+        LOGGER.log(ALIKE, text, source, len(differing), *differing[0])
