@@ -223,12 +223,30 @@ def part(names):
         (Net(), {"layer": torch.ones(3)}, "only 0 of its 1 tensors fit"),
         (Net(), {}, "only 0 of its 0 tensors fit"),
         (Larger(), renamed("^", "encoder.")(Net(width=3)), "only 3 of its 15 tensors fit the model, which has 55"),
+        # the first of several files of a model, and a file that was not written to its end
+        (
+            Larger(),
+            {k: v for k, v in Larger().state_dict().items() if re.match(r"enc|decoder\.[0-3]\.", k)},
+            "only 23 of",
+        ),
+        (
+            Net(),
+            {k: v for k, v in Net().state_dict().items() if re.match(r"stages\.0\.weight", k)},
+            "only 1 of its 1 ten",
+        ),
         (Net(classes=7), Net().state_dict(), ""),  # a new head
         (Net(), part("^(?!head|stages)"), ""),  # a part
         (Net(), part("^head"), ""),
         (Net(), Larger().encoder.state_dict() | {f"x.{k}": torch.ones(1) for k in range(99)}, ""),
         (Larger(), {f"encoder.{name}": value for name, value in Net().state_dict().items()}, ""),
         (Larger(), {f"encoder.{name}": value for name, value in Net(classes=9).state_dict().items()}, ""),
+        (
+            nn.ModuleDict({"net": Larger()}),
+            {f"net.encoder.{name}": value for name, value in Net().state_dict().items()},
+            "",
+        ),
+        (nn.Linear(2, 2), nn.Linear(2, 2).state_dict(), ""),
+        (nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False).state_dict(), ""),
     ],
 )
 def test_weights_of_another_model_are_refused(model, content, expected, tmp_path):

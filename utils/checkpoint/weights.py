@@ -112,12 +112,16 @@ def take_weights(
     missing = [name for name in own if name not in fitting]
     extra = [name for name in weights if name not in fitting]
     # Tensors are counted, since one new embedding or head may have most of the numbers. A file that is used but for its
-    # head may start a larger model.
-    if 2 * len(fitting) < len(own) and 6 * len(extra) >= len(weights):
+    # head may start a larger model: its other parts are new, and get no tensor at all.
+    parts = _parts(own)
+    started = {parts[name] for name in fitting}
+    in_started = [name for name in own if parts[name] in started]
+    is_other_model = 2 * len(fitting) < len(own) and 6 * len(extra) >= len(weights)
+    if is_other_model or 2 * len(fitting) < len(in_started):
         raise UserError(
             f"init_from={source}: only {len(fitting)} of its {len(weights)} tensors fit the model, which has"
-            f" {len(own)}. Others in the file are {', '.join(extra[:5])}, in the model {', '.join(missing[:5])}; give"
-            " weights of this model, or rename them in initial_weights of model.py"
+            f" {len(own)}. Others in the file are {', '.join(extra[:5]) or 'none'}, in the model"
+            f" {', '.join(missing[:5])}; give weights of this model, or rename them in initial_weights of model.py"
         )
     needed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if must_be_whole:
@@ -137,6 +141,15 @@ def take_weights(
     text = "init_from: loaded %d of %d tensors from %s; newly initialised: %s; not used: %s"
     names = (", ".join(missing) or "none", ", ".join(extra) or "none")
     LOGGER.info(text, len(fitting), len(own), source, *names)
+
+
+def _parts(names: Iterable[str]) -> dict[str, str]:
+    """The part of the model that each tensor belongs to: the first component in which the names differ."""
+    paths = [name.split(".") for name in names]
+    level = 0
+    while len({tuple(path[:level]) for path in paths}) == 1 and level < len(min(paths, key=len)):
+        level += 1
+    return {name: ".".join(path[:level]) for name, path in zip(names, paths, strict=True)}
 
 
 def match_names(weights: dict[str, Tensor], own: dict[str, Any], source: str) -> dict[str, Tensor]:
