@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import UserDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ def map_leaves(function: Callable[[Any], Any], batch: Any, method: str = "") -> 
     copies: dict[int, tuple[Any, Any]] = {}  # by id, with the original: while it lives, no other has its id
 
     def mapped(value: Any) -> Any:
-        if isinstance(value, Tensor) or (method and has_method(value, method)):
+        if isinstance(value, Tensor) or has_method(value, method):
             return function(value)
         if id(value) in copies:  # objects may refer to each other
             return copies[id(value)][1]
@@ -53,8 +52,8 @@ def map_leaves(function: Callable[[Any], Any], batch: Any, method: str = "") -> 
 
 def has_values(kind: type) -> bool:
     """Whether the attributes of a class's objects are values of a batch."""
-    is_record = dataclasses.is_dataclass(kind) or hasattr(kind, "__attrs_attrs__")
-    return is_record or hasattr(kind, "to") or hasattr(kind, "pin_memory") or issubclass(kind, Mapping | Sequence)
+    marks = "__dataclass_fields__", "__attrs_attrs__", "to", "pin_memory"
+    return issubclass(kind, Mapping | Sequence) or any(hasattr(kind, mark) for mark in marks)
 
 
 def has_method(value: Any, name: str) -> bool:

@@ -16,6 +16,7 @@ from scripts import export, predict
 from tasks import TASKS, SmallNet, using
 from tasks import train_task as train_with_signals
 from training import STATE, assert_same_state, difference, train_flags
+from utils.extras.unsaved import complete, digests
 
 FLAGS = "--dataset_size 46 --epochs 2 --num_workers 1 --no-use_amp --lr 0.02 --log_interval 2".split()
 FLAGS += ["--ema_decay", "0.9"]  # extra: average
@@ -180,3 +181,14 @@ def test_another_trunk_is_rejected_and_the_same_one_needs_no_copy(runs):
     assert all(OTHER in text for text in first.values()) and len(first) == 4, first
     gone, new = (runs.last(name) | {"model": {}, "ema": {}} for name in ("is_saved_is_gone", "is_saved_is_new"))
     assert_same_state(gone, new)
+
+
+def test_frozen_weights_in_an_average_of_more_bits_are_compared_in_the_dtype_of_the_model():
+    """A checkpoint of a 16-bit model from before is_saved was defined has them in its average, too."""
+    net = torch.nn.Linear(2, 2).bfloat16()
+    here = digests({"weight": net.weight})
+    average = {name: value.float() for name, value in net.state_dict().items()}
+    assert complete(average, {}, net, here, "the checkpoint").keys() == average.keys()
+    average["weight"] = average["weight"] + 1
+    with pytest.raises(UserError, match="was trained with other values of weight than create_model gives"):
+        complete(average, {}, net, here, "the checkpoint")
