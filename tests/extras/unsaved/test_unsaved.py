@@ -145,6 +145,42 @@ def test_scripts_complete_a_checkpoint_and_reject_another_trunk(runs):
     assert not [*runs.root.glob("?0.5.pt*")]
 
 
+def export_saved(path, out, kind):
+    """The exit code of an export of only what is saved, what it prints, and what its code makes of the file."""
+    printed, words, names = io.StringIO(), ["export.py", path, out, "--only_saved", "--format", kind], {}
+    with frozen(), using("images"), mock.patch.object(sys, "argv", [*map(str, words)]):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            code = export.main()
+        text = printed.getvalue()
+        if not code:
+            exec(text.partition("to use it:\n\n")[2], names)
+    return code, text, names["model"].state_dict() if names else {}
+
+
+@pytest.mark.guarantee("unsaved")
+def test_an_export_of_what_is_saved_names_the_rest_and_its_code_takes_that_from_create_model(runs):
+    pytest.importorskip("safetensors")
+    for name, train in (("run", train_frozen), ("all", train_all)):
+        assert run_ranks(1, train, runs.words(name, *FLAGS, "--max_steps", 3)) == ["completed"]
+    path, everything = runs.checkpoints("run")[-1], runs.last("all")["model"]
+    for kind in ("weights", "safetensors"):
+        ((code, text, loaded),) = run_ranks(1, export_saved, path, runs.root / kind, kind)
+        assert code == 0 and f"create_model must give these: {', '.join(sorted(BASE))}\n" in text, text
+        assert difference({name: value.detach() for name, value in loaded.items()}, everything) == []
+    saved = torch.load(runs.root / "weights", weights_only=True)
+    assert saved["model"].keys() == everything.keys() - BASE and saved["unsaved"].keys() == BASE
+    refused = {
+        (path, "onnx"): "only_saved: onnx needs all weights; use --format weights or safetensors",
+        (
+            runs.checkpoints("all")[-1],
+            "weights",
+        ): "only_saved: the checkpoint has left out no weights; leave out --only",
+    }
+    for (source, kind), sentence in refused.items():
+        ((code, text, _),) = run_ranks(1, export_saved, source, runs.root / "refused", kind)
+        assert code == 2 and text.startswith(sentence) and not (runs.root / "refused").exists()
+
+
 def train_in_turns(folder, flags):
     """What happens to runs that start from the same checkpoint."""
     path = max(folder.glob("run/checkpoints/step_*.pt"))
