@@ -3,14 +3,16 @@
 The averaged weights of --ema_decay are exported if the checkpoint has them, since they selected the best one; --no-ema
 exports the plain weights. OUT is a single file with the weights and the config, plus mean, std and class names for
 image data: written by torch.save, or with --format safetensors as safetensors. With torch.export or onnx it is the
-traced model, which has a dynamic batch size and needs no code from this repository. The script prints code that loads
-and runs it. OUT is written atomically: a failed export leaves an existing file unchanged.
+traced model, which has a dynamic batch size and needs no code from this repository. Its metadata has mean, std, class
+names and the image size. The script prints code that loads and runs it. OUT is written atomically: a failed export
+leaves an existing file unchanged.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re  # extra: unsaved
 import sys
 from pathlib import Path
 
@@ -57,12 +59,23 @@ mean, std = (torch.tensor(saved[name]).view(-1, 1, 1) for name in ("mean", "std"
 predict = lambda images: [saved["classes"][k] for k in model((images / 255 - mean) / std).argmax(1)]  # [B, C, H, W]
 """
 OTHERS = "outputs = model(*inputs)  # {shapes}\n"
+PROGRAM_OF_IMAGES = """\
+import json, torch; files = {{"metadata.json": ""}}
+model = torch.export.load({file!r}, extra_files=files).module(); saved = json.loads(files["metadata.json"])
+"""
 PROGRAM = "import torch; model = torch.export.load({file!r}).module()\noutputs = model(*inputs)  # {shapes}\n"
 ONNX = """\
 import onnxruntime; session = onnxruntime.InferenceSession({file!r})
 outputs = session.run(None, {{each.name: x for each, x in zip(session.get_inputs(), arrays)}})  # NumPy: {shapes}
 """
-
+ONNX_OF_IMAGES = """\
+import json, numpy, onnxruntime; session = onnxruntime.InferenceSession({file!r})
+metadata, name = session.get_modelmeta().custom_metadata_map, session.get_inputs()[0].name
+mean, std = (numpy.float32(json.loads(metadata[key])).reshape(-1, 1, 1) for key in ("mean", "std"))
+run = lambda images: session.run(None, {{name: (images / numpy.float32(255) - mean) / std}})[0]
+predict = lambda images: [json.loads(metadata["classes"])[k] for k in run(images).argmax(1)]  # NumPy [B, C, H, W]
+"""
+METADATA = ("mean", "std", "classes", "size")  # of a program
 
 FORMATS = ("weights", "safetensors", "torch.export", "onnx")
 # fields of ours that an export does not have: the commands and places of one machine
@@ -86,9 +99,9 @@ def read(source: Path, use_ema: bool | None = None) -> tuple[dict[str, Any], dic
     return saved, places | {"init_from": "", "resume_from": ""}
 
 
-def example(config: TrainingConfig, payload: dict[str, Any]) -> tuple[nn.Module, tuple]:
-    """The model, without its weights, and its inputs for a batch of two training samples. Prints how these differ from
-    those of the checkpoint.
+def example(config: TrainingConfig, payload: dict[str, Any]) -> tuple[nn.Module, tuple, TrainingConfig]:
+    """The model, without its weights, its inputs for a batch of two training samples, and the config with what the data
+    has resolved. Prints how these samples differ from those of the checkpoint.
 
     Raises:
         UserError: if the data is not available, or these are not the model's arguments.
@@ -102,11 +115,15 @@ def example(config: TrainingConfig, payload: dict[str, Any]) -> tuple[nn.Module,
     cleanup_distributed()
     net = seams.create_model(data.config, torch.device("cpu")).eval()
     check_arguments(net, inputs, "example_inputs(batch) that returns a tuple of this model's arguments")
-    return net, tuple(inputs)
+    return net, tuple(inputs), data.config
 
 
 def export_program(saved: dict[str, Any], net: nn.Module, inputs: tuple, target: Path, kind: str) -> None:
-    """Trace the model with a dynamic batch size, and write it as torch.export or ONNX. Raises UserError."""
+    """Trace the model with a dynamic batch size, and write it and its metadata as torch.export or ONNX.
+
+    Raises:
+        UserError: if a package is missing.
+    """
     net.load_state_dict(saved["model"])
     batch = torch.export.Dim("batch")
     shapes = tree_map(lambda each: {0: batch} if isinstance(each, Tensor) and each.ndim else None, inputs)
@@ -114,11 +131,14 @@ def export_program(saved: dict[str, Any], net: nn.Module, inputs: tuple, target:
     for module in program.graph_module.modules():
         for node in getattr(getattr(module, "graph", None), "nodes", ()):
             node.meta.pop("stack_trace", None)  # has the paths of this machine
+    metadata = {name: saved[name] for name in METADATA if name in saved}
     if kind == "torch.export":
-        replace_file(target, lambda file: torch.export.save(program, file))
+        files = {"metadata.json": json.dumps(metadata)}
+        replace_file(target, lambda file: torch.export.save(program, file, extra_files=files))
         return
     try:
         onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
+        onnx.model.metadata_props.update({name: json.dumps(value) for name, value in metadata.items()})
         data = onnx.model_proto.SerializeToString()
     except ImportError as error:
         raise UserError(f"format=onnx: needs onnx and onnxscript ({error}); pip install onnx onnxscript") from None
@@ -147,6 +167,28 @@ def describe(value: Any) -> str:
     return f"[{', '.join(map(describe, value))}]" if isinstance(value, list | tuple) else repr(value)
 
 
+def snippet(kind: str, is_image_model: bool) -> str:
+    """The code that loads and runs an export of this format, for str.format."""
+    if kind == "onnx":
+        return ONNX_OF_IMAGES if is_image_model else ONNX
+    if kind == "torch.export":
+        return PROGRAM_OF_IMAGES + IMAGES if is_image_model else PROGRAM
+    load = SAFETENSORS if kind == "safetensors" else LOAD
+    return load + (IMAGES if is_image_model else OTHERS)
+
+
+# ---- extra: unsaved ----
+def check_only_saved(options: argparse.Namespace, unsaved: dict[str, str], has_code: bool) -> None:
+    """Raises UserError if nothing can be left out."""
+    if options.only_saved and has_code:
+        raise UserError(f"only_saved: {options.format} needs all weights; use --format weights or safetensors")
+    if options.only_saved and not unsaved:
+        raise UserError("only_saved: the checkpoint has left out no weights; leave out --only_saved")
+
+
+# ---- end of unsaved ----
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -154,6 +196,7 @@ def main() -> int:
     parser.add_argument("checkpoint", help="a path or a URL, also of a run: its best checkpoint")
     parser.add_argument("out", type=Path)
     add_ema_flag(parser)
+    parser.add_argument("--only_saved", action="store_true", help="without what is_saved leaves out")  # extra: unsaved
     parser.add_argument("--format", choices=FORMATS, default="weights")
     options = parser.parse_args()
     out, has_code = options.out, options.format in ("torch.export", "onnx")
@@ -165,6 +208,7 @@ def main() -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         places["compile"] = "off"  # extra: compile
         config = TrainingConfig(**saved["config"] | places | {"backend": "gloo"})  # on the CPU
+        check_only_saved(options, saved[KEY], has_code)  # extra: unsaved
         if unsaved := saved.pop(KEY):  # extra: unsaved
             torch.manual_seed(config.seed)
             net = Seams.of(fork).create_model(config, torch.device("cpu"))
@@ -174,13 +218,20 @@ def main() -> int:
         is_image_model = bool(saved["mean"] and saved["classes"] and has_filters)
         if has_code or not is_image_model:
             try:
-                net, inputs = example(config, checkpoint.read(source)[0])
+                net, inputs, config = example(config, checkpoint.read(source)[0])
                 shapes = ", ".join(map(describe, tree_leaves(inputs) if options.format == "onnx" else inputs))
             except UserError as error:
                 if has_code:
                     raise
                 print(error, file=sys.stderr)
                 shapes = "as in compute_loss; their shapes are unknown without the data"
+        if options.only_saved:  # extra: unsaved
+            saved["model"] = {name: value for name, value in saved["model"].items() if name not in unsaved}
+            saved[KEY] = unsaved
+        if has_code:
+            is_image_model = is_image_model and [getattr(value, "ndim", 0) for value in inputs] == [4]
+            if hasattr(config, "image_size"):
+                saved["size"] = config.image_size
         if options.format == "weights":
             replace_file(out, lambda file: torch.save(saved, file))
         elif options.format == "safetensors":
@@ -191,14 +242,17 @@ def main() -> int:
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    use = IMAGES if is_image_model else OTHERS
-    snippet = {"weights": LOAD + use, "safetensors": SAFETENSORS + use, "torch.export": PROGRAM, "onnx": ONNX}
     if not has_code:
         print(f"left out of its config, as places and commands of this machine: {', '.join(places)}")
-    print(
-        f"wrote {out} from the {TITLES[saved['weights']]} of {source} ({out.stat().st_size / 1e6:.1f} MB); to use it:\n"
-    )
-    print(snippet[options.format].format(file=str(out), shapes=shapes))
+    code = snippet(options.format, is_image_model).format(file=str(out), shapes=shapes)
+    if options.only_saved:  # extra: unsaved
+        print(f"left out of its weights; create_model must give these: {', '.join(unsaved)}")
+        # training seeds the generator, from which create_model may draw the frozen weights
+        code = code.replace("model = create", 'torch.manual_seed(saved["config"]["seed"])\nmodel = create')
+        code = re.sub(r"(load_state_dict\(.*)\)", r"\1, strict=False)", code)
+    weights, size = TITLES[saved["weights"]], out.stat().st_size / 1e6
+    print(f"wrote {out} from the {weights} of {source} ({size:.1f} MB); to use it:\n")
+    print(code)
     return 0
 
 

@@ -13,8 +13,8 @@ copies    between host and device: part, operator, direction, and whether the ho
 races     operators that read what another stream wrote, without waiting for it
 unkept    those that read another stream's memory, which may be freed before (`record_stream` would keep it)
 
-of a step, a log point, an evaluation and the copy of a checkpoint, with the default flags, with more (MORE), and with
-each fault.
+of a step, a log point, an evaluation and the copy of a checkpoint, with the default flags, with more (MORE), with
+batches that are objects, and with each fault.
 """
 
 from __future__ import annotations
@@ -119,6 +119,32 @@ class Event:
     def record(self, stream=None):
         stream = stream or Stream.current[-1]
         self.seen = {**stream.seen, stream: Stream.operators}
+
+
+class Graph:
+    """A batch as an object, as those of torch_geometric: its `to` changes it in place."""
+
+    def __init__(self, images, labels):
+        self.images, self.labels = images, labels
+
+    def to(self, device, non_blocking=False):
+        self.images = self.images.to(device, non_blocking=non_blocking)
+        self.labels = self.labels.to(device, non_blocking=non_blocking)
+
+    def __iter__(self):
+        return iter((self.images, self.labels))
+
+
+@contextlib.contextmanager
+def batches_are_graphs():
+    """Let the data set collate, and transform, batches that are such objects."""
+    kind = type(dataset.create_dataset(TrainingConfig(), "train"))
+    collate, transform = kind.collate, kind.device_transform
+    with (
+        mock.patch.object(kind, "collate", lambda *args: Graph(*collate(*args))),
+        mock.patch.object(kind, "device_transform", lambda *args: Graph(*transform(*args))),
+    ):
+        yield
 
 
 class Recorder(TorchDispatchMode):
@@ -288,6 +314,8 @@ def main():
     recorder, _casts = Recorder(), autocast()
     made_of_stubs(recorder)
     found = {"plain": run(recorder), "more": run(recorder, *MORE)}
+    with batches_are_graphs():
+        found["graphs"] = run(recorder)
     for name, (owner, function, fault) in FAULTS.items():
         with mock.patch.object(owner, function, fault):
             try:

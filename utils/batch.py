@@ -1,35 +1,81 @@
-"""Map functions over nested batches: tuples, lists, mappings and dataclasses of tensors and other values."""
+"""Map functions over nested batches: containers, dataclasses and other objects that hold tensors."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections import UserDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 
-def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
-    """The batch with function(value) in place of every value that is not a container."""
-    if isinstance(batch, Mapping):
-        mapped = {key: map_leaves(function, value) for key, value in batch.items()}
-        if not hasattr(batch, "update"):
-            return mapped
-        result = copy.copy(batch)  # keeps its class: transformers' BatchEncoding is a UserDict
-        result.update(mapped)
-        return result
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        names = [field.name for field in dataclasses.fields(batch) if field.init]
-        return dataclasses.replace(batch, **{name: map_leaves(function, getattr(batch, name)) for name in names})
-    if isinstance(batch, PackedSequence):  # whose batch_sizes stay on the CPU
-        values = [each if each is batch.batch_sizes else map_leaves(function, each) for each in batch]
-        return PackedSequence(*values)
-    if isinstance(batch, tuple | list):
-        values = [map_leaves(function, value) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return function(batch)
+def map_leaves(function: Callable[[Any], Any], batch: Any, method: str = "") -> Any:
+    """The batch with function(value) in place of every value that is not a container.
+
+    Containers and objects are copied without their constructors, and keep their class and what else they hold.
+
+    Args:
+        method: objects that have a method of this name are leaves.
+    """
+    copies: dict[int, tuple[Any, Any]] = {}  # by id, with the original: while it lives, no other has its id
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, Tensor) or has_method(value, method):
+            return function(value)
+        if id(value) in copies:  # objects may refer to each other
+            return copies[id(value)][1]
+        if isinstance(value, tuple):
+            values = [mapped(entry) for entry in value]
+            try:
+                return tuple.__new__(type(value), values)
+            except TypeError:  # torch.Size and torch.return_types are classes of C
+                return type(value)(values)
+        is_container = isinstance(value, dict | list | deque)
+        if is_container or (has_values(type(value)) and object.__getstate__(value)):
+            result = copy.copy(value)
+            copies[id(value)] = value, result
+            entries: Any = result if is_container else getattr(result, "__dict__", {})
+            for key, entry in [*entries.items()] if isinstance(entries, dict) else enumerate(entries):
+                entries[key] = mapped(entry)
+            state: Any = object.__getstate__(result)
+            if isinstance(state, tuple):  # with the attributes in slots
+                for name, entry in state[1].items():
+                    object.__setattr__(result, name, mapped(entry))  # also if it is frozen
+            return result
+        if isinstance(value, Mapping):  # without attributes, such as types.MappingProxyType
+            return {key: mapped(entry) for key, entry in value.items()}
+        return function(value)
+
+    return mapped(batch)
+
+
+def has_values(kind: type) -> bool:
+    """Whether the attributes of a class's objects are values of a batch."""
+    marks = "__dataclass_fields__", "__attrs_attrs__", "to", "pin_memory"
+    return issubclass(kind, Mapping | Sequence) or any(hasattr(kind, mark) for mark in marks)
+
+
+def has_method(value: Any, name: str) -> bool:
+    """Whether an object has a method of its own. That of transformers' BatchEncoding passes nested tensors by."""
+    return callable(getattr(type(value), name, None)) and not isinstance(value, UserDict)
+
+
+def call_method(name: str, value: Any, *args: Any, **options: Any) -> Any:
+    """value.name(*args, **options) of a tensor, or of an object that has such a method; else the value itself.
+
+    An object's method may lack the options, and may change the object in place: it is called on a copy.
+    """
+    if isinstance(value, Tensor):
+        return getattr(value, name)(*args, **options)
+    if not has_method(value, name):
+        return value
+    result = copy.copy(value)
+    try:
+        returned = getattr(result, name)(*args, **options)
+    except TypeError:
+        returned = getattr(result, name)(*args)
+    return result if returned is None else returned
 
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
@@ -39,11 +85,6 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
 
 def tensors_in(batch: Any) -> list[Tensor]:
     """The tensors of the batch, in order."""
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(keep, batch)
-    return found
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, batch)
+    return tensors

@@ -8,13 +8,14 @@ import hashlib
 import pickle
 import random
 import sys
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from utils.batch import map_leaves, map_tensors, tensors_in
 from utils.metrics import Metrics, check_metrics
 from utils.training.seams import Seams
 
@@ -36,11 +37,13 @@ def scramble_global_rngs(number: int) -> None:
 
 
 def leaves(nest: Any, path: str = "") -> dict[str, Any]:
-    """The values in nested dicts, lists, tuples and dataclasses, by path."""
+    """The values in nested mappings, lists, tuples and dataclasses, by path. Of other objects: their tensors."""
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        nest = vars(nest)
-    if isinstance(nest, dict | list | tuple):
-        parts = nest.items() if isinstance(nest, dict) else enumerate(nest)
+        nest = {field.name: getattr(nest, field.name, None) for field in dataclasses.fields(nest)}
+    elif not isinstance(nest, Tensor | Mapping | list | tuple):
+        nest = tensors_in(nest) or nest
+    if isinstance(nest, Mapping | list | tuple):
+        parts = nest.items() if isinstance(nest, Mapping) else enumerate(nest)
         return {name: leaf for key, value in parts for name, leaf in leaves(value, f"{path}/{key}").items()}
     return {path.lstrip("/"): nest}
 
@@ -89,13 +92,15 @@ def plural(count: int, noun: str) -> str:
 
 
 def can_join(batches: list[Any], size: int) -> bool:
-    found = leaves(batches).values()
+    found: list[Any] = []
+    map_leaves(found.append, batches)
     return all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size for leaf in found)
 
 
 def joined(batches: list[Any]) -> Any:
     """Nested batches as one. Raises RuntimeError or ValueError if they do not fit."""
-    return tree_map(lambda *parts: torch.cat(parts), *batches)
+    rows = iter([torch.cat(parts) for parts in zip(*map(tensors_in, batches), strict=True)])
+    return map_tensors(lambda _: next(rows), batches[0])
 
 
 def shared_memory(net: nn.Module) -> str:

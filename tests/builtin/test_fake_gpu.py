@@ -20,7 +20,7 @@ def fake_gpu():
 
 
 @pytest.mark.guarantee("no-reads")
-@pytest.mark.parametrize("flags", ["plain", "more"])
+@pytest.mark.parametrize("flags", ["plain", "more", "graphs"])
 def test_the_loop_waits_for_the_device_nowhere_between_two_log_points(fake_gpu, flags):
     """Data set, side stream, both passes, update, an evaluation and a checkpoint; only the latter reads."""
     found = fake_gpu[flags]

@@ -4,6 +4,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import forks
 from config import TrainingConfig, UserError
 from dataset import create_dataset
 from export import as_safetensors
-from ranks import ROOT, WarmLaunch, finish
+from ranks import ROOT, WarmLaunch, finish, launch
 from training import Runs, difference
 from utils.checkpoint import archive
 
@@ -134,6 +135,49 @@ def test_the_printed_snippet_gives_the_same_predictions_as_the_evaluation(two_ru
     top1 = sum(name == data.classes[label] for name, label in zip(names, data.targets, strict=True)) / len(data)
     evaluated = [r for r in two_runs.records("fast", "eval") if r["weights"] == weights][-1]
     assert top1 == evaluated["top1"]
+
+
+READ = {
+    "torch.export": """
+files = {"metadata.json": ""}
+torch.export.load(FILE, extra_files=files)
+metadata = json.loads(files["metadata.json"])
+""",
+    "onnx": """
+import onnx
+metadata = {entry.key: json.loads(entry.value) for entry in onnx.load(FILE).metadata_props}
+""",
+}
+
+
+@pytest.mark.guarantee("export")
+@pytest.mark.parametrize("kind", READ)
+def test_an_exported_program_knows_its_data(two_runs, tmp_path, kind):
+    """The printed lines are run in an empty folder, without the repository on the path."""
+    if kind == "onnx":
+        for name in ("onnx", "onnxscript"):
+            pytest.importorskip(name)
+    out = tmp_path / "model.out"
+    ended = run_script("export.py", two_runs.checkpoints("fast")[-1], out, "--format", kind)
+    assert ended.code == 0, ended.text
+    config = TrainingConfig.from_args(["--config", str(two_runs.folder("fast") / "config.json")])
+    data = create_dataset(config, "val")
+    names = {"FILE": str(out), "json": json, "torch": torch}
+    exec(READ[kind], names)
+    expected = {"classes": data.classes, "mean": data.mean.tolist(), "std": data.std.tolist()}
+    assert names["metadata"].items() >= (expected | {"size": data.images.shape[-1]}).items()
+    if kind == "onnx":
+        pytest.importorskip("onnxruntime")
+    torch.save(data.images, tmp_path / "images.pt")
+    images = f"torch.load({str(tmp_path / 'images.pt')!r})" + ".numpy()" * (kind == "onnx")
+    use = f"{ended.out.split('to use it:')[1]}\nimport torch\nprint(*predict({images}), sep='\\n')\n"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "use.py").write_text(use)
+    used = launch([sys.executable, "-I", tmp_path / "use.py"], cwd=tmp_path / "empty")
+    assert used.code == 0, used.text
+    hits = sum(name == data.classes[label] for name, label in zip(used.out.split(), data.targets, strict=True))
+    evaluated = [record for record in two_runs.records("fast", "eval") if record["weights"] == "model"][-1]
+    assert hits / len(data) == evaluated["top1"]
 
 
 @pytest.mark.slow

@@ -2,12 +2,16 @@
 
 import os
 import random
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy
+import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset, random_split
 
+import train
 from ranks import run_ranks
 from tasks import Images, image_loss
 from test_seams import FLAGS, train_with
@@ -91,3 +95,28 @@ def test_a_random_split_is_the_same_for_each_split_and_on_each_rank(runs):
     (state, first), (_, second) = run_ranks(2, train_split, runs.words("run", "--epochs", 1), {})
     assert state == "completed" and first == second and first["train"] == first["val"] == first["test"]
     assert sorted(first["train rows"] + first["val rows"]) == list(range(46))
+
+
+class Opaque(Images):
+    """The batches of one split are objects in which no tensor is found."""
+
+    opaque_split = ""
+
+    def device_transform(self, batch, seed, epoch, indices):
+        batch = super().device_transform(batch, seed, epoch, indices)
+        return SimpleNamespace(batch=batch) if self.split == self.opaque_split else batch
+
+
+def train_opaque(flags, opaque_split):
+    kind = type(opaque_split.title(), (Opaque,), {"opaque_split": opaque_split})
+    return train_with(flags, create_dataset=lambda config, split: None if split == "test" else kind(46, split))
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_batch_in_which_no_tensor_is_found_ends_the_run_before_the_first_step(runs, split):
+    text = (
+        f"dataset: no tensor is found in a batch of {split.title()}, a SimpleNamespace; return tensors in tuples,"
+        " lists, dicts or dataclasses, or give the class of the batch a method to(device)"
+    )
+    with mock.patch.object(train, "train_one_epoch", side_effect=AssertionError):
+        assert run_ranks(2, train_opaque, runs.words("run", *FLAGS), split) == [text] * 2

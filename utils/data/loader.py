@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler, Subset
 
 from config import TrainingConfig, TrainingError, UserError
+from utils.batch import tensors_in
 from utils.clock import Clock
 from utils.data.sampler import Assignment, GlobalBatchSampler, MapDataset, MicroBatch
 from utils.data.transfer import SideStream, indices_on, pinned, to_device
@@ -104,8 +105,19 @@ class GlobalBatchLoader:
         return self.sampler.largest or [[*range(min(self.sampler.batch_size, len(self.dataset)))]]
 
     def sample_batches(self) -> list[Any]:
-        """These micro-batches, fetched in this process, for the passes before the first step."""
-        return [self.fetch(indices)[2] for indices in self.largest()]
+        """These micro-batches, fetched in this process, for the passes before the first step.
+
+        Raises:
+            UserError: if no tensor is found in them. None would go to the device.
+        """
+        batches = [self.fetch(indices)[2] for indices in self.largest()]
+        if not tensors_in(batches):
+            raise UserError(
+                f"dataset: no tensor is found in a batch of {type(self.dataset).__name__}, a"
+                f" {type(batches[0]).__name__}; return tensors in tuples, lists, dicts or dataclasses, or give the"
+                " class of the batch a method to(device)"
+            )
+        return batches
 
     def sample_batch(self) -> Any:
         """The first of them."""

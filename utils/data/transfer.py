@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from utils.batch import map_tensors, tensors_in
+from utils.batch import call_method, map_leaves, tensors_in
 
 T = TypeVar("T")
 
@@ -17,15 +17,21 @@ T = TypeVar("T")
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor in it on the device; pinned ones are copied to a GPU asynchronously.
 
-    A copy from a GPU is complete when this returns: an asynchronous one could be read before.
+    An object with a method `to` says itself which of its tensors move. A copy from a GPU is complete when this returns:
+    an asynchronous one could be read before.
     """
     is_asynchronous = device.type != "cpu"
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=is_asynchronous), batch)
+    return map_leaves(lambda leaf: call_method("to", leaf, device, non_blocking=is_asynchronous), batch, method="to")
 
 
 def pinned(batch: Any) -> Any:
     """The batch in pinned memory, for asynchronous copies; tensors that are already on a device stay there."""
-    return map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch)
+
+    def pin(leaf: Any) -> Any:
+        is_on_device = any(tensor.device.type != "cpu" for tensor in tensors_in(leaf))
+        return leaf if is_on_device else call_method("pin_memory", leaf)
+
+    return map_leaves(pin, batch, method="pin_memory")
 
 
 def indices_on(indices: list[int], device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from config import StartError, TrainingError, UserError
 from utils.data.sampler import MicroBatch
+from utils.data.transfer import pinned
 from utils.files import may_pass, retried
 from utils.logger import told
 from utils.rng import seed_host
@@ -58,6 +59,13 @@ def add_samples(error: Exception, dataset: Any, indices: Sequence[int], action: 
         error.add_note(note)
     if isinstance(error, StopIteration):  # would look like the end of the data
         raise ValueError(f"StopIteration; {note}") from error
+
+
+class Collated(tuple):
+    """A micro-batch and its samples. The DataLoader pins them by this method, which knows more objects than torch."""
+
+    def pin_memory(self) -> Collated:
+        return Collated((self[0], pinned(self[1])))
 
 
 class Fetcher(Dataset):
@@ -104,7 +112,7 @@ class Fetcher(Dataset):
         if isinstance(samples, UserError):
             return item
         try:
-            return micro_batch, self._collate_samples(samples)
+            return Collated((micro_batch, self._collate_samples(samples)))
         except UserError as error:
             return micro_batch, error
         except Exception as error:

@@ -16,9 +16,12 @@ from scripts import export, predict
 from tasks import TASKS, SmallNet, using
 from tasks import train_task as train_with_signals
 from training import STATE, assert_same_state, difference, train_flags
+from utils.extras.unsaved import complete, digests
 
 FLAGS = "--dataset_size 46 --epochs 2 --num_workers 1 --no-use_amp --lr 0.02 --log_interval 2".split()
+EXPORTED = "model"  # the weights that selected the best checkpoint
 FLAGS += ["--ema_decay", "0.9"]  # extra: average
+EXPORTED = "ema"  # extra: average
 FLAGS += "--save_every 0 --record_samples --eval_every_steps 2 --keep_last 99".split()
 BASE = {f"features.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias")}
 BASE |= {"features.4.weight", "features.4.bias"}
@@ -127,7 +130,7 @@ def test_scripts_complete_a_checkpoint_and_reject_another_trunk(runs):
     flags = [*FLAGS, "--save_every_steps", 1, "--reduction", "exact"]
     for name, train in (("run", train_frozen), ("all", train_all)):
         assert run_ranks(2, train, runs.words(name, *flags, "--global_batch_size", 16)) == ["completed"] * 2
-    path, everything = runs.checkpoints("run")[-1], runs.last("all")["model"]
+    path, everything = runs.checkpoints("run")[-1], runs.last("all")[EXPORTED]
     (found,) = run_ranks(1, use_scripts, runs.root, path, 0.0)
     assert "bitwise equal" in found["replay"] and "differ" not in found["replay"]  # extra: replay
     exported = torch.load(runs.root / "e0.0.pt", weights_only=True)
@@ -142,6 +145,42 @@ def test_scripts_complete_a_checkpoint_and_reject_another_trunk(runs):
     (found,) = run_ranks(1, use_scripts, runs.root, path, 0.5)
     assert all(OTHER in text for text in found.values()), found
     assert not [*runs.root.glob("?0.5.pt*")]
+
+
+def export_saved(path, out, kind):
+    """The exit code of an export of only what is saved, what it prints, and what its code makes of the file."""
+    printed, words, names = io.StringIO(), ["export.py", path, out, "--only_saved", "--format", kind], {}
+    with frozen(), using("images"), mock.patch.object(sys, "argv", [*map(str, words)]):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            code = export.main()
+        text = printed.getvalue()
+        if not code:
+            exec(text.partition("to use it:\n\n")[2], names)
+    return code, text, names["model"].state_dict() if names else {}
+
+
+@pytest.mark.guarantee("unsaved")
+def test_an_export_of_what_is_saved_names_the_rest_and_its_code_takes_that_from_create_model(runs):
+    pytest.importorskip("safetensors")
+    for name, train in (("run", train_frozen), ("all", train_all)):
+        assert run_ranks(1, train, runs.words(name, *FLAGS, "--max_steps", 3)) == ["completed"]
+    path, everything = runs.checkpoints("run")[-1], runs.last("all")[EXPORTED]
+    for kind in ("weights", "safetensors"):
+        ((code, text, loaded),) = run_ranks(1, export_saved, path, runs.root / kind, kind)
+        assert code == 0 and f"create_model must give these: {', '.join(sorted(BASE))}\n" in text, text
+        assert difference({name: value.detach() for name, value in loaded.items()}, everything) == []
+    saved = torch.load(runs.root / "weights", weights_only=True)
+    assert saved["model"].keys() == everything.keys() - BASE and saved["unsaved"].keys() == BASE
+    refused = {
+        (path, "onnx"): "only_saved: onnx needs all weights; use --format weights or safetensors",
+        (
+            runs.checkpoints("all")[-1],
+            "weights",
+        ): "only_saved: the checkpoint has left out no weights; leave out --only",
+    }
+    for (source, kind), sentence in refused.items():
+        ((code, text, _),) = run_ranks(1, export_saved, source, runs.root / "refused", kind)
+        assert code == 2 and text.startswith(sentence) and not (runs.root / "refused").exists()
 
 
 def train_in_turns(folder, flags):
@@ -180,3 +219,14 @@ def test_another_trunk_is_rejected_and_the_same_one_needs_no_copy(runs):
     assert all(OTHER in text for text in first.values()) and len(first) == 4, first
     gone, new = (runs.last(name) | {"model": {}, "ema": {}} for name in ("is_saved_is_gone", "is_saved_is_new"))
     assert_same_state(gone, new)
+
+
+def test_frozen_weights_in_an_average_of_more_bits_are_compared_in_the_dtype_of_the_model():
+    """A checkpoint of a 16-bit model from before is_saved was defined has them in its average, too."""
+    net = torch.nn.Linear(2, 2).bfloat16()
+    here = digests({"weight": net.weight})
+    average = {name: value.float() for name, value in net.state_dict().items()}
+    assert complete(average, {}, net, here, "the checkpoint").keys() == average.keys()
+    average["weight"] = average["weight"] + 1
+    with pytest.raises(UserError, match="was trained with other values of weight than create_model gives"):
+        complete(average, {}, net, here, "the checkpoint")

@@ -19,6 +19,9 @@ from utils.distributed.dtensor import local, shard_of, wrap
 class WeightAverage:
     """An exponential moving average of the weights and the running statistics: a copy of each tensor of the state dict.
 
+    Averages of 16-bit weights are float32, since an update is smaller than the spacing of 16-bit numbers. The model has
+    them rounded to its dtype.
+
     After n updates its decay is min(decay, n / (9 + n)): the first update copies, then follows the warm-up of
     TensorFlow's ExponentialMovingAverage, so that the average of a short run does not hold its first weights. A skipped
     step is no update, and leaves the average unchanged without a read by the host. torch.optim.swa_utils takes its
@@ -31,7 +34,7 @@ class WeightAverage:
             name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)
         }
         sources = {value: local(value.detach()) for value in self._weights.values()}  # a tied weight once
-        self._copies = {value: source.clone() for value, source in sources.items()}
+        self._copies = {value: full_precision(source) for value, source in sources.items()}
         self._pairs = [(self._copies[value], source) for value, source in sources.items()]
         self._averages, self._sources = zip(*[pair for pair in self._pairs if pair[1].is_floating_point()], strict=True)
         device = local(next(model.parameters())).device
@@ -57,11 +60,14 @@ class WeightAverage:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Let the model have the average, and the average the model's weights, until the end of the context."""
+        rounded = [(average, average.clone()) for average, source in self._pairs if average.dtype != source.dtype]
         self._swap()
         try:
             yield
         finally:
             self._swap()
+            for average, exact in rounded:
+                average.copy_(exact)
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict with the average in it."""
@@ -79,3 +85,9 @@ class WeightAverage:
             before = mine.clone()
             mine.copy_(its)
             its.copy_(before)
+        self._pairs.reverse()  # the way back is the inverse, also where one tensor is a view of another
+
+
+def full_precision(value: Tensor) -> Tensor:
+    """A copy, in float32 if the value is of fewer bits."""
+    return value.float() if value.is_floating_point() and value.element_size() < 4 else value.clone()

@@ -87,7 +87,8 @@ def complete(
         return weights
     own = model.state_dict()
     ours = here | digests({name: own[name] for name in names & own.keys() - here.keys()})
-    theirs = digests({name: weights[name] for name in names & weights.keys()}) | saved
+    # an average of 16-bit weights has more bits
+    theirs = digests({name: weights[name].to(own[name].dtype) for name in here.keys() & weights.keys()}) | saved
     wrong = sorted(name for name in names if ours.get(name) != theirs[name])
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
