@@ -25,6 +25,7 @@ import tokenize
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,7 @@ def without(files: Files, cut: set[str]) -> tuple[Files, Fields]:
     for name, text in files.items():
         parts = Path(name).parts
         is_of_cut = len(parts) > 3 and parts[0] in ("utils", "tests") and parts[1] == "extras" and parts[2] in cut
-        alone = [found[1] for found in map(ALONE.match, split_lines(text)[:5]) if found and "----" not in found[0]]
-        if not is_of_cut and not any(is_cut(each, cut) for each in alone if not _ends(text, each)):
+        if not is_of_cut and not is_marked_as_a_whole(name, text, cut):
             left[name] = cut_text(name, text, cut)
     fields = fields_of(files.get("config.py", ""), cut)
     gone = {field for each in fields.values() for field in each}
@@ -80,6 +80,17 @@ def without(files: Files, cut: set[str]) -> tuple[Files, Fields]:
     return left, fields
 
 
+def is_marked_as_a_whole(name: str, text: str, cut: set[str]) -> bool:
+    """Whether one of the first five lines is a marker, and begins no block."""
+    first_lines = split_lines(text)[:5] if "extra: " in text else []
+    for number, line in enumerate(first_lines):
+        marker = ALONE.match(line)
+        is_whole = marker and "----" not in marker[0] and is_cut(marker[1], cut) and not _ends(text, marker[1])
+        if is_whole and number in places_of_markers(name, text):
+            return True
+    return False
+
+
 def _ends(text: str, names: str) -> bool:
     return re.search(END.format(names), text, re.MULTILINE) is not None
 
@@ -89,18 +100,19 @@ def cut_text(name: str, text: str, cut: set[str]) -> str:
     if "extra: " not in text or name.endswith(".patch"):  # whose lines are those of other files
         return text
     lines = split_lines(text)
-    deleted = lines_of_blocks(lines, cut)
-    markers = {}
-    for number, line in enumerate(lines):
-        marker = MARKER.search(line.rstrip("\n"))
-        if marker and is_cut(marker[1], cut) and number not in deleted:
-            markers[number] = marker[1]
-    if not deleted and not markers:
+    places = places_of_markers(name, text)
+    deleted = lines_of_blocks(lines, cut, places)
+    marked = set()
+    for number in places - deleted:
+        marker = MARKER.search(lines[number].rstrip("\n"))
+        if marker and is_cut(marker[1], cut):
+            marked.add(number)
+    if not deleted and not marked:
         return text
     if not name.endswith(".py"):
-        return without_lines(lines, deleted | markers.keys())
+        return without_lines(lines, deleted | marked)
     try:
-        deleted |= lines_of_statements(name, text, markers.keys())
+        deleted |= lines_of_statements(name, text, marked)
         lines, deleted = remove_unused_imports(lines, deleted)
         left = without_lines(lines, deleted)
         ast.parse(left)
@@ -109,12 +121,22 @@ def cut_text(name: str, text: str, cut: set[str]) -> str:
     return left
 
 
-def lines_of_blocks(lines: list[str], cut: set[str]) -> set[int]:
+def places_of_markers(name: str, text: str) -> set[int]:
+    """The numbers, from 0, of the lines with a comment of this kind of file: a string may quote a marker."""
+    comment = "<!--" if name.endswith(".md") else "#"
+    places = {number for number, line in enumerate(split_lines(text)) if comment in line}
+    if name.endswith(".py"):
+        with suppress(SyntaxError, tokenize.TokenError):  # no Python; a marker in it is refused
+            places &= comments_of(text)
+    return places
+
+
+def lines_of_blocks(lines: list[str], cut: set[str], places: set[int]) -> set[int]:
     """The numbers, from 0, of the lines between the two marks of blocks, with the marks."""
     deleted = set()
     open_until = None
     for number, line in enumerate(lines):
-        begin = ALONE.match(line.rstrip("\n"))
+        begin = ALONE.match(line.rstrip("\n")) if number in places else None
         if not open_until and begin and is_cut(begin[1], cut) and _ends("".join(lines[number:]), begin[1]):
             open_until = re.compile(END.format(begin[1]))
         if open_until:
@@ -126,11 +148,10 @@ def lines_of_blocks(lines: list[str], cut: set[str]) -> set[int]:
 
 def lines_of_statements(name: str, text: str, markers: Iterable[int]) -> set[int]:
     """The numbers, from 0, of the lines of the statements and elements that have a marker on these lines."""
-    lines, deleted = split_lines(text), set[int]()
-    spans, comments = spans_of(text), comments_of(text)
+    lines = split_lines(text)
+    spans = spans_of(text)
+    deleted = set[int]()
     for number in markers:
-        if number not in comments:  # in a string
-            continue
         if lines[number].lstrip().startswith("#"):
             deleted.add(number)
             continue

@@ -155,6 +155,21 @@ def test_a_text_is_written_with_the_bytes_that_were_read(data):
     assert fork_files.encode(*fork_files.decode(data)) == data
 
 
+QUOTED = [
+    ("mine.py", 'text = """\n# ---- extra: shiny ----\na = 1\n# ---- end of shiny ----\nb = 2  # extra: shiny\n"""\n'),
+    ("mine.py", '"""Of mine.\n\n# extra: shiny\n"""\n'),
+    ("mine.md", "# extra: shiny\n\nAbout it.\n"),
+    ("mine.md", "```python\nb = 2  # extra: shiny\n```\n"),
+    ("mine.sh", "echo '<!-- extra: shiny -->'\n"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), QUOTED)
+def test_a_marker_that_is_no_comment_of_the_file_deletes_nothing(name, text):
+    config = {"config.py": "", without.PAGE: ""}
+    assert without.without({name: text, **config}, {NAME})[0][name] == text
+
+
 def test_pages_of_a_fork_are_its_own():
     """A table or a command in a page of the fork stays, also if it names what is deleted."""
     page = (
