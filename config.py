@@ -322,7 +322,9 @@ class TrainingConfig:
     epochs: int | str = setting("training", "auto", "passes over the data (auto: 10, or max_steps)", at_least(1), "may")
     max_steps: int = setting("training", 0, "total optimizer steps (0 = set by epochs)", at_least(0), "may")
     batch_size: int = setting("training", 64, "samples per micro-batch on each rank", at_least(1), "must")
-    grad_accum_steps: int = setting("training", 1, "micro-batches per rank and optimizer step", at_least(1))
+    grad_accum_steps: int = setting(
+        "training", 1, "micro-batches per rank and optimizer step; BatchNorm statistics move once per step", at_least(1)
+    )
     global_batch_size: int = setting("training", 0, "samples or tokens per step (0: by grad_accum_steps)", at_least(0))
     # ---- extra: lengths ----
     batch_tokens: int = setting(

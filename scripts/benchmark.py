@@ -74,8 +74,9 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error("--rounds, --steps and --ranks must be 1 or more, --memory 0 or more; omit them for the defaults")
     if options.mode != "speed" and "RANK" in os.environ:
         parser.error(f"--{options.mode} measures one process; start it with python instead of torchrun")
-    config = TrainingConfig.from_args(flags)
-    configs = [config, *(TrainingConfig.from_args(shlex.split(each), config.to_dict()) for each in options.against)]
+    configs = [TrainingConfig.from_args(flags)]
+    for changes in options.against:
+        configs.append(TrainingConfig.from_args(shlex.split(changes), configs[0].to_dict()))
     if options.mode == "speed" and any(each.batch_tokens for each in configs):  # extra: lengths
         parser.error("--batch_tokens: its epochs cannot be cut to --steps steps; see tokens_per_s in a run's records")
     return options, flags

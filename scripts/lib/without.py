@@ -7,7 +7,8 @@
 
 In Markdown a marker is `<!-- extra: NAME -->`, and `<!-- end of NAME -->` ends a block that begins with one alone on a
 line. "a and b" needs both extras, "a or b" one of them. `utils/extras/NAME/` and `tests/extras/NAME/` go as a whole.
-So do, in Markdown, commands in ```bash and rows of tables that are about deleted files or flags.
+So do, in the pages of the template, commands in ```bash and rows of tables that are about deleted files or flags.
+All else stays as it is, byte for byte.
 """
 
 from __future__ import annotations
@@ -16,60 +17,41 @@ import ast
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
 import tokenize
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from io import StringIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from lib.fork_files import Files, changed_files, emptied_folders, read_files, split_lines, write_files
+from lib.git_tree import SO_THAT, fail, git, require_clean, require_undoable
+from lib.unused_imports import remove_unused_imports
+
 PAGE, PROJECT = "docs/extras.md", "pyproject.toml"
 NAMES = r"\w+(?: (?:and|or) \w+)*"
 MARKER = re.compile(rf"(?:#|<!--) extra: ({NAMES})(?: -->)?$")
 ALONE = re.compile(rf"\s*(?:#|<!--) (?:---- )?extra: ({NAMES})(?: ----| -->)?$")
 END = r"\s*(?:#|<!--) (?:---- )?end of {}(?: ----| -->)?$"
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]*)(#[^)]*)?\)")
-RECORD = re.compile(r"^without = \{.*\}$", re.MULTILINE)
-Files = dict[str, str]  # text by path
+RECORD = re.compile(r"^(\[tool\.extras\].*\n(?:(?!\[).*\n)*?)without = \{.*\}", re.MULTILINE)
+TEMPLATE_PAGES = re.compile(r"(docs/.*|README|AGENTS|CLAUDE|CHANGELOG|CONTRIBUTING)\.md")
 Fields = dict[str, dict[str, Any]]  # default by name, by extra
-
-
-def fail(sentence: str) -> NoReturn:
-    print(sentence, file=sys.stderr)
-    raise SystemExit(2)
 
 
 def is_cut(names: str, cut: set[str]) -> bool:
     """Whether what this marker stands at is deleted."""
     words = names.split(" or ")
     return all(not cut.isdisjoint(each.split(" and ")) for each in words)
-
-
-def git(*words: str, root: Path = ROOT) -> str:
-    ended = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        remedy = "; git init, then add and commit all files" if "not a git" in ended.stderr else ""
-        fail(f"git {' '.join(words)}: {ended.stderr.strip()}{remedy}")
-    return ended.stdout.strip()
-
-
-def read_files(root: Path) -> Files:
-    """The text files that git tracks."""
-    listed = git("ls-files", "-z", root=root)
-    found = {}
-    for name in filter(None, listed.split("\0")):
-        path = root / name
-        if path.is_file() and not path.is_symlink():
-            try:
-                found[name] = path.read_text(encoding="utf-8")
-            except UnicodeDecodeError:
-                found[name] = ""
-    return found
 
 
 def extras_of(files: Files) -> dict[str, str]:
@@ -83,20 +65,30 @@ def without(files: Files, cut: set[str]) -> tuple[Files, Fields]:
     left: Files = {}
     for name, text in files.items():
         parts = Path(name).parts
-        is_of_cut = len(parts) > 3 and parts[1] == "extras" and parts[2] in cut
-        alone = [found[1] for found in map(ALONE.match, text.splitlines()[:5]) if found and "----" not in found[0]]
-        if not is_of_cut and not any(is_cut(each, cut) for each in alone if not _ends(text, each)):
+        is_of_cut = len(parts) > 3 and parts[0] in ("utils", "tests") and parts[1] == "extras" and parts[2] in cut
+        if not is_of_cut and not is_marked_as_a_whole(name, text, cut):
             left[name] = cut_text(name, text, cut)
     fields = fields_of(files.get("config.py", ""), cut)
     gone = {field for each in fields.values() for field in each}
     deleted = files.keys() - left.keys()
     deleted |= {f"{Path(each).parent}" for each in deleted} - {f"{Path(each).parent}" for each in left}
     for name in left:
-        if name.endswith(".md"):
+        if TEMPLATE_PAGES.fullmatch(name):
             rows_of = gone if name != PAGE else set[str]()  # a row there is about an extra
             text = unlinked(name, left[name], files.keys() - left.keys())
             left[name] = without_rows(without_commands(text, deleted, {f"--{field}" for field in gone}), rows_of)
     return left, fields
+
+
+def is_marked_as_a_whole(name: str, text: str, cut: set[str]) -> bool:
+    """Whether one of the first five lines is a marker, and begins no block."""
+    first_lines = split_lines(text)[:5] if "extra: " in text else []
+    for number, line in enumerate(first_lines):
+        marker = ALONE.match(line)
+        is_whole = marker and "----" not in marker[0] and is_cut(marker[1], cut) and not _ends(text, marker[1])
+        if is_whole and number in places_of_markers(name, text):
+            return True
+    return False
 
 
 def _ends(text: str, names: str) -> bool:
@@ -104,39 +96,97 @@ def _ends(text: str, names: str) -> bool:
 
 
 def cut_text(name: str, text: str, cut: set[str]) -> str:
-    lines, gone = text.splitlines(keepends=True), set[int]()
+    """The text of a file without what belongs to these extras, and in Python without imports that only it used."""
     if "extra: " not in text or name.endswith(".patch"):  # whose lines are those of other files
         return text
+    lines = split_lines(text)
+    places = places_of_markers(name, text)
+    deleted = lines_of_blocks(lines, cut, places)
+    marked = set()
+    for number in places - deleted:
+        marker = MARKER.search(lines[number].rstrip("\n"))
+        if marker and is_cut(marker[1], cut):
+            marked.add(number)
+    if not deleted and not marked:
+        return text
+    if not name.endswith(".py"):
+        return without_lines(lines, deleted | marked)
+    try:
+        deleted |= lines_of_statements(name, text, marked)
+        lines, deleted = remove_unused_imports(lines, deleted)
+        left = without_lines(lines, deleted)
+        ast.parse(left)
+    except (SyntaxError, tokenize.TokenError) as error:
+        fail(f"{name}: is no valid Python, or would not be without its marked lines ({error}); move the markers")
+    return left
+
+
+def places_of_markers(name: str, text: str) -> set[int]:
+    """The numbers, from 0, of the lines with a comment of this kind of file: a string may quote a marker."""
+    comment = "<!--" if name.endswith(".md") else "#"
+    places = {number for number, line in enumerate(split_lines(text)) if comment in line}
+    if name.endswith(".py"):
+        with suppress(SyntaxError, tokenize.TokenError):  # no Python; a marker in it is refused
+            places &= comments_of(text)
+    return places
+
+
+def lines_of_blocks(lines: list[str], cut: set[str], places: set[int]) -> set[int]:
+    """The numbers, from 0, of the lines between the two marks of blocks, with the marks."""
+    deleted = set()
     open_until = None
-    for number, line in enumerate(lines):  # blocks
-        begin = ALONE.match(line.rstrip("\n"))
+    for number, line in enumerate(lines):
+        begin = ALONE.match(line.rstrip("\n")) if number in places else None
         if not open_until and begin and is_cut(begin[1], cut) and _ends("".join(lines[number:]), begin[1]):
             open_until = re.compile(END.format(begin[1]))
         if open_until:
-            gone.add(number)
+            deleted.add(number)
             if open_until.match(line.rstrip("\n")):
                 open_until = None
-    marked = {number: found[1] for number, line in enumerate(lines) if (found := MARKER.search(line.rstrip("\n")))}
-    marked = {number: names for number, names in marked.items() if is_cut(names, cut) and number not in gone}
-    if name.endswith(".py") and marked:
-        spans, comments = spans_of(text), comments_of(text)
-        for number in marked:
-            if number not in comments:  # in a string
-                continue
-            if lines[number].lstrip().startswith("#"):
-                gone.add(number)
-                continue
-            here = [(last - first, first, last) for first, last, ends in spans if number in ends]
-            if not here:
-                fail(f"{name}:{number + 1}: no statement begins or ends here; move the marker")
-            _, first, last = max(here)
-            gone |= set(range(first, last + 1))
-    else:
-        gone |= marked.keys()
-    kept = [line for number, line in enumerate(lines) if number not in gone]
-    if gone and not name.endswith(".py"):  # what stood between two blank lines leaves one
-        kept = re.sub(r"\n{3,}", "\n\n", "".join(kept)).splitlines(keepends=True)
-    return "".join(kept)
+    return deleted
+
+
+def lines_of_statements(name: str, text: str, markers: Iterable[int]) -> set[int]:
+    """The numbers, from 0, of the lines of the statements and elements that have a marker on these lines."""
+    lines = split_lines(text)
+    spans = spans_of(text)
+    deleted = set[int]()
+    for number in markers:
+        if lines[number].lstrip().startswith("#"):
+            deleted.add(number)
+            continue
+        here = [(last - first, first, last) for first, last, ends in spans if number in ends]
+        if not here:
+            fail(f"{name}:{number + 1}: no statement begins or ends here; move the marker")
+        _, first, last = max(here)
+        deleted |= set(range(first, last + 1))
+    return deleted
+
+
+def without_lines(lines: list[str], deleted: set[int]) -> str:
+    """The text without these lines. Of the gaps before and after them, the shorter one goes too; none ends the file."""
+    left: list[str] = []
+    number = 0
+    while number < len(lines):
+        if number not in deleted:
+            left.append(lines[number])
+            number += 1
+            continue
+        while number in deleted:
+            number += 1
+        gap_after = 0
+        while number + gap_after < len(lines) and not lines[number + gap_after].strip():
+            gap_after += 1
+        gap_before = 0
+        while gap_before < len(left) and not left[-1 - gap_before].strip():
+            gap_before += 1
+        is_last = number + gap_after == len(lines)
+        too_many = gap_before if is_last else min(gap_before, gap_after)
+        if too_many:
+            del left[-too_many:]
+        if is_last or not left:
+            number += gap_after
+    return "".join(left)
 
 
 def comments_of(text: str) -> set[int]:
@@ -211,28 +261,48 @@ def unlinked(page: str, text: str, gone: set[str]) -> str:
 
 def without_commands(text: str, deleted: set[str], flags: set[str]) -> str:
     """The page without the commands, and the rows of tables, that are about these files and folders, or flags."""
+    lines = split_lines(text)
+    gone = set()
+    for number, line in enumerate(lines):
+        if line == "```bash\n":
+            gone |= lines_of_commands(lines, number, deleted | flags)
+        names = re.findall(r"`([^`]+)`", line.split(" | ")[0]) if line.startswith("| `") else []
+        if names and deleted.issuperset(names):
+            gone.add(number)
+    return without_lines(lines, gone)
 
-    def names_one(command: str) -> bool:
-        return not (deleted | flags).isdisjoint(re.split(r'[\s"=]+', command.partition(" #")[0]))
 
-    def kept(fence: re.Match) -> str:
-        commands = re.findall(r"(?:.*\\\n)*.*\n", fence[1])
-        rest = "".join(each for each in commands if not names_one(each))
-        return f"```bash\n{rest}```\n" if rest.strip() else ""
-
-    found = re.sub(r"^```bash\n(.*?)^```\n", kept, text, flags=re.DOTALL | re.MULTILINE)
-    lines = found.splitlines(keepends=True)
-    cells = [re.findall(r"`([^`]+)`", line.split(" | ")[0]) if line.startswith("| `") else [] for line in lines]
-    found = "".join(line for line, cell in zip(lines, cells, strict=True) if not cell or not deleted.issuperset(cell))
-    return re.sub(r"\n{3,}", "\n\n", found) if found != text else text
+def lines_of_commands(lines: list[str], fence: int, names: set[str]) -> set[int]:
+    """The numbers of the lines, after that of a fence, of commands with one of these words; all if none is left."""
+    gone = set[int]()
+    begin = number = fence + 1
+    while number < len(lines) and lines[number].rstrip("\n") != "```":
+        if not lines[number].endswith("\\\n"):
+            command = "".join(lines[begin : number + 1])
+            if not names.isdisjoint(re.split(r'[\s"=]+', command.partition(" #")[0])):
+                gone |= set(range(begin, number + 1))
+            begin = number + 1
+        number += 1
+    is_empty = not any(lines[inside].strip() for inside in range(fence + 1, number) if inside not in gone)
+    return set(range(fence, number + 1)) if gone and is_empty else gone
 
 
 def without_rows(text: str, fields: set[str]) -> str:
-    """The page without the rows of tables that are about these fields."""
-    lines = text.splitlines(keepends=True)
+    """The page without the rows of tables that are about these fields, and without tables that have no other row."""
+    lines = split_lines(text)
     cells = [re.match(r"\| *`(?:--)?(\w+)[^`]*`", line) for line in lines]
-    found = "".join(line for line, cell in zip(lines, cells, strict=True) if not (cell and cell[1] in fields))
-    return re.sub(r"^#+ .*\n\n\|.*\n\|[-|]+\n(\n|\Z)", "", found, flags=re.MULTILINE)  # headings of tables without rows
+    gone = {number for number, cell in enumerate(cells) if cell and cell[1] in fields}
+    for number in sorted(gone):
+        first = number
+        while lines[first - 1].startswith("|") and first:
+            first -= 1
+        last = number
+        while last + 1 < len(lines) and lines[last + 1].startswith("|"):
+            last += 1
+        has_heading = first > 1 and lines[first - 2].startswith("#") and not lines[first - 1].strip()
+        if has_heading and gone.issuperset(range(first + 2, last + 1)):
+            gone |= set(range(first - 2, last + 1))
+    return without_lines(lines, gone)
 
 
 def recorded(text: str) -> Fields:
@@ -243,28 +313,67 @@ def recorded(text: str) -> Fields:
 def with_record(text: str, fields: Fields) -> str:
     tables = {name: [f"{field} = {json.dumps(value)}" for field, value in fields[name].items()] for name in fields}
     pairs = ", ".join(f"{name} = {{{', '.join(tables[name])}}}" for name in sorted(tables))
-    return RECORD.sub(lambda _: f"without = {{{pairs}}}", text)
+    if not RECORD.search(text):
+        fail(f'{PROJECT} has no line "without = {{}}" in [tool.extras], where this is remembered; add it and commit')
+    return RECORD.sub(lambda record: f"{record[1]}without = {{{pairs}}}", text)
 
 
 def dangling(files: Files, left: Files) -> list[str]:
-    """What is left that imports modules which were there and are gone."""
+    """What is left that imports modules, or names of modules, which were there and are gone."""
     roots = ["", "scripts/", *sorted({f"{Path(name).parent}/" for name in files if name.startswith("tests/")})]
     ends = (".py", "/__init__.py")
-    found = []
-    for name, text in left.items():
-        try:
-            nodes = [*ast.walk(ast.parse(text))] if name.endswith(".py") else []
-        except SyntaxError:  # a file of the fork that is no Python 3
-            continue
-        for node in nodes:
-            modules = [each.name for each in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                modules = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
-            for module in modules:
-                paths = [f"{root}{module.replace('.', '/')}{end}" for root in roots for end in ends]
-                there = [path for path in paths if path in files]
-                found += [f"{name} imports {there[0]}" for _ in there[:1] if left.keys().isdisjoint(there)]
-    return found
+    deleted_names = names_deleted(files, left)
+    problems = []
+    for importer, text in left.items():
+        for module, name in imports_of(importer, text):
+            paths = [f"{root}{module.replace('.', '/')}{end}" for root in roots for end in ends]
+            there = [path for path in paths if path in files]
+            if there and left.keys().isdisjoint(there):
+                problems.append(f"{importer} imports {there[0]}")
+            elif there and name in deleted_names.get(there[0], ()):
+                problems.append(f"{importer} imports {name} of {there[0]}")
+    return problems
+
+
+def imports_of(file: str, text: str) -> Iterator[tuple[str, str]]:
+    """The modules that a file imports, and those that an imported name may be, each with that name or ""."""
+    try:
+        nodes = [*ast.walk(ast.parse(text))] if file.endswith(".py") else []
+    except (SyntaxError, ValueError):  # a file of the fork that is no Python 3
+        return
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                yield node.module, alias.name
+                yield f"{node.module}.{alias.name}", ""
+
+
+def names_deleted(files: Files, left: Files) -> dict[str, set[str]]:
+    """The names that modules which stay have bound, and bind no more, by file."""
+    names = {}
+    for file in changed_files(files, left):
+        if file.endswith(".py"):
+            names[file] = bound_names(ast.parse(files[file])) - bound_names(ast.parse(left[file]))
+    return names
+
+
+def bound_names(module: ast.Module) -> set[str]:
+    """The names that a module binds, outside of its functions and classes."""
+    names = set()
+    inside: list[ast.AST] = [module]
+    while inside:
+        for node in ast.iter_child_nodes(inside.pop()):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                names.add(node.name)
+                continue
+            if isinstance(node, ast.alias):
+                names.add(node.asname or node.name.partition(".")[0])
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            inside.append(node)
+    return names
 
 
 def sizes(files: Files) -> Counter[str]:
@@ -282,38 +391,29 @@ def promises(files: Files) -> dict[str, str]:
     return {key: f"{subject}: {promise}" for key, subject, promise in rows}
 
 
-def write(root: Path, before: Files, left: Files) -> None:
-    for name in before.keys() - left.keys():
-        (root / name).unlink()
-        for folder in list((root / name).parents)[: len(Path(name).parts) - 1]:
-            if folder.is_dir() and not any(each for each in folder.iterdir() if each.name != "__pycache__"):
-                subprocess.run(["rm", "-rf", folder], check=True)
-    for name, text in left.items():
-        if text != before[name]:
-            (root / name).write_text(text, encoding="utf-8")
-    for words in (["check", "--fix", "--select", "F401,I", "."], ["format", "."]):  # where ruff is installed
-        subprocess.run([sys.executable, "-m", "ruff", *words], cwd=root, capture_output=True, check=False)
+def cut_tree(root: Path, cut: set[str], is_fork: bool = True) -> tuple[Files, Files]:
+    """Delete these extras from the files in a folder. Returns the files before and after.
 
-
-def cut_tree(root: Path, cut: set[str]) -> tuple[Files, Files]:
-    """Delete these extras from the files in a folder. Returns the files before and after."""
+    Args:
+        root: the folder.
+        cut: names of extras.
+        is_fork: whether the folder is a user's, where git has to be able to undo it.
+    """
     files = read_files(root)
     before = recorded(files[PROJECT])
     left, fields = without(files, cut | before.keys())
     if problems := dangling(files, left):
         fail(f"{problems[0]}; keep the extra of that file, or delete that of this one too")
     left[PROJECT] = with_record(left[PROJECT], fields | before)
-    write(root, files, left)
-    return files, read_files_again(root, left)
-
-
-def read_files_again(root: Path, left: Files) -> Files:
-    return {name: (root / name).read_text(encoding="utf-8") if text else "" for name, text in left.items()}
-
-
-def require_clean() -> None:
-    if git("status", "--porcelain", "--untracked-files=no"):
-        fail("the working tree has changes; commit or stash them first, so that this can be undone")
+    changed = changed_files(files, left)
+    for name in changed:
+        if "\r" in files[name]:
+            fail(f"{name} has line ends of two kinds; give it one kind and commit that, {SO_THAT}")
+    if is_fork:
+        deleted = files.keys() - left.keys()
+        require_undoable(root, names={*changed, *deleted}, folders=emptied_folders(files, left))
+    write_files(root, files, left)
+    return files, read_files(root)
 
 
 def show_list(files: Files) -> None:
@@ -334,14 +434,14 @@ def delete(names: set[str]) -> None:
         print(f"  {part:8} {number:6,} -> {sizes(left)[part]:6,}")
     lost = [promise for key, promise in promises(before).items() if key not in promises(left)]
     print(*(["this fork no longer promises:"] if lost else []), *(f"  - {promise}" for promise in lost), sep="\n")
-    print("to undo this: git restore --source=HEAD --staged --worktree .")
+    print(f"to undo this: git restore --source=HEAD --staged --worktree {shlex.quote(str(ROOT))}")
 
 
 def merge(ref: str) -> None:
     """Merge a newer template: between the old one and the new one, both without the deleted extras."""
-    require_clean()
+    require_clean(ROOT)
     cut = set(recorded((ROOT / PROJECT).read_text(encoding="utf-8")))
-    old, new = git("merge-base", "HEAD", ref), git("rev-parse", f"{ref}^{{commit}}")
+    old, new = git("merge-base", "HEAD", ref, root=ROOT), git("rev-parse", f"{ref}^{{commit}}", root=ROOT)
     if old == new:
         print(f"{ref} is already merged")
         return
@@ -349,30 +449,33 @@ def merge(ref: str) -> None:
     for number, commit in enumerate((old, new)):
         with tempfile.TemporaryDirectory() as temporary:
             tree = Path(temporary, "tree")
-            git("worktree", "add", "--quiet", "--detach", str(tree), commit)
+            git("worktree", "add", "--quiet", "--detach", str(tree), commit, root=ROOT)
             try:
                 if cut:
-                    cut_tree(tree, cut)
+                    cut_tree(tree, cut, is_fork=False)
                 git("add", "--all", root=tree)
                 made = git("write-tree", root=tree)
             finally:
-                git("worktree", "remove", "--force", str(tree))
+                git("worktree", "remove", "--force", str(tree), root=ROOT)
         parents = ["-p", commits[0]] if number else []
-        commits.append(git("commit-tree", made, *parents, "-m", f"{commit} without {', '.join(sorted(cut))}"))
+        message = f"{commit} without {', '.join(sorted(cut))}"
+        commits.append(git("commit-tree", made, *parents, "-m", message, root=ROOT))
     ended = subprocess.run(["git", "merge-recursive", commits[0], "--", "HEAD", commits[1]], cwd=ROOT, check=False)
     if ended.returncode > 1:
         fail("git merge-recursive failed; git reset --merge undoes it")
-    folder = Path(git("rev-parse", "--absolute-git-dir"))
+    folder = Path(git("rev-parse", "--absolute-git-dir", root=ROOT))
     (folder / "MERGE_HEAD").write_text(f"{new}\n")
     (folder / "MERGE_MSG").write_text(f"Merge {ref} of the template\n")
     if ended.returncode:
         fail("resolve the conflicts above, git add them, then git commit (git merge --abort undoes the merge)")
-    git("commit", "--no-edit", "--quiet")
+    git("commit", "--no-edit", "--quiet", root=ROOT)
     print(f"merged {ref}")
 
 
 def main(words: list[str]) -> None:
     files = read_files(ROOT)
+    if PROJECT not in files or PAGE not in files:
+        fail(f"git has no {PROJECT} or no {PAGE} here; restore them, add and commit all files, {SO_THAT}")
     known = extras_of(files)
     if words[:1] == ["--list"]:
         show_list(files)
@@ -382,7 +485,7 @@ def main(words: list[str]) -> None:
         names = set(words) - {"--all-but"}
         if wrong := names - known.keys():
             fail(f"{min(wrong)}: is not an extra; give some of {', '.join(known)}")
-        require_clean()
+        require_clean(ROOT)
         gone = recorded(files[PROJECT]).keys()
         names = (known.keys() - names if words[0] == "--all-but" else names) - gone
         delete(names) if names else print("these are already deleted")

@@ -15,9 +15,44 @@ ROWS = re.findall(r"^\| `((?:python|torchrun) [^`]+)` \| [^|]+ \| ([^|]+) \|(?:<
 TINY = "--image_size 8 --batch_size 8 --dataset_size 32 --backend gloo"
 
 
+# reading it, but not setting it
+ASKS_MODE = re.compile(r"\b(?:model|net|network|module)\.training\b(?!\s*&?=[^=])")
+ADVICE_AGAINST = re.compile(r"\bnot\s+(ask\s+)?`model\.training`")
+
+
+def asks_mode(text):
+    return ASKS_MODE.search(ADVICE_AGAINST.sub("", text))
+
+
 def test_other_tools_find_the_page_and_each_of_its_commands_is_parsed():
     assert (ROOT / "CLAUDE.md").read_text() == "@AGENTS.md\n"
     assert len(ROWS) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "is_advice"),
+    [
+        ("belong to training only (`model.training`)", True),
+        ("smoothing = 0.1 if unwrap(model).training or net.training else 0", True),
+        ("if model.training == True:", True),
+        ("if self.model.training:", True),
+        ("x = F.dropout(x, 0.5, self.training)", False),
+        ("module.training = True", False),
+        ("ours.training.model", False),
+        ("Do not ask\n  `model.training` in it.", False),
+        ("asks `torch.is_grad_enabled()`, not `model.training`", False),
+    ],
+)
+def test_advice_to_ask_the_model_for_its_mode_is_recognized(text, is_advice):
+    assert bool(asks_mode(text)) == is_advice
+
+
+def test_no_page_and_no_code_asks_the_model_for_its_mode():
+    """torch.is_grad_enabled() says whether compute_loss trains. A model may keep itself in another mode."""
+    paths = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*.py")]
+    paths += [path for folder in ("scripts", "utils") for path in (ROOT / folder).rglob("*.py")]
+    asking = [str(path.relative_to(ROOT)) for path in paths if asks_mode(path.read_text())]
+    assert not asking
 
 
 @pytest.mark.parametrize("command", [command for command, _ in ROWS])

@@ -1,6 +1,7 @@
 # extra: template
 """docs/extras.md: what is left of the template without one extra or all of them is tested and trains alike."""
 
+import hashlib
 import os
 import re
 import subprocess
@@ -185,6 +186,192 @@ def test_bad_names_and_a_changed_tree_are_refused_and_a_deletion_can_be_undone(t
     cut(folder, name)
     assert "these are already deleted" in run(folder, "scripts/without.sh", name)
     assert re.search(rf"^{name} +deleted", run(folder, "scripts/without.sh", "--list"), re.M)
+
+
+def contents(folder):
+    """The hash and the mode of each file, without git's own and bytecode; links as they are."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = os.readlink(path)
+        elif path.is_file() and not name.startswith(".git/") and "__pycache__" not in name:
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mode
+    return found
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    return copy(tmp_path_factory.mktemp("template") / "template")
+
+
+@pytest.fixture
+def fork(template, tmp_path):
+    folder = tmp_path / "fork"
+    run(tmp_path, "git", "clone", "-q", template, folder)
+    return folder
+
+
+SMALL = "scripts/without.sh scripts/lib config.py model.py pyproject.toml LICENSE README.md docs/extras.md"
+SMALL += " utils/extras/watch tests/extras/watch"
+
+
+@pytest.fixture(scope="module")
+def small_template(template, tmp_path_factory):
+    """The files of the template that deleting `watch` reads or changes, and a few others."""
+    folder = tmp_path_factory.mktemp("small")
+    run(template, "bash", "-c", f"git archive HEAD {SMALL} | tar --extract --directory={folder}")
+    run(folder, "git", "init", "-q")
+    commit(folder, "a small template")
+    return folder
+
+
+@pytest.fixture
+def small_fork(small_template, tmp_path):
+    folder = tmp_path / "fork"
+    run(tmp_path, "git", "clone", "-q", small_template, folder)
+    return folder
+
+
+COMMIT = "git add --all && git commit -qm mine"
+SUBMODULE = "git -c protocol.file.allow=always submodule --quiet add file://$(realpath ../other)"
+REFUSED = {  # what is done to a fork, and the answer to a deletion of `watch` then
+    "no repository": ("rm -rf .git", "not a git repository.*git init, then add and commit all files"),
+    "nothing added": ("rm -rf .git && git init -q", "git has no pyproject.toml .* add and commit all files"),
+    "no commit": ("rm -rf .git && git init -q && git add --all", "has changes; commit or stash them first"),
+    "unstaged change": ("echo >> model.py", "has changes; commit or stash them first"),
+    "staged change": ("echo >> config.py && git add config.py", "has changes; commit or stash them first"),
+    "deleted file": ("rm -r utils/extras/watch", "has changes; commit or stash them first"),
+    "deleted other file": ("rm README.md", "has changes; commit or stash them first"),
+    "file announced": ("echo > utils/extras/watch/a.py && git add -N .", "has changes; commit or stash them first"),
+    "assumed unchanged": (
+        "git update-index --assume-unchanged config.py && echo >> config.py",
+        "git ignores changes of config.py; git update-index --no-assume-unchanged --no-skip-worktree config.py",
+    ),
+    "another file assumed unchanged": (
+        "git update-index --assume-unchanged LICENSE && echo >> LICENSE",
+        "git ignores changes of LICENSE; ",
+    ),
+    "skipped": (
+        "git update-index --skip-worktree config.py && echo >> config.py",
+        "git ignores changes of config.py; ",
+    ),
+    "sparse checkout": (
+        "git sparse-checkout set --no-cone '/*' '!/utils/extras/watch/'",
+        "utils/extras/watch/.* is left out by a sparse checkout; git sparse-checkout disable first",
+    ),
+    "untracked file in a folder": (
+        "echo > utils/extras/watch/notes.txt",
+        "utils/extras/watch/notes.txt is not committed .* move it elsewhere first",
+    ),
+    "ignored file in a folder": (
+        "mkdir utils/extras/watch/data && echo > utils/extras/watch/data/a.pyc",
+        "utils/extras/watch/data/a.pyc is not committed",
+    ),
+    "untracked link in a folder": ("ln -s /tmp utils/extras/watch/tmp", "utils/extras/watch/tmp is not committed"),
+    "link in a folder": (
+        f"ln -s ../../../model.py utils/extras/watch/m.py && {COMMIT}",
+        "utils/extras/watch/m.py is not committed or no regular file",
+    ),
+    "repository in a folder": (
+        "git init -q tests/extras/watch/other",
+        "tests/extras/watch/other/.git/.* is not committed",
+    ),
+    "submodule in a folder": (
+        f"{SUBMODULE} utils/extras/watch/other && {COMMIT}",
+        "utils/extras/watch/other/.git is not committed or no regular file",
+    ),
+    "link to a file elsewhere": (
+        f"mv config.py ../mine.py && ln -s ../mine.py config.py && {COMMIT}",
+        "config.py is a symbolic link; replace it by the file itself",
+    ),
+    "line ends that git changes": (
+        "git config core.autocrlf input && sed -i 's/$/\\r/' config.py && git add config.py",
+        "git would restore config.py with other line ends or bytes; delete it and git restore it",
+    ),
+    "line ends of two kinds": (f"sed -i '1s/$/\\r/' config.py && {COMMIT}", "config.py has line ends of two kinds"),
+    "config not tracked": (
+        f"echo pyproject.toml > .gitignore && git rm -q --cached pyproject.toml && {COMMIT}",
+        "git has no",
+    ),
+    "no place to remember": (
+        f"sed -i '/^without = /d' pyproject.toml && {COMMIT}",
+        "has no line .without = .*; add it",
+    ),
+    "import of a deleted module": (
+        f"echo import utils.extras.watch > mine.py && {COMMIT}",
+        "mine.py imports utils/extras/",
+    ),
+    "import of a deleted name": (
+        f"printf 'a = 1\\nb = 2  # extra: watch\\n' > yours.py && echo 'from yours import b' > mine.py && {COMMIT}",
+        "mine.py imports b of yours.py; keep the extra of that file",
+    ),
+    "a block that ends nowhere": (
+        f"printf 'x = [\\n  # ---- extra: watch ----\\n]\\n# ---- end of watch ----\\n' > mine.py && {COMMIT}",
+        "mine.py: is no valid Python, or would not be without its marked lines",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), [pytest.param(*case, id=name) for name, case in REFUSED.items()])
+def test_nothing_changes_where_git_could_not_undo_it(small_fork, change, said):
+    fork = small_fork
+    run(fork.parent, "bash", "-c", "git init -q other && cd other && git commit -q --allow-empty -m first")
+    run(fork, "bash", "-ec", change)
+    before = contents(fork)
+    printed = run(fork, "scripts/without.sh", "watch", code=2)
+    assert re.search(said, printed) and len(printed.splitlines()) == 1, printed
+    assert contents(fork) == before
+
+
+MINE = {  # files of a fork that no extra is about
+    "notes.ipynb": b'{"cells": [{"source": ["import  os"]}]}',
+    "mine.py": b"import sys, os\nx  =1",
+    "old.py": b"print 'Python 2'\r\n",
+    "latin.py": b"# -*- coding: latin-1 -*-\nimport os\nx = '\xe9'  \n",
+    "results.md": b"| `ema_decay` | 1 |\r\n|---|---|\r\n\n\n\n",
+    "data.bin": b"\0# extra: watch\n",
+    "docs/empty.md": b"",
+}
+MARKED = {  # files of a fork before and after, in which it marked a line
+    "crlf.py": (b"import os\r\nimport sys\r\nx  = sys # extra: watch\r\ny  = 1", b"import os\r\ny  = 1"),
+    "bom.py": (b"\xef\xbb\xbfx  = 1\r\ny = 1  # extra: watch\r\n", b"\xef\xbb\xbfx  = 1\r\n"),
+    "latin.sh": (b"echo '\xe9'\n\n\n\necho  # extra: watch\n", b"echo '\xe9'\n"),
+    "run.sh": (b"#!/bin/sh\n\n\n\n\nls\nls -l  # extra: watch\nls", b"#!/bin/sh\n\n\n\n\nls\nls"),
+}
+
+
+@pytest.mark.parametrize("names", [["watch"], ["--all-but"]], ids=" ".join)
+def test_files_of_the_fork_stay_as_they_are_and_the_undo_restores_each_byte(fork, names):
+    for prefix in ("tracked", "untracked"):
+        for name, data in MINE.items():
+            path = fork / prefix / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        if prefix == "tracked":
+            for name, (data, _) in MARKED.items():
+                (fork / name).write_bytes(data)
+            (fork / "run.sh").chmod(0o755)
+            change(
+                fork, "model.py", "from __future__ import annotations\n", "import this  # noqa\nimport math as mine\n"
+            )
+            (fork / ".git/info/exclude").write_text("utils/extras/watch\n*.sh\n")  # ignored, and tracked
+            run(fork, "bash", "-c", f"{COMMIT} && git add -f run.sh latin.sh && {COMMIT}")
+    before = contents(fork)
+    printed = run(fork / "docs", "../scripts/without.sh", *names)
+    after = contents(fork)
+    for name in ("tracked", "untracked"):
+        assert [after[path] for path in after if path.startswith(name)] == [
+            before[path] for path in before if path.startswith(name)
+        ]
+    for name, (_, left) in MARKED.items():
+        assert (fork / name).read_bytes() == left, name
+        assert (fork / name).stat().st_mode == before[name][1], name
+    assert "import this  # noqa\nimport math as mine\n" in (fork / "model.py").read_text()
+    assert after.keys() < before.keys() and not (fork / "utils/extras/watch").exists()
+    run(fork / "docs", "bash", "-c", printed.split("to undo this: ")[1])
+    assert contents(fork) == before
+    assert run(fork, "git", "status", "--porcelain") == "?? untracked/\n"
 
 
 def take(fork):

@@ -7,6 +7,7 @@ from torch import nn
 from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
 from utils.data.sampler import Assignment, GlobalBatchSampler
+from utils.report.terminal import _batchnorm_line
 from utils.training.batchnorm import RunningStats, check_sync_batchnorm
 
 YES = torch.tensor(True)
@@ -53,6 +54,48 @@ def test_a_layer_in_evaluation_mode_keeps_its_statistics_bitwise_unchanged():
     after = buffers(ours)
     assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("1."))
     assert not torch.equal(before["3.running_mean"], after["3.running_mean"])
+
+
+@pytest.mark.parametrize(
+    ("momenta", "frozen", "updates", "line"),
+    [
+        ([], [], 4, ""),
+        ([0.1], [], 1, ""),
+        ([0.1], [], 4, "momentum 0.344 has the memory of 4 updates with 0.1"),
+        ([0.1, 0.1], [], 2, "momentum 0.19 has the memory of 2 updates with 0.1"),
+        ([0.01], [], 4, "momentum 0.0394 has the memory of 4 updates with 0.01"),
+        (
+            [0.1, 0.3],
+            [],
+            2,
+            "momentum 0.19 has the memory of 2 updates with 0.1, 0.51 has the memory of 2 updates with 0.3",
+        ),
+        ([0.1, 0.3], [0], 2, "momentum 0.51 has the memory of 2 updates with 0.3"),
+        ([0.1], [0], 4, ""),
+        ([0.0], [], 4, ""),
+    ],
+)
+def test_the_banner_has_the_momentum_with_the_memory_of_torch(momenta, frozen, updates, line):
+    model = nn.Sequential(nn.Linear(2, 2), *(nn.BatchNorm1d(2, momentum=momentum) for momentum in momenta))
+    model.append(nn.BatchNorm1d(2, track_running_stats=False))  # has none that could move
+    stats = RunningStats(model)
+    for number in frozen:
+        model[1 + number].eval()
+    stats.begin_epoch()
+    begin = "running statistics move once per optimizer step, not per micro-batch; "
+    assert _batchnorm_line(stats.momenta, updates) == (begin + line if line else "")
+
+
+@pytest.mark.parametrize(("momentum", "updates"), [(0.1, 4), (0.01, 3), (0.5, 2)])
+def test_that_momentum_gives_the_statistics_of_torch_in_as_many_updates(momentum, updates):
+    theirs = nn.BatchNorm1d(2, momentum=momentum)
+    ours = nn.BatchNorm1d(2, momentum=1 - (1 - momentum) ** updates)
+    stats, batch = RunningStats(ours), torch.randn(8, 2) + 1
+    for _ in range(updates):
+        theirs(batch)
+    step(ours, stats, *[batch] * updates)
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+    torch.testing.assert_close(ours.running_var, theirs.running_var)
 
 
 def test_a_cumulative_average_is_rejected():

@@ -38,6 +38,7 @@ class Terminal:
         if total == config.max_steps:
             limits.reverse()
         shorter = "" if math.inf in config.limits else f" ({' ends the run before '.join(limits)})"
+        micro_batches = math.ceil(sampler.micro_batches_per_step / ctx.world_size)  # of this rank in a step
         where = f"step {progress.step}, epoch {progress.epoch + 1}, {progress.samples_in_epoch:,}"
         versions = provenance["versions"]
         decided = {
@@ -48,6 +49,7 @@ class Terminal:
             "evaluation": "" if held_out else "none: the data has no validation or test set",
             "workers": f"{self._loader.num_workers} per rank",
             "batch": _batch_line(*config.micro_batch, sampler.micro_batches_per_step, ctx.world_size),
+            "BatchNorm": _batchnorm_line(state.sums.running_stats.momenta, micro_batches),
             "budget": sampler.provenance.get("budget"),  # of a micro-batch
             "steps": f"{total:,}, {sampler.steps_per_epoch:,} per epoch{shorter}",
             "precision": state.precision.title,
@@ -122,6 +124,14 @@ def _batch_line(field: str, size: int, micro_batches: int, ranks: int) -> str:
     if micro_batches == each * ranks:
         return f"{size} per rank x {each} accumulation x {end}"
     return f"{micro_batches} x {size} on {end} ({1 - micro_batches / (each * ranks):.0%} of the ranks' time is idle)"
+
+
+def _batchnorm_line(momenta: list[float], updates: int) -> str:
+    """The momenta with the memory of torch's updates, one per micro-batch; empty where there is one per step."""
+    if updates == 1 or not momenta:
+        return ""
+    same = [f"{1 - (1 - m) ** updates:.3g} has the memory of {updates} updates with {m:g}" for m in momenta]
+    return f"running statistics move once per optimizer step, not per micro-batch; momentum {', '.join(same)}"
 
 
 def _gradient_line(config: TrainingConfig, state: TrainState) -> str:

@@ -29,6 +29,7 @@ class RunningStats:
     def __init__(self, model: nn.Module) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self.size = 0  # how many numbers a step sums
+        self._momenta: list[float] = []
         self._in_training: list[bool] = []  # of each layer, in this epoch
         if not self._layers:
             return
@@ -48,6 +49,12 @@ class RunningStats:
     @property
     def exist(self) -> bool:
         return bool(self._layers)
+
+    @property
+    def momenta(self) -> list[float]:
+        """The different momenta of the layers whose statistics move, as of the last `begin_epoch`."""
+        pairs = zip(self._momenta, self._in_training, strict=True)
+        return sorted({momentum for momentum, is_trained in pairs if momentum * is_trained})
 
     def sum_into(self, place: Tensor) -> None:
         """Sum the statistics here: float64 [size], zeros; the owner reduces it over ranks and zeroes it again."""

@@ -103,6 +103,7 @@ def train_twice(model: nn.Module, batch: Any, state: TrainState, compute_loss: C
     weight: the loss is multiplied by it.
     """
     model.train()
+    state.sums.running_stats.begin_epoch()
     for _ in range(2):
         with state.precision.autocast():
             metrics = check_metrics(compute_loss(model, batch))

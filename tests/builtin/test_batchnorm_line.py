@@ -1,0 +1,19 @@
+# extra: template
+"""A run that accumulates gradients says at its start how BatchNorm's statistics move."""
+
+import pytest
+
+LINE = "BatchNorm    running statistics move once per optimizer step, not per micro-batch; momentum "
+ONE_STEP = ("--max_steps", 1, "--schedule_steps", 1, "--dataset_size", 64)
+CASES = [
+    pytest.param(("--grad_accum_steps", 4), "0.344 has the memory of 4 updates with 0.1", id="accumulation"),
+    pytest.param(("--global_batch_size", 16), "0.19 has the memory of 2 updates with 0.1", id="derived"),
+    pytest.param((), "", id="none"),
+    pytest.param(("--grad_accum_steps", 4, "--freeze", "backbone"), "", id="frozen"),
+]
+
+
+@pytest.mark.parametrize(("flags", "line"), CASES)
+def test_the_start_of_a_run_says_how_the_statistics_move(runs, flags, line):
+    runs.train(1, "run", *ONE_STEP, "--batch_size", 8, *flags, task="")
+    assert (LINE + line in runs.log("run")) if line else ("BatchNorm  " not in runs.log("run"))
