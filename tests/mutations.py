@@ -228,7 +228,7 @@ MUTATIONS = [
     Mutation('read_nodes', 'if rank >= most:', 'if rank > most:', 'misconfigured'),  # extra: launcher
     Mutation('main', 'is_failed = any(each.level == verdict.FAILURE for each in steps.findings)', 'is_failed = False', 'preflight'),  # extra: preflight
     Mutation('main', 'return 0 if is_passed else 1', 'return 0', 'verify'),  # extra: verify
-    Mutation('read', 'saved = {"model": payload["ema" if use_ema else "model"]}', 'saved = {"model": payload["model"]}', 'export'),
+    Mutation('read', 'kind = choose_weights(payload, use_ema, source)', 'kind = "model"', 'export'),
     Mutation('merge', 'if part.fullmatch(left.name):', 'if left.name.startswith(f"{out.name}.rank"):', 'predict'),
     Mutation('Watch.tell', 'cause = self._watchdog.find_lost() or error', 'pass', 'rank-killed'),  # extra: watch
     Mutation('_shared_rows', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes), mmap.MAP_PRIVATE), dtype=torch.uint8)', 'cache'),  # extra: cache

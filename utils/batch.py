@@ -18,36 +18,40 @@ def map_leaves(function: Callable[[Any], Any], batch: Any, method: str = "") -> 
     Args:
         method: objects that have a method of this name are leaves.
     """
-    copies: dict[int, tuple[Any, Any]] = {}  # by id, with the original: while it lives, no other has its id
+    return _map(batch, function, method, {})
 
-    def mapped(value: Any) -> Any:
-        if isinstance(value, Tensor) or has_method(value, method):
-            return function(value)
-        if id(value) in copies:  # objects may refer to each other
-            return copies[id(value)][1]
-        if isinstance(value, tuple):
-            values = [mapped(entry) for entry in value]
-            try:
-                return tuple.__new__(type(value), values)
-            except TypeError:  # torch.Size and torch.return_types are classes of C
-                return type(value)(values)
-        is_container = isinstance(value, dict | list | deque)
-        if is_container or (has_values(type(value)) and object.__getstate__(value)):
-            result = copy.copy(value)
-            copies[id(value)] = value, result
-            entries: Any = result if is_container else getattr(result, "__dict__", {})
-            for key, entry in [*entries.items()] if isinstance(entries, dict) else enumerate(entries):
-                entries[key] = mapped(entry)
-            state: Any = object.__getstate__(result)
-            if isinstance(state, tuple):  # with the attributes in slots
-                for name, entry in state[1].items():
-                    object.__setattr__(result, name, mapped(entry))  # also if it is frozen
-            return result
-        if isinstance(value, Mapping):  # without attributes, such as types.MappingProxyType
-            return {key: mapped(entry) for key, entry in value.items()}
+
+def _map(value: Any, function: Callable[[Any], Any], method: str, copies: dict[int, tuple[Any, Any]]) -> Any:
+    """`map_leaves` of a part. It is no inner function: one that calls itself would keep the batch until a collection.
+
+    copies: of containers and objects, which may refer to each other, by id. The original is kept beside its copy: while
+        it lives, no other has its id.
+    """
+    if isinstance(value, Tensor) or has_method(value, method):
         return function(value)
-
-    return mapped(batch)
+    if id(value) in copies:
+        return copies[id(value)][1]
+    if isinstance(value, tuple):
+        values = [_map(entry, function, method, copies) for entry in value]
+        try:
+            return tuple.__new__(type(value), values)
+        except TypeError:  # torch.Size and torch.return_types are classes of C
+            return type(value)(values)
+    is_container = isinstance(value, dict | list | deque)
+    if is_container or (has_values(type(value)) and object.__getstate__(value)):
+        result = copy.copy(value)
+        copies[id(value)] = value, result
+        entries: Any = result if is_container else getattr(result, "__dict__", {})
+        for key, entry in [*entries.items()] if isinstance(entries, dict) else enumerate(entries):
+            entries[key] = _map(entry, function, method, copies)
+        state: Any = object.__getstate__(result)
+        if isinstance(state, tuple):  # with the attributes in slots
+            for name, entry in state[1].items():
+                object.__setattr__(result, name, _map(entry, function, method, copies))  # also if it is frozen
+        return result
+    if isinstance(value, Mapping):  # without attributes, such as types.MappingProxyType
+        return {key: _map(entry, function, method, copies) for key, entry in value.items()}
+    return function(value)
 
 
 def has_values(kind: type) -> bool:

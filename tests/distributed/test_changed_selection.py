@@ -117,7 +117,10 @@ CASES = {  # data and metrics before and after, more flags, the lines of changes
     ),
     "the other direction": (
         *(VAL, VAL, TOP1, TOP1, ["--best_metric", "min:top1"]),
-        ["best_metric=min:top1: the checkpoint has best_metric=auto"],
+        [
+            "best_metric=min:top1: the checkpoint has best_metric=auto",
+            "the best checkpoint is selected by min:top1, in the checkpoint by max:top1",
+        ],
         False,
     ),
     "a metric that was not asked for": (VAL, VAL, (*TOP1, "top5"), TOP1, [], [], True),

@@ -1,11 +1,13 @@
 """Maps over nested batches keep the classes of their containers and objects, and what else these hold."""
 
 import copy
+import gc
 import weakref
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -325,3 +327,19 @@ def test_other_values_are_kept(leaf):
     seen = []
     map_leaves(seen.append, {"leaf": leaf})
     assert seen == [leaf] and map_tensors(torch.neg, [leaf])[0] is leaf and to_device((leaf,), META)[0] is leaf
+
+
+@pytest.mark.parametrize("function", [lambda batch: to_device(batch, META), pinned, tensors_in])
+def test_a_batch_is_freed_without_waiting_for_a_collection(function):
+    """On a GPU it would hold the memory of many batches."""
+    tensor = torch.ones(3)
+    batch = {"x": [tensor], "y": Graph(edges=torch.ones(2))}
+    alive = weakref.ref(tensor)
+    gc.disable()
+    try:
+        with mock.patch.object(torch.Tensor, "pin_memory", lambda self: self):
+            function(batch)
+        del batch, tensor
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -382,7 +382,8 @@ def test_a_checkpoint_that_was_saved_again_is_taken_with_a_warning(tmp_path, cap
         (["cat", "dog", "fox"], "1 differ, such as 'eel', which is 'fox' here"),
         (["cat", "eel", "dog"], "2 differ, such as 'dog', which is 'eel' here"),
         (["cat", "dog", "eel"], ""),
-        (["ant", "bee"], ""),  # a head of another size
+        (["cat", "dog", "eel", "fox"], "1 differ, such as '', which is 'fox' here"),
+        (["ant", "bee"], "3 differ, such as 'cat', which is 'ant' here"),
         ([], ""),
     ],
 )

@@ -9,7 +9,9 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
+from posixpath import commonpath
 from typing import TYPE_CHECKING, Any
 
 from config import UserError
@@ -145,11 +147,9 @@ def take_weights(
 
 def _parts(names: Iterable[str]) -> dict[str, str]:
     """The part of the model that each tensor belongs to: the first component in which the names differ."""
-    paths = [name.split(".") for name in names]
-    level = 0
-    while len({tuple(path[:level]) for path in paths}) == 1 and level < len(min(paths, key=len)):
-        level += 1
-    return {name: ".".join(path[:level]) for name, path in zip(names, paths, strict=True)}
+    common = commonpath([name.replace(".", "/") for name in names])
+    depth = len(common.split("/")) if common else 0
+    return {name: ".".join(name.split(".")[: depth + 1]) for name in names}
 
 
 def match_names(weights: dict[str, Tensor], own: dict[str, Any], source: str) -> dict[str, Tensor]:
@@ -190,9 +190,9 @@ def _common_prefix(theirs: Iterable[str], ours: Iterable[str]) -> str:
 
 
 def warn_of_other_classes(weights: dict[str, Tensor], train_set: Any, source: str) -> None:
-    """Warn if the checkpoint of these weights had as many classes, but under other names or in another order."""
+    """Warn if the checkpoint of these weights had other classes, or had them in another order."""
     saved, here = getattr(weights, "classes", ()), getattr(train_set, "classes", ())
-    differing = [pair for pair in zip(saved, here, strict=False) if pair[0] != pair[1]]
-    if differing and len(saved) == len(here):
+    differing = [pair for pair in zip_longest(saved, here, fillvalue="") if pair[0] != pair[1]]
+    if differing and saved and here:
         text = "init_from: the classes of %s have other names: %d differ, such as %r, which is %r here"
         LOGGER.log(ALIKE, text, source, len(differing), *differing[0])

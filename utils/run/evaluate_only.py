@@ -65,11 +65,11 @@ def _evaluate(config: TrainingConfig, ctx: DistributedContext, seams: Seams, dat
         found = evaluation.records(split, loader, weights, progress)
         log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
         records += found
-    kinds = list(state.weights_of(payload))
-    if len(kinds) > 1:
+    kind = list(state.weights_of(payload))[-1]
+    if kind == "ema":
         logger.info("the averaged weights (ema) select the best checkpoint; the plain ones are evaluated too")
     outcome: dict[str, Any] = {"checkpoint": config.init_from or str(path), "data_dir": config.data_dir}
-    outcome |= {"weights": kinds[-1], "records": records}  # of these kinds, the one that selects the best checkpoint
+    outcome |= {"weights": kind, "records": records}  # of both kinds: this one selects the best checkpoint
     file = config.run_folder / f"eval-{path.stem}.json"
 
     def write() -> None:

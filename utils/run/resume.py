@@ -246,13 +246,13 @@ def compare_best(
         provenance: of this run.
         best_metric: of this run, with its direction: max:top1; empty without a validation set.
     """
-    progress, asked = payload["progress"], payload["config"].get("best_metric")
+    progress = payload["progress"]
     changes = compare_held_out(payload["provenance"], provenance)
     lines = list(changes.values())
     is_same_metric = progress.get("best_metric") == best_metric
     if "best_metric" not in progress:  # of an earlier version
-        is_same_metric = asked == config.best_metric != "auto"
-    elif best_metric and progress["best_metric"] not in ("", best_metric) and asked == config.best_metric:
+        is_same_metric = payload["config"].get("best_metric") == config.best_metric != "auto"
+    elif not is_same_metric and "val" not in changes:
         lines.append(
             f"the best checkpoint is selected by {best_metric}, in the checkpoint by {progress['best_metric']}"
         )

@@ -125,12 +125,9 @@ def optimizer_state(
                 key: wrap(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value
                 for key, value in state.items()
             }
-    groups = []
-    for group, entries in zip(saved["param_groups"], group_entries(optimizer), strict=True):
-        groups.append({key: group[key] for key in SET_AT_START & group.keys()} | entries)
     return {
         "state": states,
-        "param_groups": groups,
+        "param_groups": [*map(_storable_entries, saved["param_groups"])],
         "names": [names[p] for p in held],
         "changed_in_groups": changed_entries(optimizer, created, names),
     }
@@ -179,8 +176,8 @@ def group_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """A copy of what each parameter group holds, without what is set at each start, and what no checkpoint can hold."""
     copies = []
     for group in optimizer.param_groups:
-        entries = {key: map_leaves(_storable, value) for key, value in group.items() if key not in SET_AT_START}
-        copies.append({key: value for key, value in entries.items() if _is_storable(value)})
+        changeable = {key: value for key, value in group.items() if key not in SET_AT_START}
+        copies.append(_storable_entries(changeable))
     return copies
 
 
@@ -200,34 +197,40 @@ def changed_entries(
     """
     records = []
     for group, now, before in zip(optimizer.param_groups, group_entries(optimizer), created, strict=False):
-        entries = {key: now[key] for key in _differing_keys(now, before) if key in now}
+        entries = {key: value for key, value in now.items() if key not in before or not _is_same(value, before[key])}
         records.append({"names": [names[p] for p in group["params"]], "entries": entries})
     return records
 
 
 def restore_entries(optimizer: torch.optim.Optimizer, records: list[dict[str, Any]], names: Mapping[Any, str]) -> None:
-    """Give each parameter group the entries that a checkpoint has of its parameters; all others stay as created.
+    """Give each parameter group the entries that a checkpoint has of the same parameters; all others stay as created.
 
     Args:
         records: of `changed_entries`.
         names: of the parameters.
 
     Raises:
-        UserError: if the parameters of a group had different values of an entry in the checkpoint.
+        UserError: if there is no such group for an entry.
     """
-    entries_of = {name: record["entries"] for record in records for name in record["names"]}
-    for group in optimizer.param_groups:
-        first, *others = [entries_of.get(names[p], {}) for p in group["params"]] or [{}]
-        for other in others:
-            if differing := _differing_keys(first, other):
+    groups = {frozenset(names[p] for p in group["params"]): group for group in optimizer.param_groups}
+    for record in records:
+        group = groups.get(frozenset(record["names"]))
+        for key, value in record["entries"].items():
+            if group is None:
                 raise UserError(
-                    f"the checkpoint's optimizer has different values of {differing[0]!r} for parameters that are in"
-                    " one group now; divide them as before in param_groups, or start a new run with --init_from"
+                    f"the checkpoint's optimizer has {key!r} for the group of {record['names'][0]}, and no group has"
+                    " the same parameters now; divide them as before in param_groups, or start a new run with"
+                    " --init_from"
                 )
-        for key, value in first.items():
             own = group.get(key)
-            device = own.device if isinstance(own, Tensor) else group["params"][0].device
+            device = own.device if isinstance(own, Tensor) else _held(optimizer)[0].device
             group[key] = map_tensors(functools.partial(Tensor.to, device=device, copy=True), value)
+
+
+def _storable_entries(group: dict[str, Any]) -> dict[str, Any]:
+    """A copy of what a checkpoint can hold of a parameter group."""
+    entries = {key: map_leaves(_storable, value) for key, value in group.items()}
+    return {key: value for key, value in entries.items() if _is_storable(value)}
 
 
 def _storable(value: Any) -> Any:
@@ -246,23 +249,13 @@ def _is_storable(value: Any) -> bool:
     return isinstance(value, Tensor) or type(value) in (bool, int, float, complex, str, NoneType)
 
 
-def _differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    if one is other:
-        return []
-    return [key for key in one | other if not (key in one and key in other and _is_same(one[key], other[key]))]
-
-
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two values of a parameter group are equal: tensors, numbers, texts, or containers of these."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return not _differing_keys(one, other)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return bool(one == other)
+    return bool(map_leaves(_numbers, one) == map_leaves(_numbers, other))
+
+
+def _numbers(value: Any) -> Any:
+    """What can be compared: the numbers of a tensor, or another value as it is."""
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -103,19 +103,15 @@ class Schedule:
             for name, off in {"patience": 0, "best_metric": "auto", "eval_every_steps": 0}.items():
                 if (value := getattr(config, name)) != off:
                     warnings.append(f"{name}={value}: has no effect, since there is no validation set; leave it out")
-        elif 0 < config.patience and self._evaluations_before_end() <= config.patience:
-            warnings.append(
-                f"patience={config.patience}: has no effect, since at most {self._evaluations_before_end()} evaluations"
-                " come before the last one; use a smaller --patience, or evaluate more often"
-            )
+        elif self._sampler:
+            periods = config.eval_every_steps, config.eval_every * self._sampler.steps_per_epoch
+            evaluations = sum((self.total_steps - 1) // period for period in periods if period)
+            if 0 < config.patience >= evaluations:
+                warnings.append(
+                    f"patience={config.patience}: has no effect, since at most {evaluations} evaluations come before"
+                    " the last one; use a smaller --patience, or evaluate more often"
+                )
         return warnings
-
-    def _evaluations_before_end(self) -> int:
-        """How many there are at most in the whole run."""
-        periods = [self._config.eval_every_steps]
-        if self._sampler:
-            periods.append(self._config.eval_every * self._sampler.steps_per_epoch)
-        return sum((self.total_steps - 1) // period for period in periods if period)
 
     @property
     def is_at_end(self) -> bool:
