@@ -10,6 +10,7 @@ joint   ramped, taught, thawing and terms in one
 plain   the same images, GroupNorm, no dropout: nothing depends on the micro-batch
 lines   lines of unequal length, with a loss per predicted token, random transforms on the CPU, dropout
 blocks  the same lines, a network of blocks with tied weights, dropout
+soft, graphs, preferences  see port_tasks.py
 """
 
 import contextlib
@@ -31,6 +32,7 @@ import plain_loop
 import train
 from config import TrainingConfig
 from line_tasks import BlockModel, TokenModel, create_lines, token_loss
+from port_tasks import PORTS
 from utils.distributed.consensus import Consensus
 from utils.example.augment import augment_images, normalize
 from utils.metrics import count_correct
@@ -250,6 +252,7 @@ TASKS["joint"] = TASKS["taught"] | {  # extra: steps and terms
     "param_groups": lambda net, config: named_groups(net.student, config),
     "lr_factor": thaw,
 }
+TASKS |= PORTS
 OPTIONAL = ("after_step", "create_optimizer", "is_saved", "loss_counts", "lr_factor", "log_images")
 OF_THIS_FORK = {name: getattr(model, name) for name in OPTIONAL if hasattr(model, name)}
 BUCKETS = ["--bucket_cap_mb", "0.002"]  # several buckets for these small models
