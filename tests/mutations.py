@@ -170,6 +170,9 @@ MUTATIONS = [
     Mutation('Updater.load_state_dict', 'if self.scaler.is_enabled() and payload["scaler"]:', 'if False:', 'resume'),
     Mutation('load_optimizer', 'restore_entries(optimizer, saved.get("changed_in_groups", []), names)', 'pass', 'resume'),
     Mutation('load_optimizer', 'optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})', 'optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})', 'resume'),
+    Mutation('take_weights', 'if is_other_model or 2 * len(fitting) < len(in_started):', 'if is_other_model:', 'plain-load'),
+    Mutation('match_names', 'short = name.removeprefix(prefix)', 'short = name', 'plain-load'),
+    Mutation('WeightAverage.__init__', 'self._copies = {value: full_precision(source) for value, source in sources.items()}', 'self._copies = {value: source.clone() for value, source in sources.items()}', 'weights'),  # extra: average
     Mutation('resume_run', 'if not is_comparable:', 'if False:', 'changed-settings'),
     Mutation('compare_held_out', 'elif split not in new:', 'elif False:', 'changed-settings'),
     Mutation('resume_run', 'on_all_ranks(lambda: run.rewind(progress.step, is_evaluated, has_test) if run.leads_node else None, ctx)', 'pass', 'records-once'),

@@ -105,6 +105,7 @@ def assert_equal(model, source):
         assert torch.equal(model.state_dict()[name], value), name
 
 
+@pytest.mark.guarantee("plain-load")
 @pytest.mark.parametrize("kind", NAMES)
 def test_names_with_wrappers_or_a_prefix_are_those_of_the_model(kind, tmp_path, caplog):
     source, model = Net(), Net()
@@ -174,6 +175,7 @@ def files(net, other):
     }
 
 
+@pytest.mark.guarantee("plain-load")
 @pytest.mark.parametrize("kind", files(Net(), Net()))
 def test_the_state_dict_in_a_file_is_loaded(kind, tmp_path, caplog):
     source, model = Net(), Net()
@@ -214,6 +216,7 @@ def part(names):
     return {name: value for name, value in Net().state_dict().items() if re.search(names, name)}
 
 
+@pytest.mark.guarantee("plain-load")
 @pytest.mark.parametrize(
     ("model", "content", "expected"),
     [
@@ -257,6 +260,7 @@ def test_weights_of_another_model_are_refused(model, content, expected, tmp_path
         take_weights(model, content, "w.pt")
 
 
+@pytest.mark.guarantee("plain-load")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["stages.1.0.weight", "stem.1.running_var"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -44,6 +44,7 @@ def change(net, generator):
         net.norm.num_batches_tracked += 1
 
 
+@pytest.mark.guarantee("weights")
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 def test_the_average_equals_that_of_wide_copies_of_the_weights(dtype):
     torch.manual_seed(0)
@@ -62,6 +63,7 @@ def test_the_average_equals_that_of_wide_copies_of_the_weights(dtype):
     assert state["norm.num_batches_tracked"].item() == 40 and torch.equal(state["mask"], net.mask)
 
 
+@pytest.mark.guarantee("weights")
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 def test_an_average_goes_as_far_as_its_decay_says(dtype):
     """After 2,000 updates that follow the warm-up, of a decay of 0.999: 1 - 0.999 ** 2000 = 86.5 %."""
