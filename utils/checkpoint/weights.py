@@ -81,6 +81,7 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     if not isinstance(content, dict) or "param_groups" in content:
         return {}
     inner = {name: weights for name, value in content.items() if (weights := _state_dict(value, path))}
+    inner = {name: value for name, value in inner.items() if not str(name).endswith("_extra_state")}  # of a module
     if not inner:
         return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
     known = [name for name in STATE_DICTS if name in inner]
@@ -108,6 +109,8 @@ def take_weights(
         UserError: if less than half of the model and not nearly all of them fit, if one is not finite, or if one is
             missing that `must_be_whole` or frozen.
     """
+    import torch
+
     own = model.state_dict()
     weights = match_names(weights, own, source)
     fitting = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
@@ -121,9 +124,9 @@ def take_weights(
     is_other_model = 2 * len(fitting) < len(own) and 6 * len(extra) >= len(weights)
     if is_other_model or 2 * len(fitting) < len(in_started):
         raise UserError(
-            f"init_from={source}: only {len(fitting)} of its {len(weights)} tensors fit the model, which has"
-            f" {len(own)}. Others in the file are {', '.join(extra[:5]) or 'none'}, in the model"
-            f" {', '.join(missing[:5])}; give weights of this model, or rename them in initial_weights of model.py"
+            f"init_from={source}: {len(fitting)} of its {len(weights)} tensors fit the model, which has {len(own)}."
+            f" Only in the file: {', '.join(extra[:5]) or 'none'}. Only in the model: {', '.join(missing[:5])}. Give"
+            " weights of this model, or rename them in initial_weights of model.py"
         )
     needed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if must_be_whole:
@@ -135,6 +138,8 @@ def take_weights(
             listed += f" and {len(random) - 5} more"
         raise UserError(f"init_from={source}: has no {listed} of this model's shape; give weights of the whole model")
     for name, value in fitting.items():
+        if value.layout is not torch.strided:
+            continue  # of a sparse tensor it cannot be asked
         # a buffer of the model may be infinite, such as a mask
         if not value.isfinite().all() and own[name].isfinite().all():
             raise UserError(f"init_from={source}: {name} has values that are not finite; give weights without NaN")
@@ -191,8 +196,8 @@ def _common_prefix(theirs: Iterable[str], ours: Iterable[str]) -> str:
 
 def warn_of_other_classes(weights: dict[str, Tensor], train_set: Any, source: str) -> None:
     """Warn if the checkpoint of these weights had other classes, or had them in another order."""
-    saved, here = getattr(weights, "classes", ()), getattr(train_set, "classes", ())
+    saved, here = list(getattr(weights, "classes", ())), list(getattr(train_set, "classes", ()))
     differing = [pair for pair in zip_longest(saved, here, fillvalue="") if pair[0] != pair[1]]
     if differing and saved and here:
-        text = "init_from: the classes of %s have other names: %d differ, such as %r, which is %r here"
-        LOGGER.log(ALIKE, text, source, len(differing), *differing[0])
+        text = "init_from: %d class names of %s differ from those of the data. The first is %r there and %r here."
+        LOGGER.log(ALIKE, text, len(differing), source, *differing[0])

@@ -341,9 +341,12 @@ class RunFolder:
         return step < 0
 
     def keep_best_so_far(self) -> None:
-        """Copy the best checkpoint aside: call it before a new best begins, which supersedes it. Raises OSError."""
+        """Copy the best checkpoint aside: call it before a new best begins, which supersedes it. Raises OSError.
+
+        On storage without links, `restore_best` moves it.
+        """
         best = self.checkpoints / checkpoint.BEST
-        if best.exists():
+        if best.is_symlink() and best.exists():
             kept = checkpoint.copy_here(best, self._aside())
             self.notes.append(f"the best checkpoint so far is kept as {kept}")
 

@@ -31,7 +31,7 @@ def resume_run(
     sampler: GlobalBatchSampler,
     provenance: dict[str, Any],
     listing: bytes,
-    best: tuple[str, int],
+    selects_best: tuple[str, int],
 ) -> list[str]:
     """Load the checkpoint that the run starts from, if any, rewind the folder to its step (`RunFolder.rewind`), and
     plan the schedule of the whole run from there.
@@ -39,7 +39,7 @@ def resume_run(
     Args:
         provenance: content of provenance.json.
         listing: of the training set's files.
-        best: the metric that selects the best checkpoint, and its sign, as `choose_best` returns them.
+        selects_best: the metric that selects the best checkpoint, and its sign, as `choose_best` returns them.
 
     Returns:
         The allowed differences from the checkpoint's config.
@@ -49,9 +49,11 @@ def resume_run(
     """
     run, config, ctx = attempt.run, attempt.config, attempt.ctx
     differences, progress = [], state.progress
+    is_comparable = True
     best_metric = ""
     if "val" in provenance["held_out"]:
-        best_metric = f"{'max' if best[1] > 0 else 'min'}:{best[0]}"
+        name, sign = selects_best
+        best_metric = f"{'max' if sign > 0 else 'min'}:{name}"
     payload: dict[str, Any] = {}
     if run.resume_path:
         payload = load_checkpoint(run.resume_path, ctx, state.sharded())
@@ -69,10 +71,10 @@ def resume_run(
         differences += lr_jump(payload, state)
         if not is_comparable:
             progress.forget_best()
-            progress.evaluated_step = -1  # these weights are evaluated again, if an evaluation is due at this step
+            progress.evaluated_step = -1  # if an evaluation is due at this step, it is made again
             on_rank_0(run.keep_best_so_far, ctx)
     progress.best_metric = best_metric
-    is_evaluated = progress.evaluated_step == progress.step
+    is_evaluated = not state.schedule.is_evaluation_due
     has_test = "test" in provenance["held_out"]
     on_all_ranks(lambda: run.rewind(progress.step, is_evaluated, has_test) if run.leads_node else None, ctx)
     if not broadcast_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx):
@@ -239,12 +241,15 @@ def compare_evaluated(payload: dict[str, Any], config: TrainingConfig, split: st
 def compare_best(
     payload: dict[str, Any], config: TrainingConfig, provenance: dict[str, Any], best_metric: str
 ) -> tuple[list[str], bool]:
-    """Whether the best value of a checkpoint may be compared with those of this run: it is of the same metric, the same
-    kind of weights and the same validation set. With a line for each change that no setting shows.
+    """Compare what selects the best checkpoint with that of the checkpoint: the metric, the kind of weights, and the
+    validation set.
 
     Args:
         provenance: of this run.
         best_metric: of this run, with its direction: max:top1; empty without a validation set.
+
+    Returns:
+        A line for each change that no setting shows, and whether the best value so far still counts.
     """
     progress = payload["progress"]
     changes = compare_held_out(payload["provenance"], provenance)
@@ -259,10 +264,10 @@ def compare_best(
     is_averaged = False
     is_averaged = bool(config.ema_decay)  # extra: average
     is_comparable = is_same_metric and "val" not in changes and bool(payload["ema"]) == is_averaged
-    best = progress.get("best_value")
-    if best is not None and not is_comparable:
+    best_value = progress.get("best_value")
+    if best_value is not None and not is_comparable:
         lines.append(
-            f"the best value so far, {best:.4g}, no longer counts: the best checkpoint and patience start again"
+            f"the best value so far, {best_value:.4g}, no longer counts: the best checkpoint and patience start again"
         )
     return lines, is_comparable
 

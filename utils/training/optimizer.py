@@ -109,7 +109,7 @@ def optimizer_state(
     owners: Mapping[Any, nn.Parameter],
     created: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Its state dict, with the names of its parameters in its order, and what has changed in its groups.
+    """The optimizer's state dict, with the names of its parameters in its order, and what has changed in its groups.
 
     Args:
         names, owners: of each of its tensors: the name, and the parameter, which is the tensor itself or sharded.
@@ -127,7 +127,7 @@ def optimizer_state(
             }
     return {
         "state": states,
-        "param_groups": [*map(_storable_entries, saved["param_groups"])],
+        "param_groups": [*map(_without_objects, saved["param_groups"])],
         "names": [names[p] for p in held],
         "changed_in_groups": changed_entries(optimizer, created, names),
     }
@@ -160,25 +160,26 @@ def load_optimizer(
     restore_entries(optimizer, saved.get("changed_in_groups", []), names)
     for number, p in enumerate(held):
         state = optimizer.state.get(p, {})
+        # load_state_dict may have rounded to the type of the parameter, which fused kernels need
+        exact = state if skips_on_device(optimizer) else states.get(number, {})
         for key, loaded in state.items():
-            value = states.get(number, {}).get(
-                key, loaded
-            )  # which load_state_dict may have rounded to the parameter's type
-            if key != "step" and _is_tensor(value) and value.shape == p.shape:
+            value = exact.get(key, loaded)
+            if not (_is_tensor(value) and _is_tensor(loaded)):
+                continue
+            if key != "step" and value.shape == p.shape:
                 # fused kernels iterate over memory: the layout must be the parameter's
                 state[key] = torch.empty_like(p, dtype=value.dtype, device=loaded.device).copy_(value)
-            elif _is_tensor(value):
+            else:
                 state[key] = value.to(loaded.device, copy=True)  # not the file's memory
     fill_momenta(optimizer)  # if the checkpoint was made without
 
 
 def group_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """A copy of what each parameter group holds, without what is set at each start, and what no checkpoint can hold."""
-    copies = []
+    """A copy of each parameter group, without the entries that are set at each start."""
+    groups = []
     for group in optimizer.param_groups:
-        changeable = {key: value for key, value in group.items() if key not in SET_AT_START}
-        copies.append(_storable_entries(changeable))
-    return copies
+        groups.append({key: value for key, value in group.items() if key not in SET_AT_START})
+    return map_leaves(_storable, groups)
 
 
 def changed_entries(
@@ -203,7 +204,9 @@ def changed_entries(
 
 
 def restore_entries(optimizer: torch.optim.Optimizer, records: list[dict[str, Any]], names: Mapping[Any, str]) -> None:
-    """Give each parameter group the entries that a checkpoint has of the same parameters; all others stay as created.
+    """Restore the saved entries of each parameter group. Entries that were not saved keep their new values.
+
+    Groups are matched by the names of their parameters.
 
     Args:
         records: of `changed_entries`.
@@ -227,12 +230,6 @@ def restore_entries(optimizer: torch.optim.Optimizer, records: list[dict[str, An
             group[key] = map_tensors(functools.partial(Tensor.to, device=device, copy=True), value)
 
 
-def _storable_entries(group: dict[str, Any]) -> dict[str, Any]:
-    """A copy of what a checkpoint can hold of a parameter group."""
-    entries = {key: map_leaves(_storable, value) for key, value in group.items()}
-    return {key: value for key, value in entries.items() if _is_storable(value)}
-
-
 def _storable(value: Any) -> Any:
     """A tensor is copied, since it may change. A number of NumPy becomes one of Python, which a checkpoint can hold."""
     if isinstance(value, Tensor):
@@ -240,22 +237,19 @@ def _storable(value: Any) -> Any:
     return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
 
 
-def _is_storable(value: Any) -> bool:
-    """Whether torch.load accepts it with weights_only=True."""
-    if isinstance(value, dict):
-        return all(map(_is_storable, [*value, *value.values()]))
-    if isinstance(value, list | tuple):
-        return all(map(_is_storable, value))
-    return isinstance(value, Tensor) or type(value) in (bool, int, float, complex, str, NoneType)
+def _without_objects(group: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a group but enumerations, functions and the like, which no checkpoint can hold."""
+    kinds = (bool, int, float, str, NoneType, list, tuple, dict)
+    return {key: value for key, value in group.items() if isinstance(value, Tensor) or type(value) in kinds}
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    return bool(map_leaves(_numbers, one) == map_leaves(_numbers, other))
+    return bool(map_leaves(_comparable, one) == map_leaves(_comparable, other))
 
 
-def _numbers(value: Any) -> Any:
-    """What can be compared: the numbers of a tensor, or another value as it is."""
-    return value.tolist() if isinstance(value, Tensor) else value
+def _comparable(value: Any) -> Any:
+    """The numbers of a tensor or an array, or another value as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
