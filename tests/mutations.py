@@ -169,7 +169,8 @@ MUTATIONS = [
     Mutation('Summary.names', 'check_size(bytes_of(outputs) / size * samples)', 'pass', 'summary'),  # extra: summarize
     Mutation('Updater.load_state_dict', 'if self.scaler.is_enabled() and payload["scaler"]:', 'if False:', 'resume'),
     Mutation('load_optimizer', 'restore_entries(optimizer, saved.get("changed_in_groups", []), names)', 'pass', 'resume'),
-    Mutation('load_optimizer', 'optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})', 'optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})', 'resume'),
+    Mutation('load_optimizer', 'optimizer.load_state_dict(own | others | {"state": states})', 'optimizer.load_state_dict(own | others | {"state": {}})', 'resume'),
+    Mutation('load_optimizer', 'others = {key: saved[key] for key in own.keys() & saved.keys() if key != "param_groups"}', 'others = {}', 'resume'),
     Mutation('take_weights', 'if is_other_model or 2 * len(fitting) < len(in_started):', 'if is_other_model:', 'plain-load'),
     Mutation('match_names', 'short = name.removeprefix(prefix)', 'short = name', 'plain-load'),
     Mutation('WeightAverage.__init__', 'self._copies = {value: full_precision(source) for value, source in sources.items()}', 'self._copies = {value: source.clone() for value, source in sources.items()}', 'weights'),  # extra: average

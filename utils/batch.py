@@ -41,9 +41,9 @@ def _map(value: Any, function: Callable[[Any], Any], method: str, copies: dict[i
     if is_container or (has_values(type(value)) and object.__getstate__(value)):
         result = copy.copy(value)
         copies[id(value)] = value, result
-        entries: Any = result if is_container else getattr(result, "__dict__", {})
-        for key, entry in [*entries.items()] if isinstance(entries, dict) else enumerate(entries):
-            entries[key] = _map(entry, function, method, copies)
+        for entries in (result if is_container else {}, getattr(result, "__dict__", {})):
+            for key, entry in [*entries.items()] if isinstance(entries, dict) else enumerate(entries):
+                entries[key] = _map(entry, function, method, copies)
         state: Any = object.__getstate__(result)
         if isinstance(state, tuple):  # with the attributes in slots
             for name, entry in state[1].items():
@@ -68,13 +68,14 @@ def has_method(value: Any, name: str) -> bool:
 def call_method(name: str, value: Any, *args: Any, **options: Any) -> Any:
     """value.name(*args, **options) of a tensor, or of an object that has such a method; else the value itself.
 
-    An object's method may lack the options, and may change the object in place: it is called on a copy.
+    An object's method may lack the options, and may change the object and its containers in place: it is called on a
+    copy of them.
     """
     if isinstance(value, Tensor):
         return getattr(value, name)(*args, **options)
     if not has_method(value, name):
         return value
-    result = copy.copy(value)
+    result = map_leaves(lambda leaf: leaf, value)
     try:
         returned = getattr(result, name)(*args, **options)
     except TypeError:

@@ -26,6 +26,12 @@ BAR_WIDTH = 24
 COLUMNS = 120  # maximum width of a line
 
 
+def some_of(names: list[str], most: int = 3) -> str:
+    """The first names as text, and how many more there are: "a, b, c and 4 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 class _FileFormatter(logging.Formatter):
     """`<ISO time> <rank> <host> <message>` on every line, so that `sort -m` merges the files of all ranks."""
 

@@ -12,7 +12,7 @@ from utils.checkpoint import archive
 FLAGS = "--dataset_size 40 --epochs 2 --lr 0.02 --schedule constant --no-use_amp --num_workers 0".split()
 FLAGS += "--keep_last 2 --patience 9".split()
 LONGER = [*FLAGS, "--epochs", "3", "--resume_from", "auto"]
-BEST = "the best value so far, {best:.4g}, no longer counts: the best checkpoint and patience start again"
+BEST = "the best value so far no longer counts: the best checkpoint and patience start again"
 
 
 def data_of(splits, wrong_labels=0, swapped=0):
@@ -123,6 +123,13 @@ CASES = {  # data and metrics before and after, more flags, the lines of changes
         ],
         False,
     ),
+    # ---- extra: average ----
+    "averaged weights": (
+        *(VAL, VAL, TOP1, TOP1, ["--ema_decay", "0.9"]),
+        ["ema_decay=0.9: the checkpoint has ema_decay=0.0"],
+        False,
+    ),
+    # ---- end of average ----
     "a metric that was not asked for": (VAL, VAL, (*TOP1, "top5"), TOP1, [], [], True),
 }
 
@@ -143,7 +150,7 @@ def test_a_best_value_counts_only_if_it_was_measured_on_the_same(runs, case):
     [resumed] = runs.events("run", "resumed")
     lines = ["epochs=3: the checkpoint has epochs=2", *changes]
     if has_best and not is_kept:
-        lines.append(BEST.format(best=unbeatable))
+        lines.append(BEST)
     assert sorted(resumed["changed"]) == sorted(lines)
     log = runs.log("run")
     assert all(f"WARNING changed: {line}" in log for line in lines)
@@ -169,4 +176,32 @@ def test_a_checkpoint_without_the_metrics_name_keeps_the_best_value_if_it_was_na
     give_best(runs, is_saved_metric=False, best_value=9.0)
     run_ranks(2, train_changed, runs.words("run", *LONGER, "--best_metric", asked_here), VAL, TOP1)
     assert (runs.json("run", "summary.json")["best_value"] == 9.0) is is_kept
-    assert (BEST.format(best=9.0) in runs.events("run", "resumed")[0]["changed"]) is not is_kept
+    assert (BEST in runs.events("run", "resumed")[0]["changed"]) is not is_kept
+
+
+STEPS = [*FLAGS, "--eval_every_steps", "3", "--save_every_steps", "3", "--max_steps"]
+
+
+@pytest.mark.guarantee("changed-settings", "records-once")
+def test_an_evaluation_that_is_due_at_the_step_is_made_again_and_no_other_record_is_lost(runs):
+    """The first run ends at step 6, whose evaluation is due again. The second one ends with an epoch."""
+    run_ranks(2, train_changed, runs.words("run", *STEPS, 6, "--best_metric", "max:top1"), VAL, TOP1)
+    before = runs.records("run", "eval")
+    words = runs.words("run", *STEPS, 9, "--best_metric", "min:loss", "--resume_from", "auto")
+    run_ranks(2, train_changed, words, VAL | {"wrong_labels": 4}, TOP1)
+    after = runs.records("run", "eval")
+    assert [record["step"] for record in after] == [3, 5, 6, 9]
+    assert after[:2] == before[:2] and after[2]["loss"] != before[2]["loss"]  # with the labels of this run
+    saved = runs.last("run")["progress"]
+    assert saved["best_step"] >= 6 and saved["best_metric"] == "min:loss"
+
+
+@pytest.mark.guarantee("changed-settings", "records-once")
+def test_the_records_of_an_evaluation_that_is_not_due_again_are_kept(runs):
+    flags = [*FLAGS, "--save_every", "9", "--patience", "1"]
+    run_ranks(2, train_changed, runs.words("run", *flags, "--epochs", "6", "--lr", "1e-9"), VAL, TOP1)
+    before = [record["step"] for record in runs.records("run", "eval")]
+    longer = runs.words("run", *flags, "--patience", 9, "--epochs", 8, "--best_metric", "min:loss")
+    run_ranks(2, train_changed, [*longer, "--resume_from", "auto"], VAL, TOP1)
+    after = [record["step"] for record in runs.records("run", "eval")]
+    assert after[: len(before)] == before and after == sorted(set(after))

@@ -269,12 +269,12 @@ def test_init_from_refuses_or_warns_before_the_first_step(runs):
         ended = launch(runs, *flags, "--init_from", edited)
         assert ended.code == 0, ended.text
         assert f"init_from: {edited} has no checksum, since it was saved again" in ended.text
-        assert f"{len(names)} differ, such as {names[-1]!r}, which is {names[0]!r} here" in ended.text
+        assert f"The first is {names[-1]!r} there and {names[0]!r} here." in ended.text
     ended = launch(runs, "--init_from", wrong, "--overwrite")
     assert ended.code == 2 and "Traceback" not in ended.text
     count = len(content["model"])
     assert (
-        f"init_from={wrong}: only 0 of its {count} tensors fit the model, which has {count}. Others in the"
+        f"init_from={wrong}: 0 of its {count} tensors fit the model, which has {count}. Only in the file: x_"
         in ended.text
     )
 

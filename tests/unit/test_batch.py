@@ -343,3 +343,40 @@ def test_a_batch_is_freed_without_waiting_for_a_collection(function):
         assert alive() is None
     finally:
         gc.enable()
+
+
+class FillsInPlace:
+    """Its method changes a dict that it holds."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def to(self, device, non_blocking=False):
+        for name, value in self.values.items():
+            self.values[name] = value.to(device)
+        return self
+
+
+def test_an_object_that_a_data_set_keeps_stays_as_it_is():
+    kept = FillsInPlace(x=torch.ones(2))
+    moved = to_device(kept, META)
+    assert moved.values["x"].device == META and kept.values["x"].device.type == "cpu"
+
+
+class AttributeDict(dict):
+    def __init__(self, **values):
+        super().__init__(**values)
+        self.__dict__ = self
+
+
+class ListWithMask(list):
+    mask = None
+
+
+def test_the_attributes_of_a_subclass_of_a_container_move_too():
+    moved = to_device(AttributeDict(x=torch.ones(2)), META)
+    assert moved["x"].device == moved.x.device == META and type(moved) is AttributeDict
+    listed = ListWithMask([torch.ones(2)])
+    listed.mask = torch.ones(3)
+    moved = to_device(listed, META)
+    assert moved[0].device == moved.mask.device == META and type(moved) is ListWithMask

@@ -144,6 +144,25 @@ class CountsInState(Counting):
         return self.state["count"]
 
 
+class CountsBesideState(Counting):
+    """Keeps its count at the top of its state dict, as Ranger21 does."""
+
+    def __init__(self, groups):
+        super().__init__(groups, self._count)
+        self.count = 0
+
+    def _count(self, group):
+        self.count += 1
+        return self.count
+
+    def state_dict(self):
+        return super().state_dict() | {"count": self.count, "norm": Norm.L2}
+
+    def load_state_dict(self, state_dict):
+        self.count = state_dict["count"]
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
 SHAPES = {
     "number": lambda groups: Counting(groups, count_number),
     "number of numpy": lambda groups: Counting(groups, count_numpy),
@@ -155,6 +174,7 @@ SHAPES = {
     ),
     "flag": lambda groups: Counting(groups, set_a_flag, has_begun=False),
     "state": CountsInState,
+    "beside the state": CountsBesideState,
 }
 TORCH = "Adafactor Adadelta Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop SGD".split()
 TIMM = """adafactor adafactorbv adan adanw adopt cadan kron lamb lambc lambw laprop lars lion lookahead_adamw
@@ -208,6 +228,29 @@ def test_only_what_has_changed_since_the_creation_travels():
         assert (group["count"], group["eps"], group["foreach"]) == (2, 0.25, True)
 
 
+@pytest.mark.parametrize(("before", "here"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_fused_optimizer_goes_on_with_weights_of_another_type(before, here):
+    def create(groups):
+        return torch.optim.AdamW(groups, lr=0.01, fused=True)
+
+    payload = saved(make(create, dtype=before))
+    for number, p in enumerate(payload["optimizer"]["names"]):
+        like = payload["model"][p]
+        moments = {"exp_avg": torch.ones_like(like), "exp_avg_sq": torch.ones_like(like)}
+        payload["optimizer"]["state"][number] = {"step": torch.tensor(3.0), **moments}
+    state = make(create, dtype=here)
+    state.load_state_dict(payload)
+    for p in state.model.parameters():
+        p.grad = torch.ones_like(p)
+    state.optimizer.step()
+    assert all(each["exp_avg"].dtype is here for each in state.optimizer.state.values())
+
+
+def test_what_no_checkpoint_can_hold_is_no_part_of_the_groups_in_it():
+    payload = saved(train_steps(make(SHAPES["number"]), range(1)))
+    assert all("norm" not in group and group["eps"] == 0.5 for group in payload["optimizer"]["param_groups"])
+
+
 def test_entries_that_are_set_at_each_start_never_travel():
     def advance(group):
         group |= {"foreach": True, "fused": True, "capturable": True, "differentiable": True}
@@ -253,6 +296,17 @@ class WithoutState(Counting):
         return {"inner": super().state_dict()}
 
 
-def test_an_optimizer_that_cannot_be_saved_is_refused_before_the_first_step():
-    with pytest.raises(UserError, match="WithoutState has no 'state' and 'param_groups'.*; use another optimizer"):
+class WithoutRate(Counting):
+    def __init__(self, groups):
+        super().__init__(groups, count_number)
+        for group in self.param_groups:
+            del group["lr"]
+
+
+def test_an_optimizer_that_cannot_be_saved_or_scheduled_is_refused_before_the_first_step():
+    with pytest.raises(UserError, match="WithoutRate has no 'lr' in its groups"):
+        make(WithoutRate)
+    with pytest.raises(
+        UserError, match="WithoutState has no 'lr'.*or no 'state' and 'param_groups'.*; use another optimizer"
+    ):
         make(lambda groups: WithoutState(groups, count_number))

@@ -173,6 +173,9 @@ TOO_PATIENT = "patience={}: has no effect, since at most {} evaluations come bef
         ({"patience": 1, "eval_every": 5}, True, [TOO_PATIENT.format(1, 1)]),
         ({"patience": 18, "eval_every": 0, "eval_every_steps": 5}, True, []),
         ({"patience": 19, "eval_every": 0, "eval_every_steps": 5}, True, [TOO_PATIENT.format(19, 19)]),
+        ({"patience": 9, "eval_every_steps": 10}, True, [TOO_PATIENT.format(9, 9)]),  # of both at the same steps
+        ({"patience": 17, "eval_every_steps": 4}, True, []),  # 24 and 9, of which 4 coincide
+        ({"patience": 29, "eval_every_steps": 4}, True, [TOO_PATIENT.format(29, 29)]),
         ({"patience": 2, "max_steps": 30}, True, [TOO_PATIENT.format(2, 2)]),
         ({"warmup_epochs": 20}, True, ["warm-up: has 200 steps, but the run 100: it ends at 50.0% of the learning"]),
     ],
@@ -183,6 +186,28 @@ def test_settings_without_an_effect_are_said(settings, has_validation, expected)
     warnings = state.schedule.warnings
     assert len(warnings) == len(expected)
     assert all(line.startswith(begin) for line, begin in zip(warnings, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("step", "best_value", "counted", "expected"),
+    [
+        (50, 0.5, 3, []),  # one of the four evaluations that are left before the last is enough
+        (50, 0.5, 0, []),
+        (70, 0.5, 1, [TOO_PATIENT.format(4, 2)]),
+        (70, 0.5, 2, []),
+        (50, None, 0, [TOO_PATIENT.format(4, 4)]),  # another validation set: the first of them is the best
+    ],
+)
+def test_after_a_resume_patience_has_what_is_counted_and_what_is_left(step, best_value, counted, expected):
+    state = make(patience=4)
+    progress = state.progress
+    progress.best_metric, progress.step = "max:top1", step
+    progress.best_value, progress.evaluations_since_best = best_value, counted
+    found = state.schedule.warnings
+    assert len(found) == len(expected)
+    assert all(line.startswith(begin) for line, begin in zip(found, expected, strict=True))
+    progress.step = 100
+    assert state.schedule.warnings == found  # at the end it is the same
 
 
 def test_patience_counts_evaluations_without_a_better_value():

@@ -15,7 +15,7 @@ from posixpath import commonpath
 from typing import TYPE_CHECKING, Any
 
 from config import UserError
-from utils.logger import ALIKE, NAME
+from utils.logger import ALIKE, NAME, some_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,8 +40,9 @@ OTHER_FILES = {  # what a file is, by its first bytes, or by what torch says abo
     r".*\0error.*Unsupported global: GLOBAL (\S+)": "holds the Python object {0}; give its state dict. This command "
     "saves it, and runs code of the file, so use it only if you trust the file: "
     "python -c \"import torch; x = torch.load('{path}', weights_only=False); "
-    "x = x.get('state_dict', x.get('model', x)) if isinstance(x, dict) else x; "
-    "torch.save(x.state_dict() if hasattr(x, 'state_dict') else x, '{path}-weights.pt')\"",
+    "x = (x.get('state_dict') or x.get('model') or x.get('ema') or x) if isinstance(x, dict) else x; "
+    "x = x.state_dict() if hasattr(x, 'state_dict') else x; "
+    "torch.save({{k: torch.as_tensor(v) for k, v in x.items() if hasattr(v, 'shape')}}, '{path}-weights.pt')\"",
 }
 
 
@@ -74,22 +75,26 @@ def find_weights(content: Any, path: Path) -> Weights:
 
 
 def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
-    """The innermost dict of tensors that is not the state of an optimizer. Empty if there is none, or no known one of
-    several."""
+    """The innermost dict of tensors that is not the state of an optimizer or of a module. Empty if there is none, or no
+    known one of several."""
     from torch import Tensor
 
     if not isinstance(content, dict) or "param_groups" in content:
         return {}
-    inner = {name: weights for name, value in content.items() if (weights := _state_dict(value, path))}
-    inner = {name: value for name, value in inner.items() if not str(name).endswith("_extra_state")}  # of a module
+    inner = {}
+    for name, value in content.items():
+        weights = _state_dict(value, path)
+        if weights and not str(name).endswith("_extra_state"):
+            inner[name] = weights
     if not inner:
         return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
-    known = [name for name in STATE_DICTS if name in inner]
-    if len(inner) > 1 and not known:
-        return {}
-    first = (known or [*inner])[0]
-    LOGGER.info("init_from: takes %r of %s, out of %.300s", first, path, list(inner))
-    return inner[first]
+    if len(inner) > 1:
+        known = [name for name in STATE_DICTS if name in inner]
+        if not known:
+            return {}
+        LOGGER.info("init_from: takes %r of %s, out of %.300s", known[0], path, list(inner))
+        return inner[known[0]]
+    return next(iter(inner.values()))
 
 
 def take_weights(
@@ -125,26 +130,28 @@ def take_weights(
     if is_other_model or 2 * len(fitting) < len(in_started):
         raise UserError(
             f"init_from={source}: {len(fitting)} of its {len(weights)} tensors fit the model, which has {len(own)}."
-            f" Only in the file: {', '.join(extra[:5]) or 'none'}. Only in the model: {', '.join(missing[:5])}. Give"
-            " weights of this model, or rename them in initial_weights of model.py"
+            f" Only in the file: {some_of(extra, 5) or 'none'}. Only in the model: {some_of(missing, 5)}. Give weights"
+            " of this model, or rename them in initial_weights of model.py"
         )
     needed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if must_be_whole:
         needed = [name for name in own if own[name].is_floating_point()]
     needed = [name for name in needed if name not in given]  # extra: unsaved
     if random := [name for name in missing if name in needed]:
-        listed = ", ".join(random[:5])
-        if len(random) > 5:
-            listed += f" and {len(random) - 5} more"
-        raise UserError(f"init_from={source}: has no {listed} of this model's shape; give weights of the whole model")
-    for name, value in fitting.items():
-        if value.layout is not torch.strided:
-            continue  # of a sparse tensor it cannot be asked
-        # a buffer of the model may be infinite, such as a mask
-        if not value.isfinite().all() and own[name].isfinite().all():
-            raise UserError(f"init_from={source}: {name} has values that are not finite; give weights without NaN")
-    own.update(fitting)  # which has the versions of its modules (MNASNet asks for its own)
-    model.load_state_dict(own)
+        raise UserError(
+            f"init_from={source}: has no {some_of(random, 5)} of this model's shape; give weights of the whole model"
+        )
+    try:
+        for name, value in fitting.items():
+            is_dense = value.layout is torch.strided  # of a sparse tensor torch does not tell
+            # a buffer of the model may be infinite, such as a mask
+            if is_dense and not value.isfinite().all() and own[name].isfinite().all():
+                raise UserError(f"init_from={source}: {name} has values that are not finite; give weights without NaN")
+        own.update(fitting)  # which has the versions of its modules (MNASNet asks for its own)
+        model.load_state_dict(own)
+    except (NotImplementedError, RuntimeError) as error:  # of tensors that are sharded, quantized or without values
+        reason = " ".join(str(error).split())
+        raise UserError(f"init_from={source}: cannot be loaded ({reason:.200}); save whole, dense tensors") from None
     text = "init_from: loaded %d of %d tensors from %s; newly initialised: %s; not used: %s"
     names = (", ".join(missing) or "none", ", ".join(extra) or "none")
     LOGGER.info(text, len(fitting), len(own), source, *names)

@@ -71,7 +71,7 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
     seen = [[split, identity(each)] for split, each in sets.items()]
     require_equal(seen, differ, ctx)
     sketches: list[list] = [[] for _ in sets]
-    sketches = alike_on_all_ranks(sets.values(), config.seed, differ, ctx)  # extra: sketches
+    sketches = alike_on_all_ranks(sets, config.seed, differ, ctx)  # extra: sketches
     files = [each.listing if split in listed else b"" for split, each in sets.items()]
     content = {
         split: {"identity": own, "content": hashlib.sha256(listing).hexdigest()[:16], "sketches": some}

@@ -61,7 +61,10 @@ def summary_of(
         "overflow_steps": progress.overflow_steps,
         "time": {f"{name}_s": round(seconds, 3) for name, seconds in accounts.items()},
     }
-    warnings = [*state.schedule.warnings, *_warnings(summary, evaluations, empty_steps(records))]
+    warnings = [
+        *state.schedule.warnings,
+        *_warnings(summary, evaluations, empty_steps(records), bool(progress.best_metric)),
+    ]
     warnings = [each for each in warnings if each]
     return summary | ({"test": test} if test else {}) | ({"warnings": warnings} if warnings else {})
 
@@ -78,10 +81,13 @@ def _evaluations(records: list[dict[str, Any]], test: list[dict[str, Any]], weig
     return [each for each in found if each["split"] == "val"] or found
 
 
-def _warnings(summary: dict[str, Any], evaluations: list[dict[str, Any]], empty_steps: int) -> list[str]:
+def _warnings(
+    summary: dict[str, Any], evaluations: list[dict[str, Any]], empty_steps: int, has_validation: bool
+) -> list[str]:
     """What the run has not done although it ends without an error; empty texts for the rest."""
     never = ", ".join(name for name in summary["final"] if all(each.get(name) is None for each in evaluations))
-    is_empty, has_no_best = 0 < summary["steps"] == empty_steps, evaluations and summary["best_value"] is None
+    is_empty = 0 < summary["steps"] == empty_steps
+    has_no_best = has_validation and evaluations and summary["best_value"] is None
     return [
         "training: all steps were without targets, so nothing was learned; label the samples" * is_empty,
         f"evaluation: {never}: never finite" * bool(never),

@@ -110,7 +110,7 @@ def _data_line(loader: GlobalBatchLoader, held_out: dict[str, GlobalBatchLoader]
     line = f"{kind_of(loader.dataset)}, {len(loader.dataset):,} training samples"
     line += f" ({dropped} dropped, different ones in each epoch)" * (dropped > 0)
     splits = {split_of(each.dataset, split): len(each.dataset) for split, each in held_out.items()}
-    more = ", which also selects the best checkpoint" * (list(splits) == ["test"])
+    more = ", which also selects the best checkpoint" * ("val" in held_out and list(splits) == ["test"])
     line += "".join(f", {size:,} for evaluation ({split}{more})" for split, size in splits.items())
     classes = getattr(loader.dataset, "classes", ())
     return line + (f", {len(classes):,} classes" if classes else "")

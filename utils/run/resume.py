@@ -71,7 +71,7 @@ def resume_run(
         differences += lr_jump(payload, state)
         if not is_comparable:
             progress.forget_best()
-            progress.evaluated_step = -1  # if an evaluation is due at this step, it is made again
+            progress.evaluated_step = -1  # so that an evaluation that is due at this step is repeated
             on_rank_0(run.keep_best_so_far, ctx)
     progress.best_metric = best_metric
     is_evaluated = not state.schedule.is_evaluation_due
@@ -264,11 +264,8 @@ def compare_best(
     is_averaged = False
     is_averaged = bool(config.ema_decay)  # extra: average
     is_comparable = is_same_metric and "val" not in changes and bool(payload["ema"]) == is_averaged
-    best_value = progress.get("best_value")
-    if best_value is not None and not is_comparable:
-        lines.append(
-            f"the best value so far, {best_value:.4g}, no longer counts: the best checkpoint and patience start again"
-        )
+    if progress.get("best_value") is not None and not is_comparable:
+        lines.append("the best value so far no longer counts: the best checkpoint and patience start again")
     return lines, is_comparable
 
 

@@ -84,10 +84,11 @@ def prepare(optimizer: torch.optim.Optimizer) -> bool:
             f"create_optimizer: {type(optimizer).__name__} needs a closure that computes the loss again, which a global"
             " batch on many ranks does not have; use another optimizer"
         )
-    if not optimizer.state_dict().keys() >= {"state", "param_groups"}:
+    has_parts = optimizer.state_dict().keys() >= {"state", "param_groups"}
+    if not has_parts or any("lr" not in group for group in optimizer.param_groups):
         raise UserError(
-            f"create_optimizer: the state_dict of {type(optimizer).__name__} has no 'state' and 'param_groups', as"
-            " torch's optimizers have, so it cannot be saved; use another optimizer"
+            f"create_optimizer: {type(optimizer).__name__} has no 'lr' in its groups, or no 'state' and 'param_groups'"
+            " in its state_dict, as torch's optimizers have; use another optimizer"
         )
     fill_momenta(optimizer)
     for group in optimizer.param_groups:
@@ -125,7 +126,7 @@ def optimizer_state(
                 key: wrap(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value
                 for key, value in state.items()
             }
-    return {
+    return _without_objects(saved) | {
         "state": states,
         "param_groups": [*map(_without_objects, saved["param_groups"])],
         "names": [names[p] for p in held],
@@ -156,7 +157,9 @@ def load_optimizer(
     if is_other:
         remedy = "use the model.py it was made with, or load its weights with --init_from"
         raise UserError(f"the checkpoint's optimizer has different parameters; {remedy}")
-    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+    own = optimizer.state_dict()
+    others = {key: saved[key] for key in own.keys() & saved.keys() if key != "param_groups"}
+    optimizer.load_state_dict(own | others | {"state": states})
     restore_entries(optimizer, saved.get("changed_in_groups", []), names)
     for number, p in enumerate(held):
         state = optimizer.state.get(p, {})
@@ -237,10 +240,10 @@ def _storable(value: Any) -> Any:
     return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
 
 
-def _without_objects(group: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a group but enumerations, functions and the like, which no checkpoint can hold."""
-    kinds = (bool, int, float, str, NoneType, list, tuple, dict)
-    return {key: value for key, value in group.items() if isinstance(value, Tensor) or type(value) in kinds}
+def _without_objects(entries: dict[str, Any]) -> dict[str, Any]:
+    """The entries but enumerations, functions and the like, which no checkpoint can hold."""
+    kinds = (bool, int, float, str, NoneType, list, tuple, dict, Tensor)
+    return {key: value for key, value in entries.items() if type(value) in kinds}
 
 
 def _is_same(one: Any, other: Any) -> bool:

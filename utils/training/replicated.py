@@ -18,6 +18,7 @@ from config import TrainingConfig, TrainingError, UserError
 from utils.data.sampler import MicroBatch
 from utils.distributed.collectives import is_of_a_peer
 from utils.distributed.context import DistributedContext
+from utils.logger import some_of
 
 
 class SingleProcess(nn.Module):
@@ -80,18 +81,16 @@ Wrapped = Replicated | SingleProcess
 
 def unused_error(names: list[str]) -> TrainingError:
     """The error for parameters that got no gradient in a step."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return TrainingError(
-        f"model: {', '.join(names[:3])}{more} got no gradient in this step, while other batches use it, and other ranks"
+        f"model: {some_of(names)} got no gradient in this step, while other batches use it, and other ranks"
         " wait for it; use every parameter in every forward pass, add --find_unused_parameters, or freeze it"
     )
 
 
 def thawed_error(names: list[str], step: int) -> UserError:
     """The error for parameters that are trainable at this step, and were not when the training was assembled."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return UserError(
-        f"model: {', '.join(names[:3])}{more} was frozen at the start and got requires_grad_(True) before step {step},"
+        f"model: {some_of(names)} was frozen at the start and got requires_grad_(True) before step {step},"
         " so neither DDP nor the optimizer knows it; let create_model leave it trainable, in a parameter group whose"
         " learning rate is 0 until then, or train it in a second run that starts with --init_from"
     )

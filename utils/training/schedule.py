@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from config import TrainingConfig, unless_auto
@@ -89,9 +90,9 @@ class Schedule:
             step = min(step, length - 1)  # epochs may have a few more steps than the first one
         return self._lr_factor(self._config, step, length, self._warmup_steps, progress)
 
-    @property
+    @cached_property
     def warnings(self) -> list[str]:
-        """Settings that have no effect in this run: a line for each."""
+        """Settings that have no effect from the first step of this attempt on: a line for each."""
         config, warnings = self._config, []
         length = max(self.total_steps, config.schedule_steps)
         if self._warmup_steps > length:
@@ -103,13 +104,16 @@ class Schedule:
             for name, off in {"patience": 0, "best_metric": "auto", "eval_every_steps": 0}.items():
                 if (value := getattr(config, name)) != off:
                     warnings.append(f"{name}={value}: has no effect, since there is no validation set; leave it out")
-        elif self._sampler:
+        elif self._sampler and config.patience:
             periods = config.eval_every_steps, config.eval_every * self._sampler.steps_per_epoch
-            evaluations = sum((self.total_steps - 1) // period for period in periods if period)
-            if 0 < config.patience >= evaluations:
+            due = {step for period in periods if period for step in range(period, self.total_steps, period)}
+            left = sum(step > self.progress.step for step in due)
+            # the first evaluation, if this attempt makes it, counts as the best one
+            counted = -1 if self.progress.best_value is None else self.progress.evaluations_since_best
+            if counted + left < config.patience:
                 warnings.append(
-                    f"patience={config.patience}: has no effect, since at most {evaluations} evaluations come before"
-                    " the last one; use a smaller --patience, or evaluate more often"
+                    f"patience={config.patience}: has no effect, since at most {left} evaluations come before the last"
+                    " one; use a smaller --patience, or evaluate more often"
                 )
         return warnings
 

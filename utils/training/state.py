@@ -17,6 +17,7 @@ from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import device_of, is_sharded, shard_of
 from utils.extras.unsaved import Unsaved  # extra: unsaved
+from utils.logger import some_of
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics
 from utils.training.interval import Interval, SkippedStep
@@ -120,9 +121,8 @@ class TrainState:
             return
         unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
         if unused:
-            more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
             raise UserError(
-                f"model: the loss does not depend on {', '.join(unused[:3])}{more}, and DDP would wait for the"
+                f"model: the loss does not depend on {some_of(unused)}, and DDP would wait for the"
                 " gradient; use it in every forward pass, add --find_unused_parameters, or freeze it in create_model"
                 " with requires_grad_(False)"
             )

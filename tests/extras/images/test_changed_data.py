@@ -99,3 +99,13 @@ def test_without_the_list_of_files_a_change_is_logged_without_names(runs):
     grow(files[1])
     assert run_ranks(2, attempt, [*other[:-2], "5", "--resume_from", "auto"]) == ["completed"] * 2
     assert f"{RESIZED}: 1 of {COUNT} (cat/001.jpg)" in runs.events("other", "resumed")[-1]["changed"]
+
+
+@pytest.mark.guarantee("changed-settings")
+def test_validation_images_that_are_resized_otherwise_start_a_new_best_value(runs):
+    save_jpegs(runs.root / "data")
+    runs.train(2, "run", *FLAGS, task="")
+    runs.train(2, "run", *FLAGS, "--epochs", 3, "--resize_size", 12, "--resume_from", "auto", task="")
+    changed = runs.events("run", "resumed")[0]["changed"]
+    assert any(line.startswith("the val set has samples that differ from the checkpoint's: ") for line in changed)
+    assert any(line.startswith("the best value so far no longer counts") for line in changed)

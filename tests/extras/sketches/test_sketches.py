@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from utils.distributed.context import DistributedContext
 from utils.extras import sketches as module
-from utils.extras.sketches import are_alike, sketch_of, sketches
+from utils.extras.sketches import alike_on_all_ranks, are_alike, sketch_of, sketches
 
 
 class Samples(Dataset):
@@ -64,10 +65,13 @@ def test_what_equal_data_sets_may_differ_in_is_ignored(tmp_path, monkeypatch):
     assert sketches(Samples(), 0) == found[:1] and are_alike(found, found[:1])
 
 
-def test_files_of_known_sizes_are_not_read():
-    data = Samples(lambda index: pytest.fail("read"))
-    data.has_sizes = True
-    assert sketches(data, 0) == []
+def test_training_files_of_known_sizes_are_not_read_and_held_out_ones_are():
+    train = Samples(lambda index: pytest.fail("read"))
+    held_out = Samples()
+    train.has_sizes = held_out.has_sizes = True
+    ctx = DistributedContext(0, 0, 1, torch.device("cpu"))
+    known, seen = alike_on_all_ranks({"train": train, "val": held_out}, 0, "", ctx)
+    assert known == [] and len(seen) == 64 and None not in seen
 
 
 def test_arrays_of_numpy_and_lists_are_compared():

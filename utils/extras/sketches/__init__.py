@@ -10,7 +10,6 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,22 +31,27 @@ Sketch = list[int | float]
 
 
 def alike_on_all_ranks(
-    sets: Iterable[MapDataset], seed: int, sentence: str, ctx: DistributedContext
+    sets: dict[str, MapDataset], seed: int, sentence: str, ctx: DistributedContext
 ) -> list[list[Sketch | None]]:
-    """Sketches of each data set. Collective. Raises UserError with the sentence if a rank has other samples."""
-    mine = on_all_ranks(lambda: [sketches(each, seed) for each in sets], ctx)
+    """Sketches of each data set. Collective. Raises UserError with the sentence if a rank has other samples.
+
+    A training set whose file sizes are known has none. A held-out set has: another resize_size makes other samples of
+    the same files, on which metrics are not comparable.
+    """
+
+    def look() -> list[list[Sketch | None]]:
+        known = getattr(sets["train"], "has_sizes", False)
+        return [[] if split == "train" and known else sketches(each, seed) for split, each in sets.items()]
+
+    mine = on_all_ranks(look, ctx)
     first = broadcast_json(mine, ctx)
     require_equal(first if all(map(are_alike, mine, first)) else mine, sentence, ctx)
     return mine
 
 
 def sketches(dataset: MapDataset, seed: int) -> list[Sketch | None]:
-    """Sketches of samples that are spread over the data set; none if the sizes of its files are known.
-
-    None for a sample that cannot be fetched, or that is not the same when it is fetched again with the same seed.
-    """
-    if getattr(dataset, "has_sizes", False):
-        return []
+    """Sketches of samples that are spread over the data set. None for a sample that cannot be fetched, or that is not
+    the same when it is fetched again with the same seed."""
     size, count = len(dataset), min(SAMPLES, len(dataset))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
     fetcher, ends = Fetcher(dataset, fetches_batches(dataset), seed), time.monotonic() + SECONDS
