@@ -232,7 +232,7 @@ def test_an_evaluation_alone_says_which_weights_selected_the_best(two_runs):
     outcome = two_runs.json("fast", "eval-best.json")
     assert outcome["weights"] == outcome["records"][-1]["weights"]
     assert outcome["weights"] == "ema"  # extra: average
-    assert "the averaged weights (ema) select the best checkpoint" in ended.text  # extra: average
+    assert f"the weights that select the best checkpoint are {outcome['weights']!r}" in ended.text
 
 
 REFUSED = [  # ranks, arguments of predict.py, message

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from itertools import zip_longest
+from os.path import commonprefix
 from pathlib import Path
-from posixpath import commonpath
 from typing import TYPE_CHECKING, Any
 
 from config import UserError
@@ -49,7 +49,7 @@ OTHER_FILES = {  # what a file is, by its first bytes, or by what torch says abo
 class Weights(dict[str, "Tensor"]):
     """Weights by name, and the class names of the checkpoint that they come from."""
 
-    classes: Sequence[Any] = ()
+    classes: Any = ()
 
 
 def describe_unread(path: Path, begin: bytes, error: Exception) -> str:
@@ -122,8 +122,10 @@ def take_weights(
     missing = [name for name in own if name not in fitting]
     extra = [name for name in weights if name not in fitting]
     # Tensors are counted, since one new embedding or head may have most of the numbers. A file that is used but for its
-    # head may start a larger model: its other parts are new, and get no tensor at all.
-    parts = _parts(own)
+    # head may start a larger model: its other parts are new, and get no tensor at all. The names of two parts differ in
+    # their first component, after the letters that all names share.
+    shared = len(commonprefix(list(own)))  # noqa: RUF071
+    parts = {name: name[shared:].partition(".")[0] for name in own}
     started = {parts[name] for name in fitting}
     in_started = [name for name in own if parts[name] in started]
     is_other_model = 2 * len(fitting) < len(own) and 6 * len(extra) >= len(weights)
@@ -150,18 +152,12 @@ def take_weights(
         own.update(fitting)  # which has the versions of its modules (MNASNet asks for its own)
         model.load_state_dict(own)
     except (NotImplementedError, RuntimeError) as error:  # of tensors that are sharded, quantized or without values
-        reason = " ".join(str(error).split())
-        raise UserError(f"init_from={source}: cannot be loaded ({reason:.200}); save whole, dense tensors") from None
+        raise UserError(
+            f"init_from={source}: cannot be loaded ({' '.join(str(error).split()):.200}); save whole, dense tensors"
+        ) from None
     text = "init_from: loaded %d of %d tensors from %s; newly initialised: %s; not used: %s"
     names = (", ".join(missing) or "none", ", ".join(extra) or "none")
     LOGGER.info(text, len(fitting), len(own), source, *names)
-
-
-def _parts(names: Iterable[str]) -> dict[str, str]:
-    """The part of the model that each tensor belongs to: the first component in which the names differ."""
-    common = commonpath([name.replace(".", "/") for name in names])
-    depth = len(common.split("/")) if common else 0
-    return {name: ".".join(name.split(".")[: depth + 1]) for name in names}
 
 
 def match_names(weights: dict[str, Tensor], own: dict[str, Any], source: str) -> dict[str, Tensor]:
@@ -181,8 +177,8 @@ def match_names(weights: dict[str, Tensor], own: dict[str, Any], source: str) ->
         if short in theirs:
             short = name
         matched[ours.get(short, original)] = weights[original]
-    if changed := [name for name in weights if name not in matched]:
-        LOGGER.info("init_from: gave %d tensors of %s the model's names, such as %s", len(changed), source, changed[0])
+    if matched.keys() != weights.keys():
+        LOGGER.info("init_from: removed wrappers and prefixes from the names of the tensors in %s", source)
     return matched
 
 

@@ -66,10 +66,12 @@ def _evaluate(config: TrainingConfig, ctx: DistributedContext, seams: Seams, dat
         log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
         records += found
     kind = list(state.weights_of(payload))[-1]
-    if kind == "ema":
-        logger.info("the averaged weights (ema) select the best checkpoint; the plain ones are evaluated too")
-    outcome: dict[str, Any] = {"checkpoint": config.init_from or str(path), "data_dir": config.data_dir}
-    outcome |= {"weights": kind, "records": records}  # of both kinds: this one selects the best checkpoint
+    outcome: dict[str, Any] = {
+        "checkpoint": config.init_from or str(path),
+        "data_dir": config.data_dir,
+        "weights": kind,  # that select the best checkpoint, of those in the records
+        "records": records,
+    }
     file = config.run_folder / f"eval-{path.stem}.json"
 
     def write() -> None:
@@ -77,5 +79,5 @@ def _evaluate(config: TrainingConfig, ctx: DistributedContext, seams: Seams, dat
         replace_json(file, outcome)
 
     on_rank_0(write, ctx)
-    logger.info("wrote %s", file)
+    logger.info("wrote %s; the weights that select the best checkpoint are %r", file, kind)
     return outcome

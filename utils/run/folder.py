@@ -15,7 +15,7 @@ from config import StartError, TrainingError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
 from utils.files import LinesFile, cut_lines, finite, read_json, read_lines, replace_json
-from utils.logger import ALIKE, count, told
+from utils.logger import ALIKE, count, some_of, told
 from utils.logger import NAME as LOGGER
 from utils.run.aside import move_back
 from utils.run.owner import NAME as LOCK
@@ -163,7 +163,7 @@ class RunFolder:
             indices = sampler.order(each.epoch)[each.first : each.first + each.samples].tolist()
             self.event("skipped_step", each.step, epoch=each.epoch + 1, indices=indices, reason=each.reason)
         if skipped:
-            steps = ", ".join(str(each.step) for each in skipped[:5]) + (", ..." if len(skipped) > 5 else "")
+            steps = some_of([str(each.step) for each in skipped], 5)
             text = "skipped %s with a non-finite loss or gradient: %s"
             text = "skipped %s without targets: %s" if is_empty(skipped) else text
             self.warn(text, count(skipped, "optimizer step"), steps)

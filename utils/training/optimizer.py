@@ -6,8 +6,6 @@ import functools
 import inspect
 import math
 from collections.abc import Mapping
-from numbers import Number
-from types import NoneType
 from typing import Any
 
 import torch
@@ -126,9 +124,8 @@ def optimizer_state(
                 key: wrap(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value
                 for key, value in state.items()
             }
-    return _without_objects(saved) | {
+    return saved | {
         "state": states,
-        "param_groups": [*map(_without_objects, saved["param_groups"])],
         "names": [names[p] for p in held],
         "changed_in_groups": changed_entries(optimizer, created, names),
     }
@@ -182,7 +179,7 @@ def group_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     groups = []
     for group in optimizer.param_groups:
         groups.append({key: value for key, value in group.items() if key not in SET_AT_START})
-    return map_leaves(_storable, groups)
+    return map_tensors(Tensor.clone, groups)
 
 
 def changed_entries(
@@ -228,22 +225,8 @@ def restore_entries(optimizer: torch.optim.Optimizer, records: list[dict[str, An
                     " the same parameters now; divide them as before in param_groups, or start a new run with"
                     " --init_from"
                 )
-            own = group.get(key)
-            device = own.device if isinstance(own, Tensor) else _held(optimizer)[0].device
+            device = _held(optimizer)[0].device
             group[key] = map_tensors(functools.partial(Tensor.to, device=device, copy=True), value)
-
-
-def _storable(value: Any) -> Any:
-    """A tensor is copied, since it may change. A number of NumPy becomes one of Python, which a checkpoint can hold."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    return value.item() if isinstance(value, Number) and hasattr(value, "item") else value
-
-
-def _without_objects(entries: dict[str, Any]) -> dict[str, Any]:
-    """The entries but enumerations, functions and the like, which no checkpoint can hold."""
-    kinds = (bool, int, float, str, NoneType, list, tuple, dict, Tensor)
-    return {key: value for key, value in entries.items() if type(value) in kinds}
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from config import UserError
 from utils.distributed.dtensor import full
+from utils.logger import some_of
 
 KEY = "unsaved"  # in the provenance
 
@@ -91,9 +92,8 @@ def complete(
     theirs = digests({name: weights[name].to(own[name].dtype) for name in here.keys() & weights.keys()}) | saved
     wrong = sorted(name for name in names if ours.get(name) != theirs[name])
     if wrong:
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise UserError(
-            f"{source}: was trained with other values of {wrong[0]}{more} than create_model gives, which is_saved left"
-            " out of it; let create_model load the weights that it loaded then"
+            f"{source}: was trained with other values of {some_of(wrong, 1)} than create_model gives, which is_saved"
+            " left out of it; let create_model load the weights that it loaded then"
         )
     return {name: own[name] for name in names} | weights
