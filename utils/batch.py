@@ -22,10 +22,11 @@ def map_leaves(function: Callable[[Any], Any], batch: Any, method: str = "") -> 
 
 
 def _map(value: Any, function: Callable[[Any], Any], method: str, copies: dict[int, tuple[Any, Any]]) -> Any:
-    """`map_leaves` of a part. It is no inner function: one that calls itself would keep the batch until a collection.
+    """`map_leaves` of a part. A nested function that calls itself would be a reference cycle, and would keep the batch
+    in memory until the garbage collector runs.
 
-    copies: of containers and objects, which may refer to each other, by id. The original is kept beside its copy: while
-        it lives, no other has its id.
+    copies: of containers and objects by id, since these may refer to each other. The original is stored beside its
+        copy, so that its id cannot be used again.
     """
     if isinstance(value, Tensor) or has_method(value, method):
         return function(value)
@@ -61,7 +62,8 @@ def has_values(kind: type) -> bool:
 
 
 def has_method(value: Any, name: str) -> bool:
-    """Whether an object has a method of its own. That of transformers' BatchEncoding passes nested tensors by."""
+    """Whether an object has a method of its own. `BatchEncoding.to` of transformers skips nested tensors, so a UserDict
+    counts as a container."""
     return callable(getattr(type(value), name, None)) and not isinstance(value, UserDict)
 
 

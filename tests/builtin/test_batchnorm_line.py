@@ -6,8 +6,8 @@ import pytest
 LINE = "BatchNorm    running statistics move once per optimizer step, not per micro-batch; momentum "
 ONE_STEP = ("--max_steps", 1, "--schedule_steps", 1, "--dataset_size", 64)
 CASES = [
-    pytest.param(("--grad_accum_steps", 4), "0.344 has the memory of 4 updates with 0.1", id="accumulation"),
-    pytest.param(("--global_batch_size", 16), "0.19 has the memory of 2 updates with 0.1", id="derived"),
+    pytest.param(("--grad_accum_steps", 4), "0.344 for the memory that 0.1 has in torch", id="accumulation"),
+    pytest.param(("--global_batch_size", 16), "0.19 for the memory that 0.1 has in torch", id="derived"),
     pytest.param((), "", id="none"),
     pytest.param(("--grad_accum_steps", 4, "--freeze", "backbone"), "", id="frozen"),
 ]

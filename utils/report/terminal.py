@@ -127,11 +127,11 @@ def _batch_line(field: str, size: int, micro_batches: int, ranks: int) -> str:
 
 
 def _batchnorm_line(momenta: list[float], updates: int) -> str:
-    """The momenta with the memory of torch's updates, one per micro-batch; empty where there is one per step."""
+    """What to set for the memory that torch's updates have, one per micro-batch; empty where there is one per step."""
     if updates == 1 or not momenta:
         return ""
-    same = [f"{1 - (1 - m) ** updates:.3g} has the memory of {updates} updates with {m:g}" for m in momenta]
-    return f"running statistics move once per optimizer step, not per micro-batch; momentum {', '.join(same)}"
+    same = [f"{1 - (1 - m) ** updates:.3g} for the memory that {m:g} has in torch" for m in momenta]
+    return f"running statistics move once per optimizer step, not per micro-batch; use momentum {', '.join(same)}"
 
 
 def _gradient_line(config: TrainingConfig, state: TrainState) -> str:
