@@ -294,7 +294,7 @@ def without_rows(text: str, fields: set[str]) -> str:
     gone = {number for number, cell in enumerate(cells) if cell and cell[1] in fields}
     for number in sorted(gone):
         first = number
-        while lines[first - 1].startswith("|") and first:
+        while first and lines[first - 1].startswith("|"):
             first -= 1
         last = number
         while last + 1 < len(lines) and lines[last + 1].startswith("|"):
@@ -439,7 +439,7 @@ def delete(names: set[str]) -> None:
 
 def merge(ref: str) -> None:
     """Merge a newer template: between the old one and the new one, both without the deleted extras."""
-    require_clean(ROOT)
+    require_clean(ROOT, ":/")
     cut = set(recorded((ROOT / PROJECT).read_text(encoding="utf-8")))
     old, new = git("merge-base", "HEAD", ref, root=ROOT), git("rev-parse", f"{ref}^{{commit}}", root=ROOT)
     if old == new:
@@ -485,7 +485,7 @@ def main(words: list[str]) -> None:
         names = set(words) - {"--all-but"}
         if wrong := names - known.keys():
             fail(f"{min(wrong)}: is not an extra; give some of {', '.join(known)}")
-        require_clean(ROOT)
+        require_clean(ROOT, ".")
         gone = recorded(files[PROJECT]).keys()
         names = (known.keys() - names if words[0] == "--all-but" else names) - gone
         delete(names) if names else print("these are already deleted")

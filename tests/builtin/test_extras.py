@@ -289,6 +289,14 @@ REFUSED = {  # what is done to a fork, and the answer to a deletion of `watch` t
         "git config core.autocrlf input && sed -i 's/$/\\r/' config.py && git add config.py",
         "git would restore config.py with other line ends or bytes; delete it and git restore it",
     ),
+    "executable here": (
+        "git config core.fileMode false && chmod +x config.py",
+        r"git does not know that config.py is executable; git update-index --chmod=\+x config.py and commit that",
+    ),
+    "executable in git": (
+        "git config core.fileMode false && git update-index --chmod=+x config.py && git commit -qm mine",
+        "git would make config.py executable; git update-index --chmod=-x config.py and commit that",
+    ),
     "line ends of two kinds": (f"sed -i '1s/$/\\r/' config.py && {COMMIT}", "config.py has line ends of two kinds"),
     "config not tracked": (
         f"echo pyproject.toml > .gitignore && git rm -q --cached pyproject.toml && {COMMIT}",
@@ -322,6 +330,18 @@ def test_nothing_changes_where_git_could_not_undo_it(small_fork, change, said):
     printed = run(fork, "scripts/without.sh", "watch", code=2)
     assert re.search(said, printed) and len(printed.splitlines()) == 1, printed
     assert contents(fork) == before
+
+
+def test_a_filter_that_fails_is_named_before_anything_is_deleted(small_fork):
+    run(small_fork, "git", "config", "filter.mine.clean", "cat")
+    (small_fork / ".gitattributes").write_text("config.py filter=mine\n")
+    commit(small_fork, "attributes")
+    run(small_fork, "git", "config", "filter.mine.smudge", "false")
+    run(small_fork, "git", "config", "filter.mine.required", "true")
+    before = contents(small_fork)
+    printed = run(small_fork, "scripts/without.sh", "watch", code=2)
+    assert "config.py: smudge filter mine failed; repair what git names here, so that" in printed
+    assert contents(small_fork) == before
 
 
 MINE = {  # files of a fork that no extra is about
@@ -372,6 +392,89 @@ def test_files_of_the_fork_stay_as_they_are_and_the_undo_restores_each_byte(fork
     run(fork / "docs", "bash", "-c", printed.split("to undo this: ")[1])
     assert contents(fork) == before
     assert run(fork, "git", "status", "--porcelain") == "?? untracked/\n"
+
+
+EVERY_FILE_AGAIN = "git ls-files -z | xargs -0 rm && git restore ."
+RESTORED = {  # what is done to a fork with a file of attributes, after which git can undo a deletion of `watch`
+    "CRLF": f"printf '* text=auto eol=crlf\\n*.sh eol=lf\\n' > {{}} && {COMMIT} && {EVERY_FILE_AGAIN}",
+    "autocrlf": f"echo '*.sh -text' > {{}} && {COMMIT} && git config core.autocrlf true && {EVERY_FILE_AGAIN}",
+    "ident": f"echo '*.py ident' > {{}} && echo '# $Id$' >> config.py && {COMMIT} && {EVERY_FILE_AGAIN}",
+    "encoding": (
+        "echo '*.txt working-tree-encoding=latin1' > {} && printf '# \\xe9\\nx  # extra: watch\\n' > mine.txt && "
+        + COMMIT
+    ),
+    "filter": (
+        "git config filter.mine.clean 'sed /^#mine$/d' && git config filter.mine.smudge 'sed 1i#mine' && "
+        f"echo 'config.py filter=mine' > {{}} && {COMMIT} && {EVERY_FILE_AGAIN}"
+    ),
+    "names": f"mkdir 'é \"' && echo 'x  # extra: watch' > $'é \"/a\\n b' && touch {{}} && {COMMIT}",
+    "executable": (
+        "git config core.fileMode false && chmod +x config.py && git update-index --chmod=+x config.py && touch {} && "
+        + COMMIT
+    ),
+}
+
+
+def undo(fork, printed):
+    run(fork, "bash", "-c", printed.split("to undo this: ")[1])
+
+
+@pytest.fixture
+def monorepo_fork(small_fork):
+    """A fork in a folder of a repository that has other folders."""
+    top = small_fork.parent / "monorepo"
+    fork = top / "apps" / "my fork"
+    fork.parent.mkdir(parents=True)
+    small_fork.rename(fork)
+    run(fork, "rm", "-rf", ".git")
+    (top / "another").mkdir()
+    (top / "another/a.txt").write_text("a\n")
+    run(top, "git", "init", "-q")
+    commit(top, "a fork in a folder")
+    return fork
+
+
+ATTRIBUTES = {
+    "repository": ("small_fork", ".gitattributes"),
+    "folder": ("monorepo_fork", ".gitattributes"),
+    "folder, repository's": ("monorepo_fork", "../../.gitattributes"),
+}
+
+
+@pytest.mark.parametrize(("fork_of", "attributes"), ATTRIBUTES.values(), ids=ATTRIBUTES)
+@pytest.mark.parametrize("change", RESTORED.values(), ids=RESTORED)
+def test_a_deletion_can_be_undone_whatever_git_does_to_files_of_a_checkout(request, fork_of, attributes, change):
+    fork = request.getfixturevalue(fork_of)
+    run(fork, "bash", "-ec", change.replace("{}", attributes))
+    before = contents(fork)
+    printed = run(fork, "scripts/without.sh", "watch")
+    assert contents(fork) != before and not (fork / "utils/extras/watch").exists()
+    undo(fork, printed)
+    assert contents(fork) == before
+    assert run(fork, "git", "status", "--porcelain") == ""
+
+
+ELSEWHERE = {  # what is changed in a repository, beside the folder of the fork
+    "unstaged": "echo b >> another/a.txt",
+    "staged": "echo b >> another/a.txt && git add another",
+    "deleted": "rm another/a.txt",
+    "assumed unchanged": "git update-index --assume-unchanged another/a.txt && echo b >> another/a.txt",
+    "submodule": f"{SUBMODULE} sub && git commit -qm sub && touch sub/a && git -C sub add a",
+}
+
+
+@pytest.mark.parametrize("change", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_changes_beside_the_folder_of_the_fork_stay_and_only_a_merge_refuses_them(monorepo_fork, change):
+    fork, top = monorepo_fork, monorepo_fork.parent.parent
+    run(top.parent, "bash", "-c", "git init -q other && cd other && git commit -q --allow-empty -m first")
+    run(top, "bash", "-ec", change)
+    before = contents(top), run(top, "git", "status", "--porcelain")
+    assert re.search(
+        "has changes; commit|git ignores changes of ../../another/a.txt",
+        run(fork, "scripts/without.sh", "--merge", "HEAD", code=2),
+    )
+    undo(fork, run(fork, "scripts/without.sh", "watch"))
+    assert (contents(top), run(top, "git", "status", "--porcelain")) == before
 
 
 def take(fork):
