@@ -477,6 +477,121 @@ def test_changes_beside_the_folder_of_the_fork_stay_and_only_a_merge_refuses_the
     assert (contents(top), run(top, "git", "status", "--porcelain")) == before
 
 
+@pytest.fixture
+def cut_fork(small_template, tmp_path):
+    """A fork without `watch` of a template that has a newer version. Both versions are tags."""
+    template, fork = tmp_path / "template", tmp_path / "fork"
+    run(tmp_path, "git", "clone", "-q", small_template, template)
+    run(template, "git", "tag", "template-1")
+    run(tmp_path, "git", "clone", "-q", "--origin", "template", template, fork)
+    cut(fork, "watch")
+    change(template, "model.py", '"""The model', '"""Version 2: the model')
+    commit(template, "version 2")
+    run(template, "git", "tag", "template-2")
+    run(fork, "git", "fetch", "-q", "--tags", "template")
+    return fork
+
+
+COPY_AGAIN = "rm -rf .git && git init -q && git remote add template ../template && git fetch -q --tags template"
+START = "git merge -q --strategy ours --allow-unrelated-histories -m start template-1"
+SHALLOW = "cd .. && mv fork origin && git clone -q --depth 1 file://$PWD/origin fork && cd fork"
+SHALLOW += " && git fetch -q --depth 1 file://$(realpath ../template) tag template-2"
+SHALLOW_TEMPLATE = "git remote set-url template file://$(realpath ../template) && git fetch -q --depth 1 template"
+SHALLOW_ANSWER = "in this shallow clone; git fetch --unshallow origin .or template. first"
+UNMERGED = {  # what is done to a fork, the answer to a merge, and the commands that it asks for
+    "no such version": (
+        "git tag -d template-2",
+        "--merge template-2: git knows no such tag, .* git fetch --tags template first",
+        "git fetch -q --tags template",
+    ),
+    "a copy": (
+        f"{COPY_AGAIN} && {COMMIT}",
+        "HEAD and template-2 share no history; record once .*docs/upgrading.md, one-time setup",
+        START,
+    ),
+    "a shallow clone": (SHALLOW, SHALLOW_ANSWER, "git fetch -q --unshallow origin"),
+    "a shallow template": (SHALLOW_TEMPLATE, SHALLOW_ANSWER, "git fetch -q --unshallow template"),
+}
+
+
+def ref_and_worktrees(fork):
+    return run(fork, "git", "rev-parse", "HEAD"), run(fork, "git", "worktree", "list"), contents(fork)
+
+
+@pytest.mark.parametrize(("change", "said", "remedy"), UNMERGED.values(), ids=UNMERGED)
+def test_a_merge_that_cannot_begin_says_what_to_do(cut_fork, change, said, remedy):
+    run(cut_fork, "bash", "-ec", change)
+    before = ref_and_worktrees(cut_fork)
+    printed = run(cut_fork, "scripts/without.sh", "--merge", "template-2", code=2)
+    assert re.search(said, printed) and len(printed.splitlines()) == 1, printed
+    assert ref_and_worktrees(cut_fork) == before
+    run(cut_fork, "bash", "-ec", remedy)
+    assert run(cut_fork, "scripts/without.sh", "--merge", "template-2") == "merged template-2\n"
+    assert "Version 2" in (cut_fork / "model.py").read_text() and not (cut_fork / "utils/extras/watch").exists()
+
+
+def test_a_fork_in_a_folder_takes_a_newer_template_into_that_folder(cut_fork):
+    template, top = cut_fork.parent / "template", cut_fork.parent / "monorepo"
+    fork = top / "apps/fork"
+    run(top.parent, "git", "init", "-q", top)
+    run(top, "git", "remote", "add", "template", template)
+    run(top, "git", "fetch", "-q", "--tags", "template")
+    (top / "a.txt").write_text("mine\n")
+    commit(top, "a repository")
+    run(top, "bash", "-c", f"{START} && git read-tree -u --prefix=apps/fork/ template-1 && git commit -qm fork")
+    cut(fork, "watch")
+    (template / "new").mkdir()
+    (template / "new/a.py").write_text("a = 1\n")
+    commit(template, "version 3")
+    run(top, "git", "fetch", "-q", "template")
+    files = contents(top).keys()
+    branch = run(template, "git", "branch", "--show-current").strip()
+    assert "merged template/" in run(fork, "scripts/without.sh", "--merge", f"template/{branch}")
+    assert contents(top).keys() - files == {"apps/fork/new/a.py"} and contents(top).keys() >= files
+    assert "Version 2" in (fork / "model.py").read_text()
+
+
+def add_failing_hook(fork, name, said):
+    hook = fork / ".git/hooks" / name
+    hook.write_text(f"#!/bin/sh\n{said}\nexit 1\n")
+    hook.chmod(0o755)
+    return hook
+
+
+@pytest.mark.parametrize(("said", "reason"), [("", "exit status 1"), ("echo lint failed", "lint failed")])
+@pytest.mark.parametrize("name", ["pre-commit", "prepare-commit-msg", "commit-msg"])
+def test_a_merge_that_a_hook_refuses_can_be_undone_and_ended(cut_fork, name, said, reason):
+    before = ref_and_worktrees(cut_fork)
+    hook = add_failing_hook(cut_fork, name, said)
+    remedy = "the merge is staged: git commit completes it, git merge --abort undoes it"
+    assert f"{reason}; {remedy}" in run(cut_fork, "scripts/without.sh", "--merge", "template-2", code=2)
+    run(cut_fork, "git", "merge", "--abort")
+    assert ref_and_worktrees(cut_fork) == before
+    run(cut_fork, "scripts/without.sh", "--merge", "template-2", code=2)
+    hook.unlink()
+    run(cut_fork, "git", "commit", "-q", "--no-edit")
+    assert run(cut_fork, "git", "status", "--porcelain") == ""
+    assert "Version 2" in (cut_fork / "model.py").read_text()
+    assert run(cut_fork, "scripts/without.sh", "--merge", "template-2") == "template-2 is already merged\n"
+
+
+def test_hooks_of_checkouts_are_not_run_in_the_temporary_folders_of_a_merge(cut_fork):
+    add_failing_hook(cut_fork, "post-checkout", "")
+    assert run(cut_fork, "scripts/without.sh", "--merge", "template-2") == "merged template-2\n"
+    assert len(run(cut_fork, "git", "worktree", "list").splitlines()) == 1
+
+
+def test_a_merge_that_fails_leaves_no_temporary_folder(cut_fork):
+    template = cut_fork.parent / "template"
+    (template / "mine.py").write_text("import utils.extras.watch\n")
+    commit(template, "version 3")
+    run(template, "git", "tag", "template-3")
+    run(cut_fork, "git", "fetch", "-q", "--tags", "template")
+    before = ref_and_worktrees(cut_fork)
+    assert "mine.py imports utils/extras" in run(cut_fork, "scripts/without.sh", "--merge", "template-3", code=2)
+    assert ref_and_worktrees(cut_fork) == before
+
+
 def take(fork):
     """The newest commit of the template."""
     run(fork, "git", "fetch", "-q", "origin")
