@@ -13,7 +13,7 @@ import pytest
 
 import forks
 from lib import without
-from ranks import ROOT, copy_repository
+from ranks import ROOT, copy_repository, slow
 
 EXTRAS = without.extras_of(without.read_files(ROOT))
 CORE = [ROOT / name for name in ("train.py", "config.py", "ddp_utils.py")]
@@ -559,7 +559,7 @@ def add_failing_hook(fork, name, said):
 
 
 @pytest.mark.parametrize(("said", "reason"), [("", "exit status 1"), ("echo lint failed", "lint failed")])
-@pytest.mark.parametrize("name", ["pre-commit", "prepare-commit-msg", "commit-msg"])
+@pytest.mark.parametrize("name", ["pre-commit", slow("prepare-commit-msg"), slow("commit-msg")])
 def test_a_merge_that_a_hook_refuses_can_be_undone_and_ended(cut_fork, name, said, reason):
     before = ref_and_worktrees(cut_fork)
     hook = add_failing_hook(cut_fork, name, said)
