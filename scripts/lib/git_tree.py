@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
 SO_THAT = "so that this can be undone"
 HIDDEN = "git update-index --no-assume-unchanged --no-skip-worktree"
+CHMOD = "git update-index --chmod"
 
 
 def fail(sentence: str) -> NoReturn:
@@ -18,13 +21,27 @@ def fail(sentence: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def git(*words: str, root: Path) -> str:
-    ended = subprocess.run(
-        ["git", *words], cwd=root, capture_output=True, encoding="utf-8", errors="surrogateescape", check=False
+def try_git(*words: str, root: Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a git command in a folder. Paths may have any bytes, which stay as they are."""
+    return subprocess.run(
+        ["git", *words],
+        cwd=root,
+        input=stdin,
+        capture_output=True,
+        encoding="utf-8",
+        errors="surrogateescape",
+        check=False,
     )
+
+
+def git(*words: str, root: Path, stdin: str | None = None, remedy: str = "") -> str:
+    """What a git command prints. If it fails, the process ends with git's reason and this remedy."""
+    ended = try_git(*words, root=root, stdin=stdin)
     if ended.returncode:
-        remedy = "; git init, then add and commit all files" if "not a git" in ended.stderr else ""
-        fail(f"git {' '.join(words)}: {ended.stderr.strip()}{remedy}")
+        reason = ended.stderr.strip() or f"exit status {ended.returncode}"
+        if "not a git" in reason:
+            remedy = "git init, then add and commit all files"
+        fail("; ".join(filter(None, [f"git {' '.join(words)}: {reason}", remedy])))
     return ended.stdout.strip()
 
 
@@ -33,11 +50,16 @@ def git_list(*words: str, root: Path) -> list[str]:
     return [entry for entry in git(*words, root=root).split("\0") if entry]
 
 
-def require_clean(root: Path) -> None:
-    """Refuse changes that a deletion or a merge would mix with its own, also those that git does not show."""
-    if git("status", "--porcelain", "--untracked-files=no", root=root):
+def require_clean(root: Path, pathspec: str) -> None:
+    """Refuse changes that a deletion or a merge would mix with its own, also those that git does not show.
+
+    Args:
+        root: the folder of the fork, which may be a part of its repository.
+        pathspec: what may have no changes: "." for the fork, ":/" for its whole repository.
+    """
+    if git("status", "--porcelain", "--untracked-files=no", "--", pathspec, root=root):
         fail(f"the working tree has changes; commit or stash them first, {SO_THAT}")
-    for entry in git_list("ls-files", "-v", "-z", root=root):
+    for entry in git_list("ls-files", "-v", "-z", "--", pathspec, root=root):
         state, name = entry.split(" ", 1)
         if state == "S" and not (root / name).exists():
             fail(f"{name} is left out by a sparse checkout; git sparse-checkout disable first, {SO_THAT}")
@@ -54,39 +76,43 @@ def require_undoable(root: Path, names: Iterable[str], folders: Iterable[str]) -
         folders: folders that are to be deleted as a whole.
     """
     names = sorted(names)
-    blobs = {}
+    tracked = set()
     for entry in git_list("ls-tree", "-r", "-z", "HEAD", root=root):
         details, name = entry.split("\t", 1)
-        mode, _, blob = details.split(" ")
-        if mode in ("100644", "100755"):
-            blobs[name] = blob
+        if details.startswith(("100644", "100755")):
+            tracked.add(name)
     for name in names:
         if (root / name).is_symlink():
             fail(f"{name} is a symbolic link; replace it by the file itself and commit that, {SO_THAT}")
-        if name not in blobs:
+        if name not in tracked:
             fail(f"{name} is not committed; commit it first, {SO_THAT}")
-    contents = contents_after_checkout(root, [(blobs[name], name) for name in names])
-    for name, content in zip(names, contents, strict=True):
-        if (root / name).read_bytes() != content:
-            fail(f"git would restore {name} with other line ends or bytes; delete it and git restore it, {SO_THAT}")
+    require_same_after_checkout(root, names)
     for folder in folders:
-        for path in untracked_content(root, folder, blobs.keys()):
+        for path in untracked_content(root, folder, tracked):
             fail(f"{path} is not committed or no regular file, and its folder goes; move it elsewhere first, {SO_THAT}")
 
 
-def contents_after_checkout(root: Path, files: list[tuple[str, str]]) -> list[bytes]:
-    """What git would write for each blob and path: with the line ends and filters of .gitattributes and the config."""
-    asked = "".join(f"{blob} {name}\n" for blob, name in files)
-    command = ["git", "cat-file", "--batch", "--filters"]
-    answer = subprocess.run(command, cwd=root, input=os.fsencode(asked), stdout=subprocess.PIPE, check=True).stdout
-    contents = []
-    begin = 0
-    for _ in files:
-        header_end = answer.index(b"\n", begin)
-        size = int(answer[begin:header_end].split()[-1])
-        contents.append(answer[header_end + 1 : header_end + 1 + size])
-        begin = header_end + size + 2  # a line end follows the content
-    return contents
+def require_same_after_checkout(root: Path, names: list[str]) -> None:
+    """Refuse files that git would write with other bytes, or with another executable bit, than they have.
+
+    Git itself writes each file a second time, so that all attributes, filters and settings count. The copies are in
+    its own folder, since other file systems may know other permissions. The index is HEAD here.
+    """
+    git_folder = git("rev-parse", "--absolute-git-dir", root=root)
+    with tempfile.TemporaryDirectory(dir=git_folder) as temporary:
+        command = ["checkout-index", "-z", "--stdin", f"--prefix={temporary}/"]
+        remedy = f"repair what git names here, {SO_THAT}"
+        git(*command, root=root, stdin="".join(f"{name}\0" for name in names), remedy=remedy)
+        copies = Path(temporary, git("rev-parse", "--show-prefix", root=root))
+        for name in names:
+            copy = copies / name
+            if (root / name).read_bytes() != copy.read_bytes():
+                fail(f"git would restore {name} with other line ends or bytes; delete it and git restore it, {SO_THAT}")
+            is_executable = bool((root / name).stat().st_mode & stat.S_IXUSR)
+            if is_executable and not copy.stat().st_mode & stat.S_IXUSR:
+                fail(f"git does not know that {name} is executable; {CHMOD}=+x {name} and commit that, {SO_THAT}")
+            if copy.stat().st_mode & stat.S_IXUSR and not is_executable:
+                fail(f"git would make {name} executable; {CHMOD}=-x {name} and commit that, {SO_THAT}")
 
 
 def untracked_content(root: Path, folder: str, tracked: Iterable[str]) -> list[str]:

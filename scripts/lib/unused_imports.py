@@ -2,7 +2,8 @@
 
 An import goes only if its name was used in this file before, and is not used after. So an import for its side effects
 stays. A re-export stays too: `import x as x`, `# noqa: F401` or a name in `__all__`. So does an import in a `try` that
-asks whether a module is there. Names in quoted annotations count as used.
+asks whether a module is there. Names in quoted annotations and in type comments count as used, and so do names of
+parameters: a parameter of a test asks for the fixture of that name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError", "Exception", "BaseException")
 NOQA = re.compile(r"# noqa\b(?!:)|# noqa:.*\bF401\b", re.IGNORECASE)
 GENERIC = re.compile(r"[A-Z]|(?:list|dict|tuple|set|frozenset|type)$")  # what subscripts with types follow
-TYPING_CALLS = ("cast", "TypeVar", "NewType", "ForwardRef", "NamedTuple", "TypedDict")  # they take types in strings
+# Calls that take names of the file in strings: types, expressions and fixtures.
+CALLS_WITH_NAMES = {"cast", "TypeVar", "NewType", "ForwardRef", "NamedTuple", "TypedDict", "eval", "exec"}
+CALLS_WITH_NAMES |= {"usefixtures", "getfixturevalue"}
+TYPE_COMMENT = re.compile(r"#\s*type:(?!\s*ignore\b)([^#]*)")
+WORD = re.compile(r"[^\W\d]\w*")
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ def remove_unused_imports(lines: list[str], deleted: set[int]) -> tuple[list[str
         number_before = len(deleted) + len(unused)
         for name in candidates:
             if name.scope not in uses:
-                uses[name.scope] = lines_of_uses(name.scope)
+                uses[name.scope] = lines_of_uses(name.scope, lines)
             lines_of_name = uses[name.scope][name.name]
             if lines_of_name and lines_of_name <= deleted:
                 unused.add(name.alias)
@@ -119,23 +124,29 @@ def is_removable(name: ImportedName, lines: list[str]) -> bool:
     return bool(is_alone) and "\\\n" not in text
 
 
-def lines_of_uses(scope: ast.AST) -> dict[str, set[int]]:
+def lines_of_uses(scope: ast.AST, lines: list[str]) -> dict[str, set[int]]:
     """The numbers of the lines, from 0, on which each name stands in a function or module, imports left out."""
     uses: dict[str, set[int]] = defaultdict(set)
     for node in ast.walk(scope):
         if isinstance(node, ast.Name):
             uses[node.id].add(node.lineno - 1)
+        elif isinstance(node, ast.arg):
+            uses[node.arg].add(node.lineno - 1)
         elif isinstance(node, (ast.Global, ast.Nonlocal)):
             for name in node.names:
                 uses[name].add(node.lineno - 1)
         for text, number in strings_with_names(node):
-            for name in re.findall(r"[^\W\d]\w*", text):
+            for name in WORD.findall(text):
                 uses[name].add(number)
+    for number in lines_of_node(scope) if isinstance(scope, FUNCTION) else range(len(lines)):
+        comment = TYPE_COMMENT.search(lines[number])
+        for name in WORD.findall(comment[1]) if comment else ():
+            uses[name].add(number)
     return uses
 
 
 def strings_with_names(node: ast.AST) -> Iterator[tuple[str, int]]:
-    """Quoted types and elements of `__all__` below a node, in which names of the file stand, with their lines."""
+    """Strings at a node in which names of the file stand, with their lines: types, fixtures, elements of `__all__`."""
     parts: list[ast.AST | None] = []
     if isinstance(node, (ast.arg, ast.AnnAssign)):
         parts.append(node.annotation)
@@ -145,7 +156,7 @@ def strings_with_names(node: ast.AST) -> Iterator[tuple[str, int]]:
         parts.append(node.slice)
     if isinstance(node, ast.Call):
         is_export = isinstance(node.func, ast.Attribute) and last_name(node.func.value) == "__all__"
-        if is_export or last_name(node.func) in TYPING_CALLS:
+        if is_export or last_name(node.func) in CALLS_WITH_NAMES:
             parts.append(node)
     if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]

@@ -34,10 +34,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from lib.fork_files import Files, changed_files, emptied_folders, read_files, split_lines, write_files
-from lib.git_tree import SO_THAT, fail, git, require_clean, require_undoable
+from lib.git_tree import SO_THAT, fail, git, require_clean, require_undoable, try_git
 from lib.unused_imports import remove_unused_imports
 
 PAGE, PROJECT = "docs/extras.md", "pyproject.toml"
+UPGRADING = "docs/upgrading.md, one-time setup"
 NAMES = r"\w+(?: (?:and|or) \w+)*"
 MARKER = re.compile(rf"(?:#|<!--) extra: ({NAMES})(?: -->)?$")
 ALONE = re.compile(rf"\s*(?:#|<!--) (?:---- )?extra: ({NAMES})(?: ----| -->)?$")
@@ -294,7 +295,7 @@ def without_rows(text: str, fields: set[str]) -> str:
     gone = {number for number, cell in enumerate(cells) if cell and cell[1] in fields}
     for number in sorted(gone):
         first = number
-        while lines[first - 1].startswith("|") and first:
+        while first and lines[first - 1].startswith("|"):
             first -= 1
         last = number
         while last + 1 < len(lines) and lines[last + 1].startswith("|"):
@@ -439,28 +440,20 @@ def delete(names: set[str]) -> None:
 
 def merge(ref: str) -> None:
     """Merge a newer template: between the old one and the new one, both without the deleted extras."""
-    require_clean(ROOT)
-    cut = set(recorded((ROOT / PROJECT).read_text(encoding="utf-8")))
-    old, new = git("merge-base", "HEAD", ref, root=ROOT), git("rev-parse", f"{ref}^{{commit}}", root=ROOT)
+    require_clean(ROOT, ":/")
+    old, new = versions_to_merge(ref)
     if old == new:
         print(f"{ref} is already merged")
         return
-    commits: list[str] = []
-    for number, commit in enumerate((old, new)):
-        with tempfile.TemporaryDirectory() as temporary:
-            tree = Path(temporary, "tree")
-            git("worktree", "add", "--quiet", "--detach", str(tree), commit, root=ROOT)
-            try:
-                if cut:
-                    cut_tree(tree, cut, is_fork=False)
-                git("add", "--all", root=tree)
-                made = git("write-tree", root=tree)
-            finally:
-                git("worktree", "remove", "--force", str(tree), root=ROOT)
-        parents = ["-p", commits[0]] if number else []
-        message = f"{commit} without {', '.join(sorted(cut))}"
-        commits.append(git("commit-tree", made, *parents, "-m", message, root=ROOT))
-    ended = subprocess.run(["git", "merge-recursive", commits[0], "--", "HEAD", commits[1]], cwd=ROOT, check=False)
+    cut = set(recorded((ROOT / PROJECT).read_text(encoding="utf-8")))
+    message = "{} without " + ", ".join(sorted(cut))
+    old_cut = git("commit-tree", cut_version(old, cut), "-m", message.format(old), root=ROOT)
+    new_cut = git("commit-tree", cut_version(new, cut), "-p", old_cut, "-m", message.format(new), root=ROOT)
+    command = ["git", "merge-recursive"]
+    if folder_in_repository := git("rev-parse", "--show-prefix", root=ROOT):
+        command.append(f"--subtree={folder_in_repository}")  # the template's files are not in a folder
+    command += [old_cut, "--", "HEAD", new_cut]
+    ended = subprocess.run(command, cwd=ROOT, check=False)
     if ended.returncode > 1:
         fail("git merge-recursive failed; git reset --merge undoes it")
     folder = Path(git("rev-parse", "--absolute-git-dir", root=ROOT))
@@ -468,8 +461,38 @@ def merge(ref: str) -> None:
     (folder / "MERGE_MSG").write_text(f"Merge {ref} of the template\n")
     if ended.returncode:
         fail("resolve the conflicts above, git add them, then git commit (git merge --abort undoes the merge)")
-    git("commit", "--no-edit", "--quiet", root=ROOT)
+    remedy = "the merge is staged: git commit completes it, git merge --abort undoes it"
+    git("commit", "--no-edit", "--quiet", root=ROOT, remedy=remedy)
     print(f"merged {ref}")
+
+
+def versions_to_merge(ref: str) -> tuple[str, str]:
+    """The commit of the template that this fork has, and the one that is to be merged."""
+    new = try_git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}", root=ROOT).stdout.strip()
+    if not new:
+        fail(f"--merge {ref}: git knows no such tag, branch or commit; git fetch --tags template first ({UPGRADING})")
+    old = try_git("merge-base", "HEAD", new, root=ROOT).stdout.strip()
+    if not old and git("rev-parse", "--is-shallow-repository", root=ROOT) == "true":
+        fail(f"HEAD and {ref} share no history in this shallow clone; git fetch --unshallow origin (or template) first")
+    if not old:
+        fail(f"HEAD and {ref} share no history; record once which version this fork started from ({UPGRADING})")
+    return old, new
+
+
+def cut_version(commit: str, cut: set[str]) -> str:
+    """The tree, in git's sense, of a commit without these extras. It is made in a temporary folder."""
+    with tempfile.TemporaryDirectory() as temporary:
+        tree = Path(temporary, "tree")
+        no_hooks = f"core.hooksPath={os.devnull}"  # those of the fork are about its own checkouts
+        try:
+            git("-c", no_hooks, "worktree", "add", "--quiet", "--detach", str(tree), commit, root=ROOT)
+            if cut:
+                cut_tree(tree, cut, is_fork=False)
+            git("add", "--all", root=tree)
+            return git("write-tree", root=tree)
+        finally:
+            if tree.exists():
+                git("worktree", "remove", "--force", str(tree), root=ROOT)
 
 
 def main(words: list[str]) -> None:
@@ -485,7 +508,7 @@ def main(words: list[str]) -> None:
         names = set(words) - {"--all-but"}
         if wrong := names - known.keys():
             fail(f"{min(wrong)}: is not an extra; give some of {', '.join(known)}")
-        require_clean(ROOT)
+        require_clean(ROOT, ".")
         gone = recorded(files[PROJECT]).keys()
         names = (known.keys() - names if words[0] == "--all-but" else names) - gone
         delete(names) if names else print("these are already deleted")

@@ -13,7 +13,7 @@ import pytest
 
 import forks
 from lib import without
-from ranks import ROOT, copy_repository
+from ranks import ROOT, copy_repository, slow
 
 EXTRAS = without.extras_of(without.read_files(ROOT))
 CORE = [ROOT / name for name in ("train.py", "config.py", "ddp_utils.py")]
@@ -289,6 +289,14 @@ REFUSED = {  # what is done to a fork, and the answer to a deletion of `watch` t
         "git config core.autocrlf input && sed -i 's/$/\\r/' config.py && git add config.py",
         "git would restore config.py with other line ends or bytes; delete it and git restore it",
     ),
+    "executable here": (
+        "git config core.fileMode false && chmod +x config.py",
+        r"git does not know that config.py is executable; git update-index --chmod=\+x config.py and commit that",
+    ),
+    "executable in git": (
+        "git config core.fileMode false && git update-index --chmod=+x config.py && git commit -qm mine",
+        "git would make config.py executable; git update-index --chmod=-x config.py and commit that",
+    ),
     "line ends of two kinds": (f"sed -i '1s/$/\\r/' config.py && {COMMIT}", "config.py has line ends of two kinds"),
     "config not tracked": (
         f"echo pyproject.toml > .gitignore && git rm -q --cached pyproject.toml && {COMMIT}",
@@ -322,6 +330,18 @@ def test_nothing_changes_where_git_could_not_undo_it(small_fork, change, said):
     printed = run(fork, "scripts/without.sh", "watch", code=2)
     assert re.search(said, printed) and len(printed.splitlines()) == 1, printed
     assert contents(fork) == before
+
+
+def test_a_filter_that_fails_is_named_before_anything_is_deleted(small_fork):
+    run(small_fork, "git", "config", "filter.mine.clean", "cat")
+    (small_fork / ".gitattributes").write_text("config.py filter=mine\n")
+    commit(small_fork, "attributes")
+    run(small_fork, "git", "config", "filter.mine.smudge", "false")
+    run(small_fork, "git", "config", "filter.mine.required", "true")
+    before = contents(small_fork)
+    printed = run(small_fork, "scripts/without.sh", "watch", code=2)
+    assert "config.py: smudge filter mine failed; repair what git names here, so that" in printed
+    assert contents(small_fork) == before
 
 
 MINE = {  # files of a fork that no extra is about
@@ -372,6 +392,204 @@ def test_files_of_the_fork_stay_as_they_are_and_the_undo_restores_each_byte(fork
     run(fork / "docs", "bash", "-c", printed.split("to undo this: ")[1])
     assert contents(fork) == before
     assert run(fork, "git", "status", "--porcelain") == "?? untracked/\n"
+
+
+EVERY_FILE_AGAIN = "git ls-files -z | xargs -0 rm && git restore ."
+RESTORED = {  # what is done to a fork with a file of attributes, after which git can undo a deletion of `watch`
+    "CRLF": f"printf '* text=auto eol=crlf\\n*.sh eol=lf\\n' > {{}} && {COMMIT} && {EVERY_FILE_AGAIN}",
+    "autocrlf": f"echo '*.sh -text' > {{}} && {COMMIT} && git config core.autocrlf true && {EVERY_FILE_AGAIN}",
+    "ident": f"echo '*.py ident' > {{}} && echo '# $Id$' >> config.py && {COMMIT} && {EVERY_FILE_AGAIN}",
+    "encoding": (
+        "echo '*.txt working-tree-encoding=latin1' > {} && printf '# \\xe9\\nx  # extra: watch\\n' > mine.txt && "
+        + COMMIT
+    ),
+    "filter": (
+        "git config filter.mine.clean 'sed /^#mine$/d' && git config filter.mine.smudge 'sed 1i#mine' && "
+        f"echo 'config.py filter=mine' > {{}} && {COMMIT} && {EVERY_FILE_AGAIN}"
+    ),
+    "names": f"mkdir 'é \"' && echo 'x  # extra: watch' > $'é \"/a\\n b' && touch {{}} && {COMMIT}",
+    "executable": (
+        "git config core.fileMode false && chmod +x config.py && git update-index --chmod=+x config.py && touch {} && "
+        + COMMIT
+    ),
+}
+
+
+def undo(fork, printed):
+    run(fork, "bash", "-c", printed.split("to undo this: ")[1])
+
+
+@pytest.fixture
+def monorepo_fork(small_fork):
+    """A fork in a folder of a repository that has other folders."""
+    top = small_fork.parent / "monorepo"
+    fork = top / "apps" / "my fork"
+    fork.parent.mkdir(parents=True)
+    small_fork.rename(fork)
+    run(fork, "rm", "-rf", ".git")
+    (top / "another").mkdir()
+    (top / "another/a.txt").write_text("a\n")
+    run(top, "git", "init", "-q")
+    commit(top, "a fork in a folder")
+    return fork
+
+
+ATTRIBUTES = {
+    "repository": ("small_fork", ".gitattributes"),
+    "folder": ("monorepo_fork", ".gitattributes"),
+    "folder, repository's": ("monorepo_fork", "../../.gitattributes"),
+}
+
+
+@pytest.mark.parametrize(("fork_of", "attributes"), ATTRIBUTES.values(), ids=ATTRIBUTES)
+@pytest.mark.parametrize("change", RESTORED.values(), ids=RESTORED)
+def test_a_deletion_can_be_undone_whatever_git_does_to_files_of_a_checkout(request, fork_of, attributes, change):
+    fork = request.getfixturevalue(fork_of)
+    run(fork, "bash", "-ec", change.replace("{}", attributes))
+    before = contents(fork)
+    printed = run(fork, "scripts/without.sh", "watch")
+    assert contents(fork) != before and not (fork / "utils/extras/watch").exists()
+    undo(fork, printed)
+    assert contents(fork) == before
+    assert run(fork, "git", "status", "--porcelain") == ""
+
+
+ELSEWHERE = {  # what is changed in a repository, beside the folder of the fork
+    "unstaged": "echo b >> another/a.txt",
+    "staged": "echo b >> another/a.txt && git add another",
+    "deleted": "rm another/a.txt",
+    "assumed unchanged": "git update-index --assume-unchanged another/a.txt && echo b >> another/a.txt",
+    "submodule": f"{SUBMODULE} sub && git commit -qm sub && touch sub/a && git -C sub add a",
+}
+
+
+@pytest.mark.parametrize("change", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_changes_beside_the_folder_of_the_fork_stay_and_only_a_merge_refuses_them(monorepo_fork, change):
+    fork, top = monorepo_fork, monorepo_fork.parent.parent
+    run(top.parent, "bash", "-c", "git init -q other && cd other && git commit -q --allow-empty -m first")
+    run(top, "bash", "-ec", change)
+    before = contents(top), run(top, "git", "status", "--porcelain")
+    assert re.search(
+        "has changes; commit|git ignores changes of ../../another/a.txt",
+        run(fork, "scripts/without.sh", "--merge", "HEAD", code=2),
+    )
+    undo(fork, run(fork, "scripts/without.sh", "watch"))
+    assert (contents(top), run(top, "git", "status", "--porcelain")) == before
+
+
+@pytest.fixture
+def cut_fork(small_template, tmp_path):
+    """A fork without `watch` of a template that has a newer version. Both versions are tags."""
+    template, fork = tmp_path / "template", tmp_path / "fork"
+    run(tmp_path, "git", "clone", "-q", small_template, template)
+    run(template, "git", "tag", "template-1")
+    run(tmp_path, "git", "clone", "-q", "--origin", "template", template, fork)
+    cut(fork, "watch")
+    change(template, "model.py", '"""The model', '"""Version 2: the model')
+    commit(template, "version 2")
+    run(template, "git", "tag", "template-2")
+    run(fork, "git", "fetch", "-q", "--tags", "template")
+    return fork
+
+
+COPY_AGAIN = "rm -rf .git && git init -q && git remote add template ../template && git fetch -q --tags template"
+START = "git merge -q --strategy ours --allow-unrelated-histories -m start template-1"
+SHALLOW = "cd .. && mv fork origin && git clone -q --depth 1 file://$PWD/origin fork && cd fork"
+SHALLOW += " && git fetch -q --depth 1 file://$(realpath ../template) tag template-2"
+SHALLOW_TEMPLATE = "git remote set-url template file://$(realpath ../template) && git fetch -q --depth 1 template"
+SHALLOW_ANSWER = "in this shallow clone; git fetch --unshallow origin .or template. first"
+UNMERGED = {  # what is done to a fork, the answer to a merge, and the commands that it asks for
+    "no such version": (
+        "git tag -d template-2",
+        "--merge template-2: git knows no such tag, .* git fetch --tags template first",
+        "git fetch -q --tags template",
+    ),
+    "a copy": (
+        f"{COPY_AGAIN} && {COMMIT}",
+        "HEAD and template-2 share no history; record once .*docs/upgrading.md, one-time setup",
+        START,
+    ),
+    "a shallow clone": (SHALLOW, SHALLOW_ANSWER, "git fetch -q --unshallow origin"),
+    "a shallow template": (SHALLOW_TEMPLATE, SHALLOW_ANSWER, "git fetch -q --unshallow template"),
+}
+
+
+def ref_and_worktrees(fork):
+    return run(fork, "git", "rev-parse", "HEAD"), run(fork, "git", "worktree", "list"), contents(fork)
+
+
+@pytest.mark.parametrize(("change", "said", "remedy"), UNMERGED.values(), ids=UNMERGED)
+def test_a_merge_that_cannot_begin_says_what_to_do(cut_fork, change, said, remedy):
+    run(cut_fork, "bash", "-ec", change)
+    before = ref_and_worktrees(cut_fork)
+    printed = run(cut_fork, "scripts/without.sh", "--merge", "template-2", code=2)
+    assert re.search(said, printed) and len(printed.splitlines()) == 1, printed
+    assert ref_and_worktrees(cut_fork) == before
+    run(cut_fork, "bash", "-ec", remedy)
+    assert run(cut_fork, "scripts/without.sh", "--merge", "template-2") == "merged template-2\n"
+    assert "Version 2" in (cut_fork / "model.py").read_text() and not (cut_fork / "utils/extras/watch").exists()
+
+
+def test_a_fork_in_a_folder_takes_a_newer_template_into_that_folder(cut_fork):
+    template, top = cut_fork.parent / "template", cut_fork.parent / "monorepo"
+    fork = top / "apps/fork"
+    run(top.parent, "git", "init", "-q", top)
+    run(top, "git", "remote", "add", "template", template)
+    run(top, "git", "fetch", "-q", "--tags", "template")
+    (top / "a.txt").write_text("mine\n")
+    commit(top, "a repository")
+    run(top, "bash", "-c", f"{START} && git read-tree -u --prefix=apps/fork/ template-1 && git commit -qm fork")
+    cut(fork, "watch")
+    (template / "new").mkdir()
+    (template / "new/a.py").write_text("a = 1\n")
+    commit(template, "version 3")
+    run(top, "git", "fetch", "-q", "template")
+    files = contents(top).keys()
+    branch = run(template, "git", "branch", "--show-current").strip()
+    assert "merged template/" in run(fork, "scripts/without.sh", "--merge", f"template/{branch}")
+    assert contents(top).keys() - files == {"apps/fork/new/a.py"} and contents(top).keys() >= files
+    assert "Version 2" in (fork / "model.py").read_text()
+
+
+def add_failing_hook(fork, name, said):
+    hook = fork / ".git/hooks" / name
+    hook.write_text(f"#!/bin/sh\n{said}\nexit 1\n")
+    hook.chmod(0o755)
+    return hook
+
+
+@pytest.mark.parametrize(("said", "reason"), [("", "exit status 1"), ("echo lint failed", "lint failed")])
+@pytest.mark.parametrize("name", ["pre-commit", slow("prepare-commit-msg"), slow("commit-msg")])
+def test_a_merge_that_a_hook_refuses_can_be_undone_and_ended(cut_fork, name, said, reason):
+    before = ref_and_worktrees(cut_fork)
+    hook = add_failing_hook(cut_fork, name, said)
+    remedy = "the merge is staged: git commit completes it, git merge --abort undoes it"
+    assert f"{reason}; {remedy}" in run(cut_fork, "scripts/without.sh", "--merge", "template-2", code=2)
+    run(cut_fork, "git", "merge", "--abort")
+    assert ref_and_worktrees(cut_fork) == before
+    run(cut_fork, "scripts/without.sh", "--merge", "template-2", code=2)
+    hook.unlink()
+    run(cut_fork, "git", "commit", "-q", "--no-edit")
+    assert run(cut_fork, "git", "status", "--porcelain") == ""
+    assert "Version 2" in (cut_fork / "model.py").read_text()
+    assert run(cut_fork, "scripts/without.sh", "--merge", "template-2") == "template-2 is already merged\n"
+
+
+def test_hooks_of_checkouts_are_not_run_in_the_temporary_folders_of_a_merge(cut_fork):
+    add_failing_hook(cut_fork, "post-checkout", "")
+    assert run(cut_fork, "scripts/without.sh", "--merge", "template-2") == "merged template-2\n"
+    assert len(run(cut_fork, "git", "worktree", "list").splitlines()) == 1
+
+
+def test_a_merge_that_fails_leaves_no_temporary_folder(cut_fork):
+    template = cut_fork.parent / "template"
+    (template / "mine.py").write_text("import utils.extras.watch\n")
+    commit(template, "version 3")
+    run(template, "git", "tag", "template-3")
+    run(cut_fork, "git", "fetch", "-q", "--tags", "template")
+    before = ref_and_worktrees(cut_fork)
+    assert "mine.py imports utils/extras" in run(cut_fork, "scripts/without.sh", "--merge", "template-3", code=2)
+    assert ref_and_worktrees(cut_fork) == before
 
 
 def take(fork):

@@ -10,7 +10,7 @@ from lib import fork_files, without
 NAME = "shiny"  # the extra that is deleted
 USE = "print({})  # extra: shiny\n"
 
-# id, the lines before those that are deleted, what the deleted line uses, what is left of the lines before
+# id, the lines before those that are deleted, what the deleted line uses, what is left of the lines before (...: all)
 CASES = [
     ("only the deleted line used it", "import a\n", "a.b", ""),
     ("another line uses it", "import a\n\na.c()\n", "a.b", "import a\n\na.c()\n"),
@@ -45,6 +45,19 @@ CASES = [
     ("quoted in cast", "from a import B\n\nC = cast('B', 1)\n", "B", "from a import B\n\nC = cast('B', 1)\n"),
     ("in an f-string", "import a\n\nx = f'{a.b}'\n", "a", "import a\n\nx = f'{a.b}'\n"),
     ("as a decorator", "import a\n\n@a\ndef f(): ...\n", "a", "import a\n\n@a\ndef f(): ...\n"),
+    ("eval of a text", "import a\n\nx = eval('a.b')\n", "a", "import a\n\nx = eval('a.b')\n"),
+    ("type comment", "from a import B\n\nx = []  # type: C[B]\n", "B", "from a import B\n\nx = []  # type: C[B]\n"),
+    ("comment of a result", "import a\n\ndef f():  # type: () -> a.B\n    ...\n", "a", ...),
+    ("comment of an argument", "import a\n\ndef f(\n    x,  # type: a.B\n): ...\n", "a", ...),
+    ("ignored type", "import a\n\nx = 1  # type: ignore[a]\n", "a", "x = 1  # type: ignore[a]\n"),
+    ("comment after a type", "import a\n\nx = 1  # type: int  # a\n", "a", "x = 1  # type: int  # a\n"),
+    ("fixture", "from a import b\n\ndef test_b(b): ...\n", "b", ...),
+    ("fixture by keyword", "from a import b\n\ndef test_b(*, b): ...\n", "b", ...),
+    ("fixture of a method", "from a import b\n\nclass T:\n    async def test_b(self, b): ...\n", "b", ...),
+    ("fixture of a fixture", "from a import b\n\n@pytest.fixture\ndef c(b): ...\n", "b", ...),
+    ("usefixtures", "from a import b, c\n\n@pytest.mark.usefixtures('c', 'b')\ndef test_b(): ...\n\nc\n", "b", ...),
+    ("usefixtures of a module", "from a import b\n\npytestmark = [pytest.mark.usefixtures('b')]\n", "b", ...),
+    ("getfixturevalue", "from a import b\n\ndef f(request):\n    request.getfixturevalue('b')\n", "b", ...),
     ("word of a text", "import a\n\nx = 'a'\n", "a", "x = 'a'\n"),
     ("global", "import a\n\ndef f():\n    global a\n", "a", "import a\n\ndef f():\n    global a\n"),
     (
@@ -84,6 +97,7 @@ CASES = [
 
 @pytest.mark.parametrize(("before", "used", "left"), [pytest.param(*case[1:], id=case[0]) for case in CASES])
 def test_an_import_goes_if_only_deleted_lines_used_its_name(before, used, left):
+    left = before if left is ... else left
     text = f"x = 0\n\n{before}{USE.format(used)}"
     cut = without.cut_text("mine.py", text, {NAME})
     assert cut.strip() == f"x = 0\n\n{left}".strip()
@@ -92,6 +106,15 @@ def test_an_import_goes_if_only_deleted_lines_used_its_name(before, used, left):
 
 
 OTHER = "\n\ndef g():\n    import a\n    a()\n"
+TEST = "from a import b\n\n\ndef test_c({}): ...  # extra: shiny\n\n\ndef test_d(): ...\n"
+
+
+@pytest.mark.parametrize("arguments", ["b", "c, *, b", "*b", "request, b=1"])
+def test_an_import_goes_if_it_was_the_fixture_of_deleted_tests_only(arguments):
+    left = "def test_d(): ...\n"
+    assert without.cut_text("test_mine.py", TEST.format(arguments), {NAME}) == left
+
+
 INSIDE = [
     ("all of it", "import a\n    {}\n    return 1\n", "return 1\n"),
     ("nothing else", "import a\n    {}\n", "pass\n"),
