@@ -131,7 +131,7 @@ def export_program(saved: dict[str, Any], net: nn.Module, inputs: tuple, target:
     """Trace the model with a dynamic batch size, and write it and its metadata as torch.export or ONNX.
 
     Raises:
-        UserError: if a package is missing.
+        UserError: if a package is missing, or onnxruntime cannot run the program.
     """
     net.load_state_dict(saved["model"])
     batch = torch.export.Dim("batch")
@@ -145,13 +145,45 @@ def export_program(saved: dict[str, Any], net: nn.Module, inputs: tuple, target:
         files = {"metadata.json": json.dumps(metadata)}
         replace_file(target, lambda file: torch.export.save(program, file, extra_files=files))
         return
+    check_types(program)
     try:
         onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
         onnx.model.metadata_props.update({name: json.dumps(value) for name, value in metadata.items()})
         data = onnx.model_proto.SerializeToString()
     except ImportError as error:
         raise UserError(f"format=onnx: needs onnx and onnxscript ({error}); pip install onnx onnxscript") from None
+    check_loads(data)
     replace_file(target, lambda file: file.write(data))
+
+
+def check_types(program: torch.export.ExportedProgram) -> None:
+    """Raises UserError if a tensor of the program is bfloat16, for which onnxruntime lacks most operators."""
+    for module in program.graph_module.modules():
+        for node in getattr(getattr(module, "graph", None), "nodes", ()):
+            values = tree_leaves(node.meta.get("val"))
+            if any(isinstance(value, Tensor) and value.dtype is torch.bfloat16 for value in values):
+                raise UserError(
+                    "format=onnx: the model computes in bfloat16, which onnxruntime cannot run; let create_model and"
+                    " forward use float32 or float16, or use --format torch.export"
+                )
+
+
+def check_loads(data: bytes) -> None:
+    """Raises UserError if onnxruntime is installed and cannot load the program: it has no float64 convolution."""
+    try:
+        import onnxruntime
+    except ImportError:
+        return
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # the message below says it
+    try:
+        onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its errors have no common class
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"format=onnx: onnxruntime cannot load the program ({reason}); let create_model and forward use float32,"
+            " or use --format torch.export"
+        ) from None
 
 
 def as_safetensors(saved: dict[str, Any]) -> bytes:

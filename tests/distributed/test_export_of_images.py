@@ -160,3 +160,38 @@ def test_images_of_other_numbers_than_bytes_are_not_divided_by_255(runs, numbers
     code, text, result = export_in_a_rank(runs, kind, model, numbers)
     assert code == 0 and "255" not in text and "in the units of the data set" in text, text
     assert result == [f"class_{k}" for k in expected_outputs(runs, model, numbers).argmax(1)]
+
+
+class InAutocast(SmallNet):
+    """Has float32 weights, and computes in bfloat16."""
+
+    def forward(self, images):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(images).float()
+
+
+BFLOAT16 = "format=onnx: the model computes in bfloat16, which onnxruntime cannot run; let create_model and forward use"
+TYPES = {  # model, dtype, the error
+    "bfloat16": (SmallNet(False, 10), torch.bfloat16, BFLOAT16),
+    "autocast": (InAutocast(False, 10), torch.float32, BFLOAT16),
+    "float64": (SmallNet(False, 10), torch.float64, "format=onnx: onnxruntime cannot load the program ("),
+    "float16": (SmallNet(False, 10), torch.float16, ""),
+}
+
+
+@pytest.mark.guarantee("export")
+@pytest.mark.parametrize("name", TYPES)
+def test_an_onnx_file_is_written_only_if_onnxruntime_can_load_it(runs, name):
+    model, dtype, sentence = TYPES[name]
+    code, text, _ = export_in_a_rank(runs, "onnx", model, dtype=dtype, is_run=False)
+    out = runs.folder("run") / "model.out"
+    if sentence:
+        (line,) = [line for line in text.splitlines() if line.startswith("format=onnx: ")]
+        assert code == 2 and line.startswith(sentence) and line.endswith(", or use --format torch.export"), text
+        assert not out.exists()
+        return
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(out)
+    images = some_images("bytes").numpy().astype(session.get_inputs()[0].type[7:-1])
+    assert code == 0 and session.run(None, {session.get_inputs()[0].name: images})[0].shape == (2, 10), text
