@@ -4,7 +4,7 @@ The averaged weights of --ema_decay are exported if the checkpoint has them, sin
 exports the plain weights. OUT is a single file with the weights and the config, plus mean, std and class names for
 image data: written by torch.save, or with --format safetensors as safetensors. With torch.export or onnx it is the
 traced model, which has a dynamic batch size and needs no code from this repository. Its metadata has mean, std, class
-names and the image size. The script prints code that loads and runs it. OUT is written atomically: a failed export
+names and the size of images. The script prints code that loads and runs it. OUT is written atomically: a failed export
 leaves an existing file unchanged.
 """
 
@@ -56,13 +56,11 @@ model = create_model(TrainingConfig(**saved["config"]), torch.device("cpu")).eva
 model.load_state_dict(weights)
 """
 IMAGES = """\
-mean, std = (torch.tensor(saved[name]).view(-1, 1, 1) for name in ("mean", "std"))
-outputs = model(({scaled} - mean) / std)  # images: [B, C, H, W], {units}
+mean, std = (torch.tensor(saved[name]).view(-1, 1, 1) for name in ("mean", "std"))  # images: [B, C, H, W], {units}
 """
-CLASSES = """\
-mean, std = (torch.tensor(saved[name]).view(-1, 1, 1) for name in ("mean", "std"))
-run = lambda images: model(({scaled} - mean) / std)  # [B, C, H, W], {units}
-predict = lambda images: [saved["classes"][k] for k in run(images).argmax(1)]
+IMAGE_OUTPUTS = "outputs = model(({scaled} - mean) / std)\n"
+IMAGE_CLASSES = """\
+predict = lambda images: [saved["classes"][k] for k in model(({scaled} - mean) / std).argmax(1)]
 """
 OTHERS = "outputs = model(*inputs)  # {shapes}\n"
 PROGRAM_OF_IMAGES = """\
@@ -83,6 +81,7 @@ run = lambda images: session.run(None, {{name: ({scaled} - mean) / std}})  # Num
 ONNX_OUTPUTS = "outputs = run(images)\n"
 ONNX_CLASSES = 'predict = lambda images: [json.loads(metadata["classes"])[k] for k in run(images)[0].argmax(1)]\n'
 METADATA = ("mean", "std", "classes", "size")  # of a program
+# of the printed code: images as floats in the units of mean and std, for bytes and for other data; in NumPy for ONNX
 SCALED = {"onnx": "images / numpy.float32(255)"}
 UNSCALED = {"onnx": "images.astype(numpy.float32)"}
 
@@ -226,7 +225,7 @@ def classifies_zeros(config: TrainingConfig, saved: dict[str, Any]) -> bool:
 
 
 def count_channels(saved: dict[str, Any]) -> int:
-    """Of the images that mean and std normalize; 0 if the data has none of these."""
+    """The number of channels that mean and std normalize; 0 if the data lacks one of the two."""
     if not (saved["mean"] and saved["std"]):
         return 0
     return torch.tensor(saved["mean"]).numel()
@@ -262,7 +261,7 @@ def snippet(kind: str, is_image_model: bool, is_classifier: bool) -> str:
     if kind == "onnx":
         return ONNX_OF_IMAGES + (ONNX_CLASSES if is_classifier else ONNX_OUTPUTS)
     load = {"torch.export": PROGRAM_OF_IMAGES, "safetensors": SAFETENSORS, "weights": LOAD}
-    return load[kind] + (CLASSES if is_classifier else IMAGES)
+    return load[kind] + IMAGES + (IMAGE_CLASSES if is_classifier else IMAGE_OUTPUTS)
 
 
 def usage(options: argparse.Namespace, saved: dict[str, Any], shapes: str, is_image: bool, is_classifier: bool) -> str:
@@ -329,8 +328,9 @@ def main() -> int:
         if has_code:
             is_image_model = is_image_model and takes_images(inputs, count_channels(saved))
             is_classifier = is_image_model and gives_class_scores(net, inputs, saved["classes"])
-            if is_image_model and hasattr(config, "image_size"):
-                saved["size"] = config.image_size
+            size: Any = getattr(config, "image_size", "auto")
+            if is_image_model and size != "auto":
+                saved["size"] = size
         if options.format == "weights":
             replace_file(out, lambda file: torch.save(saved, file))
         elif options.format == "safetensors":
