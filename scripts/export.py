@@ -4,7 +4,7 @@ The averaged weights of --ema_decay are exported if the checkpoint has them, sin
 exports the plain weights. OUT is a single file with the weights and the config, plus mean, std and class names for
 image data: written by torch.save, or with --format safetensors as safetensors. With torch.export or onnx it is the
 traced model, which has a dynamic batch size and needs no code from this repository. Its metadata has mean, std, class
-names and the image size. The script prints code that loads and runs it. OUT is written atomically: a failed export
+names and the size of images. The script prints code that loads and runs it. OUT is written atomically: a failed export
 leaves an existing file unchanged.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import json
 import re  # extra: unsaved
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -55,8 +56,11 @@ model = create_model(TrainingConfig(**saved["config"]), torch.device("cpu")).eva
 model.load_state_dict(weights)
 """
 IMAGES = """\
-mean, std = (torch.tensor(saved[name]).view(-1, 1, 1) for name in ("mean", "std"))
-predict = lambda images: [saved["classes"][k] for k in model((images / 255 - mean) / std).argmax(1)]  # [B, C, H, W]
+mean, std = (torch.tensor(saved[name]).view(-1, 1, 1) for name in ("mean", "std"))  # images: [B, C, H, W], {units}
+"""
+IMAGE_OUTPUTS = "outputs = model(({scaled} - mean) / std)\n"
+IMAGE_CLASSES = """\
+predict = lambda images: [saved["classes"][k] for k in model(({scaled} - mean) / std).argmax(1)]
 """
 OTHERS = "outputs = model(*inputs)  # {shapes}\n"
 PROGRAM_OF_IMAGES = """\
@@ -72,10 +76,14 @@ ONNX_OF_IMAGES = """\
 import json, numpy, onnxruntime; session = onnxruntime.InferenceSession({file!r})
 metadata, name = session.get_modelmeta().custom_metadata_map, session.get_inputs()[0].name
 mean, std = (numpy.float32(json.loads(metadata[key])).reshape(-1, 1, 1) for key in ("mean", "std"))
-run = lambda images: session.run(None, {{name: (images / numpy.float32(255) - mean) / std}})[0]
-predict = lambda images: [json.loads(metadata["classes"])[k] for k in run(images).argmax(1)]  # NumPy [B, C, H, W]
+run = lambda images: session.run(None, {{name: ({scaled} - mean) / std}})  # NumPy: [B, C, H, W], {units}
 """
+ONNX_OUTPUTS = "outputs = run(images)\n"
+ONNX_CLASSES = 'predict = lambda images: [json.loads(metadata["classes"])[k] for k in run(images)[0].argmax(1)]\n'
 METADATA = ("mean", "std", "classes", "size")  # of a program
+# of the printed code: images as floats in the units of mean and std, for bytes and for other data; in NumPy for ONNX
+SCALED = {"onnx": "images / numpy.float32(255)"}
+UNSCALED = {"onnx": "images.astype(numpy.float32)"}
 
 FORMATS = ("weights", "safetensors", "torch.export", "onnx")
 # fields of ours that an export does not have: the commands and places of one machine
@@ -122,7 +130,7 @@ def export_program(saved: dict[str, Any], net: nn.Module, inputs: tuple, target:
     """Trace the model with a dynamic batch size, and write it and its metadata as torch.export or ONNX.
 
     Raises:
-        UserError: if a package is missing.
+        UserError: if a package is missing, or onnxruntime cannot run the program.
     """
     net.load_state_dict(saved["model"])
     batch = torch.export.Dim("batch")
@@ -136,13 +144,45 @@ def export_program(saved: dict[str, Any], net: nn.Module, inputs: tuple, target:
         files = {"metadata.json": json.dumps(metadata)}
         replace_file(target, lambda file: torch.export.save(program, file, extra_files=files))
         return
+    check_types(program)
     try:
         onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
         onnx.model.metadata_props.update({name: json.dumps(value) for name, value in metadata.items()})
         data = onnx.model_proto.SerializeToString()
     except ImportError as error:
         raise UserError(f"format=onnx: needs onnx and onnxscript ({error}); pip install onnx onnxscript") from None
+    check_loads(data)
     replace_file(target, lambda file: file.write(data))
+
+
+def check_types(program: torch.export.ExportedProgram) -> None:
+    """Raises UserError if a tensor of the program is bfloat16, for which onnxruntime lacks most operators."""
+    for module in program.graph_module.modules():
+        for node in getattr(getattr(module, "graph", None), "nodes", ()):
+            values = tree_leaves(node.meta.get("val"))
+            if any(isinstance(value, Tensor) and value.dtype is torch.bfloat16 for value in values):
+                raise UserError(
+                    "format=onnx: the model computes in bfloat16, which onnxruntime cannot run; let create_model and"
+                    " forward use float32 or float16, or use --format torch.export"
+                )
+
+
+def check_loads(data: bytes) -> None:
+    """Raises UserError if onnxruntime is installed and cannot load the program: it has no float64 convolution."""
+    try:
+        import onnxruntime
+    except ImportError:
+        return
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # the message below says it
+    try:
+        onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its errors have no common class
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"format=onnx: onnxruntime cannot load the program ({reason}); let create_model and forward use float32,"
+            " or use --format torch.export"
+        ) from None
 
 
 def as_safetensors(saved: dict[str, Any]) -> bytes:
@@ -167,14 +207,70 @@ def describe(value: Any) -> str:
     return f"[{', '.join(map(describe, value))}]" if isinstance(value, list | tuple) else repr(value)
 
 
-def snippet(kind: str, is_image_model: bool) -> str:
-    """The code that loads and runs an export of this format, for str.format."""
+def gives_class_scores(net: nn.Module, inputs: tuple, classes: list[str]) -> bool:
+    """Whether the model's output for inputs of two samples is a tensor [2, classes], as a classifier's is."""
+    with torch.no_grad():
+        output = net(*inputs)
+    return isinstance(output, Tensor) and output.shape == (2, len(classes)) and bool(classes)
+
+
+def classifies_zeros(config: TrainingConfig, saved: dict[str, Any]) -> bool:
+    """`gives_class_scores` of a new model, without data: for two images of zeros of the config's image_size."""
+    size: Any = getattr(config, "image_size", None)
+    shape = (2, count_channels(saved), size, size)
+    with suppress(Exception):  # a model that needs other inputs fails in any way; what it returns is unknown then
+        net = Seams.of(fork).create_model(config, torch.device("cpu")).eval()
+        return gives_class_scores(net, (torch.zeros(shape),), saved["classes"])
+    return False
+
+
+def count_channels(saved: dict[str, Any]) -> int:
+    """The number of channels that mean and std normalize; 0 if the data lacks one of the two."""
+    if not (saved["mean"] and saved["std"]):
+        return 0
+    return torch.tensor(saved["mean"]).numel()
+
+
+def has_image_filters(saved: dict[str, Any]) -> bool:
+    """Whether the data has a mean and std for each channel, and a weight is a convolution of so many channels."""
+    channels = count_channels(saved)
+    return channels > 0 and any(each.ndim == 4 and each.shape[1] == channels for each in saved["model"].values())
+
+
+def takes_images(inputs: tuple, channels: int) -> bool:
+    """Whether the model's only argument is a float32 tensor [B, channels, H, W], as normalized images are."""
+    if len(inputs) != 1 or not isinstance(inputs[0], Tensor) or inputs[0].ndim != 4:
+        return False
+    return inputs[0].dtype is torch.float32 and inputs[0].shape[1] == channels
+
+
+def is_of_bytes(saved: dict[str, Any]) -> bool:
+    """Whether mean and std can be those of images from 0 to 255 that are divided by 255."""
+    mean, std = torch.tensor(saved["mean"]), torch.tensor(saved["std"])
+    return bool(((mean >= 0) & (mean <= 1)).all() and (std <= 1).all())
+
+
+def snippet(kind: str, is_image_model: bool, is_classifier: bool) -> str:
+    """The code that loads and runs an export of this format, for str.format.
+
+    is_classifier: of an image model: whether its outputs are scores of the classes, which have names.
+    """
+    if not is_image_model:
+        load = {"onnx": ONNX, "torch.export": PROGRAM, "safetensors": SAFETENSORS + OTHERS, "weights": LOAD + OTHERS}
+        return load[kind]
     if kind == "onnx":
-        return ONNX_OF_IMAGES if is_image_model else ONNX
-    if kind == "torch.export":
-        return PROGRAM_OF_IMAGES + IMAGES if is_image_model else PROGRAM
-    load = SAFETENSORS if kind == "safetensors" else LOAD
-    return load + (IMAGES if is_image_model else OTHERS)
+        return ONNX_OF_IMAGES + (ONNX_CLASSES if is_classifier else ONNX_OUTPUTS)
+    load = {"torch.export": PROGRAM_OF_IMAGES, "safetensors": SAFETENSORS, "weights": LOAD}
+    return load[kind] + IMAGES + (IMAGE_CLASSES if is_classifier else IMAGE_OUTPUTS)
+
+
+def usage(options: argparse.Namespace, saved: dict[str, Any], shapes: str, is_image: bool, is_classifier: bool) -> str:
+    """The printed code."""
+    code = snippet(options.format, is_image, is_classifier)
+    scaled, units = SCALED.get(options.format, "images / 255"), "from 0 to 255"
+    if is_image and not is_of_bytes(saved):
+        scaled, units = UNSCALED.get(options.format, "images.float()"), "in the units of the data set"
+    return code.format(file=str(options.out), shapes=shapes, scaled=scaled, units=units)
 
 
 # ---- extra: unsaved ----
@@ -213,9 +309,8 @@ def main() -> int:
             torch.manual_seed(config.seed)
             net = Seams.of(fork).create_model(config, torch.device("cpu"))
             saved["model"] = complete(saved["model"], unsaved, net, {}, str(source))
-        channels, shapes = len(saved["mean"]), ""
-        has_filters = any(each.ndim == 4 and each.shape[1] == channels for each in saved["model"].values())
-        is_image_model = bool(saved["mean"] and saved["classes"] and has_filters)
+        shapes, is_classifier = "", False
+        is_image_model = has_image_filters(saved)
         if has_code or not is_image_model:
             try:
                 net, inputs, config = example(config, checkpoint.read(source)[0])
@@ -225,13 +320,17 @@ def main() -> int:
                     raise
                 print(error, file=sys.stderr)
                 shapes = "as in compute_loss; their shapes are unknown without the data"
+        else:
+            is_classifier = classifies_zeros(config, saved)
         if options.only_saved:  # extra: unsaved
             saved["model"] = {name: value for name, value in saved["model"].items() if name not in unsaved}
             saved[KEY] = unsaved
         if has_code:
-            is_image_model = is_image_model and [getattr(value, "ndim", 0) for value in inputs] == [4]
-            if hasattr(config, "image_size"):
-                saved["size"] = config.image_size
+            is_image_model = is_image_model and takes_images(inputs, count_channels(saved))
+            is_classifier = is_image_model and gives_class_scores(net, inputs, saved["classes"])
+            size: Any = getattr(config, "image_size", "auto")
+            if is_image_model and size != "auto":
+                saved["size"] = size
         if options.format == "weights":
             replace_file(out, lambda file: torch.save(saved, file))
         elif options.format == "safetensors":
@@ -244,7 +343,7 @@ def main() -> int:
         return 2
     if not has_code:
         print(f"left out of its config, as places and commands of this machine: {', '.join(places)}")
-    code = snippet(options.format, is_image_model).format(file=str(out), shapes=shapes)
+    code = usage(options, saved, shapes, is_image_model, is_classifier)
     if options.only_saved:  # extra: unsaved
         print(f"left out of its weights; create_model must give these: {', '.join(unsaved)}")
         # training seeds the generator, from which create_model may draw the frozen weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import pickle
 import random
 import sys
@@ -49,16 +50,87 @@ def leaves(nest: Any, path: str = "") -> dict[str, Any]:
 
 
 def digest(nest: Any) -> str:
-    """A hash of names, dtypes, shapes and bytes."""
-    found = hashlib.sha256()
+    """A hash of names, dtypes, shapes and bytes. Equal content has one digest, also in other memory or processes."""
+    hashed = hashlib.sha256()
     for name, leaf in leaves(nest).items():
-        if isinstance(leaf, Tensor):
-            data = leaf.detach().cpu().contiguous()
-            found.update(f"{name} {data.dtype} {tuple(data.shape)}".encode())
-            found.update(data.flatten().view(torch.uint8).numpy().tobytes())
-        else:
-            found.update(name.encode() + pickle.dumps(leaf))
-    return found.hexdigest()[:16]
+        hashed.update(name.encode())
+        hashed.update(tensor_content(leaf) if isinstance(leaf, Tensor) else object_content(leaf))
+    return hashed.hexdigest()[:16]
+
+
+def is_dense(value: Tensor) -> bool:
+    """Whether it is neither sparse nor a NestedTensor, which lack most operations."""
+    return value.layout is torch.strided and not value.is_nested
+
+
+def tensor_content(value: Tensor) -> bytes:
+    """The dtype, shape and numbers of a tensor: of each row of a NestedTensor, of the indices and values of a sparse
+    one."""
+    value, shape = value.detach(), ""
+    if value.is_nested:  # its shape has a symbol that differs between equal ones
+        parts = list(value.unbind())
+    elif is_dense(value):
+        parts = [value]
+    else:
+        shape = f"{value.layout} {tuple(value.shape)}"
+        entries = value.to_sparse_coo().coalesce()
+        parts = [entries.indices(), entries.values()]
+    content = shape.encode()
+    for part in parts:
+        data = part.cpu().contiguous()
+        content += f" {data.dtype} {tuple(data.shape)}".encode() + data.flatten().view(torch.uint8).numpy().tobytes()
+    return content
+
+
+class ContentPickler(pickle.Pickler):
+    """Gives equal objects of two processes the same bytes.
+
+    Pickles of equal tensors, arrays, texts and sets differ: by their memory, by which texts are one object in Python,
+    and by the order of insertion. A hash of their content takes their place, wherever an object holds them.
+    """
+
+    def persistent_id(self, value: Any) -> int | None:
+        content = None
+        if isinstance(value, Tensor):
+            content = tensor_content(value)
+        elif isinstance(value, str):
+            content = value.encode(errors="surrogatepass")
+        elif isinstance(value, bytes):
+            content = value
+        elif isinstance(value, set | frozenset):
+            content = "".join(sorted(map(digest, value))).encode()
+        elif is_array(value):
+            content = f"{value.dtype} {value.shape}".encode() + value.tobytes()
+        if content is None:
+            return None
+        hashed = hashlib.sha256(type(value).__name__.encode() + content)
+        return int.from_bytes(hashed.digest(), "big")  # a number, since equal texts may be one object or two
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is an array of NumPy without references to objects."""
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and not value.dtype.hasobject
+
+
+def object_content(value: Any) -> bytes:
+    """The pickle of a value; only the name of its type if it has none, as a sample with an open file before collate."""
+    stream = io.BytesIO()
+    try:
+        ContentPickler(stream).dump(value)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return type(value).__qualname__.encode()
+    return stream.getvalue()
+
+
+def padded_rows(nested: Tensor) -> Tensor:
+    """The rows of a NestedTensor in a dense one, with zeros after them. torch's own rejects those with holes."""
+    rows = nested.unbind()
+    if not rows:
+        return torch.zeros(0)
+    result = rows[0].new_zeros(len(rows), *map(max, zip(*(row.shape for row in rows), strict=True)))
+    for row, place in zip(rows, result, strict=True):
+        place[tuple(map(slice, row.shape))] = row
+    return result
 
 
 def generators() -> dict[str, str]:
@@ -94,7 +166,7 @@ def plural(count: int, noun: str) -> str:
 def can_join(batches: list[Any], size: int) -> bool:
     found: list[Any] = []
     map_leaves(found.append, batches)
-    return all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size for leaf in found)
+    return all(isinstance(leaf, Tensor) and is_dense(leaf) and leaf.ndim and len(leaf) == size for leaf in found)
 
 
 def joined(batches: list[Any]) -> Any:

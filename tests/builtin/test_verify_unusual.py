@@ -70,6 +70,22 @@ BY_LENGTH = """        return self.x[index, :1].expand(2 + index % 7, 8), self.y
         generator = torch.Generator().manual_seed(1000 * seed + epoch + 1)
         return torch.cat([whole[torch.randperm(len(whole), generator=generator)].flatten(), rest])
 """
+PADDED = "torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)"
+NESTED = FORWARD.replace("COMPUTE", "return self.net(torch.stack([row.mean(0) for row in x.unbind()]))")
+SPARSE = """        return self.x[index] * (self.x[index] > 0), self.y[index]
+
+    def collate(self, samples):
+        x, y = zip(*samples)
+        return torch.stack(x).SPARSE(), torch.stack(y)
+"""
+FROM_SPARSE = FORWARD.replace("COMPUTE", "return self.net(x.to_dense())")
+OF_DICT = """
+def compute_loss(model, batch):
+    return {"loss": ((model(batch["x"]) - batch["y"]).square().sum(), len(batch["y"]))}
+
+def predict(model, batch):
+    return {"value": model(batch["x"])}
+"""
 BAGS = """        generator = torch.Generator().manual_seed(index)
         return torch.randint(20, (1 + index % 3,), generator=generator), self.y[index]
 
@@ -310,6 +326,21 @@ class Rest:
         return x, y
 """,
     ),
+    "an object in a batch": (
+        OF_DICT,
+        """        from types import SimpleNamespace
+        meta = SimpleNamespace(t=self.x[index, :2], names=["t", f"sample {index}"])
+        return {"x": self.x[index], "y": self.y[index], "meta": meta}
+
+    def collate(self, samples):
+        batch = {name: torch.stack([sample[name] for sample in samples]) for name in ("x", "y")}
+        return batch | {"meta": samples[0]["meta"], "names": {name for each in samples for name in each["meta"].names}}
+""",
+    ),
+    "jagged": (NESTED, BY_LENGTH.replace(PADDED, "torch.nested.nested_tensor(list(rows), layout=torch.jagged)")),
+    "nested": (NESTED, BY_LENGTH.replace(PADDED, "torch.nested.nested_tensor(list(rows))")),
+    "sparse": (FROM_SPARSE, SPARSE.replace("SPARSE", "to_sparse")),
+    "sparse rows": (FROM_SPARSE, SPARSE.replace("SPARSE", "to_sparse_csr")),
     "a metric in evaluation only": (
         LOSS.replace(
             "COMPUTE",
@@ -349,6 +380,33 @@ def test_a_value_in_a_parameter_group_that_no_checkpoint_can_hold_is_named(tmp_p
     (fork / "dataset.py").write_text(REGRESSION.replace("20000 + 20 *", "0.0 +"))
     model = LINEAR.replace("OUTPUT", "self.net(x)").replace("PREDICTED", "model(x)")
     (fork / "model.py").write_text(model + PRELUDE + counter + LION.replace("for p in", count))
+<<<<<<< HEAD
     ended = forks.run(fork, 0, "scripts/verify.py", *FLAGS, "--batch_size", 4)
     assert ended.code == 1, ended.text
     assert "BROKEN  training    optimizer.param_groups[0].count: a checkpoint cannot hold this" in ended.out, ended.text
+=======
+    ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, "--batch_size", 4)
+    assert ended.code == 1 and outcomes(ended.out)["resume"] == "BROKEN", ended.text
+    assert "Lion.param_groups[0]['count'].number is" in ended.out, ended.text
+
+
+@pytest.mark.guarantee("verify")
+def test_a_batch_without_tensors_gets_the_sentence_of_train_py(tmp_path):
+    """They are not moved to the device. Their pickles differ by memory, which is no fault of collate."""
+    collate = """
+    def collate(self, samples):
+        from types import SimpleNamespace
+        x, y = zip(*samples)
+        return SimpleNamespace(x=torch.stack(x), y=torch.stack(y))
+"""
+    fork, data = copy_repository(tmp_path), REGRESSION.replace("20000 + 20 *", "0.0 +")
+    (fork / "dataset.py").write_text(data.replace(SAMPLE, SAMPLE + collate))
+    model = LINEAR.replace("OUTPUT", "self.net(x)").replace("PREDICTED", "model(x)")
+    (fork / "model.py").write_text(model.replace("x, y = batch", "x, y = batch.x, batch.y"))
+    trained = forks.run(fork, 0, "train.py", *FLAGS, "--batch_size", 4, "--max_steps", 1)
+    (sentence,) = [line for line in trained.text.splitlines() if "no tensor is found in a batch of Rows" in line]
+    assert trained.code == 2, trained.text
+    ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, "--batch_size", 4)
+    (content,) = [line for line in ended.out.splitlines() if line.startswith("BROKEN  content ")]
+    assert ended.code == 1 and sentence.partition("dataset: ")[2] in content, ended.text
+>>>>>>> w6

@@ -364,3 +364,4 @@ def test_onnx_gives_the_outputs_of_the_model(words_run, tmp_path):
     names = {"arrays": [torch.arange(14).view(2, 7).numpy()]}
     exec(text.partition("to use it:\n\n")[2], names)
     torch.testing.assert_close(torch.from_numpy(names["outputs"][0]), expected, rtol=1e-4, atol=1e-5)
+    assert "size" not in names["session"].get_modelmeta().custom_metadata_map  # it is of images

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Subset as PlainSubset
 
 from ddp_utils import DistributedContext
-from lib.values import digest, first_three, leaves, plural, scramble_global_rngs
+from lib.values import digest, first_three, is_dense, leaves, padded_rows, plural, scramble_global_rngs
 from lib.verify.fork import Broken, Fork, Subset
 from lib.verify.new_process import CHANGED, is_same, order_of, seen
 from lib.verify.notes import notes
@@ -87,6 +87,7 @@ def compare_order(fork: Fork) -> str:
 def content(fork: Fork) -> str:
     """A sample is the same on any rank, with or without workers, in any order, alone or in a batch."""
     subset, ctx, single = fork.small_train_set(), fork.ctx, fork.single_process
+    fork.on_all(lambda: fork.loader(fork.train_set).sample_batches())  # raises what train.py says of its batches
     order = fork.on_all(lambda: fork.loader(subset).sampler.order(LAST))
     plan = [indices.tolist() for indices in order.split(fork.small_config.batch_size)]
 
@@ -150,7 +151,10 @@ def content(fork: Fork) -> str:
 
 
 def tensors(batch: object) -> list[Tensor]:
-    return [leaf for leaf in leaves(batch).values() if isinstance(leaf, Tensor) and leaf.ndim]
+    """Those that may have a row per sample. Sparse ones, which can be large, are compared as a whole."""
+    given = [leaf for leaf in leaves(batch).values() if isinstance(leaf, Tensor)]
+    rows = [padded_rows(leaf) if leaf.is_nested else leaf for leaf in given]
+    return [leaf for leaf in rows if is_dense(leaf) and leaf.ndim]
 
 
 def common(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lib.values import leaves, one_line
+from lib.values import is_dense, leaves, one_line
 from lib.verify.fork import Broken, Fork, perturbed
 from utils.batch import map_tensors, tensors_in
 from utils.training.precision import Precision
@@ -57,7 +57,8 @@ def forward(
     found: dict[str, Tensor] = {}
 
     def note(_: nn.Module, __: Any, output: Any) -> Any:
-        named = {f"output {name}".strip(): leaf for name, leaf in leaves(output).items() if isinstance(leaf, Tensor)}
+        dense = {name: leaf for name, leaf in leaves(output).items() if isinstance(leaf, Tensor) and is_dense(leaf)}
+        named = {f"output {name}".strip(): leaf for name, leaf in dense.items()}
         found.update({name: leaf for name, leaf in named.items() if leaf.ndim and leaf.is_floating_point()})
         return change(output)
 
