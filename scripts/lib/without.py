@@ -14,6 +14,7 @@ All else stays as it is, byte for byte.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -190,9 +191,10 @@ def without_lines(lines: list[str], deleted: set[int]) -> str:
     return "".join(left)
 
 
-def comments_of(text: str) -> set[int]:
+@functools.cache  # the list of all extras asks for each file once per extra
+def comments_of(text: str) -> frozenset[int]:
     tokens = tokenize.generate_tokens(StringIO(text).readline)
-    return {token.start[0] - 1 for token in tokens if token.type == tokenize.COMMENT}
+    return frozenset(token.start[0] - 1 for token in tokens if token.type == tokenize.COMMENT)
 
 
 def spans_of(text: str) -> list[tuple[int, int, set[int]]]:
