@@ -317,7 +317,7 @@ def test_the_snippets_of_a_model_with_dict_inputs_give_its_outputs(words_run, tm
 
 
 def failing_export(words):
-    def save(program, file):
+    def save(program, file, extra_files):
         file.write(b"half")
         raise OSError(28, "No space left on device")
 
