@@ -323,7 +323,11 @@ class TrainingConfig:
     max_steps: int = setting("training", 0, "total optimizer steps (0 = set by epochs)", at_least(0), "may")
     batch_size: int = setting("training", 64, "samples per micro-batch on each rank", at_least(1), "must")
     grad_accum_steps: int = setting(
-        "training", 1, "micro-batches per rank and optimizer step; BatchNorm statistics move once per step", at_least(1)
+        "training",
+        1,
+        "micro-batches K per rank and optimizer step. BatchNorm moves once per step: its momentum 1 - 0.9^K has the"
+        " memory of K updates with 0.1",
+        at_least(1),
     )
     global_batch_size: int = setting("training", 0, "samples or tokens per step (0: by grad_accum_steps)", at_least(0))
     # ---- extra: lengths ----
