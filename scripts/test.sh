@@ -53,7 +53,8 @@ if [ "$mode" != fork ] || [ -n "${CI:-}" ]; then
 fi
 # ---- extra: template or companions ----
 if [ "$mode" = all ]; then # recipes, exports, storage
-    install datasets:datasets fuse:fusepy 'moto:moto[server]' optuna:optuna peft:peft pytorch_optimizer:pytorch-optimizer s3fs:s3fs safetensors:safetensors \
+    install datasets:datasets fuse:fusepy 'moto:moto[server]' onnx:onnx onnxruntime:onnxruntime onnxscript:onnxscript \
+        optuna:optuna peft:peft pytorch_optimizer:pytorch-optimizer s3fs:s3fs safetensors:safetensors \
         timm:timm transformers:transformers uv:uv
     trackers=.venv-trackers # which need other versions of packages that tests use
     if [ ! -d "$trackers" ]; then
