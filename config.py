@@ -528,9 +528,8 @@ class TrainingConfig:
         return world_size * self.grad_accum_steps
 
     def asks_for_more_than(self, saved: dict[str, Any]) -> bool:
-        """Whether this config extends a run that was completed with the saved values."""
-        limits = zip(self.limits, limits_of(saved), strict=True) if saved else ()
-        return any(here > before for here, before in limits)
+        """Whether this config extends a run that was completed with the saved values, if there are any."""
+        return bool(saved) and asks_for_more(vars(self), saved)
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -602,6 +601,19 @@ def limits_of(saved: dict[str, Any]) -> tuple[float, float]:
     """`TrainingConfig.limits` of the values in a config.json."""
     epochs, steps = saved["epochs"], saved["max_steps"]
     return math.inf if epochs == "auto" else epochs, steps or math.inf
+
+
+def asks_for_more(values: dict[str, Any], saved: dict[str, Any]) -> bool:
+    """Whether a run with these values may go on where one with the saved values was completed.
+
+    Its epochs, its steps or its patience may have ended it. Patience starts again with another metric.
+    """
+    old_patience = saved.get("patience", 0)
+    if old_patience and saved["best_metric"] != values["best_metric"]:
+        return True
+    new_limits = *limits_of(values), values["patience"] or math.inf
+    old_limits = *limits_of(saved), old_patience or math.inf
+    return any(new > old for new, old in zip(new_limits, old_limits, strict=True))
 
 
 def fields_of_yours() -> list[dataclasses.Field]:

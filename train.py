@@ -161,6 +161,8 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
     config, ending, test_records = attempt.config, "completed", []
     if attempt.run.resume_path:
         checkpoints.save(now=True)  # does nothing if the checkpoint is already in this run's folder
+        if schedule.is_at_end:
+            attempt.logger.info("nothing is left to train; to train longer, increase --epochs or --max_steps")
     try:
         training.consensus.flush()  # raises Stopped if a rank was asked to stop before the first step
         while not schedule.is_finished:  # by epochs, max_steps or patience
@@ -175,8 +177,10 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
                 validate(training)
             schedule.end_epoch()
             if schedule.is_patience_over:
-                attempt.logger.info("patience: no improvement in %d evaluations, so the run ends", config.patience)
                 checkpoints.save(now=True)
+        if schedule.is_patience_over:
+            text = "patience: no improvement in %d evaluations, so the run ends; to train longer, increase --patience"
+            attempt.logger.info(text, config.patience)
         checkpoints.finish_writing()
         test_records = training.validation.test_best()
     except Stopped:

@@ -17,7 +17,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from config import StartError, UserError, limits_of
+from config import StartError, UserError, asks_for_more
 from scripts.companions.follow import SECONDS_TO_LEAVE, Companion, Lines, OtherOwnerError, answer, follow, read_plan
 from scripts.companions.owner import SECONDS_BETWEEN_BEATS, Mirror
 from scripts.lib.stored import SECONDS_BETWEEN_LINES, files_of
@@ -62,7 +62,7 @@ def decide(plan: dict[str, Any]) -> dict[str, Any]:
     if valid and valid[-1]["step"] > max(map(checkpoint.step_of, here), default=-1):
         decision["owner"] = mirror.restore_records(folder)
         saved = read_json(folder / "config.json")
-        has_more = saved and any(new > old for new, old in zip(limits_of(config), limits_of(saved), strict=True))
+        has_more = saved and asks_for_more(config, saved)
         if read_json(folder / "status.json").get("state") == "completed" and not has_more:
             return decision | {"is_completed": True}
     if valid:

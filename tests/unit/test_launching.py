@@ -110,9 +110,24 @@ def test_restarts_and_a_changing_number_of_nodes_use_c10d(plan, variables):
     assert ("--max-restarts=3" in words) == ("MAX_RESTARTS" in variables)
 
 
-@pytest.mark.parametrize(("more", "is_done"), [([], True), (["--epochs", "10"], True), (["--epochs", "11"], False)])
-def test_a_node_that_returns_to_a_completed_run_does_not_wait_for_the_others(tmp_path, capsys, more, is_done):
-    """Whose config.json is lost; a start that asks for more is left to the ranks."""
+PATIENCE = '{"epochs": 10, "max_steps": 0, "patience": 2, "best_metric": "auto"}'
+RETURNS = [  # config.json, the flags of the start, whether nothing is left to do
+    ("", [], True),  # it is lost
+    ("", ["--epochs", "10"], True),
+    ("", ["--epochs", "11"], False),
+    (PATIENCE, ["--patience", "2"], True),
+    (PATIENCE, ["--patience", "1"], True),
+    (PATIENCE, ["--patience", "3"], False),
+    (PATIENCE, [], False),
+    (PATIENCE, ["--patience", "2", "--best_metric", "min:loss"], False),
+]
+
+
+@pytest.mark.parametrize(("saved", "more", "is_done"), RETURNS)
+def test_a_node_that_returns_to_a_completed_run_does_not_wait_for_the_others(tmp_path, capsys, saved, more, is_done):
+    """A start that asks for more is left to the ranks."""
+    if saved:
+        (tmp_path / "config.json").write_text(saved)
     (tmp_path / "status.json").write_text('{"state": "completed", "epoch": 10}')
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
     code = program.main(["--resume_from", "auto", "--run_dir", str(tmp_path), "--dry-run", *more], nodes)

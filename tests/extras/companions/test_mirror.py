@@ -20,6 +20,7 @@ from training import wait_until
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.extras.companions.programs import OTHER_OWNER, plan_of
+from utils.files import replace_json
 from utils.run import owner as claim_module
 from utils.run.folder import RunFolder
 from utils.run.owner import claim
@@ -117,6 +118,20 @@ def test_a_run_goes_on_from_its_mirror_in_an_empty_folder(url, tmp_path):
     lock, start = claim(TrainingConfig(run_dir=str(tmp_path / "c"), mirror=url, resume_from="auto"), "x", "", False)
     assert start.is_completed and not list((tmp_path / "c/checkpoints").iterdir())  # nothing large is fetched
     lock.close()
+
+
+def test_a_run_that_patience_has_ended_goes_on_from_its_mirror_with_more_patience(url, tmp_path):
+    first = Attempt(url, tmp_path / "a", patience=2)
+    config = first.config.to_dict()
+    replace_json(tmp_path / "a/config.json", config)
+    archive.write(first.save(10), payload(10) | {"config": config})
+    assert first.uploads.look("")
+    first.end("completed")
+    for name, patience, is_completed in [("b", 2, True), ("c", 1, True), ("d", 3, False)]:
+        config = TrainingConfig(run_dir=str(tmp_path / name), mirror=url, resume_from="auto", patience=patience)
+        lock, start = claim(config, "x", name, False)
+        assert start.is_completed == is_completed, name
+        lock.close()
 
 
 @pytest.mark.guarantee("keep-last")
