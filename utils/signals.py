@@ -142,7 +142,17 @@ def end_workers() -> None:
             child.kill()
 
 
-atexit.register(end_workers)  # runs before multiprocessing's own handler, which its import above has registered
+def end_workers_at_exit(_=None) -> None:
+    """Let this process call `end_workers` before multiprocessing's own handler, which its import above has registered.
+
+    A process of multiprocessing runs no handlers of atexit before Python 3.13, and later none from before its fork.
+    """
+    atexit.register(end_workers)
+    multiprocessing.util.Finalize(None, end_workers, exitpriority=100)
+
+
+end_workers_at_exit()
+multiprocessing.util.register_after_fork(end_workers, end_workers_at_exit)
 
 
 def let_threads_finish() -> None:

@@ -7,6 +7,7 @@ import io
 import os
 import re
 import sys
+import textwrap
 import time
 from pathlib import Path
 from unittest import mock
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp_utils
 from config import TrainingConfig, UserError
 from ddp_utils import cleanup_distributed, setup_distributed
-from ranks import WarmLaunch, finish, lack, run_ranks
+from ranks import WarmLaunch, finish, lack, launch, run_ranks
 from tasks import TASKS
 from training import says, train_flags
 from utils.distributed.collectives import on_all_ranks, once_per_file_system
@@ -340,6 +341,30 @@ def test_workers_that_ignore_sigterm_do_not_keep_the_process_alive(tmp_path):
     file.write_text(HOLDS_WORKERS)
     ended = finish(WarmLaunch(0, file, []))
     assert (ended.code, ended.out, ended.left) == (0, "done\n", 0), ended.text
+
+
+STARTS_PROCESSES = f"""
+import multiprocessing
+def hold():
+{textwrap.indent(HOLDS_WORKERS, "    ")}
+if __name__ == "__main__":
+    import utils.signals  # the forked process has inherited it
+    processes = [multiprocessing.get_context(name).Process(target=hold) for name in ("fork", "spawn", "forkserver")]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(90)
+    print([process.exitcode for process in processes])
+"""
+
+
+@pytest.mark.guarantee("clean-exit")
+def test_a_process_of_multiprocessing_ends_with_its_workers(tmp_path):
+    """However it was started: Python 3.13 runs in it no handlers from before its fork, earlier ones run none at all."""
+    file = tmp_path / "program.py"
+    file.write_text(STARTS_PROCESSES)
+    ended = launch([sys.executable, file])
+    assert ended.out == "done\n" * 3 + "[0, 0, 0]\n" and ended.left == 0, ended.text
 
 
 def share_with_details():
