@@ -106,6 +106,25 @@ def test_any_ranks_compute_the_same_global_batches(
             assert all(m.is_padding or m.number % ranks == r for r, own in enumerate(mine) for m in own)
 
 
+@EXAMPLES
+@hypothesis.given(
+    n=SIZES["n"],
+    size=SIZES["size"],
+    ranks=SIZES["ranks"],
+    per_step=st.integers(1, 4),
+    drop=st.booleans(),
+    max_steps=st.integers(0, 9),
+)
+def test_the_smallest_micro_batch_is_that_of_the_run(n, size, ranks, per_step, drop, max_steps):
+    world = samplers(n, ranks, size, per_step, drop_last=drop)
+    steps = [steps_of(each, 0)[: max_steps or None] for each in world]
+    computed = [m.indices for rank in steps for step in rank for m in step.mine if not m.is_padding]
+    expected = min(computed, key=len, default=[])
+    if len(expected) == max(map(len, computed), default=0):
+        expected = []  # all are equally large
+    assert [each.smallest(max_steps) for each in world] == [expected] * ranks
+
+
 @pytest.mark.guarantee("exact-ranks")
 @EXAMPLES
 @hypothesis.given(n=SIZES["n"], size=SIZES["size"], ranks=SIZES["ranks"], way=st.sampled_from([*WAYS]))

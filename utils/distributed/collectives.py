@@ -82,7 +82,7 @@ def on_all_ranks(action: Callable[[], T], ctx: DistributedContext, is_for_all: b
     try:
         result = action()
     except UserError as error:
-        problem = str(error), isinstance(error, StartError)
+        problem = told(error), isinstance(error, StartError)
     except OSError as error:
         problem = f"{told(error)}; fix that and start again", may_pass(error)
     if (rank := lowest_rank(bool(problem[0]), ctx)) is None:

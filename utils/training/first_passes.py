@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local
-from utils.metrics import MetricTracker, check_metrics, choose_best
+from utils.logger import count
+from utils.metrics import Metrics, MetricTracker, check_metrics, choose_best
 from utils.training.fingerprint import fingerprint_of
 from utils.training.replicated import Wrapped
 from utils.training.seams import ComputeLoss, Seams
@@ -33,7 +36,8 @@ def first_passes(
     config: TrainingConfig,
     ctx: DistributedContext,
 ) -> tuple[str, int]:
-    """Two complete passes, so that a resumed run sums gradients in the order of a fresh one.
+    """Two complete passes, so that a resumed run sums gradients in the order of a fresh one. Then two of the smallest
+    micro-batch of the run: an error that only this one has would end the run after the first epoch.
 
     Returns:
         The metric that selects the best checkpoint, as `choose_best` does, of those that an evaluation will report.
@@ -61,8 +65,15 @@ def first_passes(
             names = evaluate_once(batch, state, compute_loss)
         if seams.summary:  # extra: summarize
             names += seams.summary.names(state, batch, len(loader.largest()[-1]), len(loader.dataset))
+        if indices := loader.sampler.smallest():
+            with noted(indices, "an evaluation", "another --eval_batch_size"):
+                batch = loader.fetch(indices)[2]
+                evaluate_once(batch, state, compute_loss)
+                if seams.summary:  # extra: summarize
+                    seams.summary.names(state, batch, len(indices), len(loader.dataset))
         return names
 
+    on_all_ranks(lambda: train_smallest(model, state, loader, seams, config.max_steps), ctx)
     names = on_all_ranks(lambda: [evaluate(each) for each in held_out.values()], ctx)
     if config.compile != "off":  # extra: compile
         from utils.extras.compile.compiled import compile_all_sizes  # which imports this module
@@ -102,6 +113,19 @@ def train_twice(model: nn.Module, batch: Any, state: TrainState, compute_loss: C
 
     weight: the loss is multiplied by it.
     """
+    metrics = pass_twice(model, batch, state, compute_loss, weight)
+    gradients = [local(p.grad) for p in state.model.parameters() if p.grad is not None]
+    digest = fingerprint_of("gradients", gradients)
+    state.updater.drop_gradients()
+    state.sums.running_stats.discard()
+    state.lay_out(metrics)
+    return digest
+
+
+def pass_twice(
+    model: nn.Module, batch: Any, state: TrainState, compute_loss: ComputeLoss, weight: float = 1.0
+) -> Metrics:
+    """Run two forward and backward passes. Returns the metrics of the second one."""
     model.train()
     state.sums.running_stats.begin_epoch()
     for _ in range(2):
@@ -109,12 +133,35 @@ def train_twice(model: nn.Module, batch: Any, state: TrainState, compute_loss: C
             metrics = check_metrics(compute_loss(model, batch))
         (metrics["loss"][0].sum() * weight).backward()
         state.check_gradients()
-    gradients = [local(p.grad) for p in state.model.parameters() if p.grad is not None]
-    digest = fingerprint_of("gradients", gradients)
+    return metrics
+
+
+def train_smallest(
+    model: nn.Module, state: TrainState, loader: GlobalBatchLoader, seams: Seams, max_steps: int
+) -> None:
+    """Run the passes of the smallest micro-batch, if it is smaller than others, and undo their effects."""
+    indices = loader.sampler.smallest(max_steps)
+    if not indices:
+        return
+    with noted(indices, "an epoch", "another --batch_size or --drop_last"):
+        metrics = pass_twice(model, loader.fetch(indices)[2], state, seams.compute_loss)
+        if seams.terms:  # extra: terms
+            metrics = seams.terms.divided(metrics, number=0)
+        state.sums.metrics.update(metrics)  # raises UserError if names or shapes are others
+    state.sums.metrics.values.zero_()
     state.updater.drop_gradients()
     state.sums.running_stats.discard()
-    state.lay_out(metrics)
-    return digest
+
+
+@contextmanager
+def noted(indices: list[int], whole: str, remedy: str) -> Iterator[None]:
+    """Let an error say that it is one of the smallest micro-batch."""
+    try:
+        yield
+    except Exception as error:
+        size = count(indices, "sample")
+        error.add_note(f"this is the smallest micro-batch of {whole}, with {size}; use {remedy} if that is too small")
+        raise
 
 
 @torch.no_grad()

@@ -118,6 +118,10 @@ def test_any_ranks_compute_the_same_micro_batches(
             density = tokens / samples, 1 - tokens / sum(padded(each, lengths) for each in latest)
             assert {each.density(epoch, end, 3) for each in world} == {density}
         assert not any(streams)
+    if epoch == 0 and expected:
+        for steps in (0, 1, 2):
+            smallest = min(map(len, expected[: steps * per_step or None]))
+            assert all(each.smallest(steps) in expected and len(each.smallest(steps)) == smallest for each in world)
 
 
 def check_step(step, mine, lengths, is_padded, way):

@@ -120,6 +120,12 @@ class BudgetSampler(GlobalBatchSampler):
     def count(self) -> int:  # type: ignore[override]
         return len(self.packed(0).longest)
 
+    def smallest(self, max_steps: int = 0) -> list[int]:
+        packed = self.packed(0)
+        spans = [*itertools.pairwise(packed.begins)][: max_steps * self.micro_batches_per_step or None]
+        begin, end = min(spans, key=lambda span: span[1] - span[0], default=(0, 0))
+        return packed.order[begin:end].tolist()
+
     def steps_left(self, epoch: int, start: int, epochs: float) -> float:
         if epoch >= epochs:
             return 0

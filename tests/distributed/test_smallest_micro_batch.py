@@ -1,0 +1,129 @@
+"""An error that only the short last micro-batch has is known before the first step, of training and of evaluation."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import utils.data.sampler
+import utils.training.first_passes
+from ranks import run_ranks
+from tasks import BUCKETS, TASKS, Images, SmallNet, image_loss
+from training import train_flags
+from utils.logger import told
+
+FLAGS = "--epochs 2 --num_workers 0 --batch_size 4 --log_interval 1 --no-use_amp".split()
+
+
+def third(net, batch):
+    """The third sample is taken for granted."""
+    metrics = image_loss(net, batch)
+    return metrics | {"third": (batch[1][2], 1)}
+
+
+def third_in(training):
+    return lambda net, batch: (third if net.training == training else image_loss)(net, batch)
+
+
+def other_metrics(net, batch):
+    metrics = image_loss(net, batch)
+    return metrics | ({"extra": (1.0, 1)} if len(batch[1]) < 4 else {})
+
+
+def other_shape(net, batch):
+    return image_loss(net, batch) | {"per_sample": (torch.zeros(len(batch[1])), 1)}
+
+
+class LeavesOutFeatures(SmallNet):
+    def forward(self, x):
+        return super().forward(x) if len(x) > 2 else self.head(x.flatten(1)[:, :64])
+
+
+class ThirdCollate(Images):
+    def collate(self, batch):
+        images, labels = batch
+        return images, labels + 0 * labels[2]
+
+
+def create_third(config, split):
+    return ThirdCollate(config.dataset_size if split == "train" else 8, split) if split != "test" else None
+
+
+FUNCTIONS = {
+    "always": {"compute_loss": third},
+    "training": {"compute_loss": third_in(True)},
+    "evaluation": {"compute_loss": third_in(False)},
+    "metrics": {"compute_loss": other_metrics},
+    "shapes": {"compute_loss": other_shape},
+    "gradient": {"create_model": lambda config, device: LeavesOutFeatures(False, 10).to(device)},
+    "collate": {"create_dataset": create_third},
+}
+IN_TRAINING = "this is the smallest micro-batch of an epoch, with {}; use another --batch_size or --drop_last if"
+IN_EVALUATION = "this is the smallest micro-batch of an evaluation, with 1 sample; use another --eval_batch_size if"
+CASES = [  # what fails, flags, what the start says ("completed": nothing)
+    ("always", "--dataset_size 22", IN_TRAINING.format("2 samples")),
+    ("always", "--dataset_size 17", IN_TRAINING.format("1 sample")),
+    ("always", "--dataset_size 17 --max_steps 99 --epochs 9", IN_TRAINING.format("1 sample")),
+    ("training", "--dataset_size 22", IN_TRAINING.format("2 samples")),
+    ("training", "--dataset_size 22 --grad_accum_steps 2", IN_TRAINING.format("2 samples")),
+    ("training", "--dataset_size 22 --drop_last", "completed"),
+    ("training", "--dataset_size 24", "completed"),
+    ("training", "--dataset_size 23", "completed"),
+    ("training", "--dataset_size 66 --max_steps 2", "completed"),  # ends before that micro-batch
+    ("evaluation", "--dataset_size 20", "completed"),
+    ("evaluation", "--dataset_size 20 --eval_batch_size 3", IN_EVALUATION),
+    ("metrics", "--dataset_size 22", IN_TRAINING.format("2 samples")),
+    ("shapes", "--dataset_size 22", IN_TRAINING.format("2 samples")),
+    ("gradient", "--dataset_size 22", IN_TRAINING.format("2 samples")),
+    ("gradient", "--dataset_size 22 --find_unused_parameters", "completed"),
+    ("collate", "--dataset_size 22", IN_TRAINING.format("2 samples")),
+    ("collate", "--dataset_size 24", "completed"),
+]
+
+
+def starts(cases):
+    """What each start says: the error with its notes, or the state at the end."""
+    said = []
+    for functions, words in cases:
+        with mock.patch.dict(TASKS["plain"], FUNCTIONS[functions]):
+            try:
+                said.append(train_flags(words, task="plain")["state"])
+            except Exception as error:
+                said.append(told(error))
+    return said
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_of_the_smallest_micro_batch_ends_the_start(runs, ranks):
+    words = [(name, runs.words(f"run{k}", *FLAGS, *flags.split())) for k, (name, flags, _) in enumerate(CASES)]
+    for said in run_ranks(ranks, starts, words):
+        for text, case in zip(said, CASES, strict=True):
+            assert case[-1] in text, (case, text)
+    for k, (*_, expected) in enumerate(CASES):
+        assert bool(runs.checkpoints(f"run{k}")) == (expected == "completed")
+
+
+def train_unchecked(words, task):
+    with (
+        mock.patch.object(utils.training.first_passes, "train_smallest"),
+        mock.patch.object(utils.data.sampler.GlobalBatchSampler, "smallest", lambda *_: []),
+    ):
+        train_flags(words, task=task)
+
+
+@pytest.mark.parametrize(
+    ("task", "flags"),
+    [
+        ("images", ""),
+        ("images", "--amp_dtype fp16 --use_amp"),
+        ("images", "--sharding zero3"),  # extra: sharding
+        ("terms", ""),  # extra: terms
+        ("taught", ""),  # extra: steps
+    ],
+)
+def test_the_smallest_micro_batch_changes_no_bit_of_a_run(runs, task, flags):
+    """With BatchNorm and dropout."""
+    words = [*FLAGS, "--dataset_size", "17", *flags.split()]
+    runs.train(2, "checked", *words, task=task)
+    run_ranks(2, train_unchecked, runs.words("unchecked", *BUCKETS, *words), task)
+    runs.assert_same("checked", "unchecked")
