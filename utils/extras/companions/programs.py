@@ -28,7 +28,7 @@ def plan_of(config: TrainingConfig, rank: int, host: str, token: str, launch_id:
 def start(name: str, plan: dict[str, Any], *flags: str, **options: Any) -> subprocess.Popen:
     """Start a program in a session of its own. plan: what it reads from its standard input, as JSON."""
     words = [sys.executable, str(PROGRAMS / f"{name}.py"), str(plan.get("folder", "")), *flags]
-    env = single_environment()  # a user's command could be one that looks for a launcher
+    env = single_environment()  # what it starts must not wait for other ranks
     process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, env=env, **options)
     pipe, process.stdin = cast(BinaryIO, process.stdin), None
     with suppress(BrokenPipeError), pipe:
