@@ -69,7 +69,7 @@ import model
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.values import first_three, one_line, plural
 from lib.verify.data_checks import content, order
-from lib.verify.fork import Broken, Fork, single_environment
+from lib.verify.fork import Broken, Fork
 from lib.verify.loss_checks import loss
 from lib.verify.memory import SHIPPED, mentioned_fields, note_reads
 from lib.verify.model_checks import evaluation, gradient, parameters
@@ -78,6 +78,7 @@ from lib.verify.run_checks import plain_load, reduction, resume, training, weigh
 from lib.verify.schedule_check import schedule
 from utils.data.sets import kind_of, load_data
 from utils.distributed.collectives import all_gather_json, is_of_a_peer
+from utils.distributed.context import single_environment
 from utils.distributed.device import choose_kernels
 from utils.extras import verify as verified
 from utils.files import replace_json

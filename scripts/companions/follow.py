@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -27,6 +28,7 @@ NICENESS = 10
 SECONDS_TO_WARN = 60.0  # of failing tries
 MAX_PAUSE = 60.0  # seconds between two tries
 SECONDS_TO_LEAVE = 8.0
+SECONDS_AT_THE_END = 3600.0  # of a run, for the mirror and the tracker if hang_timeout is 0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # are for training
 
 
@@ -39,18 +41,22 @@ class Companion:
 
     Attributes:
         name: of the program, in messages and temporary files.
+        is_limited: whether its time after the end of the run is limited, whatever it does.
+        ended_at: when this program saw the end of the run.
         folder: of the run.
         checkpoints: the folder of its checkpoints.
         config: the settings of the run.
         plan: rank, host, token, launch_id and process (parent) of the rank that has started this program;
             resume_from: the checkpoint from which this attempt goes on; decision: of the mirror, at the start;
-            apart: the ranks of each node that has a run folder of its own.
+            apart: the ranks of each node that has a run folder of its own; beats: a pipe to the rank (`show_life`).
     """
 
     name, seconds_of_a_look = "", 0.5
+    is_limited = True
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan, self.config = plan, plan["config"]
+        self.ended_at = math.inf
         self.folder, self.checkpoints = Path(plan["folder"]), Path(plan["checkpoints"])
         self.log = logging.getLogger(NAME)
 
@@ -69,6 +75,23 @@ class Companion:
 
     def leave(self) -> None:
         """Called in a thread of its own when the rank is gone or has failed; the process ends within eight seconds."""
+
+    def show_life(self) -> None:
+        """Tell the rank that this program makes progress. After the end of the run it waits as long as that is so.
+
+        A program whose time is limited is silent after the end, so that it has `--hang_timeout`. If that is 0, it is
+        silent after an hour.
+        """
+        beats = self.plan.get("beats")
+        if beats is None:  # started by hand
+            return
+        with suppress(OSError):
+            if self.is_limited and self.state():
+                self.ended_at = min(self.ended_at, time.monotonic())
+            seconds = 0.0 if self.config.get("hang_timeout") else SECONDS_AT_THE_END
+            if time.monotonic() < self.ended_at + seconds:
+                os.set_blocking(beats, False)  # before the end of the run the rank does not read: the pipe gets full
+                os.write(beats, b".")
 
     def delete_copies(self) -> None:
         """Delete what a kill or an end has left of `kept`."""
@@ -214,4 +237,6 @@ def follow(companion: Companion) -> int:
                 companion.log.warning(text, companion.name, failing, error)
         ends = time.monotonic() + pause
         while time.monotonic() < ends and companion.state() == state:  # at the end of the run the rank waits
+            if not failing_since:
+                companion.show_life()
             time.sleep(min(pause, 0.5))

@@ -139,6 +139,8 @@ class Uploads(Companion):
         while not self._end.is_set():
             try:
                 self.mirror.beat()
+                if self._uploading:  # not every storage tells the progress of an upload
+                    self.show_life()
             except OtherOwnerError:
                 _exit(OTHER_OWNER)
             except UserError:
@@ -174,7 +176,7 @@ class Uploads(Companion):
                 self._upload(path)
                 has_changed = True
         while state and self._is_a_node_behind(0, state):
-            time.sleep(SECONDS_BETWEEN_REQUESTS)
+            self._wait_for_nodes()
         if state or (has_changed and self._there and not self._is_a_node_behind(0)):  # else its records would not count
             self._upload_records()
             self.mirror.prune(self.config["keep_last"], self.config["keep_every"], self._best)
@@ -184,6 +186,10 @@ class Uploads(Companion):
             self._thread.join()
             self.mirror.end({})
         return True
+
+    def _wait_for_nodes(self) -> None:
+        self.show_life()
+        time.sleep(SECONDS_BETWEEN_REQUESTS)
 
     # ---- uploads ----
 
@@ -209,7 +215,7 @@ class Uploads(Companion):
                 if any(each.get("lacks") == path.name for each in self._of_nodes()):
                     self._there[path.name] = digests  # superseded there before its parts were uploaded
                     return
-                time.sleep(SECONDS_BETWEEN_REQUESTS)
+                self._wait_for_nodes()
         self._upload_records()  # before the manifest: who resumes from the checkpoint needs them
         files = {
             name: {"object": objects[name], "bytes": sizes[objects[name]], "sha256": digest}
@@ -250,6 +256,7 @@ class Uploads(Companion):
 
         def tick(sent: int) -> None:
             self._moved_at = time.monotonic()
+            self.show_life()
             if self._state and self._moved_at - self._said_at > SECONDS_BETWEEN_LINES:
                 self._said_at = self._moved_at
                 self.log.info("waiting for the upload of %s to %s: %.0f MB", title, self.mirror.url, sent / 1e6)
@@ -271,6 +278,7 @@ class Uploads(Companion):
                 stamp = path.stat().st_size, path.stat().st_mtime_ns
                 if self._records.get(path) != stamp:
                     self.mirror.put(path, self.mirror.own(f"records/{name}"))
+                    self.show_life()
                     self._records[path] = stamp
 
 

@@ -30,6 +30,7 @@ class OnCheckpoint(Companion):
     """Runs the command. A file in the run folder has the step of the latest checkpoint whose command has ended."""
 
     name, seconds_of_a_look = "on_checkpoint", 0.1  # of a short run no checkpoint is passed over
+    is_limited = False  # the command is (`_check_time`)
 
     def __init__(self, plan: dict[str, Any]) -> None:
         super().__init__(plan)

@@ -101,6 +101,7 @@ class Track(Companion):
             records = [each for each in self._lines.new() if each["kind"] in ("train", "eval")]
             for at in range(0, len(records), ROWS):
                 self._send(tracker, records[at : at + ROWS])
+                self.show_life()
             if state:
                 self._close(tracker, state)
         except Exception as error:  # whatever a package raises

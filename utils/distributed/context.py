@@ -14,6 +14,12 @@ if TYPE_CHECKING:  # importing torch takes seconds; train.py needs its rank befo
     import torch.distributed as dist
 
 MAX_STEPS = 0xFFFFFF00  # Slurm's job steps have lower numbers; batch scripts and interactive shells have higher ones
+# What launchers tell one rank of several: torchrun and launch.sh, srun about the task and its step, and mpirun.
+OF_A_RANK = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_(RANK|WORLD_SIZE)|(GROUP|ROLE|MASTER|TORCHELASTIC|PET)_.*|LAUNCH_ID|N(NODES|ODE_RANK)"
+    r"|NPROC_PER_NODE|SLURM_(PROCID|LOCALID|NODEID|GTIDS|TASK_PID|NPROCS|NTASKS.*|STEP_.*|STEPID)"
+    r"|(OMPI|MV2)_COMM_WORLD_.*|PMI(2|X)?_.*|MPI_LOCAL.*"
+)
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,11 @@ def read_launch() -> Launch:
         agent_hosts_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         **common,
     )
+
+
+def single_environment() -> dict[str, str]:
+    """The environment for a program that is no rank: without what would make it wait for the other ranks."""
+    return {name: value for name, value in os.environ.items() if not OF_A_RANK.fullmatch(name)}
 
 
 def make_libraries_deterministic() -> None:

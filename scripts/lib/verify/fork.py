@@ -32,6 +32,7 @@ from utils.data.sampler import MapDataset
 from utils.data.sets import ChosenSamples
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_all_ranks
+from utils.distributed.context import single_environment
 from utils.distributed.dtensor import full, wrap
 from utils.metrics import MetricTracker
 from utils.report.reporter import Reporter
@@ -366,12 +367,6 @@ def perturbed(net: nn.Module, number: int) -> nn.Module:
 def raise_if(problem: Exception | None) -> None:
     if problem:
         raise problem
-
-
-def single_environment() -> dict[str, str]:
-    """The environment without the launcher's variables."""
-    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in os.environ.items() if name not in ranks and not name.startswith("SLURM_")}
 
 
 @contextmanager

@@ -13,42 +13,25 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from plans import CTX, plan_for, save
 
 from config import TrainingConfig, TrainingError
 from ranks import ROOT, is_gone
 from scripts.companions import follow, on_checkpoint
 from scripts.companions.follow import Companion, Lines, OtherOwnerError
 from scripts.companions.on_checkpoint import OnCheckpoint
-from test_checkpoint import payload
 from training import wait_until
-from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.extras.companions import beside as companions_module
 from utils.extras.companions import programs
 from utils.extras.companions.beside import Companions
-from utils.extras.companions.programs import plan_of
 from utils.files import read_json, replace_json
-
-CTX = SimpleNamespace(is_main=True, rank=0, host="here")
 
 
 @pytest.fixture
 def plan(tmp_path):
     """Of a run that trains, as the first attempt."""
     return plan_for(tmp_path)
-
-
-def plan_for(tmp_path, **flags):
-    config = TrainingConfig(run_dir=str(tmp_path / "run"), **flags)
-    config.checkpoint_folder.mkdir(parents=True, exist_ok=True)
-    replace_json(config.run_folder / "lock.json", {"token": "t", "has_trained": True})
-    return plan_of(config, 0, "here", "t", "", resume_from="", decision={}, apart=[])
-
-
-def save(plan, step):
-    path = checkpoint.step_path(Path(plan["checkpoints"]), step)
-    archive.write(path, payload(step))
-    return path
 
 
 def text_of(numbers):

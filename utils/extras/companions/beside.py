@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config import TrainingConfig, TrainingError
+from utils.checkpoint.format import step_checkpoints
 from utils.distributed.collectives import broadcast_json
 from utils.distributed.context import DistributedContext
 from utils.extras.companions.programs import OTHER_OWNER, end_session, start
@@ -27,6 +30,8 @@ SECONDS_OF_A_LOOK = 0.1
 MAX_PAUSE = 60.0  # seconds before one that dies again and again is started
 SECONDS_TO_LEAVE = 10.0
 SECONDS_AFTER_RANK_0 = 5.0  # for programs beside other ranks to end
+SECONDS_OF_SILENCE = 60.0  # at the end of a run, if hang_timeout is 0
+SECONDS_TO_SAY = 3.0  # of waiting there, before a line about it
 
 
 class Companions:
@@ -39,18 +44,17 @@ class Companions:
         every = {"mirror": config.mirror}
         if ctx.is_main:
             every |= {"track": config.track.replace("none", ""), "on_checkpoint": config.on_checkpoint}
-        self._settings = {name: value for name, value in every.items() if value}
+        self._titles = {name: redacted(f"{name}={value}") for name, value in every.items() if value}
         self._plan, self._log = plan, logging.getLogger(NAME)
         self._lost, self._is_closed = "", threading.Event()
         self._running: dict[str, subprocess.Popen] = {}
-        self._threads = {
-            name: threading.Thread(target=self._keep, args=(name,), daemon=True) for name in self._settings
-        }
+        self._beats = {name: Pipe(duplex=False) for name in self._titles}  # a program's signs of life
+        self._threads = {name: threading.Thread(target=self._keep, args=(name,), daemon=True) for name in self._titles}
         for thread in self._threads.values():
             thread.start()
 
     def _keep(self, name: str) -> None:
-        title, pause = redacted(f"{name}={self._settings[name]}"), 1.0
+        title, pause = self._titles[name], 1.0
         file = Path(self._plan["folder"], f".{name}-{self._plan['rank']}.pid")
         with suppress(OSError, ValueError):  # that of the attempt before
             pid = int(file.read_text())
@@ -59,7 +63,8 @@ class Companions:
         while not self._is_closed.is_set():
             code = -1
             with suppress(OSError):  # no memory, or no process more
-                process = self._running[name] = start(name, self._plan)
+                beats = self._beats[name][1].fileno()
+                process = self._running[name] = start(name, self._plan | {"beats": beats}, pass_fds=[beats])
                 with suppress(OSError):  # a full disk
                     file.write_text(str(process.pid))
                 code = process.wait()
@@ -85,17 +90,36 @@ class Companions:
         """Wait until they have done what is left after the end that lock.json holds, then end them.
 
         Args:
-            seconds: at most, but for `on_checkpoint`, whose command has limits of its own.
+            seconds: without a sign of life, after which a program is ended; 0: a minute.
             tick: called meanwhile.
         """
-        ends = time.monotonic() + seconds
-        while (alive := self._alive()) and ("on_checkpoint" in alive or time.monotonic() < ends):
+        seconds = seconds or SECONDS_OF_SILENCE
+        began = time.monotonic()
+        ends = dict.fromkeys(self._titles, began + seconds)
+        says_at = began + SECONDS_TO_SAY
+        while waiting := [name for name in self._alive() if time.monotonic() < ends[name]]:
             tick()
             self.look()
             time.sleep(SECONDS_OF_A_LOOK)
-        for name in alive:
-            text = "%s=%s: lacks the latest checkpoint or records after %.0f s; they are in %s"
-            self._log.warning(text, name, self._settings[name], seconds, self._plan["folder"])
+            if time.monotonic() > says_at:
+                says_at = math.inf
+                text = (
+                    "waiting for %s; a program that gives no sign of life for %.0f s is ended, and a command that runs"
+                    " is ended an hour after its start, or ten minutes after it if the run was stopped"
+                )
+                self._log.info(text, " and ".join(waiting), seconds)
+            for name in waiting:
+                beats = self._beats[name][0]
+                if beats.poll():
+                    os.read(beats.fileno(), 65536)
+                    ends[name] = time.monotonic() + seconds
+        for name in self._alive():
+            text = "%s: lacks the latest checkpoint or records after %.0f s; they are in %s"
+            place = self._plan["folder"]
+            if name == "on_checkpoint":
+                text = "%s: gave no sign of life and is ended after %.0f s; if the command did not run, run it for %s"
+                place = max(step_checkpoints(Path(self._plan["checkpoints"])), default=place)
+            self._log.warning(text, self._titles[name], time.monotonic() - began, place)
         self.look()
         self.leave(tick)
 
@@ -116,8 +140,8 @@ def finish_companions(attempt: Attempt) -> None:
     tick = lambda: attempt.clock.enter("save")  # noqa: E731 - a long upload is not a hang
     attempt.run.mark_ended()
     if companions and is_main:
-        seconds = math.inf
-        seconds = attempt.config.hang_timeout or seconds  # extra: watch
+        seconds = 0.0
+        seconds = attempt.config.hang_timeout  # extra: watch
         companions.finish(seconds, tick)
     broadcast_json(None, attempt.ctx)  # other ranks wait here, where `timeout` does not apply
     if companions and not is_main:  # which rank 0's have waited for

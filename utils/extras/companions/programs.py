@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from config import StartError, TrainingConfig, UserError
+from utils.distributed.context import single_environment
 
 OTHER_OWNER = 76  # exit code: another job owns the run
 PROGRAMS = Path(__file__).resolve().parents[3] / "scripts/companions"
@@ -27,7 +28,8 @@ def plan_of(config: TrainingConfig, rank: int, host: str, token: str, launch_id:
 def start(name: str, plan: dict[str, Any], *flags: str, **options: Any) -> subprocess.Popen:
     """Start a program in a session of its own. plan: what it reads from its standard input, as JSON."""
     words = [sys.executable, str(PROGRAMS / f"{name}.py"), str(plan.get("folder", "")), *flags]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, **options)
+    env = single_environment()  # what it starts must not wait for other ranks
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, env=env, **options)
     pipe, process.stdin = cast(BinaryIO, process.stdin), None
     with suppress(BrokenPipeError), pipe:
         pipe.write(json.dumps(plan | {"parent": os.getpid()}).encode())
