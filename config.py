@@ -207,6 +207,9 @@ def expand(path: str) -> str:
 
 def known_path(value: str) -> str:
     is_exact = "://" in value or os.path.lexists(value)
+    if not is_exact and re.match(r"[A-Za-z]:[\\/]|(\\|\.\.?|~|%\w+%)\\", value):
+        here = re.sub("^([A-Za-z]):/", lambda drive: f"/mnt/{drive[1].lower()}/", value.replace("\\", "/"))
+        return f"is a path of Windows; write it as it is here, in WSL {here}"
     unknown = None if is_exact else re.search(r"\$(\{\w+\}|[A-Za-z_]\w*)|^~[^/]*", value)
     return f"{unknown[0]} is not known here; write the path in full" if unknown else ""
 
@@ -720,8 +723,8 @@ def _help(cls: type, is_all: bool) -> str:
     return "\n".join([*lines, EXAMPLES, *([f"\n--help all shows the other {len(rare)} flags."] if rare else [])])
 
 
-def _read_yaml(text: str) -> dict[str, str]:
-    """The values of a YAML file as text, as flags have them. Raises ValueError."""
+def _read_yaml(text: str) -> dict[str, str | None]:
+    """The values of a YAML file as text, as flags have them; None for no value or several. Raises ValueError."""
     try:
         import yaml
     except ImportError:
@@ -732,25 +735,27 @@ def _read_yaml(text: str) -> dict[str, str]:
         raise ValueError(" ".join(str(error).split())) from None
     if node and not isinstance(node, yaml.MappingNode):
         raise ValueError("it is not a table of names and values")
-    values: dict[str, str] = {}
+    values: dict[str, str | None] = {}
     for key, value in node.value if node else []:
-        is_one = isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.ScalarNode) and key.value not in values
-        if not is_one or (value.style is None and value.value in NULLS):
-            raise ValueError(f"{key.value} has no value, or more than one; leave it out, or give one")
-        values[key.value] = value.value
+        name = str(key.value)
+        is_one = isinstance(value, yaml.ScalarNode) and name not in values
+        is_null = is_one and value.style is None and value.value in NULLS
+        values[name] = value.value if is_one and not is_null else None
     return values
 
 
 def _read_file(file: str, cls: type) -> dict[str, Any]:
     """The values of a TOML or YAML file, or a config.json. A checkpoint_dir inside run_dir is left to follow it."""
     path, remedy = Path(expand(file)), "give a TOML or YAML file, or the config.json of a run"
+    kind = path.suffix.lower()
     try:
         text = path.read_text(encoding="utf-8-sig")
-        if path.suffix != ".json":  # \udcXX, a byte of a name that is not UTF-8, is in JSON but not in TOML
+        if kind != ".json":  # \udcXX, a byte of a name that is not UTF-8, is in JSON but not in TOML
             text = re.sub(r"(?<!\\)\\u(dc[89a-f][0-9a-f])", lambda code: chr(int(code[1], 16)), text)
-        is_yaml = path.suffix in (".yaml", ".yml")
-        read = json.loads if path.suffix == ".json" else _read_yaml if is_yaml else tomllib.loads
-        values = read(text)
+        if kind == ".json":
+            values = json.loads(text)
+        else:
+            values = _read_yaml(text) if kind in (".yaml", ".yml") else tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise UserError(f"config={file}: cannot be read ({error}); {remedy}") from None
     if not isinstance(values, dict):
@@ -760,10 +765,13 @@ def _read_file(file: str, cls: type) -> dict[str, Any]:
     for name, default in (pair for fields in deleted_extras().values() for pair in fields.items()):
         if values.get(name) == default:  # what this fork does without it
             del values[name]
-    unknown = [f"{file}: {_unknown(key, cls)}" for key in values if key not in names and key not in REMOVED]
-    if unknown:
-        raise UserError("\n".join(unknown))
-    if path.suffix == ".json":  # how that run was started does not apply to a new one, and its command may not be yours
+    problems = [f"{file}: {_unknown(key, cls)}" for key in values if key not in names and key not in REMOVED]
+    for key, value in values.items():
+        if value is None and key in names:
+            problems.append(f"{file}: {key} has no value, or more than one; leave it out, or give one")
+    if problems:
+        raise UserError("\n".join(problems))
+    if kind == ".json":  # how that run was started does not apply to a new one, and its command may not be yours
         values = {key: value for key, value in values.items() if key not in NOT_TAKEN}
     if values.get("checkpoint_dir") == f"{values.get('run_dir')}/checkpoints":
         del values["checkpoint_dir"]

@@ -49,7 +49,7 @@ from utils.run.ending import leave_after, watched
 from utils.run.resume import compare_evaluated
 from utils.run.start import check_alike
 from utils.training.outputs import OTHER_NAMES, Outputs, in_order
-from utils.training.seams import Seams, example_inputs
+from utils.training.seams import Seams, first_tensor
 from utils.training.state import TrainState
 
 FLOAT32 = {"use_amp": False, "amp_dtype": "auto"}
@@ -149,8 +149,9 @@ def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, seed, pr
             return seams.predict(net, batch)
 
     for step, micro_batch in enumerate(loader.micro_batches(epoch=0), 1):
-        if step == 1 and seams.predict is Seams.predict:  # the default
-            check_arguments(net, example_inputs(micro_batch.batch), "predict(model, batch)")
+        first = first_tensor(micro_batch.batch)
+        if step == 1 and seams.predict is Seams.predict and first is not None:  # the default, which says what it lacks
+            check_arguments(net, (first,), "predict(model, batch)")
         with state.precision.autocast():
             outputs.add(net, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
         if step == 1:  # the workers have started

@@ -16,7 +16,15 @@ from utils.logger import RESERVED
 
 Metrics = dict[str, tuple]  # name -> (sum, count) or (sum, count, function of their quotient); numbers or tensors
 KNOWN_DIRECTIONS = {"loss": -1, "accuracy": 1, "top1": 1, "top5": 1}
+NOT_A_NAME = "which is not allowed (reserved, of a term of the loss, or with an empty part)"
 EXAMPLE = '{"loss": (loss_sum, len(labels)), "accuracy": (correct, len(labels))}'
+
+
+def is_metric_name(name: Any) -> bool:
+    """Whether a metric may have this name. It may have slashes, as "rewards/margin" has."""
+    if not isinstance(name, str) or name in RESERVED or name.startswith("loss/"):
+        return False
+    return not {"", ".", ".."} & {*name.split("/")}  # trackers take the name for a path
 
 
 def check_metrics(metrics: Any) -> Metrics:
@@ -33,8 +41,8 @@ def check_metrics(metrics: Any) -> Metrics:
     else:
         for name, entry in metrics.items():
             is_entry = isinstance(entry, tuple | list) and len(entry) in (2, 3) and all(map(is_value, entry[:2]))
-            if not isinstance(name, str) or name in RESERVED or "/" in name:
-                problem = f"returned a metric named {name!r}, which is not allowed (reserved, or with a slash)"
+            if not is_metric_name(name):
+                problem = f"returned a metric named {name!r}, {NOT_A_NAME}"
             elif not is_entry or (len(entry) == 3 and not callable(entry[2])):
                 problem = f"returned no (sum, count) or (sum, count, function) for {name}"
         if isinstance(metrics["loss"], dict):  # extra: terms
@@ -139,7 +147,10 @@ class MetricTracker:
             if isinstance(finish, TermMeans):  # extra: terms
                 means |= finish(total, count)
                 continue
-            means |= _reported(name, torch.where(count == 0, math.nan, total / count), finish)
+            reported = _reported(name, torch.where(count == 0, math.nan, total / count), finish)
+            if twice := means.keys() & reported:
+                raise UserError(f"model.compute_loss: two metrics are reported as {min(twice)}; rename one of them")
+            means |= reported
         return means
 
     def state(self) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import pytest
 
 import train
 from ranks import run_ranks
-from tasks import EagerConsensus
+from tasks import BUCKETS, TASKS, EagerConsensus, image_loss
 from training import train_flags
 from utils.checkpoint.layouts import FileLayout
 from utils.checkpoint.writer import Writer
@@ -145,3 +145,25 @@ def fail_while_writing(words):
 def test_a_failure_does_not_cost_the_checkpoint_that_is_being_written(runs):
     assert run_ranks(1, fail_while_writing, runs.words("run", *FLAGS, "--save_every_steps", 2)) == ["failed"]
     assert runs.last("run")["progress"]["step"] == 2
+
+
+def slashed(net, batch):
+    metrics = image_loss(net, batch)
+    return {"loss": metrics["loss"], "rewards/accuracy": metrics["top1"]}
+
+
+def train_slashed(words):
+    with mock.patch.dict(TASKS["images"], {"compute_loss": slashed}):
+        return train_flags(words)
+
+
+def test_a_metric_with_a_slash_in_its_name_selects_the_best_checkpoint(runs):
+    flags = "--dataset_size 40 --epochs 3 --lr 0.02 --no-use_amp --num_workers 0 --best_metric".split()
+    runs.train(2, "plain", *flags, "max:top1")
+    run_ranks(2, train_slashed, runs.words("slashed", *BUCKETS, *flags, "max:rewards/accuracy"))
+    plain, found = (runs.json(name, "summary.json") for name in ("plain", "slashed"))
+    assert found["best_metric"] == "rewards/accuracy"
+    assert (found["best_value"], found["best_epoch"]) == (plain["best_value"], plain["best_epoch"])
+    assert [each["rewards/accuracy"] for each in runs.records("slashed", "eval")] == [
+        each["top1"] for each in runs.records("plain", "eval")
+    ]

@@ -29,6 +29,17 @@ VALUES = {  # path: what it becomes in a home of /home/me, with NAME=/scratch
 UNKNOWN = {"$SCRATCH_X/a": "$SCRATCH_X", "a/${SCRATCH_X}": "${SCRATCH_X}", "~nobody-here/a": "~nobody-here"}
 
 
+OF_WINDOWS = {  # path: what to write in WSL
+    "C:\\out": "/mnt/c/out",
+    "d:/data/images": "/mnt/d/data/images",
+    "~\\data": "~/data",
+    "..\\data": "../data",
+    ".\\runs\\a": "./runs/a",
+    "\\\\server\\share": "//server/share",
+    "%USERPROFILE%\\a": "%USERPROFILE%/a",
+}
+
+
 @pytest.fixture
 def places(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -43,6 +54,26 @@ def places(monkeypatch, tmp_path):
 def test_a_path_is_expanded_unless_it_exists_as_it_is(places, path):
     assert expand(path) == VALUES[path]
     assert TrainingConfig(init_from=path).init_from == VALUES[path]
+
+
+@pytest.mark.guarantee("paths")
+@pytest.mark.parametrize("path", OF_WINDOWS)
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_of_windows_is_an_error_and_makes_no_folder(places, tmp_path, capsys, name, path):
+    before = [*tmp_path.rglob("*")]
+    with pytest.raises(SystemExit) as ended:
+        train_flags([f"--{name}={path}", "--backend", "gloo"])
+    said = capsys.readouterr().err.strip()
+    assert ended.value.code == 2 and [*tmp_path.rglob("*")] == before
+    assert said == f"{name}={path}: is a path of Windows; write it as it is here, in WSL {OF_WINDOWS[path]}"
+
+
+@pytest.mark.guarantee("paths")
+def test_a_name_of_linux_may_have_a_backslash(places, tmp_path):
+    assert TrainingConfig(run_dir="a\\b").run_dir == "a\\b"
+    (tmp_path / "c:").mkdir()
+    (tmp_path / "c:/a").mkdir()
+    assert TrainingConfig(data_dir="c:/a").data_dir == "c:/a"
 
 
 @pytest.mark.guarantee("paths")

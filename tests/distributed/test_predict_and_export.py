@@ -138,6 +138,28 @@ def test_a_predict_that_violates_its_contract_is_rejected_by_all_ranks(runs):
         assert all(text.startswith(expected) for text in texts), texts
 
 
+BATCHES = {
+    "dict": lambda images: {"x": images},
+    "list of dicts": lambda images: [{"x": image} for image in images],
+    "nested": lambda images: ((images, images), images),
+    "empty": lambda images: [],
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_without_predict_the_message_names_predict_and_not_example_inputs(batch):
+    loader = mock.Mock()
+    loader.micro_batches.return_value = [mock.Mock(batch=BATCHES[batch](torch.ones(2, 3, 8, 8)))]
+    state = mock.MagicMock(model=SmallNet(False, 10))
+    functions = mock.Mock(predict=seams.predict)
+    expected = r"model.py: has no predict\(model, batch\); add it, to return"
+    with (
+        mock.patch.object(predict, "Seams", mock.Mock(predict=seams.predict)),
+        pytest.raises(UserError, match=expected),
+    ):
+        predict.predict(functions, state, loader, mock.Mock(), mock.Mock())
+
+
 class Pairs(SmallNet):
     """Takes two arguments, and is trained with both."""
 

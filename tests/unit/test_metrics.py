@@ -94,6 +94,13 @@ LOSS = torch.tensor(1.0)
         ({"loss": (LOSS, 2), "top1": 0.5}, "returned no .sum, count. or .sum, count, function. for top1"),
         ({"loss": (LOSS, 2), "top1": (1, 2, 3)}, "returned no .sum, count. or .sum, count, function. for top1"),
         ({"loss": (LOSS, 2), "lr": (1, 2)}, "returned a metric named 'lr', which is not allowed"),
+        ({"loss": (LOSS, 2), "loss/a": (1, 2)}, "returned a metric named 'loss/a', which is not allowed"),
+        ({"loss": (LOSS, 2), "/a": (1, 2)}, "returned a metric named '/a', which is not allowed"),
+        ({"loss": (LOSS, 2), "a//b": (1, 2)}, "returned a metric named 'a//b', which is not allowed"),
+        ({"loss": (LOSS, 2), "a/": (1, 2)}, "returned a metric named 'a/', which is not allowed"),
+        ({"loss": (LOSS, 2), "a/../b": (1, 2)}, "returned a metric named 'a/../b', which is not allowed"),
+        ({"loss": (LOSS, 2), "": (1, 2)}, "returned a metric named '', which is not allowed"),
+        ({"loss": (LOSS, 2), 3: (1, 2)}, "returned a metric named 3, which is not allowed"),
         ({"loss": (torch.ones(2), 2)}, "returned a loss whose sum is not a 0-dimensional float tensor"),
         ({"loss": (LOSS, float("nan"))}, "returned a loss with a count of nan"),
         ({"loss": (LOSS, torch.ones(2))}, "returned a loss whose count is not one number"),
@@ -102,6 +109,31 @@ LOSS = torch.tensor(1.0)
 def test_anything_but_a_dict_of_sums_and_counts_is_rejected(returned, problem):
     with pytest.raises(UserError, match=f"model.compute_loss: {problem}.*; return sums and their counts, e.g. "):
         check_metrics(returned)
+
+
+@pytest.mark.parametrize(
+    "name", ["rewards/margins", "eval/f1/macro", "a/step", "losses/a", "a/sum", "a/count", "a b/c"]
+)
+def test_a_metric_may_have_a_slash_in_its_name(name):
+    metrics = {"loss": (LOSS, 2), "a": (3.0, 2), name: (1.0, 2)}
+    tracker = MetricTracker()
+    for _ in range(2):
+        tracker.update(check_metrics(metrics))
+    assert tracker.means() == {"loss": 0.5, "a": 1.5, name: 0.5}
+    copied = MetricTracker()
+    copied.lay_out(metrics)
+    copied.load_state(tracker.state())
+    assert copied.means() == tracker.means() and choose_best(f"max:{name}", [*tracker.means()]) == (name, 1)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_two_metrics_of_one_name_are_refused(is_first):
+    recall = {"recall": (torch.ones(2), torch.ones(2), lambda values: {"cat": values[0], "dog": values[1]})}
+    dog = {"recall/dog": (1.0, 2)}
+    tracker = MetricTracker()
+    tracker.update({"loss": (LOSS, 2)} | (dog | recall if is_first else recall | dog))
+    with pytest.raises(UserError, match="two metrics are reported as recall/dog; rename one of them"):
+        tracker.means()
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def first_passes(
                 batch = loader.fetch(indices)[2]
                 evaluate_once(batch, state, compute_loss)
                 if seams.summary:  # extra: summarize
-                    seams.summary.names(state, batch, len(indices), len(loader.dataset))
+                    seams.summary.names(state, batch, len(indices), len(indices))
         return names
 
     on_all_ranks(lambda: train_smallest(model, state, loader, seams, config.max_steps), ctx)

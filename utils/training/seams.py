@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 def example_inputs(batch: Any) -> tuple[Tensor, ...]:
     """The default: the batch itself, or its first entry, as the only argument of the model. Raises UserError."""
-    first = _first_tensor(batch)
+    first = first_tensor(batch)
     if first is None:
         raise UserError("model.py: has no example_inputs(batch); add it, to return the model's arguments")
     return (first,)
@@ -42,14 +42,15 @@ def example_inputs(batch: Any) -> tuple[Tensor, ...]:
 
 def predict(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     """The default: the output of the model for the batch itself, or its first entry. Raises UserError."""
-    first = _first_tensor(batch)
+    first = first_tensor(batch)
     output = None if first is None else model(first)
     if not isinstance(output, Tensor):
         raise UserError("model.py: has no predict(model, batch); add it, to return {name: tensor [B, ...]}")
     return {"output": output}
 
 
-def _first_tensor(batch: Any) -> Tensor | None:
+def first_tensor(batch: Any) -> Tensor | None:
+    """The batch itself, or its first entry, if that is a tensor."""
     first = batch if isinstance(batch, Tensor) else batch[0] if isinstance(batch, tuple | list) and batch else None
     return first if isinstance(first, Tensor) else None
 

@@ -18,7 +18,8 @@ from config import UserError
 from utils.clock import Clock
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
-from utils.logger import NAME, RESERVED
+from utils.logger import NAME
+from utils.metrics import NOT_A_NAME, is_metric_name
 from utils.training.outputs import OTHER_NAMES, Outputs, in_order
 
 if TYPE_CHECKING:
@@ -86,8 +87,8 @@ class Summary(NamedTuple):
                 " NaN where it is not defined: before the first step it gets a single batch"
             ) from error
         for name in found:
-            if not isinstance(name, str) or name in RESERVED or "/" in name:
-                raise UserError(f"model.summarize: the name {name!r} is not allowed (reserved, or with a slash)")
+            if not is_metric_name(name):
+                raise UserError(f"model.summarize: returned a number named {name!r}, {NOT_A_NAME}")
         return found
 
 
