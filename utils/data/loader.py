@@ -130,8 +130,14 @@ class GlobalBatchLoader:
         return fetched[1], collated[1], self._to_device(collated).batch
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, also those in the code of the data set."""
+        iterator: Any = getattr(self._loader, "_iterator", None)
         self._loader = None
+        if iterator is not None:  # it has a length, perhaps none
+            iterator._shutdown_workers()  # an exception's traceback may keep the iterator
+            for worker in iterator._workers:
+                worker.kill()
+                worker.join()
 
     def __iter__(self) -> Iterator[Any]:
         here = self.micro_batches(self.sampler.epoch, self.sampler.start)

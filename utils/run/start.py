@@ -45,7 +45,7 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
         logger = setup_logger(ctx.rank, None if run.claim.is_completed else run.log_file)
         if run.claim.is_completed:
             logger.info("%s: this run is already completed; to train longer, increase --epochs", run.folder)
-        yield Attempt(config, ctx, run, ending.clock, began, logger)
+        yield Attempt(config, ctx, run, ending.clock, began, logger, ending.resources)
     run.close()
 
 
