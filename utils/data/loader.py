@@ -50,6 +50,7 @@ class GlobalBatchLoader:
         self._fetcher = Fetcher(dataset, fetches_batches(dataset), config.seed)
         self._side = SideStream(ctx.device) if ctx.device.type != "cpu" else None
         self._loader: DataLoader | None = None
+        self.shared_tensors = 0  # at a time, from workers; known after `sample_batches`
         if self.num_workers:
             check_sockets()
             self._loader = DataLoader(
@@ -110,7 +111,13 @@ class GlobalBatchLoader:
         Raises:
             UserError: if no tensor is found in them. None would go to the device.
         """
-        batches = [self.fetch(indices)[2] for indices in self.largest()]
+        batches: list[Any] = []
+        for indices in self.largest():
+            _, collated, batch = self.fetch(indices)
+            batches.append(batch)
+            # of the batches that workers have fetched, that of this step and the one before, which is freed later
+            held = self.num_workers and PREFETCHED * self.num_workers + 2
+            self.shared_tensors = max(self.shared_tensors, held * len(tensors_in(collated)))
         if not tensors_in(batches):
             raise UserError(
                 f"dataset: no tensor is found in a batch of {type(self.dataset).__name__}, a"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from config import TrainingConfig, TrainingError, UserError
 from utils.checkpoint.format import step_checkpoints
 from utils.clock import Clock
-from utils.data.worker import explain
+from utils.data.worker import explain, explain_files
 from utils.distributed.collectives import is_of_a_peer, within
 from utils.distributed.context import DistributedContext, Launch, read_launch
 from utils.extras.watch import Watch  # extra: watch
@@ -81,7 +81,10 @@ def watched(folder: Path, config: TrainingConfig, ctx: DistributedContext) -> It
 def cause_of(
     error: BaseException, run: RunFolder | None, config: TrainingConfig, ctx: DistributedContext
 ) -> BaseException:
-    """The cause of the error: a loader worker of this rank, its memory, or else the error itself."""
+    """The cause of the error: a loader worker of this rank, its open files or memory, or else the error itself."""
+    if text := explain_files(error):
+        let_go(error)  # the descriptors, so that the run folder can be written
+        return TrainingError(f"rank {ctx.rank}: {text}")
     # the folder is read only if it matters, since its storage may hang
     is_resumed = is_out_of_memory(error) and bool(run and (run.resume_path or step_checkpoints(run.checkpoints)))
     return explain(error, ctx.rank) or explain_memory(error, config, ctx, is_resumed) or error

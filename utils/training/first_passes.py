@@ -11,6 +11,7 @@ from config import TrainingConfig, UserError
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
+from utils.distributed.device import raise_file_limit
 from utils.distributed.dtensor import local
 from utils.metrics import MetricTracker, check_metrics, choose_best
 from utils.training.fingerprint import fingerprint_of
@@ -64,6 +65,10 @@ def first_passes(
         return names
 
     names = on_all_ranks(lambda: [evaluate(each) for each in held_out.values()], ctx)
+    loaders = [loader, *held_out.values()]
+    workers = sum(each.num_workers for each in loaders)
+    tensors = sum(each.shared_tensors for each in loaders)
+    on_all_ranks(lambda: raise_file_limit(ctx.world_size, workers, tensors), ctx)
     if config.compile != "off":  # extra: compile
         from utils.extras.compile.compiled import compile_all_sizes  # which imports this module
 
