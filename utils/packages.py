@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 from config import UserError
@@ -17,7 +18,9 @@ def import_for(setting: str, module: str) -> Any:
     Raises:
         UserError: whatever the import raises. It is RuntimeError if torchvision was built for another torch.
     """
-    for name in (*NEEDS.get(module.partition(".")[0], ()), module):
+    package = module.partition(".")[0]
+    first = NEEDS.get(package, ()) if find_spec(package) else ()
+    for name in (*first, module):
         try:
             imported = importlib.import_module(name)
         except Exception as error:

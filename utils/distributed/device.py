@@ -91,5 +91,7 @@ def raise_file_limit(world_size: int, workers: int, tensors: int = 0) -> None:
     need = FILES + FILES_PER_RANK * world_size + FILES_PER_WORKER * workers + tensors
     if soft != resource.RLIM_INFINITY and soft < need:
         how = f"ulimit -n {need}, LimitNOFILE, --ulimit"
-        what = f"about {need} are needed, {tensors} of them for tensors from loader workers"
-        raise UserError(f"open files: the limit is {soft}, but {what}; use fewer --num_workers, or raise it ({how})")
+        way = f"raise it ({how})"
+        if tensors:
+            way = f"{tensors} of them are for tensors from loader workers; use fewer --num_workers, or {way}"
+        raise UserError(f"open files: the limit is {soft}, but about {need} are needed; {way}")
