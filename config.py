@@ -727,8 +727,8 @@ def _read_yaml(text: str) -> dict[str, str | None]:
     """The values of a YAML file as text, as flags have them; None for no value or several. Raises ValueError."""
     try:
         import yaml
-    except ImportError:
-        raise ValueError("PyYAML is not installed: pip install pyyaml, or give a TOML file") from None
+    except Exception as error:
+        raise ValueError(f"PyYAML cannot be imported ({error}): pip install pyyaml, or give a TOML file") from None
     try:
         node = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:

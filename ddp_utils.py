@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import json
 import os
 import socket
 import uuid
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -62,7 +62,6 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         follow_torchrun()
     if dist.is_initialized():  # left by a failed run in this process
         dist.destroy_process_group()
-    gc.collect()  # frees that run's memory and groups
     backend, device, card = _look_at_machine(config, launch)
     url = config.init_method or "env://"
     store = _rendezvous(launch, url, timedelta(seconds=config.timeout))
@@ -89,7 +88,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         device_names=tuple(each["device"] for each in cards),
         fast_bf16=all(each["bf16"] for each in cards),
         launch=launch,
-        control=control,
+        control_ref=weakref.ref(control),
         beats=beats,  # extra: watch
     )
 

@@ -39,7 +39,7 @@ from utils.rng import seed_device
 from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
 from utils.run.create import create_state
-from utils.run.ending import PREEMPTED, for_torchrun, leave_after
+from utils.run.ending import PREEMPTED, for_torchrun, leave_after, released
 from utils.run.evaluate_only import evaluate_only
 from utils.run.provenance import provenance_of
 from utils.run.resume import resume_run
@@ -62,10 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return PREEMPTED if outcome.get("state") == "preempted" and not read_launch().is_under_torchrun else 0
 
 
+@released()
 def train(
     config: TrainingConfig, data: Any = your_data, after_epoch: Callable[[Training], object] | None = None
 ) -> dict[str, Any]:
-    """Train according to the config. Call it on every rank; it may be called again in the same process.
+    """Train according to the config. Call it on every rank; it may be called again in the same process, also after an
+    exception.
 
     Args:
         data: has the functions of dataset.py.
@@ -125,6 +127,8 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
         split: on_all_ranks(partial(create_evaluation_dataloader, held_out_set, config, ctx, clock), ctx)
         for split, held_out_set in held_out.items()
     }
+    for each in (loader, *loaders.values()):
+        attempt.resources.callback(each.close)
     on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
     # before resume_run: the model's buffers, which these passes may change, are then those of the checkpoint
@@ -132,7 +136,9 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     provenance = provenance_of(config, ctx, state, sampler) | sets.content
     differences = resume_run(attempt, state, sampler, provenance, sets.listing, best)
     reporter = Reporter(attempt, state, loader, provenance, seams.log_images)
+    attempt.resources.callback(reporter.close)
     checkpoints = Checkpoints(attempt, state, provenance, reporter.before_save)
+    attempt.resources.callback(checkpoints.close)
     reporter.start(loaders, differences)  # training begins
     every = {"train": loader, **loaders}
 
@@ -159,11 +165,11 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
     """Train until the run ends or the ranks agree to stop. Returns the content of summary.json."""
     attempt, schedule, checkpoints = training.attempt, training.state.schedule, training.checkpoints
     config, ending, test_records = attempt.config, "completed", []
-    if attempt.run.resume_path:
-        checkpoints.save(now=True)  # does nothing if the checkpoint is already in this run's folder
-        if schedule.is_at_end:
-            attempt.logger.info("nothing is left to train; to train longer, increase --epochs or --max_steps")
     try:
+        if attempt.run.resume_path:
+            checkpoints.save(now=True)  # does nothing if the checkpoint is already in this run's folder
+            if schedule.is_at_end:
+                attempt.logger.info("nothing is left to train; to train longer, increase --epochs or --max_steps")
         training.consensus.flush()  # raises Stopped if a rank was asked to stop before the first step
         while not schedule.is_finished:  # by epochs, max_steps or patience
             train_one_epoch(training)
@@ -186,14 +192,10 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
     except Stopped:
         ending = "preempted"
         checkpoints.save_and_finish()  # saves nothing after the last step, which is saved before the test
-    except Exception:
+    except BaseException:
         checkpoints.finish_begun()  # what this failure need not cost
         raise
-    outcome = training.reporter.finish(ending, training.validation.best[0], test_records)
-    checkpoints.close()
-    for loader in (training.loader, *training.held_out.values()):
-        loader.close()
-    return outcome
+    return training.reporter.finish(ending, training.validation.best[0], test_records)
 
 
 def train_one_epoch(training: Training) -> None:

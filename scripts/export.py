@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from utils.data.loader import create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.extras.unsaved import KEY, complete  # extra: unsaved
 from utils.files import replace_file
+from utils.packages import import_for
 from utils.run.command_line import open_output
 from utils.run.resume import compare_evaluated
 from utils.training.seams import Seams
@@ -146,11 +148,14 @@ def export_program(saved: dict[str, Any], net: nn.Module, inputs: tuple, target:
         return
     check_types(program)
     try:
-        onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
-        onnx.model.metadata_props.update({name: json.dumps(value) for name, value in metadata.items()})
-        data = onnx.model_proto.SerializeToString()
-    except ImportError as error:
-        raise UserError(f"format=onnx: needs onnx and onnxscript ({error}); pip install onnx onnxscript") from None
+        for name in ("onnx", "onnxscript"):
+            import_module(name)
+    except Exception as error:
+        remedy = "pip install --force-reinstall onnx onnxscript"
+        raise UserError(f"format=onnx: needs onnx and onnxscript ({error}); {remedy}") from None
+    onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
+    onnx.model.metadata_props.update({name: json.dumps(value) for name, value in metadata.items()})
+    data = onnx.model_proto.SerializeToString()
     check_loads(data)
     replace_file(target, lambda file: file.write(data))
 
@@ -171,7 +176,7 @@ def check_loads(data: bytes) -> None:
     """Raises UserError if onnxruntime is installed and cannot load the program: it has no float64 convolution."""
     try:
         import onnxruntime
-    except ImportError:
+    except Exception:  # it is missing or broken, and only checks what was written
         return
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # the message below says it
@@ -187,15 +192,13 @@ def check_loads(data: bytes) -> None:
 
 def as_safetensors(saved: dict[str, Any]) -> bytes:
     """The weights, and the rest as JSON in the metadata. Raises UserError."""
-    try:
-        from safetensors.torch import save
-    except ImportError as error:
-        raise UserError(f"format=safetensors: needs safetensors ({error}); pip install safetensors") from None
+    save = import_for("format=safetensors", "safetensors.torch").save
     if others := [name for name, value in saved["model"].items() if not isinstance(value, Tensor)]:
         raise UserError(f"format=safetensors: holds tensors only, and {others[0]} is none; use --format weights")
     # a tied weight once for each of its names: the format has no shared memory
     weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in saved["model"].items()}
-    return save(weights, {name: json.dumps(value) for name, value in saved.items() if name != "model"})
+    data: bytes = save(weights, {name: json.dumps(value) for name, value in saved.items() if name != "model"})
+    return data
 
 
 def describe(value: Any) -> str:

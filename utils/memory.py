@@ -36,8 +36,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def let_go(error: BaseException) -> None:
-    """Free the local variables in the error's traceback, so that there is memory to report it."""
-    traceback.clear_frames(error.__traceback__)
+    """Free the local variables in the tracebacks of the error and of those in whose handlers it was raised."""
+    each: BaseException | None = error
+    while each:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__context__
 
 
 def free_memory() -> int | None:

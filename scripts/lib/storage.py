@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 from config import StartError, UserError
+from utils.packages import import_for
 from utils.redact import redacted
 
 T = TypeVar("T")
@@ -33,11 +35,12 @@ class Storage:
     def __init__(self, url: str, title: str = "") -> None:
         self.url = url.rstrip("/")
         self.title = title or self.url
-        from fsspec.core import url_to_fs  # only here: not every run needs it
-        from fsspec.registry import known_implementations
-
+        url_to_fs = import_for(self.title, "fsspec.core").url_to_fs  # only here: not every run needs it
         protocol = url.partition("://")[0]
-        known = known_implementations.get(protocol, {})
+        known = import_for(self.title, "fsspec.registry").known_implementations.get(protocol, {})
+        module = known.get("class", "").rpartition(".")[0]
+        if module and find_spec(module.partition(".")[0]):
+            import_for(self.title, module)
         try:
             options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
             self._files, self._root = url_to_fs(self.url, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -50,7 +51,7 @@ def of_threads(ctx: DistributedContext) -> DistributedContext:
     if ctx.world_size == 1:
         return ctx
     group: Any = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
-    return dataclasses.replace(ctx, control=group)
+    return dataclasses.replace(ctx, control_ref=weakref.ref(group))
 
 
 def size_of(payload: Payload) -> int:

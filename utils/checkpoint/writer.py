@@ -136,7 +136,8 @@ class Writer:
             wait([self._writing], self._limits.after_stop)
 
     def close(self) -> None:
-        self._thread.shutdown()
+        """End the thread once its write has ended."""
+        self._thread.shutdown(wait=False)  # the storage may hang
 
 
 def _be_nice() -> None:

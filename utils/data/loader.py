@@ -50,6 +50,7 @@ class GlobalBatchLoader:
         self._fetcher = Fetcher(dataset, fetches_batches(dataset), config.seed)
         self._side = SideStream(ctx.device) if ctx.device.type != "cpu" else None
         self._loader: DataLoader | None = None
+        self.shared_tensors = 0  # at a time, from workers; known after `sample_batches`
         if self.num_workers:
             check_sockets()
             self._loader = DataLoader(
@@ -110,7 +111,13 @@ class GlobalBatchLoader:
         Raises:
             UserError: if no tensor is found in them. None would go to the device.
         """
-        batches = [self.fetch(indices)[2] for indices in self.largest()]
+        batches: list[Any] = []
+        for indices in self.largest():
+            _, collated, batch = self.fetch(indices)
+            batches.append(batch)
+            # of the batches that workers have fetched, that of this step and the one before, which is freed later
+            held = self.num_workers and PREFETCHED * self.num_workers + 2
+            self.shared_tensors = max(self.shared_tensors, held * len(tensors_in(collated)))
         if not tensors_in(batches):
             raise UserError(
                 f"dataset: no tensor is found in a batch of {type(self.dataset).__name__}, a"
@@ -130,8 +137,14 @@ class GlobalBatchLoader:
         return fetched[1], collated[1], self._to_device(collated).batch
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, also those in the code of the data set."""
+        iterator: Any = getattr(self._loader, "_iterator", None)
         self._loader = None
+        if iterator is not None:  # it has a length, perhaps none
+            iterator._shutdown_workers()  # an exception's traceback may keep the iterator
+            for worker in iterator._workers:
+                worker.kill()
+                worker.join()
 
     def __iter__(self) -> Iterator[Any]:
         here = self.micro_batches(self.sampler.epoch, self.sampler.start)

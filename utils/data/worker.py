@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import re
+import resource
 import tempfile
 import traceback
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, Subset, default_collate
 
 from config import StartError, TrainingError, UserError
+from utils.batch import tensors_in
 from utils.data.sampler import MicroBatch
 from utils.data.transfer import pinned
 from utils.files import may_pass, retried
@@ -28,6 +30,8 @@ from utils.rng import seed_host
 WORKER_FAILURE = re.compile(
     r"DataLoader worker \(pid.*|unable to (?:allocate shared memory|\w+ .*</?torch_\d+_)(?!.*Too many open files).*"
 )
+# the second one is raised where descriptors are received
+FILES_FAILURE = re.compile(r"Too many open files|received \d+ items of ancdata")
 
 # A worker has copies of its parent's objects. The destructor of a gloo group hangs there, since the threads that it
 # waits for exist in the parent alone: so no copy is collected as garbage.
@@ -95,7 +99,7 @@ class Fetcher(Dataset):
             if not isinstance(error, OSError) or not may_pass(error):
                 raise
             text = f"a sample cannot be read in three tries ({told(error)}); repair the storage"
-            return micro_batch, StartError(f"{text}, then --resume_from auto")
+            return micro_batch, StartError(explain_files(error) or f"{text}, then --resume_from auto")
 
     def _batch(self, epoch: int, indices: Sequence[int]) -> Any:
         seed_host("sample", self._seed, epoch, *indices)
@@ -125,11 +129,11 @@ class Fetcher(Dataset):
 def send_error(queue: Queue, error: Exception, item: Any) -> None:
     """In the thread of a worker's queue, which pickles batches: without it, one that cannot be pickled is lost."""
     match item:
-        case number, (MicroBatch() as micro_batch, _):
+        case number, (MicroBatch() as micro_batch, batch):
             kind = TrainingError if isinstance(error, (OSError, RuntimeError)) else UserError
             text = f"collate: a loader worker cannot send what it returns ({type(error).__name__}: {error}); return"
             text += " tensors, numbers, text, lists and dicts, or use --num_workers 0"
-            queue.put((number, (micro_batch, kind(text))))
+            queue.put((number, (micro_batch, kind(explain_files(error, batch) or text))))
         case number, ExceptionWrapper() as raised:  # of a class that cannot be pickled
             raised.exc_type = RuntimeError
             queue.put((number, raised))
@@ -154,6 +158,16 @@ def explain(error: BaseException, rank: int) -> TrainingError | None:
     remedy = "If the data set's code crashed, --num_workers 0 shows where. If memory ran out,"
     remedy += " give the job more memory or a larger --shm-size, or use fewer --num_workers."
     return TrainingError(f"rank {rank}: {message}. {remedy}")
+
+
+def explain_files(error: BaseException, batch: Any = None) -> str:
+    """The sentence for a process that can open no more files; empty for another error. batch: that it cannot send."""
+    if isinstance(error, UserError | TrainingError) or not FILES_FAILURE.search(str(error)):
+        return ""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    enough = 4 * (limit + len(tensors_in(batch)))  # a process holds some batches
+    cause = f"open files: the limit is {limit}, and each tensor of a batch from a loader worker needs one"
+    return f"{cause}; use fewer --num_workers, or raise it (ulimit -n {enough})"
 
 
 def check_sockets() -> None:

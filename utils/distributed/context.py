@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """This process's ranks and device. `hosts` and `device_names` have one entry per rank; `control`: gloo."""
+    """This process's ranks and device. `hosts` and `device_names` have one entry per rank."""
 
     rank: int
     local_rank: int
@@ -55,12 +56,18 @@ class DistributedContext:
     device_names: tuple[str, ...] = ("cpu",)
     fast_bf16: bool = False  # on every rank
     launch: Launch = field(default_factory=Launch)
-    control: dist.ProcessGroup | None = None
+    # torch has the group until it is destroyed: a context that a traceback keeps must not keep its threads and sockets
+    control_ref: weakref.ref[dist.ProcessGroup] | None = None
     beats: Any = None  # of several ranks that share a TCP store  # extra: watch
 
     @property
     def is_main(self) -> bool:
         return is_main_process(self.rank)
+
+    @property
+    def control(self) -> dist.ProcessGroup | None:
+        """The gloo group for small messages."""
+        return self.control_ref() if self.control_ref else None
 
     @property
     def host(self) -> str:

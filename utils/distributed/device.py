@@ -74,8 +74,11 @@ def usable_cpus() -> int:
         return cpus
 
 
-def raise_file_limit(world_size: int, workers: int) -> None:
-    """Raise the limit on open files to the hard limit. Raises UserError if that is not enough."""
+def raise_file_limit(world_size: int, workers: int, tensors: int = 0) -> None:
+    """Raise the limit on open files to the hard limit. Raises UserError if that is not enough.
+
+    tensors: in the batches of loader workers, which send each of them by a descriptor.
+    """
     try:
         import resource
     except ImportError:  # Windows
@@ -85,7 +88,10 @@ def raise_file_limit(world_size: int, workers: int) -> None:
         with suppress(ValueError, OSError):  # macOS reports a hard limit that it does not grant
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-    need = FILES + FILES_PER_RANK * world_size + FILES_PER_WORKER * workers
+    need = FILES + FILES_PER_RANK * world_size + FILES_PER_WORKER * workers + tensors
     if soft != resource.RLIM_INFINITY and soft < need:
         how = f"ulimit -n {need}, LimitNOFILE, --ulimit"
-        raise UserError(f"open files: the limit is {soft}, but about {need} are needed; raise it ({how})")
+        way = f"raise it ({how})"
+        if tensors:
+            way = f"{tensors} of them are for tensors from loader workers; use fewer --num_workers, or {way}"
+        raise UserError(f"open files: the limit is {soft}, but about {need} are needed; {way}")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from config import UserError
 from utils.files import temporary_of
+from utils.packages import import_for
 
 
 def cifar10_folder(data_dir: Path) -> Path:
@@ -19,6 +20,7 @@ def cifar10_folder(data_dir: Path) -> Path:
 
 def download_cifar10(data_dir: Path) -> None:
     """Unpack CIFAR-10 into data_dir, completely or not at all; an archive that is already there is used."""
+    datasets = import_for("dataset=cifar10", "torchvision.datasets")
     root = cifar10_folder(data_dir)
     partial = temporary_of(root)  # another job may do the same
     partial.mkdir(parents=True)
@@ -26,12 +28,10 @@ def download_cifar10(data_dir: Path) -> None:
     try:
         if archive.exists():
             shutil.copy(archive, partial)
-        from torchvision.datasets import CIFAR10
-
-        CIFAR10(str(partial), download=True)
+        datasets.CIFAR10(str(partial), download=True)
         if not root.exists():
             partial.rename(root)
-    except (ImportError, OSError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         raise UserError(
             f"dataset=cifar10: cannot be downloaded ({error}); put {archive.name} into {data_dir}"
         ) from None
@@ -41,11 +41,10 @@ def download_cifar10(data_dir: Path) -> None:
 
 def read_cifar10(data_dir: Path, is_train: bool) -> tuple[Tensor, Tensor, list[str]]:
     """uint8 [N, 3, 32, 32], int64 [N] and the class names. Raises UserError if the files cannot be read."""
+    datasets = import_for("dataset=cifar10", "torchvision.datasets")
     root = cifar10_folder(data_dir)
     try:
-        from torchvision.datasets import CIFAR10
-
-        source = CIFAR10(str(root), train=is_train)
-    except (ImportError, RuntimeError) as error:
+        source = datasets.CIFAR10(str(root), train=is_train)
+    except RuntimeError as error:
         raise UserError(f"{root}: cannot be read ({error}); delete it to download it again") from None
     return torch.from_numpy(source.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(source.targets), source.classes

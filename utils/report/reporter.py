@@ -226,13 +226,17 @@ class Reporter:
             self._run.warn("%s", line)
         self._run.write_json("summary.json", summary)
         self._run.status(ending, epoch=progress.epoch_number, step=progress.step, samples_seen=progress.samples_seen)
-        for each in self._observers:
-            each.end()
-        self._board.close()
+        self.close()
         trained_s = summary["time"]["training_s"] + summary["time"]["data_wait_s"]
         logger.info("%s", end_text(summary, self._run, self._config, trained_s, empty_steps(records)))
         finish_companions(self._attempt)  # extra: companions
         return summary
+
+    def close(self) -> None:
+        """End what looks at the steps, and close TensorBoard's file."""
+        while self._observers:
+            self._observers.pop().end()
+        self._board.close()
 
 
 def targets_in(count: Tensor, samples: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from config import TrainingConfig
@@ -23,6 +24,7 @@ class Attempt:
     clock: Clock
     began: float  # when its process started, by time.monotonic
     logger: logging.Logger
+    resources: ExitStack  # what ends or is closed with the attempt, also after a failure
 
     @property
     def is_asked_to_stop(self) -> bool:

@@ -134,7 +134,7 @@ class Copier:
         wait([self._copy] if self._copy else [], seconds)
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._thread.shutdown(wait=False)  # after a failure it may wait for a rank that is gone
         self._memory.release()
 
 

@@ -4,29 +4,55 @@ code. 0: completed, or stopped and saved under torchrun; 75: stopped and saved; 
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
+
+import torch.distributed as dist
 
 from config import TrainingConfig, TrainingError, UserError
 from utils.checkpoint.format import step_checkpoints
 from utils.clock import Clock
-from utils.data.worker import explain
-from utils.distributed.collectives import is_of_a_peer
+from utils.data.worker import explain, explain_files
+from utils.distributed.collectives import is_of_a_peer, within
 from utils.distributed.context import DistributedContext, Launch, read_launch
 from utils.extras.watch import Watch  # extra: watch
 from utils.logger import NAME, setup_logger, told
-from utils.memory import is_out_of_memory
+from utils.memory import is_out_of_memory, let_go
 from utils.run.command_line import end_now, reject
 from utils.run.failures import explain_memory
 from utils.run.folder import RunFolder
+from utils.run.owner import RunLock
 
 SECONDS_FOR_BLAME = 2.0
+SECONDS_TO_LEAVE = 1.0  # process groups that may wait for a peer: this rank is to be blamed before its peers
 PREEMPTED = 75  # exit code
+
+
+@contextmanager
+def released() -> Iterator[None]:
+    """After the decorated function, also after an exception, this process has no lock and no process group.
+
+    The frames in the traceback lose their values, which would keep the model, the data and the sockets of the groups.
+    """
+    try:
+        yield
+    except BaseException as error:
+        for lock in [*RunLock.taken]:
+            lock.close()
+        let_go(error)
+        # NCCL waits for what was begun, and peers may be gone; the next start destroys its groups
+        if dist.is_initialized() and (dist.get_world_size() == 1 or "nccl" not in dist.get_backend()):
+            with suppress(TimeoutError):
+                within(SECONDS_TO_LEAVE, dist.destroy_process_group)
+        raise
+    finally:
+        gc.collect()  # what refers to itself: groups, and memory of the device
 
 
 @contextmanager
@@ -37,7 +63,9 @@ def watched(folder: Path, config: TrainingConfig, ctx: DistributedContext) -> It
     """
     setup_logger(ctx.rank)
     ending = Ending(ctx)
+    ending.resources.callback(ending.clock.close)
     watch = Watch(folder, config, ctx, ending)  # extra: watch
+    ending.resources.callback(watch.close)  # extra: watch
     try:
         yield ending
     except BaseException as error:
@@ -47,14 +75,16 @@ def watched(folder: Path, config: TrainingConfig, ctx: DistributedContext) -> It
         ending.write_failure(cause)
         raise cause from (error if cause is not error else error.__cause__)
     finally:
-        watch.close()  # extra: watch
-        ending.clock.close()
+        ending.resources.close()
 
 
 def cause_of(
     error: BaseException, run: RunFolder | None, config: TrainingConfig, ctx: DistributedContext
 ) -> BaseException:
-    """The cause of the error: a loader worker of this rank, its memory, or else the error itself."""
+    """The cause of the error: a loader worker of this rank, its open files or memory, or else the error itself."""
+    if text := explain_files(error):
+        let_go(error)  # the descriptors, so that the run folder can be written
+        return TrainingError(f"rank {ctx.rank}: {text}")
     # the folder is read only if it matters, since its storage may hang
     is_resumed = is_out_of_memory(error) and bool(run and (run.resume_path or step_checkpoints(run.checkpoints)))
     return explain(error, ctx.rank) or explain_memory(error, config, ctx, is_resumed) or error
@@ -66,6 +96,7 @@ class Ending:
     def __init__(self, ctx: DistributedContext) -> None:
         self.run: RunFolder | None = None
         self.clock = Clock(ctx.device)
+        self.resources = ExitStack()  # closed in reverse order
 
     def report_to(self, run: RunFolder) -> None:
         """From now on how this process ends is written to the run's status.json."""

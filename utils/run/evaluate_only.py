@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -60,9 +61,9 @@ def _evaluate(config: TrainingConfig, ctx: DistributedContext, seams: Seams, dat
     records: list[dict[str, Any]] = []
     for split, dataset in sets.held_out.items():
         began = time.perf_counter()
-        loader = on_all_ranks(partial(create_evaluation_dataloader, dataset, config, ctx), ctx)
         weights = state.weights_of(payload)
-        found = evaluation.records(split, loader, weights, progress)
+        with closing(on_all_ranks(partial(create_evaluation_dataloader, dataset, config, ctx), ctx)) as loader:
+            found = evaluation.records(split, loader, weights, progress)
         log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
         records += found
     kind = list(state.weights_of(payload))[-1]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from config import DEFAULT_RUN_DIR, StartError, TrainingConfig, UserError
 from utils.checkpoint import format as checkpoint
@@ -50,12 +50,15 @@ class RunLock:
         OSError: if the folder cannot be read or written. A lock.json that cannot be read is not one without an owner.
     """
 
+    taken: ClassVar[set[RunLock]] = set()  # by this process; closed after an exception
+
     def __init__(self, folder: Path, host: str, token: str = "") -> None:
         self._file, self._own = folder / NAME, {"token": token or uuid.uuid4().hex, "host": host, "boot": ""}
         with suppress(OSError):
             self._own["boot"] = BOOT.read_text().strip()
         self._has_locks, self._end = True, threading.Event()
         self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        self.taken.add(self)
         self.before: dict[str, Any] = {}
         is_alone = self._is_owner_gone(folder)
         if is_alone:
@@ -132,6 +135,7 @@ class RunLock:
 
     def close(self) -> None:
         """Release the folder."""
+        self.taken.discard(self)
         self._end.set()
         if self._descriptor >= 0:
             os.close(self._descriptor)

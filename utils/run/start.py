@@ -47,7 +47,7 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
         if run.claim.is_completed:
             limit = reached_limit(config, read_json(run.folder / "status.json"))
             logger.info("%s: this run is already completed; to train longer, increase --%s", run.folder, limit)
-        yield Attempt(config, ctx, run, ending.clock, began, logger)
+        yield Attempt(config, ctx, run, ending.clock, began, logger, ending.resources)
     run.close()
 
 

@@ -13,6 +13,7 @@ from config import TrainingConfig, UserError
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
+from utils.distributed.device import raise_file_limit
 from utils.distributed.dtensor import local
 from utils.logger import count
 from utils.metrics import Metrics, MetricTracker, check_metrics, choose_best
@@ -75,6 +76,10 @@ def first_passes(
 
     on_all_ranks(lambda: train_smallest(model, state, loader, seams, config.max_steps), ctx)
     names = on_all_ranks(lambda: [evaluate(each) for each in held_out.values()], ctx)
+    loaders = [loader, *held_out.values()]
+    workers = sum(each.num_workers for each in loaders)
+    tensors = sum(each.shared_tensors for each in loaders)
+    on_all_ranks(lambda: raise_file_limit(ctx.world_size, workers, tensors), ctx)
     if config.compile != "off":  # extra: compile
         from utils.extras.compile.compiled import compile_all_sizes  # which imports this module
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -90,7 +91,8 @@ def measure(
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     hosts = tuple(f"node{rank // per_node}" for rank in range(ranks))
     size: dict[str, Any] = {"world_size": ranks, "local_world_size": min(ranks, per_node), "hosts": hosts}
-    ctx = dataclasses.replace(ctx, **size, device_names=ctx.device_names * ranks, control=dist.group.WORLD)
+    control: Any = weakref.ref(cast(Any, dist.group.WORLD))
+    ctx = dataclasses.replace(ctx, **size, device_names=ctx.device_names * ranks, control_ref=control)
     try:
         state = train.create_state(seams, config, ctx)
         loader, sampler = create_distributed_dataloader(data, config, ctx)

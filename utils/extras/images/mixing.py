@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from utils.packages import import_for
 from utils.rng import derive_seed
 
 
 @functools.cache
-def _mixing(mixup: float, cutmix: float, classes: int) -> Callable[..., Any]:
-    from torchvision.transforms import v2
-
+def _mixing(mixup: float, cutmix: float, classes: int) -> Any:
+    v2 = import_for("mixup_alpha, cutmix_alpha", "torchvision.transforms.v2")
     kinds = [
         kind(alpha=alpha, num_classes=classes) for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix)) if alpha
     ]

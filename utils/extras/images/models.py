@@ -9,13 +9,11 @@ from torch import nn
 
 from config import UserError, nearest
 from utils.memory import is_out_of_memory
+from utils.packages import import_for
 
 
 def torchvision_model(name: str, in_channels: int, num_classes: int, image_size: int) -> nn.Module:
-    try:
-        from torchvision import models
-    except ImportError as error:
-        raise UserError(f"model={name}: needs torchvision ({error}); install it, or use --model mini_resnet") from None
+    models = import_for(f"model={name}", "torchvision.models")
     known = models.list_models(module=models)
     if name not in known:
         raise UserError(f"model={name}: is not known; use mini_resnet or a torchvision model: {nearest(name, known)}")

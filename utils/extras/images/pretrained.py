@@ -11,21 +11,23 @@ from torch import Tensor
 
 from config import TrainingConfig, UserError
 from utils.checkpoint.format import load_weights
+from utils.packages import import_for
 
 
 def published(model: str) -> Any:
     """torchvision's default weights of a model: `url` and `transforms()`. None if it is not one of torchvision's."""
     if model == "mini_resnet":
-        return None  # torchvision may be missing
+        return None
     try:
         from torchvision import models
-    except ImportError:
+    except Exception:  # it is missing or broken, and the model may be one of the fork
         return None
     return models.get_model_weights(model).DEFAULT if model in models.list_models(module=models) else None
 
 
 def weights_file(config: TrainingConfig) -> Path:
     """Where the weights are: torch.hub's folder if they are there, else <data_dir>/weights. Raises UserError."""
+    import_for("init_from=torchvision", "torchvision.models")
     weights = published(config.model)
     if weights is None:
         raise UserError(

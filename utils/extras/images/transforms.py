@@ -11,6 +11,7 @@ from config import TrainingConfig, unless_auto
 from utils.example.augment import choose
 from utils.extras.images.checks import range_of
 from utils.extras.images.pretrained import published
+from utils.packages import import_for
 
 STATISTICS = {1: ((0.5,), (0.25,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}  # by channels; 3: ImageNet's
 
@@ -36,8 +37,7 @@ def file_transform(config: TrainingConfig, size: int, is_train: bool) -> tuple[C
     """torchvision's reference transforms, in its order: decoded uint8 [C, H, W] -> uint8 [C, size, size], in workers;
     and whether they draw. A worker seeds torch's generator for each sample, so draws depend on (seed, epoch, sample).
     """
-    from torchvision.transforms import v2
-
+    v2 = import_for(f"dataset={config.dataset}", "torchvision.transforms.v2")
     mode, steps = v2.InterpolationMode(config.interpolation), []
     is_cropped = choose(config.augment, size) == "resized_crop"
     if not is_train:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import Subset
@@ -33,8 +32,10 @@ from utils.data.sets import kind_of, split_of
 from utils.data.worker import sample_name
 from utils.distributed.collectives import read_once
 from utils.distributed.context import DistributedContext
+from utils.packages import import_for
 from utils.rng import derive_seed
 
+numpy = import_for("batch_tokens", "numpy")
 DIFFER = "lengths: {other} and {first} read different lengths; copy the data again, or sort what they are made from"
 
 

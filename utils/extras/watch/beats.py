@@ -91,6 +91,7 @@ class Beats:
             self._calls.put(None)
             self._thread.join(SECONDS_TO_END)
             self._thread = None
+        del self._setting, self._reading  # their sockets
 
     def read(self, ranks: Iterable[int]) -> tuple[dict[int, Place], dict[str, Any]]:
         """The places of these ranks, and the first failure as given to `report`, or nothing."""

@@ -1,0 +1,123 @@
+"""Batches of many tensors: loader workers send each of them by a descriptor."""
+
+import re
+import resource
+from collections import namedtuple
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+
+import tasks
+import train
+from config import TrainingConfig, TrainingError, UserError
+from ranks import run_ranks
+from tasks import Images
+from training import TINY
+from utils.distributed.context import DistributedContext
+from utils.run.ending import cause_of
+
+FLAGS = "--dataset_size 16 --num_workers 1 --epochs 1 --save_every 0".split()
+FEW = 40  # tensors in a batch, which fit
+MANY = 120  # tensors in a batch of the whole, which do not
+LIMIT = 400
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Graph:
+    nodes: torch.Tensor
+    parts: list
+
+
+def numbers(count):
+    return [torch.tensor([float(k)]) for k in range(count)]
+
+
+# what a batch has beside images and labels, as so many tensors
+BATCHES = {
+    "detection": lambda count: [{"boxes": box, "area": box.clone()} for box in numbers(count // 2)],
+    "graphs": lambda count: [Graph(node, [node.clone()]) for node in numbers(count // 2)],
+    "nested tuples": lambda count: tuple((first, (first.clone(),)) for first in numbers(count // 2)),
+    "named tuples": lambda count: {"a": {"b": [Pair(first, first.clone()) for first in numbers(count // 2)]}},
+    "list": numbers,
+}
+
+
+def many_tensors(kind, counts):
+    """Images whose batches have many tensors more: counts[0] of them, and counts[1] from sample 4 on."""
+
+    class Many(Images):
+        in_memory = False
+        device_transform = None
+
+        def __getitems__(self, indices):
+            count = counts[max(indices) >= 4 and self.split == "train"]
+            return self.images[indices], self.labels[indices], BATCHES[kind](count)
+
+    return lambda config, split: None if split == "test" else Many(config.dataset_size, split)
+
+
+def loss(net, batch):
+    return tasks.image_loss(net, (batch[0].float() / 255, batch[1]))
+
+
+def train_under_limit(folder, kind, counts, limit, *flags):
+    """The error, or how the run ended."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, 256), limit))
+    words = [*TINY, *FLAGS, "--run_dir", f"{folder}/run", *flags]
+    data = mock.patch.object(train.your_data, "create_dataset", many_tensors(kind, counts))
+    with tasks.using("plain"), data, mock.patch.object(train.your_model, "compute_loss", loss):
+        try:
+            return train.train(TrainingConfig.from_args(words))["state"]
+        except (UserError, TrainingError) as error:
+            return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_limit_that_is_too_low_for_the_tensors_is_refused_at_the_start(tmp_path, kind):
+    [(name, text)] = run_ranks(1, train_under_limit, str(tmp_path), kind, (MANY, MANY), LIMIT)
+    assert name == "UserError" and text.startswith(f"open files: the limit is {LIMIT}, but about "), text
+    end = r"; use fewer --num_workers, or raise it \(ulimit -n (\d+), LimitNOFILE, --ulimit\)$"
+    need = int(re.search(end, text)[1])
+    assert need > 2 * 4 * MANY
+    # the limit that the message gives is enough
+    assert run_ranks(1, train_under_limit, str(tmp_path), kind, (MANY, MANY), need) == ["completed"]
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_few_tensors_train_below_the_same_limit_on_two_ranks(tmp_path, kind):
+    assert run_ranks(2, train_under_limit, str(tmp_path), kind, (4, 4), LIMIT) == ["completed"] * 2
+
+
+def test_without_workers_no_tensor_needs_a_file(tmp_path):
+    flags = "--num_workers", "0"
+    assert run_ranks(1, train_under_limit, str(tmp_path), "list", (MANY, MANY), LIMIT, *flags) == ["completed"]
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_later_batch_with_more_tensors_names_the_limit(tmp_path, kind):
+    [(name, text)] = run_ranks(1, train_under_limit, str(tmp_path), kind, (8, 2 * LIMIT), LIMIT)
+    assert name == "TrainingError", text
+    assert text.startswith(f"rank 0: open files: the limit is {LIMIT}, ") and "--shm-size" not in text, text
+    need = int(re.search(r"; use fewer --num_workers, or raise it \(ulimit -n (\d+)\)$", text)[1])
+    assert run_ranks(1, train_under_limit, str(tmp_path), kind, (8, 2 * LIMIT), need, "--overwrite") == ["completed"]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_files"),
+    [
+        (OSError(24, "Too many open files"), True),
+        (RuntimeError("unable to open shared memory object </t> in read-write mode: Too many open files (24)"), True),
+        (RuntimeError("received 0 items of ancdata"), True),
+        (RuntimeError("Too many open files. Communication with the workers is no longer possible."), True),
+        (OSError(28, "No space left on device"), False),
+        (UserError("run_dir=a: cannot be written (Too many open files); give a writable folder"), False),
+    ],
+)
+def test_an_error_of_a_process_without_descriptors_names_the_limit(error, is_of_files):
+    cause = cause_of(error, None, TrainingConfig(), DistributedContext(0, 0, 1, torch.device("cpu")))
+    assert (cause is not error) == is_of_files
+    if is_of_files:
+        assert re.search(r"^rank 0: open files: the limit is \d+, .* raise it \(ulimit -n \d+\)$", str(cause))
