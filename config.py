@@ -208,8 +208,7 @@ def expand(path: str) -> str:
 def known_path(value: str) -> str:
     is_exact = "://" in value or os.path.lexists(value)
     if not is_exact and re.match(r"[A-Za-z]:[\\/]|(\\|\.\.?|~|%\w+%)\\", value):
-        here = re.sub("^([A-Za-z]):/", lambda drive: f"/mnt/{drive[1].lower()}/", value.replace("\\", "/"))
-        return f"is a path of Windows; write it as it is here, in WSL {here}"
+        return "is a path of Windows; write it as Linux has it (in WSL C: is /mnt/c)"
     unknown = None if is_exact else re.search(r"\$(\{\w+\}|[A-Za-z_]\w*)|^~[^/]*", value)
     return f"{unknown[0]} is not known here; write the path in full" if unknown else ""
 

@@ -154,7 +154,7 @@ MUTATIONS = [
     Mutation('train_twice', 'state.sums.running_stats.discard()', 'pass', 'weights'),
     Mutation('Evaluation.means', 'if not micro_batch.is_padding:', 'if True:', 'evaluation-counts'),
     Mutation('Evaluation.means', 'if count != (whole := len(loader.dataset)):', 'if False:', 'evaluation-counts'),
-    Mutation('pass_twice', 'for _ in range(2):', 'for _ in range(0):', 'resume'),
+    Mutation('train_twice', 'for _ in range(2):', 'for _ in range(0):', 'resume'),
     Mutation('TrainState._load', 'self.interval.load_state(progress.pop("interval"))', 'progress.pop("interval")', 'resume'),
     Mutation('Schedule.is_evaluation_due', 'return is_due and progress.evaluated_step != progress.step', 'return is_due', 'evaluation-by-steps'),
     Mutation('validate', 'training.model.train()', 'pass', 'evaluation-by-steps'),

@@ -14,14 +14,14 @@ FLAGS = "--dataset_size 24 --epochs 4 --global_batch_size 8 --no-use_amp --lr 0.
 FLAGS += ["--schedule", "constant", "--num_workers", "0"]
 NOTHING_LEFT = "nothing is left to train; to train longer, increase --epochs or --max_steps"
 PATIENCE_OVER = "patience: no improvement in {} evaluations, so the run ends; to train longer, increase --patience"
-COMPLETED = "this run is already completed; to train longer, increase --{}"
+COMPLETED = "this run is already completed; to train longer, increase --epochs, --max_steps or --patience"
 PATIENCE_1 = ["--patience", "1"]
 EACH_STEP = ["--eval_every_steps", "1"]
 CASES = {  # what ends the run, its steps, and for each resume: its flags, the steps it ends with, what it says
     "patience": (
         *(PATIENCE_1, 6),
         [
-            (PATIENCE_1, 6, COMPLETED.format("patience")),
+            (PATIENCE_1, 6, COMPLETED),
             (["--patience", "2"], 9, PATIENCE_OVER.format(2)),
             (["--patience", "8"], 12, ""),
             ([], 12, ""),
@@ -34,7 +34,7 @@ CASES = {  # what ends the run, its steps, and for each resume: its flags, the s
     "patience within an epoch": (
         *([*PATIENCE_1, *EACH_STEP], 2),
         [
-            ([*PATIENCE_1, *EACH_STEP], 2, COMPLETED.format("patience")),
+            ([*PATIENCE_1, *EACH_STEP], 2, COMPLETED),
             (["--patience", "3", *EACH_STEP], 4, PATIENCE_OVER.format(3)),
             (EACH_STEP, 12, ""),
         ],
@@ -42,7 +42,7 @@ CASES = {  # what ends the run, its steps, and for each resume: its flags, the s
     "patience at the last epoch": (
         *(["--patience", "3"], 12),
         [
-            (["--patience", "3"], 12, COMPLETED.format("epochs")),
+            (["--patience", "3"], 12, COMPLETED),
             (["--patience", "9"], 12, NOTHING_LEFT),
             (["--patience", "9", "--epochs", "5"], 15, ""),
         ],
@@ -50,17 +50,17 @@ CASES = {  # what ends the run, its steps, and for each resume: its flags, the s
     "epochs": (
         *(["--epochs", "2"], 6),
         [
-            (["--epochs", "2"], 6, COMPLETED.format("epochs")),
-            (["--epochs", "2", "--patience", "1"], 6, COMPLETED.format("epochs")),
-            (["--epochs", "2", "--best_metric", "min:loss"], 6, COMPLETED.format("epochs")),
+            (["--epochs", "2"], 6, COMPLETED),
+            (["--epochs", "2", "--patience", "1"], 6, COMPLETED),
+            (["--epochs", "2", "--best_metric", "min:loss"], 6, COMPLETED),
             (["--epochs", "3"], 9, ""),
         ],
     ),
     "steps": (
         *(["--max_steps", "5"], 5),
         [
-            (["--max_steps", "5"], 5, COMPLETED.format("max_steps")),
-            (["--max_steps", "5", "--patience", "5"], 5, COMPLETED.format("max_steps")),
+            (["--max_steps", "5"], 5, COMPLETED),
+            (["--max_steps", "5", "--patience", "5"], 5, COMPLETED),
             (["--max_steps", "7"], 7, ""),
         ],
     ),

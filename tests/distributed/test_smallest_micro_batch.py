@@ -5,11 +5,10 @@ from unittest import mock
 import pytest
 import torch
 
-import utils.data.sampler
-import utils.training.first_passes
 from ranks import run_ranks
 from tasks import BUCKETS, TASKS, Images, SmallNet, image_loss
 from training import train_flags
+from utils.data.sampler import GlobalBatchSampler
 from utils.logger import told
 
 FLAGS = "--epochs 2 --num_workers 0 --batch_size 4 --log_interval 1 --no-use_amp".split()
@@ -58,25 +57,24 @@ FUNCTIONS = {
     "gradient": {"create_model": lambda config, device: LeavesOutFeatures(False, 10).to(device)},
     "collate": {"create_dataset": create_third},
 }
-IN_TRAINING = "this is the smallest micro-batch of an epoch, with {}; use another --batch_size or --drop_last if"
-IN_EVALUATION = "this is the smallest micro-batch of an evaluation, with 1 sample; use another --eval_batch_size if"
+SMALLEST = "the smallest micro-batch has {}: use another batch size or --drop_last if that is too few"
 CASES = [  # what fails, flags, what the start says ("completed": nothing)
-    ("always", "--dataset_size 22", IN_TRAINING.format("2 samples")),
-    ("always", "--dataset_size 17", IN_TRAINING.format("1 sample")),
-    ("always", "--dataset_size 17 --max_steps 99 --epochs 9", IN_TRAINING.format("1 sample")),
-    ("training", "--dataset_size 22", IN_TRAINING.format("2 samples")),
-    ("training", "--dataset_size 22 --grad_accum_steps 2", IN_TRAINING.format("2 samples")),
+    ("always", "--dataset_size 22", SMALLEST.format("2 samples")),
+    ("always", "--dataset_size 17", SMALLEST.format("1 sample")),
+    ("always", "--dataset_size 17 --max_steps 99 --epochs 9", SMALLEST.format("1 sample")),
+    ("training", "--dataset_size 22", SMALLEST.format("2 samples")),
+    ("training", "--dataset_size 22 --grad_accum_steps 2", SMALLEST.format("2 samples")),
     ("training", "--dataset_size 22 --drop_last", "completed"),
     ("training", "--dataset_size 24", "completed"),
     ("training", "--dataset_size 23", "completed"),
     ("training", "--dataset_size 66 --max_steps 2", "completed"),  # ends before that micro-batch
     ("evaluation", "--dataset_size 20", "completed"),
-    ("evaluation", "--dataset_size 20 --eval_batch_size 3", IN_EVALUATION),
-    ("metrics", "--dataset_size 22", IN_TRAINING.format("2 samples")),
-    ("shapes", "--dataset_size 22", IN_TRAINING.format("2 samples")),
-    ("gradient", "--dataset_size 22", IN_TRAINING.format("2 samples")),
+    ("evaluation", "--dataset_size 20 --eval_batch_size 3", SMALLEST.format("1 sample")),
+    ("metrics", "--dataset_size 22", SMALLEST.format("2 samples")),
+    ("shapes", "--dataset_size 22", SMALLEST.format("2 samples")),
+    ("gradient", "--dataset_size 22", SMALLEST.format("2 samples")),
     ("gradient", "--dataset_size 22 --find_unused_parameters", "completed"),
-    ("collate", "--dataset_size 22", IN_TRAINING.format("2 samples")),
+    ("collate", "--dataset_size 22", SMALLEST.format("2 samples")),
     ("collate", "--dataset_size 24", "completed"),
 ]
 
@@ -104,10 +102,7 @@ def test_an_error_of_the_smallest_micro_batch_ends_the_start(runs, ranks):
 
 
 def train_unchecked(words, task):
-    with (
-        mock.patch.object(utils.training.first_passes, "train_smallest"),
-        mock.patch.object(utils.data.sampler.GlobalBatchSampler, "smallest", lambda *_: []),
-    ):
+    with mock.patch.object(GlobalBatchSampler, "smallest", lambda *_: []):
         train_flags(words, task=task)
 
 

@@ -126,14 +126,13 @@ class GlobalBatchSampler(DistributedSampler):
         """The micro-batches of each rank, padding included, where all have equally many."""
         return math.ceil(self.count / self.num_replicas)
 
-    def smallest(self, max_steps: int = 0) -> list[int]:
-        """The samples of the smallest micro-batch of the first epoch, or of the run if it has fewer steps (0: no
+    def smallest(self, max_steps: int = 0) -> list[list[int]]:
+        """The samples of the smallest micro-batch of the first epoch, or of so many steps if they are fewer (0: no
         limit); none if all are equally large."""
-        left_over = self.samples_per_epoch % self.batch_size
-        is_first = self.samples_per_epoch < self.batch_size
-        if not left_over or is_first or 0 < max_steps < self.steps_per_epoch:
+        samples, size = self.samples_per_epoch, self.batch_size
+        if samples < size or samples % size == 0 or 0 < max_steps < self.steps_per_epoch:
             return []
-        return self.order(0)[-left_over:].tolist()
+        return [self.order(0)[-(samples % size) :].tolist()]
 
     def steps_left(self, epoch: int, start: int, epochs: float) -> float:
         """Optimizer steps from sample `start` of an epoch to the end of a run of so many epochs."""

@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from config import StartError, TrainingConfig, UserError
 from utils.distributed.collectives import broadcast_json, lowest_rank, on_all_ranks, on_rank_0
 from utils.distributed.context import DistributedContext
-from utils.files import may_pass, read_json
+from utils.files import may_pass
 from utils.logger import setup_logger
 from utils.redact import stored
 from utils.run import provenance
@@ -45,20 +44,10 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
             on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not create it
         logger = setup_logger(ctx.rank, None if run.claim.is_completed else run.log_file)
         if run.claim.is_completed:
-            limit = reached_limit(config, read_json(run.folder / "status.json"))
-            logger.info("%s: this run is already completed; to train longer, increase --%s", run.folder, limit)
+            text = "%s: this run is already completed; to train longer, increase --epochs, --max_steps or --patience"
+            logger.info(text, run.folder)
         yield Attempt(config, ctx, run, ending.clock, began, logger, ending.resources)
     run.close()
-
-
-def reached_limit(config: TrainingConfig, status: dict[str, Any]) -> str:
-    """The setting that has ended a completed run. status: content of its status.json."""
-    epochs, steps = config.limits
-    if status.get("step", 0) >= steps:
-        return "max_steps"
-    if config.patience and status.get("epoch", epochs) < epochs:
-        return "patience"
-    return "epochs"
 
 
 def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:

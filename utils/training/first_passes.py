@@ -16,7 +16,7 @@ from utils.distributed.context import DistributedContext
 from utils.distributed.device import raise_file_limit
 from utils.distributed.dtensor import local
 from utils.logger import count
-from utils.metrics import Metrics, MetricTracker, check_metrics, choose_best
+from utils.metrics import MetricTracker, check_metrics, choose_best
 from utils.training.fingerprint import fingerprint_of
 from utils.training.replicated import Wrapped
 from utils.training.seams import ComputeLoss, Seams
@@ -47,7 +47,6 @@ def first_passes(
         UserError: if compute_loss returns something invalid, or a parameter got no gradient.
     """
     compute_loss = seams.compute_loss
-    on_all_ranks(lambda: check_one_sample(state, loader, compute_loss, config.max_steps), ctx)
     batch, *others = on_all_ranks(loader.sample_batches, ctx)
     # the loss is doubled on every other rank: gradients differ unless they are averaged
     digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)
@@ -61,20 +60,27 @@ def first_passes(
     layout = state.sums.metrics.layout
     require_equal(layout, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx)
 
+    def train_smallest() -> None:
+        for indices in loader.sampler.smallest(config.max_steps):
+            with noted(indices):
+                train_twice(model, loader.fetch(indices)[2], state, compute_loss)
+        if loader.sampler.is_packed:
+            check_one_sample(state, loader, compute_loss)
+
     def evaluate(loader: GlobalBatchLoader) -> list[str]:
         for batch in loader.sample_batches():
             names = evaluate_once(batch, state, compute_loss)
         if seams.summary:  # extra: summarize
             names += seams.summary.names(state, batch, len(loader.largest()[-1]), len(loader.dataset))
-        if indices := loader.sampler.smallest():
-            with noted(indices, "an evaluation", "another --eval_batch_size"):
+        for indices in loader.sampler.smallest():
+            with noted(indices):
                 batch = loader.fetch(indices)[2]
                 evaluate_once(batch, state, compute_loss)
                 if seams.summary:  # extra: summarize
                     seams.summary.names(state, batch, len(indices), len(indices))
         return names
 
-    on_all_ranks(lambda: train_smallest(model, state, loader, seams, config.max_steps), ctx)
+    on_all_ranks(train_smallest, ctx)
     names = on_all_ranks(lambda: [evaluate(each) for each in held_out.values()], ctx)
     loaders = [loader, *held_out.values()]
     workers = sum(each.num_workers for each in loaders)
@@ -88,29 +94,25 @@ def first_passes(
 
 
 @torch.no_grad()
-def check_one_sample(state: TrainState, loader: GlobalBatchLoader, compute_loss: ComputeLoss, max_steps: int) -> None:
-    """Raises UserError if a micro-batch of the run will have one sample, and a BatchNorm of the model needs more."""
-    sampler, sizes = loader.sampler, sizes_of(loader)
-    if 0 < max_steps < sampler.steps_per_epoch and not sampler.is_packed:
-        sizes = sizes[:1]  # the run ends before a short micro-batch
-    if 1 not in sizes:
-        return
+def check_one_sample(state: TrainState, loader: GlobalBatchLoader, compute_loss: ComputeLoss) -> None:
+    """Raises UserError if a BatchNorm needs two samples: batches by length may leave one over in a later epoch."""
     try:
         with state.precision.autocast():
             compute_loss(state.model.train(), loader.fetch([0])[2])
-    except Exception as error:  # another one, as of a loss that needs gradients, shows later if it is the run's own
-        if "Expected more than 1 value per channel" in str(error):
-            which = "the last micro-batch of an epoch" if len(sizes) > 1 else "each micro-batch"
-            if sampler.is_packed:
-                raise UserError(
-                    "batches by length: a micro-batch may have one sample, for which BatchNorm has no variance"
-                    f" ({error}); use another normalization, or leave out the budget"
-                ) from None
-            raise UserError(
-                f"batch_size={sampler.batch_size}: of {sampler.samples_per_epoch} samples, {which} has one, for which"
-                f" BatchNorm has no variance ({error}); use another --batch_size or --drop_last"
-            ) from None
+    except ValueError as error:
+        explain_one_sample(error)
+    except Exception:
+        pass
     state.sums.running_stats.discard()
+
+
+def explain_one_sample(error: ValueError) -> None:
+    """Raises UserError if a BatchNorm got one sample."""
+    if "Expected more than 1 value per channel" in str(error):
+        raise UserError(
+            f"batch_size: a micro-batch of the run has one, for which BatchNorm has no variance ({error}); use another"
+            " batch size, --drop_last or another normalization"
+        ) from None
 
 
 def train_twice(model: nn.Module, batch: Any, state: TrainState, compute_loss: ComputeLoss, weight: float = 1.0) -> int:
@@ -118,7 +120,17 @@ def train_twice(model: nn.Module, batch: Any, state: TrainState, compute_loss: C
 
     weight: the loss is multiplied by it.
     """
-    metrics = pass_twice(model, batch, state, compute_loss, weight)
+    model.train()
+    state.sums.running_stats.begin_epoch()
+    try:
+        for _ in range(2):
+            with state.precision.autocast():
+                metrics = check_metrics(compute_loss(model, batch))
+            (metrics["loss"][0].sum() * weight).backward()
+            state.check_gradients()
+    except ValueError as error:
+        explain_one_sample(error)
+        raise
     gradients = [local(p.grad) for p in state.model.parameters() if p.grad is not None]
     digest = fingerprint_of("gradients", gradients)
     state.updater.drop_gradients()
@@ -127,45 +139,14 @@ def train_twice(model: nn.Module, batch: Any, state: TrainState, compute_loss: C
     return digest
 
 
-def pass_twice(
-    model: nn.Module, batch: Any, state: TrainState, compute_loss: ComputeLoss, weight: float = 1.0
-) -> Metrics:
-    """Run two forward and backward passes. Returns the metrics of the second one."""
-    model.train()
-    state.sums.running_stats.begin_epoch()
-    for _ in range(2):
-        with state.precision.autocast():
-            metrics = check_metrics(compute_loss(model, batch))
-        (metrics["loss"][0].sum() * weight).backward()
-        state.check_gradients()
-    return metrics
-
-
-def train_smallest(
-    model: nn.Module, state: TrainState, loader: GlobalBatchLoader, seams: Seams, max_steps: int
-) -> None:
-    """Run the passes of the smallest micro-batch, if it is smaller than others, and undo their effects."""
-    indices = loader.sampler.smallest(max_steps)
-    if not indices:
-        return
-    with noted(indices, "an epoch", "another --batch_size or --drop_last"):
-        metrics = pass_twice(model, loader.fetch(indices)[2], state, seams.compute_loss)
-        if seams.terms:  # extra: terms
-            metrics = seams.terms.divided(metrics, number=0)
-        state.sums.metrics.update(metrics)  # raises UserError if names or shapes are others
-    state.sums.metrics.values.zero_()
-    state.updater.drop_gradients()
-    state.sums.running_stats.discard()
-
-
 @contextmanager
-def noted(indices: list[int], whole: str, remedy: str) -> Iterator[None]:
+def noted(indices: list[int]) -> Iterator[None]:
     """Let an error say that it is one of the smallest micro-batch."""
     try:
         yield
     except Exception as error:
         size = count(indices, "sample")
-        error.add_note(f"this is the smallest micro-batch of {whole}, with {size}; use {remedy} if that is too small")
+        error.add_note(f"the smallest micro-batch has {size}: use another batch size or --drop_last if that is too few")
         raise
 
 
@@ -176,12 +157,3 @@ def evaluate_once(batch: Any, state: TrainState, compute_loss: ComputeLoss) -> l
     with state.precision.autocast():
         tracker.update(check_metrics(compute_loss(state.model.eval(), batch)))
     return [*tracker.means()]
-
-
-def sizes_of(loader: GlobalBatchLoader) -> list[int]:
-    """The batch sizes of an epoch: the full one, and that of a short last micro-batch; if it is packed, those of the
-    largest ones, and 1, which what is left over may have."""
-    if loader.sampler.is_packed:
-        return [*map(len, loader.largest()), 1]
-    samples, size = loader.sampler.samples_per_epoch, loader.sampler.batch_size
-    return [size, samples % size] if samples > size and samples % size else [min(size, samples)]

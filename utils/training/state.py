@@ -82,9 +82,17 @@ class TrainState:
         return self.schedule.progress
 
     def lay_out(self, metrics: Metrics) -> None:
-        """Allocate space for the metrics that compute_loss returned for a batch. Call before the first step."""
+        """Allocate space for the metrics that compute_loss returned for a first batch. Call before the first step.
+
+        Raises:
+            UserError: if those of a later batch have other names or shapes.
+        """
         if self._seams.terms:  # extra: terms
             metrics = self._seams.terms.divided(metrics, number=0)
+        if self.sums.metrics.layout:
+            self.sums.metrics.update(metrics)
+            self.sums.metrics.values.zero_()
+            return
         self.sums.lay_out(metrics)
         # after the metrics, which `commit` adds as the first ones
         self.interval.lay_out(metrics | {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)})

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config import TrainingConfig, TrainingError
-from utils.checkpoint.format import step_checkpoints
 from utils.distributed.collectives import broadcast_json
 from utils.distributed.context import DistributedContext
 from utils.extras.companions.programs import OTHER_OWNER, end_session, start
@@ -114,12 +113,8 @@ class Companions:
                     os.read(beats.fileno(), 65536)
                     ends[name] = time.monotonic() + seconds
         for name in self._alive():
-            text = "%s: lacks the latest checkpoint or records after %.0f s; they are in %s"
-            place = self._plan["folder"]
-            if name == "on_checkpoint":
-                text = "%s: gave no sign of life and is ended after %.0f s; if the command did not run, run it for %s"
-                place = max(step_checkpoints(Path(self._plan["checkpoints"])), default=place)
-            self._log.warning(text, self._titles[name], time.monotonic() - began, place)
+            text = "%s: lacks the latest checkpoint or records after %.0f s and is ended; they are in %s"
+            self._log.warning(text, self._titles[name], time.monotonic() - began, self._plan["folder"])
         self.look()
         self.leave(tick)
 

@@ -11,7 +11,7 @@ from time import perf_counter
 from config import TrainingConfig, UserError
 from utils.data.loader import GlobalBatchLoader
 from utils.logger import NAME, count
-from utils.training.first_passes import evaluate_once, sizes_of, train_twice
+from utils.training.first_passes import evaluate_once, train_twice
 from utils.training.replicated import Wrapped
 from utils.training.seams import Seams
 from utils.training.state import TrainState
@@ -70,4 +70,4 @@ def compile_all_sizes(
 def batches_of(loader: GlobalBatchLoader) -> list[list[int]]:
     """The samples of a batch of each size; where lengths vary too, of the largest, and one: torch takes a size of 1 for
     a constant."""
-    return [*loader.sampler.largest, [0]] if loader.sampler.is_packed else [[*range(size)] for size in sizes_of(loader)]
+    return [*loader.largest(), *([[0]] if loader.sampler.is_packed else loader.sampler.smallest())]

@@ -121,11 +121,11 @@ class BudgetSampler(GlobalBatchSampler):
     def count(self) -> int:  # type: ignore[override]
         return len(self.packed(0).longest)
 
-    def smallest(self, max_steps: int = 0) -> list[int]:
+    def smallest(self, max_steps: int = 0) -> list[list[int]]:
         packed = self.packed(0)
-        spans = [*itertools.pairwise(packed.begins)][: max_steps * self.micro_batches_per_step or None]
-        begin, end = min(spans, key=lambda span: span[1] - span[0], default=(0, 0))
-        return packed.order[begin:end].tolist()
+        sizes = torch.tensor(packed.begins).diff()[: max_steps * self.micro_batches_per_step or None]
+        number = int(sizes.argmin())
+        return [packed.order[packed.begins[number] : packed.begins[number + 1]].tolist()]
 
     def steps_left(self, epoch: int, start: int, epochs: float) -> float:
         if epoch >= epochs:
