@@ -169,35 +169,40 @@ def as_in_a_notebook():
     utils.report.reporter.Board = Board
 
 
-def fail_and_train(folder, stage, *flags):
-    """Fail in a stage, then train in this process. Returns what is kept, and where the bits are not those of a run."""
+def fail_and_train(folder, stages, *flags):
+    """Fail in each stage, and train after it in this process.
+
+    Returns, by stage, what is kept, and where the bits are not those of a run.
+    """
     if os.environ["WORLD_SIZE"] == "1":
         as_in_a_notebook()
+    wrong = {}
     with using("images"):
         begin(folder, "whole", *flags)
         before = held()
-        fail(folder, "run", STAGES[stage], *flags)
-        wrong = {"after the failure": kept(before)}
-        begin(folder, "run", *flags, "--resume_from", "auto")
-        wrong["after the next run"] = kept(before)
-        wrong["bits"] = difference(last(folder, "run"), last(folder, "whole"))
+        for stage in stages:
+            fail(folder, stage, STAGES[stage], *flags)
+            wrong[stage, "after the failure"] = kept(before)
+            begin(folder, stage, *flags, "--resume_from", "auto")
+            wrong[stage, "after the next run"] = kept(before)
+            wrong[stage, "bits"] = difference(last(folder, stage), last(folder, "whole"))
     return {name: value for name, value in wrong.items() if value}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_exception_releases_all_that_a_start_has_taken(tmp_path, stage):
-    [wrong] = run_ranks(1, fail_and_train, str(tmp_path), stage)
+@pytest.mark.parametrize("part", range(4))
+def test_an_exception_releases_all_that_a_start_has_taken(tmp_path, part):
+    [wrong] = run_ranks(1, fail_and_train, str(tmp_path), [*STAGES][part::4])
     assert not wrong, pformat(wrong)
 
 
-@pytest.mark.parametrize("stage", ["machine", "folder refused", "data", "model", "step", "state refused"])
-def test_ranks_that_fail_together_release_all(tmp_path, stage):
-    for wrong in run_ranks(2, fail_and_train, str(tmp_path), stage):
+def test_ranks_that_fail_together_release_all(tmp_path):
+    stages = ["machine", "folder refused", "data", "model", "step", "state refused"]
+    for wrong in run_ranks(2, fail_and_train, str(tmp_path), stages):
         assert not wrong, pformat(wrong)
 
 
 def test_a_profiled_run_that_fails_leaves_no_profiler(tmp_path):  # extra: profiler
-    [wrong] = run_ranks(1, fail_and_train, str(tmp_path), "step", "--enable_profiling")
+    [wrong] = run_ranks(1, fail_and_train, str(tmp_path), ["step"], "--enable_profiling")
     assert not wrong, pformat(wrong)
 
 

@@ -12,7 +12,7 @@ import torch
 import tasks
 import train
 from config import TrainingConfig, TrainingError, UserError
-from ranks import run_ranks
+from ranks import run_ranks, slow
 from tasks import Images
 from training import TINY
 from utils.distributed.context import DistributedContext
@@ -59,6 +59,9 @@ def many_tensors(kind, counts):
     return lambda config, split: None if split == "test" else Many(config.dataset_size, split)
 
 
+KINDS = [pytest.param(kind, marks=[] if kind in ("detection", "graphs") else slow) for kind in BATCHES]
+
+
 def loss(net, batch):
     return tasks.image_loss(net, (batch[0].float() / 255, batch[1]))
 
@@ -75,7 +78,7 @@ def train_under_limit(folder, kind, counts, limit, *flags):
             return type(error).__name__, str(error)
 
 
-@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_limit_that_is_too_low_for_the_tensors_is_refused_at_the_start(tmp_path, kind):
     [(name, text)] = run_ranks(1, train_under_limit, str(tmp_path), kind, (MANY, MANY), LIMIT)
     assert name == "UserError" and text.startswith(f"open files: the limit is {LIMIT}, but about "), text
@@ -86,7 +89,7 @@ def test_a_limit_that_is_too_low_for_the_tensors_is_refused_at_the_start(tmp_pat
     assert run_ranks(1, train_under_limit, str(tmp_path), kind, (MANY, MANY), need) == ["completed"]
 
 
-@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_few_tensors_train_below_the_same_limit_on_two_ranks(tmp_path, kind):
     assert run_ranks(2, train_under_limit, str(tmp_path), kind, (4, 4), LIMIT) == ["completed"] * 2
 
@@ -96,7 +99,7 @@ def test_without_workers_no_tensor_needs_a_file(tmp_path):
     assert run_ranks(1, train_under_limit, str(tmp_path), "list", (MANY, MANY), LIMIT, *flags) == ["completed"]
 
 
-@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_later_batch_with_more_tensors_names_the_limit(tmp_path, kind):
     [(name, text)] = run_ranks(1, train_under_limit, str(tmp_path), kind, (8, 2 * LIMIT), LIMIT)
     assert name == "TrainingError", text
