@@ -54,7 +54,7 @@ CASES = {
     "causal_lm": (running_text, ALL),
     "lora": (running_text_for_adapters, ALL),  # extra: unsaved
     "muon": (lines_of_words, ALL),
-    "timm": (timm_images, ["model.py"]),
+    "timm": (timm_images, BOTH),  # extra: images
 }
 WITHOUT_TARGET = {  # and why
     "README": "the list of the recipes",
