@@ -153,6 +153,27 @@ def timm_images(folder):
     image_folder(folder, size=32)
 
 
+def graphs_of_two_classes(folder):
+    """Random graphs of 4 to 12 nodes in four colors; the class is whether an edge joins two nodes of the first one."""
+    pytest.importorskip("torch_geometric")
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 600), ("val", 100)):
+        graphs = []
+        for _ in range(count):
+            nodes = int(torch.randint(4, 13, (), generator=generator))
+            colors = torch.randint(4, (nodes,), generator=generator)
+            edges = torch.randint(nodes, (2, nodes), generator=generator)
+            is_first = colors[edges] == 0
+            graphs.append(
+                {
+                    "x": torch.nn.functional.one_hot(colors, 4).float(),
+                    "edge_index": torch.cat([edges, edges.flip(0)], dim=1),
+                    "y": int(is_first.all(0).any()),
+                }
+            )
+        torch.save(graphs, folder / f"{split}.pt")
+
+
 def save_language_model(folder, kind, **options):
     """A small random model of transformers and a tokenizer that knows WORDS. kind: Bert or Llama."""
     transformers = pytest.importorskip("transformers")

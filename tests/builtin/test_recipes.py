@@ -10,6 +10,7 @@ import torch
 
 import forks
 from recipe_data import (
+    graphs_of_two_classes,
     hub_images,
     image_folder,
     labelled_texts,
@@ -48,6 +49,7 @@ CASES = {
     "several_validation_sets": (texts_of_two_kinds, ALL),
     "tabular": (table, ALL),
     "recommender": (ratings, BOTH),
+    "graph": (graphs_of_two_classes, ALL),
     "tar_shards": (tar_shards, ["dataset.py"]),
     "hugging_face": (hub_images, ["dataset.py"]),
     "text_classification": (labelled_texts, BOTH),
