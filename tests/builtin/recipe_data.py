@@ -3,6 +3,7 @@
 
 import csv
 import io
+import json
 import random
 import tarfile
 
@@ -211,6 +212,24 @@ def running_text(folder, **options):
     save_language_model(folder / "model", "Llama", **options)
     for split, count in (("train", 400), ("val", 40)):
         (folder / f"{split}.txt").write_text(" ".join(WORDS * count))
+
+
+def preferences(folder):
+    """Of two answers, the one that names the ring is chosen. The token that pads also ends each text."""
+    transformers = pytest.importorskip("transformers")
+    save_language_model(folder / "model", "Llama")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.eos_token = tokenizer.pad_token
+    tokenizer.save_pretrained(folder / "model")
+    rng = random.Random(0)
+    others = [word for word in WORDS if word != "ring"]
+    for split, count in (("train", 128), ("val", 40)):
+        with (folder / f"{split}.jsonl").open("w") as file:
+            for _ in range(count):
+                prompt, chosen, rejected = (rng.choices(others, k=rng.randint(2, 8)) for _ in range(3))
+                chosen[rng.randrange(len(chosen))] = "ring"
+                texts = {"prompt": prompt, "chosen": ["", *chosen], "rejected": ["", *rejected]}
+                print(json.dumps({name: " ".join(words) for name, words in texts.items()}), file=file)
 
 
 def smooth_images(folder):

@@ -16,6 +16,7 @@ from recipe_data import (
     labelled_texts,
     lines_of_words,
     pairs_of_image_and_text,
+    preferences,
     running_text,
     running_text_for_adapters,
     save_language_model,
@@ -121,6 +122,44 @@ def test_checkpoints_of_lora_hold_only_adapters_and_reject_another_base(tmp_path
     assert ended.code == 2 and "create_model" in ended.text, ended.text
 
 
+# ---- extra: unsaved ----
+POLICY = """
+import torch
+from config import TrainingConfig
+from model import create_model
+from transformers import AutoModelForCausalLM
+
+saved = torch.load("whole.pt")
+model = create_model(TrainingConfig(**saved["config"]), torch.device("cpu")).train()
+assert not any(module.training for module in model.modules())
+base = AutoModelForCausalLM.from_pretrained("FOLDER/model").state_dict()
+model.load_state_dict(saved["model"])
+is_kept = [torch.equal(value, base[name]) for name, value in model.reference.state_dict().items()]
+is_trained = [not torch.equal(value, base[name]) for name, value in model.policy.state_dict().items()]
+assert all(is_kept) and all(is_trained)
+model.policy.save_pretrained("policy")
+ids = torch.arange(9)[None]
+again = AutoModelForCausalLM.from_pretrained("policy")
+assert torch.equal(again(input_ids=ids).logits, model.policy(input_ids=ids).logits)
+"""
+
+
+@pytest.mark.slow
+def test_checkpoints_of_dpo_hold_the_policy_and_its_reference_stays_as_it_was(tmp_path):
+    fork = Fork(tmp_path, "dpo")
+    preferences(fork.folder / "FOLDER")
+    fork.train(*"--lr 1e-2 --epochs 1".split())
+    best = fork.folder / "runs/fork/checkpoints/best.pt"
+    saved = torch.load(best, weights_only=True)["model"]
+    assert saved and all(name.startswith("policy.") for name in saved)
+    ended = forks.run(fork.folder, 0, "scripts/export.py", best, "whole.pt")
+    assert ended.code == 0, ended.text
+    (fork.folder / "policy.py").write_text(POLICY)
+    ended = forks.run(fork.folder, 0, "policy.py")
+    assert ended.code == 0, ended.text
+
+
+# ---- end of unsaved ----
 SOME_END_BADLY = """
 import json, pathlib, sys
 flags = dict(flag.lstrip("-").split("=") for flag in sys.argv[1:] if "=" in flag)
@@ -414,6 +453,7 @@ for dtype in (torch.float32, torch.float64):
         ("causal_lm", running_text),
         ("text_classification", labelled_texts),
         ("lora", running_text_for_adapters),  # extra: unsaved
+        ("dpo", preferences),  # extra: unsaved
     ],
 )
 def test_a_model_of_transformers_has_the_default_dtype_and_not_that_of_its_file(tmp_path, name, make_data):

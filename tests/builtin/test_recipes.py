@@ -16,6 +16,7 @@ from recipe_data import (
     labelled_texts,
     lines_of_words,
     pairs_of_image_and_text,
+    preferences,
     ratings,
     running_text,
     running_text_for_adapters,
@@ -55,6 +56,7 @@ CASES = {
     "text_classification": (labelled_texts, BOTH),
     "causal_lm": (running_text, ALL),
     "lora": (running_text_for_adapters, ALL),  # extra: unsaved
+    "dpo": (preferences, ALL),  # extra: unsaved
     "muon": (lines_of_words, ALL),
     "timm": (timm_images, BOTH),  # extra: images
 }
