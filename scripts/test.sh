@@ -55,7 +55,7 @@ fi
 if [ "$mode" = all ]; then # recipes, exports, storage
     install datasets:datasets fuse:fusepy 'moto:moto[server]' onnx:onnx onnxruntime:onnxruntime onnxscript:onnxscript \
         optuna:optuna peft:peft pytorch_optimizer:pytorch-optimizer s3fs:s3fs safetensors:safetensors \
-        timm:timm transformers:transformers uv:uv
+        timm:timm torch_geometric:torch_geometric transformers:transformers trl:trl uv:uv
     trackers=.venv-trackers # which need other versions of packages that tests use
     if [ ! -d "$trackers" ]; then
         echo "environment: making $trackers with wandb, mlflow and trackio, which only tests need. Ctrl-C stops it."

@@ -3,6 +3,7 @@
 
 import csv
 import io
+import json
 import random
 import tarfile
 
@@ -153,6 +154,27 @@ def timm_images(folder):
     image_folder(folder, size=32)
 
 
+def graphs_of_two_classes(folder):
+    """Random graphs of 4 to 12 nodes in four colors; the class is whether an edge joins two nodes of the first one."""
+    pytest.importorskip("torch_geometric")
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 600), ("val", 100)):
+        graphs = []
+        for _ in range(count):
+            nodes = int(torch.randint(4, 13, (), generator=generator))
+            colors = torch.randint(4, (nodes,), generator=generator)
+            edges = torch.randint(nodes, (2, nodes), generator=generator)
+            is_first = colors[edges] == 0
+            graphs.append(
+                {
+                    "x": torch.nn.functional.one_hot(colors, 4).float(),
+                    "edge_index": torch.cat([edges, edges.flip(0)], dim=1),
+                    "y": int(is_first.all(0).any()),
+                }
+            )
+        torch.save(graphs, folder / f"{split}.pt")
+
+
 def save_language_model(folder, kind, **options):
     """A small random model of transformers and a tokenizer that knows WORDS. kind: Bert or Llama."""
     transformers = pytest.importorskip("transformers")
@@ -190,6 +212,24 @@ def running_text(folder, **options):
     save_language_model(folder / "model", "Llama", **options)
     for split, count in (("train", 400), ("val", 40)):
         (folder / f"{split}.txt").write_text(" ".join(WORDS * count))
+
+
+def preferences(folder):
+    """Of two answers, the one that names the ring is chosen. The token that pads also ends each text."""
+    transformers = pytest.importorskip("transformers")
+    save_language_model(folder / "model", "Llama")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.eos_token = tokenizer.pad_token
+    tokenizer.save_pretrained(folder / "model")
+    rng = random.Random(0)
+    others = [word for word in WORDS if word != "ring"]
+    for split, count in (("train", 128), ("val", 40)):
+        with (folder / f"{split}.jsonl").open("w") as file:
+            for _ in range(count):
+                prompt, chosen, rejected = (rng.choices(others, k=rng.randint(2, 8)) for _ in range(3))
+                chosen[rng.randrange(len(chosen))] = "ring"
+                texts = {"prompt": prompt, "chosen": ["", *chosen], "rejected": ["", *rejected]}
+                print(json.dumps({name: " ".join(words) for name, words in texts.items()}), file=file)
 
 
 def smooth_images(folder):

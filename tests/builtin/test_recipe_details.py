@@ -9,10 +9,15 @@ import pytest
 import torch
 
 import forks
+from images import save_images
 from ranks import finish, start
 from recipe_data import (
+    image_folder,
+    labelled_texts,
     lines_of_words,
     pairs_of_image_and_text,
+    preferences,
+    running_text,
     running_text_for_adapters,
     save_language_model,
     smooth_images,
@@ -117,6 +122,44 @@ def test_checkpoints_of_lora_hold_only_adapters_and_reject_another_base(tmp_path
     assert ended.code == 2 and "create_model" in ended.text, ended.text
 
 
+# ---- extra: unsaved ----
+POLICY = """
+import torch
+from config import TrainingConfig
+from model import create_model
+from transformers import AutoModelForCausalLM
+
+saved = torch.load("whole.pt")
+model = create_model(TrainingConfig(**saved["config"]), torch.device("cpu")).train()
+assert not any(module.training for module in model.modules())
+base = AutoModelForCausalLM.from_pretrained("FOLDER/model").state_dict()
+model.load_state_dict(saved["model"])
+is_kept = [torch.equal(value, base[name]) for name, value in model.reference.state_dict().items()]
+is_trained = [not torch.equal(value, base[name]) for name, value in model.policy.state_dict().items()]
+assert all(is_kept) and all(is_trained)
+model.policy.save_pretrained("policy")
+ids = torch.arange(9)[None]
+again = AutoModelForCausalLM.from_pretrained("policy")
+assert torch.equal(again(input_ids=ids).logits, model.policy(input_ids=ids).logits)
+"""
+
+
+@pytest.mark.slow
+def test_checkpoints_of_dpo_hold_the_policy_and_its_reference_stays_as_it_was(tmp_path):
+    fork = Fork(tmp_path, "dpo")
+    preferences(fork.folder / "FOLDER")
+    fork.train(*"--lr 1e-2 --epochs 1".split())
+    best = fork.folder / "runs/fork/checkpoints/best.pt"
+    saved = torch.load(best, weights_only=True)["model"]
+    assert saved and all(name.startswith("policy.") for name in saved)
+    ended = forks.run(fork.folder, 0, "scripts/export.py", best, "whole.pt")
+    assert ended.code == 0, ended.text
+    (fork.folder / "policy.py").write_text(POLICY)
+    ended = forks.run(fork.folder, 0, "policy.py")
+    assert ended.code == 0, ended.text
+
+
+# ---- end of unsaved ----
 SOME_END_BADLY = """
 import json, pathlib, sys
 flags = dict(flag.lstrip("-").split("=") for flag in sys.argv[1:] if "=" in flag)
@@ -271,3 +314,152 @@ def test_the_diffusion_recipe_shows_samples(tmp_path):
     assert "log_images" not in out
     [events] = (fork.folder / "runs/fork/tensorboard").glob("events*")
     assert b"val/samples" in events.read_bytes()
+
+
+# ---- extra: images ----
+TIMM_INPUT = """
+import sys
+import timm
+import torch
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
+from config import TrainingConfig
+from dataset import create_dataset
+from utils.example.augment import normalize
+
+name, size = sys.argv[1:]
+config = TrainingConfig(data_dir="FOLDER", dataset="imagefolder", model=name, init_from="weights.pt", image_size=size)
+data = create_dataset(config, "val")
+published = timm.get_pretrained_cfg(name).to_dict()
+settings = {} if size == "auto" else {"input_size": (3, int(size), int(size))}
+transform = create_transform(**resolve_data_config(settings, pretrained_cfg=published))
+for index in (0, -1):
+    expected = transform(Image.open(data.path(index % len(data))).convert("RGB"))
+    image = normalize(data[index % len(data)][0][None], data.mean, data.std)[0]
+    assert image.shape == expected.shape, (image.shape, expected.shape)
+    levels = (image - expected).abs().mean() * 255 * min(published["std"])  # PIL and torch round in other places
+    assert levels < 0.5, levels
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["auto", "96"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_vit.r160_in1k",  # mean and deviation 0.5, bicubic, crop of 0.95
+        "resnet50_clip.cc12m",  # those of CLIP
+        "mobilevit_s.cvnets_in1k",  # mean 0, deviation 1
+        "dpn68.mx_in1k",
+        "dla34.in1k",  # bilinear, crop of 0.875
+        "dm_nfnet_f0.dm_in1k",  # squash and crop
+        "maxvit_base_tf_384.in1k",  # squash
+    ],
+)
+def test_images_for_weights_of_timm_are_those_of_timms_own_transform(tmp_path, name, size):
+    pytest.importorskip("timm")
+    fork = Fork(tmp_path, "timm")
+    for split in ("train", "val"):
+        save_images(fork.folder / "FOLDER" / split, {"red": 1, "green": 1}, size=(150, 100))
+    (fork.folder / "timm_input.py").write_text(TIMM_INPUT)
+    ended = forks.run(fork.folder, 0, "timm_input.py", name, size)
+    assert ended.code == 0, ended.text
+
+
+TIMM_GROUPS = """
+import sys
+import torch
+from timm.optim import create_optimizer_v2
+from config import TrainingConfig
+from model import compute_loss, create_model, param_groups
+
+config = TrainingConfig(model=sys.argv[1], image_size=64, num_classes=3, in_channels=3, weight_decay=0.1)
+model = create_model(config, torch.device("cpu"))
+timms = create_optimizer_v2(model, opt="adamw", weight_decay=0.1).param_groups
+decays = [{p: group["weight_decay"] for group in groups for p in group["params"]}
+          for groups in (param_groups(model, config), timms)]
+assert decays[0] == decays[1]
+assert int(sys.argv[2]) == sum(p.ndim > 1 and decay == 0 for p, decay in decays[0].items())
+loss, _ = compute_loss(model, (torch.randn(2, 3, 64, 64), torch.tensor([0, 2])))["loss"]
+loss.backward()
+assert all(p.grad is not None for p in model.parameters())
+frozen = create_model(TrainingConfig(**{**vars(config), "freeze": "backbone"}), torch.device("cpu"))
+heads = {name.rpartition(".")[0] for name, p in frozen.named_parameters() if p.requires_grad}
+assert heads == set(sys.argv[3].split(",")), heads
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "undecayed", "heads"),
+    [
+        ("resnet10t", 0, "fc"),
+        ("vit_tiny_patch16_224", 2, "head"),  # the position embedding and the class token
+        ("deit_tiny_distilled_patch16_224", 3, "head,head_dist"),
+        ("swin_tiny_patch4_window7_224", 12, "head.fc"),  # a table of relative positions in each block
+        ("efficientformerv2_s0", 5, "head,head_dist"),
+        ("levit_128s", 11, "head.bn,head.linear,head_dist.bn,head_dist.linear"),
+    ],
+)
+def test_groups_and_heads_of_a_timm_model_are_those_of_timm(tmp_path, name, undecayed, heads):
+    pytest.importorskip("timm")
+    fork = Fork(tmp_path, "timm")
+    (fork.folder / "timm_groups.py").write_text(TIMM_GROUPS)
+    ended = forks.run(fork.folder, 0, "timm_groups.py", name, undecayed, heads)
+    assert ended.code == 0, ended.text
+
+
+@pytest.mark.slow
+def test_a_run_starts_with_weights_of_timm_and_trains_both_heads(tmp_path):
+    timm = pytest.importorskip("timm")
+    fork = Fork(tmp_path, "timm")
+    image_folder(fork.folder / "FOLDER", size=32)
+    model = "deit_tiny_distilled_patch16_224"
+    torch.save(timm.create_model(model, img_size=64).state_dict(), fork.folder / "weights.pt")
+    flags = f"--model {model} --init_from weights.pt --freeze backbone --image_size 64 --epochs 1".split()
+    out, _ = fork.train(*flags)
+    assert "newly initialised: head" in out and "pos_embed" not in out
+    settings = json.loads((fork.folder / "runs/fork/config.json").read_text())
+    assert settings["resize_size"] == 71 and settings["interpolation"] == "bicubic"
+
+
+# ---- end of images ----
+
+
+DTYPES = """
+import torch
+from transformers import AutoConfig, AutoModel
+from config import TrainingConfig
+from model import create_model
+
+folder = "FOLDER/model"
+architecture = AutoConfig.from_pretrained(folder).architectures[0]
+weights = getattr(__import__("transformers"), architecture).from_pretrained(folder, dtype=torch.bfloat16)
+weights.save_pretrained(folder)
+assert AutoModel.from_pretrained(folder, dtype="auto").dtype is torch.bfloat16
+for dtype in (torch.float32, torch.float64):
+    torch.set_default_dtype(dtype)
+    for name in ("cpu", "meta"):
+        model = create_model(TrainingConfig(model=folder, num_classes=2), torch.device(name))
+        dtypes = {p.dtype for p in model.parameters()}
+        assert dtypes == {dtype}, (name, dtype, dtypes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "make_data"),
+    [
+        ("causal_lm", running_text),
+        ("text_classification", labelled_texts),
+        ("lora", running_text_for_adapters),  # extra: unsaved
+        ("dpo", preferences),  # extra: unsaved
+    ],
+)
+def test_a_model_of_transformers_has_the_default_dtype_and_not_that_of_its_file(tmp_path, name, make_data):
+    """On the ranks that create it and, with sharding, on those that get the meta device."""
+    fork = Fork(tmp_path, name)
+    make_data(fork.folder / "FOLDER")
+    (fork.folder / "dtypes.py").write_text(DTYPES)
+    ended = forks.run(fork.folder, 0, "dtypes.py")
+    assert ended.code == 0, ended.text

@@ -10,11 +10,13 @@ import torch
 
 import forks
 from recipe_data import (
+    graphs_of_two_classes,
     hub_images,
     image_folder,
     labelled_texts,
     lines_of_words,
     pairs_of_image_and_text,
+    preferences,
     ratings,
     running_text,
     running_text_for_adapters,
@@ -48,13 +50,15 @@ CASES = {
     "several_validation_sets": (texts_of_two_kinds, ALL),
     "tabular": (table, ALL),
     "recommender": (ratings, BOTH),
+    "graph": (graphs_of_two_classes, ALL),
     "tar_shards": (tar_shards, ["dataset.py"]),
     "hugging_face": (hub_images, ["dataset.py"]),
     "text_classification": (labelled_texts, BOTH),
     "causal_lm": (running_text, ALL),
     "lora": (running_text_for_adapters, ALL),  # extra: unsaved
+    "dpo": (preferences, ALL),  # extra: unsaved
     "muon": (lines_of_words, ALL),
-    "timm": (timm_images, ["model.py"]),
+    "timm": (timm_images, BOTH),  # extra: images
 }
 WITHOUT_TARGET = {  # and why
     "README": "the list of the recipes",

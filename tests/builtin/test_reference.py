@@ -5,9 +5,12 @@ import ast
 import dataclasses
 import inspect
 import re
+from unittest import mock
 
 import pytest
+import torch
 
+import config
 import dataset
 import model
 from ranks import ROOT
@@ -108,6 +111,46 @@ def test_the_arguments_are_those_of_the_code():
     assert compared >= 14
 
 
+CHECKS = {  # as the page writes it: a valid value and a wrong one
+    "at_least(1)": (1, 0),
+    "above(0)": (0.1, 0),
+    "between(0, 1)": (0, 1),
+    'one_of("relu", "gelu")': ("gelu", "swish"),
+    r'refuse((r"\s", "has a space; write it without"))': ("two", "t wo"),
+    "local_path": ("data", "s3://bucket/data"),
+    "path_or_url": ("s3://bucket/data", "s3:///data"),  # extra: companions
+    "probability": (1, 1.1),  # extra: images
+    "range_up_to(1)": ("1/2,1", "1/2,3/2"),  # extra: images
+}
+
+
+@pytest.mark.parametrize(("expression", "valid", "wrong"), [(name, *values) for name, values in CHECKS.items()])
+def test_a_check_of_the_page_exists_and_ends_with_the_fix(expression, valid, wrong):
+    check = eval(expression, vars(config))
+    assert check(valid) == ""
+    problem, _, fix = check(wrong).partition("; ")
+    assert problem and fix
+
+
+def test_the_page_has_all_checks_that_take_arguments():
+    table = section("Settings of your own").split("| check |")[1]
+    documented = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
+    assert documented == [*CHECKS]
+    names = {expression.partition("(")[0] for expression in documented}
+    for name, function in inspect.getmembers(config, inspect.isfunction):
+        assert name in names or function.__annotations__.get("return") != "Check"
+
+
+def test_a_loss_reads_a_setting_as_the_page_shows():
+    names = {"Network": lambda: torch.nn.Linear(1, 1), "F": torch.nn.functional}
+    exec(re.search(r"```python\n(from ddp_utils.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[1], names)
+    batch = {"better": torch.ones(2, 1), "worse": torch.ones(2, 1)}
+    for margin in (0.2, 0.7):
+        net = names["create_model"](mock.Mock(margin=margin), torch.device("cpu"))
+        loss, count = names["compute_loss"](net, batch)["loss"]
+        assert loss.item() / count == pytest.approx(margin)
+
+
 @pytest.mark.parametrize(
     ("title", "names"),
     [
@@ -124,5 +167,5 @@ def test_the_tables_of_progress_have_its_attributes(title, names):
 
 def test_every_python_block_of_the_page_is_valid():
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    examples = {node.name for block in blocks for node in ast.parse(block).body}
+    examples = {getattr(node, "name", "") for block in blocks for node in ast.parse(block).body}
     assert examples >= {"initial_weights", "predict", "example_inputs", "collate", "epoch_order"}

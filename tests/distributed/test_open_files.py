@@ -59,7 +59,7 @@ def many_tensors(kind, counts):
     return lambda config, split: None if split == "test" else Many(config.dataset_size, split)
 
 
-KINDS = [pytest.param(kind, marks=[] if kind in ("detection", "graphs") else slow) for kind in BATCHES]
+KINDS = [kind if kind in ("detection", "graphs") else slow(kind) for kind in BATCHES]
 
 
 def loss(net, batch):

@@ -6,6 +6,7 @@ Reads {"given": {...}, "config": {...}}, the config as given and as resolved by 
 [name, [value, problem]] in a line for each answer.
 """
 
+import contextlib
 import datetime
 import functools
 import json
@@ -70,6 +71,9 @@ class Backwards(AbstractContextManager, Iterator):
 
     close = __exit__
 
+
+with contextlib.suppress(ImportError):
+    import pandas  # noqa: F401  # its import crashes after datetime is replaced, and torch_geometric imports it too
 
 for name in ("time", "monotonic", "perf_counter"):
     setattr(time, f"{name}_ns", shifted(getattr(time, f"{name}_ns"), 10**9))
