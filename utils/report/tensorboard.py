@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,6 @@ class Board:
     def __init__(self, folder: Path | None, start_step: int) -> None:
         self._folder, self._step = folder, start_step
         self._writer: Any = None
-        try:
-            if folder:
-                from tensorboard.compat.proto.summary_pb2 import Summary
-                from torch.utils.tensorboard import SummaryWriter  # takes a second or two
-
-                self._summary, self._summary_writer = Summary, SummaryWriter
-        except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        self._folder = None
-        text = "TensorBoard: shows no more of this attempt, which goes on; metrics.jsonl has all values. It needs %s"
-        logging.getLogger(NAME).warning(text, how_to_repair("tensorboard", error))
 
     def _write(self, method: str, *values: Any) -> None:
         """Call a method of the writer."""
@@ -49,6 +37,8 @@ class Board:
             return
         try:
             if self._writer is None:
+                from torch.utils.tensorboard import SummaryWriter  # takes a second or two
+
                 # purge_step hides what an earlier attempt wrote beyond this step; its thread flushes, as a flush here
                 # would wait for it
                 purge_step = self._step + 1 if self._step else None
@@ -56,14 +46,17 @@ class Board:
                 if not place.isprintable():  # it writes no files below a name that is not UTF-8
                     self._folder.mkdir(exist_ok=True)
                     place = f"/proc/self/fd/{os.open(self._folder, os.O_RDONLY)}"
-                self._writer = self._summary_writer(place, purge_step=purge_step, flush_secs=1)
+                self._writer = SummaryWriter(place, purge_step=purge_step, flush_secs=1)
             attrgetter(method)(self._writer)(*values)
-        except OSError:
-            self._writer = None
         except Exception as error:
+            if isinstance(error, OSError) and "torch.utils.tensorboard" in sys.modules:  # of the disk
+                self._writer = None
+                return
             if method == "add_images":  # only these need Pillow; the caller shows no more of them
                 raise
-            self._give_up(error)
+            self._folder = None
+            text = "TensorBoard shows no more of this attempt, which goes on. metrics.jsonl has all values. It needs %s"
+            logging.getLogger(NAME).warning(text, how_to_repair("tensorboard", error))
 
     def texts(self, **values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -87,14 +80,16 @@ class Board:
         """The numbers of a train or eval record, under `train/...`, `val/...` or `val_ema/...`."""
         if self._folder is None:
             return
+        from tensorboard.compat.proto.summary_pb2 import Summary  # `texts` has imported it
+
         group = record.get("split", "train") + "_ema" * (record.get("weights") == "ema")
         values = [
-            self._summary.Value(tag=f"{group}/{name}", simple_value=value)
+            Summary.Value(tag=f"{group}/{name}", simple_value=value)
             for name, value in record.items()
             if isinstance(value, int | float) and name not in WHERE
         ]
         # one event for all: add_scalar takes 84 us each
-        self._write("file_writer.add_summary", self._summary(value=values), record["step"])
+        self._write("file_writer.add_summary", Summary(value=values), record["step"])
         self._step = record["step"]
 
     def close(self) -> None:
