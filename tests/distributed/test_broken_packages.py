@@ -52,6 +52,7 @@ def train_with_broken(folder, flags):
     return train_flags(flags, task="")["state"]
 
 
+@pytest.mark.guarantee("packages")
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_run_that_needs_no_optional_package_completes_and_warns_once(tmp_path, error):
     broken = write_broken(tmp_path / "broken", OPTIONAL, error)
@@ -81,6 +82,7 @@ NEEDED = {
 }
 
 
+@pytest.mark.guarantee("packages")
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("needs", NEEDED)
 def test_a_run_that_needs_a_broken_package_is_refused_with_the_fix(tmp_path, needs, error):

@@ -189,12 +189,14 @@ def fail_and_train(folder, stages, *flags):
     return {name: value for name, value in wrong.items() if value}
 
 
+@pytest.mark.guarantee("living-process")
 @pytest.mark.parametrize("part", range(4))
 def test_an_exception_releases_all_that_a_start_has_taken(tmp_path, part):
     [wrong] = run_ranks(1, fail_and_train, str(tmp_path), [*STAGES][part::4])
     assert not wrong, pformat(wrong)
 
 
+@pytest.mark.guarantee("living-process")
 def test_ranks_that_fail_together_release_all(tmp_path):
     stages = ["machine", "folder refused", "data", "model", "step", "state refused"]
     for wrong in run_ranks(2, fail_and_train, str(tmp_path), stages):

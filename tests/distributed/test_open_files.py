@@ -78,6 +78,7 @@ def train_under_limit(folder, kind, counts, limit, *flags):
             return type(error).__name__, str(error)
 
 
+@pytest.mark.guarantee("open-files")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_limit_that_is_too_low_for_the_tensors_is_refused_at_the_start(tmp_path, kind):
     [(name, text)] = run_ranks(1, train_under_limit, str(tmp_path), kind, (MANY, MANY), LIMIT)
@@ -99,6 +100,7 @@ def test_without_workers_no_tensor_needs_a_file(tmp_path):
     assert run_ranks(1, train_under_limit, str(tmp_path), "list", (MANY, MANY), LIMIT, *flags) == ["completed"]
 
 
+@pytest.mark.guarantee("open-files")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_later_batch_with_more_tensors_names_the_limit(tmp_path, kind):
     [(name, text)] = run_ranks(1, train_under_limit, str(tmp_path), kind, (8, 2 * LIMIT), LIMIT)

@@ -91,6 +91,7 @@ def starts(cases):
     return said
 
 
+@pytest.mark.guarantee("smallest")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_error_of_the_smallest_micro_batch_ends_the_start(runs, ranks):
     words = [(name, runs.words(f"run{k}", *FLAGS, *flags.split())) for k, (name, flags, _) in enumerate(CASES)]
@@ -106,6 +107,7 @@ def train_unchecked(words, task):
         train_flags(words, task=task)
 
 
+@pytest.mark.guarantee("smallest")
 @pytest.mark.parametrize(
     ("task", "flags"),
     [
