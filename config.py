@@ -529,10 +529,6 @@ class TrainingConfig:
             return self.global_batch_size // self.micro_batch[1]
         return world_size * self.grad_accum_steps
 
-    def asks_for_more_than(self, saved: dict[str, Any]) -> bool:
-        """Whether this config extends a run that was completed with the saved values, if there are any."""
-        return bool(saved) and asks_for_more(vars(self), saved)
-
     @property
     def limits(self) -> tuple[float, float]:
         """The epochs and optimizer steps after which the run ends; infinite if that limit is not set."""
@@ -606,10 +602,12 @@ def limits_of(saved: dict[str, Any]) -> tuple[float, float]:
 
 
 def asks_for_more(values: dict[str, Any], saved: dict[str, Any]) -> bool:
-    """Whether a run with these values may go on where one with the saved values was completed.
+    """Whether a run with these values may go on where one with the saved values, if there are any, was completed.
 
     Its epochs, its steps or its patience may have ended it. Patience starts again with another metric.
     """
+    if not saved:
+        return False
     old_patience = saved.get("patience", 0)
     if old_patience and saved["best_metric"] != values["best_metric"]:
         return True

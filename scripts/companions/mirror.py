@@ -62,7 +62,7 @@ def decide(plan: dict[str, Any]) -> dict[str, Any]:
     if valid and valid[-1]["step"] > max(map(checkpoint.step_of, here), default=-1):
         decision["owner"] = mirror.restore_records(folder)
         saved = read_json(folder / "config.json")
-        has_more = saved and asks_for_more(config, saved)
+        has_more = asks_for_more(config, saved)
         if read_json(folder / "status.json").get("state") == "completed" and not has_more:
             return decision | {"is_completed": True}
     if valid:

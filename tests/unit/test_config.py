@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 
-from config import CONFLICTS, RARE, TrainingConfig, UserError, deleted_extras, yours
+from config import CONFLICTS, RARE, TrainingConfig, UserError, asks_for_more, deleted_extras, yours
 
 PUBLISHED = [
     *(
@@ -374,11 +374,9 @@ def test_defaults_follow_the_optimizer_and_max_steps(flags, lr, weight_decay, ep
 
 def test_a_completed_run_continues_if_it_is_asked_for_more():
     done = of("--max_steps 7").to_dict()
-    assert [of(flags).asks_for_more_than(done) for flags in ("--max_steps 7", "--max_steps 8", "--epochs 1")] == [
-        False,
-        True,
-        True,
-    ]
+    for flags, expected in {"--max_steps 7": False, "--max_steps 8": True, "--epochs 1": True}.items():
+        assert asks_for_more(vars(of(flags)), done) == expected
+    assert not asks_for_more(vars(of("--epochs 99")), {})
 
 
 def test_a_field_of_a_fork_must_match_on_resume_unless_it_says_otherwise():

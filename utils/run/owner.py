@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from config import DEFAULT_RUN_DIR, StartError, TrainingConfig, UserError
+from config import DEFAULT_RUN_DIR, StartError, TrainingConfig, UserError, asks_for_more
 from utils.checkpoint import format as checkpoint
 from utils.extras.companions.programs import ask, plan_of  # extra: companions
 from utils.files import TEMPORARY, may_pass, read_json, replace_json, retried
@@ -196,7 +196,7 @@ class Found:
     def is_completed(self) -> bool:
         """Whether this start would continue a completed run, and is not to train longer."""
         has_ended = self.is_continued and self.status.get("state") == "completed"
-        return has_ended and not self.config.asks_for_more_than(self.saved_config())
+        return has_ended and not asks_for_more(vars(self.config), self.saved_config())
 
     def saved_config(self) -> dict[str, Any]:
         """The settings of the run: those of its latest valid checkpoint, since config.json may be edited."""
