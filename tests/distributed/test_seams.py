@@ -100,13 +100,16 @@ class Signed(torch.optim.Optimizer):
                 p.sub_(group["lr"] / group["count"] * state["momentum"].sign())
 
 
+BEFORE = 4  # passes before the first step: two of a full micro-batch, two of the short one
+
+
 def train_signed(flags, bad_step):
     passes = []
 
     def loss(net, batch):
         metrics = image_loss(net, batch)
         passes.append(net.training)
-        is_bad = net.training and sum(passes) == bad_step + 2 and os.environ["RANK"] == "1"
+        is_bad = net.training and sum(passes) == bad_step + BEFORE and os.environ["RANK"] == "1"
         total, count = metrics["loss"]
         return metrics | {"loss": (total * (float("nan") if is_bad else 1.0), count)}
 

@@ -66,7 +66,7 @@ def test_losses_weights_and_statistics_are_bitwise_equal(runs, precision):
     flags += precision.split()
     assert run_ranks(2, train_blocks, runs.words("kept", *flags)) == [0, 0]
     again = run_ranks(2, train_blocks, runs.words("again", *flags, "--activation_checkpointing"))
-    assert again == [3 * (2 + 10)] * 2  # 3 blocks, in 2 first passes and 2 * (2 * 2 + 1) micro-batches
+    assert again == [3 * (4 + 10)] * 2  # 3 blocks, in 4 first passes and 2 * (2 * 2 + 1) micro-batches
     kept, again = runs.last("kept"), runs.last("again")
     assert_same_state(kept, again)
     counts = [value for name, value in kept["model"].items() if name.endswith("num_batches_tracked")]
