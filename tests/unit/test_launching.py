@@ -19,6 +19,7 @@ from scripts.lib.launching import hosts, supervise
 from scripts.lib.launching import plan as planning
 from scripts.lib.launching.rendezvous import Nodes
 from scripts.lib.launching.supervise import exit_code
+from utils import cpus
 
 
 @pytest.fixture
@@ -95,6 +96,13 @@ def test_no_flag_of_launch_sh_has_the_name_of_a_field_of_the_config():
     own = {word.strip("-").replace("-", "_") for word in planning.make_parser({})._option_string_actions}
     fields = {field.name for field in dataclasses.fields(TrainingConfig)}
     assert {"nnodes", "hosts", "dry_run"} < own and not own & (fields | {"config", "print_config"})
+
+
+def test_the_threads_of_a_process_follow_the_quota_of_the_container(plan, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    monkeypatch.setattr(cpus, "CGROUP_MOUNT", tmp_path)
+    (tmp_path / "cpu.max").write_text("600000 100000\n")
+    assert plan(NPROC_PER_NODE="2")[1]["OMP_NUM_THREADS"] == "3"
 
 
 def test_variables_set_by_the_user_are_kept(plan):

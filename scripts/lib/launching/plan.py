@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import shutil
 import signal
 import socket
@@ -19,6 +18,7 @@ from pathlib import Path
 from config import TrainingConfig, UserError
 from scripts.lib.launching.rendezvous import ROUTE_PATIENCE_S, Nodes, Wait
 from scripts.lib.network import check_interfaces, interface_of, is_loopback, own_address_to, resolve, why
+from utils.cpus import usable_cpus
 from utils.signals import STOP_SIGNALS
 
 SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
@@ -202,10 +202,9 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
         raise UserError(f"torchrun: this Python has no torch; {fix}")
     gpus = count_gpus(env) if config.backend in ("auto", "nccl") else 0
     processes = integer("NPROC_PER_NODE", options.nproc_per_node, 1) if options.nproc_per_node else gpus or 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     heard = [number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup, slurm.sbatch
     settings = {
-        "OMP_NUM_THREADS": str(max(1, cores // processes)),
+        "OMP_NUM_THREADS": str(max(1, usable_cpus() // processes)),
         "PYTHONUNBUFFERED": "1",
         "TORCH_GLOO_LAZY_INIT": "1",  # fewer sockets
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a fresh store for each restart
