@@ -21,9 +21,9 @@ def download_cifar10(data_dir: Path) -> None:
     """Unpack CIFAR-10 into data_dir, completely or not at all; an archive that is already there is used."""
     root = cifar10_folder(data_dir)
     partial = temporary_of(root)  # another job may do the same
-    partial.mkdir(parents=True)
     archive = root.with_name("cifar-10-python.tar.gz")
     try:
+        partial.mkdir(parents=True)
         if archive.exists():
             shutil.copy(archive, partial)
         from torchvision.datasets import CIFAR10
@@ -33,7 +33,8 @@ def download_cifar10(data_dir: Path) -> None:
             partial.rename(root)
     except (ImportError, OSError, RuntimeError) as error:
         raise UserError(
-            f"dataset=cifar10: cannot be downloaded ({error}); put {archive.name} into {data_dir}"
+            f"dataset=cifar10: cannot be downloaded ({error}); put {archive.name} into {data_dir},"
+            " unpacked if that stays read-only, or give another --data_dir"
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
