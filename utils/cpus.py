@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 CGROUP_MOUNT = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
-CPU_CGROUP = re.compile(r"^\d+:([^:]*\bcpu\b[^:]*|):/*(.*)", re.MULTILINE)  # no controllers: version 2
-QUOTA_FILES = ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+CPU_CGROUP = r"(?m)^\d+:([^:]*\bcpu\b[^:]*|):/*(.*)"  # the controllers (none in version 2) and the path
+QUOTA_FILES = ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]  # of version 2 and of version 1
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may use: its affinity mask (where the system has one) and the quotas of its cgroups."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([cpus, *_quotas()]))
-
-
-def _quotas() -> Iterator[int]:
-    """Whole CPUs by each quota from this process's cgroup up to the root, in versions 1 and 2."""
+    """CPUs that this process may use: its affinity mask (where the system has one), and the smallest quota of a cgroup
+    from its own one up to the root, in versions 1 and 2."""
+    cpus = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     cgroups = "0::/\n0:cpu,cpuacct:/\n"  # in a container the mount's root may be the own one, under another path
     with suppress(OSError, ValueError):
         cgroups += OWN_CGROUP.read_text()
-    for controllers, path in CPU_CGROUP.findall(cgroups):
-        other_mount = "cpu" if controllers else "unified"
-        for level in (Path(path), *Path(path).parents):
-            yield from _quota_in(CGROUP_MOUNT / controllers / level)
-            yield from _quota_in(CGROUP_MOUNT / other_mount / level)
-
-
-def _quota_in(folder: Path) -> Iterator[int]:
-    for names in QUOTA_FILES:
-        with suppress(OSError, ValueError, ArithmeticError):  # no such file, or "max": no quota
-            quota, period = " ".join((folder / name).read_text() for name in names).split()
-            if quota != "-1":
-                yield int(quota) // int(period)
+    for controllers, path in re.findall(CPU_CGROUP, cgroups):
+        mounts = (controllers, "cpu") if controllers else ("",)
+        for mount, level, names in product(mounts, [Path(path), *Path(path).parents], QUOTA_FILES):
+            with suppress(OSError, ValueError, ArithmeticError):  # no such file, or "max": no quota
+                texts = [(CGROUP_MOUNT / mount / level / name).read_text() for name in names]
+                quota, period = map(int, " ".join(texts).split())
+                if quota > 0:
+                    cpus.append(quota // period)
+    return max(1, min(cpus))

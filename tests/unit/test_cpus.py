@@ -69,8 +69,8 @@ def cgroups(tmp_path, monkeypatch):
         ("4:cpu:/\n", {"cpu": "-1,100000"}, 64),
         ("4:cpuset:/a\n4:memory:/a\n", {"cpu/a": "400000,100000"}, 64),  # of another process
         # both versions
-        (BOTH, {"cpu,cpuacct/pod": "500000,100000", "unified/pod/c": "max 100000"}, 5),
-        (BOTH, {"cpu/pod/c": "-1,100000", "unified/pod": "300000 100000"}, 3),
+        (BOTH, {"cpu,cpuacct/pod": "500000,100000", "unified/pod/c": None}, 5),
+        (BOTH, {"cpu/pod/c": "-1,100000", "pod": "300000 100000"}, 3),
         # nothing that can be read
         (None, {}, 64),
         (None, {"": "400000 100000"}, 4),
