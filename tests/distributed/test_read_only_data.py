@@ -122,9 +122,12 @@ def test_a_folder_that_cannot_be_written_needs_what_is_missing_by_hand(tmp_path,
     ],
 )
 def test_a_read_only_mount_is_named(runs, flags, fix):  # extra: template or launcher or kubernetes or companions
-    data, place = runs.root / "data", Place(["-m", "--propagation", "slave"])
+    data = runs.root / "data"
     data.mkdir()
+    as_root = [] if os.geteuid() == 0 else ["--map-root-user"]
+    place = Place(["-m", "-n", "-u", *as_root])
     try:
+        place.do("ip", "link", "set", "lo", "up")
         place.bind(data, data, is_read_only=True)
         ended = place.run(
             *(sys.executable, "train.py", "--run_dir", runs.folder("run"), *flags, "--data_dir", data),

@@ -47,6 +47,16 @@ def test_one_node(plan):
     assert "--tee=3" in words and ("SIGHUP" in settings["PET_SIGNALS_TO_HANDLE"]) == is_heard
 
 
+def test_one_node_with_ipv6_alone_meets_at_its_loopback(plan, monkeypatch):
+    """There torchrun's --standalone waits for the host's name, and gloo for 127.0.0.1."""
+    monkeypatch.setattr(planning, "has_ipv4_loopback", lambda: False)
+    words, settings = plan("--epochs", "3")
+    assert {"--rdzv-backend=c10d", "--rdzv-endpoint=[::1]:0", "--local-addr=::1"} < set(words)
+    assert "--standalone" not in words and settings["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert plan()[0] != plan()[0]  # each launch has an id of its own, as with --standalone
+    assert "GLOO_SOCKET_IFNAME" not in plan(GLOO_SOCKET_IFNAME="lo")[1]
+
+
 @pytest.mark.guarantee("devices")
 def test_gpus_without_nvidia_smi_are_counted_by_torch(plan, monkeypatch, tmp_path):
     """AMD's, and NVIDIA's in a container that lacks the tool."""

@@ -11,13 +11,22 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config import TrainingConfig, UserError
 from scripts.lib.launching.rendezvous import ROUTE_PATIENCE_S, Nodes, Wait
-from scripts.lib.network import check_interfaces, interface_of, is_loopback, own_address_to, resolve, why
+from scripts.lib.network import (
+    check_interfaces,
+    has_ipv4_loopback,
+    interface_of,
+    is_loopback,
+    own_address_to,
+    resolve,
+    why,
+)
 from utils.cpus import usable_cpus
 from utils.signals import STOP_SIGNALS
 
@@ -214,8 +223,13 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
     }
     check_interfaces(env)
     words = ["torchrun", f"--nproc-per-node={processes}"]
-    if nodes.most == 1:
+    if nodes.most == 1 and has_ipv4_loopback():
         words += ["--standalone"]
+    elif nodes.most == 1:
+        # --standalone meets at the names localhost and of the host, and gloo falls back to 127.0.0.1
+        words += ["--rdzv-backend=c10d", "--rdzv-endpoint=[::1]:0", f"--rdzv-id={uuid.uuid4()}", "--local-addr=::1"]
+        if interface := interface_of("::1"):
+            settings["GLOO_SOCKET_IFNAME"] = interface
     else:
         own, is_host = own_address(nodes, patience or ROUTE_PATIENCE_S)
         nodes = replace(nodes, is_host=is_host, run=config.run_folder.name)
