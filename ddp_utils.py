@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import socket
 import uuid
 import weakref
@@ -143,9 +144,10 @@ def _create_groups(
         text = f"the ranks did not connect within {config.timeout:g} s; check the network between the nodes"
         raise StartError(f"{text}, then start again") from None
     except RuntimeError as error:
-        if "Unable to find" not in str(error):  # an interface of the network
+        if not re.search("Unable to find|Cannot resolve", str(error)):  # an interface of the network, or its address
             raise
-        remedy = "bring up the loopback (ip link set lo up), or name another interface in GLOO_SOCKET_IFNAME"
+        remedy = "bring up the loopback (ip link set lo up), or name another interface in GLOO_SOCKET_IFNAME (lo if it"
+        remedy += " has only ::1)"
         raise StartError(f"gloo: {str(error).splitlines()[0].rpartition('. ')[2]}; {remedy}") from None
 
 

@@ -23,6 +23,15 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
+def has_ipv4_loopback() -> bool:
+    """Whether this machine has 127.0.0.1: one with IPv6 alone may have only ::1."""
+    try:
+        socket.create_server(("127.0.0.1", 0)).close()
+    except OSError:
+        return False
+    return True
+
+
 def own_address_to(address: str) -> str:
     """This machine's address on its route to another one; sends nothing. Raises OSError if there is no route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nodes import Place
 from ranks import PATH, ROOT, finish, launch, start, stop
 from training import Runs, wait_for_step, wait_until
 
@@ -39,6 +40,27 @@ def test_help_covers_the_script_and_train_py(words):
 def test_a_bad_flag_is_rejected_once_before_any_process_starts():
     ended = launch([SCRIPT, "--epohs", "3"], env={"PATH": PATH, "NPROC_PER_NODE": "2"})
     assert (ended.code, ended.err) == (2, "--epohs: is not known; did you mean --epochs?\n")
+
+
+@pytest.mark.guarantee("launch")
+@pytest.mark.parametrize("hosts", ["::1 localhost", "127.0.0.1 localhost\n::1 localhost ip6-localhost"])
+def test_one_node_with_ipv6_alone_trains_on_two_ranks(tmp_path, hosts):
+    """Its loopback has only ::1, and no name leads to it but localhost."""
+    as_root = [] if os.geteuid() == 0 else ["--map-root-user"]
+    place = Place(["-m", "-n", "-u", *as_root])
+    try:
+        place.do("sh", "-c", "ip link set lo up && ip address delete 127.0.0.1/8 dev lo")
+        (tmp_path / "hosts").write_text(f"{hosts}\n")
+        place.bind(tmp_path / "hosts", Path("/etc/hosts"))
+        flags = [*TINY, "--dataset_size", "32", "--num_workers", "0", "--run_dir", tmp_path / "run"]
+        env = {"PATH": PATH, "NPROC_PER_NODE": "2"}
+        trained = place.run(SCRIPT, *flags, env=env)
+        checked = place.run(SCRIPT, "--preflight", *flags, env=env)  # extra: preflight
+    finally:
+        place.close()
+    assert trained.code == 0, trained.text
+    assert "completed: 1 epoch" in trained.text
+    assert checked.code == 0 and "::1 (lo)" in checked.text, checked.text  # extra: preflight
 
 
 @pytest.mark.guarantee("exit-codes", "launch")

@@ -97,7 +97,33 @@ def test_init_from_loads_weights_that_fit_and_logs_the_others(tmp_path, caplog):
             take_weights(model, load_weights(file), str(file))
         assert torch.equal(model.stages[2].conv1.weight, source.stages[2].conv1.weight)
         assert model.head.weight.shape == (4, 256)
-        assert "newly initialised: head.weight, head.bias" in caplog.text
+        assert "kept from create_model: head.weight, head.bias" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("loads_trunk", "in_file", "kept"),
+    [
+        (True, "head", "trunk.weight, trunk.bias"),  # create_model has read the trunk from a file of its own
+        (False, "head", "trunk.weight, trunk.bias"),
+        (True, "trunk", "head.weight, head.bias"),
+        (True, "", "none"),
+    ],
+)
+def test_what_init_from_lacks_is_called_kept_and_not_new(tmp_path, caplog, loads_trunk, in_file, kept):
+    def create():
+        return nn.ModuleDict({"trunk": nn.Linear(3, 3), "head": nn.Linear(3, 2)})
+
+    model, file = create(), tmp_path / "weights.pt"
+    if loads_trunk:
+        model["trunk"].load_state_dict(nn.Linear(3, 3).state_dict())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    weights = {name: value for name, value in create().state_dict().items() if name.startswith(in_file)}
+    torch.save(weights, file)
+    with caplog.at_level("INFO", logger="ddp"):
+        take_weights(model, load_weights(file), str(file))
+    assert f"kept from create_model: {kept}; not used: none" in caplog.text and "initialised" not in caplog.text
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights.get(name, before[name]))
 
 
 def test_published_weights_are_stripped_of_prefixes_and_must_be_whole_to_be_evaluated(tmp_path, caplog):

@@ -28,7 +28,7 @@ from comparison.gpu import COMMON, FOLDER, IS_TINY, ROOT, Note
 from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.benchmark.ours import Ours
-from utils.distributed.device import usable_cpus
+from utils.cpus import usable_cpus
 from utils.memory import free_memory, gigabytes
 from utils.run import provenance
 

@@ -19,6 +19,7 @@ from scripts.lib.launching import hosts, supervise
 from scripts.lib.launching import plan as planning
 from scripts.lib.launching.rendezvous import Nodes
 from scripts.lib.launching.supervise import exit_code
+from utils import cpus
 
 
 @pytest.fixture
@@ -44,6 +45,16 @@ def test_one_node(plan):
     assert words[-5:] == ["train.py", "--epochs", "3", "--data_dir", "my data"]
     is_heard = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     assert "--tee=3" in words and ("SIGHUP" in settings["PET_SIGNALS_TO_HANDLE"]) == is_heard
+
+
+def test_one_node_with_ipv6_alone_meets_at_its_loopback(plan, monkeypatch):
+    """There torchrun's --standalone waits for the host's name, and gloo for 127.0.0.1."""
+    monkeypatch.setattr(planning, "has_ipv4_loopback", lambda: False)
+    words, settings = plan("--epochs", "3")
+    assert {"--rdzv-backend=c10d", "--rdzv-endpoint=[::1]:0", "--local-addr=::1"} < set(words)
+    assert "--standalone" not in words and settings["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert plan()[0] != plan()[0]  # each launch has an id of its own, as with --standalone
+    assert "GLOO_SOCKET_IFNAME" not in plan(GLOO_SOCKET_IFNAME="lo")[1]
 
 
 @pytest.mark.guarantee("devices")
@@ -95,6 +106,13 @@ def test_no_flag_of_launch_sh_has_the_name_of_a_field_of_the_config():
     own = {word.strip("-").replace("-", "_") for word in planning.make_parser({})._option_string_actions}
     fields = {field.name for field in dataclasses.fields(TrainingConfig)}
     assert {"nnodes", "hosts", "dry_run"} < own and not own & (fields | {"config", "print_config"})
+
+
+def test_the_threads_of_a_process_follow_the_quota_of_the_container(plan, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    monkeypatch.setattr(cpus, "CGROUP_MOUNT", tmp_path)
+    (tmp_path / "cpu.max").write_text("600000 100000\n")
+    assert plan(NPROC_PER_NODE="2")[1]["OMP_NUM_THREADS"] == "3"
 
 
 def test_variables_set_by_the_user_are_kept(plan):

@@ -155,7 +155,7 @@ def take_weights(
         raise UserError(
             f"init_from={source}: cannot be loaded ({' '.join(str(error).split()):.200}); save whole, dense tensors"
         ) from None
-    text = "init_from: loaded %d of %d tensors from %s; newly initialised: %s; not used: %s"
+    text = "init_from: loaded %d of %d tensors from %s; kept from create_model: %s; not used: %s"
     names = (", ".join(missing) or "none", ", ".join(extra) or "none")
     LOGGER.info(text, len(fitting), len(own), source, *names)
 

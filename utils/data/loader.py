@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, Sampler, Subset
 from config import TrainingConfig, TrainingError, UserError
 from utils.batch import tensors_in
 from utils.clock import Clock
+from utils.cpus import usable_cpus
 from utils.data.sampler import Assignment, GlobalBatchSampler, MapDataset, MicroBatch
 from utils.data.transfer import SideStream, indices_on, pinned, to_device
 from utils.data.worker import Fetcher, check_sockets, explain
 from utils.distributed.context import DistributedContext
-from utils.distributed.device import usable_cpus
 from utils.signals import ignore_in_worker, kept_back
 
 PREFETCHED = 2  # batches of each worker

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,16 +118,17 @@ def once_per_file_system(
     token = folder / f".{launch}"
 
     def is_first() -> bool:
-        folder.mkdir(parents=True, exist_ok=True)
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             token.touch(exist_ok=False)
-        except FileExistsError:
-            return False
+        except OSError:  # another rank was first; or the folder cannot be written, which the action says with a fix
+            return not token.exists()
         return True
 
     is_leader = on_all_ranks(lambda: is_needed and is_first(), ctx)  # returns when all have looked
     if is_leader:
-        token.unlink()
+        with suppress(OSError):
+            token.unlink()
     on_all_ranks(lambda: action() if is_leader else None, ctx)
 
 

@@ -1,9 +1,8 @@
-"""The device and the kernels of a rank, and what else of its machine it needs: CPUs, open files."""
+"""The device and the kernels of a rank, and the open files that it needs."""
 
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import suppress
 
 import torch
@@ -61,17 +60,6 @@ def choose_kernels(device: torch.device, is_deterministic: bool, has_tf32: bool 
 def has_fast_bf16(device: torch.device) -> bool:
     """Whether this device is a GPU that multiplies bfloat16 in hardware. Needs no process group."""
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def usable_cpus() -> int:
-    """CPUs that this process may use: its affinity mask (where the system has one) and its container's quota."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-        return cpus if quota == "max" else max(1, min(cpus, int(quota) // int(period)))
-    except (OSError, ValueError):
-        return cpus
 
 
 def raise_file_limit(world_size: int, workers: int, tensors: int = 0) -> None:

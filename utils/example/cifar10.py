@@ -23,9 +23,9 @@ def download_cifar10(data_dir: Path) -> None:
     datasets = import_for("dataset=cifar10", "torchvision.datasets")
     root = cifar10_folder(data_dir)
     partial = temporary_of(root)  # another job may do the same
-    partial.mkdir(parents=True)
     archive = root.with_name("cifar-10-python.tar.gz")
     try:
+        partial.mkdir(parents=True)
         if archive.exists():
             shutil.copy(archive, partial)
         datasets.CIFAR10(str(partial), download=True)
@@ -33,7 +33,8 @@ def download_cifar10(data_dir: Path) -> None:
             partial.rename(root)
     except (OSError, RuntimeError) as error:
         raise UserError(
-            f"dataset=cifar10: cannot be downloaded ({error}); put {archive.name} into {data_dir}"
+            f"dataset=cifar10: cannot be downloaded ({error}); put {archive.name} into {data_dir},"
+            " unpacked if that stays read-only, or give another --data_dir"
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)

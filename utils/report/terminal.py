@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from config import TrainingConfig
+from utils.cpus import usable_cpus
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sets import kind_of, split_of
-from utils.distributed.device import usable_cpus
 from utils.logger import count, duration, has_terminal, log_training_step, show, show_progress
 from utils.metrics import RESERVED
 from utils.run.attempt import Attempt

@@ -26,10 +26,10 @@ from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext, wrap_ddp
 from lib.benchmark.find_batch import available_memory, limit_memory
 from lib.preflight.facts import memory
+from utils.cpus import usable_cpus
 from utils.data.loader import create_distributed_dataloader
 from utils.data.sampler import MapDataset
 from utils.data.sets import load_data
-from utils.distributed.device import usable_cpus
 from utils.distributed.dtensor import device_of, local
 from utils.memory import free_memory, is_out_of_memory, let_go
 from utils.table import format_table

@@ -5,20 +5,29 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import uuid
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config import TrainingConfig, UserError
 from scripts.lib.launching.rendezvous import ROUTE_PATIENCE_S, Nodes, Wait
-from scripts.lib.network import check_interfaces, interface_of, is_loopback, own_address_to, resolve, why
+from scripts.lib.network import (
+    check_interfaces,
+    has_ipv4_loopback,
+    interface_of,
+    is_loopback,
+    own_address_to,
+    resolve,
+    why,
+)
+from utils.cpus import usable_cpus
 from utils.signals import STOP_SIGNALS
 
 SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
@@ -202,10 +211,9 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
         raise UserError(f"torchrun: this Python has no torch; {fix}")
     gpus = count_gpus(env) if config.backend in ("auto", "nccl") else 0
     processes = integer("NPROC_PER_NODE", options.nproc_per_node, 1) if options.nproc_per_node else gpus or 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     heard = [number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup, slurm.sbatch
     settings = {
-        "OMP_NUM_THREADS": str(max(1, cores // processes)),
+        "OMP_NUM_THREADS": str(max(1, usable_cpus() // processes)),
         "PYTHONUNBUFFERED": "1",
         "TORCH_GLOO_LAZY_INIT": "1",  # fewer sockets
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a fresh store for each restart
@@ -215,8 +223,13 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
     }
     check_interfaces(env)
     words = ["torchrun", f"--nproc-per-node={processes}"]
-    if nodes.most == 1:
+    if nodes.most == 1 and has_ipv4_loopback():
         words += ["--standalone"]
+    elif nodes.most == 1:
+        # --standalone meets at the names localhost and of the host, and gloo falls back to 127.0.0.1
+        words += ["--rdzv-backend=c10d", "--rdzv-endpoint=[::1]:0", f"--rdzv-id={uuid.uuid4()}", "--local-addr=::1"]
+        if interface := interface_of("::1"):
+            settings["GLOO_SOCKET_IFNAME"] = interface
     else:
         own, is_host = own_address(nodes, patience or ROUTE_PATIENCE_S)
         nodes = replace(nodes, is_host=is_host, run=config.run_folder.name)

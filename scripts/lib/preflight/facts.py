@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import collect_env
 
-from scripts.lib.network import addresses, interface_of, own_address_to
+from scripts.lib.network import addresses, interface_of, own_address_to, resolve
 from utils.distributed.context import DistributedContext
 
 
@@ -56,8 +55,10 @@ def route(device: torch.device) -> dict[str, str]:
     selected = os.environ.get("NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME", "")
     prefixes = tuple(name.lstrip("=") for name in selected.split(",") if name and not name.startswith("^"))
     interface = next((name for name in found if prefixes and name.startswith(prefixes)), "")
+    own = ""
     if not interface:
         with suppress(OSError):
-            rank_0 = socket.gethostbyname(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-            interface = interface_of(own_address_to(rank_0))
-    return {"interface": interface, "address": found.get(interface, "")}
+            rank_0 = resolve(os.environ.get("MASTER_ADDR", "127.0.0.1"))[0]
+            own = own_address_to(rank_0)
+            interface = interface_of(own)
+    return {"interface": interface, "address": found.get(interface, own)}

@@ -10,6 +10,7 @@ import pytest
 from config import TrainingConfig, UserError
 from dataset import create_dataset
 from images import save_images
+from utils.extras.images.files import list_folder
 
 
 def folder_config(path, **changes):
@@ -55,6 +56,32 @@ def test_a_validation_set_of_another_name_is_an_error(tmp_path, monkeypatch, cap
     with caplog.at_level(logging.INFO, "ddp"):
         assert len(create_dataset(config, "train")) == 2
     assert caplog.messages == [f"data: {tmp_path / name}{suffix} is not read, but {tmp_path}/val{suffix}"]
+
+
+class Counted(str):
+    """A name of a class that counts the comparisons with other names."""
+
+    number = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        Counted.number += 1
+        return str.__eq__(self, other)
+
+
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+@pytest.mark.parametrize("classes", [20, 80])
+def test_listing_a_folder_compares_a_class_with_few_others(tmp_path, monkeypatch, split, classes):
+    """With 20,000 classes a comparison of each with all others takes longer than reading the folders."""
+    names = [Counted(f"class{number:03}") for number in range(classes)]
+    for name in names:
+        (tmp_path / split / name).mkdir(parents=True)
+        (tmp_path / split / name / "a.png").touch()
+    (tmp_path / "val").mkdir(exist_ok=True)
+    monkeypatch.setattr(Counted, "number", 0)
+    listing, others = list_folder(tmp_path / split, names)
+    assert listing.count(b".png") == classes and not others
+    assert Counted.number <= 2 * classes
 
 
 @pytest.mark.parametrize("name", ["values", "extra", "devices", "evaluator.py", "valid.csv", "valley"])

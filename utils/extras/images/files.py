@@ -59,6 +59,7 @@ def list_folder(folder: Path, classes: list[str]) -> tuple[bytes, list[os.DirEnt
     rows: list[bytes] = []
     others: list[os.DirEntry] = []
     start, is_train = len(os.path.join(folder, "")), folder.name == "train"
+    names = set(classes)  # a list would compare each folder with all classes
     if is_train:
         check_splits(folder)
     for name in classes:
@@ -66,7 +67,7 @@ def list_folder(folder: Path, classes: list[str]) -> tuple[bytes, list[os.DirEnt
         others += rest
         rows += [os.fsencode(f"{each.path[start:]} {each.stat().st_size}") for each in images]
     with os.scandir(folder) as entries:
-        others += [entry for entry in entries if entry.name not in classes]
+        others += [entry for entry in entries if entry.name not in names]
     if not rows:
         raise _no_images(folder, "<class>/ folders with images", others)
     return b"\0".join([b"", *rows, b""]), others

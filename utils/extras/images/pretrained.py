@@ -52,5 +52,7 @@ def download_weights(config: TrainingConfig) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(weights.url, str(file), digest, progress=False)
     except (OSError, RuntimeError) as error:
-        text = f"init_from=torchvision: cannot be downloaded ({error}); put {weights.url} there as {file}"
-        raise UserError(text) from None
+        raise UserError(
+            f"init_from=torchvision: cannot be downloaded ({error}); put {weights.url} there as {file}, or into"
+            f" {torch.hub.get_dir()}/checkpoints (of TORCH_HOME), or give another --data_dir"
+        ) from None

@@ -3,7 +3,9 @@
 Twice a second it sets this rank's place in the process group's store: a beat, a counter of phases entered, the step and
 the phase. If the beat of a rank stops, it was stopped, killed or cut off; if only the counter stops, it waits or hangs.
 Ranks whose beat has stopped are reported as the cause, else the rank that is furthest behind. The lowest live rank
-reads the places of all ranks. Under a debugger use --hang_timeout 0.
+reads the places of all ranks.
+
+A rank that is paused in a debugger counts phases as if it made progress, which all ranks see, so that none ends.
 
 A rank whose peer died may wait in C, for the GPU or in a collective: no exception is raised, and no signal handler of
 Python runs. So a rank without progress looks once a second, in every phase, at the next rank, at the next one on its
@@ -20,9 +22,11 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
+import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -56,7 +60,18 @@ SECONDS_TO_FAIL = 60.0  # for a rank that has failed and reports it, on storage 
 LEAST_LIMIT, FIRST_LIMIT = 5.0, 60.0  # seconds without progress before a report; FIRST: before steps were measured
 STEPS_TO_LEARN = 8
 TIMES_IN_A_FUNCTION = 10  # hang_timeout, for a function of model.py in an evaluation
+# functions in which bdb's debuggers (pdb, ipdb, pudb) and pydevd's (VS Code, PyCharm) wait for commands
+IN_DEBUGGERS = {"Bdb.trace_dispatch", "Pdb.interaction", "PyDB.do_wait_suspend"}
 GONE, SUSPENDED = ("Z", "X"), ("T", "t")  # states of a process
+
+
+def is_in_debugger() -> bool:
+    """Whether a thread of this process is paused in a debugger for Python. Tracing alone, as for coverage, is not."""
+    for stack in sys._current_frames().values():
+        functions = {frame.f_code.co_qualname for frame, _ in traceback.walk_stack(stack)}
+        if functions & IN_DEBUGGERS:
+            return True
+    return False
 
 
 class Watchdog:
@@ -90,6 +105,8 @@ class Watchdog:
         self._looked_at, self._asked_at, self._failed_at = -math.inf, math.inf, math.inf
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        # pydevd pauses all other threads with the one that has reached a breakpoint
+        self._thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
         self._thread.start()
 
     def stand_down(self) -> None:
@@ -134,7 +151,7 @@ class Watchdog:
                 self._beats.set(self._place())
 
     def _watch(self) -> None:
-        counter, moved_at, dumped, reported = -1, 0.0, -1, (-1, False)
+        counter, moved_at, dumped, reported, paused = -1, 0.0, -1, (-1, False), -1
         while not self._stop.wait(SECONDS_BETWEEN_BEATS):
             self._tick()
             if STOP.received:
@@ -143,6 +160,10 @@ class Watchdog:
                 self._ending.give_up()
             if self._wanted and not self._wanted.done():
                 self._wanted.set_result(self._find_lost())
+            if self._clock.counter == counter and is_in_debugger():
+                if paused != counter:  # since the last look
+                    self._ending.warn(f"rank {self._rank} is paused in a debugger: no rank is ended until it continues")
+                paused = self._clock.counter = counter + 1
             if self._clock.counter != counter:
                 counter, moved_at = self._clock.counter, self._time
                 continue
