@@ -49,7 +49,7 @@ MUTATIONS = [
     Mutation('import_for', 'except Exception as error:', 'except ImportError as error:', 'packages'),
     Mutation('Board._write', 'self._folder = None', 'pass', 'packages'),
     Mutation('raise_file_limit', 'need = FILES + FILES_PER_RANK * world_size + FILES_PER_WORKER * workers + tensors', 'need = FILES + FILES_PER_RANK * world_size + FILES_PER_WORKER * workers', 'open-files'),
-    Mutation('send_error', 'queue.put((number, (micro_batch, kind(explain_files(error, batch) or text))))', 'queue.put((number, (micro_batch, kind(text))))', 'open-files'),
+    Mutation('send_error', 'queue.put((number, (micro_batch, kind(explain_files(error) or text))))', 'queue.put((number, (micro_batch, kind(text))))', 'open-files'),
     Mutation('asks_for_more', 'new_limits = *limits_of(values), values["patience"] or math.inf', 'new_limits = *limits_of(values), old_patience or math.inf', 'schedule-end'),
     Mutation('single_environment', 'return {name: value for name, value in os.environ.items() if not OF_A_RANK.fullmatch(name)}', 'return dict(os.environ)', 'command'),  # extra: companions
     Mutation('compare_evaluated', 'line, is_other = compare_data(before[split], here[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),

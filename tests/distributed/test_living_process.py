@@ -208,6 +208,33 @@ def test_a_profiled_run_that_fails_leaves_no_profiler(tmp_path):  # extra: profi
     assert not wrong, pformat(wrong)
 
 
+def fail_again_and_again(folder, *flags):
+    """What six failures hold, one after the other."""
+    as_in_a_notebook()
+    counts = []
+    with using("images"):
+        for _ in range(6):
+            fail(folder, "run", patch(train, "compute_gradient", BUG, calls=2), *flags, "--overwrite")
+            time.sleep(0.2)
+            counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return counts
+
+
+@pytest.mark.guarantee("living-process")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--reduction exact",  # extra: exact
+        "--sharding zero3",  # extra: sharding
+        "--ema_decay 0.9",  # extra: average
+    ],
+)
+def test_failures_in_a_row_hold_no_more_than_one(tmp_path, flags):
+    [counts] = run_ranks(1, fail_again_and_again, str(tmp_path), *flags.split())
+    assert max(counts[2:]) <= max(counts[:2]), counts
+
+
 def fail_in_an_evaluation(folder):
     as_in_a_notebook()
     with using("images"):

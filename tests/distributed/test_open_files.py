@@ -45,6 +45,19 @@ BATCHES = {
 }
 
 
+class Box:
+    """An object whose tensors nobody counts."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+
+OTHERS = {
+    "box": lambda count: Box([torch.ones(1) for _ in range(count)]),
+    "views": lambda count: list(torch.ones(count, 1).split(1)),
+}
+
+
 def many_tensors(kind, counts):
     """Images whose batches have many tensors more: counts[0] of them, and counts[1] from sample 4 on."""
 
@@ -54,11 +67,12 @@ def many_tensors(kind, counts):
 
         def __getitems__(self, indices):
             count = counts[max(indices) >= 4 and self.split == "train"]
-            return self.images[indices], self.labels[indices], BATCHES[kind](count)
+            return self.images[indices], self.labels[indices], (BATCHES | OTHERS)[kind](count)
 
     return lambda config, split: None if split == "test" else Many(config.dataset_size, split)
 
 
+HARD_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 KINDS = [kind if kind in ("detection", "graphs") else slow(kind) for kind in BATCHES]
 
 
@@ -83,11 +97,33 @@ def train_under_limit(folder, kind, counts, limit, *flags):
 def test_a_limit_that_is_too_low_for_the_tensors_is_refused_at_the_start(tmp_path, kind):
     [(name, text)] = run_ranks(1, train_under_limit, str(tmp_path), kind, (MANY, MANY), LIMIT)
     assert name == "UserError" and text.startswith(f"open files: the limit is {LIMIT}, but about "), text
-    end = r"; use fewer --num_workers, or raise it \(ulimit -n (\d+), LimitNOFILE, --ulimit\)$"
+    end = r"; use fewer --num_workers \(0 needs none\), or raise it \(ulimit -n (\d+), LimitNOFILE, --ulimit\)$"
     need = int(re.search(end, text)[1])
     assert need > 2 * 4 * MANY
     # the limit that the message gives is enough
     assert run_ranks(1, train_under_limit, str(tmp_path), kind, (MANY, MANY), need) == ["completed"]
+
+
+@pytest.mark.guarantee("open-files")
+def test_the_number_of_an_error_is_enough_where_tensors_cannot_be_counted(tmp_path):
+    [(_, text)] = run_ranks(1, train_under_limit, str(tmp_path), "box", (LIMIT, LIMIT), LIMIT)
+    need = min(int(re.search(r"raise it \(ulimit -n (\d+), which", text)[1]), HARD_LIMIT)
+    again = run_ranks(1, train_under_limit, str(tmp_path), "box", (LIMIT, LIMIT), need, "--overwrite")
+    assert again == ["completed"]
+
+
+def train_with_strategy(strategy, *arguments):
+    torch.multiprocessing.set_sharing_strategy(strategy)
+    return train_under_limit(*arguments)
+
+
+@pytest.mark.guarantee("open-files")
+def test_tensors_that_need_no_descriptor_are_not_counted(tmp_path):
+    """Those that are sent through files, and views of one storage."""
+    whole = ("file_system", str(tmp_path / "files"), "list", (MANY, MANY), LIMIT)
+    assert run_ranks(1, train_with_strategy, *whole) == ["completed"]
+    views = str(tmp_path / "views"), "views", (MANY, MANY), LIMIT
+    assert run_ranks(1, train_under_limit, *views) == ["completed"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,7 +142,7 @@ def test_a_later_batch_with_more_tensors_names_the_limit(tmp_path, kind):
     [(name, text)] = run_ranks(1, train_under_limit, str(tmp_path), kind, (8, 2 * LIMIT), LIMIT)
     assert name == "TrainingError", text
     assert text.startswith(f"rank 0: open files: the limit is {LIMIT}, ") and "--shm-size" not in text, text
-    need = int(re.search(r"; use fewer --num_workers, or raise it \(ulimit -n (\d+)\)$", text)[1])
+    need = min(int(re.search(r"; use --num_workers 0, or raise it \(ulimit -n (\d+), which", text)[1]), HARD_LIMIT)
     assert run_ranks(1, train_under_limit, str(tmp_path), kind, (8, 2 * LIMIT), need, "--overwrite") == ["completed"]
 
 
@@ -125,4 +161,4 @@ def test_an_error_of_a_process_without_descriptors_names_the_limit(error, is_of_
     cause = cause_of(error, None, TrainingConfig(), DistributedContext(0, 0, 1, torch.device("cpu")))
     assert (cause is not error) == is_of_files
     if is_of_files:
-        assert re.search(r"^rank 0: open files: the limit is \d+, .* raise it \(ulimit -n \d+\)$", str(cause))
+        assert re.search(r"^rank 0: open files: the limit is \d+, .* raise it \(ulimit -n \d+, which", str(cause))

@@ -57,7 +57,8 @@ FUNCTIONS = {
     "gradient": {"create_model": lambda config, device: LeavesOutFeatures(False, 10).to(device)},
     "collate": {"create_dataset": create_third},
 }
-SMALLEST = "the smallest micro-batch has {}: use another batch size or --drop_last if that is too few"
+SMALLEST = "the smallest micro-batch has {}: use another --batch_size or --drop_last if that is too few"
+IN_EVALUATION = "the smallest micro-batch has 1 sample: use another --eval_batch_size if that is too few"
 CASES = [  # what fails, flags, what the start says ("completed": nothing)
     ("always", "--dataset_size 22", SMALLEST.format("2 samples")),
     ("always", "--dataset_size 17", SMALLEST.format("1 sample")),
@@ -69,7 +70,7 @@ CASES = [  # what fails, flags, what the start says ("completed": nothing)
     ("training", "--dataset_size 23", "completed"),
     ("training", "--dataset_size 66 --max_steps 2", "completed"),  # ends before that micro-batch
     ("evaluation", "--dataset_size 20", "completed"),
-    ("evaluation", "--dataset_size 20 --eval_batch_size 3", SMALLEST.format("1 sample")),
+    ("evaluation", "--dataset_size 20 --eval_batch_size 3", IN_EVALUATION),
     ("metrics", "--dataset_size 22", SMALLEST.format("2 samples")),
     ("shapes", "--dataset_size 22", SMALLEST.format("2 samples")),
     ("gradient", "--dataset_size 22", SMALLEST.format("2 samples")),
@@ -100,6 +101,33 @@ def test_an_error_of_the_smallest_micro_batch_ends_the_start(runs, ranks):
             assert case[-1] in text, (case, text)
     for k, (*_, expected) in enumerate(CASES):
         assert bool(runs.checkpoints(f"run{k}")) == (expected == "completed")
+
+
+class Moved(SmallNet):
+    """Each forward pass in training moves a buffer, as spectral norms, codebooks and queues do."""
+
+    def __init__(self):
+        super().__init__(False, 10)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.mean((0, 2, 3))
+        return super().forward(x) * (1 + 1e-3 * self.seen.sum())
+
+
+TASKS["moved"] = TASKS["plain"] | {"create_model": lambda config, device: Moved().to(device)}
+
+
+def train_moved(words, checks):
+    return (train_flags if checks else train_unchecked)(words, task="moved")
+
+
+@pytest.mark.guarantee("smallest")
+def test_the_smallest_micro_batch_moves_no_buffer(runs):
+    for name, checks in (("checked", True), ("unchecked", False)):
+        run_ranks(1, train_moved, runs.words(name, *FLAGS, "--dataset_size", 17), checks)
+    runs.assert_same("checked", "unchecked")
 
 
 def train_unchecked(words, task):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
+from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import DataLoader, Sampler, Subset
 
 from config import TrainingConfig, TrainingError, UserError
@@ -115,9 +116,12 @@ class GlobalBatchLoader:
         for indices in self.largest():
             _, collated, batch = self.fetch(indices)
             batches.append(batch)
+            dense = [each for each in tensors_in(collated) if each.layout == torch.strided]  # others have no storage
+            storages = {tensor.untyped_storage().data_ptr() for tensor in dense}
             # of the batches that workers have fetched, that of this step and the one before, which is freed later
             held = self.num_workers and PREFETCHED * self.num_workers + 2
-            self.shared_tensors = max(self.shared_tensors, held * len(tensors_in(collated)))
+            if get_sharing_strategy() == "file_descriptor":
+                self.shared_tensors = max(self.shared_tensors, held * len(storages))
         if not tensors_in(batches):
             raise UserError(
                 f"dataset: no tensor is found in a batch of {type(self.dataset).__name__}, a"

@@ -19,7 +19,6 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, Subset, default_collate
 
 from config import StartError, TrainingError, UserError
-from utils.batch import tensors_in
 from utils.data.sampler import MicroBatch
 from utils.data.transfer import pinned
 from utils.files import may_pass, retried
@@ -129,11 +128,11 @@ class Fetcher(Dataset):
 def send_error(queue: Queue, error: Exception, item: Any) -> None:
     """In the thread of a worker's queue, which pickles batches: without it, one that cannot be pickled is lost."""
     match item:
-        case number, (MicroBatch() as micro_batch, batch):
+        case number, (MicroBatch() as micro_batch, _):
             kind = TrainingError if isinstance(error, (OSError, RuntimeError)) else UserError
             text = f"collate: a loader worker cannot send what it returns ({type(error).__name__}: {error}); return"
             text += " tensors, numbers, text, lists and dicts, or use --num_workers 0"
-            queue.put((number, (micro_batch, kind(explain_files(error, batch) or text))))
+            queue.put((number, (micro_batch, kind(explain_files(error) or text))))
         case number, ExceptionWrapper() as raised:  # of a class that cannot be pickled
             raised.exc_type = RuntimeError
             queue.put((number, raised))
@@ -160,14 +159,13 @@ def explain(error: BaseException, rank: int) -> TrainingError | None:
     return TrainingError(f"rank {rank}: {message}. {remedy}")
 
 
-def explain_files(error: BaseException, batch: Any = None) -> str:
-    """The sentence for a process that can open no more files; empty for another error. batch: that it cannot send."""
+def explain_files(error: BaseException) -> str:
+    """The sentence for a process that can open no more files; empty for another error."""
     if isinstance(error, UserError | TrainingError) or not FILES_FAILURE.search(str(error)):
         return ""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    enough = 4 * (limit + len(tensors_in(batch)))  # a process holds some batches
     cause = f"open files: the limit is {limit}, and each tensor of a batch from a loader worker needs one"
-    return f"{cause}; use fewer --num_workers, or raise it (ulimit -n {enough})"
+    return f"{cause}; use --num_workers 0, or raise it (ulimit -n {2**20}, which is Linux's maximum by default)"
 
 
 def check_sockets() -> None:

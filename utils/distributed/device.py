@@ -81,5 +81,5 @@ def raise_file_limit(world_size: int, workers: int, tensors: int = 0) -> None:
         how = f"ulimit -n {need}, LimitNOFILE, --ulimit"
         way = f"raise it ({how})"
         if tensors:
-            way = f"{tensors} of them are for tensors from loader workers; use fewer --num_workers, or {way}"
+            way = f"{tensors} of them for tensors from loader workers; use fewer --num_workers (0 needs none), or {way}"
         raise UserError(f"open files: the limit is {soft}, but about {need} are needed; {way}")

@@ -62,7 +62,7 @@ def first_passes(
 
     def train_smallest() -> None:
         for indices in loader.sampler.smallest(config.max_steps):
-            with noted(indices):
+            with on_trial(state.model, indices, "another --batch_size or --drop_last"):
                 train_twice(model, loader.fetch(indices)[2], state, compute_loss)
         if loader.sampler.is_packed:
             check_one_sample(state, loader, compute_loss)
@@ -73,7 +73,7 @@ def first_passes(
         if seams.summary:  # extra: summarize
             names += seams.summary.names(state, batch, len(loader.largest()[-1]), len(loader.dataset))
         for indices in loader.sampler.smallest():
-            with noted(indices):
+            with on_trial(state.model, indices, "another --eval_batch_size"):
                 batch = loader.fetch(indices)[2]
                 evaluate_once(batch, state, compute_loss)
                 if seams.summary:  # extra: summarize
@@ -140,14 +140,18 @@ def train_twice(model: nn.Module, batch: Any, state: TrainState, compute_loss: C
 
 
 @contextmanager
-def noted(indices: list[int]) -> Iterator[None]:
-    """Let an error say that it is one of the smallest micro-batch."""
+def on_trial(model: nn.Module, indices: list[int], remedy: str) -> Iterator[None]:
+    """Let an error say that it is one of the smallest micro-batch. The model's buffers are restored."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         yield
     except Exception as error:
         size = count(indices, "sample")
-        error.add_note(f"the smallest micro-batch has {size}: use another batch size or --drop_last if that is too few")
+        error.add_note(f"the smallest micro-batch has {size}: use {remedy} if that is too few")
         raise
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
 
 
 @torch.no_grad()

@@ -188,3 +188,14 @@ def test_training_beside_a_program_that_hangs_ends(runs, flags, state):
     assert [outcome["state"] for outcome in outcomes] == [state, state]
     said = "on_checkpoint=true: lacks the latest checkpoint or records after 5 s and is ended; they are in"
     assert f"{said} {runs.folder('run')}" in runs.log("run")
+
+
+@pytest.mark.guarantee("companion")
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_a_program_that_is_started_again_for_ever_gets_no_more_time(tmp_path, begin, monkeypatch, name):
+    """It lives long enough to give a sign of life."""
+    monkeypatch.setattr(beside, "MAX_PAUSE", 0.1)
+    code = "import threading\nthreading.Timer(0.7, os._exit, [1]).start()\nFollowed.look = lambda *_: False"
+    companions = begin(name, code)
+    wait_until((tmp_path / "begun").exists)
+    end_run(companions, tmp_path, "completed", 2, deadline=12)

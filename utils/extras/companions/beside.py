@@ -96,6 +96,7 @@ class Companions:
         began = time.monotonic()
         ends = dict.fromkeys(self._titles, began + seconds)
         says_at = began + SECONDS_TO_SAY
+        first = dict(self._running)  # one that dies and is started again gets no more time
         while waiting := [name for name in self._alive() if time.monotonic() < ends[name]]:
             tick()
             self.look()
@@ -111,7 +112,8 @@ class Companions:
                 beats = self._beats[name][0]
                 if beats.poll():
                     os.read(beats.fileno(), 65536)
-                    ends[name] = time.monotonic() + seconds
+                    if self._running.get(name) is first.get(name):
+                        ends[name] = time.monotonic() + seconds
         for name in self._alive():
             text = "%s: lacks the latest checkpoint or records after %.0f s and is ended; they are in %s"
             self._log.warning(text, self._titles[name], time.monotonic() - began, self._plan["folder"])

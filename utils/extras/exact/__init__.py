@@ -8,6 +8,7 @@ of ranks bit by bit needs it.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -82,7 +83,8 @@ class ExactlyReplicated(Replicated):
         self._exchanges: list[tuple[TreeAllReduce, Tensor, torch.futures.Future]] = []
         device = next(iter(self._trained)).device
         self._side = torch.Stream(device) if device.type != "cpu" else None
-        self.register_comm_hook(None, self._reduce_bucket)
+        hook = weakref.WeakMethod(self._reduce_bucket)  # DDP's C++ would keep this object, and its groups
+        self.register_comm_hook(None, lambda state, bucket: hook()(state, bucket))  # type: ignore[misc]
 
     @contextmanager
     def accumulating(self, micro_batch: MicroBatch) -> Iterator[None]:

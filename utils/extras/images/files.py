@@ -17,6 +17,7 @@ from torch import Tensor
 from config import UserError
 from utils.files import may_pass
 from utils.logger import ALIKE, NAME, count
+from utils.packages import import_for
 
 # what torchvision's ImageFolder reads
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -149,11 +150,10 @@ def read_image(path: Path, channels: int, class_name: str = "") -> Tensor:
 
     Raises UserError, which names the class (by default the folder), if it cannot be read.
     """
-    from PIL import Image
-    from torchvision.transforms.v2 import functional as transforms
-
+    transforms = import_for("images", "torchvision.transforms.v2.functional")
+    image_files = import_for("images", "PIL.Image")
     try:
-        with Image.open(path) as file:  # reads only the header
+        with image_files.open(path) as file:  # reads only the header
             is_plain = file.format in ("JPEG", "MPO") and file.mode in ("RGB", "L")[channels == 1 :]
             image = _decode_jpeg(path, channels) if is_plain else None
             if image is None:
