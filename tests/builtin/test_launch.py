@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nodes import Place
-from ranks import PATH, ROOT, finish, launch, start, stop
+from ranks import PATH, ROOT, finish, launch, slow, start, stop
 from training import Runs, wait_for_step, wait_until
 
 SCRIPT = ROOT / "scripts" / "launch.sh"
@@ -43,7 +43,7 @@ def test_a_bad_flag_is_rejected_once_before_any_process_starts():
 
 
 @pytest.mark.guarantee("launch")
-@pytest.mark.parametrize("hosts", ["::1 localhost", "127.0.0.1 localhost\n::1 localhost ip6-localhost"])
+@pytest.mark.parametrize("hosts", [slow("::1 localhost"), slow("127.0.0.1 localhost\n::1 localhost ip6-localhost")])
 def test_one_node_with_ipv6_alone_trains_on_two_ranks(tmp_path, hosts):
     """Its loopback has only ::1, and no name leads to it but localhost."""
     as_root = [] if os.geteuid() == 0 else ["--map-root-user"]

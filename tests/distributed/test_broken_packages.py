@@ -13,7 +13,7 @@ import torch
 import utils.report.reporter
 from config import TrainingConfig, UserError
 from images import folder_of_images
-from ranks import ROOT, launch, run_ranks
+from ranks import ROOT, launch, run_ranks, slow
 from training import train_flags
 from utils.report.tensorboard import Board
 
@@ -52,8 +52,12 @@ def train_with_broken(folder, flags):
     return train_flags(flags, task="")["state"]
 
 
+QUICK = ("missing", "library", "other torch", "protobuf")
+KINDS = [error if error in QUICK else slow(error) for error in ERRORS]
+
+
 @pytest.mark.guarantee("packages")
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("error", KINDS)
 def test_a_run_that_needs_no_optional_package_completes_and_warns_once(tmp_path, error):
     broken = write_broken(tmp_path / "broken", OPTIONAL, error)
     flags = [*SMALL, "--run_dir", str(tmp_path / "run")]
@@ -85,7 +89,7 @@ NEEDED = {
 
 
 @pytest.mark.guarantee("packages")
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("error", KINDS)
 @pytest.mark.parametrize("needs", NEEDED)
 def test_a_run_that_needs_a_broken_package_is_refused_with_the_fix(tmp_path, needs, error):
     module, setting = NEEDED[needs]

@@ -22,7 +22,7 @@ import ddp_utils
 import train
 import utils.report.reporter
 from config import TrainingConfig, UserError
-from ranks import run_ranks
+from ranks import run_ranks, slow
 from tasks import Images, using
 from training import STATE, TINY, difference
 from utils.checkpoint import format as checkpoint
@@ -224,10 +224,10 @@ def fail_again_and_again(folder, *flags):
 @pytest.mark.parametrize(
     "flags",
     [
-        "",
+        slow(""),
         "--reduction exact",  # extra: exact
-        "--sharding zero3",  # extra: sharding
-        "--ema_decay 0.9",  # extra: average
+        slow("--sharding zero3"),  # extra: sharding
+        slow("--ema_decay 0.9"),  # extra: average
     ],
 )
 def test_failures_in_a_row_hold_no_more_than_one(tmp_path, flags):

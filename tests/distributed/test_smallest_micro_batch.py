@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ranks import run_ranks
+from ranks import run_ranks, slow
 from tasks import BUCKETS, TASKS, Images, SmallNet, image_loss
 from training import train_flags
 from utils.data.sampler import GlobalBatchSampler
@@ -140,10 +140,10 @@ def train_unchecked(words, task):
     ("task", "flags"),
     [
         ("images", ""),
-        ("images", "--amp_dtype fp16 --use_amp"),
+        slow("images", "--amp_dtype fp16 --use_amp"),
         ("images", "--sharding zero3"),  # extra: sharding
         ("terms", ""),  # extra: terms
-        ("taught", ""),  # extra: steps
+        slow("taught", ""),  # extra: steps
     ],
 )
 def test_the_smallest_micro_batch_changes_no_bit_of_a_run(runs, task, flags):

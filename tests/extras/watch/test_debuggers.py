@@ -219,7 +219,7 @@ train.your_model.compute_loss = compute_loss
 
 @pytest.mark.guarantee("hang")
 def test_a_run_goes_on_after_a_breakpoint_that_was_longer_than_hang_timeout(runs):
-    flags = "--dataset_size 64 --batch_size 4 --epochs 1 --num_workers 0 --hang_timeout 4 --backend gloo".split()
+    flags = "--dataset_size 64 --batch_size 4 --epochs 1 --num_workers 0 --hang_timeout 3 --backend gloo".split()
     words = [sys.executable, runs.program(BREAKPOINT), *runs.words("run", *flags)]
     common = os.environ | launch_variables(2) | {"PYTHONBREAKPOINT": ""}
     ranks, outputs = [], [runs.root / f"rank{rank}.txt" for rank in range(2)]
@@ -230,7 +230,7 @@ def test_a_run_goes_on_after_a_breakpoint_that_was_longer_than_hang_timeout(runs
             ranks.append(subprocess.Popen([*map(str, words)], env=env, text=True, **pipes))
     try:
         wait_until(lambda: "(Pdb)" in outputs[1].read_text(), DEADLINE)
-        time.sleep(10)
+        time.sleep(6)
         assert [rank.poll() for rank in ranks] == [None, None], outputs[0].read_text()
         ranks[1].communicate("continue\n", timeout=DEADLINE)
         assert [rank.wait(DEADLINE) for rank in ranks] == [0, 0]
