@@ -372,6 +372,7 @@ def test_the_steps_of_epochs_differ_little():
     assert max(counts) - min(counts) <= 0.001 * min(counts)
 
 
+@pytest.mark.slow
 def test_ten_million_samples_are_planned_in_ten_seconds():
     generator = torch.Generator().manual_seed(7)
     data = Sequences((6 + torch.randn(10_000_000, generator=generator)).exp().clamp(1, 16_000).long())

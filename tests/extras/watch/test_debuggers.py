@@ -217,6 +217,7 @@ train.your_model.compute_loss = compute_loss
 """
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("hang")
 def test_a_run_goes_on_after_a_breakpoint_that_was_longer_than_hang_timeout(runs):
     flags = "--dataset_size 64 --batch_size 4 --epochs 1 --num_workers 0 --hang_timeout 3 --backend gloo".split()
