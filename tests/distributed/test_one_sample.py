@@ -31,7 +31,7 @@ NORMS = {
     "LayerNorm": lambda: nn.LayerNorm(64),
     "frozen": lambda: Frozen(64),
 }
-ONE = "batch_size: a micro-batch of the run has one, for which BatchNorm has no variance (Expected more"
+ONE = "batch_size: a micro-batch of the run has one sample, for which BatchNorm has no variance (Expected more"
 
 
 class Frozen(nn.BatchNorm1d):

@@ -110,8 +110,8 @@ def explain_one_sample(error: ValueError) -> None:
     """Raises UserError if a BatchNorm got one sample."""
     if "Expected more than 1 value per channel" in str(error):
         raise UserError(
-            f"batch_size: a micro-batch of the run has one, for which BatchNorm has no variance ({error}); use another"
-            " batch size, --drop_last or another normalization"
+            f"batch_size: a micro-batch of the run has one sample, for which BatchNorm has no variance ({error}); use"
+            " another batch size, --drop_last or another normalization"
         ) from None
 
 
