@@ -240,12 +240,16 @@ class Report:
             "versions": provenance.versions(),
             "code": now | self._code,
             "invariants": self._outcomes,
+            "notes": [note for check in RESULT.values["checks"] for note in check["notes"]],
+            "not_checked": [part for check in RESULT.values["checks"] for part in check["not_checked"]],
         }
         if self._prints:
             replace_json(verified.VERIFIED, found)
         which = f"; broken: {', '.join(broken)}" if broken else ""
         held = len(self._outcomes) - len(broken)
         text = f"{held} of {self._checks} invariants hold{which}"
+        if not_checked := RESULT.values["not_checked"]:
+            text += f"; not checked: {plural(not_checked, 'part')}"
         self._print(f"{text}; wrote {os.path.relpath(verified.VERIFIED)}")
         RESULT.end("ok" if is_passed else "broken", text, self._prints)
         return is_passed

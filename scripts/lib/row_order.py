@@ -17,7 +17,7 @@ NEAR, FAR = 0.02, 0.2  # of the mean distance between outputs of two samples: eq
 @torch.no_grad()
 def check_row_order(
     predict: Callable[[Any], dict[str, Tensor]], fetch: Callable[[list[int]], Any], size: int, batch_size: int = MOST
-) -> None:
+) -> Exception | None:
     """Compare the outputs of a batch with those of the same samples in another order.
 
     Args:
@@ -26,8 +26,8 @@ def check_row_order(
         size: of the data set.
         batch_size: that fits into memory.
 
-    Raises UserError if the outputs are those of the samples in another order, and only then: padding, noise or the
-    other samples of the batch may change an output.
+    Returns the error of outputs that cannot be compared. Raises UserError if the outputs are those of the samples in
+    another order, and only then: padding, noise or the other samples of the batch may change an output.
     """
     count = min(MOST, max(LEAST, batch_size))
     rows = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:count].tolist()
@@ -35,14 +35,15 @@ def check_row_order(
         batch = predict(fetch(rows))
         again, ordered = predict(fetch(sorted(rows))), sorted(range(len(rows)), key=rows.__getitem__)
         is_moved = are_moved([([*again[name]], [each[k] for k in ordered]) for name, each in batch.items()])
-    except Exception:  # outputs that the caller rejects
-        return
+    except Exception as error:  # the caller may reject these outputs
+        return error
     if is_moved:
         raise UserError(
             "collate: the outputs of a batch are in another order than its samples, so they would be written to other"
             " samples; keep the order in collate, device_transform and predict, or restore it (a collate that sorts by"
             " length returns the positions too, or use pack_padded_sequence(..., enforce_sorted=False))"
         )
+    return None
 
 
 def are_moved(outputs: list[tuple[list[Tensor], list[Tensor]]]) -> bool:

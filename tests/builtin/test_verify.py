@@ -54,6 +54,7 @@ def test_the_template_passes_and_runs_report_it_until_a_file_changes(tmp_path):
     found = json.loads((fork / "verified.json").read_text())
     assert found["passed"] and found["ranks"] == 2 and list(found["invariants"]) == INVARIANTS
     assert {"train.py", "model.py", "dataset.py", "config.py", "utils/data/loader.py"} <= found["code"].keys()
+    assert re.search(r"^ok +schedule +10 steps, without warm-up: lr_factor is 1 at step 0", ended.out, re.MULTILINE)
     assert found["flags"] == [*FLAGS, *GIVEN] and found["versions"]["torch"]
     assert not list((fork / "runs").iterdir())  # the short runs were deleted
 

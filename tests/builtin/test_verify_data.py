@@ -174,14 +174,14 @@ IN_SET = "[int(word) for word in list({str(k) for k in range(8)})]"
         ("len(os.environ['HOME']) + len(os.environ.get('DATA_ROOT', '')) + len(os.getcwd())", ""),
         ("isinstance(datetime.datetime.fromisoformat('2020-01-01'), datetime.datetime)", ""),
         ("isinstance(datetime.datetime.now(), datetime.date) + (datetime.datetime.now().year > 2000)", ""),
-        ("1 // (platform.node() != 'elsewhere')", "; not compared with a new process (ZeroDivisionError: "),
+        ("1 // (platform.node() != 'elsewhere')", "; not checked: the data in a new process (ZeroDivisionError: "),
     ],
 )
 def test_samples_that_depend_on_the_process_are_found(tmp_path, number, text):
     ended = verified(tmp_path, PROCESS.replace("NUMBER", number))
     is_found = text.startswith("samples")
     assert broken(ended) == ["content"] * is_found and text in line_of(ended, "content"), ended.text
-    assert ("not compared" in ended.out) == ("not compared" in text)
+    assert ("not checked" in line_of(ended, "content")) == ("not checked" in text)
 
 
 @pytest.mark.slow
@@ -192,18 +192,71 @@ def test_ranks_with_another_order_of_a_set_are_told_so(tmp_path):
     (fork / "model.py").write_text(MODEL)
     env = {"PYTHONPATH": str(fork), "PYTHONHASHSEED": "random"}
     ended = torchrun(3, *FLAGS, script="scripts/verify.py", cwd=fork, env=env)
-    said = (
-        "hold different data; copy it again, or sort what create_dataset makes from a set, the environment or the clock"
-    )
+    said = "hold different data; sort what create_dataset makes from a set, the environment or the clock"
     assert ended.code == 1 and said in ended.text, ended.text
 
 
+BY_EPOCH = "\ndef lr_factor(config, step, total_steps, warmup_steps, progress):\n    return 0.5 ** progress.epoch\n"
+
+
 @pytest.mark.slow
-def test_the_factors_of_several_epochs_are_shown(tmp_path):
-    by_epoch = "\ndef lr_factor(config, step, total_steps, warmup_steps, progress):\n    return 0.5 ** progress.epoch\n"
-    ended = verified(tmp_path, REGRESSION, MODEL + by_epoch, "--epochs", 10)
-    assert ended.code == 0, ended.text
-    assert "lr_factor is 1, 1, 0.5, 0.0312, 0.00195 at the start" in line_of(ended, "schedule")
+@pytest.mark.parametrize(
+    ("model", "flags", "text"),
+    [
+        (
+            MODEL + BY_EPOCH,
+            "--epochs 10 --warmup_epochs 2",
+            "160 steps, 32 of them warm-up: lr_factor is 1 at step 0, 0.5 at step 16, 0.25 at step 32, 0.0312 at step"
+            " 80, 0.00195 at step 159",
+        ),
+        (
+            MODEL,
+            "--max_steps 90 --warmup_steps 0 --schedule linear",
+            "90 steps, without warm-up: lr_factor is 1 at step 0, 0.5 at step 45, 0.0111 at step 89",
+        ),
+        (
+            MODEL,
+            "--epochs 3 --warmup_steps 10 --schedule constant",
+            "48 steps, 10 of them warm-up: lr_factor is 0.1 at step 0, 0.6 at step 5, 1 at step 10, 1 at step 24, 1 at"
+            " step 47",
+        ),
+        (
+            MODEL,
+            "--epochs 3 --warmup_steps 0 --schedule linear --schedule_steps 2000",
+            "2,000 steps, without warm-up: lr_factor is 1 at step 0, 0.5 at step 1,000, 0.0005 at step 1,999",
+        ),
+        (MODEL, "--max_steps 1 --warmup_steps 0", "1 step, without warm-up: lr_factor is 1 at step 0"),
+    ],
+)
+def test_the_factors_are_those_of_a_run_with_these_flags(tmp_path, model, flags, text):
+    ended = verified(tmp_path, REGRESSION, model, "--batch_size", 32, *flags.split())
+    assert ended.code == 0 and f" schedule    {text}  [" in ended.out, ended.text
+
+
+ORDERED = """        return self.x[index], self.y[index]
+
+    def epoch_order(self, seed, epoch, n):
+        return torch.randperm(n, generator=torch.Generator().manual_seed(1000 * seed + EPOCH))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("epoch", "text"),
+    [
+        ("epoch", "in a new order each epoch  ["),
+        ("0", "all epochs have the same order"),
+        ("epoch // 2", "in 11 orders in 22 epochs; please check: epochs 1 and 2 have the same order"),
+        ("epoch % 2", "in 2 orders in 22 epochs; please check: epochs 1 and 3 have the same order"),
+        ("min(epoch, 9)", "in 10 orders in 22 epochs; please check: epochs 10 and 11 have the same order"),
+        ("max(epoch, 3)", "in 19 orders in 22 epochs; please check: epochs 1 and 2 have the same order"),
+    ],
+)
+def test_orders_that_repeat_are_told_from_new_ones(tmp_path, epoch, text):
+    order = ORDERED.replace("EPOCH", epoch)
+    ended = verified(tmp_path, REGRESSION.replace("        return self.x[index], self.y[index]\n", order))
+    assert text in line_of(ended, "order"), ended.text
+    assert broken(ended) == ["order"] * text.startswith("all epochs"), ended.text
 
 
 # ---- notes ----

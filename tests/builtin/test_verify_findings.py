@@ -275,7 +275,7 @@ def test_a_metric_that_counts_nothing_is_named(tmp_path, condition, is_noted):
 """
     ended = forks.run(fork_with(tmp_path, compute_loss), 0, "scripts/verify.py", *FLAGS)
     (line,) = re.findall("^ok +evaluation.*", ended.out, re.MULTILINE)
-    assert ("please check: nothing counted for rare, so not compared" in line) == is_noted, ended.text
+    assert ("not checked: rare, for which nothing counted" in line) == is_noted, ended.text
 
 
 @pytest.mark.slow

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from ranks import ROOT, WarmLaunch, copy_repository, finish, launch, slow, stop, torchrun
-from scripts.lib.verify.result import Result
+from scripts.lib.verify.result import Result, notes_last
 from test_verify import FLAGS, INVARIANTS
 from training import wait_until
 
 KEYS = "version result exit_code text checks notes task samples ranks precision git_commit git_dirty versions flags"
-KEYS = [*KEYS.split(), "started", "seconds"]
+KEYS = [*KEYS.split(), "not_checked", "started", "seconds"]
 
 
 FORKS = """
@@ -139,6 +139,35 @@ def test_an_interruption_is_in_the_file_with_the_checks_so_far(tmp_path, ranks, 
     assert (found["result"], found["exit_code"], ended.code) == ("could not run", 2, 1 if ranks else 2), ended.text
     checked = [each["name"] for each in found["checks"]]
     assert found["text"] and checked == INVARIANTS[: len(checked)] and (len(checked) >= 5) == (when == "schedule ")
+
+
+@pytest.mark.parametrize(
+    ("text", "notes", "not_checked"),
+    [
+        ("all 3 samples", [], []),
+        ("all; please check: a, so b; do c", ["a, so b; do c"], []),
+        ("all; not checked: a", [], ["a"]),
+        ("not checked: a; not checked: b (c; d)", [], ["a", "b (c; d)"]),
+        ("all; please check: a; do b; not checked: c; please check: d", ["a; do b", "d"], ["c"]),
+        (
+            "all; x rounds y by 30 %: please check, or use z; not checked: c",
+            ["x rounds y by 30 %: please check, or use z"],
+            ["c"],
+        ),
+    ],
+)
+def test_notes_and_parts_that_were_not_checked_are_lists(text, notes, not_checked):
+    result = Result()
+    for is_passed in (True, False):
+        result.check("loss", is_passed, text, 0.1)
+    passed, broken = result.values["checks"]
+    assert (passed["notes"], passed["not_checked"]) == (notes, not_checked)
+    assert (broken["notes"], broken["not_checked"]) == ([], []) and result.values["not_checked"] == len(not_checked)
+
+
+def test_notes_come_after_other_parts_of_a_text():
+    parts = "; please check: a", "; b", "; not checked: c", "; d"
+    assert notes_last(*parts) == "; b; d; please check: a; not checked: c"
 
 
 def test_the_first_result_stays(tmp_path, monkeypatch):

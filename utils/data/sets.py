@@ -52,7 +52,11 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
         return {split: dataset for split, dataset in sets.items() if dataset is not None}
 
     sets = on_all_ranks(create, ctx)
-    differ = f"data_dir={config.data_dir}: {{other}} and {{first}} hold different data; copy it again, or sort what"
+    differ = f"data_dir={config.data_dir}: {{other}} and {{first}} "
+    if len({*ctx.hosts}) > 1:
+        differ += "hold different data; copy it again, or sort what"
+    else:
+        differ += "hold different data; sort what"
     differ += " create_dataset makes from a set, the environment or the clock"
     listed = [split for split, dataset in sets.items() if hasattr(dataset, "use_listing")]
     require_equal(listed, differ, ctx)

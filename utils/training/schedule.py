@@ -66,7 +66,7 @@ class Schedule:
 
     def __init__(self, config: TrainingConfig, lr_factor: Callable[..., float | dict[str, float]]) -> None:
         self.progress, self.total_steps = Progress(), 0
-        self._config, self._lr_factor, self._warmup_steps = config, lr_factor, 0
+        self._config, self._lr_factor, self.warmup_steps = config, lr_factor, 0
         self._sampler: GlobalBatchSampler | None = None
         self._has_ended = False
 
@@ -80,7 +80,7 @@ class Schedule:
             total = progress.step + sampler.steps_left(progress.epoch, progress.samples_in_epoch, epochs)
         self.total_steps = int(min(total, steps))
         by_epochs = round(config.warmup_epochs * sampler.steps_per_epoch)
-        self._warmup_steps = unless_auto(config.warmup_steps, by_epochs)
+        self.warmup_steps = unless_auto(config.warmup_steps, by_epochs)
         self._sampler = sampler
 
     def factor_at(self, step: int, progress: Progress) -> float | dict[str, float]:
@@ -88,17 +88,17 @@ class Schedule:
         length = self._config.schedule_steps or self.total_steps
         if length == self.total_steps:
             step = min(step, length - 1)  # epochs may have a few more steps than the first one
-        return self._lr_factor(self._config, step, length, self._warmup_steps, progress)
+        return self._lr_factor(self._config, step, length, self.warmup_steps, progress)
 
     @cached_property
     def warnings(self) -> list[str]:
         """Settings that have no effect from the first step of this attempt on: a line for each."""
         config, warnings = self._config, []
         length = max(self.total_steps, config.schedule_steps)
-        if self._warmup_steps > length:
+        if self.warmup_steps > length:
             warnings.append(
-                f"warm-up: has {self._warmup_steps:,} steps, but the run {length:,}: it ends at"
-                f" {length / self._warmup_steps:.1%} of the learning rate; use fewer --warmup_epochs"
+                f"warm-up: has {self.warmup_steps:,} steps, but the run {length:,}: it ends at"
+                f" {length / self.warmup_steps:.1%} of the learning rate; use fewer --warmup_epochs"
             )
         if not self.progress.best_metric:
             for name, off in {"patience": 0, "best_metric": "auto", "eval_every_steps": 0}.items():

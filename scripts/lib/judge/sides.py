@@ -109,7 +109,7 @@ class Side:
         result, record = self.fork / VERIFIED.name, out / f"verified-{self.name.lower()}.json"
         if known := next((each for each in map(read_json, (record, result)) if self.is_verified(each)), {}):
             print(f"{self.name}: scripts/verify.py passed with this code", flush=True)
-            return known.get("notes", [])
+            return remarks(known)
         script, log = self.fork / "scripts/verify.py", out / f"verify-{self.name.lower()}.log"
         if not script.exists():
             raise UserError(f"{self.name}={self.fork}: has no scripts/verify.py; restore the extra verify")
@@ -124,9 +124,11 @@ class Side:
             print(end_of(log), file=sys.stderr)
             what = f"is BROKEN: {', '.join(broken)}" if broken else f"ended with exit code {code}"
             raise UserError(f"{self.name}: scripts/verify.py {what}; see {log}, and fix that first")
-        notes = [note for check in read_json(found_file)["checks"] for note in check["notes"]]
-        replace_json(record, found | {"notes": notes})
-        return notes
+        checks = read_json(found_file)["checks"]
+        for kind in ("notes", "not_checked"):
+            found[kind] = [text for check in checks for text in check.get(kind, [])]
+        replace_json(record, found)
+        return remarks(found)
 
     def is_verified(self, found: dict[str, Any]) -> bool:
         """Whether this content of verified.json is that of a check which passed, with the present code and settings."""
@@ -138,6 +140,11 @@ class Side:
         return is_same and all(
             name == "seed" or self.settings.get(name) in (value, "auto") for name, value in settings.items()
         )
+
+
+def remarks(verified: dict[str, Any]) -> list[str]:
+    """The notes in a verified.json, and the parts of checks that were not made."""
+    return verified.get("notes", []) + [f"not checked: {part}" for part in verified.get("not_checked", [])]
 
 
 @dataclass

@@ -19,11 +19,14 @@ from lib.values import digest, first_three, is_dense, leaves, padded_rows, plura
 from lib.verify.fork import Broken, Fork, Subset
 from lib.verify.new_process import CHANGED, is_same, order_of, seen
 from lib.verify.notes import notes
+from lib.verify.result import notes_last
 from utils.distributed.collectives import all_gather_json
 
 Rows = dict[int, list[Tensor]]  # the tensors of some batches
 LAST = 3  # the epoch, from 0, whose samples are compared
 MOST, SECONDS = 2000, 1.5  # samples of a set that are compared with those of another
+LEAST_ORDERS, MOST_ORDERS = 4, 22  # epochs whose orders are compared, as many as SECONDS allow
+FEW = 7  # samples, which may have the same order in two epochs by chance
 NOT_KEYED = (
     "it depends on more than (seed, epoch); shuffle with torch.Generator().manual_seed(derive_seed('order', seed,"
     " epoch))"
@@ -36,9 +39,9 @@ def order(fork: Fork) -> str:
     ctx, n = fork.ctx, len(fork.train_set)
     may_repeat = getattr(fork.train_set, "with_replacement", False)
 
-    def visit() -> tuple[list[tuple[Tensor, int]], list[str], bool]:
-        """For each epoch the visits of this rank to each sample and how many are dropped, digests of orders, whether
-        all are equal."""
+    def visit() -> tuple[list[tuple[Tensor, int]], list[str], str]:
+        """For two epochs the visits of this rank to each sample and how many are dropped; digests of the orders of
+        some epochs, and of the first epoch's once more."""
         scramble_global_rngs(ctx.rank + 1)
         sampler = fork.loader(fork.train_set, fork.config, ctx).sampler
         visits = []
@@ -48,12 +51,13 @@ def order(fork: Fork) -> str:
             visits.append((visited, n - len(sampler.order(epoch))))
         whole = replace(fork.config, drop_last=False, global_batch_size=0, grad_accum_steps=1)
         single = fork.loader(fork.train_set, whole).sampler
-        orders = [digest(single.order(epoch)) for epoch in (0, 1, 0)]
-        # two samples may have the same order in two epochs by chance
-        is_fixed = all(digest(single.order(epoch)) == orders[0] for epoch in range(1, 22))
-        return visits, orders, is_fixed
+        orders: list[str] = []
+        end = time.monotonic() + SECONDS
+        while len(orders) < LEAST_ORDERS or (len(orders) < MOST_ORDERS and time.monotonic() < end):
+            orders.append(digest(single.order(len(orders))))
+        return visits, orders, digest(single.order(0))
 
-    visits, orders, is_fixed = fork.on_all(visit)
+    visits, orders, again = fork.on_all(visit)
     for epoch, (count, dropped) in enumerate(visits):
         dist.all_reduce(count, group=ctx.control)
         never, often = (count == 0).nonzero().flatten().tolist(), (count > 1).nonzero().flatten().tolist()
@@ -63,23 +67,34 @@ def order(fork: Fork) -> str:
                 f" (sample {[*often, *never][0]}): a custom sampler; visit each sample once, or set with_replacement ="
                 " True on the data"
             )
-    ranks = all_gather_json(orders, ctx)
-    for rank, (first, second, again) in enumerate(ranks):
-        if first != again or [first, second] != ranks[0][:2]:
-            where = "between two calls" if first != again else f"between rank {rank} and rank 0"
+    ranks = all_gather_json((orders, again), ctx)
+    for rank, (mine, repeated) in enumerate(ranks):
+        if mine[0] != repeated or mine[:LEAST_ORDERS] != ranks[0][0][:LEAST_ORDERS]:
+            where = "between two calls" if mine[0] != repeated else f"between rank {rank} and rank 0"
             raise Broken(f"the order of an epoch differs {where}: {NOT_KEYED}")
-        if n > 1 and is_fixed:
-            raise Broken("all epochs have the same order: epoch_order ignores its epoch; derive it from (seed, epoch)")
+    orders = ranks[0][0]
+    if n > 1 and len({*orders}) == 1:
+        raise Broken("all epochs have the same order: epoch_order ignores its epoch; derive it from (seed, epoch)")
+    news, note = "a new order each epoch", ""
+    if n > FEW and len({*orders}) < len(orders):
+        same = next(epoch for epoch in range(len(orders)) if orders[epoch] in orders[:epoch])
+        news = f"{len({*orders})} orders in {len(orders)} epochs"
+        note = (
+            f"; please check: epochs {orders.index(orders[same]) + 1} and {same + 1} have the same order; derive"
+            " epoch_order from (seed, epoch), unless that is meant"
+        )
     if hasattr(fork.train_set, "epoch_order"):
-        fork.divided([partial(compare_order, fork)])
+        note += fork.divided([partial(compare_order, fork)])[0]
     drawn = f"{n:,} draws with replacement" if may_repeat else f"{n - dropped:,} samples once"
     left_out = f", {dropped:,} dropped" if dropped else ""
-    return f"{drawn} per epoch over {plural(ctx.world_size, 'rank')}, in a new order each epoch{left_out}"
+    return f"{drawn} per epoch over {plural(ctx.world_size, 'rank')}, in {news}{left_out}{note}"
 
 
 def compare_order(fork: Fork) -> str:
     found, problem = fork.new_process.answer("order")
-    if not problem and found != order_of(fork.train_set, fork.config.seed):
+    if problem:
+        return f"; not checked: epoch_order in a new process ({problem})"
+    if found != order_of(fork.train_set, fork.config.seed):
         raise Broken(f"the order of an epoch differs in a new process with {CHANGED}: {NOT_KEYED}")
     return ""
 
@@ -147,7 +162,7 @@ def content(fork: Fork) -> str:
                 )
     found = fork.divided([partial(check, fork) for check in (compare_elsewhere, overlap, transforms, notes)])
     ranks = plural(ctx.world_size, "rank")
-    return f"{len(subset)} samples identical on {ranks}, with 0, 1 and 2 workers, in any order{''.join(found)}"
+    return f"{len(subset)} samples identical on {ranks}, with 0, 1 and 2 workers, in any order{notes_last(*found)}"
 
 
 def tensors(batch: object) -> list[Tensor]:
@@ -198,7 +213,7 @@ def compare_elsewhere(fork: Fork) -> str:
     """Raises Broken if a new process has other samples. A note if it fails."""
     found, problem = fork.new_process.answer("samples")
     if problem:
-        return f"; not compared with a new process ({problem})"
+        return f"; not checked: the data in a new process ({problem})"
     fork.start.put_back()
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)  # as the data sets were created

@@ -2,13 +2,14 @@
 """Load the data and ask lr_factor in a new process, started by new_process.py: the clock is ahead, the host has another
 name, and folders list their files backwards.
 
-Reads {"given": {...}, "config": {...}}, the config as given and as resolved by the data. Prints
-[name, [value, problem]] in a line for each answer.
+Reads {"given": {...}, "config": {...}, "imports": [...]}: the config as given and as resolved by the data, and packages
+to import first. Prints [name, [value, problem]] in a line for each answer.
 """
 
 import contextlib
 import datetime
 import functools
+import importlib
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:1] = [str(ROOT), str(ROOT / "scripts")]
 ahead, plain = 5e7, datetime.datetime  # 19 months: another year, month, day of the week and hour
 listdir, scandir = os.listdir, os.scandir
+NO_ANSWER = "no answer"
 answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
 
 
@@ -72,9 +74,10 @@ class Backwards(AbstractContextManager, Iterator):
     close = __exit__
 
 
-with contextlib.suppress(ImportError):
-    import pandas  # noqa: F401  # its import crashes after datetime is replaced, and torch_geometric imports it too
-
+asked = json.load(sys.stdin)
+for name in asked["imports"]:  # before datetime is replaced
+    with contextlib.suppress(Exception):
+        importlib.import_module(name)
 for name in ("time", "monotonic", "perf_counter"):
     setattr(time, f"{name}_ns", shifted(getattr(time, f"{name}_ns"), 10**9))
     setattr(time, name, shifted(getattr(time, name)))
@@ -120,7 +123,7 @@ def samples(asked):
     return [seen(each, asked["given"]["seed"]) for each in (sets.train, next(iter(sets.held_out.values()), None))]
 
 
-asked, folder = json.load(sys.stdin), os.getcwd()
+folder = os.getcwd()
 os.chdir("/")
 import torch  # after the clocks, which the fork may import by name
 
@@ -128,9 +131,15 @@ from config import TrainingConfig
 
 torch.set_num_threads(1)
 vars(os).update(listdir=lambda *path: listdir(*path)[::-1], scandir=Backwards)
+problem = ""
+try:
+    import train  # noqa: F401  # which imports the modules of the fork
+except Exception as error:
+    problem = f"{NO_ANSWER}: {type(error).__name__}: {error}"
 for answer in (factors, order, samples):
+    value, failed = None, problem
     try:
-        text = json.dumps([answer.__name__, [answer(asked), ""]])
+        value = None if problem else answer(asked)
     except Exception as error:
-        text = json.dumps([answer.__name__, [None, f"{type(error).__name__}: {error}"]])
-    print(text, file=answers, flush=True)
+        failed = f"{type(error).__name__}: {error}"
+    print(json.dumps([answer.__name__, [value, failed]]), file=answers, flush=True)

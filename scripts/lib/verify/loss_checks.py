@@ -36,12 +36,13 @@ from lib.values import (
 from lib.verify.draws import Advancing
 from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank, perturbed
 from lib.verify.precision_checks import rounding
+from lib.verify.result import notes_last
 from lib.verify.segments_check import check_segments
 from utils.training.seams import Seams
 
 INTENT = (
-    "please check: depends_on_batch is declared: the loss of a sample may depend on the others in its micro-batch; it"
-    " is the same on any number of ranks and after a resume, but not with another --batch_size; "
+    "; please check: depends_on_batch is declared: the loss of a sample may depend on the others in its micro-batch; it"
+    " is the same on any number of ranks and after a resume, but not with another --batch_size"
 )
 IS_MEAN = "a mean instead of a sum; let compute_loss return sums over the micro-batch, and their counts"
 DOES_NOT_ADD_UP = (
@@ -62,11 +63,15 @@ def loss(fork: Fork) -> str:
     *added, separate, look, rounded = fork.divided(
         [partial(check, fork) for check in (*adding, check_segments, for_a_look, rounding)]
     )
+    parts = [f"; {look}", rounded, separate, noted]
+    if is_declared:
+        return notes_last(*parts, INTENT).removeprefix("; ")
     dtype = str(fork.loss_dtype).removeprefix("torch.")
     summed = "" if fork.loss_dtype is fork.dtype else f"; {dtype} occurs in the loss, which is allowed for"
-    worst = "" if is_declared else f"{max(map(float, added)):.0e}"
-    sound = f"sums and counts add up over samples, in training and evaluation (within {worst}{summed}); "
-    return (INTENT if is_declared else sound) + look + rounded + separate + noted
+    worst = max(map(float, added))
+    return f"sums and counts add up over samples, in training and evaluation (within {worst:.0e}{summed})" + notes_last(
+        *parts
+    )
 
 
 def check_adding(fork: Fork, number: int) -> str:
@@ -241,7 +246,7 @@ def check_passes(fork: Fork) -> str:
         try:
             found = again(ranks=MORE_RANKS, accumulation=ACCUMULATION + 1)
         except Exception as error:
-            return f"; please check: fails as one of {MORE_RANKS} ranks, so not compared: {one_line(error)}"
+            return f"; not checked: the loss as one of {MORE_RANKS} ranks, where it fails: {one_line(error)}"
         if (wrong := differing(fork, first, found)) and not differing(fork, first, again()):
             is_accumulation = differing(fork, first, again(accumulation=ACCUMULATION + 1))
             which = "grad_accum_steps" if is_accumulation else "the rank or the number of ranks"

@@ -16,8 +16,18 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import plain_loop
+from config import UserError
 from lib.row_order import check_row_order
-from lib.values import ROUNDING, digest, first_three, relative_error, scramble_global_rngs, shared_memory, spread
+from lib.values import (
+    ROUNDING,
+    digest,
+    first_three,
+    one_line,
+    relative_error,
+    scramble_global_rngs,
+    shared_memory,
+    spread,
+)
 from lib.verify.draws import draws_in_evaluation
 from lib.verify.fork import (
     ACCUMULATION,
@@ -30,6 +40,7 @@ from lib.verify.fork import (
     record_updates,
 )
 from lib.verify.loss_checks import check_recomputation
+from lib.verify.result import notes_last
 from train import Training
 from utils.data.sampler import MapDataset
 from utils.data.transfer import to_device
@@ -89,9 +100,10 @@ def parameters(fork: Fork) -> str:
 def evaluation(fork: Fork) -> str:
     """Each held-out sample counts once on any number of ranks, as in one process."""
     sets = [dataset for dataset in (fork.train_set, fork.held_out) if dataset is not None]
-    fork.divided([partial(check_outputs, fork, dataset) for dataset in sets])
+    problems = fork.divided([partial(check_outputs, fork, dataset) for dataset in sets])
+    rows = next((f"; not checked: whether predict keeps the order of samples: {each}" for each in problems if each), "")
     if fork.held_out is None:
-        return "no held-out set, nothing to check"
+        return f"not checked: there is no held-out set{rows}"
     size, ranks, counts = fork.small_config.batch_size, fork.ctx.world_size, []
     never: list[str] = []
     for count in (ranks * size + size // 2 + 1, max(1, ranks - 1)):
@@ -101,17 +113,20 @@ def evaluation(fork: Fork) -> str:
         fork.on_all(lambda subset=subset, net=net, found=found: compare_evaluation(fork, subset, net, found))
         counts.append(str(len(subset)))
         never = never if len(counts) > 1 else [name for name, value in found.items() if math.isnan(value)]
-    notes = f"; please check: nothing counted for {', '.join(never)}, so not compared" if never else ""
-    notes += fork.on_all(lambda: draws_in_evaluation(fork, subset, net))
+    notes = f"; not checked: {', '.join(never)}, for which nothing counted" if never else ""
+    notes += fork.on_all(lambda: draws_in_evaluation(fork, subset, net)) + rows
     return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process{notes}"
 
 
 def check_outputs(fork: Fork, dataset: MapDataset) -> str:
-    """Raises UserError if `predict` gives the outputs of a batch in another order than its samples."""
+    """Raises UserError if `predict` gives the outputs of a batch in another order than its samples. Returns why they
+    could not be compared, if so."""
     net, subset = fork.new_model().eval(), Subset(dataset, spread(64, len(dataset)), fork.dtype)
     fetch = fork.loader(subset).fetch
-    check_row_order(partial(fork.seams.predict, net), lambda rows: fetch(rows)[2], len(subset))
-    return ""
+    error = check_row_order(partial(fork.seams.predict, net), lambda rows: fetch(rows)[2], len(subset))
+    if isinstance(error, UserError):  # model.py has no predict
+        return str(error)
+    return one_line(error) if error else ""
 
 
 def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, found: dict[str, float]) -> None:
@@ -181,7 +196,7 @@ def gradient(fork: Fork) -> str:
         return found + compare_buffers(our_model, net, rounding)
 
     noted, found = fork.divided([partial(check_recomputation, fork), check])
-    return found + noted
+    return notes_last(found, noted)
 
 
 def compare_updates(

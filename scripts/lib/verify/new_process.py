@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import subprocess
@@ -22,7 +23,7 @@ from utils.extras.sketches import are_alike, sketches  # extra: sketches
 SECONDS = 120.0  # to wait for it
 NAMES = ("USER", "LOGNAME", "LNAME", "USERNAME", "HOSTNAME")
 CHANGED = "another hash seed, clock, date, time zone, user, host name and order of files"
-NO_ANSWER = "no answer"
+NO_ANSWER = "no answer"  # as in elsewhere.py
 
 
 class NewProcess:
@@ -42,7 +43,7 @@ class NewProcess:
             stderr=subprocess.DEVNULL,
         )
         with suppress(BrokenPipeError), self._process.stdin as pipe:  # type: ignore[union-attr]
-            pipe.write(json.dumps(question))
+            pipe.write(json.dumps(question | {"imports": packages_with_dates()}))
 
     def answer(self, name: str) -> tuple[Any, str]:
         """The answer, or None and the reason."""
@@ -57,6 +58,14 @@ class NewProcess:
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+def packages_with_dates() -> list[str]:
+    """Installed packages in this process that derive classes from `datetime`, such as pandas. If elsewhere.py has
+    replaced it, their import crashes."""
+    names = {kind.__module__.partition(".")[0] for kind in datetime.datetime.__subclasses__()}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+    return sorted(name for name, file in files.items() if file and "site-packages" in file)
 
 
 def seen(dataset: Any, seed: int) -> Any:

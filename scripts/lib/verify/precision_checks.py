@@ -28,6 +28,7 @@ def rounding(fork: Fork) -> str:
     batches = [loader.fetch([*range(start, start + size)])[2] for start in starts]
     try:
         torch.set_default_dtype(torch.float32)
+        kind = precision.name
         net = perturbed(fork.new_model(), 1)
         torch.set_default_dtype(fork.dtype)
         exact = fork.new_model()
@@ -40,14 +41,14 @@ def rounding(fork: Fork) -> str:
                 mine.append(forward(fork, net, map_tensors(lambda t: t.float() if t.is_floating_point() else t, batch)))
         each = {name: lost(name, mine, theirs, precision) for name in mine[0].keys() & theirs[0]}
     except Exception as error:
-        return f"; not compared in {precision.name}: {one_line(error)}"
+        return f"; not checked: how the run's precision rounds: {one_line(error)}"
     finally:
         torch.set_default_dtype(fork.dtype)
     for name in each.keys() - {"loss"}:
         check_targets(fork, exact, batches, name, dtype_of([found[name] for found in mine], precision))
     name = max(each, key=each.__getitem__)
     advice = f": please check, or use --no-use_amp or a float32 {name}" if each[name] > LARGE else ""
-    return f"; {precision.name} rounds {name} by {each[name]:.1%} of its spread{advice}"
+    return f"; {kind} rounds {name} by {each[name]:.1%} of its spread{advice}"
 
 
 def forward(

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from utils.files import replace_json, temporary_of
 
 CODES = {"ok": 0, "broken": 1, "could not run": 2}
+NOT_CHECKED = "not checked: "  # a part of a check that was not made, and why
 REFUSED = "cannot be written{}; give the name of a .json file in an existing folder, other than verified.json"
 
 
@@ -30,7 +31,9 @@ class Result:
         self._process, self._began, self._is_known = os.getpid(), time.monotonic(), False
         empty = ("task", "samples", "ranks", "precision", "git_commit", "git_dirty")
         self.values: dict[str, Any] = {"version": 1, "result": "could not run", "exit_code": 2, "text": ""}
-        self.values |= {"checks": [], "notes": []} | dict.fromkeys(empty) | {"versions": {}, "flags": []}
+        self.values |= (
+            {"checks": [], "notes": [], "not_checked": 0} | dict.fromkeys(empty) | {"versions": {}, "flags": []}
+        )
         self.values["started"] = datetime.now(UTC).isoformat(timespec="milliseconds")
 
     @property
@@ -63,18 +66,23 @@ class Result:
         return ""
 
     def check(self, name: str, is_passed: bool, text: str, seconds: float) -> None:
-        """Add the outcome of a check."""
+        """Add the outcome of a check. A text that passed may end with parts that say "please check"
+        or begin with `NOT_CHECKED`."""
         is_skipped = text.startswith("skipped: ")
-        notes = [each for each in re.split(r"; (?=[^;]*please check)", text) if "please check" in each]
+        parts = re.split(rf"; (?=[^;]*(?:please check|{NOT_CHECKED}))", text) if is_passed else []
+        not_checked = [part.removeprefix(NOT_CHECKED) for part in parts if part.startswith(NOT_CHECKED)]
+        notes = [part.removeprefix("please check: ") for part in parts if "please check" in part]
         found = {
             "name": name,
             "result": "ok" if is_passed else "skipped" if is_skipped else "BROKEN",
             "text": text,
             "fix": text.rpartition("; ")[2] if not is_passed and "; " in text else None,
-            "notes": [each.removeprefix("please check: ") for each in notes] if is_passed else [],
+            "notes": notes,
+            "not_checked": not_checked,
             "seconds": round(seconds, 1),
         }
         self.values["checks"].append(found)
+        self.values["not_checked"] += len(not_checked)
 
     def end(self, result: str, text: str, is_written: bool = True) -> None:
         """Decide the result, unless that was done, and write FILE, unless another rank did.
@@ -111,6 +119,11 @@ class Result:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(self.exit_code)
+
+
+def notes_last(*parts: str) -> str:
+    """The parts of a check's text, each of which begins with "; ". Those for `Result.check` are at the end."""
+    return "".join(sorted(parts, key=lambda part: "please check" in part or NOT_CHECKED in part))
 
 
 def problem_with(path: Path) -> str:

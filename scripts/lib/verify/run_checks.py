@@ -95,7 +95,7 @@ def resume(fork: Fork) -> str:
             lost, _ = forgotten_in(fork, "resumed")
             cause = f"state outside the checkpoint{''.join(f' ({each})' for each in lost[:1])}; {KEEP}"
         raise Broken(f"{first_three(different)}: resumed and uninterrupted runs differ: {cause}")
-    caches = check_memory(fork, [first, *others][-2]) if others else ""
+    caches = check_memory(fork, [first, *others][-2]) if others else "; not checked: memory, with a single checkpoint"
     steps = whole.state.progress.step
     return f"{first.name} resumed, {steps} steps in total: bitwise equal to the uninterrupted run{caches}"
 

@@ -9,19 +9,17 @@ from dataclasses import asdict
 from functools import partial
 
 from config import TrainingConfig
-from lib.values import scramble_global_rngs
+from lib.values import plural, scramble_global_rngs
 from lib.verify.fork import Broken, Fork, as_rank
 from lib.verify.new_process import CHANGED, NO_ANSWER
 from utils.distributed.collectives import all_gather_json
 from utils.training import optimizer
 from utils.training.optimizer import checked_groups, factors_of
-from utils.training.schedule import Progress
+from utils.training.schedule import Progress, Schedule
 from utils.training.seams import Seams
 
 Factors = dict[str, float]  # by the name of a group; "" for all groups
-
-
-TOTAL, WARMUP = 1000, 100
+TOTAL, WARMUP = 1000, 100  # of the run whose factors are compared
 
 
 def all_factors(seams: Seams, config: TrainingConfig) -> list[Factors]:
@@ -36,15 +34,17 @@ def schedule(fork: Fork) -> str:
     """The learning rate is a function of the step: the same on all ranks and in repeated calls."""
     ask = partial(all_factors, fork.seams, fork.config)
 
-    def check() -> list[Factors]:
+    def check() -> tuple[list[Factors], str]:
         scramble_global_rngs(fork.ctx.rank)
         factors, net = ask(), fork.new_model()
-        if not all(math.isfinite(each) and each >= 0 for factor in factors for each in factor.values()):
-            raise Broken(f"lr_factor gives {shown(factors)}: must be finite and not negative; fix its formula")
+        by_step, length = factors_of_run(fork)
+        asked = factors + list(by_step.values())
+        if not all(math.isfinite(each) and each >= 0 for factor in asked for each in factor.values()):
+            raise Broken(f"lr_factor gives {shown(asked)}: must be finite and not negative; fix its formula")
         groups = checked_groups(
             fork.seams.param_groups(net, fork.config), {p: name for name, p in net.named_parameters()}
         )
-        for factor in factors:
+        for factor in asked:
             factors_of(groups, factor.get("", factor))
         with as_rank(ranks := fork.ctx.world_size, ranks + 1):
             other = ask()
@@ -61,17 +61,34 @@ def schedule(fork: Fork) -> str:
                 f" and {shown(second[step : step + 1])} in a second one that is resumed halfway: it keeps state of its"
                 " own; keep it in progress.user"
             )
-        return factors
+        steps = ", ".join(f"{shown([factor], 3)} at step {step:,}" for step, factor in by_step.items())
+        return factors, f"{length}: lr_factor is {steps}"
 
-    factors = fork.on_all(check)
+    factors, text = fork.on_all(check)
     note = ""
     if fork.seams.lr_factor is not optimizer.lr_factor:
         note = fork.divided([partial(compare_elsewhere, fork, factors)])[0]
     if any(each != factors for each in all_gather_json(factors, fork.ctx)):
         raise Broken("lr_factor: differs between ranks; make it a function of config, step and progress")
-    return (
-        f"lr_factor is {shown(factors, 3)} at the start, in the warm-up, after it, in the middle and at the end{note}"
+    return text + note
+
+
+def factors_of_run(fork: Fork) -> tuple[dict[int, Factors], str]:
+    """The factors by step in a run with these flags: at its start, in the warm-up, after it, in the middle and at the
+    end. And the length of the run as text."""
+    planned, sampler = (
+        Schedule(fork.config, fork.seams.lr_factor),
+        fork.loader(fork.train_set, fork.config, fork.ctx).sampler,
     )
+    planned.plan(sampler)
+    warmup = planned.warmup_steps
+    total = fork.config.schedule_steps or planned.total_steps
+    factors = {}
+    for step in sorted({0, min(warmup // 2, total - 1), min(warmup, total - 1), total // 2, total - 1}):
+        progress = Progress(step=step, epoch=step // sampler.steps_per_epoch)
+        factors[step] = factors_at(fork.seams, fork.config, total, warmup, progress)
+    length = f"{plural(total, 'step')}, {f'{warmup:,} of them warm-up' if warmup else 'without warm-up'}"
+    return factors, length
 
 
 def factors_at(seams: Seams, config: TrainingConfig, total: int, warmup: int, progress: Progress) -> Factors:
@@ -88,7 +105,7 @@ def compare_elsewhere(fork: Fork, factors: list[Factors]) -> str:
     """Raises Broken if lr_factor gives something else in a new process. A note if there is no answer."""
     found, problem = fork.new_process.answer("factors")
     if problem.startswith(NO_ANSWER):
-        return f"; not compared with a new process ({problem})"
+        return f"; not checked: lr_factor in a new process ({problem})"
     if found != factors:
         raise Broken(
             f"lr_factor gives {shown(factors)}, and in a new process, with another working directory, {CHANGED},"

@@ -40,7 +40,7 @@ def check_segments(fork: Fork) -> str:
 
     usual, one, other, both = losses(), losses(is_odd), losses(~is_odd), losses(is_odd, ~is_odd)
     if torch.equal(usual, one) or torch.equal(usual, other):
-        return "; please check: segments has no row with two documents whose tokens change the loss, so not compared"
+        return "; not checked: segments, which has no row with two documents whose tokens change the loss"
     if not (mixed := (usual - one - other + both).norm()) <= ROUNDING[fork.loss_dtype] * usual.norm():
         raise Broken(
             f"the loss of a document changes with the tokens of another in its row, by {mixed:.1e} in all: tokens of"

@@ -57,7 +57,10 @@ if os.environ["RANK"] == "0":
         print("BROKEN  plain load  does not open  [0.1 s]", flush=True)
         sys.exit(1)
     (fork / "verified.json").write_text((fork / "passed.json").read_text())
-    notes = [{"notes": ["a sample is in both sets"]}, {"notes": []}]
+    notes = [
+        {"notes": ["a sample is in both sets"], "not_checked": []},
+        {"notes": [], "not_checked": ["the data in a new process"]},
+    ]
     Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps({"checks": notes}))
 """
 MODEL = """
@@ -280,7 +283,11 @@ def test_broken_code_is_not_judged_and_verified_code_is_verified_once(tmp_path, 
     (other / "broken").unlink()
     for _ in range(2):
         code, found = run(tmp_path, fork, other, *words)
-        assert code == 0 and found["verdict"] == "A" and found["notes"] == ["verify of B: a sample is in both sets"]
+        assert code == 0 and found["verdict"] == "A"
+        assert found["notes"] == [
+            "verify of B: a sample is in both sets",
+            "verify of B: not checked: the data in a new process",
+        ]
         (other / "verified.json").unlink(missing_ok=True)  # of another check since: the folder of the runs knows
     assert (other / "verifications").read_text().count(f"--config {tmp_path / 'out' / 'b.toml'} --seed 0") == 2
     assert not (fork / "verifications").exists()
