@@ -35,6 +35,7 @@ from lib.values import (
 )
 from lib.verify.draws import Advancing
 from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank, perturbed
+from lib.verify.loss_notes import look_at_passes
 from lib.verify.precision_checks import rounding
 from lib.verify.segments_check import check_segments
 from utils.training.seams import Seams
@@ -59,14 +60,14 @@ def loss(fork: Fork) -> str:
     noted = fork.on_all(lambda: check_passes(fork))  # first: numbers that are drawn again do not add up either
     is_declared = getattr(your_model, "depends_on_batch", False)
     adding = [check_repeated] if is_declared else [partial(check_adding, number=number) for number in range(3)]
-    *added, separate, look, rounded = fork.divided(
-        [partial(check, fork) for check in (*adding, check_segments, for_a_look, rounding)]
+    *added, separate, look, rounded, seen = fork.divided(
+        [partial(check, fork) for check in (*adding, check_segments, for_a_look, rounding, look_at_passes)]
     )
     dtype = str(fork.loss_dtype).removeprefix("torch.")
     summed = "" if fork.loss_dtype is fork.dtype else f"; {dtype} occurs in the loss, which is allowed for"
     worst = "" if is_declared else f"{max(map(float, added)):.0e}"
     sound = f"sums and counts add up over samples, in training and evaluation (within {worst}{summed}); "
-    return (INTENT if is_declared else sound) + look + rounded + separate + noted
+    return (INTENT if is_declared else sound) + look + rounded + separate + seen + noted
 
 
 def check_adding(fork: Fork, number: int) -> str:
