@@ -536,6 +536,18 @@ def nested(norm, freeze):
     return create
 
 
+class Averaged(nn.Sequential):
+    """A frozen teacher, whose weights are an average of those that are trained."""
+
+    def forward(self, x):
+        self[1].weight.data += 0.1
+        return super().forward(x)
+
+
+def averaged():
+    return Averaged(nn.Linear(8, 8), nn.BatchNorm1d(8).requires_grad_(False), nn.Linear(8, 10))
+
+
 def plain_norm(size):
     return nn.BatchNorm1d(size, affine=False)
 
@@ -555,6 +567,7 @@ MOVES, INITIAL = "frozen, but the running statistics move", "still 0 and 1"
         (nested(nn.BatchNorm1d, False), ""),
         (nested(plain_norm, False), ""),
         (nested(Pretrained, True), ""),
+        (averaged, ""),
         (nested(AlwaysOfTheBatch, False), ""),
         (nested(lambda size: nn.BatchNorm1d(size, track_running_stats=False), True), ""),
         (nested(nn.LayerNorm, True), ""),

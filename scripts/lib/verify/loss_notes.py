@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
 from itertools import combinations, product
 from typing import Any
 
@@ -30,58 +29,60 @@ AN_INPUT = (
     f"; please check: the targets of {SAMPLES} samples are also an input of the model, and predictions depend on it;"
     " take it out of the input"
 )
-Change = Callable[[Tensor], Tensor]
 
 
 class Watch(TorchFunctionMode):
     """A call of compute_loss: its metrics, the model's inputs, what loss functions compare, and sums in 8 or 16 bits.
 
     Args:
-        changes: functions of the model's inputs, by their number.
+        change: a function of one of the model's inputs, and the number of that input.
     """
 
     def __init__(
-        self, fork: Fork, net: nn.Module, batch: Any, is_training: bool, changes: Mapping[int, Change] | None = None
+        self, fork: Fork, net: nn.Module, batch: Any, is_training: bool, change: Any = None, number: int = -1
     ) -> None:
         super().__init__()
-        self._changes = changes or {}
+        self._change = change
+        self._number = number
         self._is_inside = False
         self.inputs: list[Tensor] = []
         self.compared: list[list[Tensor]] = []  # a prediction and its target, or the reverse
         self.narrow: list[tuple[torch.dtype, float]] = []  # of a sum, and how large it may be
         hooks = net.register_forward_pre_hook(self._enter, with_kwargs=True), net.register_forward_hook(self._leave)
+        net.eval()  # without dropout and batch statistics
+        net.training = is_training
         with self, torch.set_grad_enabled(is_training):
-            self.metrics = fork.seams.compute_loss(net.train(is_training), batch)
+            metrics = fork.seams.compute_loss(net, batch)
         for hook in hooks:
             hook.remove()
-        for total, count, *_ in self.metrics.values():
+        for total, count, *_ in metrics.values():
             self._note_sum(total, torch.as_tensor(count).max().item())
             self._note_sum(count)
-
-    @property
-    def numbers(self) -> dict[str, list[float]]:
-        """The sum and count of each metric that is their quotient, without the loss."""
-        plain = {name: entry for name, entry in self.metrics.items() if name != "loss" and len(entry) == 2}
-        return {
-            name: torch.cat([torch.as_tensor(part).double().flatten().cpu() for part in entry]).tolist()
-            for name, entry in plain.items()
-        }
+        # those that are reported as a quotient, which is a number
+        plain = {name: entry for name, entry in metrics.items() if name != "loss" and len(entry) == 2}
+        self.numbers = {name: [torch.as_tensor(part).item() for part in entry] for name, entry in plain.items()}
 
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         self._is_inside = True
-        return map_tensors(self._note_input, (args, kwargs))
-
-    def _note_input(self, tensor: Tensor) -> Tensor:
-        change = self._changes.get(len(self.inputs))
-        self.inputs.append(change(tensor) if change else tensor)
-        return self.inputs[-1]
+        changed = map_tensors(self._note_input, (args, kwargs))
+        return changed if self._change else None
 
     def _leave(self, *_: Any) -> None:
         self._is_inside = False
 
-    def _note_sum(self, total: Any, most: float = 0.0) -> None:
-        if isinstance(total, Tensor) and total.dtype.itemsize < 4 and total.dtype is not torch.bool:
-            self.narrow.append((total.dtype, max(most, total.abs().double().max().item())))
+    def _note_input(self, tensor: Tensor) -> Tensor:
+        if is_dense(tensor) and tensor.ndim:
+            if len(self.inputs) == self._number:
+                tensor = self._change(tensor)
+            self.inputs.append(tensor)
+        return tensor
+
+    def _note_sum(self, total: Any, most: float = 0.0, terms: Tensor | None = None) -> None:
+        if not isinstance(total, Tensor) or total.dtype.itemsize > 2 or total.dtype is torch.bool:
+            return
+        if terms is not None and ((terms == 0) | (terms == 1)).all():
+            most = terms.numel() / total.numel()  # later all may be 1
+        self.narrow.append((total.dtype, max(most, total.abs().double().max().item())))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,9 +91,8 @@ class Watch(TorchFunctionMode):
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and is_dense(each)]
         if len(tensors) > 1 and (COMPARES.search(name) or ("sub" in name and not self._is_inside)):
             self.compared.append([each.detach() for each in tensors[:2]])
-        if tensors and (name.endswith("sum") or kwargs.get("reduction") == "sum"):
-            is_mask = ((tensors[0] == 0) | (tensors[0] == 1)).all()  # a model that is trained may be right everywhere
-            self._note_sum(result, tensors[0].numel() / result.numel() if is_mask else 0.0)
+        if tensors and (name == "sum" or kwargs.get("reduction") == "sum"):
+            self._note_sum(result, terms=tensors[0])
         return result
 
 
@@ -105,14 +105,18 @@ def batch_of(fork: Fork, count: int, number: int = 0) -> Any:
 def look_at_passes(fork: Fork) -> str:
     """Notes on what a few passes show. Raises Broken if an integer overflows at the size of the run's batches."""
     net = perturbed(fork.new_model(), 1)  # some layers have no effect at first
-    batch = batch_of(fork, fork.small_config.batch_size)
-    watches = {is_training: Watch(fork, net, batch, is_training) for is_training in (True, False)}
-    found = "".join(check_narrow(fork, net, is_training) for is_training, watch in watches.items() if watch.narrow)
-    found += equal_metrics(fork, net, watches)
+    found = ""
     try:
-        return found + sees_answers(fork, net, batch, watches[False])
-    except Exception as error:  # the fork may check its inputs
-        return f"{found}; not checked: whether the model sees its targets, since {one_line(error)}"
+        batch = batch_of(fork, max(2, fork.small_config.batch_size))
+        watches = {is_training: Watch(fork, net, batch, is_training) for is_training in (True, False)}
+        found += "".join(check_narrow(fork, net, is_training) for is_training, watch in watches.items() if watch.narrow)
+        found += equal_metrics(fork, net, watches)
+        found += sees_answers(fork, net, batch, watches[False])
+    except Broken:
+        raise
+    except Exception as error:  # the fork may reject other batches or inputs
+        found += f"; not checked: sums of few bits, equal metrics and inputs that are targets, since {one_line(error)}"
+    return found
 
 
 def check_narrow(fork: Fork, net: nn.Module, is_training: bool) -> str:
@@ -159,77 +163,68 @@ def equal_metrics(fork: Fork, net: nn.Module, watches: dict[bool, Watch]) -> str
 def sees_answers(fork: Fork, net: nn.Module, batch: Any, watch: Watch) -> str:
     """A note if predictions depend on an input that is their target."""
     for place in product(range(len(watch.inputs)), range(len(watch.compared)), (0, 1)):
-        columns = next_columns(watch, *place)
-        if columns and is_used(fork, net, batch, place, *columns):
-            return NEXT_INPUT
-        if equal_columns(watch, *place):
-            larger = batch_of(fork, SAMPLES)
-            same = equal_columns(Watch(fork, net, larger, is_training=False), *place, chance=CHANCE)
-            if same and is_used(fork, net, larger, place, 0, same[0]):
-                return AN_INPUT
+        answer = answer_in(watch, *place)
+        if not answer:
+            continue
+        note, samples = NEXT_INPUT, batch
+        if answer[2].shape[1] == 1:
+            note, samples = AN_INPUT, batch_of(fork, SAMPLES)
+            answer = answer_in(Watch(fork, net, samples, is_training=False), *place, chance=CHANCE)
+        if answer and is_used(fork, net, samples, place, *answer):
+            return note
     return ""
 
 
-def flat_pair(watch: Watch, number: int, pair: int, side: int) -> tuple[Tensor, Tensor]:
-    """An input and a target, by sample; empty ones if they do not fit."""
-    x, target = watch.inputs[number], watch.compared[pair][side]
-    if not is_dense(x) or not x.ndim or not len(x) or target.numel() % len(x):
-        return x.new_zeros(0, 0), x.new_zeros(0, 0)
-    return x.reshape(len(x), -1), target.reshape(len(x), -1)
+def answer_in(
+    watch: Watch, number: int, pair: int, side: int, chance: float = math.inf
+) -> tuple[int, int, Tensor] | None:
+    """A column of the targets, the column of an input that equals it, and the targets, if each sample is flattened.
 
-
-def next_columns(watch: Watch, number: int, pair: int, side: int) -> tuple[int, int] | None:
-    """A column of targets and that of the inputs which it equals, if the targets of a sequence are its next inputs.
-
-    Negative integers are not counted.
+    None if there is no such input: only one column, if there is one target for each sample and equality is no chance;
+    else the next element of a sequence for each position. Negative integers are not counted.
     """
-    x = watch.inputs[number]
-    inputs, targets = flat_pair(watch, number, pair, side)
-    step = inputs.shape[1] // x.shape[1] if x.ndim > 1 and x.shape[1] else 0
+    x, target = watch.inputs[number], watch.compared[pair][side]
+    if not x.numel() or not target.numel() or target.numel() % len(x):
+        return None
+    inputs, targets = x.reshape(len(x), -1), target.reshape(len(x), -1)
+    if targets.shape[1] == 1:
+        counts = targets.unique(return_counts=True)[1].double()
+        orders = torch.lgamma(counts.sum() + 1) - torch.lgamma(counts + 1).sum()  # the logarithm of their number
+        same = (inputs == targets).all(0).nonzero().flatten().tolist()
+        is_all = inputs.shape[1] * len(watch.inputs) == 1  # an autoencoder of one number
+        is_chance = inputs.shape[1] * math.exp(-orders) > chance
+        return (0, same[0], targets) if same and not is_all and not is_chance else None
+    step = inputs.shape[1] // x.unsqueeze(-1).shape[1]
     length = inputs.shape[1] - step
-    if not step or targets.shape[1] not in (length, length + step):
+    if targets.shape[1] not in (length, length + step):
         return None
-    targets = targets[:, :length]
-    is_counted = (targets >= 0) | targets.is_floating_point()
-    next_differ, same_differ = (((targets != inputs[:, k : k + length]) & is_counted).sum() for k in (step, 0))
-    if not 20 * next_differ < same_differ:  # or it is an autoencoder, or predicts masked tokens
+    is_counted = (targets[:, :length] >= 0) | targets.is_floating_point()
+    is_next, is_same = (targets[:, :length] == inputs[:, k : k + length] for k in (step, 0))
+    if not 20 * (is_counted & ~is_next).sum() < (is_counted & ~is_same).sum():  # an autoencoder, or masked tokens
         return None
-    column = int(((targets != targets.roll(1, 0)) & is_counted).sum(0).argmax())
-    return column, column + step
-
-
-def equal_columns(watch: Watch, number: int, pair: int, side: int, chance: float = 1.0) -> list[int]:
-    """The columns of an input that equal the one target of each sample, unless they may do so by chance."""
-    inputs, targets = flat_pair(watch, number, pair, side)
-    is_all = sum(each.numel() for each in watch.inputs) == len(inputs)  # an autoencoder of one number
-    if targets.shape[1] != 1 or is_all:
-        return []
-    counts = targets.unique(return_counts=True)[1].double()
-    orders = torch.lgamma(counts.sum() + 1) - torch.lgamma(counts + 1).sum()  # the logarithm of their number
-    if chance < 1 and orders < math.log(inputs.shape[1] / chance):
-        return []
-    return (inputs == targets).all(0).nonzero().flatten().tolist()
+    column = int((is_counted & (inputs != inputs.roll(1, 0))[:, step:]).sum(0).argmax())
+    return column, column + step, targets
 
 
 def is_used(
-    fork: Fork, net: nn.Module, batch: Any, place: tuple[int, int, int], target_column: int, input_column: int
+    fork: Fork, net: nn.Module, batch: Any, place: tuple[int, int, int], column: int, of_input: int, targets: Tensor
 ) -> bool:
     """Whether predictions change if samples exchange a column of the input. Raises RuntimeError if they are random."""
-    number, pair, side = place
 
     def exchanged(x: Tensor) -> Tensor:
         flat = x.reshape(len(x), -1).clone()
-        flat[:, input_column] = flat[:, input_column].roll(1)
+        flat[:, of_input] = flat[:, of_input].roll(1)
         return flat.view_as(x)
 
+    number, pair, side = place
     seen = []
-    for changed in ({}, {}, {number: exchanged}):
+    for changed in (-1, -1, number):
         scramble_global_rngs(0)
-        watch = Watch(fork, net, batch, is_training=False, changes=changed)
-        target, prediction = watch.compared[pair][side], watch.compared[pair][1 - side]
-        if prediction.ndim > target.ndim:  # classes are its second dimension
+        compared = Watch(fork, net, batch, False, exchanged, changed).compared[pair]
+        prediction = compared[1 - side]
+        if prediction.ndim > compared[side].ndim:  # classes are its second dimension
             prediction = prediction.movedim(1, -1)
-        seen.append(prediction.reshape(*flat_pair(watch, *place)[1].shape, -1)[:, target_column].double())
+        seen.append(prediction.reshape(*targets.shape, -1)[:, column].double())
     if not torch.equal(seen[0], seen[1]):
         raise RuntimeError("its outputs are random")
     return relative_error(seen[2], seen[0]) > 1e-5
