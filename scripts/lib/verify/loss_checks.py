@@ -35,6 +35,7 @@ from lib.values import (
 )
 from lib.verify.draws import Advancing
 from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank, perturbed
+from lib.verify.loss_notes import look_at_passes
 from lib.verify.precision_checks import rounding
 from lib.verify.result import notes_last
 from lib.verify.segments_check import check_segments
@@ -60,10 +61,10 @@ def loss(fork: Fork) -> str:
     noted = fork.on_all(lambda: check_passes(fork))  # first: numbers that are drawn again do not add up either
     is_declared = getattr(your_model, "depends_on_batch", False)
     adding = [check_repeated] if is_declared else [partial(check_adding, number=number) for number in range(3)]
-    *added, separate, look, rounded = fork.divided(
-        [partial(check, fork) for check in (*adding, check_segments, for_a_look, rounding)]
+    *added, separate, look, rounded, seen = fork.divided(
+        [partial(check, fork) for check in (*adding, check_segments, for_a_look, rounding, look_at_passes)]
     )
-    parts = [f"; {look}", rounded, separate, noted]
+    parts = [f"; {look}", rounded, separate, seen, noted]
     if is_declared:
         return notes_last(*parts, INTENT).removeprefix("; ")
     dtype = str(fork.loss_dtype).removeprefix("torch.")

@@ -40,6 +40,7 @@ from lib.verify.fork import (
     record_updates,
 )
 from lib.verify.loss_checks import check_recomputation
+from lib.verify.model_notes import look_at_weights
 from lib.verify.result import notes_last
 from train import Training
 from utils.data.sampler import MapDataset
@@ -90,11 +91,12 @@ def parameters(fork: Fork) -> str:
             f"rank {other} has other initial weights than rank 0: create_model depends on the rank, or draws from numpy"
             " or random; draw from torch's generator, which is seeded equally on all ranks"
         )
+    (noted,) = fork.divided([partial(look_at_weights, fork)])
     if fork.config.find_unused_parameters:
         never = [name for name in never if all(name in each for each in nevers)]
         note = f"; please check: {first_three(never)}: used by no micro-batch, never trained" if never else ""
-        return f"{count} tensors are trained, each by some micro-batch; all ranks start equal{note}"
-    return f"{count} tensors are trained, each by every micro-batch; all ranks start equal"
+        return f"{count} tensors are trained, each by some micro-batch; all ranks start equal{note}{noted}"
+    return f"{count} tensors are trained, each by every micro-batch; all ranks start equal{noted}"
 
 
 def evaluation(fork: Fork) -> str:

@@ -15,6 +15,7 @@ from lib.values import ROUNDING, TIMES, comparable, digest, first_three, leaves,
 from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank
 from lib.verify.loss_checks import one_pass
 from lib.verify.memory import forgotten
+from lib.verify.model_notes import look_at_statistics
 from train import Training
 from utils.checkpoint import format as checkpoint
 from utils.distributed.collectives import all_gather_json
@@ -42,8 +43,8 @@ def training(fork: Fork) -> str:
         if sorted(indices) != list(range(count)):
             found = f"{len(set(indices))} of {count} samples in {len(indices)} visits"
             raise Broken(f"epoch {epoch} trained on {found}: a custom training loop or loader; see train_one_epoch")
-    fork.divided([partial(check_fixed, fork)])
-    return f"2 epochs of {plural(count, 'sample')} in {progress.step} steps: each sample once per epoch"
+    _, noted = fork.divided([partial(check_fixed, fork), partial(look_at_statistics, fork)])
+    return f"2 epochs of {plural(count, 'sample')} in {progress.step} steps: each sample once per epoch{noted}"
 
 
 def check_fixed(fork: Fork) -> str:

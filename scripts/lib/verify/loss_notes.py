@@ -1,0 +1,230 @@
+# extra: verify
+"""What a person has to judge in a loss: narrow sums, metrics that are equal, and a model that sees what it predicts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from itertools import combinations, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lib.values import is_dense, one_line, relative_error, scramble_global_rngs, spread
+from lib.verify.fork import Broken, Fork, Subset, perturbed
+from utils.batch import map_tensors
+
+COMPARES = re.compile("loss|entropy|^gather$")  # functions of predictions and targets
+BATCHES = 8  # in which metrics are equal
+SAMPLES = 48  # whose targets equal a column of the input
+CHANCE = 1e-4  # that a column does so by chance
+NEXT_INPUT = (
+    "; please check: targets are the next inputs of a sequence, and predictions depend on these inputs; use a causal"
+    " mask, and let the target of position t be the input of t + 1"
+)
+AN_INPUT = (
+    f"; please check: the targets of {SAMPLES} samples are also an input of the model, and predictions depend on it;"
+    " take it out of the input"
+)
+
+
+class Watch(TorchFunctionMode):
+    """A call of compute_loss: its metrics, the model's inputs, what loss functions compare, and sums in 8 or 16 bits.
+
+    Args:
+        change: a function of one of the model's inputs, and the number of that input.
+    """
+
+    def __init__(
+        self, fork: Fork, net: nn.Module, batch: Any, is_training: bool, change: Any = None, number: int = -1
+    ) -> None:
+        super().__init__()
+        self._change = change
+        self._number = number
+        self._is_inside = False
+        self.inputs: list[Tensor] = []
+        self.compared: list[list[Tensor]] = []  # a prediction and its target, or the reverse
+        self.narrow: list[tuple[torch.dtype, float]] = []  # of a sum, and how large it may be
+        hooks = net.register_forward_pre_hook(self._enter, with_kwargs=True), net.register_forward_hook(self._leave)
+        net.eval()  # without dropout and batch statistics
+        net.training = is_training
+        with self, torch.set_grad_enabled(is_training):
+            metrics = fork.seams.compute_loss(net, batch)
+        for hook in hooks:
+            hook.remove()
+        for total, count, *_ in metrics.values():
+            self._note_sum(total, torch.as_tensor(count).max().item())
+            self._note_sum(count)
+        # those that are reported as a quotient, which is a number
+        plain = {name: entry for name, entry in metrics.items() if name != "loss" and len(entry) == 2}
+        self.numbers = {name: [torch.as_tensor(part).item() for part in entry] for name, entry in plain.items()}
+
+    def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._is_inside = True
+        changed = map_tensors(self._note_input, (args, kwargs))
+        return changed if self._change else None
+
+    def _leave(self, *_: Any) -> None:
+        self._is_inside = False
+
+    def _note_input(self, tensor: Tensor) -> Tensor:
+        if is_dense(tensor) and tensor.ndim:
+            if len(self.inputs) == self._number:
+                tensor = self._change(tensor)
+            self.inputs.append(tensor)
+        return tensor
+
+    def _note_sum(self, total: Any, most: float = 0.0, terms: Tensor | None = None) -> None:
+        if not isinstance(total, Tensor) or total.dtype.itemsize > 2 or total.dtype is torch.bool:
+            return
+        if terms is not None and ((terms == 0) | (terms == 1)).all():
+            most = terms.numel() / total.numel()  # later all may be 1
+        self.narrow.append((total.dtype, max(most, total.abs().double().max().item())))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and is_dense(each)]
+        if len(tensors) > 1 and (COMPARES.search(name) or ("sub" in name and not self._is_inside)):
+            self.compared.append([each.detach() for each in tensors[:2]])
+        if tensors and (name == "sum" or kwargs.get("reduction") == "sum"):
+            self._note_sum(result, terms=tensors[0])
+        return result
+
+
+def batch_of(fork: Fork, count: int, number: int = 0) -> Any:
+    """Samples from all over the training set, others for each number."""
+    rows = (spread(count, len(fork.train_set)) + number) % len(fork.train_set)
+    return fork.loader(Subset(fork.train_set, rows, fork.dtype)).fetch([*range(len(rows))])[2]
+
+
+def look_at_passes(fork: Fork) -> str:
+    """Notes on what a few passes show. Raises Broken if an integer overflows at the size of the run's batches."""
+    net = perturbed(fork.new_model(), 1)  # some layers have no effect at first
+    found = ""
+    try:
+        batch = batch_of(fork, max(2, fork.small_config.batch_size))
+        watches = {is_training: Watch(fork, net, batch, is_training) for is_training in (True, False)}
+        found += "".join(check_narrow(fork, net, is_training) for is_training, watch in watches.items() if watch.narrow)
+        found += equal_metrics(fork, net, watches)
+        found += sees_answers(fork, net, batch, watches[False])
+    except Broken:
+        raise
+    except Exception as error:  # the fork may reject other batches or inputs
+        found += f"; not checked: sums of few bits, equal metrics and inputs that are targets, since {one_line(error)}"
+    return found
+
+
+def check_narrow(fork: Fork, net: nn.Module, is_training: bool) -> str:
+    """Raises Broken if an integer sum overflows in a batch of the run's size. A note if one in float16 may."""
+    size = fork.config.batch_size
+    if not is_training:
+        size = fork.config.eval_batch_size or size
+    few, more = (Watch(fork, net, batch_of(fork, count), is_training).narrow for count in (2, 4))
+    for (dtype, two), (_, four) in zip(few, more, strict=False):
+        largest = two + (four - two) / 2 * (size - 2)
+        limit = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
+        text = (
+            f"a sum in {dtype} may reach {largest:.0f} in a batch of {size} samples, but overflows above {limit:.0f};"
+            " let sums and counts be int64 or float32"
+        )
+        if largest > limit and not dtype.is_floating_point:
+            raise Broken(text)
+        if not largest <= limit:
+            return f"; please check: {text}"
+    return ""
+
+
+def equal_metrics(fork: Fork, net: nn.Module, watches: dict[bool, Watch]) -> str:
+    """A note on two metrics, other than the loss, that have equal sums and counts in all batches."""
+    seen: dict[tuple[str, str], list[list[Any]]] = defaultdict(list)
+    for number in range(BATCHES):
+        for watch in watches.values():
+            for one, other in combinations(watch.numbers, 2):
+                seen[one, other].append([watch.numbers[one], watch.numbers[other]])
+        equal = [pair for pair, values in seen.items() if all(one == other for one, other in values)]
+        if not equal:
+            return ""
+        batch = batch_of(fork, fork.small_config.batch_size, number + 1)
+        watches = {is_training: Watch(fork, net, batch, is_training) for is_training in watches}
+    pairs = [pair for pair in equal if len({one[0] for one, _ in seen[pair]}) > 1]
+    if not pairs:
+        return ""
+    return (
+        f"; please check: {' and '.join(pairs[0])} have equal sums and counts in {BATCHES} batches; compute each metric"
+        " from its own numbers, or leave one out"
+    )
+
+
+def sees_answers(fork: Fork, net: nn.Module, batch: Any, watch: Watch) -> str:
+    """A note if predictions depend on an input that is their target."""
+    for place in product(range(len(watch.inputs)), range(len(watch.compared)), (0, 1)):
+        answer = answer_in(watch, *place)
+        if not answer:
+            continue
+        note, samples = NEXT_INPUT, batch
+        if answer[2].shape[1] == 1:
+            note, samples = AN_INPUT, batch_of(fork, SAMPLES)
+            answer = answer_in(Watch(fork, net, samples, is_training=False), *place, chance=CHANCE)
+        if answer and is_used(fork, net, samples, place, *answer):
+            return note
+    return ""
+
+
+def answer_in(
+    watch: Watch, number: int, pair: int, side: int, chance: float = math.inf
+) -> tuple[int, int, Tensor] | None:
+    """A column of the targets, the column of an input that equals it, and the targets, if each sample is flattened.
+
+    None if there is no such input: only one column, if there is one target for each sample and equality is no chance;
+    else the next element of a sequence for each position. Negative integers are not counted.
+    """
+    x, target = watch.inputs[number], watch.compared[pair][side]
+    if not x.numel() or not target.numel() or target.numel() % len(x):
+        return None
+    inputs, targets = x.reshape(len(x), -1), target.reshape(len(x), -1)
+    if targets.shape[1] == 1:
+        counts = targets.unique(return_counts=True)[1].double()
+        orders = torch.lgamma(counts.sum() + 1) - torch.lgamma(counts + 1).sum()  # the logarithm of their number
+        same = (inputs == targets).all(0).nonzero().flatten().tolist()
+        is_all = inputs.shape[1] * len(watch.inputs) == 1  # an autoencoder of one number
+        is_chance = inputs.shape[1] * math.exp(-orders) > chance
+        return (0, same[0], targets) if same and not is_all and not is_chance else None
+    step = inputs.shape[1] // x.unsqueeze(-1).shape[1]
+    length = inputs.shape[1] - step
+    if targets.shape[1] not in (length, length + step):
+        return None
+    is_counted = (targets[:, :length] >= 0) | targets.is_floating_point()
+    is_next, is_same = (targets[:, :length] == inputs[:, k : k + length] for k in (step, 0))
+    if not 20 * (is_counted & ~is_next).sum() < (is_counted & ~is_same).sum():  # an autoencoder, or masked tokens
+        return None
+    column = int((is_counted & (inputs != inputs.roll(1, 0))[:, step:]).sum(0).argmax())
+    return column, column + step, targets
+
+
+def is_used(
+    fork: Fork, net: nn.Module, batch: Any, place: tuple[int, int, int], column: int, of_input: int, targets: Tensor
+) -> bool:
+    """Whether predictions change if samples exchange a column of the input. Raises RuntimeError if they are random."""
+
+    def exchanged(x: Tensor) -> Tensor:
+        flat = x.reshape(len(x), -1).clone()
+        flat[:, of_input] = flat[:, of_input].roll(1)
+        return flat.view_as(x)
+
+    number, pair, side = place
+    seen = []
+    for changed in (-1, -1, number):
+        scramble_global_rngs(0)
+        compared = Watch(fork, net, batch, False, exchanged, changed).compared[pair]
+        prediction = compared[1 - side]
+        if prediction.ndim > compared[side].ndim:  # classes are its second dimension
+            prediction = prediction.movedim(1, -1)
+        seen.append(prediction.reshape(*targets.shape, -1)[:, column].double())
+    if not torch.equal(seen[0], seen[1]):
+        raise RuntimeError("its outputs are random")
+    return relative_error(seen[2], seen[0]) > 1e-5
