@@ -37,11 +37,16 @@ CACHE = "cache"  # a generator, which may be seeded before each use, or what fun
 
 
 @functools.cache
-def is_yours(file: str) -> bool:
-    """Whether a file is part of the fork and not of the template."""
+def owner_of(file: str) -> str:
+    """Whose file it is: "you", the "template", or "" for a package."""
     path = Path(file)
-    is_inside = path.is_relative_to(ROOT) and "site-packages" not in path.parts
-    return is_inside and path.relative_to(ROOT).parts[0] not in OURS
+    if not path.is_relative_to(ROOT) or "site-packages" in path.parts:
+        return ""
+    return "template" if path.relative_to(ROOT).parts[0] in OURS else "you"
+
+
+def is_yours(file: str) -> bool:
+    return owner_of(file) == "you"
 
 
 def modules_of_yours() -> list[ModuleType]:
