@@ -12,6 +12,7 @@ import torch
 
 from config import TrainingConfig
 from lib.values import ROUNDING, TIMES, comparable, digest, first_three, leaves, plural
+from lib.verify.continued import compare_continued
 from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank
 from lib.verify.loss_checks import one_pass
 from lib.verify.memory import forgotten
@@ -95,9 +96,11 @@ def resume(fork: Fork) -> str:
             lost, _ = forgotten_in(fork, "resumed")
             cause = f"state outside the checkpoint{''.join(f' ({each})' for each in lost[:1])}; {KEEP}"
         raise Broken(f"{first_three(different)}: resumed and uninterrupted runs differ: {cause}")
-    caches = check_memory(fork, [first, *others][-2]) if others else ""
+    notes = fork.divided([partial(compare_continued, fork)])
+    if others:
+        notes.append(check_memory(fork, [first, *others][-2]))
     steps = whole.state.progress.step
-    return f"{first.name} resumed, {steps} steps in total: bitwise equal to the uninterrupted run{caches}"
+    return f"{first.name} resumed, {steps} steps in total: bitwise equal to the uninterrupted run{''.join(notes)}"
 
 
 def check_memory(fork: Fork, checkpoint_before_the_last: Path) -> str:
