@@ -1,5 +1,5 @@
 # extra: verify and template
-"""scripts/verify.py finds data that are others in a run that is continued: by its run folder or the attempt's number."""
+"""scripts/verify.py finds data that are others in a run that is continued, by its folder or the attempt's number."""
 
 from dataclasses import replace
 from types import SimpleNamespace

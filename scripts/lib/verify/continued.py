@@ -47,7 +47,7 @@ def compare_continued(fork: Fork) -> str:
     raise Broken(
         f"{' and '.join(other)} samples or their order are others in a run that is continued, with its checkpoints in"
         f" run_dir, resume_from=auto and {'=1, '.join(RESTARTS)}=1: dataset.py reads one of these; a run that is"
-        " continued must see the same samples, so let them depend on the data, config.seed, the epoch and the index only"
+        " continued must see the same samples; let them depend on the data, config.seed, the epoch and the index only"
     )
 
 

@@ -22,6 +22,7 @@ from lib.verify.notes import notes
 from utils.distributed.collectives import all_gather_json
 
 Rows = dict[int, list[Tensor]]  # the tensors of some batches
+Parts = dict[int, dict[str | None, int]]  # digests of the leaves of samples, by row and name
 LAST = 3  # the epoch, from 0, whose samples are compared
 MOST, SECONDS = 2000, 1.5  # samples of a set that are compared with those of another
 NOT_KEYED = (
@@ -249,21 +250,36 @@ def overlap(fork: Fork) -> str:
     sets = fork.train_set, fork.held_out
     (source, trained), (other, held_out) = map(rows_of, sets)
     if type(source) is type(other) and len(source) == len(other):
-        mine, its = (digests(each, torch.linspace(0, len(each) - 1, 8).long()) for each in (source, other))
+        mine, its = (totals(parts(each, torch.linspace(0, len(each) - 1, 8).long())) for each in (source, other))
         if source is other or (mine == its and len({*mine.values()}) > 1):
             if common := held_out[torch.isin(held_out, trained)].tolist():
                 raise trained_on(common, len(held_out))
             return f"; none of {plural(len(held_out), 'held-out row')} is trained on"
     rows = (torch.randperm(len(each), generator=torch.Generator().manual_seed(0))[:MOST] for each in sets)
-    ours, theirs = map(digests, sets, rows)
-    counts = Counter(ours.values())
-    common = [row for row, found in theirs.items() if found in counts]
-    share = len(common) / len(theirs)
-    repeated = sum(count for count in counts.values() if count > 1) / len(ours)  # by nature, as in short texts
-    if len(common) > 2 and share > 2 * repeated and share * len(sets[0]) / len(ours) > MANY:
+    ours, theirs = map(parts, sets, rows)
+    common, is_more = in_both(ours, theirs)
+    if is_more and len(common) / len(theirs) * len(sets[0]) / len(ours) > MANY:
         raise trained_on(common, len(theirs))
     found = f"{len(common)} of {plural(len(theirs), 'held-out sample')} equal one of {len(ours):,} training samples"
-    return f"; please check: {found}: {first_three([*map(str, common)])}" if common else f"; {found}"
+    found = f"; please check: {found}: {first_three([*map(str, common)])}" if common else f"; {found}"
+    for name in next(iter(ours.values())):
+        also, is_more = in_both(ours, theirs, name)
+        if is_more and (also := [row for row in also if row not in common]):
+            return (
+                f"{found}; please check: {len(also)} held-out samples equal a training sample in all but {name}:"
+                f" {first_three([*map(str, also)])}; leave them out of one set, unless they differ by that"
+            )
+    return found
+
+
+def in_both(ours: Parts, theirs: Parts, left_out: str | None = None) -> tuple[list[int], bool]:
+    """The held-out rows that equal a training sample, but for a leaf, and whether they are more than those that repeat
+    within a set by nature, as short texts do."""
+    sets = [totals(each, left_out) for each in (ours, theirs)]
+    counts = [Counter(each.values()) for each in sets]
+    common = [row for row, total in sets[1].items() if total in counts[0]]
+    repeated = max(sum(k for k in each.values() if k > 1) / each.total() for each in counts)
+    return common, len(common) > 2 and len(common) / len(theirs) > 2 * repeated
 
 
 def trained_on(rows: list[int], compared: int) -> Broken:
@@ -282,12 +298,20 @@ def rows_of(dataset: Any) -> tuple[Any, Tensor]:
     return dataset, rows
 
 
-def digests(dataset: Any, rows: Tensor) -> dict[int, str]:
-    """Of the samples in these rows, all drawn with one seed: as many as it reads in SECONDS."""
+def parts(dataset: Any, rows: Tensor) -> Parts:
+    """Digests of the leaves of these samples, all drawn with one seed: of as many as it reads in SECONDS."""
     found, end = {}, time.monotonic() + SECONDS
     for row in rows.tolist():
         scramble_global_rngs(0)
-        found[row] = digest(dataset[row])
+        sample = dataset[row]
+        if [*leaves(sample)] == [""]:
+            sample = getattr(sample, "__dict__", None) or sample  # of an object that holds no tensors for the device
+        found[row] = {name: int(digest(leaf), 16) for name, leaf in leaves(sample).items()}
         if time.monotonic() > end:
             break
     return found
+
+
+def totals(samples: Parts, left_out: str | None = None) -> dict[int, int]:
+    """A digest of each sample without a leaf."""
+    return {row: sum(found.values()) - found.get(left_out, 0) for row, found in samples.items()}
