@@ -3,28 +3,43 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Subset as PlainSubset
 
+import dataset as your_data
 from ddp_utils import DistributedContext
-from lib.values import digest, first_three, is_dense, leaves, padded_rows, plural, scramble_global_rngs
-from lib.verify.fork import Broken, Fork, Subset
-from lib.verify.new_process import CHANGED, is_same, order_of, seen
-from lib.verify.notes import notes
+from lib.values import (
+    digest,
+    first_three,
+    is_dense,
+    leaves,
+    one_line,
+    padded_rows,
+    plural,
+    scramble_global_rngs,
+    spread,
+)
+from lib.verify.fork import Broken, Fork, Subset, as_rank
+from lib.verify.new_process import CHANGED, RESTARTS, is_same, order_of, seen
+from lib.verify.notes import by_epoch, notes
+from utils.data.sets import load_data
 from utils.distributed.collectives import all_gather_json
 
 Rows = dict[int, list[Tensor]]  # the tensors of some batches
 Parts = dict[int, dict[str | None, int]]  # digests of the leaves of samples, by row and name
 LAST = 3  # the epoch, from 0, whose samples are compared
 MOST, SECONDS = 2000, 1.5  # samples of a set that are compared with those of another
+FEW = 4  # samples of a set that are compared with those of a run that is continued
 NOT_KEYED = (
     "it depends on more than (seed, epoch); shuffle with torch.Generator().manual_seed(derive_seed('order', seed,"
     " epoch))"
@@ -212,6 +227,46 @@ def compare_elsewhere(fork: Fork) -> str:
             f"{' and '.join(other)} samples are others in a new process with {CHANGED}: create_dataset or __getitem__"
             " depends on one of these; sort the names of files and what is made from a set, and take the rest from"
             " config"
+        )
+    return ""
+
+
+def compare_continued(fork: Fork) -> str:
+    """Raises Broken if the data are others when they are created as by a second attempt of the run "whole"."""
+
+    def look(*sets: Any) -> list[Any]:
+        """The size of each set, its order, and a few samples on the device in three epochs."""
+        found = []
+        for dataset in (each for each in sets if each is not None):
+            subset = Subset(dataset, spread(FEW, len(dataset)), fork.dtype)
+            found += [len(dataset), order_of(dataset, fork.config.seed), by_epoch(fork, subset)]
+        return found
+
+    def create(attempt: str, **changes: str) -> list[Any]:
+        config = replace(fork.given, **changes)  # type: ignore[arg-type]
+        fork.start.put_back()
+        with as_rank(), mock.patch.dict(os.environ, dict.fromkeys(RESTARTS, attempt)):
+            sets = load_data(your_data, config, DistributedContext(0, 0, 1, fork.ctx.device))
+            return look(sets.train, *[*sets.held_out.values()][:1])
+
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # as the data sets were created
+    try:
+        before = look(fork.train_set, fork.held_out)
+        is_same = before == create("1", run_dir=str(fork.folder / "whole"), resume_from="auto")
+        is_stable = is_same or before == create("0", run_dir=str(fork.folder / "other"))
+    except Exception as error:
+        return f"; not checked: the data of a run that is continued ({one_line(error)})"
+    finally:
+        fork.start.put_back()
+        torch.set_default_dtype(dtype)
+    if not is_stable:
+        return "; not checked: the data of a run that is continued, since those of another one differ, too"
+    if not is_same:
+        raise Broken(
+            "samples or their order are others in a run that is continued, with its checkpoints in run_dir,"
+            f" resume_from=auto and {'=1, '.join(RESTARTS)}=1: dataset.py reads one of these, but a run must see the"
+            " same samples after a crash; let them depend on the data, config.seed, the epoch and the index only"
         )
     return ""
 

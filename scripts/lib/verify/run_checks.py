@@ -12,7 +12,7 @@ import torch
 
 from config import TrainingConfig
 from lib.values import ROUNDING, TIMES, comparable, digest, first_three, leaves, plural
-from lib.verify.continued import compare_continued
+from lib.verify.data_checks import compare_continued
 from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank
 from lib.verify.loss_checks import one_pass
 from lib.verify.memory import forgotten

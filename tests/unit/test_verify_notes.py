@@ -1,0 +1,168 @@
+# extra: verify
+"""Notes on data: sets that are scaled by themselves, and samplers that nothing reads."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from lib.verify import notes
+from lib.verify.notes import scales, unread_samplers
+
+# ---- scales ----
+
+ROWS = torch.randn(800, 4, generator=torch.Generator().manual_seed(0)).exp() + torch.arange(4)
+
+
+def by_limits(x):
+    return (x - x.min(0).values) / (x.max(0).values - x.min(0).values)
+
+
+def robust(x):
+    low, median, high = x.quantile(torch.tensor([0.25, 0.5, 0.75]), 0)
+    return (x - median) / (high - low)
+
+
+def with_flags(x):
+    flags = (ROWS[: len(x), :2] > 1.5).float()
+    return torch.cat([by_limits(x), flags, torch.ones(len(x), 1)], 1)
+
+
+SCALINGS = {  # from values to scaled ones, and the note
+    "standard": (lambda x: (x - x.mean(0)) / x.std(0), "mean 0 and deviation 1"),
+    "standard over all": (lambda x: (x - x.mean()) / x.std(), "mean 0 and deviation 1"),
+    "limits": (by_limits, "a maximum of exactly 1"),
+    "limits -1 and 1": (lambda x: 2 * by_limits(x) - 1, "a maximum of exactly 1"),
+    "limits over all": (lambda x: (x - x.min()) / (x.max() - x.min()), "a maximum of exactly 1"),
+    "limits of one column": (lambda x: by_limits(x[:, :1]), "a maximum of exactly 1"),
+    "limits and flags": (with_flags, "a maximum of exactly 1"),
+    "maximum": (lambda x: x / x.max(0).values, "a maximum of exactly 1"),
+    "largest": (lambda x: (x - 2) / (x - 2).abs().max(0).values, "a maximum of exactly 1"),
+    "quartiles": (robust, "median 0 and quartiles 1 apart"),
+    "plain": (lambda x: x, ""),
+    "limits of training": (lambda x: (x - ROWS.min(0).values) / (ROWS.max(0).values - ROWS.min(0).values), ""),
+    "flags": (lambda x: (x > 1.5).float(), ""),
+    "one-hot": (lambda x: torch.eye(12)[x.sum(1).long() % 12], ""),
+    "counts": (lambda x: x.floor() - x.floor().median(), ""),
+    "ratings": (lambda x: (2 * x).floor().clamp(0, 20) / 20, ""),
+    "bytes": (lambda x: (60 * x).floor().clamp(0, 255) / 255, ""),
+    "shares": (lambda x: x / x.sum(1, keepdim=True), ""),
+    "of each row": (lambda x: by_limits(x.T).T, ""),
+    "ranks": (lambda x: torch.linspace(0, 1, len(x))[:, None], ""),
+    "hours": (lambda x: torch.stack([(x[:, 0] * 24).floor().sin(), (x[:, 0] * 24).floor().cos()], 1), ""),
+    "clamped": (lambda x: (x / 4).clamp(0, 1), ""),
+    "images": (lambda x: by_limits(x)[:, None, None], ""),
+    "text": (lambda x: [str(row) for row in x], ""),
+    "a few rows": (lambda x: by_limits(x)[:5], ""),
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_a_set_that_is_scaled_by_itself_is_recognized(kind):
+    scale, said = SCALINGS[kind]
+    first, second = (scales([(row, 1) for row in scale(rows)]) for rows in (ROWS[:500], ROWS[500:]))
+    assert {each for _, each in first & second} == ({said} if said else set())
+
+
+def test_a_table_that_takes_long_to_read_is_not_looked_at(monkeypatch):
+    monkeypatch.setattr(notes, "SECONDS", -1.0)
+    assert scales([ROWS[0]]) is None and scales([ROWS[0][:, None, None]]) == set() and scales(["text"]) == set()
+
+
+# ---- samplers ----
+
+DATA = """
+import torch
+from library import Base
+from torch.utils.data import Dataset, Sampler, Subset, WeightedRandomSampler
+
+class Rows(BASE):
+    def __init__(self):
+        super().__init__()
+        self.x = torch.ones(6)
+        KEPT
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return GET
+
+    MORE
+
+OWN
+"""
+LIBRARY = """
+from torch.utils.data import Dataset
+
+class Base(Dataset):
+    def __init__(self):
+        self.sampling_weights = [1.0] * 6
+
+    def first(self):
+        return self.sampling_weights[0] * self.weights[0]
+"""
+SAMPLER = "self.sampler = WeightedRandomSampler(torch.ones(6), 6)"
+ORDER = "def epoch_order(self, seed, epoch, n):\n        return torch.multinomial(self.weights, n)"
+KEPT = {  # parts of DATA, and what is named
+    "sampler": ({"KEPT": SAMPLER}, ["sampler"]),
+    "any name": ({"KEPT": SAMPLER.replace("self.sampler", "self.balanced")}, ["balanced"]),
+    "of weights": (
+        {"KEPT": f"self.weights = torch.ones(6); {SAMPLER.replace('torch.ones(6)', 'self.weights')}"},
+        ["sampler"],
+    ),
+    "weights": ({"KEPT": "self.sample_weights = [1.0] * 6"}, ["sample_weights"]),
+    "probabilities": ({"KEPT": "self.sampling_p = torch.ones(6)"}, ["sampling_p"]),
+    "shuffle": ({"KEPT": "self.shuffle = True"}, ["shuffle"]),
+    "method": ({"MORE": "def sampler(self):\n        return None"}, ["sampler"]),
+    "property": ({"MORE": "@property\n    def weights(self):\n        return self.x"}, ["weights"]),
+    "function": ({"OWN": "def create_sampler(data):\n    return None"}, ["create_sampler"]),
+    "class": (
+        {"OWN": "class Balanced(Sampler):\n    pass\n\nclass BalancedSampler(Balanced):\n    pass"},
+        ["BalancedSampler"],
+    ),
+    "class of another name": ({"OWN": "class Balanced(Sampler):\n    pass"}, ["Balanced"]),
+    "global": ({"OWN": "BALANCED = WeightedRandomSampler(torch.ones(6), 6)"}, ["BALANCED"]),
+    "plain": ({}, []),
+    "returned": ({"KEPT": "self.weights = torch.ones(6)", "GET": "self.x[index], self.weights[index]"}, []),
+    "order": ({"KEPT": "self.weights = torch.ones(6)", "MORE": ORDER}, []),
+    "by name": (
+        {"KEPT": "self.weights = torch.ones(6)", "OWN": "def read(data):\n    return getattr(data, 'weights')"},
+        [],
+    ),
+    "class weights": ({"KEPT": "self.class_weights = torch.ones(3)"}, []),
+    "of a library": ({"BASE": "Base"}, []),
+    "for a library": ({"BASE": "Base", "KEPT": "self.weights = torch.ones(6)"}, []),
+    "shuffle off": ({"KEPT": "self.shuffle = False"}, []),
+    "used": ({"OWN": "def create_sampler(data):\n    return None\n\nSIZE = create_sampler(1)"}, []),
+}
+
+
+def imported(folder, name, code, monkeypatch):
+    module = ModuleType(name)
+    module.__file__ = str(folder / f"{name}.py")
+    (folder / f"{name}.py").write_text(code)
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(code, vars(module))
+    return module
+
+
+@pytest.mark.parametrize("is_subset", [False, True])
+@pytest.mark.parametrize("kind", KEPT)
+def test_samplers_that_nothing_reads_are_named(tmp_path, monkeypatch, kind, is_subset):
+    parts, expected = KEPT[kind]
+    code = DATA
+    for name, usual in (("BASE", "Dataset"), ("KEPT", ""), ("GET", "self.x[index]"), ("MORE", ""), ("OWN", "")):
+        code = code.replace(name, parts.get(name, usual), 1)
+    imported(tmp_path, "library", LIBRARY, monkeypatch)
+    module = imported(tmp_path, "own_data", code, monkeypatch)
+    monkeypatch.setattr(notes, "modules_of_yours", lambda: [module])
+    monkeypatch.setattr(notes, "your_data", module)
+    data = module.Rows()
+    found = unread_samplers(torch.utils.data.Subset(data, [0, 2]) if is_subset else data)
+    assert found == expected
+
+
+def test_a_data_set_of_any_kind_has_no_samplers():
+    assert unread_samplers([1, 2]) == [] and unread_samplers(SimpleNamespace(x=1)) == []
