@@ -131,6 +131,7 @@ KEPT = {  # parts of DATA, and what is named
         {"KEPT": "self.weights = torch.ones(6)", "OWN": "def read(data):\n    return getattr(data, 'weights')"},
         [],
     ),
+    "samples": ({"KEPT": "self.samples, self.weight = [1] * 6, torch.tensor(1.0)"}, []),
     "class weights": ({"KEPT": "self.class_weights = torch.ones(3)"}, []),
     "of a library": ({"BASE": "Base"}, []),
     "for a library": ({"BASE": "Base", "KEPT": "self.weights = torch.ones(6)"}, []),

@@ -53,7 +53,7 @@ def modules_of_yours() -> list[ModuleType]:
     return [module for module in [*sys.modules.values()] if is_yours(getattr(module, "__file__", None) or "")]
 
 
-def nodes_of(modules: Iterable[ModuleType]) -> list[ast.AST]:
+def nodes_of(modules: Iterable[ModuleType | None]) -> list[ast.AST]:
     """The syntax of these modules, of which packages may have some in C."""
     files = [file for module in modules if (file := getattr(module, "__file__", None) or "").endswith(".py")]
     return [node for file in files for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8")))]

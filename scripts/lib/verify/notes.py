@@ -26,38 +26,52 @@ FEW = 4  # rows that reach the largest value of a column
 
 
 def notes(fork: Fork) -> str:
-    found, unchecked = [], ""
-    held_out: Any = fork.held_out
-    if held_out is not None and len({*by_epoch(fork, fork.held_out_subset(COUNT))}) > 1:
-        found.append("held-out samples differ between epochs, so they are augmented at random")
-    subset = Subset(fork.train_set, spread(COUNT, len(fork.train_set)), fork.dtype)
-    is_fixed = len({*by_epoch(fork, subset)}) == 1
-    if is_fixed and draws(fork, subset):
-        found.append("__getitem__ draws, but its samples are the same in all epochs, so it seeds a generator")
-    elif is_fixed and held_out is not None:
+    found = ""
+    for look in (augmented, sampled, scaled):
         try:
-            if follows_seeds(fork, subset) and not follows_seeds(fork, fork.held_out_subset(COUNT)):
-                found.append(
-                    "training samples, and not held-out ones, depend on a generator that is seeded alike in all epochs;"
-                    " if it augments them, seed it with a draw from a global generator or with the epoch"
-                )
+            found += "".join(f"; {each}" for each in look(fork))
         except Exception as error:
-            unchecked += f"; not checked: whether samples are augmented alike in all epochs ({one_line(error)})"
-    if unread := unread_samplers(fork.train_set):
+            found += f"; not checked: whether data are {look.__name__} as is seldom meant ({one_line(error)})"
+    return found
+
+
+def augmented(fork: Fork) -> list[str]:
+    found: list[str] = []
+    is_validated = fork.held_out is not None
+    if is_validated and len({*by_epoch(fork, fork.held_out_subset(COUNT))}) > 1:
+        found.append("please check: held-out samples differ between epochs, so they are augmented at random")
+    subset = Subset(fork.train_set, spread(COUNT, len(fork.train_set)), fork.dtype)
+    if len({*by_epoch(fork, subset)}) > 1:
+        return found
+    if draws(fork, subset):
         found.append(
-            f"{first_three(unread)}: no code of the fork reads it, and only epoch_order changes the order; use it there"
-            " or delete it"
+            "please check: __getitem__ draws, but its samples are the same in all epochs, so it seeds a generator"
         )
-    if held_out is not None:
-        own, its = scales(fork.train_set), scales(held_out)
-        if own is None or its is None:
-            unchecked += f"; not checked: whether each set is scaled by itself, since reading takes over {SECONDS} s"
-        elif alike := own & its:
-            found.append(
-                f"held-out columns have {min(alike)[1]}, as training columns have, so each set is scaled by itself;"
-                " scale both by the values of the training set"
-            )
-    return "".join(f"; please check: {each}" for each in found) + unchecked
+    elif is_validated and follows_seeds(fork, subset) and not follows_seeds(fork, fork.held_out_subset(COUNT)):
+        found.append(
+            "please check: training samples, and not held-out ones, depend on a generator that is seeded alike in all"
+            " epochs; if it augments them, seed it with a draw from a global generator or with the epoch"
+        )
+    return found
+
+
+def sampled(fork: Fork) -> list[str]:
+    unread = unread_samplers(fork.train_set)
+    text = f"please check: {first_three(unread)}: no code of the fork reads it, and only epoch_order changes the order"
+    return [f"{text}; use it there or delete it"] if unread else []
+
+
+def scaled(fork: Fork) -> list[str]:
+    if fork.held_out is None:
+        return []
+    own, its = scales(fork.train_set), scales(fork.held_out)
+    if own is None or its is None:
+        return [f"not checked: whether each set is scaled by itself, since reading one takes over {SECONDS} s"]
+    return [
+        f"please check: held-out columns have {scale}, as training columns have, so each set is scaled by itself; scale"
+        " both by the values of the training set"
+        for _, scale in sorted(own & its)[:1]
+    ]
 
 
 def by_epoch(fork: Fork, subset: Subset) -> list[str]:
@@ -94,8 +108,9 @@ def sets_in(dataset: Any) -> list[Any]:
     """The data set and those in its attributes."""
     found = [dataset]
     for each in found:
-        inner = [value for value in getattr(each, "__dict__", {}).values() if isinstance(value, Dataset)]
-        found += [value for value in inner if all(value is not one for one in found)]
+        for name, value in getattr(each, "__dict__", {}).items():
+            if (name == "dataset" or isinstance(value, Dataset)) and all(value is not one for one in found):
+                found.append(value)
     return found
 
 
@@ -103,20 +118,23 @@ def unread_samplers(dataset: Any) -> list[str]:
     """The names of samplers and of weights of samples, in data sets, their classes and modules, that nothing reads."""
     sets, modules = sets_in(dataset), modules_of_yours()
     kinds = {kind for part in sets for kind in type(part).__mro__}
-    nodes = nodes_of({*modules, *(sys.modules[kind.__module__] for kind in kinds)})
+    nodes = nodes_of({*modules, *(sys.modules.get(kind.__module__) for kind in kinds)})
     read = read_in(nodes, ast.Attribute, "attr") | read_in(nodes, ast.Constant, "value")
     found = []
     for part in sets:
         for name, value in getattr(part, "__dict__", {}).items():
-            is_weight = re.search("sampl|weight", name) and hasattr(value, "__len__") and len(value) == len(part)
-            if name not in read and (is_weight or isinstance(value, Sampler) or (name == "shuffle" and value is True)):
+            is_sampler = isinstance(value, Sampler) or (name == "shuffle" and value is True)
+            if re.search("sampler|sampling|weight", name):
+                with suppress(TypeError, NotImplementedError):  # a number, or a set without a size
+                    is_sampler |= len(value) == len(part)
+            if is_sampler and name not in read:
                 found.append(name)
     read |= read_in(nodes, ast.Name, "id")
-    own = [kind for kind in kinds if sys.modules[kind.__module__] in modules]
+    own = [kind for kind in kinds if sys.modules.get(kind.__module__) in modules]
     for place in (*own, *(sys.modules[kind.__module__] for kind in own), your_data):
         for name, value in vars(place).items():
             is_named = re.search("sampler|^(sampl[a-z]+_)?weights$", name.lower())
-            is_sampler = is_named or Sampler in getattr(value, "__mro__", ())
+            is_sampler = is_named or (isinstance(value, type) and issubclass(value, Sampler))
             is_own = not str(getattr(value, "__module__", "")).startswith("torch")
             if name not in read and ((is_sampler and is_own) or isinstance(value, Sampler)):
                 found.append(name)
@@ -162,7 +180,7 @@ def scales_of(columns: Tensor) -> list[str]:
     columns = columns[:, is_rich]
     if not columns.shape[1]:
         return found
-    quarters = torch.tensor([0.25, 0.5, 0.75], dtype=columns.dtype)
+    quarters = torch.tensor([0.25, 0.5, 0.75], dtype=columns.dtype, device=columns.device)
     low, median, high = torch.stack([column.quantile(quarters) for column in columns.T], 1)
     if is_all(median, 0) and is_all(high - low, 1):
         found.append("median 0 and quartiles 1 apart")
