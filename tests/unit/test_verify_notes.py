@@ -48,6 +48,7 @@ SCALINGS = {  # from values to scaled ones, and the note
     "ratings": (lambda x: (2 * x).floor().clamp(0, 20) / 20, ""),
     "bytes": (lambda x: (60 * x).floor().clamp(0, 255) / 255, ""),
     "shares": (lambda x: x / x.sum(1, keepdim=True), ""),
+    "standard of each row": (lambda x: (x - x.mean(1, True)) / x.std(1, correction=0, keepdim=True), ""),
     "of each row": (lambda x: by_limits(x.T).T, ""),
     "ranks": (lambda x: torch.linspace(0, 1, len(x))[:, None], ""),
     "hours": (lambda x: torch.stack([(x[:, 0] * 24).floor().sin(), (x[:, 0] * 24).floor().cos()], 1), ""),

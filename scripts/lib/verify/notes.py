@@ -162,7 +162,10 @@ def scales(dataset: Any) -> set[tuple[str, str]] | None:
     for name in rows[0]:
         with suppress(RuntimeError, KeyError):  # shapes differ
             columns = torch.stack([row[name] for row in rows])[:, : 1 + 2**20 // len(rows)]  # enough of a wide one
-            found |= {(name, scale) for table in (columns, columns.reshape(-1, 1)) for scale in scales_of(table)}
+            tables = [columns]
+            if not is_all(columns.mean(1), 0):  # else each row is scaled by itself
+                tables.append(columns.reshape(-1, 1))
+            found |= {(name, scale) for table in tables for scale in scales_of(table)}
     return found
 
 
