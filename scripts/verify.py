@@ -143,9 +143,10 @@ def prepare(config: TrainingConfig) -> Fork:
     RESULT.values |= {"ranks": ctx.world_size}
     RESULT.values |= {name: found[name] for name in ("git_commit", "git_dirty", "versions")}
     sys.stdout = Once(OUT if ctx.is_main else None)
-    sets = load_data(dataset, config, ctx)
     token = all_gather_json(time.time_ns(), ctx)[0]
     folder = config.run_folder.parent / f".verify-{token:x}"
+    config = replace(config, run_dir=str(folder / "first"), checkpoint_dir="")  # without an earlier run
+    sets = load_data(dataset, config, ctx)
     held_out = next(iter(sets.held_out.values()), None)
     fork = Fork(sets.config, sets.train, held_out, ctx, folder, Seams.of(model, ctx.device), config)
     fork.choose_precision()

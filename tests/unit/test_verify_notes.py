@@ -1,584 +1,170 @@
-# extra: verify and template
-"""What scripts/verify.py asks a person to judge in a model and its loss; each row is a fork, beside sound ones."""
+# extra: verify
+"""Notes on data: sets that are scaled by themselves, and samplers that nothing reads."""
 
-import copy
-import math
-import types
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
-from config import TrainingConfig, UserError
-from ddp_utils import DistributedContext
-from lib.verify.fork import Fork
-from lib.verify.loss_notes import look_at_passes
-from lib.verify.model_notes import look_at_statistics, look_at_weights
-from utils.training.seams import Seams
+from lib.verify import notes
+from lib.verify.notes import scales, unread_samplers
 
-CPU = torch.device("cpu")
+# ---- scales ----
+
+ROWS = torch.randn(800, 4, generator=torch.Generator().manual_seed(0)).exp() + torch.arange(4)
 
 
-class Rows(torch.utils.data.Dataset):
-    def __init__(self, *columns):
-        self.columns = columns
+def by_limits(x):
+    return (x - x.min(0).values) / (x.max(0).values - x.min(0).values)
+
+
+def robust(x):
+    low, median, high = x.quantile(torch.tensor([0.25, 0.5, 0.75]), 0)
+    return (x - median) / (high - low)
+
+
+def with_flags(x):
+    flags = (ROWS[: len(x), :2] > 1.5).float()
+    return torch.cat([by_limits(x), flags, torch.ones(len(x), 1)], 1)
+
+
+SCALINGS = {  # from values to scaled ones, and the note
+    "standard": (lambda x: (x - x.mean(0)) / x.std(0), "mean 0 and deviation 1"),
+    "standard over all": (lambda x: (x - x.mean()) / x.std(), "mean 0 and deviation 1"),
+    "limits": (by_limits, "a maximum of exactly 1"),
+    "limits -1 and 1": (lambda x: 2 * by_limits(x) - 1, "a maximum of exactly 1"),
+    "limits over all": (lambda x: (x - x.min()) / (x.max() - x.min()), "a maximum of exactly 1"),
+    "limits of one column": (lambda x: by_limits(x[:, :1]), "a maximum of exactly 1"),
+    "limits and flags": (with_flags, "a maximum of exactly 1"),
+    "maximum": (lambda x: x / x.max(0).values, "a maximum of exactly 1"),
+    "largest": (lambda x: (x - 2) / (x - 2).abs().max(0).values, "a maximum of exactly 1"),
+    "quartiles": (robust, "median 0 and quartiles 1 apart"),
+    "plain": (lambda x: x, ""),
+    "limits of training": (lambda x: (x - ROWS.min(0).values) / (ROWS.max(0).values - ROWS.min(0).values), ""),
+    "flags": (lambda x: (x > 1.5).float(), ""),
+    "one-hot": (lambda x: torch.eye(12)[x.sum(1).long() % 12], ""),
+    "counts": (lambda x: x.floor() - x.floor().median(), ""),
+    "ratings": (lambda x: (2 * x).floor().clamp(0, 20) / 20, ""),
+    "bytes": (lambda x: (60 * x).floor().clamp(0, 255) / 255, ""),
+    "shares": (lambda x: x / x.sum(1, keepdim=True), ""),
+    "standard of each row": (lambda x: (x - x.mean(1, True)) / x.std(1, correction=0, keepdim=True), ""),
+    "of each row": (lambda x: by_limits(x.T).T, ""),
+    "ranks": (lambda x: torch.linspace(0, 1, len(x))[:, None], ""),
+    "hours": (lambda x: torch.stack([(x[:, 0] * 24).floor().sin(), (x[:, 0] * 24).floor().cos()], 1), ""),
+    "clamped": (lambda x: (x / 4).clamp(0, 1), ""),
+    "images": (lambda x: by_limits(x)[:, None, None], ""),
+    "text": (lambda x: [str(row) for row in x], ""),
+    "a few rows": (lambda x: by_limits(x)[:5], ""),
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_a_set_that_is_scaled_by_itself_is_recognized(kind):
+    scale, said = SCALINGS[kind]
+    first, second = (scales([(row, 1) for row in scale(rows)]) for rows in (ROWS[:500], ROWS[500:]))
+    assert {each for _, each in first & second} == ({said} if said else set())
+
+
+def test_a_table_that_takes_long_to_read_is_not_looked_at(monkeypatch):
+    monkeypatch.setattr(notes, "SECONDS", -1.0)
+    assert scales([ROWS[0]]) is None and scales([ROWS[0][:, None, None]]) == set() and scales(["text"]) == set()
+
+
+# ---- samplers ----
+
+DATA = """
+import torch
+from library import Base
+from torch.utils.data import Dataset, Sampler, Subset, WeightedRandomSampler
+
+class Rows(BASE):
+    def __init__(self):
+        super().__init__()
+        self.x = torch.ones(6)
+        KEPT
 
     def __len__(self):
-        return len(self.columns[0])
+        return 6
 
     def __getitem__(self, index):
-        return tuple(column[index] for column in self.columns)
+        return GET
 
+    MORE
 
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def whole(most, *shape, seed=0):
-    return torch.randint(most, shape, generator=torch.Generator().manual_seed(seed))
-
-
-CLASSES = Rows(draw(200, 8), whole(10, 200))
-TOKENS = Rows(whole(20, 100, 13))
-
-
-def fork_of(create, loss, data=CLASSES, **changes):
-    module = types.SimpleNamespace(
-        create_model=lambda config, device: create(),
-        param_groups=lambda model, config: [{"params": list(model.parameters())}],
-        compute_loss=loss,
-    )
-    config = TrainingConfig(**{"epochs": 2, "batch_size": 100, "num_workers": 0} | changes)
-    fork = Fork(config, data, None, DistributedContext(0, 0, 1, CPU), None, Seams.of(module), config)
-    fork.dtype = torch.float64
-    return fork
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def linear():
-    return nn.Linear(8, 10)
-
-
-def classify(metric):
-    """A loss with one more metric."""
-
-    def compute_loss(model, batch):
-        x, y = batch
-        logits = model(x)
-        return {"loss": (F.cross_entropy(logits, y, reduction="sum"), len(y)), **metric(logits, y)}
-
-    return compute_loss
-
-
-def correct(logits, y, k=1):
-    return (logits.topk(k).indices == y[:, None]).any(1)
-
-
-def by_one(logits, y):
-    total = torch.zeros((), dtype=torch.int8)
-    for one in correct(logits, y):
-        total += one
-    return total
-
-
-NARROW, HALF = "overflows above", "float16 may reach"
-
-
-@pytest.mark.parametrize(
-    ("metric", "size", "expected"),
-    [
-        (lambda x, y: {"right": (correct(x, y).to(torch.uint8).sum(dtype=torch.uint8), len(y))}, 300, NARROW),
-        (lambda x, y: {"right": (correct(x, y).sum(dtype=torch.uint8).item(), len(y))}, 300, NARROW),
-        (lambda x, y: {"right": (correct(x, y).sum().to(torch.uint8), len(y))}, 300, NARROW),
-        (lambda x, y: {"right": (by_one(x, y), len(y))}, 200, NARROW),
-        (lambda x, y: {"right": (correct(x, y).sum(), torch.tensor(len(y), dtype=torch.uint8))}, 300, NARROW),
-        (lambda x, y: {"right": (correct(x, y).short().sum(dtype=torch.int16).int(), 1)}, 40_000, NARROW),
-        (lambda x, y: {"error": ((x.half() * 40).square().sum(), len(y))}, 10_000, HALF),
-        (lambda x, y: {"error": (F.mse_loss(x.half(), x.half() * 9, reduction="sum").float(), len(y))}, 100_000, HALF),
-        # sound
-        (lambda x, y: {"right": (correct(x, y).sum(dtype=torch.uint8), len(y))}, 200, ""),
-        (lambda x, y: {"right": (correct(x, y).sum(), len(y))}, 100_000, ""),
-        (lambda x, y: {"right": (correct(x, y).half().sum(), len(y))}, 30_000, ""),
-        (lambda x, y: {"size": (torch.tensor(9, dtype=torch.uint8), torch.tensor(1, dtype=torch.uint8))}, 9_000, ""),
-        (lambda x, y: {"size": ((x > 0).sum(1, dtype=torch.uint8).double().sum(), len(y))}, 9_000, ""),
-        (lambda x, y: {"size": (torch.ones(40, dtype=torch.uint8).sum(dtype=torch.uint8).double(), 1)}, 9_000, ""),
-        (lambda x, y: {"size": (x.bfloat16().mean(1).sum().float(), len(y))}, 9_000, ""),
-        (lambda x, y: {"size": ((255 * x.sigmoid()).byte().amax().double(), 1)}, 9_000, ""),
-    ],
-)
-def test_a_sum_that_overflows_in_batches_of_the_run_is_found(metric, size, expected):
-    fork = fork_of(linear, classify(metric), batch_size=10, eval_batch_size=size)
-    if expected == NARROW:
-        with pytest.raises(UserError, match=expected):
-            look_at_passes(fork)
-    else:
-        assert expected in (found := look_at_passes(fork)) and bool(found) == bool(expected)
-
-
-EQUAL = "please check: {} have equal sums and counts"
-
-
-def precision(logits, y):
-    predicted, real = logits[:, 0] > 0, y > 4
-    both = (predicted & real).sum()
-    return both, predicted.sum(), real.sum()
-
-
-@pytest.mark.parametrize(
-    ("metric", "expected"),
-    [
-        (
-            lambda x, y: dict.fromkeys(("precision", "recall"), precision(x, y)[:2]),
-            EQUAL.format("precision and recall"),
-        ),
-        (lambda x, y: {f"top{k}": (correct(x, y).sum(), len(y)) for k in (1, 5)}, EQUAL.format("top1 and top5")),
-        (
-            lambda x, y: {} if torch.is_grad_enabled() else dict.fromkeys("ab", (correct(x, y, 3).sum(), len(y))),
-            EQUAL.format("a and b"),
-        ),
-        # sound
-        (lambda x, y: {f"top{k}": (correct(x, y, k).sum(), len(y)) for k in (1, 5)}, ""),
-        (lambda x, y: {"precision": precision(x, y)[:2], "recall": precision(x, y)[::2]}, ""),
-        (lambda x, y: {name: (x.isnan().sum(), len(y)) for name in ("nan", "inf")}, ""),
-        (lambda x, y: {"ce": (F.cross_entropy(x, y, reduction="sum"), len(y))}, ""),
-        (
-            lambda x, y: {
-                "nll": (F.cross_entropy(x, y, reduction="sum"), len(y)),
-                "perplexity": (F.cross_entropy(x, y, reduction="sum"), len(y), math.exp),
-            },
-            "",
-        ),
-        (
-            lambda x, y: {
-                "hard": (correct(x, y).sum(), len(y)),
-                "mixed": (correct(x, y).sum() * (0.5 if torch.is_grad_enabled() else 1), len(y)),
-            },
-            "",
-        ),
-    ],
-)
-def test_two_metrics_that_are_always_equal_are_a_note(metric, expected):
-    found = look_at_passes(fork_of(linear, classify(metric)))
-    assert expected in found and bool(found) == bool(expected)
-
-
-class Sequence(nn.Module):
-    """Tokens [B, T] -> logits [B, T, 20]; layer: of vectors [B, T, 16]."""
-
-    def __init__(self, layer, classes=20):
-        super().__init__()
-        self.tokens = nn.Embedding(20, 16)
-        self.layer = layer
-        self.head = nn.Linear(16, classes)
-
-    def forward(self, ids):
-        return self.head(self.layer(self.tokens(ids)))
-
-
-class Attention(nn.Module):
-    def __init__(self, is_causal):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True, norm_first=True)
-        self.is_causal = is_causal
-
-    def forward(self, x):
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
-        return self.layer(x, mask if self.is_causal else None)
-
-
-class Recurrent(nn.Module):
-    def __init__(self, bidirectional):
-        super().__init__()
-        self.net = nn.LSTM(16, 16 // (1 + bidirectional), batch_first=True, bidirectional=bidirectional)
-
-    def forward(self, x):
-        return self.net(x)[0]
-
-
-class Convolution(nn.Module):
-    def __init__(self, left, right):
-        super().__init__()
-        self.net, self.padding = nn.Conv1d(16, 16, 3), (left, right)
-
-    def forward(self, x):
-        return self.net(F.pad(x.transpose(1, 2), self.padding)).transpose(1, 2)
-
-
-class Pooled(nn.Module):
-    def forward(self, x):
-        return x + x.mean(1, keepdim=True)
-
-
-class Inside(nn.Module):
-    """Shifts its labels itself, as models of transformers do."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.net = Sequence(layer)
-
-    def forward(self, input_ids, labels):
-        logits = self.net(input_ids)
-        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
-
-
-def language(model, batch):
-    inputs, targets = batch[0][:, :-1], batch[0][:, 1:]
-    return {"loss": (F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel())}
-
-
-def classes_second(model, batch):
-    logits = model(batch[0][:, :-1]).transpose(1, 2)
-    return {"loss": (F.cross_entropy(logits, batch[0][:, 1:], reduction="sum"), batch[0][:, 1:].numel())}
-
-
-def gathered(model, batch):
-    found = model(batch[0])[:, :-1].log_softmax(-1).gather(2, batch[0][:, 1:, None])
-    return {"loss": (-found.sum(), found.numel())}
-
-
-def masked(model, batch):
-    targets = batch[0].masked_fill(torch.rand(batch[0].shape) > 0.2, -100)
-    logits = model(batch[0].masked_fill(targets >= 0, 0))
-    return {"loss": (F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), (targets >= 0).sum())}
-
-
-def padded(model, batch):
-    targets = batch[0][:, 1:].clone()
-    targets[:, 6:] = -100
-    return {"loss": (F.cross_entropy(model(batch[0][:, :-1]).flatten(0, 1), targets.flatten(), reduction="sum"), 24)}
-
-
-def of_labels(model, batch):
-    return {"loss": (model(input_ids=batch[0], labels=batch[0])["loss"] * len(batch[0]), len(batch[0]))}
-
-
-def series(model, batch):
-    x = batch[0][:, :, None] * 0.1
-    return {"loss": ((model(x[:, :-1]) - x[:, 1:]).square().sum(), x[:, 1:].numel())}
-
-
-class OfSeries(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(1, 16), layer, nn.Linear(16, 1))
-
-    def forward(self, x):
-        return self.net(x - x.mean((0, 1)).detach() * 0)
-
-
-SEEN = "predictions depend on these inputs; use a causal mask"
-
-
-@pytest.mark.parametrize(
-    ("create", "loss", "expected"),
-    [
-        (lambda: Sequence(Attention(False)), language, SEEN),
-        (lambda: Sequence(Attention(False)), classes_second, SEEN),
-        (lambda: Sequence(Attention(False)), gathered, SEEN),
-        (lambda: Sequence(Attention(False)), padded, SEEN),
-        (lambda: Inside(Attention(False)), of_labels, SEEN),
-        (lambda: Sequence(Recurrent(True)), language, SEEN),
-        (lambda: Sequence(Convolution(1, 1)), language, SEEN),
-        (lambda: Sequence(Convolution(0, 2)), language, SEEN),
-        (lambda: Sequence(Pooled()), language, SEEN),
-        (lambda: OfSeries(Recurrent(True)), series, SEEN),
-        # sound
-        (lambda: Sequence(Attention(True)), language, ""),
-        (lambda: Sequence(Attention(True)), classes_second, ""),
-        (lambda: Sequence(Attention(True)), gathered, ""),
-        (lambda: Sequence(Attention(True)), padded, ""),
-        (lambda: Inside(Attention(True)), of_labels, ""),
-        (lambda: Sequence(Recurrent(False)), language, ""),
-        (lambda: Sequence(Convolution(2, 0)), language, ""),
-        (lambda: OfSeries(Recurrent(False)), series, ""),
-        (lambda: Sequence(Attention(False)), masked, ""),
-    ],
-)
-def test_a_model_of_sequences_that_sees_its_targets_is_a_note(create, loss, expected):
-    found = look_at_passes(fork_of(create, loss, TOKENS))
-    assert expected in found and bool(found) == bool(expected)
-
-
-X, NOISE, PRICE = draw(200, 6), draw(200, 1, seed=1), draw(200, seed=2)
-PAIRS = Rows(torch.cat([X, PRICE[:, None]], 1), PRICE)
-BINARY = Rows(torch.cat([X, (PRICE > 0)[:, None]], 1), (PRICE > 0).long())
-
-
-def regress(model, batch):
-    found = model(batch[0])[:, 0]
-    return {"loss": (F.mse_loss(found, batch[1], reduction="sum"), len(found))}
-
-
-def by_hand(model, batch):
-    return {"loss": ((batch[1] - model(batch[0])[:, 0]).square().sum(), len(batch[1]))}
-
-
-def rebuilt(model, batch):
-    return {"loss": (F.mse_loss(model(batch[0]), batch[0], reduction="sum"), len(batch[0]))}
-
-
-def in_model(model, batch):
-    return {"loss": (model(batch[0], labels=batch[1]) * len(batch[0]), len(batch[0]))}
-
-
-class WithLabels(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(8, 10)
-
-    def forward(self, x, labels):
-        return F.cross_entropy(self.net(x), labels)
-
-
-class SinceTheLast(nn.Module):
-    """Forecasts the difference to the last value."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(7, 1)
-
-    def forward(self, x):
-        last = x[:, -1:]
-        return self.net(x - last) + last
-
-
-class WithoutTheLast(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(6, 10)
-
-    def forward(self, x):
-        return self.net(x[:, :6])
-
-
-ANSWER = "also an input of the model"
-
-
-@pytest.mark.parametrize(
-    ("create", "loss", "data", "expected"),
-    [
-        (lambda: nn.Linear(7, 1), regress, PAIRS, ANSWER),
-        (lambda: nn.Linear(7, 1), by_hand, PAIRS, ANSWER),
-        (lambda: nn.Linear(7, 2), classify(lambda x, y: {}), BINARY, ANSWER),
-        # sound
-        (lambda: nn.Linear(6, 1), regress, Rows(X, PRICE), ""),
-        (lambda: nn.Linear(7, 7), rebuilt, PAIRS, ""),
-        (lambda: nn.Linear(1, 1), rebuilt, Rows(NOISE), ""),
-        (WithLabels, in_model, CLASSES, ""),
-        (WithoutTheLast, classify(lambda x, y: {}), BINARY, ""),
-        (SinceTheLast, by_hand, Rows(torch.cat([X, NOISE], 1), PRICE), ""),
-        (
-            lambda: nn.Linear(900, 2),
-            classify(lambda x, y: {}),
-            Rows((draw(200, 900) > 1.8) * 1.0, whole(100, 200) // 99),
-            "",
-        ),
-        (lambda: nn.Linear(7, 2), classify(lambda x, y: {}), Rows(torch.ones(90, 7), torch.ones(90).long()), ""),
-    ],
-)
-def test_a_target_among_the_inputs_is_a_note(create, loss, data, expected):
-    found = look_at_passes(fork_of(create, loss, data))
-    assert expected in found and bool(found) == bool(expected)
-
-
-CODE = """
-import numpy, torch
-from torch import nn
-
-def seeded():
-    torch.manual_seed(3)
-    return nn.Linear(8, 10)
-
-def forked():
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 10))
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        nn.init.normal_(net[1].weight)
-    return net
-
-def own_generator():
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 10))
-    nn.init.normal_(net[1].weight, generator=torch.Generator().manual_seed(3))
-    return net
-
-def of_numpy():
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 10))
-    net[1].weight.data = torch.from_numpy(numpy.random.default_rng(3).normal(size=(10, 8)))
-    return net
+OWN
 """
-OF_A_FORK = {}
-exec(compile(CODE, "model.py", "exec"), OF_A_FORK)  # seeds in files of the template are not changed
+LIBRARY = """
+from torch.utils.data import Dataset
+
+class Base(Dataset):
+    def __init__(self):
+        self.sampling_weights = [1.0] * 6
+
+    def first(self):
+        return self.sampling_weights[0] * self.weights[0]
+"""
+SAMPLER = "self.sampler = WeightedRandomSampler(torch.ones(6), 6)"
+ORDER = "def epoch_order(self, seed, epoch, n):\n        return torch.multinomial(self.weights, n)"
+KEPT = {  # parts of DATA, and what is named
+    "sampler": ({"KEPT": SAMPLER}, ["sampler"]),
+    "any name": ({"KEPT": SAMPLER.replace("self.sampler", "self.balanced")}, ["balanced"]),
+    "of weights": (
+        {"KEPT": f"self.weights = torch.ones(6); {SAMPLER.replace('torch.ones(6)', 'self.weights')}"},
+        ["sampler"],
+    ),
+    "weights": ({"KEPT": "self.sample_weights = [1.0] * 6"}, ["sample_weights"]),
+    "probabilities": ({"KEPT": "self.sampling_p = torch.ones(6)"}, ["sampling_p"]),
+    "shuffle": ({"KEPT": "self.shuffle = True"}, ["shuffle"]),
+    "method": ({"MORE": "def sampler(self):\n        return None"}, ["sampler"]),
+    "property": ({"MORE": "@property\n    def weights(self):\n        return self.x"}, ["weights"]),
+    "function": ({"OWN": "def create_sampler(data):\n    return None"}, ["create_sampler"]),
+    "class": (
+        {"OWN": "class Balanced(Sampler):\n    pass\n\nclass BalancedSampler(Balanced):\n    pass"},
+        ["BalancedSampler"],
+    ),
+    "class of another name": ({"OWN": "class Balanced(Sampler):\n    pass"}, ["Balanced"]),
+    "global": ({"OWN": "BALANCED = WeightedRandomSampler(torch.ones(6), 6)"}, ["BALANCED"]),
+    "plain": ({}, []),
+    "returned": ({"KEPT": "self.weights = torch.ones(6)", "GET": "self.x[index], self.weights[index]"}, []),
+    "order": ({"KEPT": "self.weights = torch.ones(6)", "MORE": ORDER}, []),
+    "by name": (
+        {"KEPT": "self.weights = torch.ones(6)", "OWN": "def read(data):\n    return getattr(data, 'weights')"},
+        [],
+    ),
+    "samples": ({"KEPT": "self.samples, self.weight = [1] * 6, torch.tensor(1.0)"}, []),
+    "class weights": ({"KEPT": "self.class_weights = torch.ones(3)"}, []),
+    "of a library": ({"BASE": "Base"}, []),
+    "for a library": ({"BASE": "Base", "KEPT": "self.weights = torch.ones(6)"}, []),
+    "shuffle off": ({"KEPT": "self.shuffle = False"}, []),
+    "used": ({"OWN": "def create_sampler(data):\n    return None\n\nSIZE = create_sampler(1)"}, []),
+}
 
 
-def frozen_features():
-    net = OF_A_FORK["own_generator"]()
-    net[1].requires_grad_(False)
-    return net
+def imported(folder, name, code, monkeypatch):
+    module = ModuleType(name)
+    module.__file__ = str(folder / f"{name}.py")
+    (folder / f"{name}.py").write_text(code)
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(code, vars(module))
+    return module
 
 
-def constants():
-    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8, bias=False), nn.Linear(8, 10))
-    nn.init.eye_(net[2].weight)
-    net[3].weight.data = torch.arange(80.0).view(10, 8).sin()
-    return net
+@pytest.mark.parametrize("is_subset", [False, True])
+@pytest.mark.parametrize("kind", KEPT)
+def test_samplers_that_nothing_reads_are_named(tmp_path, monkeypatch, kind, is_subset):
+    parts, expected = KEPT[kind]
+    code = DATA
+    for name, usual in (("BASE", "Dataset"), ("KEPT", ""), ("GET", "self.x[index]"), ("MORE", ""), ("OWN", "")):
+        code = code.replace(name, parts.get(name, usual), 1)
+    imported(tmp_path, "library", LIBRARY, monkeypatch)
+    module = imported(tmp_path, "own_data", code, monkeypatch)
+    monkeypatch.setattr(notes, "modules_of_yours", lambda: [module])
+    monkeypatch.setattr(notes, "your_data", module)
+    data = module.Rows()
+    found = unread_samplers(torch.utils.data.Subset(data, [0, 2]) if is_subset else data)
+    assert found == expected
 
 
-def loaded():
-    net = nn.Linear(8, 10)
-    net.weight.data = WEIGHTS.clone()
-    return net
-
-
-WEIGHTS = draw(10, 8).double()
-
-
-def tied(change):
-    """A change of a model whose embedding and output layer share a parameter."""
-
-    def create():
-        net = Sequence(nn.Identity())
-        net.head = nn.Linear(16, 20, bias=False)
-        net.head.weight = net.tokens.weight
-        return change(net) or net
-
-    return create
-
-
-def broken(net):
-    net.head.weight = nn.Parameter(net.tokens.weight.clone())
-
-
-def broken_by_a_copy(net):
-    net.head = copy.deepcopy(net.head)
-
-
-def with_reference(net):
-    net.reference = copy.deepcopy(net.head).requires_grad_(False)
-
-
-def with_towers(net):
-    net.other = copy.deepcopy(net.tokens)
-    net.critics = nn.ModuleList([nn.Linear(3, 3)])
-    net.critics.append(copy.deepcopy(net.critics[0]))
-
-
-def transformer():
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 3)
-
-
-SEED, TIE = "drawn from a seed in the code", "but are two parameters"
-
-
-@pytest.mark.parametrize(
-    ("create", "expected"),
-    [
-        (OF_A_FORK["seeded"], f"please check: weight, bias: {SEED}"),
-        (OF_A_FORK["forked"], f"please check: 1.weight: {SEED}"),
-        (OF_A_FORK["own_generator"], f"please check: 1.weight: {SEED}"),
-        (OF_A_FORK["of_numpy"], f"please check: 1.weight: {SEED}"),
-        (tied(broken), f"please check: tokens.weight and head.weight have the same random values, {TIE}"),
-        (tied(broken_by_a_copy), TIE),
-        # sound
-        (linear, ""),
-        (frozen_features, ""),
-        (constants, ""),
-        (loaded, ""),
-        (transformer, ""),
-        (tied(lambda net: None), ""),
-        (tied(with_reference), ""),
-        (tied(with_towers), ""),
-    ],
-)
-def test_weights_of_a_fixed_seed_and_broken_ties_are_notes(create, expected):
-    found = look_at_weights(fork_of(create, None))
-    assert expected in found and bool(found) == bool(expected)
-
-
-class Kept(nn.BatchNorm1d):
-    def train(self, mode=True):
-        return super().train(False)
-
-
-class OfTheBatch(nn.BatchNorm1d):
-    """Never updates its statistics, nor uses them in training."""
-
-    def forward(self, x):
-        if not self.training:
-            return super().forward(x)
-        return F.batch_norm(x, None, None, self.weight, self.bias, training=True)
-
-
-class AlwaysOfTheBatch(OfTheBatch):
-    def forward(self, x):
-        return F.batch_norm(x, None, None, self.weight, self.bias, training=True)
-
-
-class Pretrained(Kept):
-    def __init__(self, size):
-        super().__init__(size)
-        self.running_mean += 0.1
-
-
-def nested(norm, freeze):
-    def create():
-        net = nn.Sequential(nn.Sequential(nn.Linear(8, 8), norm(8)), nn.Linear(8, 10))
-        net[0].requires_grad_(not freeze)
-        return net
-
-    return create
-
-
-class Averaged(nn.Sequential):
-    """A frozen teacher, whose weights are an average of those that are trained."""
-
-    def forward(self, x):
-        self[1].weight.data += 0.1
-        return super().forward(x)
-
-
-def averaged():
-    return Averaged(nn.Linear(8, 8), nn.BatchNorm1d(8).requires_grad_(False), nn.Linear(8, 10))
-
-
-def plain_norm(size):
-    return nn.BatchNorm1d(size, affine=False)
-
-
-MOVES, INITIAL = "frozen, but the running statistics move", "still 0 and 1"
-
-
-@pytest.mark.parametrize(
-    ("create", "expected"),
-    [
-        (nested(nn.BatchNorm1d, True), MOVES),
-        (nested(plain_norm, True), f"0.1: {MOVES}"),
-        (nested(lambda size: nn.BatchNorm1d(size, momentum=0.0), False), INITIAL),
-        (nested(OfTheBatch, False), INITIAL),
-        (nested(Kept, False), INITIAL),
-        # sound
-        (nested(nn.BatchNorm1d, False), ""),
-        (nested(plain_norm, False), ""),
-        (nested(Pretrained, True), ""),
-        (averaged, ""),
-        (nested(AlwaysOfTheBatch, False), ""),
-        (nested(lambda size: nn.BatchNorm1d(size, track_running_stats=False), True), ""),
-        (nested(nn.LayerNorm, True), ""),
-        (lambda: nn.Sequential(nn.BatchNorm1d(8, affine=False), nn.Linear(8, 10)), ""),
-    ],
-)
-def test_statistics_that_move_in_frozen_layers_or_never_are_notes(create, expected):
-    fork = fork_of(create, classify(lambda x, y: {}))
-    net = fork.new_model().train()
-    for number in range(3):
-        net(draw(4, 8, seed=number).double())
-    fork.trainings["whole"] = types.SimpleNamespace(state=types.SimpleNamespace(model=net))
-    found = look_at_statistics(fork)
-    assert expected in found and bool(found) == bool(expected)
+def test_a_data_set_of_any_kind_has_no_samplers():
+    assert unread_samplers([1, 2]) == [] and unread_samplers(SimpleNamespace(x=1)) == []

@@ -3,30 +3,46 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Subset as PlainSubset
 
+import dataset as your_data
 from ddp_utils import DistributedContext
-from lib.values import digest, first_three, is_dense, leaves, padded_rows, plural, scramble_global_rngs
-from lib.verify.fork import Broken, Fork, Subset
-from lib.verify.new_process import CHANGED, is_same, order_of, seen
-from lib.verify.notes import notes
+from lib.values import (
+    digest,
+    first_three,
+    is_dense,
+    leaves,
+    one_line,
+    padded_rows,
+    plural,
+    scramble_global_rngs,
+    spread,
+)
+from lib.verify.fork import Broken, Fork, Subset, as_rank
+from lib.verify.new_process import CHANGED, RESTARTS, is_same, order_of, seen
+from lib.verify.notes import by_epoch, notes
 from lib.verify.result import notes_last
+from utils.data.sets import load_data
 from utils.distributed.collectives import all_gather_json
 
 Rows = dict[int, list[Tensor]]  # the tensors of some batches
+Parts = dict[int, dict[str | None, int]]  # digests of the leaves of samples, by row and name
 LAST = 3  # the epoch, from 0, whose samples are compared
 MOST, SECONDS = 2000, 1.5  # samples of a set that are compared with those of another
 LEAST_ORDERS, MOST_ORDERS = 4, 22  # epochs whose orders are compared, as many as SECONDS allow
-FEW = 7  # samples, which may have the same order in two epochs by chance
+CHANCE = 7  # samples, which may have the same order in two epochs by chance
+FEW = 4  # samples of a set that are compared with those of a run that is continued
 NOT_KEYED = (
     "it depends on more than (seed, epoch); shuffle with torch.Generator().manual_seed(derive_seed('order', seed,"
     " epoch))"
@@ -76,7 +92,7 @@ def order(fork: Fork) -> str:
     if n > 1 and len({*orders}) == 1:
         raise Broken("all epochs have the same order: epoch_order ignores its epoch; derive it from (seed, epoch)")
     news, note = "a new order each epoch", ""
-    if n > FEW and len({*orders}) < len(orders):
+    if n > CHANCE and len({*orders}) < len(orders):
         same = next(epoch for epoch in range(len(orders)) if orders[epoch] in orders[:epoch])
         news = f"{len({*orders})} orders in {len(orders)} epochs"
         note = (
@@ -230,6 +246,46 @@ def compare_elsewhere(fork: Fork) -> str:
     return ""
 
 
+def compare_continued(fork: Fork) -> str:
+    """Raises Broken if the data are others when they are created as by a second attempt of the run "whole"."""
+
+    def look(*sets: Any) -> list[Any]:
+        """The size of each set, its order, and a few samples on the device in three epochs."""
+        found = []
+        for dataset in (each for each in sets if each is not None):
+            subset = Subset(dataset, spread(FEW, len(dataset)), fork.dtype)
+            found += [len(dataset), order_of(dataset, fork.config.seed), by_epoch(fork, subset)]
+        return found
+
+    def create(attempt: str, **changes: str) -> list[Any]:
+        config = replace(fork.given, **changes)  # type: ignore[arg-type]
+        fork.start.put_back()
+        with as_rank(), mock.patch.dict(os.environ, dict.fromkeys(RESTARTS, attempt)):
+            sets = load_data(your_data, config, DistributedContext(0, 0, 1, fork.ctx.device))
+            return look(sets.train, *[*sets.held_out.values()][:1])
+
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # as the data sets were created
+    try:
+        before = look(fork.train_set, fork.held_out)
+        is_same = before == create("1", run_dir=str(fork.folder / "whole"), resume_from="auto")
+        is_stable = is_same or before == create("0", run_dir=str(fork.folder / "other"))
+    except Exception as error:
+        return f"; not checked: the data of a run that is continued ({one_line(error)})"
+    finally:
+        fork.start.put_back()
+        torch.set_default_dtype(dtype)
+    if not is_stable:
+        return "; not checked: the data of a run that is continued, since those of another one differ, too"
+    if not is_same:
+        raise Broken(
+            "samples or their order are others in a run that is continued, with its checkpoints in run_dir,"
+            f" resume_from=auto and {'=1, '.join(RESTARTS)}=1: dataset.py reads one of these, but a run must see the"
+            " same samples after a crash; let them depend on the data, config.seed, the epoch and the index only"
+        )
+    return ""
+
+
 def transforms(fork: Fork) -> str:
     """A note if a training sample depends on its micro-batch after device_transform, as with mixup. Raises Broken for a
     held-out sample."""
@@ -264,21 +320,36 @@ def overlap(fork: Fork) -> str:
     sets = fork.train_set, fork.held_out
     (source, trained), (other, held_out) = map(rows_of, sets)
     if type(source) is type(other) and len(source) == len(other):
-        mine, its = (digests(each, torch.linspace(0, len(each) - 1, 8).long()) for each in (source, other))
+        mine, its = (totals(parts(each, torch.linspace(0, len(each) - 1, 8).long())) for each in (source, other))
         if source is other or (mine == its and len({*mine.values()}) > 1):
             if common := held_out[torch.isin(held_out, trained)].tolist():
                 raise trained_on(common, len(held_out))
             return f"; none of {plural(len(held_out), 'held-out row')} is trained on"
     rows = (torch.randperm(len(each), generator=torch.Generator().manual_seed(0))[:MOST] for each in sets)
-    ours, theirs = map(digests, sets, rows)
-    counts = Counter(ours.values())
-    common = [row for row, found in theirs.items() if found in counts]
-    share = len(common) / len(theirs)
-    repeated = sum(count for count in counts.values() if count > 1) / len(ours)  # by nature, as in short texts
-    if len(common) > 2 and share > 2 * repeated and share * len(sets[0]) / len(ours) > MANY:
+    ours, theirs = map(parts, sets, rows)
+    common, is_more = in_both(ours, theirs)
+    if is_more and len(common) / len(theirs) * len(sets[0]) / len(ours) > MANY:
         raise trained_on(common, len(theirs))
     found = f"{len(common)} of {plural(len(theirs), 'held-out sample')} equal one of {len(ours):,} training samples"
-    return f"; please check: {found}: {first_three([*map(str, common)])}" if common else f"; {found}"
+    found = f"; please check: {found}: {first_three([*map(str, common)])}" if common else f"; {found}"
+    for name in next(iter(ours.values())):
+        also, is_more = in_both(ours, theirs, name)
+        if is_more and (also := [row for row in also if row not in common]):
+            return (
+                f"{found}; please check: {len(also)} held-out samples equal a training sample in all but {name}:"
+                f" {first_three([*map(str, also)])}; leave them out of one set, unless they differ by that"
+            )
+    return found
+
+
+def in_both(ours: Parts, theirs: Parts, left_out: str | None = None) -> tuple[list[int], bool]:
+    """The held-out rows that equal a training sample, but for a leaf, and whether they are more than those that repeat
+    within a set by nature, as short texts do."""
+    sets = [totals(each, left_out) for each in (ours, theirs)]
+    counts = [Counter(each.values()) for each in sets]
+    common = [row for row, total in sets[1].items() if total in counts[0]]
+    repeated = max(sum(k for k in each.values() if k > 1) / each.total() for each in counts)
+    return common, len(common) > 2 and len(common) / len(theirs) > 2 * repeated
 
 
 def trained_on(rows: list[int], compared: int) -> Broken:
@@ -297,12 +368,20 @@ def rows_of(dataset: Any) -> tuple[Any, Tensor]:
     return dataset, rows
 
 
-def digests(dataset: Any, rows: Tensor) -> dict[int, str]:
-    """Of the samples in these rows, all drawn with one seed: as many as it reads in SECONDS."""
+def parts(dataset: Any, rows: Tensor) -> Parts:
+    """Digests of the leaves of these samples, all drawn with one seed: of as many as it reads in SECONDS."""
     found, end = {}, time.monotonic() + SECONDS
     for row in rows.tolist():
         scramble_global_rngs(0)
-        found[row] = digest(dataset[row])
+        sample = dataset[row]
+        if [*leaves(sample)] == [""]:
+            sample = getattr(sample, "__dict__", None) or sample  # of an object that holds no tensors for the device
+        found[row] = {name: int(digest(leaf), 16) for name, leaf in leaves(sample).items()}
         if time.monotonic() > end:
             break
     return found
+
+
+def totals(samples: Parts, left_out: str | None = None) -> dict[int, int]:
+    """A digest of each sample without a leaf."""
+    return {row: sum(found.values()) - found.get(left_out, 0) for row, found in samples.items()}

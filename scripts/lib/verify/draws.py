@@ -7,7 +7,7 @@ import functools
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -20,10 +20,10 @@ from lib.values import digest, generators
 from lib.verify.fork import Broken, Fork, Subset
 from lib.verify.memory import modules_of_yours, owner_of
 from utils import rng
+from utils.rng import derive_seed, mix
 
 DROPS = re.compile("dropout|rrelu|attention")
-SEED_NAMES = ("seed", "entropy", "a", "x")  # of the argument that is a seed
-SEEDED_TYPES = ("RandomState", "SeedSequence", "MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")  # of numpy.random
+SEEDING = "seed default_rng RandomState SeedSequence MT19937 PCG64 PCG64DXSM Philox SFC64".split()  # of numpy.random
 
 
 class Advancing(TorchFunctionMode):
@@ -84,60 +84,51 @@ def other_seeds(*holders: Any) -> Iterator[None]:
     Args:
         holders: data sets whose attributes may be generators that are seeded again.
     """
-    replaced = {id(function): with_other_seed(function) for function in (torch.manual_seed, random.seed)}
+    seeding: list[Any] = [torch.manual_seed, random.seed]
     places: list[Any] = [torch, torch.random, random, *modules_of_yours(), *holders]
     numpy: Any = sys.modules.get("numpy")
     if numpy:
+        seeding += [getattr(numpy.random, name) for name in SEEDING]
         places.append(numpy.random)
-        replaced |= {id(each): with_other_seed(each) for each in (numpy.random.seed, numpy.random.default_rng)}
-        kinds = [getattr(numpy.random, name) for name in SEEDED_TYPES]
-        replaced |= {id(kind): with_other_seed_type(kind) for kind in kinds}
+    others = {id(plain): with_other_seed(plain) for plain in seeding}
     with ExitStack() as stack:
         for place in places:
             for name, value in [*vars(place).items()]:
-                new = replaced.get(id(value))
-                if numpy and type(value) is numpy.random.RandomState and place is not numpy.random:
-                    new = replaced[id(type(value))]()  # methods of the type cannot be replaced
+                new = others.get(id(value))
+                if numpy and type(value) is numpy.random.RandomState:  # the methods of its type cannot be replaced
+                    new = others[id(type(value))]()
                     new.set_state(value.get_state())
                 if new:
                     stack.enter_context(mock.patch.object(place, name, new))
-        stack.enter_context(mock.patch.object(random.Random, "seed", with_other_seed(random.Random.seed, place=1)))
-        stack.enter_context(mock.patch.object(rng, "mix", functools.partial(mix_with_other_key, rng.mix)))
+        stack.enter_context(mock.patch.object(random.Random, "seed", with_other_seed(random.Random.seed)))
+        stack.enter_context(mock.patch.object(rng, "mix", lambda numbers, key: mix(numbers, key ^ 1)))
         stack.enter_context(Advancing())
         yield
 
 
-def with_other_seed(function: Callable[..., Any], place: int = 0) -> Callable[..., Any]:
-    """The function, with another seed unless the template calls it. place: of the seed among the arguments."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if owner_of(sys._getframe(1).f_code.co_filename) == "template":
-            return function(*args, **kwargs)
-        others = [other_seed(value) if k == place else value for k, value in enumerate(args)]
-        return function(*others, **{k: other_seed(v) if k in SEED_NAMES else v for k, v in kwargs.items()})
-
-    return call
-
-
 class AlsoOfBase(type):
-    """Objects that were created before are instances, too."""
+    """Objects of the class from which it inherits are instances, too."""
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, cls.__base__)  # type: ignore[arg-type]
 
 
-def with_other_seed_type(kind: type) -> type:
-    methods = [name for name in ("__init__", "seed") if hasattr(kind, name)]
-    return AlsoOfBase(kind.__name__, (kind,), {name: with_other_seed(getattr(kind, name), place=1) for name in methods})
+def with_other_seed(plain: Any) -> Any:
+    """A function or class that gets another seed, unless the template calls it."""
+    if isinstance(plain, type):
+        methods = [name for name in ("__init__", "seed") if hasattr(plain, name)]
+        return AlsoOfBase(plain.__name__, (plain,), {name: with_other_seed(getattr(plain, name)) for name in methods})
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if owner_of(sys._getframe(1).f_code.co_filename) == "template":
+            return plain(*args, **kwargs)
+        return plain(*map(other_seed, args), **{name: other_seed(value) for name, value in kwargs.items()})
+
+    return call
 
 
-def other_seed(seed: Any) -> Any:
-    """None stays, and so do generators of numpy, which have got another seed when they were created."""
-    if seed is None or type(seed).__module__.startswith("numpy.random"):
-        return seed
-    return rng.derive_seed("other", seed) % 2**32
-
-
-def mix_with_other_key(mix: Callable[..., Any], numbers: Any, key: int) -> Any:
-    return mix(numbers, key ^ 1)
+def other_seed(value: Any) -> Any:
+    """Another number for a number, text or sequence; None, generators and other objects stay."""
+    is_seed = hasattr(value, "__index__") or hasattr(value, "__len__")
+    return derive_seed("other", value) % 2**32 if is_seed else value

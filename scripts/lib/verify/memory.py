@@ -53,6 +53,12 @@ def modules_of_yours() -> list[ModuleType]:
     return [module for module in [*sys.modules.values()] if is_yours(getattr(module, "__file__", None) or "")]
 
 
+def nodes_of(modules: Iterable[ModuleType | None]) -> list[ast.AST]:
+    """The syntax of these modules, of which packages may have some in C."""
+    files = [file for module in modules if (file := getattr(module, "__file__", None) or "").endswith(".py")]
+    return [node for file in files for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8")))]
+
+
 def note_reads() -> set[str]:
     """The names of the config's fields that code of the fork reads from now on."""
     read: set[str] = set()
@@ -70,8 +76,7 @@ def note_reads() -> set[str]:
 
 def mentioned_fields() -> set[str]:
     """Attributes of something called a config in code of the fork, which may be in a branch that was not run."""
-    trees = [ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")) for module in modules_of_yours()]
-    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    nodes = [node for node in nodes_of(modules_of_yours()) if isinstance(node, ast.Attribute)]
     pairs = [(ast.unparse(node.value).rpartition(".")[2], node.attr) for node in nodes]
     return {name for owner, name in pairs if re.search("conf|cfg|args", owner)}
 

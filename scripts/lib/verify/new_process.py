@@ -22,7 +22,8 @@ from utils.extras.sketches import are_alike, sketches  # extra: sketches
 
 SECONDS = 120.0  # to wait for it
 NAMES = ("USER", "LOGNAME", "LNAME", "USERNAME", "HOSTNAME")
-CHANGED = "another hash seed, clock, date, time zone, user, host name and order of files"
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of attempts before this one
+CHANGED = "another hash seed, clock, date, time zone, user, host name, number of restarts and order of files"
 NO_ANSWER = "no answer"  # as in elsewhere.py
 
 
@@ -31,7 +32,11 @@ class NewProcess:
 
     def __init__(self, question: dict[str, Any], environment: dict[str, str]) -> None:
         hash_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-        changed = dict.fromkeys(NAMES, "elsewhere") | {"PYTHONHASHSEED": hash_seed, "TZ": "XYZ-11:30"}
+        changed = (
+            dict.fromkeys(NAMES, "elsewhere")
+            | {"PYTHONHASHSEED": hash_seed, "TZ": "XYZ-11:30"}
+            | dict.fromkeys(RESTARTS, "1")
+        )
         command = [sys.executable, str(Path(__file__).with_name("elsewhere.py"))]
         self._output = tempfile.TemporaryFile("w+")  # a pipe would hold it up
         self._process = subprocess.Popen(

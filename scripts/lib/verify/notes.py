@@ -3,34 +3,75 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import sys
 import time
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset, Sampler
 
-from lib.values import digest, generators, leaves, scramble_global_rngs, spread
+import dataset as your_data
+from lib.values import digest, first_three, generators, leaves, one_line, scramble_global_rngs, spread
+from lib.verify.draws import other_seeds
 from lib.verify.fork import Fork, Subset
+from lib.verify.memory import modules_of_yours, nodes_of
 from utils.rng import seed_host
 
 COUNT, SECONDS, LARGEST = 16, 1.5, 4096  # samples; to read a whole set; numbers in a row of it
+FEW = 4  # rows that reach the largest value of a column
 
 
 def notes(fork: Fork) -> str:
-    found = []
-    held_out: Any = fork.held_out
-    if held_out is not None and len({*by_epoch(fork, fork.held_out_subset(COUNT))}) > 1:
-        found.append("held-out samples differ between epochs, so they are augmented at random")
+    found = ""
+    for look in (augmented, sampled, scaled):
+        try:
+            found += "".join(f"; {each}" for each in look(fork))
+        except Exception as error:
+            found += f"; not checked: whether data are {look.__name__} as is seldom meant ({one_line(error)})"
+    return found
+
+
+def augmented(fork: Fork) -> list[str]:
+    found: list[str] = []
+    is_validated = fork.held_out is not None
+    if is_validated and len({*by_epoch(fork, fork.held_out_subset(COUNT))}) > 1:
+        found.append("please check: held-out samples differ between epochs, so they are augmented at random")
     subset = Subset(fork.train_set, spread(COUNT, len(fork.train_set)), fork.dtype)
-    if draws(fork, subset) and len({*by_epoch(fork, subset)}) == 1:
-        found.append("__getitem__ draws, but its samples are the same in all epochs, so it seeds a generator")
-    if held_out is not None and (own := standardized(fork.train_set)) and own & standardized(held_out):
+    if len({*by_epoch(fork, subset)}) > 1:
+        return found
+    if draws(fork, subset):
         found.append(
-            "held-out columns have mean 0 and deviation 1, as training columns have, so each set is scaled by itself;"
-            " scale both by the values of the training set"
+            "please check: __getitem__ draws, but its samples are the same in all epochs, so it seeds a generator"
         )
-    return "".join(f"; please check: {each}" for each in found)
+    elif is_validated and follows_seeds(fork, subset) and not follows_seeds(fork, fork.held_out_subset(COUNT)):
+        found.append(
+            "please check: training samples, and not held-out ones, depend on a generator that is seeded alike in all"
+            " epochs; if it augments them, seed it with a draw from a global generator or with the epoch"
+        )
+    return found
+
+
+def sampled(fork: Fork) -> list[str]:
+    unread = unread_samplers(fork.train_set)
+    text = f"please check: {first_three(unread)}: no code of the fork reads it, and only epoch_order changes the order"
+    return [f"{text}; use it there or delete it"] if unread else []
+
+
+def scaled(fork: Fork) -> list[str]:
+    if fork.held_out is None:
+        return []
+    own, its = scales(fork.train_set), scales(fork.held_out)
+    if own is None or its is None:
+        return [f"not checked: whether each set is scaled by itself, since reading one takes over {SECONDS} s"]
+    return [
+        f"please check: held-out columns have {scale}, as training columns have, so each set is scaled by itself; scale"
+        " both by the values of the training set"
+        for _, scale in sorted(own & its)[:1]
+    ]
 
 
 def by_epoch(fork: Fork, subset: Subset) -> list[str]:
@@ -51,31 +92,117 @@ def draws(fork: Fork, subset: Subset) -> bool:
     return False
 
 
-def standardized(dataset: Any) -> set[str]:
-    """The names of values whose columns all have mean 0 and deviation 1 over the set, up to rounding. None if the set
-    takes long to read."""
+def follows_seeds(fork: Fork, subset: Subset) -> bool:
+    """Whether samples are others if the fork seeds its generators otherwise."""
+    fork.start.put_back()  # without what a cache holds
+    before = by_epoch(fork, subset)
+    fork.start.put_back()
+    try:
+        with other_seeds(*sets_in(subset)):
+            return by_epoch(fork, subset) != before
+    finally:
+        fork.start.put_back()
+
+
+def sets_in(dataset: Any) -> list[Any]:
+    """The data set and those in its attributes."""
+    found = [dataset]
+    for each in found:
+        for name, value in getattr(each, "__dict__", {}).items():
+            if (name == "dataset" or isinstance(value, Dataset)) and all(value is not one for one in found):
+                found.append(value)
+    return found
+
+
+def unread_samplers(dataset: Any) -> list[str]:
+    """The names of samplers and of weights of samples, in data sets, their classes and modules, that nothing reads."""
+    sets, modules = sets_in(dataset), modules_of_yours()
+    kinds = {kind for part in sets for kind in type(part).__mro__}
+    nodes = nodes_of({*modules, *(sys.modules.get(kind.__module__) for kind in kinds)})
+    read = read_in(nodes, ast.Attribute, "attr") | read_in(nodes, ast.Constant, "value")
+    found = []
+    for part in sets:
+        for name, value in getattr(part, "__dict__", {}).items():
+            is_sampler = isinstance(value, Sampler) or (name == "shuffle" and value is True)
+            if re.search("sampler|sampling|weight", name):
+                with suppress(TypeError, NotImplementedError):  # a number, or a set without a size
+                    is_sampler |= len(value) == len(part)
+            if is_sampler and name not in read:
+                found.append(name)
+    read |= read_in(nodes, ast.Name, "id")
+    own = [kind for kind in kinds if sys.modules.get(kind.__module__) in modules]
+    for place in (*own, *(sys.modules[kind.__module__] for kind in own), your_data):
+        for name, value in vars(place).items():
+            is_named = re.search("sampler|^(sampl[a-z]+_)?weights$", name.lower())
+            is_sampler = is_named or (isinstance(value, type) and issubclass(value, Sampler))
+            is_own = not str(getattr(value, "__module__", "")).startswith("torch")
+            if name not in read and ((is_sampler and is_own) or isinstance(value, Sampler)):
+                found.append(name)
+    return sorted({*found})
+
+
+def read_in(nodes: list[Any], kind: type, field: str) -> set[Any]:
+    loads = [node for node in nodes if isinstance(node, kind) and not isinstance(getattr(node, "ctx", None), ast.Store)]
+    return {getattr(node, field) for node in loads}
+
+
+def scales(dataset: Any) -> set[tuple[str, str]] | None:
+    """The names of values whose columns all have one scale over the set, and which one. None if the set takes long to
+    read."""
     rows: list[dict[str, Tensor]] = []
     end = time.monotonic() + SECONDS
     for row in range(len(dataset)):
         scramble_global_rngs(0)
         rows.append({name: each for name, leaf in leaves(dataset[row]).items() if (each := numbers(leaf)) is not None})
-        if not rows[0] or time.monotonic() > end:
+        if not rows[0]:
             return set()
+        if time.monotonic() > end:
+            return None
     found = set()
     for name in rows[0]:
         with suppress(RuntimeError, KeyError):  # shapes differ
-            columns = torch.stack([row[name] for row in rows])
-            columns = columns[:, columns.std(0, correction=0) > 1e-6]  # others are constant
-            deviations = torch.stack([columns.std(0, correction=k) for k in (0, 1)])
-            is_one = ((deviations - 1).abs() < 1e-4).any(0)
-            if columns.shape[1] and len(rows) > 9 and is_one.all() and (columns.mean(0).abs() < 1e-4).all():
-                found.add(name)
+            columns = torch.stack([row[name] for row in rows])[:, : 1 + 2**20 // len(rows)]  # enough of a wide one
+            tables = [columns]
+            if not is_all(columns.mean(1), 0):  # else each row is scaled by itself
+                tables.append(columns.reshape(-1, 1))
+            found |= {(name, scale) for table in tables for scale in scales_of(table)}
     return found
 
 
+def scales_of(columns: Tensor) -> list[str]:
+    """What the columns of a table have in common, up to rounding, that they hardly have by chance."""
+    columns = columns[:, columns.std(0, correction=0) > 1e-6]  # others are constant
+    if len(columns) < 10 or not columns.shape[1]:
+        return []
+    deviations = torch.stack([columns.std(0, correction=k) for k in (0, 1)])
+    is_standardized = is_all(columns.mean(0), 0) and ((deviations - 1).abs() < 1e-4).any(0).all()
+    found = ["mean 0 and deviation 1"] if is_standardized else []
+    gaps = columns.sort(0).values.diff(dim=0)
+    # neither flags, counts and ratings nor steps of one size
+    is_rich = ((gaps > 0).sum(0) > 10) & (columns != columns.round()).any(0) & (gaps.amax(0) > gaps.amin(0) + 1e-6)
+    columns = columns[:, is_rich]
+    if not columns.shape[1]:
+        return found
+    quarters = torch.tensor([0.25, 0.5, 0.75], dtype=columns.dtype, device=columns.device)
+    low, median, high = torch.stack([column.quantile(quarters) for column in columns.T], 1)
+    if is_all(median, 0) and is_all(high - low, 1):
+        found.append("median 0 and quartiles 1 apart")
+    sizes, least = columns.abs(), columns.amin(0)
+    reached = (sizes > 1 - 1e-6).sum(0)
+    has_limits = len(least) > 1 or is_all(least, 0) or is_all(least, -1)
+    if has_limits and sizes.max() < 1 + 1e-6 and 0 < reached.min() and reached.max() <= FEW:
+        found.append("a maximum of exactly 1")
+    return found
+
+
+def is_all(values: Tensor, wanted: float) -> bool:
+    return bool(((values - wanted).abs() < 1e-4).all())
+
+
 def numbers(leaf: Any) -> Tensor | None:
-    """float64, flat; None for other things than a few floats."""
+    """float64, flat; None for other things than a few floats, and for images."""
     with suppress(TypeError, ValueError, RuntimeError):  # text, objects
         values = torch.as_tensor(leaf)
-        return values.double().flatten() if values.is_floating_point() and values.numel() <= LARGEST else None
+        is_row = values.is_floating_point() and values.ndim < 3 and values.numel() <= LARGEST
+        return values.double().flatten() if is_row else None
     return None

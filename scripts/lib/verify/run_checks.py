@@ -12,10 +12,12 @@ import torch
 
 from config import TrainingConfig
 from lib.values import ROUNDING, TIMES, comparable, digest, first_three, leaves, plural
+from lib.verify.data_checks import compare_continued
 from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank
 from lib.verify.loss_checks import one_pass
 from lib.verify.memory import forgotten
 from lib.verify.model_notes import look_at_statistics
+from lib.verify.result import notes_last
 from train import Training
 from utils.checkpoint import format as checkpoint
 from utils.distributed.collectives import all_gather_json
@@ -96,9 +98,13 @@ def resume(fork: Fork) -> str:
             lost, _ = forgotten_in(fork, "resumed")
             cause = f"state outside the checkpoint{''.join(f' ({each})' for each in lost[:1])}; {KEEP}"
         raise Broken(f"{first_three(different)}: resumed and uninterrupted runs differ: {cause}")
-    caches = check_memory(fork, [first, *others][-2]) if others else "; not checked: memory, with a single checkpoint"
+    notes = fork.divided([partial(compare_continued, fork)])
+    if others:
+        notes.append(check_memory(fork, [first, *others][-2]))
+    else:
+        notes.append("; not checked: what a run remembers, since it has a single checkpoint")
     steps = whole.state.progress.step
-    return f"{first.name} resumed, {steps} steps in total: bitwise equal to the uninterrupted run{caches}"
+    return f"{first.name} resumed, {steps} steps in total: bitwise equal to the uninterrupted run{notes_last(*notes)}"
 
 
 def check_memory(fork: Fork, checkpoint_before_the_last: Path) -> str:

@@ -1,0 +1,91 @@
+# extra: verify and template
+"""scripts/verify.py finds data that are others in a run that is continued, by its folder or the attempt's number."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from config import TrainingConfig
+from ddp_utils import DistributedContext
+from lib.verify import data_checks
+from lib.verify.fork import Broken, Fork
+
+ENVIRON = "int(os.environ.get('{}', 0))".format
+LINES = "len((config.run_folder / 'train.jsonl').read_text().splitlines()) if config.run_folder.exists() else 0"
+DATA = """
+import os
+import torch
+
+CALLS = []
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, config, count):
+        CALLS.append(1)
+        self.number = CREATED
+        self.x = torch.arange(float(count + SIZE))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index] + self.number + FETCHED
+
+    def epoch_order(self, seed, epoch, n):
+        return torch.arange(n).roll(epoch + ORDERED)
+
+    def device_transform(self, batch, seed, epoch, indices):
+        return batch + TRANSFORMED
+
+def is_prepared(config):
+    return True
+
+def create_dataset(config, split):
+    config.run_folder.with_name("cache").mkdir(exist_ok=True)
+    return {"train": Rows(config, 9), "val": Rows(config, 5)}.get(split)
+"""
+BROKEN = "samples or their order are others in a run that is continued"
+CASES = {  # what is put in place of a name in DATA, and the sentence
+    "checkpoints": ({"CREATED": "len(list(config.run_folder.glob('checkpoints/*')))"}, BROKEN),
+    "size": ({"SIZE": "config.run_folder.exists()"}, BROKEN),
+    "records": ({"CREATED": LINES}, BROKEN),
+    "resume_from": ({"CREATED": "len(config.resume_from)"}, BROKEN),
+    "fetched": ({"FETCHED": ENVIRON("TORCHELASTIC_RESTART_COUNT")}, BROKEN),
+    "order": ({"ORDERED": ENVIRON("SLURM_RESTART_COUNT")}, BROKEN),
+    "transform": ({"TRANSFORMED": ENVIRON("SLURM_RESTART_COUNT")}, BROKEN),
+    "epoch": ({"TRANSFORMED": f"epoch * {ENVIRON('SLURM_RESTART_COUNT')}"}, BROKEN),
+    "one set": ({"SIZE": "(config.resume_from != '') * (count == 5)"}, BROKEN),
+    "plain": ({}, None),
+    "read": ({"CREATED": "0 * len(str(config.run_dir))"}, None),
+    "name": ({"CREATED": "sum(map(ord, config.run_dir))"}, "since those of another one differ, too"),
+    "calls": ({"CREATED": "len(CALLS)"}, "since those of another one differ, too"),
+    "failure": ({"CREATED": "1 // (config.resume_from == '')"}, "not checked: the data of a run that is continued"),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_data_that_depend_on_the_attempt_are_found(tmp_path, kind, monkeypatch):
+    changes, said = CASES[kind]
+    code = DATA
+    for name in ("CREATED", "SIZE", "FETCHED", "ORDERED", "TRANSFORMED"):
+        code = code.replace(name, changes.get(name, "0"))
+    data = SimpleNamespace()
+    exec(code, vars(data))
+    monkeypatch.setattr(data_checks, "your_data", data)
+    given = TrainingConfig(run_dir=str(tmp_path / "first"), data_dir=str(tmp_path))
+    sets = [data.create_dataset(given, split) for split in ("train", "val")]
+    fork = Fork(given, *sets, DistributedContext(0, 0, 1, torch.device("cpu")), tmp_path, None, given)
+    folder = tmp_path / "whole"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints/step_00000001.pt").touch()
+    (folder / "train.jsonl").write_text("{}\n")
+    torch.set_default_dtype(torch.float64)
+    fork = replace(fork, dtype=torch.float64)
+    if said is BROKEN:
+        with pytest.raises(Broken, match=BROKEN):
+            data_checks.compare_continued(fork)
+    else:
+        found = data_checks.compare_continued(fork)
+        assert said in found if said else found == "", found
+    assert torch.get_default_dtype() == torch.float64
