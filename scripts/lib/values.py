@@ -101,7 +101,7 @@ def tensor_content(value: Tensor) -> bytes:
         parts = [entries.indices(), entries.values()]
     content = shape.encode()
     for part in parts:
-        data = part.cpu().resolve_conj().resolve_neg().contiguous()
+        data = part.cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         content += f" {data.dtype} {tuple(data.shape)}".encode() + data.flatten().view(torch.uint8).numpy().tobytes()
     return content
 
@@ -205,14 +205,13 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def can_join(batches: list[Any], size: int) -> bool:
-    found: list[Any] = []
-    map_leaves(found.append, batches)
-    return all(isinstance(leaf, Tensor) and is_dense(leaf) and leaf.ndim and len(leaf) == size for leaf in found)
-
-
-def joined(batches: list[Any]) -> Any:
-    """Nested batches as one. Raises RuntimeError or ValueError if they do not fit."""
+def joined(batches: list[Any], size: int) -> Any:
+    """Nested batches of `size` samples as one. Raises RuntimeError or ValueError if they hold other things than rows,
+    or do not fit."""
+    values: list[Any] = []
+    map_leaves(values.append, batches)
+    if not all(isinstance(leaf, Tensor) and is_dense(leaf) and leaf.ndim and len(leaf) == size for leaf in values):
+        raise ValueError("not all are tensors with a row for each sample")
     rows = iter([torch.cat(parts) for parts in zip(*map(tensors_in, batches), strict=True)])
     return map_tensors(lambda _: next(rows), batches[0])
 

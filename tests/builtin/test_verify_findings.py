@@ -15,6 +15,7 @@ import forks
 from config import TrainingConfig, fields_of_yours
 from ddp_utils import DistributedContext
 from lib.verify import data_checks
+from lib.verify.fork import default_dtype
 from lib.verify.memory import SHIPPED
 from lib.verify.new_process import seen
 from ranks import copy_repository, slow
@@ -343,11 +344,10 @@ def test_data_created_in_float32_are_compared_in_float32():
     found = [seen(each, config.seed) for each in (sets.train, held_out)]
     fork = mock.Mock(config=config, train_set=sets.train, held_out=held_out)
     fork.new_process.answer.return_value = found, ""
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert data_checks.compare_elsewhere(fork) == "" and torch.get_default_dtype() == torch.float64
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with default_dtype(torch.float64):
+        with default_dtype():
+            assert data_checks.compare_elsewhere(fork) == ""
+        assert torch.get_default_dtype() == torch.float64
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,7 @@ KINDS = {  # from a float32 tensor of 4
     "dtype, device and size": lambda t: Plain(t=t, of=[t.dtype, t.device, t.shape, slice(1, 2), ..., range(3)]),
     "complex numbers": lambda t: Plain(t=torch.complex(t, t), z=complex(t[0])),
     "bfloat16 and nothing": lambda t: Plain(t=t.bfloat16(), empty=torch.zeros(0, 3)),
+    "one number of a column": lambda t: Plain(t=t.view(2, 2)[:1, 1], n=t[:1].expand(3)),
     "conjugate": lambda t: Plain(t=torch.complex(t, t).conj(), n=torch.complex(t, t).conj().imag),
 }
 LATER = "later" in sys.argv

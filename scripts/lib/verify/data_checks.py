@@ -16,7 +16,7 @@ from torch.utils.data import Subset as PlainSubset
 
 from ddp_utils import DistributedContext
 from lib.values import digest, first_three, is_dense, leaves, padded_rows, plural, scramble_global_rngs
-from lib.verify.fork import Broken, Fork, Subset
+from lib.verify.fork import Broken, Fork, Subset, default_dtype
 from lib.verify.new_process import CHANGED, is_same, order_of, seen
 from lib.verify.notes import notes
 from utils.distributed.collectives import all_gather_json
@@ -31,6 +31,7 @@ NOT_KEYED = (
 MANY = 1 / 3  # of the held-out samples: more is a finding, less a note
 
 
+@default_dtype()
 def order(fork: Fork) -> str:
     """All ranks together visit each sample once per epoch, in one order that changes by epoch."""
     ctx, n = fork.ctx, len(fork.train_set)
@@ -84,6 +85,7 @@ def compare_order(fork: Fork) -> str:
     return ""
 
 
+@default_dtype()
 def content(fork: Fork) -> str:
     """A sample is the same on any rank, with or without workers, in any order, alone or in a batch."""
     subset, ctx, single = fork.small_train_set(), fork.ctx, fork.single_process
@@ -170,13 +172,14 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
     """Raises Broken if a row of a collated batch is missing, or differs from the sample collated alone. Ignores
     padding, positions in the batch, and batches that do not have one row per sample."""
     wanted = [len(indices) for indices in plan]
-    for place in range(len(alone[0])):
-        rows = [len(collated[number][place]) for number in range(len(plan))]
-        if rows != wanted and any(map(int.__eq__, rows, wanted)) and all(map(int.__le__, rows, wanted)):
+    places = range(len(alone[0]))
+    lengths = [[len(collated[number][place]) for number in range(len(plan))] for place in places]
+    for rows in lengths if wanted not in lengths else ():  # else this one counts something else
+        if any(map(int.__eq__, rows, wanted)) and all(map(int.__le__, rows, wanted)):
             raise Broken(f"batches of {wanted} samples have {rows} rows: collate drops samples; keep all of them")
-        if rows != wanted or any(len(found[place]) != 1 for found in alone.values()):
-            return
-    positions = {place for place in range(len(alone[0])) if are_positions(place, collated, alone)}
+    if any(rows != wanted for rows in lengths) or any(len(rows) != 1 for found in alone.values() for rows in found):
+        return
+    positions = [place for place in places if are_positions(place, plan, collated, alone)]
     for number, indices in enumerate(plan):
         for row, index in enumerate(indices):
             for place, (many, one) in enumerate(zip(collated[number], alone[index], strict=True)):
@@ -190,11 +193,13 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
                     )
 
 
-def are_positions(place: int, collated: Rows, alone: Rows) -> bool:
-    """Whether this tensor says where each sample begins in its batch, as the offsets of an EmbeddingBag do."""
-    is_counted = all((found[place].ndim, found[place].is_floating_point()) == (1, False) for found in collated.values())
-    is_zero_alone = not any(found[place].any() for found in alone.values())
-    return is_counted and is_zero_alone and all((found[place].diff() >= 0).all() for found in collated.values())
+def are_positions(place: int, plan: list[list[int]], collated: Rows, alone: Rows) -> bool:
+    """Whether this tensor says where each sample begins or ends in its batch, or in which order they are."""
+    for number, indices in enumerate(plan):
+        rows, own = collated[number][place], torch.cat([alone[index][place] for index in indices])
+        if rows.ndim != 1 or rows.is_floating_point() or (own.any() and not torch.equal(own.cumsum(0), rows)):
+            return False
+    return True
 
 
 def compare_elsewhere(fork: Fork) -> str:
@@ -203,12 +208,8 @@ def compare_elsewhere(fork: Fork) -> str:
     if problem:
         return f"; not compared with a new process ({problem})"
     fork.start.put_back()
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)  # as the data sets were created
     pairs = zip(("training", "held-out"), (fork.train_set, fork.held_out), found, strict=True)
     other = [name for name, dataset, theirs in pairs if not is_same(seen(dataset, fork.config.seed), theirs)]
-    torch.set_default_dtype(dtype)
-    fork.start.put_back()  # a cache has samples in float32 now
     if other:
         raise Broken(
             f"{' and '.join(other)} samples are others in a new process with {CHANGED}: create_dataset or __getitem__"
@@ -227,7 +228,7 @@ def transforms(fork: Fork) -> str:
         batch = tensors(loader.fetch([*range(count)], epoch=1)[2])
         for row, one in enumerate(tensors(loader.fetch([row], epoch=1)[2]) for row in range(count)):
             for many, alone in zip(batch, one, strict=False):
-                if len(many) == count and len(alone) == 1:
+                if len(many) == count and len(alone) == 1 and (many.ndim > 1 or many.is_floating_point()):
                     both = common(alone[0], many[row])
                     if ((both[0].double() - both[1].double()).abs() > 1e-3 * many.double().abs().mean()).any():
                         return True

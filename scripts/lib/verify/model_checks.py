@@ -24,6 +24,7 @@ from lib.verify.fork import (
     Broken,
     Fork,
     PlainProgress,
+    Rounding,
     Subset,
     Update,
     as_rank,
@@ -116,9 +117,11 @@ def check_outputs(fork: Fork, dataset: MapDataset) -> str:
 
 def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, found: dict[str, float]) -> None:
     """Raises Broken if an evaluation on all ranks differs from that of one process."""
-    for name, value in fork.plain_evaluation(subset, net).items():
-        rounding = ROUNDING[fork.loss_dtype]  # sums in another order
-        is_close = math.isclose(found[name], value, rel_tol=rounding, abs_tol=1e-8)
+    with Rounding() as rounding:
+        values = fork.plain_evaluation(subset, net)
+    relative = ROUNDING[fork.loss_dtype]  # sums in another order
+    for name, value in values.items():
+        is_close = math.isclose(found[name], value, rel_tol=relative, abs_tol=1e-8 + relative * rounding.cancelled)
         if is_close or (math.isnan(value) and math.isnan(found[name])):  # nan: counted nothing
             continue
         seen = f"{name} of {len(subset)} held-out samples is {found[name]:.6g}, in one process {value:.6g}"
