@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 import forks
 from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.verify import data_checks, loss_checks, model_checks
-from lib.verify.fork import Broken, Fork
+from lib.verify.fork import Broken, Fork, with_cancelled
 from lib.verify.precision_checks import rounding
 from ranks import copy_repository
 from test_verify import INVARIANTS, outcomes
@@ -190,9 +191,23 @@ def test_the_dtype_of_the_checks_is_that_of_the_parameters():
     assert (fork.dtype, fork.loss_dtype) == (torch.float64, torch.float64)
 
 
-@pytest.mark.parametrize("sound", [free_energy, bias, bias_in_evaluation, exact_zero, masked])
+def higher_order(model, batch):
+    """Operators that get functions."""
+    x, y = batch
+    twice = torch.cond(x.sum() > 0, lambda x: 2 * x, lambda x: x + x, (x,))
+    return {"loss": (squared(model, twice / 2, y), len(x))}
+
+
+@pytest.mark.parametrize("sound", [free_energy, bias, bias_in_evaluation, exact_zero, masked, higher_order])
 def test_a_repeated_sum_of_a_small_difference_is_no_mean(sound):
     assert not problems(fork_of(sound), is_repeated=True)
+
+
+def test_what_torch_has_to_compile_is_called_without_a_look_at_its_sums():
+    x = torch.randn(1, 1, 4, 8)
+    found, cancelled = with_cancelled(lambda: flex_attention(x, x, x).sum() - 1e3)
+    assert torch.equal(found, flex_attention(x, x, x).sum() - 1e3) and not cancelled
+    assert with_cancelled(lambda: x.abs().sum() - x.abs().sum() + 1e-3)[1] > 1
 
 
 @pytest.mark.parametrize("faulty", [free_energy_mean, masked_mean])

@@ -52,6 +52,7 @@ ACCUMULATION = 2  # micro-batches of a rank in an optimizer step
 class Rounding(TorchDispatchMode):
     """Notes whether an operator returns floating-point numbers other than float64, and what cancels out in sums."""
 
+    supports_higher_order_operators = True  # which get functions
     is_narrow = False
     # The largest absolute value that cancels out where terms are added to a number, or to one for each sample. The
     # rounding of a small difference of large sums is that of the sums. Terms of one sign cancel nothing, so that a mean
@@ -60,7 +61,7 @@ class Rounding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, size = kwargs or {}, torch.tensor(0.0)
-        name = func.overloadpacket.__name__.strip("_")
+        name = getattr(func, "overloadpacket", func).__name__.strip("_")
         if all(is_dense(each) and each.is_floating_point() for each in tensors_in([*args])):
             if name in ("sum", "mean"):
                 size = func(abs(args[0]), *args[1:], **kwargs)
@@ -74,6 +75,15 @@ class Rounding(TorchDispatchMode):
                     lost = (size - abs(each)).max().item()
                     self.cancelled = max(self.cancelled, lost if math.isfinite(lost) else 0.0)
         return result
+
+
+def with_cancelled(action: Callable[[], Any]) -> tuple[Any, float]:
+    """What the action returns, and what cancels out in its sums."""
+    try:
+        with Rounding() as rounding:
+            return action(), rounding.cancelled
+    except Exception:  # flex_attention has to be compiled, which no mode lets torch do
+        return action(), 0.0
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from lib.values import (
     sums_of,
 )
 from lib.verify.draws import Advancing
-from lib.verify.fork import ACCUMULATION, Broken, Fork, Rounding, as_rank, perturbed
+from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank, perturbed, with_cancelled
 from lib.verify.precision_checks import rounding
 from lib.verify.segments_check import check_segments
 from utils.training.seams import Seams
@@ -101,15 +101,15 @@ def compare_halves(
     fork: Fork, net: nn.Module, is_training: bool, number: int, batches: list[Any], is_comparable: bool = True
 ) -> str:
     """What does not add up. batches: two halves and the whole."""
-    with Rounding() as rounding:
-        first, second, whole = (sums(fork.seams, net, batch, is_training) for batch in batches)
+    found, cancelled = with_cancelled(lambda: [sums(fork.seams, net, batch, is_training) for batch in batches])
+    first, second, whole = found
     for name, value in whole.items():
         # a fork may compute in float32 on purpose
         tolerance = max(ADDING[fork.loss_dtype], ADDING.get(value.dtype, 0.0))
         value, parts = value.double(), first[name].double() + second[name].double()
         size, difference = value.norm(), (parts - value).norm()
-        is_mean = name.endswith("sum") and size > 1e-6 * rounding.cancelled and relative_error(parts, 2 * value) <= 0.05
-        if is_mean or (difference > tolerance * (size + rounding.cancelled) and is_comparable):
+        is_mean = name.endswith("sum") and size > 1e-6 * cancelled and relative_error(parts, 2 * value) <= 0.05
+        if is_mean or (difference > tolerance * (size + cancelled) and is_comparable):
             with Advancing():
                 again = sums(fork.seams, net, batches[2], is_training)[name].double()
             if not torch.equal(value, again):  # it is random, and need not add up
@@ -152,12 +152,11 @@ def check_repeated(fork: Fork) -> str:
 def compare_repeated(fork: Fork, net: nn.Module, is_training: bool, batches: list[Any], _: bool = True) -> str:
     """What is a mean. batches: of the same samples once, twice and four times."""
     tolerance = ADDING[fork.loss_dtype]
-    with Rounding() as rounding:
-        found = [sums(fork.seams, net, batch, is_training) for batch in batches]
+    found, cancelled = with_cancelled(lambda: [sums(fork.seams, net, batch, is_training) for batch in batches])
     for name in (name for name in found[0] if name.startswith("loss") and name.endswith("sum")):
         one, two, four = (each[name].double() for each in found)
         least = 1.5 * (two - one).norm() + tolerance * four.norm()
-        if four.norm() > tolerance * rounding.cancelled and (four - two).norm() <= least:
+        if four.norm() > tolerance * cancelled and (four - two).norm() <= least:
             seen = f"{name} of a batch is {shown(one)}, {shown(two)} if each sample is in it twice"
             return f"{seen}, {shown(four)} if it is there four times: {IS_MEAN}"
     return ""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import model as your_model
 from lib.values import ROUNDING, sums
-from lib.verify.fork import Broken, Fork, Rounding, perturbed
+from lib.verify.fork import Broken, Fork, perturbed, with_cancelled
 from utils.batch import map_tensors
 
 ROWS = 8  # of the batch that is changed
@@ -39,12 +39,12 @@ def check_segments(fork: Fork) -> str:
             [value.double() for name, value in found.items() if name.startswith("loss") and name.endswith("sum")]
         )
 
-    with Rounding() as rounding:
-        usual, one, other, both = losses(), losses(is_odd), losses(~is_odd), losses(is_odd, ~is_odd)
+    usual, cancelled = with_cancelled(losses)
+    one, other, both = losses(is_odd), losses(~is_odd), losses(is_odd, ~is_odd)
     if torch.equal(usual, one) or torch.equal(usual, other):
         return "; please check: segments has no row with two documents whose tokens change the loss, so not compared"
-    size = usual.norm() + rounding.cancelled
-    if not (mixed := (usual - one - other + both).norm()) <= ROUNDING[fork.loss_dtype] * size:
+    limit = ROUNDING[fork.loss_dtype] * (usual.norm() + cancelled)
+    if not (mixed := (usual - one - other + both).norm()) <= limit:
         raise Broken(
             f"the loss of a document changes with the tokens of another in its row, by {mixed:.1e} in all: tokens of"
             " one document attend to another; let the attention mask compare the segments, and pool within a segment"
