@@ -299,6 +299,21 @@ class Owned(Bags):
         return self.net(torch.zeros(count, 8).index_add(0, owners, self.bags.weight[tags]))
 
 
+class Padded(Several):
+    """Padded tags and the number of tags of each sample."""
+
+    def collate(self, samples):
+        tags, y = zip(*samples, strict=True)
+        padded = nn.utils.rnn.pad_sequence(tags, batch_first=True)
+        return padded, torch.tensor([len(each) for each in tags]), torch.stack(y)
+
+
+class OfPadded(Bags):
+    def forward(self, tags, counts, count):
+        is_tag = (torch.arange(tags.shape[1]) < counts[:, None]).to(self.bags.weight.dtype)
+        return self.net((self.bags.weight[tags] * is_tag[..., None]).sum(1))
+
+
 class OfGraphs(Bags):
     def forward(self, nodes, edges, count):
         summed = torch.zeros_like(nodes).index_add(0, edges[1], nodes[edges[0]])
@@ -335,6 +350,7 @@ PARTS = {
     "pointers": (Pointers, Bags),
     "the sample of each tag": (Owners, Owned),
     "edges": (Graphs, OfGraphs),
+    "padded tags": (Padded, OfPadded),
     "order": (Ordered, OfOrdered),
 }
 

@@ -196,8 +196,11 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
 def are_positions(place: int, plan: list[list[int]], collated: Rows, alone: Rows) -> bool:
     """Whether this tensor says where each sample begins or ends in its batch, or in which order they are."""
     for number, indices in enumerate(plan):
-        rows, own = collated[number][place], torch.cat([alone[index][place] for index in indices])
-        if rows.ndim != 1 or rows.is_floating_point() or (own.any() and not torch.equal(own.cumsum(0), rows)):
+        rows = collated[number][place]
+        if rows.ndim != 1 or rows.is_floating_point():
+            return False
+        own = torch.cat([alone[index][place] for index in indices])
+        if own.any() and not torch.equal(own.cumsum(0), rows):
             return False
     return True
 
