@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import dataclasses
+import functools
 import hashlib
 import io
 import pickle
@@ -11,6 +14,7 @@ import random
 import sys
 from collections.abc import Mapping
 from itertools import pairwise
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +29,7 @@ STATE = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint
 TIMES = ("samples_per_s", "tokens_per_s", "data_wait_s", "step_s", "peak_memory_bytes", "mfu")
 # relative: sums in another order; losses of a batch and its halves, for which layers may choose other kernels
 ROUNDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-11}
+SETS = 3  # in each other, whose content is compared
 ADDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-11}
 
 
@@ -38,23 +43,42 @@ def scramble_global_rngs(number: int) -> None:
 
 
 def leaves(nest: Any, path: str = "") -> dict[str, Any]:
-    """The values in nested mappings, lists, tuples and dataclasses, by path. Of other objects: their tensors."""
+    """The values in nested mappings, lists, tuples and dataclasses, by path. Of other objects: those that may be values
+    of a batch."""
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         nest = {field.name: getattr(nest, field.name, None) for field in dataclasses.fields(nest)}
     elif not isinstance(nest, Tensor | Mapping | list | tuple):
-        nest = tensors_in(nest) or nest
+        values: list[Any] = []
+        map_leaves(values.append, without_cache(nest))
+        nest = values if any(isinstance(value, Tensor) for value in values) else nest
     if isinstance(nest, Mapping | list | tuple):
         parts = nest.items() if isinstance(nest, Mapping) else enumerate(nest)
         return {name: leaf for key, value in parts for name, leaf in leaves(value, f"{path}/{key}").items()}
     return {path.lstrip("/"): nest}
 
 
-def digest(nest: Any) -> str:
-    """A hash of names, dtypes, shapes and bytes. Equal content has one digest, also in other memory or processes."""
+def without_cache(value: Any) -> Any:
+    """The object, or a copy without what functools.cached_property has stored in it."""
+    kind, values = type(value), getattr(value, "__dict__", {})
+    cached = [name for name in values if isinstance(getattr(kind, name, None), functools.cached_property)]
+    if cached:
+        value = copy.copy(value)
+        for name in cached:
+            del value.__dict__[name]
+    return value
+
+
+def digest(nest: Any, unseen: set[str] | None = None, depth: int = 0) -> str:
+    """A hash of names, dtypes, shapes and bytes. Equal content has one digest, also in other memory or processes.
+
+    Args:
+        unseen: gets the names of the types of what cannot be pickled, and is not compared.
+        depth: the number of sets around the value.
+    """
     hashed = hashlib.sha256()
     for name, leaf in leaves(nest).items():
         hashed.update(name.encode())
-        hashed.update(tensor_content(leaf) if isinstance(leaf, Tensor) else object_content(leaf))
+        hashed.update(tensor_content(leaf) if isinstance(leaf, Tensor) else object_content(leaf, unseen, depth))
     return hashed.hexdigest()[:16]
 
 
@@ -77,7 +101,7 @@ def tensor_content(value: Tensor) -> bytes:
         parts = [entries.indices(), entries.values()]
     content = shape.encode()
     for part in parts:
-        data = part.cpu().contiguous()
+        data = part.cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         content += f" {data.dtype} {tuple(data.shape)}".encode() + data.flatten().view(torch.uint8).numpy().tobytes()
     return content
 
@@ -89,6 +113,9 @@ class ContentPickler(pickle.Pickler):
     and by the order of insertion. A hash of their content takes their place, wherever an object holds them.
     """
 
+    unseen: set[str]  # the names of the types of what is left out
+    depth: int
+
     def persistent_id(self, value: Any) -> int | None:
         content = None
         if isinstance(value, Tensor):
@@ -97,8 +124,12 @@ class ContentPickler(pickle.Pickler):
             content = value.encode(errors="surrogatepass")
         elif isinstance(value, bytes):
             content = value
+        elif isinstance(value, type | FunctionType):  # also those that no module names
+            content = f"{value.__module__}.{value.__qualname__}".encode()
         elif isinstance(value, set | frozenset):
-            content = "".join(sorted(map(digest, value))).encode()
+            content = b"%d" % len(value)
+            if self.depth < SETS:  # a set may hold objects that have the set
+                content = "".join(sorted(digest(each, self.unseen, self.depth + 1) for each in value)).encode()
         elif is_array(value):
             content = f"{value.dtype} {value.shape}".encode() + value.tobytes()
         if content is None:
@@ -106,18 +137,29 @@ class ContentPickler(pickle.Pickler):
         hashed = hashlib.sha256(type(value).__name__.encode() + content)
         return int.from_bytes(hashed.digest(), "big")  # a number, since equal texts may be one object or two
 
+    def reducer_override(self, value: Any) -> Any:
+        try:
+            reduce = copyreg.dispatch_table.get(type(value))
+            return reduce(value) if reduce else without_cache(value).__reduce_ex__(4)
+        except Exception:
+            self.unseen.add(type(value).__qualname__)
+            return str, (type(value).__qualname__,)
+
 
 def is_array(value: Any) -> bool:
     """Whether it is an array of NumPy without references to objects."""
     return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and not value.dtype.hasobject
 
 
-def object_content(value: Any) -> bytes:
-    """The pickle of a value; only the name of its type if it has none, as a sample with an open file before collate."""
+def object_content(value: Any, unseen: set[str] | None = None, depth: int = 0) -> bytes:
+    """The pickle of a value, with the names of types in place of what cannot be pickled, such as an open file."""
     stream = io.BytesIO()
+    pickler = ContentPickler(stream)
+    pickler.unseen, pickler.depth = set() if unseen is None else unseen, depth
     try:
-        ContentPickler(stream).dump(value)
-    except (pickle.PicklingError, TypeError, AttributeError):
+        pickler.dump(value)
+    except (pickle.PicklingError, RecursionError):  # it is nested too deeply
+        pickler.unseen.add(type(value).__qualname__)
         return type(value).__qualname__.encode()
     return stream.getvalue()
 
@@ -163,14 +205,13 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def can_join(batches: list[Any], size: int) -> bool:
-    found: list[Any] = []
-    map_leaves(found.append, batches)
-    return all(isinstance(leaf, Tensor) and is_dense(leaf) and leaf.ndim and len(leaf) == size for leaf in found)
-
-
-def joined(batches: list[Any]) -> Any:
-    """Nested batches as one. Raises RuntimeError or ValueError if they do not fit."""
+def joined(batches: list[Any], size: int) -> Any:
+    """Nested batches of `size` samples as one. Raises RuntimeError or ValueError if they hold other things than rows,
+    or do not fit."""
+    values: list[Any] = []
+    map_leaves(values.append, batches)
+    if not all(isinstance(leaf, Tensor) and is_dense(leaf) and leaf.ndim and len(leaf) == size for leaf in values):
+        raise ValueError("not all are tensors with a row for each sample")
     rows = iter([torch.cat(parts) for parts in zip(*map(tensors_in, batches), strict=True)])
     return map_tensors(lambda _: next(rows), batches[0])
 

@@ -1,6 +1,8 @@
 # extra: verify
 """The buffers that verify compares with those of the plain loop."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -23,6 +25,14 @@ def test_persistent_buffers_have_to_be_equal_and_others_may_differ(values):
     with pytest.raises(Broken, match="^own: "):
         compare_buffers(ours, theirs, rounding=1e-6)
     assert compare_buffers(ours, ours, rounding=1e-6) == ", 3 buffers too"
+
+
+@pytest.mark.parametrize(("mean", "is_found"), [(1e-9, False), (1e-3, True)])
+def test_a_mean_that_is_zero_but_for_rounding_is_no_difference(mean, is_found):
+    ours, theirs = nn.Sequential(nn.BatchNorm1d(2)), nn.Sequential(nn.BatchNorm1d(2))
+    ours[0].running_mean += mean
+    with pytest.raises(Broken, match="running_mean: ") if is_found else nullcontext():
+        compare_buffers(ours, theirs, rounding=1e-6)
 
 
 def test_the_counter_of_batchnorm_is_left_out():

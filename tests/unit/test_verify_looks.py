@@ -50,7 +50,7 @@ def fork_of(create, loss, data=CLASSES, **changes):
         compute_loss=loss,
     )
     config = TrainingConfig(**{"epochs": 2, "batch_size": 100, "num_workers": 0} | changes)
-    fork = Fork(config, data, None, DistributedContext(0, 0, 1, CPU), None, Seams.of(module), config)
+    fork = Fork(config, data, data, DistributedContext(0, 0, 1, CPU), None, Seams.of(module), config)
     fork.dtype = torch.float64
     return fork
 

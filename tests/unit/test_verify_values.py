@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from scripts.lib.values import can_join, digest, joined, leaves, padded_rows
+from scripts.lib.values import digest, joined, leaves, padded_rows
 
 
 @dataclass(slots=True)
@@ -44,18 +44,20 @@ def test_equal_tensors_in_other_memory_have_one_digest_and_others_another(kind):
 @pytest.mark.parametrize("kind", ["dataclass with slots", "UserDict"])
 def test_batches_of_rows_are_joined(kind):
     halves = [KINDS[kind](torch.full((2, 3), float(number)), {"z": torch.full((2,), number)}) for number in range(2)]
-    assert can_join(halves, 2) and not can_join(halves, 3)
-    whole = joined(halves)
+    whole = joined(halves, 2)
     assert type(whole) is type(halves[0])
     assert [leaf.shape for leaf in leaves(whole).values()] == [(4, 3), (4,)]
     with pytest.raises(ValueError):
-        joined([halves[0], {"x": torch.ones(2, 3)}])
+        joined([halves[0], {"x": torch.ones(2, 3)}], 2)
+    with pytest.raises(ValueError):
+        joined(halves, 3)
 
 
 def test_an_object_that_holds_more_than_rows_is_not_joined():
     graph = Graph(torch.ones(2), torch.ones(2))
     graph.parent = "a name"
-    assert not can_join([graph], 2)
+    with pytest.raises(ValueError):
+        joined([graph], 2)
 
 
 class Slots:
@@ -161,7 +163,8 @@ IRREGULAR = {  # a tensor, an equal one in other memory, and another
 def test_nested_and_sparse_tensors_are_compared_by_their_content(kind, place):
     one, same, other = map(place, IRREGULAR[kind])
     assert digest(one) == digest(same) != digest(other)
-    assert not can_join([IRREGULAR[kind][0]], 2)
+    with pytest.raises(ValueError):
+        joined([IRREGULAR[kind][0]], 2)
 
 
 @pytest.mark.parametrize("kind", ["jagged", "jagged with holes", "nested"])

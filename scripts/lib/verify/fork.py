@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,9 +25,9 @@ from torch.utils._pytree import tree_leaves
 import train
 from config import TrainingConfig, TrainingError, UserError, fields_of_yours
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
-from lib.values import one_line, scramble_global_rngs, spread
+from lib.values import is_dense, one_line, scramble_global_rngs, spread, sums
 from lib.verify import memory
-from utils.batch import map_tensors
+from utils.batch import map_tensors, tensors_in
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sampler import MapDataset
 from utils.data.sets import ChosenSamples
@@ -48,16 +49,52 @@ from utils.training.state import TrainState
 ACCUMULATION = 2  # micro-batches of a rank in an optimizer step
 
 
-class Narrowing(TorchDispatchMode):
-    """Notes whether an operator returns floating-point numbers other than float64."""
+class Rounding(TorchDispatchMode):
+    """Notes whether an operator returns floating-point numbers other than float64, and what cancels out in sums."""
 
-    is_found = False
+    supports_higher_order_operators = True  # which get functions
+    is_narrow = False
+    # The largest absolute value that cancels out where terms are added to a number, or to one for each sample. The
+    # rounding of a small difference of large sums is that of the sums. Terms of one sign cancel nothing, so that a mean
+    # is not taken for rounding, and neither do masks of -1e9.
+    cancelled = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        self.is_found |= any(each.is_floating_point() and each.dtype is not torch.float64 for each in tensors)
+        kwargs, size = kwargs or {}, torch.tensor(0.0)
+        name = getattr(func, "overloadpacket", func).__name__.strip("_")
+        if all(is_dense(each) and each.is_floating_point() for each in tensors_in([*args])):
+            if name in ("sum", "mean"):
+                size = func(abs(args[0]), *args[1:], **kwargs)
+            elif name in ("add", "sub", "rsub"):
+                size = abs(args[0]) + abs(args[1])
+        result = func(*args, **kwargs)
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor) and each.is_floating_point():
+                self.is_narrow |= each.dtype is not torch.float64
+                if size.any() and each.ndim < 2:
+                    lost = (size - abs(each)).max().item()
+                    self.cancelled = max(self.cancelled, lost if math.isfinite(lost) else 0.0)
         return result
+
+
+def with_cancelled(action: Callable[[], Any]) -> tuple[Any, float]:
+    """What the action returns, and what cancels out in its sums."""
+    try:
+        with Rounding() as rounding:
+            return action(), rounding.cancelled
+    except Exception:  # flex_attention has to be compiled, which no mode lets torch do
+        return action(), 0.0
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype = torch.float32) -> Iterator[None]:
+    """Compute with this default dtype: by default as in a run, also where random numbers are drawn."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class Broken(UserError):
@@ -150,6 +187,7 @@ class Fork:
             deterministic=self.config.deterministic or self.ctx.device.type == "cuda",
         )
 
+    @default_dtype()
     def small_train_set(self) -> Subset:
         """Two global batches and a short one, whose last micro-batch has two samples and which leaves a rank idle."""
         size, ranks = self.small_config.batch_size, self.ctx.world_size
@@ -166,6 +204,13 @@ class Fork:
         size = min(self.small_config.batch_size, count, len(held_out))
         rows = spread(-(-count // size), len(held_out) - size + 1)[:, None] + torch.arange(size)
         return Subset(held_out, rows.unique()[:count], self.dtype)
+
+    def modes(self) -> Iterator[tuple[bool, Subset]]:
+        """Whether compute_loss is called as in training, and samples for it: an evaluation gets held-out ones, which
+        may be of another structure."""
+        yield True, self.small_train_set()
+        if self.held_out is not None:
+            yield False, self.held_out_subset(4 * self.small_config.batch_size)
 
     # ---- calls into train.py ----
 
@@ -185,18 +230,22 @@ class Fork:
 
         def is_possible() -> bool:
             torch.set_default_dtype(torch.float64)
-            self.dtype = torch.float64
+            self.dtype = self.loss_dtype = torch.float64
             try:
-                _, _, batch = self.loader(self.small_train_set()).fetch([0, min(1, len(self.train_set) - 1)])
-                net = self.new_model().train()
-                with Narrowing() as narrowing:
-                    loss = self.seams.compute_loss(net, batch)["loss"][0].sum()
-                loss.backward()
-                is_rounded = narrowing.is_found and loss.dtype is torch.float64
-                self.loss_dtype = torch.float32 if is_rounded else loss.dtype
+                for is_training, subset in self.modes():
+                    _, _, batch = self.loader(subset).fetch([0, min(1, len(subset) - 1)])
+                    net = self.new_model().train(is_training)
+                    with Rounding() as rounding, torch.set_grad_enabled(is_training):
+                        loss = self.seams.compute_loss(net, batch)["loss"][0].sum()
+                    if is_training:
+                        loss.backward()
+                    if rounding.is_narrow:
+                        self.loss_dtype = min(
+                            self.loss_dtype, loss.dtype, torch.float32, key=lambda dtype: dtype.itemsize
+                        )
+                return not any(p.dtype is torch.float32 for p in net.parameters())  # which a fork has asked for
             except Exception:  # a custom kernel or a hard-coded dtype; the checks report other errors
                 return False
-            return True
 
         if not all(all_gather_json(self.on_all(is_possible), self.ctx)):
             torch.set_default_dtype(torch.float32)
@@ -232,11 +281,10 @@ class Fork:
         return found
 
     def sample_loss(self, model: nn.Module, device: torch.device) -> float:
-        """The summed loss of the first batch of the small set, in evaluation mode."""
+        """The summed loss of the first batch of the small set, as in training."""
         batch = to_device(self.loader(self.small_train_set()).sample_batch(), device)
         torch.manual_seed(self.config.seed)  # of what the loss draws
-        with torch.no_grad():
-            return self.seams.compute_loss(model.eval(), batch)["loss"][0].sum().item()
+        return sums(self.seams, model, batch, is_training=True)["loss's sum"].sum().item()
 
     def short_run(
         self, name: str, is_alone: bool = False, at_end: Callable[[train.Training], Any] = id, **changes: Any
@@ -314,6 +362,15 @@ class Subset(ChosenSamples):
         self._dtype = dtype
         self.device_transform = self._cast
 
+    @default_dtype()  # what is drawn and cached is that of a run
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index)
+
+    @property
+    def __getitems__(self) -> Any:
+        return default_dtype()(super().__getitems__)
+
+    @default_dtype()
     def _order_of_chosen(self, seed: int, epoch: int, n: int) -> Tensor:
         self.dataset.epoch_order(seed, epoch, len(self.dataset))  # which may set what __getitem__ reads
         return torch.randperm(n, generator=torch.Generator().manual_seed(derive_seed("order", seed, epoch)))

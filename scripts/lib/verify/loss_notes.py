@@ -96,10 +96,11 @@ class Watch(TorchFunctionMode):
         return result
 
 
-def batch_of(fork: Fork, count: int, number: int = 0) -> Any:
-    """Samples from all over the training set, others for each number."""
-    rows = (spread(count, len(fork.train_set)) + number) % len(fork.train_set)
-    return fork.loader(Subset(fork.train_set, rows, fork.dtype)).fetch([*range(len(rows))])[2]
+def batch_of(fork: Fork, is_training: bool, count: int, number: int = 0) -> Any:
+    """Samples from all over the training set or a held-out set, others for each number."""
+    dataset: Any = fork.train_set if is_training else fork.held_out
+    rows = (spread(count, len(dataset)) + number) % len(dataset)
+    return fork.loader(Subset(dataset, rows, fork.dtype)).fetch([*range(len(rows))])[2]
 
 
 def look_at_passes(fork: Fork) -> str:
@@ -107,11 +108,11 @@ def look_at_passes(fork: Fork) -> str:
     net = perturbed(fork.new_model(), 1)  # some layers have no effect at first
     found = ""
     try:
-        batch = batch_of(fork, max(2, fork.small_config.batch_size))
-        watches = {is_training: Watch(fork, net, batch, is_training) for is_training in (True, False)}
+        batches = {mode: batch_of(fork, mode, max(2, fork.small_config.batch_size)) for mode, _ in fork.modes()}
+        watches = {mode: Watch(fork, net, batch, mode) for mode, batch in batches.items()}
         found += "".join(check_narrow(fork, net, is_training) for is_training, watch in watches.items() if watch.narrow)
         found += equal_metrics(fork, net, watches)
-        found += sees_answers(fork, net, batch, watches[False])
+        found += sees_answers(fork, net, batches[True], watches[True])
     except Broken:
         raise
     except Exception as error:  # the fork may reject other batches or inputs
@@ -124,7 +125,7 @@ def check_narrow(fork: Fork, net: nn.Module, is_training: bool) -> str:
     size = fork.config.batch_size
     if not is_training:
         size = fork.config.eval_batch_size or size
-    few, more = (Watch(fork, net, batch_of(fork, count), is_training).narrow for count in (2, 4))
+    few, more = (Watch(fork, net, batch_of(fork, is_training, count), is_training).narrow for count in (2, 4))
     for (dtype, two), (_, four) in zip(few, more, strict=False):
         largest = two + (four - two) / 2 * (size - 2)
         limit = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
@@ -149,8 +150,8 @@ def equal_metrics(fork: Fork, net: nn.Module, watches: dict[bool, Watch]) -> str
         equal = [pair for pair, values in seen.items() if all(one == other for one, other in values)]
         if not equal:
             return ""
-        batch = batch_of(fork, fork.small_config.batch_size, number + 1)
-        watches = {is_training: Watch(fork, net, batch, is_training) for is_training in watches}
+        size = fork.small_config.batch_size
+        watches = {mode: Watch(fork, net, batch_of(fork, mode, size, number + 1), mode) for mode in watches}
     pairs = [pair for pair in equal if len({one[0] for one, _ in seen[pair]}) > 1]
     if not pairs:
         return ""
@@ -168,8 +169,8 @@ def sees_answers(fork: Fork, net: nn.Module, batch: Any, watch: Watch) -> str:
             continue
         note, samples = NEXT_INPUT, batch
         if answer[2].shape[1] == 1:
-            note, samples = AN_INPUT, batch_of(fork, SAMPLES)
-            answer = answer_in(Watch(fork, net, samples, is_training=False), *place, chance=CHANCE)
+            note, samples = AN_INPUT, batch_of(fork, True, SAMPLES)
+            answer = answer_in(Watch(fork, net, samples, is_training=True), *place, chance=CHANCE)
         if answer and is_used(fork, net, samples, place, *answer):
             return note
     return ""
@@ -220,7 +221,7 @@ def is_used(
     seen = []
     for changed in (-1, -1, number):
         scramble_global_rngs(0)
-        compared = Watch(fork, net, batch, False, exchanged, changed).compared[pair]
+        compared = Watch(fork, net, batch, True, exchanged, changed).compared[pair]
         prediction = compared[1 - side]
         if prediction.ndim > compared[side].ndim:  # classes are its second dimension
             prediction = prediction.movedim(1, -1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lib.values import is_dense, leaves, one_line
-from lib.verify.fork import Broken, Fork, perturbed
+from lib.verify.fork import Broken, Fork, default_dtype, perturbed
 from utils.batch import map_tensors, tensors_in
 from utils.training.precision import Precision
 
@@ -27,23 +27,20 @@ def rounding(fork: Fork) -> str:
     starts = range(0, min(BATCHES * size, len(subset) - size + 1), size)
     batches = [loader.fetch([*range(start, start + size)])[2] for start in starts]
     try:
-        torch.set_default_dtype(torch.float32)
-        kind = precision.name
-        net = perturbed(fork.new_model(), 1)
-        torch.set_default_dtype(fork.dtype)
+        with default_dtype():
+            kind = precision.name
+            net = perturbed(fork.new_model(), 1)
         exact = fork.new_model()
         exact.load_state_dict(net.state_dict())
         for module in (*net.modules(), *exact.modules()):  # as in training, without dropout
             module.training = module in (net, exact) or isinstance(module, nn.modules.batchnorm._BatchNorm)
         for batch in batches:
             theirs.append(forward(fork, exact, batch))
-            with precision.autocast():
+            with default_dtype(), precision.autocast():
                 mine.append(forward(fork, net, map_tensors(lambda t: t.float() if t.is_floating_point() else t, batch)))
         each = {name: lost(name, mine, theirs, precision) for name in mine[0].keys() & theirs[0]}
     except Exception as error:
         return f"; not checked: how the run's precision rounds: {one_line(error)}"
-    finally:
-        torch.set_default_dtype(fork.dtype)
     for name in each.keys() - {"loss"}:
         check_targets(fork, exact, batches, name, dtype_of([found[name] for found in mine], precision))
     name = max(each, key=each.__getitem__)
@@ -60,13 +57,12 @@ def forward(
     def note(_: nn.Module, __: Any, output: Any) -> Any:
         dense = {name: leaf for name, leaf in leaves(output).items() if isinstance(leaf, Tensor) and is_dense(leaf)}
         named = {f"output {name}".strip(): leaf for name, leaf in dense.items()}
-        found.update({name: leaf for name, leaf in named.items() if leaf.ndim and leaf.is_floating_point()})
+        found.update({name: leaf.detach() for name, leaf in named.items() if leaf.ndim and leaf.is_floating_point()})
         return change(output)
 
     handle = net.register_forward_hook(note)
     try:
-        with torch.no_grad():
-            return found | {"loss": fork.seams.compute_loss(net, batch)["loss"][0].sum().reshape(1)}
+        return found | {"loss": fork.seams.compute_loss(net, batch)["loss"][0].detach().sum().reshape(1)}
     finally:
         handle.remove()
 

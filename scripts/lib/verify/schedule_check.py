@@ -10,7 +10,7 @@ from functools import partial
 
 from config import TrainingConfig
 from lib.values import plural, scramble_global_rngs
-from lib.verify.fork import Broken, Fork, as_rank
+from lib.verify.fork import Broken, Fork, as_rank, default_dtype
 from lib.verify.new_process import CHANGED, NO_ANSWER
 from utils.distributed.collectives import all_gather_json
 from utils.training import optimizer
@@ -30,6 +30,7 @@ def all_factors(seams: Seams, config: TrainingConfig) -> list[Factors]:
     return [factors_at(seams, config, TOTAL, WARMUP, progress) for progress in moments]
 
 
+@default_dtype()
 def schedule(fork: Fork) -> str:
     """The learning rate is a function of the step: the same on all ranks and in repeated calls."""
     ask = partial(all_factors, fork.seams, fork.config)
