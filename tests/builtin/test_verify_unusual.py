@@ -35,6 +35,20 @@ class Lion(torch.optim.Optimizer):
 def create_optimizer(groups, config):
     return Lion(groups, config.lr)
 """
+COMPILED = """
+@torch.compile
+def gated(x, weight):
+    return x * torch.sigmoid(x @ weight)
+
+def init(self):
+    plain_init(self)
+    self.gate = nn.Parameter(0.1 * torch.randn(8, 8))
+
+def forward(self, x):
+    return plain_forward(self, gated(x, self.gate))
+
+Net.__init__, Net.forward = init, forward
+"""
 COUNT = """group["count"] = group.get("count", 0) + 1
             for p in"""
 SAMPLE = "        return self.x[index], self.y[index]\n"
@@ -341,6 +355,7 @@ class Rest:
     "nested": (NESTED, BY_LENGTH.replace(PADDED, "torch.nested.nested_tensor(list(rows))")),
     "sparse": (FROM_SPARSE, SPARSE.replace("SPARSE", "to_sparse")),
     "sparse rows": (FROM_SPARSE, SPARSE.replace("SPARSE", "to_sparse_csr")),
+    "a compiled function": (COMPILED, SAMPLE),
     "a metric in evaluation only": (
         LOSS.replace(
             "COMPUTE",

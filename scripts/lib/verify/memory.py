@@ -192,9 +192,11 @@ def _is_of_yours(kind: Any) -> bool:
 
 
 def put_back(values: dict[Any, Any], kept: dict[Any, Any], left_out: Iterable[str] = ()) -> None:
-    """Let a dict have these entries again; those left out stay as they are."""
+    """Let a dict have these entries again; those left out stay as they are, and so do names that torch.compile has
+    added to a module."""
     for name in [name for name in values if name not in kept and name not in left_out]:
-        del values[name]
+        if not str(name).startswith("__"):
+            del values[name]
     for name, value in kept.items():  # a Counter's update would add
         values[name] = value
 
