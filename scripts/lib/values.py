@@ -126,6 +126,8 @@ class ContentPickler(pickle.Pickler):
             content = value
         elif isinstance(value, type | FunctionType):  # also those that no module names
             content = f"{value.__module__}.{value.__qualname__}".encode()
+            if getattr(value, "__closure__", None):
+                self.unseen.add(value.__qualname__)
         elif isinstance(value, set | frozenset):
             content = b"%d" % len(value)
             if self.depth < SETS:  # a set may hold objects that have the set

@@ -14,6 +14,7 @@ from lib.verify.fork import Broken, Fork
 
 ENVIRON = "int(os.environ.get('{}', 0))".format
 LINES = "len((config.run_folder / 'train.jsonl').read_text().splitlines()) if config.run_folder.exists() else 0"
+STAGE = "max([int(path.stem[5:]) for path in config.run_folder.glob('checkpoints/*')], default=0) // 500"
 DATA = """
 import os
 import torch
@@ -48,6 +49,8 @@ def create_dataset(config, split):
 BROKEN = "samples or their order are others in a run that is continued"
 CASES = {  # what is put in place of a name in DATA, and the sentence
     "checkpoints": ({"CREATED": "len(list(config.run_folder.glob('checkpoints/*')))"}, BROKEN),
+    "a fold for each checkpoint": ({"CREATED": "len(list(config.run_folder.glob('checkpoints/*'))) % 2"}, BROKEN),
+    "a stage of many steps": ({"CREATED": STAGE}, BROKEN),
     "size": ({"SIZE": "config.run_folder.exists()"}, BROKEN),
     "records": ({"CREATED": LINES}, BROKEN),
     "resume_from": ({"CREATED": "len(config.resume_from)"}, BROKEN),
@@ -78,7 +81,8 @@ def test_data_that_depend_on_the_attempt_are_found(tmp_path, kind, monkeypatch):
     fork = Fork(given, *sets, DistributedContext(0, 0, 1, torch.device("cpu")), tmp_path, None, given)
     folder = tmp_path / "whole"
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "checkpoints/step_00000001.pt").touch()
+    for step in (1, 2):
+        (folder / f"checkpoints/step_0000000{step}.pt").touch()
     (folder / "train.jsonl").write_text("{}\n")
     torch.set_default_dtype(torch.float64)
     fork = replace(fork, dtype=torch.float64)

@@ -99,7 +99,9 @@ def compute_loss(model, batch):
     return {"loss": (loss, len(batch[1])), "sizes": (loss.detach(), COUNT)}
 """
 IN_EVALUATION = "please check: labels are smoothed in evaluation too"
-COUNTS = "please check: counts per sample in training are loss 1, sizes 2; please check: counts per sample in"
+COUNTS = (
+    "please check: metrics of training samples are means over other counts than the loss, per sample loss 1, sizes 2"
+)
 
 
 @pytest.mark.slow

@@ -23,6 +23,17 @@ ON_DEVICE = SAMPLE + (
     "\n    def device_transform(self, batch, seed, epoch, indices):\n        if not self.is_training:\n"
     "            return batch\n        return batch[0] + NOISE, batch[1]\n"
 )
+OF_TRANSFORM = """
+
+class Jitter:
+    def __init__(self):
+        self.old = numpy.random.RandomState(0)
+
+    def __call__(self, x, key):
+        self.old.seed(key)
+        return x + self.old.rand()
+
+"""
 SEEDED = "torch.rand(8, generator=torch.Generator().manual_seed({}))".format
 NOTE = "please check: training samples, and not held-out ones, depend on a generator that is seeded alike in all epochs"
 
@@ -41,6 +52,9 @@ ALIKE = {
     "a kept RandomState": data_with("(self.old.seed(index), self.old.rand())[1]"),
     "Random": data_with("random.Random(index).random()"),
     "a kept Random": data_with("(self.random.seed(index), self.random.random())[1]"),
+    "a transform that keeps its generator": data_with("self.transforms[0](0.0, index)")
+    .replace("class Rows(", f"{OF_TRANSFORM}class Rows(")
+    .replace("        self.x =", "        self.transforms = [Jitter()]\n        self.x ="),
     "on the device": data_with(SEEDED("int(indices[0])"), ON_DEVICE),
     "sample_draws": data_with("sample_draws(seed, 0, indices, 8) / 2**32", ON_DEVICE),
 }

@@ -66,6 +66,27 @@ def test_a_set_that_is_scaled_by_itself_is_recognized(kind):
     assert {each for _, each in first & second} == ({said} if said else set())
 
 
+class Windows(torch.utils.data.Dataset):
+    """Samples are windows of a table, whose columns are not scaled any more."""
+
+    def __init__(self, table):
+        self.table, self.names = table, ["a"]
+
+    def __len__(self):
+        return len(self.table) - 200
+
+    def __getitem__(self, index):
+        return self.table[index : index + 200]
+
+
+@pytest.mark.parametrize("convert", [lambda x: x, lambda x: x.numpy()])
+@pytest.mark.parametrize("kind", ["standard", "limits", "plain", "limits of training"])
+def test_a_table_of_which_samples_are_windows_is_looked_at(kind, convert):
+    scale, said = SCALINGS[kind]
+    first, second = (scales(Windows(convert(scale(rows)))) for rows in (ROWS[:500], ROWS[500:]))
+    assert {each for _, each in first & second} == ({said} if said else set())
+
+
 def test_a_table_that_takes_long_to_read_is_not_looked_at(monkeypatch):
     monkeypatch.setattr(notes, "SECONDS", -1.0)
     assert scales([ROWS[0]]) is None and scales([ROWS[0][:, None, None]]) == set() and scales(["text"]) == set()
@@ -133,7 +154,11 @@ KEPT = {  # parts of DATA, and what is named
         [],
     ),
     "samples": ({"KEPT": "self.samples, self.weight = [1] * 6, torch.tensor(1.0)"}, []),
-    "class weights": ({"KEPT": "self.class_weights = torch.ones(3)"}, []),
+    "class weights": ({"KEPT": "self.class_weights = torch.ones(3)"}, ["class_weights"]),
+    "class weights of the loss": (
+        {"KEPT": "self.class_weights = torch.ones(3)", "OWN": "def loss(data):\n    return data.class_weights"},
+        [],
+    ),
     "of a library": ({"BASE": "Base"}, []),
     "for a library": ({"BASE": "Base", "KEPT": "self.weights = torch.ones(6)"}, []),
     "shuffle off": ({"KEPT": "self.shuffle = False"}, []),

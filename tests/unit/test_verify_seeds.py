@@ -32,6 +32,7 @@ def of_numpy(bits):
 DRAWS = {
     "torch.manual_seed": lambda: after(torch.manual_seed(1), lambda: torch.rand(()).item()),
     "torch.manual_seed in fork_rng": forked,
+    "torch.default_generator": lambda: after(torch.default_generator.manual_seed(1), lambda: torch.rand(()).item()),
     "random.seed": lambda: after(random.seed(a=1, version=2), random.random),
     "numpy.random.seed": lambda: after(numpy.random.seed(1), numpy.random.rand),
     "Generator": lambda: torch.rand((), generator=torch.Generator().manual_seed(1)).item(),

@@ -33,6 +33,7 @@ from lib.verify.fork import Broken, Fork, Subset, as_rank, default_dtype
 from lib.verify.new_process import CHANGED, RESTARTS, is_same, order_of, seen
 from lib.verify.notes import by_epoch, notes
 from lib.verify.result import notes_last
+from utils.checkpoint.format import step_checkpoints
 from utils.data.sets import load_data
 from utils.distributed.collectives import all_gather_json
 
@@ -275,13 +276,17 @@ def compare_continued(fork: Fork) -> str:
             sets = load_data(your_data, config, DistributedContext(0, 0, 1, fork.ctx.device))
             return look(sets.train, *[*sets.held_out.values()][:1])
 
+    run = fork.folder / "whole"
+    later = run / "checkpoints/step_00012347.pt"  # as of a longer run
     try:
+        later.symlink_to(step_checkpoints(run / "checkpoints")[-1])
         before = look(fork.train_set, fork.held_out)
-        is_same = before == create("1", run_dir=str(fork.folder / "whole"), resume_from="auto")
+        is_same = before == create("1", run_dir=str(run), resume_from="auto")
         is_stable = is_same or before == create("0", run_dir=str(fork.folder / "other"))
     except Exception as error:
         return f"; not checked: the data of a run that is continued ({one_line(error)})"
     finally:
+        later.unlink(missing_ok=True)
         fork.start.put_back()
     if not is_stable:
         return "; not checked: the data of a run that is continued, since those of another one differ, too"

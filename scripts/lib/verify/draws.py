@@ -94,6 +94,7 @@ def other_seeds(*holders: Any) -> Iterator[None]:
         seeding += [getattr(numpy.random, name) for name in SEEDING]
         places.append(numpy.random)
     others = {id(plain): with_other_seed(plain) for plain in seeding}
+    others[id(torch.default_generator)] = SeededOtherwise()
     with ExitStack() as stack:
         for place in places:
             for name, value in [*vars(place).items()]:
@@ -107,6 +108,17 @@ def other_seeds(*holders: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(rng, "mix", lambda numbers, key: mix(numbers, key ^ 1)))
         stack.enter_context(Advancing())
         yield
+
+
+class SeededOtherwise(torch.Generator):
+    """torch's default generator, whose own methods cannot be replaced."""
+
+    get_state = torch.default_generator.get_state
+    set_state = torch.default_generator.set_state
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manual_seed = with_other_seed(torch.default_generator.manual_seed)  # type: ignore[method-assign]
 
 
 class AlsoOfBase(type):

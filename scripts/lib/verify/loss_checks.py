@@ -318,18 +318,21 @@ def for_a_look(fork: Fork) -> str:
     """Values that are consistent, but that only a person can judge: the loss, and metrics that count otherwise."""
     net, means, notes = fork.new_model(), [], ""
     for is_training, subset in fork.modes():
-        kind = "training" if is_training else "evaluation"
+        kind = "training" if is_training else "held-out"
         count = min(fork.small_config.batch_size, len(subset))
         batch = fork.loader(subset).fetch([*range(count)])[2]
         net.train(is_training)
         with torch.set_grad_enabled(is_training):
             metrics = fork.seams.compute_loss(net, batch)
         total, counted = map(torch.as_tensor, metrics["loss"][:2])
-        means.append(f"{torch.where(counted == 0, 0.0, total / counted).sum().item():.6g} in {kind}")
+        means.append(f"{torch.where(counted == 0, 0.0, total / counted).sum().item():.6g} for {kind} samples")
         counts = {name: torch.as_tensor(entry[1]).double().sum().item() / count for name, entry in metrics.items()}
         others = [f"{name} {each:.6g}" for name, each in counts.items() if not math.isclose(each, counts["loss"])]
         if fork.seams.terms:  # extra: terms
             continue
         if others:
-            notes += f"; please check: counts per sample in {kind} are loss {counts['loss']:.6g}, {first_three(others)}"
+            notes += (
+                f"; please check: metrics of {kind} samples are means over other counts than the loss, per sample loss"
+                f" {counts['loss']:.6g}, {first_three(others)}"
+            )
     return f"with the same weights, the loss is {' and '.join(means)}{notes}"

@@ -25,6 +25,10 @@ NEXT_INPUT = (
     "; please check: targets are the next inputs of a sequence, and predictions depend on these inputs; use a causal"
     " mask, and let the target of position t be the input of t + 1"
 )
+SAME_INPUT = (
+    "; please check: targets are the inputs of a sequence at the same positions, and predictions depend on these"
+    " inputs; shift the targets by one, or mask what is to be predicted, unless this is an autoencoder"
+)
 AN_INPUT = (
     f"; please check: the targets of {SAMPLES} samples are also an input of the model, and predictions depend on it;"
     " take it out of the input"
@@ -155,8 +159,9 @@ def equal_metrics(fork: Fork, net: nn.Module, watches: dict[bool, Watch]) -> str
     pairs = [pair for pair in equal if len({one[0] for one, _ in seen[pair]}) > 1]
     if not pairs:
         return ""
+    names = dict.fromkeys(name for pair in pairs for name in pair)
     return (
-        f"; please check: {' and '.join(pairs[0])} have equal sums and counts in {BATCHES} batches; compute each metric"
+        f"; please check: {' and '.join(names)} have equal sums and counts in {BATCHES} batches; compute each metric"
         " from its own numbers, or leave one out"
     )
 
@@ -168,6 +173,8 @@ def sees_answers(fork: Fork, net: nn.Module, batch: Any, watch: Watch) -> str:
         if not answer:
             continue
         note, samples = NEXT_INPUT, batch
+        if answer[0] == answer[1]:
+            note = SAME_INPUT
         if answer[2].shape[1] == 1:
             note, samples = AN_INPUT, batch_of(fork, True, SAMPLES)
             answer = answer_in(Watch(fork, net, samples, is_training=True), *place, chance=CHANCE)
@@ -182,7 +189,8 @@ def answer_in(
     """A column of the targets, the column of an input that equals it, and the targets, if each sample is flattened.
 
     None if there is no such input: only one column, if there is one target for each sample and equality is no chance;
-    else the next element of a sequence for each position. Negative integers are not counted.
+    else the next element of a sequence for each position, or the same one of a sequence of integers. Negative integers
+    are not counted.
     """
     x, target = watch.inputs[number], watch.compared[pair][side]
     if not x.numel() or not target.numel() or target.numel() % len(x):
@@ -201,9 +209,12 @@ def answer_in(
         return None
     is_counted = (targets[:, :length] >= 0) | targets.is_floating_point()
     is_next, is_same = (targets[:, :length] == inputs[:, k : k + length] for k in (step, 0))
-    if not 20 * (is_counted & ~is_next).sum() < (is_counted & ~is_same).sum():  # an autoencoder, or masked tokens
-        return None
-    column = int((is_counted & (inputs != inputs.roll(1, 0))[:, step:]).sum(0).argmax())
+    not_next, not_same = ((is_counted & ~is_equal).sum() for is_equal in (is_next, is_same))
+    if not 20 * not_next < not_same:  # an autoencoder, or masked tokens
+        if targets.is_floating_point() or not_same or not is_counted.any() or not not_next:
+            return None
+        step = 0
+    column = int((is_counted & (inputs != inputs.roll(1, 0))[:, step : step + length]).sum(0).argmax())
     return column, column + step, targets
 
 

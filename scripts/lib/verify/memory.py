@@ -116,7 +116,7 @@ class Memory:
             elif isinstance(value, dict | list | tuple | set | deque):
                 self._container(path, value)
             elif isinstance(value, functools._lru_cache_wrapper):
-                if _is_of_yours(value):
+                if is_of_yours(value):
                     self.values[path] = CACHE, str(value.cache_info().currsize)
                     self._undo.append(value.cache_clear)
             else:
@@ -165,7 +165,7 @@ class Memory:
                         self._look(f"{path}.{name}", cell.cell_contents)
                         self._undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
         elif isinstance(value, type):
-            for name, each in dict(vars(value)).items() if _is_of_yours(value) else ():
+            for name, each in dict(vars(value)).items() if is_of_yours(value) else ():
                 if not name.startswith("__"):
                     self._look(f"{path}.{name}", each)
                     self._undo.append(functools.partial(setattr, value, name, each))
@@ -177,7 +177,7 @@ class Memory:
         elif isinstance(value, torch.optim.Optimizer):
             known = vars(torch.optim.SGD([torch.zeros(1)])).keys() - {"state", "param_groups"}
             self._attributes(path, vars(value), known | {"grad_scale", "found_inf"})
-        elif hasattr(value, "__dict__") and (isinstance(value, Dataset) or _is_of_yours(type(value))):
+        elif hasattr(value, "__dict__") and (isinstance(value, Dataset) or is_of_yours(type(value))):
             self._attributes(path, vars(value))
 
     def _attributes(self, path: str, values: dict[str, Any], left_out: Iterable[str] = ()) -> None:
@@ -187,7 +187,7 @@ class Memory:
             self._look(f"{path}.{name}", value)
 
 
-def _is_of_yours(kind: Any) -> bool:
+def is_of_yours(kind: Any) -> bool:
     return is_yours(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 

@@ -129,7 +129,7 @@ def check_outputs(fork: Fork, dataset: MapDataset) -> str:
     error = check_row_order(partial(fork.seams.predict, net), lambda rows: fetch(rows)[2], len(subset))
     if isinstance(error, UserError):  # model.py has no predict
         return str(error)
-    return one_line(error) if error else ""
+    return f"{one_line(error)}; define predict in model.py" if error else ""
 
 
 def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, found: dict[str, float]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from itertools import combinations
 
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lib.values import first_three
+from lib.values import first_three, scramble_global_rngs
 from lib.verify.draws import other_seeds
-from lib.verify.fork import Fork, perturbed
+from lib.verify.fork import Fork, as_rank, perturbed
 from utils.distributed.dtensor import local
 
 
@@ -30,8 +31,9 @@ def look_at_weights(fork: Fork) -> str:
             " start from the same weights; draw from torch's global generator, which is seeded by --seed"
         )
     for (one, p), (another, q) in combinations(parameters.items(), 2):
-        are_alike = p.shape == q.shape and kind_of_owner(net, one) is not kind_of_owner(net, another)
-        if are_alike and torch.equal(p, q) and len(p.unique()) > 2:  # an identity has two values
+        is_copy = torch.equal(p, q) and are_single_copies(net, one, another)
+        is_transposed = p.ndim == q.ndim == 2 and torch.equal(p, q.T)
+        if (is_copy or is_transposed) and len(p.unique()) > 2:  # an identity has two values
             note += (
                 f"; please check: {one} and {another} have the same random values, but are two parameters, so that"
                 " training makes them differ; if they should be tied, assign the parameter itself"
@@ -49,9 +51,16 @@ def equal_in_new_model(fork: Fork, parameters: dict[str, Tensor], seed: int) -> 
     return [name for name, p in parameters.items() if name in others and torch.equal(p, others[name])]
 
 
-def kind_of_owner(net: nn.Module, name: str) -> type:
-    """The class of the module that has this parameter. Copies of a module, as towers are, have one class."""
-    return type(net.get_submodule(name.rpartition(".")[0]))
+def are_single_copies(net: nn.Module, *names: str) -> bool:
+    """Whether two equal parameters are of modules of different classes, or of two embeddings in modules that are no
+    copies of each other. Towers, layers and critics are copied as a whole."""
+    paths = [name.split(".") for name in names]
+    owner, other = (net.get_submodule(".".join(path[:-1])) for path in paths)
+    above, beside = (list(net.get_submodule(".".join(path[:-2])).parameters()) for path in paths)
+    if type(owner) is not type(other):
+        return True
+    are_copied = len(above) == len(beside) and all(map(torch.equal, above, beside))
+    return isinstance(owner, nn.Embedding) and not are_copied
 
 
 def look_at_statistics(fork: Fork) -> str:
@@ -59,40 +68,59 @@ def look_at_statistics(fork: Fork) -> str:
     frozen, and those that evaluations use although nothing updates them."""
     net, start = fork.trainings["whole"].state.model, fork.new_model()
     moving: list[str] = []
-    initial: list[str] = []
     for name, norm in start.named_modules():
-        if not isinstance(norm, _NormBase) or norm.running_mean is None:
-            continue
-        path = name if norm.affine else name.rpartition(".")[0]
-        mean, variance = (net.get_buffer(f"{name}.running_{part}") for part in ("mean", "var"))
-        if not torch.equal(mean, norm.running_mean):
-            if is_frozen(start.get_submodule(path), net.get_submodule(path)):
+        if isinstance(norm, _NormBase) and norm.running_mean is not None:
+            path = name if norm.affine else name.rpartition(".")[0]
+            is_same = torch.equal(net.get_buffer(f"{name}.running_mean"), norm.running_mean)
+            if not is_same and is_frozen(start.get_submodule(path), net.get_submodule(path)):
                 moving.append(name)
-        elif not mean.any() and (variance == 1).all():
-            initial.append(name)
     note = ""
     if moving:
         note = (
             f"; please check: {first_three(moving)}: frozen, but the running statistics move in training; keep the"
             " layer in evaluation mode (override train), or train its parameters"
         )
-    if initial and not fork.given.init_from and are_used(fork, perturbed(start, 1), initial):
+    if idle := idle_statistics(fork, perturbed(start, 1), net):
         note += (
-            f"; please check: {first_three(initial)}: an evaluation normalizes by running statistics that are still"
-            " 0 and 1 after training; let training update them, or load pretrained ones"
+            f"; please check: {first_three(idle)}: an evaluation normalizes by running statistics that are still 0 or"
+            " 1 after training; let training update them, or load pretrained ones"
         )
     return note
+
+
+def idle_statistics(fork: Fork, start: nn.Module, net: nn.Module) -> list[str]:
+    """The buffers that are still 0 or 1 after the run, on which evaluations depend. Training may only depend on those
+    of a norm of torch, which is kept in evaluation mode then."""
+    if fork.held_out is None or fork.given.init_from:
+        return []
+    found = []
+    subset = fork.held_out_subset(fork.small_config.batch_size)
+    for name, buffer in start.named_buffers():
+        is_constant = buffer.is_floating_point() and ((buffer == 0).all() or (buffer == 1).all())
+        if not is_constant or not torch.equal(buffer, net.get_buffer(name)):
+            continue
+        owner = start.get_submodule(name.rpartition(".")[0])
+        is_norm = isinstance(owner, _NormBase)
+        if is_norm and (owner.get_buffer("running_mean").any() or (owner.get_buffer("running_var") - 1).any()):
+            continue  # its statistics are of a file
+        other = copy.deepcopy(start)
+        other.get_buffer(name).add_(torch.rand_like(buffer))
+        trained = [0.0, 0.0] if is_norm else [training_loss(fork, each) for each in (start, other)]
+        evaluated = [fork.plain_evaluation(subset, each.eval())["loss"] for each in (start, other)]
+        if evaluated[0] != evaluated[1] and trained[0] == trained[1]:
+            found.append(name)
+    return found
+
+
+def training_loss(fork: Fork, net: nn.Module) -> float:
+    """With dropout and batch statistics, of a copy, whose statistics move."""
+    batch = fork.loader(fork.small_train_set()).fetch([*range(fork.small_config.batch_size)])[2]
+    with as_rank():
+        scramble_global_rngs(0)
+        return fork.seams.compute_loss(copy.deepcopy(net).train(), batch)["loss"][0].sum().item()
 
 
 def is_frozen(before: nn.Module, after: nn.Module) -> bool:
     """Whether a module has parameters, and none is trained or an average of trained ones."""
     pairs = [*zip(before.parameters(), after.parameters(), strict=True)]
     return bool(pairs) and all(not p.requires_grad and torch.equal(p, local(q)) for p, q in pairs)
-
-
-def are_used(fork: Fork, net: nn.Module, norms: list[str]) -> bool:
-    """Whether the loss of an evaluation changes with the running means of these layers."""
-    before = fork.sample_loss(net, fork.ctx.device)
-    for name in norms:
-        nn.init.normal_(net.get_buffer(f"{name}.running_mean"))
-    return fork.sample_loss(net, fork.ctx.device) != before

@@ -18,10 +18,11 @@ import dataset as your_data
 from lib.values import digest, first_three, generators, leaves, one_line, scramble_global_rngs, spread
 from lib.verify.draws import other_seeds
 from lib.verify.fork import Fork, Subset
-from lib.verify.memory import modules_of_yours, nodes_of
+from lib.verify.memory import is_of_yours, modules_of_yours, nodes_of
 from utils.rng import seed_host
 
 COUNT, SECONDS, LARGEST = 16, 1.5, 4096  # samples; to read a whole set; numbers in a row of it
+FEW_PARTS = 20  # in a list of transforms
 FEW = 4  # rows that reach the largest value of a column
 
 
@@ -98,19 +99,21 @@ def follows_seeds(fork: Fork, subset: Subset) -> bool:
     before = by_epoch(fork, subset)
     fork.start.put_back()
     try:
-        with other_seeds(*sets_in(subset)):
+        with other_seeds(*(part for part in sets_in(subset) if hasattr(part, "__dict__"))):
             return by_epoch(fork, subset) != before
     finally:
         fork.start.put_back()
 
 
 def sets_in(dataset: Any) -> list[Any]:
-    """The data set and those in its attributes."""
+    """The data set, and in its attributes data sets, transforms and other objects of the fork's classes."""
     found = [dataset]
     for each in found:
         for name, value in getattr(each, "__dict__", {}).items():
-            if (name == "dataset" or isinstance(value, Dataset)) and all(value is not one for one in found):
-                found.append(value)
+            for part in value if isinstance(value, list | tuple) and len(value) < FEW_PARTS else [value]:
+                is_part = isinstance(part, Dataset) or is_of_yours(type(part)) or name.startswith(("dataset", "transf"))
+                if is_part and all(part is not one for one in found):
+                    found.append(part)
     return found
 
 
@@ -124,6 +127,7 @@ def unread_samplers(dataset: Any) -> list[str]:
     for part in sets:
         for name, value in getattr(part, "__dict__", {}).items():
             is_sampler = isinstance(value, Sampler) or (name == "shuffle" and value is True)
+            is_sampler |= name.endswith("weights")
             if re.search("sampler|sampling|weight", name):
                 with suppress(TypeError, NotImplementedError):  # a number, or a set without a size
                     is_sampler |= len(value) == len(part)
@@ -158,7 +162,7 @@ def scales(dataset: Any) -> set[tuple[str, str]] | None:
             return set()
         if time.monotonic() > end:
             return None
-    found = set()
+    found = {(name, scale) for name, table in tables_in(dataset).items() for scale in scales_of(table)}
     for name in rows[0]:
         with suppress(RuntimeError, KeyError):  # shapes differ
             columns = torch.stack([row[name] for row in rows])[:, : 1 + 2**20 // len(rows)]  # enough of a wide one
@@ -167,6 +171,18 @@ def scales(dataset: Any) -> set[tuple[str, str]] | None:
                 tables.append(columns.reshape(-1, 1))
             found |= {(name, scale) for table in tables for scale in scales_of(table)}
     return found
+
+
+def tables_in(dataset: Any) -> dict[str, Tensor]:
+    """Attributes of a data set with rows of numbers, of which samples may be windows."""
+    tables = {}
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        if getattr(value, "ndim", 0) in (1, 2) and len(value) < LARGEST**2:
+            with suppress(TypeError, ValueError, RuntimeError):  # as in `numbers`
+                table = torch.as_tensor(value)
+                if table.is_floating_point() and table.numel():
+                    tables[name] = table.double().reshape(len(table), -1)[:, :LARGEST]
+    return tables
 
 
 def scales_of(columns: Tensor) -> list[str]:
