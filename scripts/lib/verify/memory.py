@@ -26,6 +26,7 @@ from utils.distributed.dtensor import local
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = ("utils", "scripts", "tests", "train.py", "config.py", "ddp_utils.py")
+IMAGES = str(ROOT / "utils/extras/images")
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 GENERATORS = (torch.Generator, random.Random)
 MOST = 1000  # entries of a container that are compared
@@ -60,13 +61,14 @@ def nodes_of(modules: Iterable[ModuleType | None]) -> list[ast.AST]:
 
 
 def note_reads() -> set[str]:
-    """The names of the config's fields that code of the fork reads from now on."""
+    """The names of the config's fields that code of the fork, or of the shipped images, reads from now on."""
     read: set[str] = set()
     kind: Any = TrainingConfig
     plain = kind.__getattribute__
 
     def note(self: TrainingConfig, name: str) -> Any:
-        if is_yours(sys._getframe(1).f_code.co_filename):
+        file = sys._getframe(1).f_code.co_filename
+        if is_yours(file) or file.startswith(IMAGES):
             read.add(name)
         return plain(self, name)
 
