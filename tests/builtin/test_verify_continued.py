@@ -61,8 +61,8 @@ CASES = {  # what is put in place of a name in DATA, and the sentence
     "one set": ({"SIZE": "(config.resume_from != '') * (count == 5)"}, BROKEN),
     "plain": ({}, None),
     "read": ({"CREATED": "0 * len(str(config.run_dir))"}, None),
-    "name": ({"CREATED": "sum(map(ord, config.run_dir))"}, "since those of another one differ, too"),
-    "calls": ({"CREATED": "len(CALLS)"}, "since those of another one differ, too"),
+    "name": ({"CREATED": "sum(map(ord, config.run_dir))"}, "since those of two new runs differ, too"),
+    "calls": ({"CREATED": "len(CALLS)"}, "since those of two new runs differ, too"),
     "failure": ({"CREATED": "1 // (config.resume_from == '')"}, "not checked: the data of a run that is continued"),
 }
 

@@ -1,13 +1,14 @@
 # extra: verify
 """Held-out samples that equal training samples in all values but one, such as an id or a path."""
 
+import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lib.verify.data_checks import overlap
+from lib.verify.data_checks import Broken, overlap
 
 
 @dataclass
@@ -69,5 +70,32 @@ SETS = {  # training and held-out samples, and how many of these are noted
 def test_samples_that_differ_by_one_value_are_noted(kind):
     train, held_out, count = SETS[kind]
     said = overlap(SimpleNamespace(train_set=train, held_out=held_out))
-    assert ("in all but" in said) == (count > 0) and "are trained on" not in said, said
-    assert not count or f"please check: {count} held-out samples equal a training sample in all but" in said
+    assert ("in all values but" in said) == (count > 0) and "are trained on" not in said, said
+    assert not count or re.search(rf"please check: {count} held-out samples \(rows .*\) equal training samples", said)
+
+
+class Augmented(list):
+    """Each sample is flipped at random, or gets noise."""
+
+    noise = 0.0
+
+    def __getitem__(self, index):
+        x, *rest = super().__getitem__(index)
+        if self.noise:
+            return x + self.noise * torch.randn(x.shape), *rest
+        return x.flip(0) if torch.rand(()) < 0.5 else x, *rest
+
+
+class Noisy(Augmented):
+    noise = 0.1
+
+
+def test_an_augmentation_that_leaves_some_samples_as_they_are_hides_no_copies():
+    same, others = rows(50, 1), rows(50, 2, 1000)
+    with pytest.raises(Broken, match="are trained on"):
+        overlap(SimpleNamespace(train_set=Augmented(rows(200, 1)), held_out=same))
+    said = overlap(SimpleNamespace(train_set=Augmented(rows(200, 1)), held_out=rows(50, 1, 1000)))
+    assert "50 held-out samples (rows " in said and "in all values but '2'" in said
+    for train, held_out in ((Augmented(rows(200, 1)), others), (Noisy(rows(200, 1)), rows(50, 1, 1000))):
+        said = overlap(SimpleNamespace(train_set=train, held_out=held_out))
+        assert said == "; not checked: whether held-out samples are training samples, which are augmented"

@@ -38,11 +38,12 @@ from utils.data.sets import load_data
 from utils.distributed.collectives import all_gather_json
 
 Rows = dict[int, list[Tensor]]  # the tensors of some batches
-Parts = dict[int, dict[str | None, int]]  # digests of the leaves of samples, by row and name
+Parts = list[tuple[int, dict[str | None, int]]]  # rows, and the digests of their leaves by name
 LAST = 3  # the epoch, from 0, whose samples are compared
 MOST, SECONDS = 2000, 1.5  # samples of a set that are compared with those of another
 LEAST_ORDERS, MOST_ORDERS = 4, 22  # epochs whose orders are compared, as many as SECONDS allow
 CHANCE = 7  # samples, which may have the same order in two epochs by chance
+SEEDS = 4  # with which augmented samples are drawn
 FEW = 4  # samples of a set that are compared with those of a run that is continued
 NOT_KEYED = (
     "it depends on more than (seed, epoch); shuffle with torch.Generator().manual_seed(derive_seed('order', seed,"
@@ -182,7 +183,7 @@ def content(fork: Fork) -> str:
                 )
     found = fork.divided([partial(check, fork) for check in (compare_elsewhere, overlap, transforms, notes)])
     if unseen:
-        found.append(f"; not checked: what {first_three(sorted(unseen))} of a sample holds, since no pickle holds it")
+        found.append(f"; not checked: parts of samples that cannot be pickled: {first_three(sorted(unseen))}")
     ranks = plural(ctx.world_size, "rank")
     return f"{len(subset)} samples identical on {ranks}, with 0, 1 and 2 workers, in any order{notes_last(*found)}"
 
@@ -289,7 +290,7 @@ def compare_continued(fork: Fork) -> str:
         later.unlink(missing_ok=True)
         fork.start.put_back()
     if not is_stable:
-        return "; not checked: the data of a run that is continued, since those of another one differ, too"
+        return "; not checked: the data of a run that is continued, since those of two new runs differ, too"
     if not is_same:
         raise Broken(
             "samples or their order are others in a run that is continued, with its checkpoints in run_dir,"
@@ -334,33 +335,41 @@ def overlap(fork: Fork) -> str:
     (source, trained), (other, held_out) = map(rows_of, sets)
     if type(source) is type(other) and len(source) == len(other):
         mine, its = (totals(parts(each, torch.linspace(0, len(each) - 1, 8).long())) for each in (source, other))
-        if source is other or (mine == its and len({*mine.values()}) > 1):
+        if source is other or (mine == its and len({total for _, total in mine}) > 1):
             if common := held_out[torch.isin(held_out, trained)].tolist():
                 raise trained_on(common, len(held_out))
             return f"; none of {plural(len(held_out), 'held-out row')} is trained on"
-    rows = (torch.randperm(len(each), generator=torch.Generator().manual_seed(0))[:MOST] for each in sets)
-    ours, theirs = map(parts, sets, rows)
+    rows = [torch.randperm(len(each), generator=torch.Generator().manual_seed(0))[:MOST] for each in sets]
+    is_augmented = totals(parts(sets[0], rows[0][:FEW], seed=0)) != totals(parts(sets[0], rows[0][:FEW], seed=1))
+    # some seeds may leave a sample as it is, as of a flip
+    ours = [part for seed in range(SEEDS if is_augmented else 1) for part in parts(sets[0], rows[0], seed)]
+    theirs = parts(sets[1], rows[1])
     common, is_more = in_both(ours, theirs)
-    if is_more and len(common) / len(theirs) * len(sets[0]) / len(ours) > MANY:
+    compared = len({row for row, _ in ours})
+    if is_more and len(common) / len(theirs) * len(sets[0]) / compared > MANY:
         raise trained_on(common, len(theirs))
-    found = f"{len(common)} of {plural(len(theirs), 'held-out sample')} equal one of {len(ours):,} training samples"
-    found = f"; please check: {found}: {first_three([*map(str, common)])}" if common else f"; {found}"
-    for name in next(iter(ours.values())):
+    found = f"{len(common)} of {plural(len(theirs), 'held-out sample')} equal one of {compared:,} training samples"
+    if common:
+        found = f"please check: {found}: {first_three([*map(str, common)])}"
+    elif is_augmented:
+        found = "not checked: whether held-out samples are training samples, which are augmented"
+    for name in ours[0][1]:
         also, is_more = in_both(ours, theirs, name)
         if is_more and (also := [row for row in also if row not in common]):
+            listed = first_three([*map(str, also)])
             return (
-                f"{found}; please check: {len(also)} held-out samples equal a training sample in all but {name}:"
-                f" {first_three([*map(str, also)])}; leave them out of one set, unless they differ by that"
+                f"; {found}; please check: {len(also)} held-out samples (rows {listed}) equal training samples in all"
+                f" values but {name!r}; leave them out of one set, unless they differ by that"
             )
-    return found
+    return f"; {found}"
 
 
 def in_both(ours: Parts, theirs: Parts, left_out: str | None = None) -> tuple[list[int], bool]:
     """The held-out rows that equal a training sample, but for a leaf, and whether they are more than those that repeat
     within a set by nature, as short texts do."""
     sets = [totals(each, left_out) for each in (ours, theirs)]
-    counts = [Counter(each.values()) for each in sets]
-    common = [row for row, total in sets[1].items() if total in counts[0]]
+    counts = [Counter(total for _, total in each) for each in sets]
+    common = [row for row, total in sorted(sets[1]) if total in counts[0]]
     repeated = max(sum(k for k in each.values() if k > 1) / each.total() for each in counts)
     return common, len(common) > 2 and len(common) / len(theirs) > 2 * repeated
 
@@ -368,8 +377,9 @@ def in_both(ours: Parts, theirs: Parts, left_out: str | None = None) -> tuple[li
 def trained_on(rows: list[int], compared: int) -> Broken:
     return Broken(
         f"held-out rows {first_three([*map(str, rows)])} ({len(rows):,} of {compared:,} compared) are trained on:"
-        " create_dataset draws another split at each call, or returns the training data; split alike in all calls, with"
-        " random_split(..., generator=torch.Generator().manual_seed(config.seed))"
+        " create_dataset draws another split at each call, returns the training data, or finds the same files or rows"
+        " in both; take them out of one set, and split alike in all calls, with random_split(...,"
+        " generator=torch.Generator().manual_seed(config.seed))"
     )
 
 
@@ -381,20 +391,20 @@ def rows_of(dataset: Any) -> tuple[Any, Tensor]:
     return dataset, rows
 
 
-def parts(dataset: Any, rows: Tensor) -> Parts:
+def parts(dataset: Any, rows: Tensor, seed: int = 0) -> Parts:
     """Digests of the leaves of these samples, all drawn with one seed: of as many as it reads in SECONDS."""
-    found, end = {}, time.monotonic() + SECONDS
+    found, end = [], time.monotonic() + SECONDS
     for row in rows.tolist():
-        scramble_global_rngs(0)
+        scramble_global_rngs(seed)
         sample = dataset[row]
         if [*leaves(sample)] == [""]:
             sample = getattr(sample, "__dict__", None) or sample  # of an object that holds no tensors for the device
-        found[row] = {name: int(digest(leaf), 16) for name, leaf in leaves(sample).items()}
+        found.append((row, {name: int(digest(leaf), 16) for name, leaf in leaves(sample).items()}))
         if time.monotonic() > end:
             break
     return found
 
 
-def totals(samples: Parts, left_out: str | None = None) -> dict[int, int]:
-    """A digest of each sample without a leaf."""
-    return {row: sum(found.values()) - found.get(left_out, 0) for row, found in samples.items()}
+def totals(samples: Parts, left_out: str | None = None) -> set[tuple[int, int]]:
+    """The rows, and a digest of each sample without a leaf."""
+    return {(row, sum(digests.values()) - digests.get(left_out, 0)) for row, digests in samples}

@@ -46,7 +46,8 @@ def augmented(fork: Fork) -> list[str]:
         return found
     if draws(fork, subset):
         found.append(
-            "please check: __getitem__ draws, but its samples are the same in all epochs, so it seeds a generator"
+            "please check: __getitem__ draws, but its samples are the same in all epochs, so it seeds a generator;"
+            " let it draw from the global ones, which are seeded for each sample and epoch"
         )
     elif is_validated and follows_seeds(fork, subset) and not follows_seeds(fork, fork.held_out_subset(COUNT)):
         found.append(
@@ -59,7 +60,7 @@ def augmented(fork: Fork) -> list[str]:
 def sampled(fork: Fork) -> list[str]:
     unread = unread_samplers(fork.train_set)
     text = f"please check: {first_three(unread)}: no code of the fork reads it, and only epoch_order changes the order"
-    return [f"{text}; use it there or delete it"] if unread else []
+    return [f"{text}; use it there, or in the loss, or delete it"] if unread else []
 
 
 def scaled(fork: Fork) -> list[str]:
