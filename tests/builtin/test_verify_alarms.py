@@ -3,6 +3,7 @@
 fault beside each of them."""
 
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,7 +19,7 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from lib.verify import data_checks, loss_checks, model_checks
 from lib.verify.fork import Broken, Fork, with_cancelled
 from lib.verify.precision_checks import rounding
-from ranks import copy_repository
+from ranks import copy_repository, slow
 from test_verify import INVARIANTS, outcomes
 from test_verify_findings import FLAGS, LINEAR, REGRESSION
 from utils.training.seams import Seams
@@ -357,10 +358,14 @@ PARTS = {
 }
 
 
+ALL_PARTS = [*product(PARTS, [False, True], [2, 4])]
+DEFAULT = [("a tag for each sample", False, 4)]
+
+
 @pytest.mark.guarantee("verify")
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("is_repeated", [False, True])
-@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize(
+    ("kind", "is_repeated", "size"), [case if case in DEFAULT else slow(*case) for case in ALL_PARTS]
+)
 def test_tensors_that_are_as_long_as_the_batch_may_be_no_rows(kind, is_repeated, size):
     data, model = PARTS[kind]
 
@@ -422,8 +427,8 @@ def predict_first(model, batch):
 
 
 @pytest.mark.guarantee("verify")
-@pytest.mark.parametrize("is_repeated", [False, True])
-@pytest.mark.parametrize(("data", "loss"), [(Mixed, of_mixed), (Views, of_views)])
+@pytest.mark.parametrize("is_repeated", [False, slow(True)])
+@pytest.mark.parametrize(("data", "loss"), [(Mixed, of_mixed), slow(Views, of_views)])
 def test_a_loss_gets_training_batches_in_training_and_held_out_batches_in_evaluation(data, loss, is_repeated):
     make = partial(fork_of, data=data, predict=predict_first)
     assert not problems(make(loss), is_repeated)
@@ -481,7 +486,7 @@ def lr_factor(config, step, total_steps, warmup_steps, progress):
 
 
 @pytest.mark.guarantee("verify")
-@pytest.mark.parametrize(("key", "broken"), [("0", []), ('hash("key") % 1000', ["order", "content", "schedule"])])
+@pytest.mark.parametrize(("key", "broken"), [("0", []), slow('hash("key") % 1000', ["order", "content", "schedule"])])
 def test_floats_that_a_fork_draws_are_those_of_a_run(tmp_path, key, broken):
     """verify computes in float64, in which torch.rand draws other numbers."""
     fork = copy_repository(tmp_path)

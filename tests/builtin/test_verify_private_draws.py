@@ -4,7 +4,6 @@ that are seldom meant; it is silent on data that resemble them."""
 
 import pytest
 
-from ranks import slow
 from test_verify_data import REGRESSION, broken, line_of, verified
 
 SAMPLE = "        return self.x[index], self.y[index]\n"
@@ -68,7 +67,8 @@ SOUND = {
 }
 
 
-@pytest.mark.parametrize("kind", [kind if kind == "default_rng" else slow(kind) for kind in ALIKE])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALIKE)
 def test_samples_that_are_augmented_alike_in_all_epochs_are_noted(tmp_path, kind):
     ended = verified(tmp_path, ALIKE[kind])
     assert not broken(ended) and NOTE in line_of(ended, "content"), ended.text
