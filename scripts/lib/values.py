@@ -29,8 +29,8 @@ STATE = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint
 TIMES = ("samples_per_s", "tokens_per_s", "data_wait_s", "step_s", "peak_memory_bytes", "mfu")
 # relative: sums in another order; losses of a batch and its halves, for which layers may choose other kernels
 ROUNDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-11}
-SETS = 3  # in each other, whose content is compared
 ADDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-11}
+SETS = 3  # in each other, whose content is compared
 
 
 def scramble_global_rngs(number: int) -> None:
@@ -72,7 +72,7 @@ def digest(nest: Any, unseen: set[str] | None = None, depth: int = 0) -> str:
     """A hash of names, dtypes, shapes and bytes. Equal content has one digest, also in other memory or processes.
 
     Args:
-        unseen: gets the names of the types of what cannot be pickled, and is not compared.
+        unseen: gets the types of objects that have no pickle and are not compared.
         depth: the number of sets around the value.
     """
     hashed = hashlib.sha256()
@@ -154,7 +154,7 @@ def is_array(value: Any) -> bool:
 
 
 def object_content(value: Any, unseen: set[str] | None = None, depth: int = 0) -> bytes:
-    """The pickle of a value, with the names of types in place of what cannot be pickled, such as an open file."""
+    """The pickle of a value, with the name of its type in place of an object that has none, such as an open file."""
     stream = io.BytesIO()
     pickler = ContentPickler(stream)
     pickler.unseen, pickler.depth = set() if unseen is None else unseen, depth

@@ -648,3 +648,33 @@ def test_statistics_that_move_in_frozen_layers_or_never_are_notes(create, expect
     fork.trainings["whole"] = types.SimpleNamespace(state=types.SimpleNamespace(model=net))
     found = look_at_statistics(fork)
     assert re.search(expected, found) and bool(found) == bool(expected)
+
+
+def refuses(at):
+    """create_model that fails at one of its calls, as with a seed or a second model that a fork does not accept."""
+    calls = []
+
+    def create():
+        calls.append(1)
+        if len(calls) == at:
+            raise RuntimeError("no second model")
+        return linear()
+
+    return create
+
+
+@pytest.mark.parametrize(
+    ("look", "create", "what"),
+    [
+        (look_at_weights, refuses(2), "whether the initial weights follow --seed"),
+        (look_at_weights, refuses(3), "whether the initial weights follow --seed"),
+        (look_at_passes, refuses(1), "sums in few bits"),
+        (look_at_statistics, refuses(2), "the running statistics"),
+    ],
+)
+def test_a_look_that_fails_is_no_finding(look, create, what):
+    fork = fork_of(create, classify(lambda x, y: {}))
+    if look is look_at_statistics:
+        fork.trainings["whole"] = types.SimpleNamespace(state=types.SimpleNamespace(model=fork.new_model()))
+    found = look(fork)
+    assert found.startswith(f"; not checked: {what}") and found.endswith("(RuntimeError: no second model)"), found

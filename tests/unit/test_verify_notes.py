@@ -19,11 +19,6 @@ def by_limits(x):
     return (x - x.min(0).values) / (x.max(0).values - x.min(0).values)
 
 
-def robust(x):
-    low, median, high = x.quantile(torch.tensor([0.25, 0.5, 0.75]), 0)
-    return (x - median) / (high - low)
-
-
 def with_flags(x):
     flags = (ROWS[: len(x), :2] > 1.5).float()
     return torch.cat([by_limits(x), flags, torch.ones(len(x), 1)], 1)
@@ -39,7 +34,6 @@ SCALINGS = {  # from values to scaled ones, and the note
     "limits and flags": (with_flags, "a maximum of exactly 1"),
     "maximum": (lambda x: x / x.max(0).values, "a maximum of exactly 1"),
     "largest": (lambda x: (x - 2) / (x - 2).abs().max(0).values, "a maximum of exactly 1"),
-    "quartiles": (robust, "median 0 and quartiles 1 apart"),
     "plain": (lambda x: x, ""),
     "limits of training": (lambda x: (x - ROWS.min(0).values) / (ROWS.max(0).values - ROWS.min(0).values), ""),
     "flags": (lambda x: (x > 1.5).float(), ""),

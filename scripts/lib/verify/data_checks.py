@@ -23,13 +23,12 @@ from lib.values import (
     first_three,
     is_dense,
     leaves,
-    one_line,
     padded_rows,
     plural,
     scramble_global_rngs,
     spread,
 )
-from lib.verify.fork import Broken, Fork, Subset, as_rank, default_dtype
+from lib.verify.fork import Broken, Fork, Subset, as_rank, default_dtype, may_fail
 from lib.verify.new_process import CHANGED, RESTARTS, is_same, order_of, seen
 from lib.verify.notes import by_epoch, notes
 from lib.verify.result import notes_last
@@ -258,6 +257,7 @@ def compare_elsewhere(fork: Fork) -> str:
     return ""
 
 
+@may_fail("the data of a run that is continued")
 @default_dtype()
 def compare_continued(fork: Fork) -> str:
     """Raises Broken if the data are others when they are created as by a second attempt of the run "whole"."""
@@ -284,8 +284,6 @@ def compare_continued(fork: Fork) -> str:
         before = look(fork.train_set, fork.held_out)
         is_same = before == create("1", run_dir=str(run), resume_from="auto")
         is_stable = is_same or before == create("0", run_dir=str(fork.folder / "other"))
-    except Exception as error:
-        return f"; not checked: the data of a run that is continued ({one_line(error)})"
     finally:
         later.unlink(missing_ok=True)
         fork.start.put_back()

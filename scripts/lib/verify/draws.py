@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lib.values import digest, generators, one_line
-from lib.verify.fork import Broken, Fork, Subset
+from lib.values import digest, generators
+from lib.verify.fork import Broken, Fork, Subset, may_fail
 from lib.verify.memory import modules_of_yours, owner_of
 from utils import rng
 from utils.rng import derive_seed, mix
@@ -57,14 +57,12 @@ class Dropping(TorchFunctionMode):
         return result
 
 
+@may_fail("the random numbers of an evaluation")
 def draws_in_evaluation(fork: Fork, subset: Subset, net: nn.Module) -> str:
     """A note if the result depends on what torch's generators draw, and if labels are smoothed. Raises Broken if a
     dropout draws."""
-    try:
-        with Dropping() as dropping:
-            values = [fork.plain_evaluation(subset, net, split=split) for split in ("val", "another")]
-    except Exception as error:  # compiled functions may not be observed
-        return f"; not checked: what an evaluation draws ({one_line(error)})"
+    with Dropping() as dropping:
+        values = [fork.plain_evaluation(subset, net, split=split) for split in ("val", "another")]
     if dropping.found:
         raise Broken(
             f"{dropping.found[0]} drops values in evaluation mode; pass training=self.training to F.dropout and similar"

@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path[:1] = [str(ROOT), str(ROOT / "scripts")]
 ahead, plain = 5e7, datetime.datetime  # 19 months: another year, month, day of the week and hour
 listdir, scandir = os.listdir, os.scandir
-NO_ANSWER = "no answer"
 answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
 
 
@@ -128,6 +127,7 @@ os.chdir("/")
 import torch  # after the clocks, which the fork may import by name
 
 from config import TrainingConfig
+from lib.verify.new_process import NO_ANSWER
 
 torch.set_num_threads(1)
 vars(os).update(listdir=lambda *path: listdir(*path)[::-1], scandir=Backwards)

@@ -101,6 +101,25 @@ class Broken(UserError):
     """An invariant does not hold. The message says what was found, the likely cause and the fix."""
 
 
+def may_fail(what: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    """For a look at a fork, whose text says that `what` was not checked if the look itself fails: a fork may not accept
+    what is done for it, and is not broken then."""
+
+    def decorate(look: Callable[..., str]) -> Callable[..., str]:
+        @functools.wraps(look)
+        def call(*args: Any) -> str:
+            try:
+                return look(*args)
+            except Broken:
+                raise
+            except Exception as error:
+                return f"; not checked: {what} ({one_line(error)})"
+
+        return call
+
+    return decorate
+
+
 @dataclass
 class PlainProgress(Progress):
     """What the plain loop shows to `lr_factor` and `compute_loss`."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lib.values import is_dense, one_line, relative_error, scramble_global_rngs, spread
-from lib.verify.fork import Broken, Fork, Subset, perturbed
+from lib.values import is_dense, relative_error, scramble_global_rngs, spread
+from lib.verify.fork import Broken, Fork, Subset, may_fail, perturbed
 from utils.batch import map_tensors
 
 COMPARES = re.compile("loss|entropy|^gather$")  # functions of predictions and targets
@@ -107,21 +107,15 @@ def batch_of(fork: Fork, is_training: bool, count: int, number: int = 0) -> Any:
     return fork.loader(Subset(dataset, rows, fork.dtype)).fetch([*range(len(rows))])[2]
 
 
+@may_fail("sums in few bits, metrics that are equal, and targets that are inputs")
 def look_at_passes(fork: Fork) -> str:
     """Notes on what a few passes show. Raises Broken if an integer overflows at the size of the run's batches."""
     net = perturbed(fork.new_model(), 1)  # some layers have no effect at first
-    found = ""
-    try:
-        batches = {mode: batch_of(fork, mode, max(2, fork.small_config.batch_size)) for mode, _ in fork.modes()}
-        watches = {mode: Watch(fork, net, batch, mode) for mode, batch in batches.items()}
-        found += "".join(check_narrow(fork, net, is_training) for is_training, watch in watches.items() if watch.narrow)
-        found += equal_metrics(fork, net, watches)
-        found += sees_answers(fork, net, batches[True], watches[True])
-    except Broken:
-        raise
-    except Exception as error:  # the fork may reject other batches or inputs
-        found += f"; not checked: sums of few bits, equal metrics and inputs that are targets, since {one_line(error)}"
-    return found
+    batches = {mode: batch_of(fork, mode, max(2, fork.small_config.batch_size)) for mode, _ in fork.modes()}
+    watches = {mode: Watch(fork, net, batch, mode) for mode, batch in batches.items()}
+    narrow = "".join(check_narrow(fork, net, mode) for mode, watch in watches.items() if watch.narrow)
+    equal = equal_metrics(fork, net, watches)
+    return narrow + equal + sees_answers(fork, net, batches[True], watches[True])
 
 
 def check_narrow(fork: Fork, net: nn.Module, is_training: bool) -> str:

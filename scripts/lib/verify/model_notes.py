@@ -13,10 +13,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lib.values import first_three, scramble_global_rngs
 from lib.verify.draws import other_seeds
-from lib.verify.fork import Fork, as_rank, perturbed
+from lib.verify.fork import Fork, as_rank, may_fail, perturbed
 from utils.distributed.dtensor import local
 
 
+@may_fail("whether the initial weights follow --seed, and whether a tie is broken")
 def look_at_weights(fork: Fork) -> str:
     """Notes on trainable parameters of a new model: those that a seed in the code draws, and those that are copies."""
     net = new_model(fork, fork.config.seed)
@@ -63,6 +64,7 @@ def are_single_copies(net: nn.Module, *names: str) -> bool:
     return isinstance(owner, nn.Embedding) and not are_copied
 
 
+@may_fail("the running statistics of normalization layers")
 def look_at_statistics(fork: Fork) -> str:
     """Notes on running statistics of normalization layers after the run "whole": those that move although the layer is
     frozen, and those that evaluations use although nothing updates them."""

@@ -24,7 +24,7 @@ SECONDS = 120.0  # to wait for it
 NAMES = ("USER", "LOGNAME", "LNAME", "USERNAME", "HOSTNAME")
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of attempts before this one
 CHANGED = "another hash seed, clock, date, time zone, user, host name, number of restarts and order of files"
-NO_ANSWER = "no answer"  # as in elsewhere.py
+NO_ANSWER = "no answer"
 
 
 class NewProcess:

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 import dataset as your_data
-from lib.values import digest, first_three, generators, leaves, one_line, scramble_global_rngs, spread
+from lib.values import digest, first_three, generators, leaves, scramble_global_rngs, spread
 from lib.verify.draws import other_seeds
-from lib.verify.fork import Fork, Subset
+from lib.verify.fork import Fork, Subset, may_fail
 from lib.verify.memory import is_of_yours, modules_of_yours, nodes_of
 from utils.rng import seed_host
 
@@ -27,53 +27,55 @@ FEW = 4  # rows that reach the largest value of a column
 
 
 def notes(fork: Fork) -> str:
+    return augmented(fork) + sampled(fork) + scaled(fork)
+
+
+@may_fail("how samples are augmented")
+def augmented(fork: Fork) -> str:
     found = ""
-    for look in (augmented, sampled, scaled):
-        try:
-            found += "".join(f"; {each}" for each in look(fork))
-        except Exception as error:
-            found += f"; not checked: whether data are {look.__name__} as is seldom meant ({one_line(error)})"
-    return found
-
-
-def augmented(fork: Fork) -> list[str]:
-    found: list[str] = []
     is_validated = fork.held_out is not None
     if is_validated and len({*by_epoch(fork, fork.held_out_subset(COUNT))}) > 1:
-        found.append("please check: held-out samples differ between epochs, so they are augmented at random")
+        found = "; please check: held-out samples differ between epochs, so they are augmented at random"
     subset = Subset(fork.train_set, spread(COUNT, len(fork.train_set)), fork.dtype)
     if len({*by_epoch(fork, subset)}) > 1:
         return found
     if draws(fork, subset):
-        found.append(
-            "please check: __getitem__ draws, but its samples are the same in all epochs, so it seeds a generator;"
+        return found + (
+            "; please check: __getitem__ draws, but its samples are the same in all epochs, so it seeds a generator;"
             " let it draw from the global ones, which are seeded for each sample and epoch"
         )
-    elif is_validated and follows_seeds(fork, subset) and not follows_seeds(fork, fork.held_out_subset(COUNT)):
-        found.append(
-            "please check: training samples, and not held-out ones, depend on a generator that is seeded alike in all"
+    if is_validated and follows_seeds(fork, subset) and not follows_seeds(fork, fork.held_out_subset(COUNT)):
+        return found + (
+            "; please check: training samples, and not held-out ones, depend on a generator that is seeded alike in all"
             " epochs; if it augments them, seed it with a draw from a global generator or with the epoch"
         )
     return found
 
 
-def sampled(fork: Fork) -> list[str]:
+@may_fail("whether a sampler is read")
+def sampled(fork: Fork) -> str:
     unread = unread_samplers(fork.train_set)
-    text = f"please check: {first_three(unread)}: no code of the fork reads it, and only epoch_order changes the order"
-    return [f"{text}; use it there, or in the loss, or delete it"] if unread else []
+    if not unread:
+        return ""
+    return (
+        f"; please check: {first_three(unread)}: no code of the fork reads it, and only epoch_order changes the order;"
+        " use it there, or in the loss, or delete it"
+    )
 
 
-def scaled(fork: Fork) -> list[str]:
+@may_fail("whether each set is scaled by itself")
+def scaled(fork: Fork) -> str:
     if fork.held_out is None:
-        return []
+        return ""
     own, its = scales(fork.train_set), scales(fork.held_out)
     if own is None or its is None:
-        return [f"not checked: whether each set is scaled by itself, since reading one takes over {SECONDS} s"]
-    return [
-        f"please check: held-out columns have {scale}, as training columns have, so each set is scaled by itself; scale"
-        " both by the values of the training set"
-        for _, scale in sorted(own & its)[:1]
-    ]
+        return f"; not checked: whether each set is scaled by itself, since reading one takes over {SECONDS} s"
+    for _, scale in sorted(own & its):
+        return (
+            f"; please check: held-out columns have {scale}, as training columns have, so each set is scaled by itself;"
+            " scale both by the values of the training set"
+        )
+    return ""
 
 
 def by_epoch(fork: Fork, subset: Subset) -> list[str]:
@@ -200,10 +202,6 @@ def scales_of(columns: Tensor) -> list[str]:
     columns = columns[:, is_rich]
     if not columns.shape[1]:
         return found
-    quarters = torch.tensor([0.25, 0.5, 0.75], dtype=columns.dtype, device=columns.device)
-    low, median, high = torch.stack([column.quantile(quarters) for column in columns.T], 1)
-    if is_all(median, 0) and is_all(high - low, 1):
-        found.append("median 0 and quartiles 1 apart")
     sizes, least = columns.abs(), columns.amin(0)
     reached = (sizes > 1 - 1e-6).sum(0)
     has_limits = len(least) > 1 or is_all(least, 0) or is_all(least, -1)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lib.values import is_dense, leaves, one_line
-from lib.verify.fork import Broken, Fork, default_dtype, perturbed
+from lib.values import is_dense, leaves
+from lib.verify.fork import Broken, Fork, default_dtype, may_fail, perturbed
 from utils.batch import map_tensors, tensors_in
 from utils.training.precision import Precision
 
@@ -20,27 +20,25 @@ LARGE = 0.25  # rounding relative to the spread; docs/verify.md has measurements
 TOO_LARGE = 0.1  # what rounding costs perfect outputs, relative to the loss of outputs that are the mean
 
 
+@may_fail("how the precision of the run rounds")
 def rounding(fork: Fork) -> str:
     """Compare a few micro-batches in the run's precision with float64, at the same weights."""
     precision, subset = Precision.choose(fork.config, fork.ctx.device, fork.ctx.fast_bf16), fork.small_train_set()
     size, loader, mine, theirs = min(SIZE, len(subset)), fork.loader(subset), [], []
     starts = range(0, min(BATCHES * size, len(subset) - size + 1), size)
     batches = [loader.fetch([*range(start, start + size)])[2] for start in starts]
-    try:
-        with default_dtype():
-            kind = precision.name
-            net = perturbed(fork.new_model(), 1)
-        exact = fork.new_model()
-        exact.load_state_dict(net.state_dict())
-        for module in (*net.modules(), *exact.modules()):  # as in training, without dropout
-            module.training = module in (net, exact) or isinstance(module, nn.modules.batchnorm._BatchNorm)
-        for batch in batches:
-            theirs.append(forward(fork, exact, batch))
-            with default_dtype(), precision.autocast():
-                mine.append(forward(fork, net, map_tensors(lambda t: t.float() if t.is_floating_point() else t, batch)))
-        each = {name: lost(name, mine, theirs, precision) for name in mine[0].keys() & theirs[0]}
-    except Exception as error:
-        return f"; not checked: how the run's precision rounds: {one_line(error)}"
+    with default_dtype():
+        kind = precision.name
+        net = perturbed(fork.new_model(), 1)
+    exact = fork.new_model()
+    exact.load_state_dict(net.state_dict())
+    for module in (*net.modules(), *exact.modules()):  # as in training, without dropout
+        module.training = module in (net, exact) or isinstance(module, nn.modules.batchnorm._BatchNorm)
+    for batch in batches:
+        theirs.append(forward(fork, exact, batch))
+        with default_dtype(), precision.autocast():
+            mine.append(forward(fork, net, map_tensors(lambda t: t.float() if t.is_floating_point() else t, batch)))
+    each = {name: lost(name, mine, theirs, precision) for name in mine[0].keys() & theirs[0]}
     for name in each.keys() - {"loss"}:
         check_targets(fork, exact, batches, name, dtype_of([found[name] for found in mine], precision))
     name = max(each, key=each.__getitem__)

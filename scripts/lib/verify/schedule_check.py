@@ -77,10 +77,8 @@ def schedule(fork: Fork) -> str:
 def factors_of_run(fork: Fork) -> tuple[dict[int, Factors], str]:
     """The factors by step in a run with these flags: at its start, in the warm-up, after it, in the middle and at the
     end. And the length of the run as text."""
-    planned, sampler = (
-        Schedule(fork.config, fork.seams.lr_factor),
-        fork.loader(fork.train_set, fork.config, fork.ctx).sampler,
-    )
+    planned = Schedule(fork.config, fork.seams.lr_factor)
+    sampler = fork.loader(fork.train_set, fork.config, fork.ctx).sampler
     planned.plan(sampler)
     warmup = planned.warmup_steps
     total = fork.config.schedule_steps or planned.total_steps
@@ -88,8 +86,10 @@ def factors_of_run(fork: Fork) -> tuple[dict[int, Factors], str]:
     for step in sorted({0, min(warmup // 2, total - 1), min(warmup, total - 1), total // 2, total - 1}):
         progress = Progress(step=step, epoch=step // sampler.steps_per_epoch)
         factors[step] = factors_at(fork.seams, fork.config, total, warmup, progress)
-    length = f"{plural(total, 'step')}, {f'{warmup:,} of them warm-up' if warmup else 'without warm-up'}"
-    return factors, length
+    length = "without warm-up"
+    if warmup:
+        length = f"{warmup:,} of them warm-up"
+    return factors, f"{plural(total, 'step')}, {length}"
 
 
 def factors_at(seams: Seams, config: TrainingConfig, total: int, warmup: int, progress: Progress) -> Factors:
