@@ -212,7 +212,7 @@ def fork(template, tmp_path):
     return folder
 
 
-SMALL = "scripts/without.sh scripts/lib config.py model.py pyproject.toml LICENSE README.md docs/extras.md"
+SMALL = ".gitignore scripts/without.sh scripts/lib config.py model.py pyproject.toml LICENSE README.md docs/extras.md"
 SMALL += " utils/extras/watch tests/extras/watch"
 
 
