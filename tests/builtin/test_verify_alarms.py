@@ -358,6 +358,25 @@ PARTS = {
 }
 
 
+class Neighbours(Rows):
+    """Training samples are mixed with the next one of their micro-batch on the device."""
+
+    def device_transform(self, batch, seed, epoch, indices):
+        if not self.is_training:
+            return batch
+        return tuple((part + part.roll(1, 0)) / 2 for part in batch)
+
+
+@pytest.mark.parametrize("is_mean", [False, True])
+def test_samples_that_are_mixed_on_the_device_add_up_where_they_are_joined(is_mean):
+    def loss(model, batch):
+        x, y = batch
+        return {"loss": (squared(model, x, y) / len(x) ** is_mean, len(x))}
+
+    found = problems(fork_of(loss, data=Neighbours, predict=lambda model, batch: {"value": model(batch[0])}))
+    assert len(found) == 3 * is_mean, found
+
+
 ALL_PARTS = [*product(PARTS, [False, True], [2, 4])]
 DEFAULT = [("a tag for each sample", False, 4)]
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from config import TrainingConfig, UserError
 from ddp_utils import DistributedContext
+from lib.values import spread
 from lib.verify.fork import Fork
 from lib.verify.loss_notes import look_at_passes
 from lib.verify.model_notes import look_at_statistics, look_at_weights
@@ -368,6 +369,9 @@ class WithoutTheLast(nn.Module):
 
 
 ANSWER = "also an input of the model"
+SPARSE = draw(200, 900)
+SPARSE[:, 5] = 0.0
+SPARSE[spread(48, 200)[10], 5] = 1.0
 
 
 @pytest.mark.parametrize(
@@ -390,6 +394,8 @@ ANSWER = "also an input of the model"
             "",
         ),
         (lambda: nn.Linear(7, 2), classify(lambda x, y: {}), Rows(torch.ones(90, 7), torch.ones(90).long()), ""),
+        # one positive of 48 samples, which one of many columns has by chance
+        (lambda: nn.Linear(900, 2), classify(lambda x, y: {}), Rows(SPARSE, SPARSE[:, 5].long()), ""),
     ],
 )
 def test_a_target_among_the_inputs_is_a_note(create, loss, data, expected):
