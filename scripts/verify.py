@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node=4 scripts/verify.py [--json FILE] [flags 
 
 Prints one line per invariant: its result, or what breaks it and the fix. Exit code 0 if all hold, 1 if one is broken,
 2 if it could not run; torchrun makes each failure 1. --json FILE writes the outcomes and this code to a .json file.
+A fork also passes with notes ("please check"), which only you can judge, and with parts that were "not checked".
 It trains for a few steps on a few samples in a temporary folder beside run_dir, and writes verified.json beside
 train.py: runs then report "verified with this code", or which files changed since.
 Use four ranks: two ranks have only one summation order. It takes the flags of train.py, but ignores resume_from,
