@@ -135,19 +135,28 @@ class Judge:
         return pairs
 
     def conclude(self, pairs: list[list[Any]]) -> None:
-        """Print the table and the verdict. Raises UserError if all differences are the same."""
-        from scripts.lib.judge.statistics import LEVEL, judged
+        """Print the table and the verdict. Raises UserError if the differences have no deviation."""
+        from scripts.lib.judge.statistics import LEVEL, are_equal, collapsed, judged
 
         rows = [[pair[0].seed, *(each.value(self.name) for each in pair)] for pair in pairs]
         differences = [b - a for _, a, b in rows]
         shown = [["seed", "A", "B", "B - A"]]
         shown += [[str(s), f"{a:.6g}", f"{b:.6g}", f"{b - a:+.6g}"] for s, a, b in rows]
         print(format_table(shown, numbers=range(4)))
-        if any(differences) and len({*differences}) == 1:
-            raise UserError(
-                f"{self.name}: all {len(rows)} differences are {differences[0]:.6g}, so their deviation is unknown;"
-                " give a finer metric, such as --metric min:loss, or more seeds"
-            )
+        columns = {"A": [row[1] for row in rows], "B": [row[2] for row in rows]}
+        if are_equal(differences, columns["A"] + columns["B"]):
+            if not are_equal([0.0, *differences], columns["A"] + columns["B"]):
+                raise UserError(
+                    f"{self.name}: all {len(rows)} differences are {differences[0]:.6g}, but for rounding, so their"
+                    " deviation is unknown; give a finer metric, such as --metric min:loss, or other seeds"
+                )
+            differences = [0.0] * len(rows)
+        for name, values in columns.items():
+            for place in collapsed(values, self.sign):
+                self.report["notes"].append(
+                    f"{name}, seed {rows[place][0]}: {self.name} is {values[place]:.6g}, far worse than with the other"
+                    f" seeds; the mean depends on how often {name} collapses, which {len(rows)} seeds hardly show"
+                )
         direction, result = "max" if self.sign > 0 else "min", judged(differences, self.sign)
         self.report |= {"metric": self.name, "direction": direction, "n": len(rows), "confidence": LEVEL}
         self.report["rows"] = [{"seed": seed, "a": a, "b": b, "difference": b - a} for seed, a, b in rows]

@@ -32,6 +32,8 @@ if (fork / "fails").exists():
     sys.exit("the cause\\nis above")
 steps = config.max_steps or config.epochs
 loss = changes.get("final", {"loss": config.lr * (1 + 0.01 * config.seed)})
+if "by_seed" in changes:
+    loss = {"loss": changes["by_seed"][config.seed]}
 held_out = {"val": {"identity": "13 samples, ff", "content": "", "sketches": changes.get("sketches", [[1], None, [3]])}}
 records = {
     "summary.json": {"state": "completed", "steps": steps, "samples_seen": 8 * steps, "world_size": 1, "final": loss},
@@ -238,13 +240,32 @@ def test_a_check_counts_only_for_the_same_code_versions_and_settings(fork, chang
     assert side.is_verified(found | changes | {"code": code}) == is_verified
 
 
-def test_differences_without_a_deviation_are_no_result(tmp_path, fork, no_probe):
-    other = other_fork(fork, final={"loss": 2.0})
-    (fork / "changes.json").write_text('{"final": {"loss": 1.0}}')
+@pytest.mark.parametrize("scale", [1.0, 0.05])
+def test_differences_without_a_deviation_are_no_result(tmp_path, fork, no_probe, scale):
+    """The values are floats, so that equal differences of accuracies are not the same bits."""
+    other = other_fork(fork, by_seed=[18 * scale, 19 * scale, 17 * scale])
+    (fork / "changes.json").write_text(json.dumps({"by_seed": [17 * scale, 18 * scale, 16 * scale]}))
     code, found = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 3)
-    assert (
-        code == 2 and "loss: all 3 differences are 1, so their deviation is unknown; give a finer" in found["refused"]
-    )
+    assert code == 2 and found["verdict"] is None
+    text = f"loss: all 3 differences are {scale:g}, but for rounding, so their deviation is unknown; give a finer"
+    assert found["refused"].startswith(text)
+
+
+def test_differences_that_are_zero_but_for_rounding_show_no_difference(tmp_path, fork, no_probe):
+    other = other_fork(fork, by_seed=[0.1 + 0.2, 0.4, 0.5])
+    (fork / "changes.json").write_text('{"by_seed": [0.3, 0.4, 0.5]}')
+    code, found = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 3)
+    assert code == 0 and found["verdict"] == "none" and found["interval"] == [0.0, 0.0]
+
+
+def test_runs_that_collapse_are_named_by_side_and_seed(tmp_path, fork, no_probe):
+    other = other_fork(fork, by_seed=[0.40, 2.30, 0.41, 0.42])
+    code, found = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 4)
+    assert code == 0 and found["verdict"] == "none"
+    assert found["notes"] == [
+        "B, seed 1: loss is 2.3, far worse than with the other seeds; the mean depends on how often B collapses, which"
+        " 4 seeds hardly show"
+    ]
 
 
 EDITS = {  # of a file: what is named, or "" if it does not evaluate
