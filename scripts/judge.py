@@ -124,6 +124,8 @@ class Judge:
                 earlier = pairs[0]["AB".index(side.name)] if pairs else run
                 if run.provenance.get("code") != earlier.provenance.get("code"):
                     raise UserError(f"{side.name}: its code was changed between seeds; give another --out")
+                if note := side.check_weights(self.out, run, [pair["AB".index(side.name)] for pair in pairs]):
+                    self.report["notes"].append(note)
             a, b = found["A"], found["B"]
             check_pair(a, b, has_samples=is_first)
             if is_first:

@@ -194,3 +194,15 @@ def test_a_changed_setting_that_changes_bits_is_recorded(runs):
     runs.train_with_stops(1, "run", *FLAGS, *more, stops=())
     changed = runs.events("run", "resumed")[0]["changed"]
     assert "bucket_cap_mb=0.004: the checkpoint has bucket_cap_mb=0.002" in changed
+
+
+def test_a_start_records_a_digest_of_the_weights_which_depends_on_the_seed_alone(runs):
+    """Not on the number of ranks. A resume has none."""
+    flags = "--dataset_size 16 --epochs 1 --max_steps 2 --eval_every 0".split()
+    of_seeds = {}
+    for name, ranks, seed in (("one", 1, 1), ("two", 2, 1), ("other", 1, 2)):
+        runs.train(ranks, name, *flags, "--seed", seed)
+        of_seeds[name] = runs.events(name, "started")[0]["weights"]
+    assert of_seeds["one"] == of_seeds["two"] != of_seeds["other"] and len(of_seeds["one"]) == 16
+    runs.train(1, "one", *flags, "--seed", 1, "--max_steps", 3, "--resume_from", "auto")
+    assert len(runs.events("one", "started")) == 1 and "weights" not in runs.events("one", "resumed")[0]

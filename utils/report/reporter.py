@@ -24,7 +24,7 @@ from utils.report.terminal import Terminal
 from utils.rng import seed_evaluation, set_apart
 from utils.run.attempt import Attempt
 from utils.run.provenance import zip_code
-from utils.training.fingerprint import fingerprint, shown
+from utils.training.fingerprint import fingerprint, of_parameters, shown
 from utils.training.interval import is_empty
 from utils.training.state import TrainState
 
@@ -95,7 +95,10 @@ class Reporter:
         for line in self._state.schedule.warnings:
             run.warn("%s", line)
         where = {"epoch": progress.epoch_number, "step": progress.step, "samples_seen": progress.samples_seen}
-        source = {"checkpoint": str(run.resume_path), "changed": differences} if run.resume_path else {}
+        if run.resume_path:
+            source = {"checkpoint": str(run.resume_path), "changed": differences}
+        else:
+            source = {"weights": shown(of_parameters(self._state.model))}  # do runs with other seeds start elsewhere?
         run.mark_beginning(self._attempt.began, where, world_size=self._ctx.world_size, **source)
         for each in self._observers:
             each.start()

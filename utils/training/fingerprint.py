@@ -111,6 +111,15 @@ def of_weights(state: TrainState) -> Tensor:
     return digest_of("weights", tensors, device_of(state.model), owners)
 
 
+def of_parameters(model: nn.Module) -> int:
+    """The fingerprint of all parameters, frozen ones too, whole. Reads from the device; a collective if sharded."""
+    owners = list(model.parameters())
+    total = digest_of("parameters", [local(owner) for owner in owners], device_of(model), owners)
+    if group := group_of(owners):
+        dist.all_reduce(total, group=group)
+    return int(total)
+
+
 def of_position(at: Progress) -> int:
     """The summand of the position."""
     return derive_seed("position", at.epoch, at.step, at.samples_in_epoch, at.samples_seen)

@@ -41,6 +41,7 @@ class Side:
     given: str
     fork: Path
     settings: dict[str, Any] = field(default_factory=dict)
+    known_weights: list[str] = field(default_factory=list)  # of several seeds
 
     @classmethod
     def of(cls, name: str, given: str, common: Sequence[str]) -> Side:
@@ -103,6 +104,36 @@ class Side:
                 )
         return Run(self.name, seed, folder)
 
+    def probe(self, out: Path, seed: int, kind: str, *words: object) -> tuple[dict[str, Any], Path]:
+        """What probe.py finds, or {} if it fails; and its log."""
+        result, log = (out / f"{kind}-{self.name.lower()}{suffix}" for suffix in (".json", ".log"))
+        for file in (result, log):
+            file.unlink(missing_ok=True)
+        script = Path(__file__).with_name("probe.py")
+        code = execute([script, self.fork, result, kind, *words, *self.flags(out, seed, out / kind), *BATCH], 0, log)
+        return {} if code else read_json(result), log
+
+    def check_weights(self, out: Path, run: Run, earlier: Sequence[Run]) -> str:
+        """Whether a run starts from the weights of an earlier one, which has another seed. Returns a note, or "".
+        Raises UserError if the weights were drawn."""
+        same = [other.seed for other in earlier if other.weights and other.weights == run.weights]
+        if not same or run.weights in self.known_weights:
+            return ""
+        self.known_weights.append(run.weights)
+        note = f"{self.name}: all seeds start from the same weights; the interval holds for these"
+        if self.settings.get("init_from"):
+            return note
+        result, log = self.probe(out, run.seed, "weights", "-")
+        if not result:
+            return f"{note}; it could not be tried whether model.py draws them: see {log}"
+        if result["is_seeded"]:
+            raise UserError(
+                f"{self.name}: seeds {same[0]} and {run.seed} start from the same weights, since create_model draws"
+                " them from a generator that it seeds itself; let it draw from torch's own generator, which has the"
+                " seed of the run"
+            )
+        return note
+
     def verify(self, out: Path, seed: int) -> list[str]:
         """Let scripts/verify.py check the fork with these settings, unless it did, and return its notes on the fork.
         Raises UserError if it is broken."""
@@ -158,6 +189,10 @@ class Run:
     def __post_init__(self) -> None:
         self.summary = read_json(self.folder / "summary.json")
         self.provenance = read_json(self.folder / "provenance.json")
+        records = [record for *_, record in read_lines(self.folder / "metrics.jsonl")]
+        # the last one: a run that was killed before its first checkpoint begins again
+        started = [record for record in records if record.get("event") == "started"]
+        self.weights: str = started[-1].get("weights", "") if started else ""  # a digest, before the first step
 
     def value(self, metric: str) -> float:
         """The metric of the last evaluation. Raises UserError."""
@@ -236,16 +271,13 @@ def require_equal(rows: list[tuple[str, Any, Any]], remedy: str) -> None:
 def check_quantity(sides: Sequence[Side], out: Path, seed: int, metric: str) -> str:
     """Whether both evaluations compute the same from the same outputs of a network. Returns what could not be tried,
     or "". Raises UserError if they do not."""
-    outputs, found, script = out / "outputs.pt", [], Path(__file__).with_name("outputs.py")
+    outputs, found = out / "outputs.pt", []
     outputs.unlink(missing_ok=True)
     for side in sides:
-        result, log = (out / f"outputs-{side.name.lower()}{suffix}" for suffix in (".json", ".log"))
-        for file in (result, log):
-            file.unlink(missing_ok=True)
-        words = [script, side.fork, outputs, result, *side.flags(out, seed, out / "outputs"), *BATCH]
-        if execute(words, 0, log):
+        result, log = side.probe(out, seed, "outputs", outputs)
+        if not result:
             return f"the metric of {side.name} could not be computed from given outputs of a network: see {log}"
-        found.append(read_json(result))
+        found.append(result)
     outputs.unlink()
     if not found[0]["calls"] or metric not in found[0]["metrics"]:
         return f"{metric} could not be computed from given outputs of a network; only its source was compared"

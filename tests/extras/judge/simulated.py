@@ -122,7 +122,7 @@ ONE_SIDED = {
     "B collapses in 5 % of its runs, else it is better": independent(lambda rng: collapsing(rng) - 0.5),
 }
 REFUSED = {"equal but for rounding": rounded}
-DEPENDENT = {"all seeds share draws": sharing}
+DEPENDENT = {"all seeds share draws; refused if these are the weights": sharing}
 
 
 def before(a: list[float], b: list[float]) -> bool:

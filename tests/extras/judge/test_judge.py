@@ -42,6 +42,8 @@ records = {
 }
 for name, values in records.items():
     (folder / name).write_text(json.dumps(values | changes.get(name, {})))
+weights = changes.get("weights", ["w0", "w1", "w2", "w3", "w4"])[config.seed]
+(folder / "metrics.jsonl").write_text(json.dumps({"kind": "event", "event": "started", "weights": weights}) + "\\n")
 order = changes.get("order", 1)
 if config.record_samples and order:
     lines = [{"step": step, "indices": [step, step + order]} for step in range(1, steps + 1)]
@@ -238,6 +240,27 @@ def test_a_check_counts_only_for_the_same_code_versions_and_settings(fork, chang
     found = json.loads((fork / "verified.json").read_text())
     code = found["code"] | changes.get("code", {}) if changes.get("code") != {} else {}
     assert side.is_verified(found | changes | {"code": code}) == is_verified
+
+
+@pytest.mark.parametrize(
+    ("probed", "said"),
+    [
+        ({"is_seeded": True}, "B: seeds 0 and 2 start from the same weights, since create_model draws them from a"),
+        ({"is_seeded": False}, "B: all seeds start from the same weights; the interval holds for these"),
+        ({}, "B: all seeds start from the same weights; the interval holds for these; it could not be tried whether"),
+    ],
+)
+def test_seeds_that_start_from_the_same_weights(tmp_path, fork, no_probe, monkeypatch, probed, said):
+    other = other_fork(fork, weights=["w0", "w1", "w0", "w0"])
+    calls = []
+    monkeypatch.setattr(sides.Side, "probe", lambda *words: calls.append(words) or (probed, "the log"))
+    code, found = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 4)
+    assert len(calls) == 1
+    if probed.get("is_seeded"):
+        assert code == 2 and found["refused"].startswith(said)
+        assert "seed3" not in (fork / "started").read_text()
+    else:
+        assert code == 0 and len(found["notes"]) == 1 and found["notes"][0].startswith(said)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.05])

@@ -168,6 +168,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs):
         flags += ["--ema_decay", 0.9]  # extra: average
         run_ranks(2, train_with_nan, runs.words(name, *OF_SKIPPING, *flags), 3)
         assert [record["step"] for record in runs.events(name, "skipped_step")] == [3]
+    assert runs.events("run", "started")[0]["weights"] == runs.events("ddp", "started")[0]["weights"]
     before, after = (checkpoint.read(path)[0] for path in runs.checkpoints("run")[1:3])
     for key in ("model", "ema"):
         assert all(torch.equal(value, after[key][name]) for name, value in before[key].items())

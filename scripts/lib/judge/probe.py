@@ -1,0 +1,87 @@
+# extra: judge
+"""What a fork does with its flags, tried in a process of its own.
+
+python probe.py FORK RESULT.json outputs OUTPUTS.pt [flags of train.py]
+    What does the evaluation make of given outputs of a network, for one batch? The first process makes OUTPUTS.pt with
+    a new network. Another process gets these outputs, whatever its network is. Its metrics are equal if it computes the
+    same quantity. RESULT.json has sum and count of each metric, and how often the network was called.
+
+python probe.py FORK RESULT.json weights - [flags of train.py]
+    Does create_model draw weights from generators that it seeds itself? RESULT.json has "is_seeded".
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+FORK, RESULT, KIND, OUTPUTS = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+sys.path[:1] = [str(FORK), str(FORK / "scripts")]
+
+import torch
+from torch import nn
+
+import dataset
+import model
+from config import TrainingConfig
+from ddp_utils import cleanup_distributed, setup_distributed
+from utils.data.loader import create_evaluation_dataloader
+from utils.data.sets import DataSets, load_data
+from utils.distributed.context import DistributedContext
+from utils.files import replace_json
+from utils.rng import seed_device
+from utils.training.seams import Seams
+
+
+def outputs(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
+    """The metrics of one held-out batch, from the outputs in OUTPUTS, or from those of a new network."""
+    loader = create_evaluation_dataloader(next(iter(sets.held_out.values())), sets.config, ctx)
+    batch = next(iter(loader))
+    net: Any = new_network(sets.config, ctx).eval()
+    outputs: list[Any] = []
+    is_first = not OUTPUTS.exists()
+    if is_first:
+        net.register_forward_hook(lambda module, args, output: outputs.append(copy.deepcopy(output)))
+    else:
+        outputs = torch.load(OUTPUTS, map_location=ctx.device, weights_only=False)  # by code that runs here too
+        given = iter(outputs)
+        net.forward = lambda *args, **kwargs: next(given)
+    with torch.no_grad():
+        metrics = Seams.of(model, ctx.device).compute_loss(net, batch)
+    if is_first:
+        torch.save(outputs, OUTPUTS)
+    sums = {
+        name: [torch.as_tensor(each).double().sum().item() for each in entry[:2]] for name, entry in metrics.items()
+    }
+    return {"calls": len(outputs), "metrics": sums}
+
+
+def weights(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
+    """Whether the weights change if each seed that code outside the template gives to a generator is another one."""
+    from lib.verify.draws import other_seeds
+    from utils.training.fingerprint import of_parameters
+
+    plain = of_parameters(new_network(sets.config, ctx))
+    with other_seeds():
+        other = of_parameters(new_network(sets.config, ctx))
+    return {"is_seeded": plain != other}
+
+
+def new_network(config: TrainingConfig, ctx: DistributedContext) -> nn.Module:
+    seed_device(ctx.device, "probe", config.seed)  # other_seeds replaces torch.manual_seed
+    return model.create_model(config, ctx.device)
+
+
+def main() -> None:
+    config = TrainingConfig.from_args(sys.argv[5:])
+    ctx = setup_distributed(config)
+    sets = load_data(dataset, config, ctx)
+    tried = weights(sets, ctx) if KIND == "weights" else outputs(sets, ctx)
+    replace_json(RESULT, tried)
+    cleanup_distributed()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+# extra: judge
+"""What scripts/lib/judge/probe.py finds out about forks, in processes of their own."""
+
+import shutil
+
+import pytest
+
+from ranks import ROOT
+from scripts.lib.judge import sides
+from training import SIZE
+
+FLAGS = ["--dataset_size", "16", *SIZE, "--batch_size", "4", "--backend", "gloo"]
+FILES = ("config.py", "ddp_utils.py", "train.py", "dataset.py", "model.py", "utils", "scripts")
+MADE = "        model: Any = MiniResNet("
+INITIAL = """
+
+def constant(net):
+    for parameter in net.parameters():
+        nn.init.constant_(parameter, 0.1)
+
+
+def load(net):
+    path = Path(__file__).with_name("weights.pt")
+    if not path.exists():
+        torch.save(net.state_dict(), path)
+    net.load_state_dict(torch.load(path))
+
+
+def draw(net, generator):
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, generator=generator)
+"""
+SEEDED = {  # what create_model does: before the network is made, and after
+    "torch": ("torch.manual_seed(0)", "pass"),
+    "fork_rng": ("generators = torch.random.fork_rng(); generators.__enter__(); torch.manual_seed(0)", "pass"),
+    "the default generator": ("torch.default_generator.manual_seed(3)", "pass"),
+    "a generator": ("pass", "draw(model, torch.Generator().manual_seed(0))"),
+    "a generator of the module": ("pass", "draw(model, GENERATOR.manual_seed(0))"),
+    "random": ("random.seed(1)", "nn.init.constant_(model.head.weight, random.random())"),
+    "numpy": ("pass", "nn.init.constant_(model.head.weight, numpy.random.default_rng(0).random())"),
+}
+SOUND = {
+    "drawn": ("pass", "pass"),
+    "constants": ("pass", "constant(model)"),
+    "a file": ("torch.manual_seed(0)", "load(model)"),
+}
+SLOW = pytest.mark.slow
+CASES = [pytest.param(name, marks=[] if name in ("fork_rng", "a file") else SLOW) for name in SEEDED | SOUND]
+
+
+def fork_with(folder, before="pass", after="pass"):
+    """A copy of this template with these statements in create_model."""
+    folder.mkdir()
+    for name in FILES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    text = (ROOT / "model.py").read_text()
+    line = next(line for line in text.splitlines() if line.startswith(MADE))
+    text = text.replace(line, f"        {before}\n{line}\n        {after}")
+    text = text.replace("import types\n", "import random\nimport types\nfrom pathlib import Path\nimport numpy\n", 1)
+    text += f"\n\nGENERATOR = torch.Generator()\n{INITIAL}"
+    (folder / "model.py").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_from_a_generator_that_create_model_seeds_are_told_from_others(tmp_path, name):
+    side = sides.Side.of("B", str(fork_with(tmp_path / "fork", *(SEEDED | SOUND)[name])), FLAGS)
+    found, log = side.probe(tmp_path, 0, "weights", "-")
+    assert found == {"is_seeded": name in SEEDED}, log.read_text()
