@@ -14,6 +14,7 @@ Give 5 seeds or more: of 2 differences the interval is 7 times as wide as of 5 w
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 from itertools import count
@@ -78,7 +79,8 @@ class Judge:
         if reason := difference(a.fork, b.fork) if a.fork != b.fork else "":
             raise UserError(reason)
         self.metric = self.checked_metric()
-        self.open({"settings": [a.settings, b.settings], "code": codes, "ranks": options.ranks, "first": self.seeds[0]})
+        request = {"settings": [a.settings, b.settings], "code": codes, "ranks": options.ranks}
+        self.open(request | {"seeds": [*self.seeds]})
         for side in (a, b):
             notes = [f"verify of {side.name}: {note}" for note in side.verify(self.out, self.seeds[0])]
             self.report["notes"] += notes
@@ -97,19 +99,40 @@ class Judge:
         return metric
 
     def open(self, request: dict[str, Any]) -> None:
-        """Make the folder of the runs, or find that of the same request. Raises UserError if it has another one."""
+        """Make the folder of the runs, or find that of the same request. Raises UserError if it has another one, or if
+        the same sides were begun with another number of seeds."""
         numbered = (Path(f"runs/judge-{number}") for number in count(1))
         for out in [self.options.out] if self.options.out else numbered:
             known = read_json(out / "judge.json")
             if known.get("request") == request or not out.exists() or not any(out.iterdir()):
                 break
             if self.options.out:
+                self.compare_with(out, request)
                 raise UserError(f"out={out}: has other files, or runs with other settings or code; give another")
+        for file in sorted(out.parent.glob("*/judge.json")):
+            if file.parent != out:
+                self.compare_with(file.parent, request)
         self.out, self.request = out, known or {"request": request, "judged": []}
         out.mkdir(parents=True, exist_ok=True)
         replace_json(out / "judge.json", self.request)
         self.report["out"] = str(out)
         print(f"runs: {out}", flush=True)
+
+    def compare_with(self, folder: Path, request: dict[str, Any]) -> None:
+        """Note that the runs in another folder are of the same sides. Raises UserError if only some seeds are new."""
+        earlier = read_json(folder / "judge.json")
+        theirs = earlier.get("request", {})
+        if not any(folder.glob("[ab]-seed*")) or sides_of(theirs) != sides_of(request):
+            return
+        seeds = f"seeds {theirs['seeds'][0]} to {theirs['seeds'][-1]}"
+        if theirs["seeds"] != request["seeds"] and {*theirs["seeds"]} & {*request["seeds"]}:
+            raise UserError(
+                f"seeds: {folder} compares the same sides with {seeds}, and their number is fixed before the first run,"
+                " since adding seeds until there is a verdict finds differences where there are none; give the same"
+                f" seeds again, or --first-seed {theirs['seeds'][-1] + 1} for another comparison"
+            )
+        results = [f"{sentence} ({metric})" for metric, sentence in earlier["judged"]] or ["no result yet"]
+        self.report["notes"].append(f"{folder} compares the same sides with {seeds}: {'; '.join(results)}")
 
     def train(self) -> list[list[Any]]:
         """The runs of all seeds. Raises UserError if one fails, or A's and B's are not comparable."""
@@ -164,7 +187,7 @@ class Judge:
         self.report["rows"] = [{"seed": seed, "a": a, "b": b, "difference": b - a} for seed, a, b in rows]
         self.report |= {"mean_difference": result.mean, "standard_deviation": result.deviation}
         self.report |= {"interval": [*result.interval], "verdict": result.verdict, "sentence": result.sentence}
-        self.note_earlier([[*self.seeds], f"{direction}:{self.name}"])
+        self.note_earlier(f"{direction}:{self.name}", result.sentence)
         low, high = result.interval
         print(f"mean difference {result.mean:+.6g}, 95 % interval [{low:.6g}, {high:.6g}], n = {len(rows)}")
         for note in self.report["notes"]:
@@ -172,14 +195,21 @@ class Judge:
         better = "higher" if self.sign > 0 else "lower"
         print(f"{result.sentence} ({direction}:{self.name}, {better} is better)")
 
-    def note_earlier(self, here: list[Any]) -> None:
-        """Note results of these runs with other seeds or metrics: who takes the best of several is misled."""
-        if others := [each for each in self.request["judged"] if each != here]:
-            text = ", ".join(f"{metric} with {len(seeds)} seeds" for seeds, metric in others)
-            self.report["notes"].append(f"judged before by {text}: choosing among results makes an interval too narrow")
-        if here not in self.request["judged"]:
-            self.request["judged"].append(here)
+    def note_earlier(self, metric: str, sentence: str) -> None:
+        """Note results of these runs by other metrics: who takes the best of several is misled."""
+        others = [f"{name}: {result}" for name, result in self.request["judged"] if name != metric]
+        if others:
+            text = f"judged before by {', '.join(others)}; choosing among results makes an interval too narrow"
+            self.report["notes"].append(text)
+        if [metric, sentence] not in self.request["judged"]:
+            self.request["judged"].append([metric, sentence])
             replace_json(self.out / "judge.json", self.request)
+
+
+def sides_of(request: dict[str, Any]) -> list[str]:
+    """A text for each side of a request, in one order for A and B and for B and A."""
+    sides = zip(request.get("settings", []), request.get("code", []), strict=True)
+    return sorted(json.dumps([*side, request["ranks"]], sort_keys=True) for side in sides)
 
 
 def main(argv: list[str] | None = None) -> int:

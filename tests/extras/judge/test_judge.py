@@ -33,7 +33,7 @@ if (fork / "fails").exists():
 steps = config.max_steps or config.epochs
 loss = changes.get("final", {"loss": config.lr * (1 + 0.01 * config.seed)})
 if "by_seed" in changes:
-    loss = {"loss": changes["by_seed"][config.seed]}
+    loss = {"loss": changes["by_seed"][config.seed]} | changes.get("more", {})
 held_out = {"val": {"identity": "13 samples, ff", "content": "", "sketches": changes.get("sketches", [[1], None, [3]])}}
 records = {
     "summary.json": {"state": "completed", "steps": steps, "samples_seen": 8 * steps, "world_size": 1, "final": loss},
@@ -42,7 +42,7 @@ records = {
 }
 for name, values in records.items():
     (folder / name).write_text(json.dumps(values | changes.get(name, {})))
-weights = changes.get("weights", ["w0", "w1", "w2", "w3", "w4"])[config.seed]
+weights = changes.get("weights", [f"w{seed}" for seed in range(9)])[config.seed]
 (folder / "metrics.jsonl").write_text(json.dumps({"kind": "event", "event": "started", "weights": weights}) + "\\n")
 order = changes.get("order", 1)
 if config.record_samples and order:
@@ -354,7 +354,7 @@ def test_a_run_that_fails_is_named_with_the_end_of_its_log(tmp_path, fork, no_pr
     assert (fork / "started").read_text().count("a-seed0") == 1
 
 
-def test_a_judge_that_was_interrupted_continues_and_names_earlier_results(tmp_path, fork, no_probe, monkeypatch):
+def test_a_judge_that_was_interrupted_continues_where_it_was(tmp_path, fork, no_probe, monkeypatch):
     other = other_fork(fork, final={"loss": 2.0})
     (other / "wait").touch()
     words = [fork, other, "--seeds", "3", "--json", tmp_path / "report.json"]
@@ -375,12 +375,43 @@ def test_a_judge_that_was_interrupted_continues_and_names_earlier_results(tmp_pa
     assert [line.split()[0] for line in (other / "started").read_text().splitlines()] == [
         *("b-seed0", "b-seed0", "b-seed1", "b-seed2")
     ]
-    code, found = run(tmp_path, *words[:3], "4")
-    assert code == 0 and found["notes"][0].startswith("judged before by min:loss with 3 seeds: choosing among results")
     code, found = run(tmp_path, *words[:4], flags=(*ALL, "--lr", "0.3"))
-    assert code == 0 and found["out"] == "runs/judge-2"
+    assert code == 0 and found["out"] == "runs/judge-2" and not found["notes"]
     code, found = run(tmp_path, *words[:4], "--out", "runs/judge-1", flags=(*ALL, "--lr", "0.3"))
     assert code == 2 and "runs with other settings or code; give another" in found["refused"]
+
+
+def test_the_number_of_seeds_is_fixed_before_the_first_run(tmp_path, fork, no_probe):
+    """In the folder of the runs and beside it, also if A and B are exchanged."""
+    other = other_fork(fork, final={"loss": 9.0})
+    first = tmp_path / "runs/first"
+    code, found = run(tmp_path, fork, other, "--seeds", 3, "--out", first)
+    assert code == 0 and found["verdict"] == "A"
+    count = (fork / "started").read_text()
+    text = f"seeds: {first} compares the same sides with seeds 0 to 2, and their number is fixed before the first run"
+    second = tmp_path / "runs/second"
+    for pair, out in ((fork, other), first), ((fork, other), second), ((other, fork), second):
+        for seeds in (("--seeds", 4), ("--seeds", 3, "--first-seed", 2)):
+            code, found = run(tmp_path, *pair, *seeds, "--out", out)
+            assert code == 2 and found["refused"].startswith(text), found["refused"]
+            assert found["refused"].endswith("or --first-seed 3 for another comparison")
+    assert (fork / "started").read_text() == count
+
+
+def test_other_comparisons_of_the_same_sides_and_other_metrics_are_notes(tmp_path, fork, no_probe):
+    final = {"loss": 9.0, "top1": 0.5}
+    other, out = other_fork(fork, final=final), tmp_path / "runs/first"
+    (fork / "changes.json").write_text(
+        json.dumps({"by_seed": [0.1, 0.11, 0.12, 0.1, 0.2, 0.15], "more": {"top1": 0.5}})
+    )
+    code, found = run(tmp_path, fork, other, "--seeds", 3, "--out", out, "--metric", "min:loss")
+    assert code == 0 and not found["notes"]
+    code, found = run(tmp_path, fork, other, "--seeds", 3, "--out", out, "--metric", "max:top1")
+    text = "judged before by min:loss: A is better; choosing among results makes an interval too narrow"
+    assert code == 0 and found["notes"] == [text]
+    code, found = run(tmp_path, fork, other, "--seeds", 3, "--first-seed", 3, "--out", out.with_name("second"))
+    text = f"{out} compares the same sides with seeds 0 to 2: A is better (min:loss); no difference shown"
+    assert code == 0 and found["notes"][0].startswith(text)
 
 
 IN_EVALUATION = """    loss = F.cross_entropy(logits, labels, reduction="sum")
