@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import statistics
 import sys
 from itertools import count
 from pathlib import Path
@@ -29,6 +30,7 @@ from utils.run.command_line import open_output
 from utils.table import format_table
 
 FEWEST, USUAL = 3, 5
+LONGER = 1.1  # times as long is a step that is noted, if it is so in all pairs
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -62,7 +64,7 @@ class Judge:
 
     def run(self) -> None:
         """Raises UserError if there can be no verdict."""
-        from scripts.lib.judge.evaluation import difference  # they import torch
+        from scripts.lib.judge.evaluation import difference, notes_on  # they import torch
         from scripts.lib.judge.sides import Side, check_budget, differing
 
         options = self.options
@@ -78,6 +80,11 @@ class Judge:
         check_budget(a, b, options.ranks)
         if reason := difference(a.fork, b.fork) if a.fork != b.fork else "":
             raise UserError(reason)
+        self.report["notes"] += notes_on(a.fork, b.fork)
+        if init_from := self.report["settings"].get("init_from"):
+            text = " and ".join(value or "none" for value in init_from)
+            note = f"init_from: A and B have {text}; what these weights have learned before was not compared"
+            self.report["notes"].append(note)
         self.metric = self.checked_metric()
         request = {"settings": [a.settings, b.settings], "code": codes, "ranks": options.ranks}
         self.open(request | {"seeds": [*self.seeds]})
@@ -176,6 +183,7 @@ class Judge:
                     " deviation is unknown; give a finer metric, such as --metric min:loss, or other seeds"
                 )
             differences = [0.0] * len(rows)
+        self.note_seconds(pairs)
         for name, values in columns.items():
             for place in collapsed(values, self.sign):
                 self.report["notes"].append(
@@ -194,6 +202,17 @@ class Judge:
             print(f"note: {note}")
         better = "higher" if self.sign > 0 else "lower"
         print(f"{result.sentence} ({direction}:{self.name}, {better} is better)")
+
+    def note_seconds(self, pairs: list[list[Any]]) -> None:
+        """Note that each step of one side takes longer in all pairs."""
+        rates = [[run.summary.get("samples_per_s", 0) for run in pair] for pair in pairs]
+        for name, slow, fast in (("A", 0, 1), ("B", 1, 0)):
+            if all(pair[slow] * LONGER < pair[fast] for pair in rates) and min(map(min, rates)) > 0:
+                ratio = statistics.median(pair[fast] / pair[slow] for pair in rates)
+                text = (
+                    f"a step of {name} takes {ratio:.1f} times as long; the other side trains longer in that time"
+                )
+                self.report["notes"].append(text)
 
     def note_earlier(self, metric: str, sentence: str) -> None:
         """Note results of these runs by other metrics: who takes the best of several is misled."""

@@ -1,5 +1,8 @@
 # extra: judge
-"""Whether two forks evaluate with the same code: dataset.py, utils, and compute_loss with all that it uses."""
+"""Whether two forks evaluate with the same code: dataset.py, utils, and compute_loss with all that it uses.
+
+And which other code a person has to read, since it may change what is evaluated, or learn from it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ from config import UserError
 
 STARTS = ("compute_loss", "loss_counts", "summarize", "*")  # of model.py; *: imports of all that a module has
 OTHERS = ("model.py", "config.py", "train.py")  # followed no further: their evaluation is in utils and these functions
+LOOP = ("train.py", "config.py", "ddp_utils.py")
+DATA = ("create_dataset", "load_data", "create_evaluation_dataloader", "data_dir")
+HIDING = ("exec", "eval", "__import__", "importlib", "mock", "atexit", "gc", "inspect", "_getframe")
 REMEDY = "and computes the metric; make it the same, or put both variants behind a flag of one fork and judge configs"
 
 
@@ -46,6 +52,79 @@ def evaluating(fork: Path) -> dict[str, str]:
             found[f"model.py: {name}"] = found.get(f"model.py: {name}", "") + ast.unparse(statement)
             waiting += sorted({node.id for node in ast.walk(statement) if isinstance(node, ast.Name)})
     return found | files_of(fork, files)
+
+
+def notes_on(a: Path, b: Path) -> list[str]:
+    """What a person has to find out about the code of two forks, which may be one."""
+    questions = {"A": to_read(a), "B": to_read(b)}
+    notes = []
+    for question in dict.fromkeys(questions["A"] + questions["B"]):
+        sides = " and ".join(name for name in questions if question in questions[name])
+        notes.append(f"{sides}, {question}")
+    for name in LOOP:
+        if without_fields(a / name) != without_fields(b / name):
+            notes.append(f"{name}: is not the same in A and B; do both train alike, and record what they did?")
+    return notes
+
+
+def without_fields(path: Path) -> str:
+    """The code of a file, without the annotated fields of classes, such as those of the config."""
+    tree = parse(path)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            node.body = [each for each in node.body if not isinstance(each, ast.AnnAssign)]
+    return ast.dump(tree)
+
+
+def to_read(fork: Path) -> list[str]:
+    """Questions about code of model.py and of the files that it imports."""
+    questions: list[str] = []
+    model = fork / "model.py"
+    files = [model, *(path for node in ast.walk(parse(model)) for path in imported(fork, node))]
+    for path in dict.fromkeys(files):
+        file = path.relative_to(fork).as_posix()
+        if file.startswith("utils/") or file in ("dataset.py", *LOOP):
+            continue
+        tree = parse(path)
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        modules = {name for node in imports for name in bound(node)}
+        for statement in tree.body:
+            if acts(statement):
+                questions.append(f"{file}: `{shown(statement)}` acts on import; does it change what is evaluated?")
+                continue
+            place = f"{file}: {min(bound(statement), default='')}"
+            for node in ast.walk(statement):
+                name = getattr(node, "id", getattr(node, "attr", ""))
+                if changed_by(node) in modules:
+                    questions.append(f"{place}: `{shown(node)}` changes a module; does it change what is evaluated?")
+                elif name in DATA and (place, name) != ("model.py: create_model", "data_dir"):  # e.g. a vocabulary
+                    questions.append(f"{place}: `{shown(node)}` leads to data; does it learn from held-out samples?")
+                elif name in HIDING and not (name == "eval" and isinstance(node, ast.Attribute)):  # model.eval()
+                    questions.append(f"{place}: `{shown(node)}` may do anything; does it change what is evaluated?")
+    return list(dict.fromkeys(questions))
+
+
+def acts(statement: ast.stmt) -> bool:
+    """Whether a statement of a module binds no name, and is neither a docstring nor run as a script only."""
+    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return not bound(statement) and not is_text and not shown(statement).startswith("if __name__")
+
+
+def changed_by(node: ast.AST) -> str:
+    """The name of the module, class or function that gets another attribute here, or ""."""
+    changed: ast.AST | None = None
+    if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+        changed = node
+    elif isinstance(node, ast.Call) and node.args and getattr(node.func, "id", "") in ("setattr", "delattr"):
+        changed = node.args[0]
+    while isinstance(changed, ast.Attribute | ast.Subscript):
+        changed = changed.value
+    return changed.id if isinstance(changed, ast.Name) else ""
+
+
+def shown(node: ast.AST) -> str:
+    """The first line of its code."""
+    return ast.unparse(node).splitlines()[0]
 
 
 def files_of(fork: Path, files: set[Path]) -> dict[str, str]:

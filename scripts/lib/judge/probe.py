@@ -4,7 +4,8 @@
 python probe.py FORK RESULT.json outputs OUTPUTS.pt [flags of train.py]
     What does the evaluation make of given outputs of a network, for one batch? The first process makes OUTPUTS.pt with
     a new network. Another process gets these outputs, whatever its network is. Its metrics are equal if it computes the
-    same quantity. RESULT.json has sum and count of each metric, and how often the network was called.
+    same quantity. RESULT.json has sum and count of each metric, how often the network was called, and where each
+    function of the template is defined.
 
 python probe.py FORK RESULT.json weights - [flags of train.py]
     Does create_model draw weights from generators that it seeds itself? RESULT.json has "is_seeded".
@@ -13,6 +14,7 @@ python probe.py FORK RESULT.json weights - [flags of train.py]
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,27 @@ def outputs(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
     sums = {
         name: [torch.as_tensor(each).double().sum().item() for each in entry[:2]] for name, entry in metrics.items()
     }
-    return {"calls": len(outputs), "metrics": sums}
+    return {"calls": len(outputs), "metrics": sums, "functions": functions()}
+
+
+def functions() -> dict[str, str]:
+    """Where each function of the template is defined now, by name: code of the fork may have replaced it."""
+    places: dict[str, str] = {}
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None) or ""
+        if not file.startswith(f"{FORK}/utils/") and name not in ("config", "dataset", "ddp_utils"):
+            continue
+        values = {f"{name}.{key}": value for key, value in vars(module).items()}
+        for key, value in [*values.items()]:
+            if isinstance(value, type) and value.__module__ == name:
+                values |= {f"{key}.{member}": function for member, function in vars(value).items()}
+        for key, value in values.items():
+            function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
+            if code := getattr(function, "__code__", None):
+                places[key] = f"{code.co_filename.removeprefix(str(FORK))} {code.co_qualname}"
+            elif callable(value):
+                places[key] = getattr(value, "__qualname__", type(value).__name__)
+    return places
 
 
 def weights(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from utils.files import read_json, read_lines, replace_json
 from utils.run.provenance import sha256_of, versions
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = ("train.py", "model.py", "dataset.py", "config.py")
+FILES = ("train.py", "model.py", "dataset.py", "config.py", "ddp_utils.py")
 OURS = ("seed", "run_dir", "checkpoint_dir", "resume_from")  # flags that the judge gives
 LEFT_OUT = ("overwrite", "eval_only", "mirror", "max_time")
 BUDGET = ("epochs", "max_steps", "dataset_size", "drop_last", "schedule_steps", "patience")
@@ -279,6 +279,13 @@ def check_quantity(sides: Sequence[Side], out: Path, seed: int, metric: str) -> 
             return f"the metric of {side.name} could not be computed from given outputs of a network: see {log}"
         found.append(result)
     outputs.unlink()
+    for name in found[0]["functions"].keys() & found[1]["functions"].keys():
+        places = [each["functions"][name] for each in found]
+        if places[0] != places[1]:
+            raise UserError(
+                f"{name}: is {places[0]} in A and {places[1]} in B, so they are not evaluated alike; let no code"
+                " of a fork replace a function of the template"
+            )
     if not found[0]["calls"] or metric not in found[0]["metrics"]:
         return f"{metric} could not be computed from given outputs of a network; only its source was compared"
     one, other = (each["metrics"].get(metric, []) for each in found)

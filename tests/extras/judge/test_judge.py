@@ -36,7 +36,8 @@ if "by_seed" in changes:
     loss = {"loss": changes["by_seed"][config.seed]} | changes.get("more", {})
 held_out = {"val": {"identity": "13 samples, ff", "content": "", "sketches": changes.get("sketches", [[1], None, [3]])}}
 records = {
-    "summary.json": {"state": "completed", "steps": steps, "samples_seen": 8 * steps, "world_size": 1, "final": loss},
+    "summary.json": {"state": "completed", "steps": steps, "samples_seen": 8 * steps, "world_size": 1, "final": loss,
+                     "samples_per_s": 100.0},
     "provenance.json": {"code": changes.get("codes", [1, 1])[config.seed % 2], "global_batch_size": config.batch_size,
                         "identity": "64 samples, aa", "content": "", "held_out": held_out},
 }
@@ -116,6 +117,7 @@ def make_fork(folder, **texts):
     (folder / "utils/extras").symlink_to(ROOT / "utils/extras")
     files = {"train.py": TRAIN, "model.py": MODEL, "dataset.py": "x = 1\n", "scripts/verify.py": VERIFY}
     files |= {
+        "ddp_utils.py": "",
         "losses.py": "def smooth(x):\n    return x\n",
         "utils/metrics.py": "def count_correct(x):\n    return x\n",
     }
@@ -315,6 +317,37 @@ def test_other_code_of_the_evaluation_is_refused_by_file_and_function(tmp_path, 
         code, found = run(tmp_path, fork, other, "--out", tmp_path / "out")
         assert code == 2 and found["refused"].startswith(f"{named}: is not the same in A and B, and computes the")
         assert not (fork / "started").exists()
+
+
+def test_what_the_judge_cannot_compare_is_a_note(tmp_path, fork, no_probe):
+    """Weights of a file on one side, slower steps, another train.py, and code that may reach held-out data."""
+    slow = {"samples_per_s": 40.0, "state": "completed", "final": {"loss": 9.0}, "steps": 3, "samples_seen": 24}
+    texts = {"train.py": f"{TRAIN}\nextra = 1\n", "model.py": f"{MODEL}\n{READS}"}
+    other = other_fork(fork, texts, **{"summary.json": slow | {"world_size": 1}})
+    code, found = run(tmp_path, fork, other, "--seeds", 3, "--out", tmp_path / "out")
+    assert code == 0 and found["notes"] == [
+        "B, model.py: after_step: `create_dataset` leads to data; does it learn from held-out samples?",
+        "train.py: is not the same in A and B; do both train alike, and record what they did?",
+        "a step of B takes 2.5 times as long; the other side trains longer in that time",
+    ]
+
+
+READS = """
+from dataset import create_dataset
+
+
+def after_step(model, progress, taken):
+    create_dataset(None, "val")
+"""
+
+
+def test_weights_of_a_file_on_one_side_are_a_note(tmp_path, fork, no_probe, monkeypatch):
+    for name, text in (("a.toml", "lr = 0.1"), ("b.toml", "lr = 0.2\ninit_from = 'weights.pt'")):
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(sides, "ROOT", fork)
+    code, found = run(tmp_path, tmp_path / "a.toml", tmp_path / "b.toml", "--seeds", 3, "--out", tmp_path / "out")
+    text = "init_from: A and B have none and weights.pt; what these weights have learned before was not compared"
+    assert code == 0 and found["notes"] == [text], found
 
 
 def test_broken_code_is_not_judged_and_verified_code_is_verified_once(tmp_path, fork, no_probe):

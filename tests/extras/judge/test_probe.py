@@ -68,3 +68,28 @@ def test_weights_from_a_generator_that_create_model_seeds_are_told_from_others(t
     side = sides.Side.of("B", str(fork_with(tmp_path / "fork", *(SEEDED | SOUND)[name])), FLAGS)
     found, log = side.probe(tmp_path, 0, "weights", "-")
     assert found == {"is_seeded": name in SEEDED}, log.read_text()
+
+
+BETTER = "MetricTracker.means = lambda self: {'loss': 0.0}"
+REPLACED = {  # by code of B: what create_model does, what the file does, and the function that is named
+    "when the network is made": (f"if config.lr == 0.2: {BETTER}", "", "utils.metrics.MetricTracker.means"),
+    "when the file is imported": ("pass", BETTER, "utils.metrics.MetricTracker.means"),
+    "a property": ("pass", "Seams.summary = property(lambda self: None)", "utils.training.seams.Seams.summary"),
+    "nothing": ("pass", "", ""),
+}
+
+
+@pytest.mark.parametrize("how", [name if "made" in name else pytest.param(name, marks=SLOW) for name in REPLACED])
+def test_functions_of_the_template_that_code_of_a_fork_replaces_are_named(tmp_path, how):
+    """Two configs of a fork, and two forks."""
+    in_create_model, in_the_file, named = REPLACED[how]
+    imports = "from utils.metrics import MetricTracker\nfrom utils.training.seams import Seams\n"
+    b = fork_with(tmp_path / "b", in_create_model)
+    (b / "model.py").write_text(f"{(b / 'model.py').read_text()}\n{imports}{in_the_file}\n")
+    a = b if "config" in in_create_model else fork_with(tmp_path / "a")
+    pair = [sides.Side.of("A", str(a), FLAGS), sides.Side.of("B", str(b), [*FLAGS, "--lr", "0.2"])]
+    if named:
+        with pytest.raises(sides.UserError, match=f"^{named}: is .* in A and .* in B, so they are not evaluated alike"):
+            sides.check_quantity(pair, tmp_path, 0, "loss")
+    else:
+        assert sides.check_quantity(pair, tmp_path, 0, "loss") == ""
