@@ -209,9 +209,7 @@ class Judge:
         for name, slow, fast in (("A", 0, 1), ("B", 1, 0)):
             if all(pair[slow] * LONGER < pair[fast] for pair in rates) and min(map(min, rates)) > 0:
                 ratio = statistics.median(pair[fast] / pair[slow] for pair in rates)
-                text = (
-                    f"a step of {name} takes {ratio:.1f} times as long; the other side trains longer in that time"
-                )
+                text = f"a step of {name} takes {ratio:.1f} times as long; the other side trains longer in that time"
                 self.report["notes"].append(text)
 
     def note_earlier(self, metric: str, sentence: str) -> None:

@@ -50,6 +50,12 @@ class Side:
         if given.strip() and path.is_dir():
             if missing := [each for each in FILES if not (path / each).exists()]:
                 raise UserError(f"{name}={path}: has no {missing[0]}; give the folder of a fork, a config, or flags")
+            digests = path / "utils/training/fingerprint.py"
+            if not digests.exists() or "def of_parameters" not in digests.read_text(encoding="utf-8"):
+                raise UserError(
+                    f"{name}={path}: is a fork of an older template, whose runs record no digest of the weights that"
+                    " they start from; merge the newer template into it, see docs/upgrading.md"
+                )
             side = cls(name, given, path.resolve())
         else:
             side = cls(name, given, ROOT)
@@ -155,7 +161,7 @@ class Side:
             print(end_of(log), file=sys.stderr)
             what = f"is BROKEN: {', '.join(broken)}" if broken else f"ended with exit code {code}"
             raise UserError(f"{self.name}: scripts/verify.py {what}; see {log}, and fix that first")
-        checks = read_json(found_file)["checks"]
+        checks = read_json(found_file).get("checks", [])
         for kind in ("notes", "not_checked"):
             found[kind] = [text for check in checks for text in check.get(kind, [])]
         replace_json(record, found)
@@ -165,7 +171,7 @@ class Side:
         """Whether this content of verified.json is that of a check which passed, with the present code and settings."""
         if not found.get("passed") or found.get("versions") != versions():
             return False
-        code, settings = found["code"], found["settings"]
+        code, settings = found.get("code", {}), found.get("settings", {})
         files = {path.relative_to(self.fork).as_posix() for path in self.fork.glob("utils/**/*.py")}
         is_same = files <= code.keys() and all(sha256_of(self.fork / name) == digest for name, digest in code.items())
         return is_same and all(

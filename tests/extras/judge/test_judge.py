@@ -111,7 +111,7 @@ def own_handlers(monkeypatch):
 
 def make_fork(folder, **texts):
     """A fork with the real config, and scripts that take no time. texts: of other files."""
-    for name in ("utils", "scripts"):
+    for name in ("utils/training", "scripts"):
         (folder / name).mkdir(parents=True)
     shutil.copy(ROOT / "config.py", folder)
     (folder / "utils/extras").symlink_to(ROOT / "utils/extras")
@@ -120,6 +120,7 @@ def make_fork(folder, **texts):
         "ddp_utils.py": "",
         "losses.py": "def smooth(x):\n    return x\n",
         "utils/metrics.py": "def count_correct(x):\n    return x\n",
+        "utils/training/fingerprint.py": "def of_parameters(model):\n    return 1\n",
     }
     for name, text in (files | {"changes.json": "{}"} | texts).items():
         (folder / name).write_text(text)
@@ -223,6 +224,18 @@ def test_runs_that_cannot_be_compared_are_refused_after_the_first_pair(tmp_path,
 def test_code_that_was_edited_between_seeds_is_refused(tmp_path, fork, no_probe):
     code, found = run(tmp_path, fork, other_fork(fork, codes=[1, 2]), "--out", tmp_path / "out")
     assert code == 2 and found["refused"] == "B: its code was changed between seeds; give another --out"
+
+
+@pytest.mark.parametrize("side", "AB")
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_fork_of_an_older_template_is_refused_in_a_sentence(tmp_path, fork, side, is_there):
+    other = other_fork(fork)
+    old = {"A": fork, "B": other}[side]
+    digests = old / "utils/training/fingerprint.py"
+    digests.write_text("def fingerprint(state):\n    return 1\n") if is_there else digests.unlink()
+    code, found = run(tmp_path, fork, other, "--out", tmp_path / "out")
+    assert code == 2 and found["refused"].startswith(f"{side}={old}: is a fork of an older template, whose runs record")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
