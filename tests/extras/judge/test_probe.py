@@ -93,3 +93,22 @@ def test_functions_of_the_template_that_code_of_a_fork_replaces_are_named(tmp_pa
             sides.check_quantity(pair, tmp_path, 0, "loss")
     else:
         assert sides.check_quantity(pair, tmp_path, 0, "loss") == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["fork_rng", "constants", "a file", "drawn", "init_from"])
+def test_runs_of_two_seeds_that_start_from_the_same_weights_are_found(tmp_path, name, ranks):
+    fork = fork_with(tmp_path / "fork", *(SEEDED | SOUND).get(name, ("pass", "pass")))
+    flags = [*FLAGS, "--max_steps", "1", "--epochs", "1"]
+    if name == "init_from":
+        made = sides.Side.of("A", str(fork), flags).train(tmp_path, 5, 1, has_samples=False)
+        flags += ["--init_from", str(next(made.folder.glob("checkpoints/step_*.pt")))]
+    side = sides.Side.of("B", str(fork), flags)
+    first, second = (side.train(tmp_path, seed, ranks, has_samples=False) for seed in (0, 1))
+    if name == "fork_rng":
+        with pytest.raises(sides.UserError, match="^B: seeds 0 and 1 start from the same weights, since create_model"):
+            side.check_weights(tmp_path, second, [first])
+    else:
+        expected = "" if name == "drawn" else "B: all seeds start from the same weights; the interval holds for these"
+        assert side.check_weights(tmp_path, second, [first]) == expected
