@@ -72,7 +72,7 @@ def judged(differences: Sequence[float], sign: int) -> Result:
     """
     n = len(differences)
     mean = math.fsum(differences) / n
-    deviation = math.sqrt(math.fsum((each - mean) ** 2 for each in differences) / (n - 1))
+    deviation = math.hypot(*(each - mean for each in differences)) / math.sqrt(n - 1)  # squares may under- or overflow
     skewness = 0.0
     if deviation:
         # the adjusted Fisher-Pearson coefficient: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.5.11
