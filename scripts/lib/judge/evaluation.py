@@ -1,7 +1,7 @@
 # extra: judge
 """Whether two forks evaluate with the same code: dataset.py, utils, and compute_loss with all that it uses.
 
-And which other code a person has to read, since it may change what is evaluated, or learn from it.
+The notes name other code that a person has to read, since it may change what is evaluated, or learn from it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from config import UserError
 
-STARTS = ("compute_loss", "loss_counts", "summarize", "*")  # of model.py; *: imports of all that a module has
-OTHERS = ("model.py", "config.py", "train.py")  # followed no further: their evaluation is in utils and these functions
+EVALUATION = ("compute_loss", "loss_counts", "summarize", "*")  # names in model.py; * is that of `import *`
+NOT_FOLLOWED = ("model.py", "config.py", "train.py")  # what evaluates there is in utils and in EVALUATION
 LOOP = ("train.py", "config.py", "ddp_utils.py")
 DATA = ("create_dataset", "load_data", "create_evaluation_dataloader", "data_dir")
 HIDING = ("exec", "eval", "__import__", "importlib", "mock", "atexit", "gc", "inspect", "_getframe")
@@ -25,10 +25,13 @@ def difference(a: Path, b: Path) -> str:
 
     Comments do not count. Raises UserError for a file that is no Python.
     """
-    one, other = evaluating(a), evaluating(b)
+    one = evaluating(a)
+    other = evaluating(b)
     differing = [name for name in one | other if one.get(name) != other.get(name)]
+    if not differing:
+        return ""
     more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-    return f"{differing[0]}{more}: is not the same in A and B, {REMEDY}" if differing else ""
+    return f"{differing[0]}{more}: is not the same in A and B, {REMEDY}"
 
 
 def evaluating(fork: Path) -> dict[str, str]:
@@ -39,28 +42,28 @@ def evaluating(fork: Path) -> dict[str, str]:
     for statement in parse(fork / "model.py").body:
         for name in bound(statement):
             definitions.setdefault(name, []).append(statement)
-    waiting = [*STARTS, *(["predict"] if "summarize" in definitions else [])]
-    seen: set[str] = set()
+    waiting = [*EVALUATION]
+    if "summarize" in definitions:
+        waiting.append("predict")
     while waiting:
         name = waiting.pop(0)
-        statements = definitions.get(name, []) if name not in seen else []
-        seen.add(name)
-        for statement in statements:
+        for statement in definitions.pop(name, []):  # removed, so that it is read once
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 files |= set(imported(fork, statement))
                 continue
-            found[f"model.py: {name}"] = found.get(f"model.py: {name}", "") + ast.unparse(statement)
+            place = f"model.py: {name}"
+            found[place] = found.get(place, "") + ast.unparse(statement)
             waiting += sorted({node.id for node in ast.walk(statement) if isinstance(node, ast.Name)})
     return found | files_of(fork, files)
 
 
 def notes_on(a: Path, b: Path) -> list[str]:
     """What a person has to find out about the code of two forks, which may be one."""
-    questions = {"A": to_read(a), "B": to_read(b)}
-    notes = []
-    for question in dict.fromkeys(questions["A"] + questions["B"]):
-        sides = " and ".join(name for name in questions if question in questions[name])
-        notes.append(f"{sides}, {question}")
+    sides: dict[str, list[str]] = {}  # that a question is about
+    for name, fork in (("A", a), ("B", b)):
+        for question in to_read(fork):
+            sides.setdefault(question, []).append(name)
+    notes = [f"{' and '.join(names)}, {question}" for question, names in sides.items()]
     for name in LOOP:
         if without_fields(a / name) != without_fields(b / name):
             notes.append(f"{name}: is not the same in A and B; do both train alike, and record what they did?")
@@ -72,7 +75,7 @@ def without_fields(path: Path) -> str:
     tree = parse(path)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            node.body = [each for each in node.body if not isinstance(each, ast.AnnAssign)]
+            node.body = [statement for statement in node.body if not isinstance(statement, ast.AnnAssign)]
     return ast.dump(tree)
 
 
@@ -83,25 +86,32 @@ def to_read(fork: Path) -> list[str]:
     files = [model, *(path for node in ast.walk(parse(model)) for path in imported(fork, node))]
     for path in dict.fromkeys(files):
         file = path.relative_to(fork).as_posix()
-        if file.startswith("utils/") or file in ("dataset.py", *LOOP):
-            continue
-        tree = parse(path)
-        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-        modules = {name for node in imports for name in bound(node)}
-        for statement in tree.body:
-            if acts(statement):
-                questions.append(f"{file}: `{shown(statement)}` acts on import; does it change what is evaluated?")
-                continue
-            place = f"{file}: {min(bound(statement), default='')}"
-            for node in ast.walk(statement):
-                name = getattr(node, "id", getattr(node, "attr", ""))
-                if changed_by(node) in modules:
-                    questions.append(f"{place}: `{shown(node)}` changes a module; does it change what is evaluated?")
-                elif name in DATA and (place, name) != ("model.py: create_model", "data_dir"):  # e.g. a vocabulary
-                    questions.append(f"{place}: `{shown(node)}` leads to data; does it learn from held-out samples?")
-                elif name in HIDING and not (name == "eval" and isinstance(node, ast.Attribute)):  # model.eval()
-                    questions.append(f"{place}: `{shown(node)}` may do anything; does it change what is evaluated?")
+        if not file.startswith("utils/") and file not in ("dataset.py", *LOOP):
+            questions += questions_on(parse(path), file)
     return list(dict.fromkeys(questions))
+
+
+def questions_on(tree: ast.Module, file: str) -> list[str]:
+    """Questions about the code of one file."""
+    questions: list[str] = []
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    modules = {name for node in imports for name in bound(node)}
+    for statement in tree.body:
+        if acts(statement):
+            questions.append(f"{file}: `{shown(statement)}` acts on import; does it change what is evaluated?")
+            continue
+        place = f"{file}: {min(bound(statement), default='')}"
+        for node in ast.walk(statement):
+            name = getattr(node, "id", getattr(node, "attr", ""))
+            is_eval_mode = name == "eval" and isinstance(node, ast.Attribute)  # model.eval()
+            is_vocabulary = (place, name) == ("model.py: create_model", "data_dir")  # or another part of a network
+            if changed_by(node) in modules:
+                questions.append(f"{place}: `{shown(node)}` changes a module; does it change what is evaluated?")
+            elif name in DATA and not is_vocabulary:
+                questions.append(f"{place}: `{shown(node)}` leads to data; does it learn from held-out samples?")
+            elif name in HIDING and not is_eval_mode:
+                questions.append(f"{place}: `{shown(node)}` may do anything; does it change what is evaluated?")
+    return questions
 
 
 def acts(statement: ast.stmt) -> bool:
@@ -123,7 +133,7 @@ def changed_by(node: ast.AST) -> str:
 
 
 def shown(node: ast.AST) -> str:
-    """The first line of its code."""
+    """The first line of the code of a node."""
     return ast.unparse(node).splitlines()[0]
 
 
@@ -134,10 +144,11 @@ def files_of(fork: Path, files: set[Path]) -> dict[str, str]:
     while waiting:
         path = waiting.pop(0)
         name = path.relative_to(fork).as_posix()
-        if name not in found and name not in OTHERS:
+        if name not in found and name not in NOT_FOLLOWED:
             tree = parse(path)
             found[name] = ast.unparse(tree)
-            waiting += [each for node in ast.walk(tree) for each in imported(fork, node)]
+            for node in ast.walk(tree):
+                waiting += imported(fork, node)
     return found
 
 
@@ -165,9 +176,13 @@ def bound(statement: ast.stmt) -> set[str]:
 
 def imported(fork: Path, node: ast.AST) -> Iterator[Path]:
     """The files of the fork that an import statement names."""
-    modules = [each.name for each in node.names] if isinstance(node, ast.Import) else []
-    if isinstance(node, ast.ImportFrom) and node.module:
-        modules = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+    modules: list[str] = []
+    if isinstance(node, ast.Import):
+        modules = [name.name for name in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        modules = [node.module, *(f"{node.module}.{name.name}" for name in node.names)]
     for module in modules:
         place = fork.joinpath(*module.split("."))
-        yield from (path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file())
+        for path in (place.with_suffix(".py"), place / "__init__.py"):
+            if path.is_file():
+                yield path

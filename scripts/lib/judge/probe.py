@@ -19,7 +19,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FORK, RESULT, KIND, OUTPUTS = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+FORK = Path(sys.argv[1])
+RESULT = Path(sys.argv[2])
+KIND = sys.argv[3]
+OUTPUTS = Path(sys.argv[4])
 sys.path[:1] = [str(FORK), str(FORK / "scripts")]
 
 import torch
@@ -44,8 +47,12 @@ def outputs(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
     net: Any = new_network(sets.config, ctx).eval()
     outputs: list[Any] = []
     is_first = not OUTPUTS.exists()
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(copy.deepcopy(output))
+
     if is_first:
-        net.register_forward_hook(lambda module, args, output: outputs.append(copy.deepcopy(output)))
+        net.register_forward_hook(keep)
     else:
         outputs = torch.load(OUTPUTS, map_location=ctx.device, weights_only=False)  # by code that runs here too
         given = iter(outputs)
@@ -54,9 +61,9 @@ def outputs(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
         metrics = Seams.of(model, ctx.device).compute_loss(net, batch)
     if is_first:
         torch.save(outputs, OUTPUTS)
-    sums = {
-        name: [torch.as_tensor(each).double().sum().item() for each in entry[:2]] for name, entry in metrics.items()
-    }
+    sums = {}
+    for name, entry in metrics.items():
+        sums[name] = [torch.as_tensor(value).double().sum().item() for value in entry[:2]]
     return {"calls": len(outputs), "metrics": sums, "functions": functions()}
 
 
@@ -81,7 +88,7 @@ def functions() -> dict[str, str]:
 
 
 def weights(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
-    """Whether the weights change if each seed that code outside the template gives to a generator is another one."""
+    """Whether the weights change if code outside the template, which seeds a generator, gets another seed."""
     from lib.verify.draws import other_seeds
     from utils.training.fingerprint import of_parameters
 

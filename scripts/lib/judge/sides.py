@@ -26,10 +26,10 @@ from utils.run.provenance import sha256_of, versions
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ("train.py", "model.py", "dataset.py", "config.py", "ddp_utils.py")
 OURS = ("seed", "run_dir", "checkpoint_dir", "resume_from")  # flags that the judge gives
-LEFT_OUT = ("overwrite", "eval_only", "mirror", "max_time")
+UNSUITABLE = ("overwrite", "eval_only", "mirror", "max_time")  # flags that are refused
 BUDGET = ("epochs", "max_steps", "dataset_size", "drop_last", "schedule_steps", "patience")
 VERIFY_RANKS = 2
-BATCH = ("--eval_batch_size", "16")  # of both sides
+PROBE_BATCH = ("--eval_batch_size", "16")  # the same for both sides
 LINES = 20  # of a log that are printed
 
 
@@ -46,7 +46,8 @@ class Side:
     @classmethod
     def of(cls, name: str, given: str, common: Sequence[str]) -> Side:
         """Raises UserError if this is no fork and no config, or if train.py does not take the flags."""
-        path, words = Path(given.strip()), [*common]
+        path = Path(given.strip())
+        words = [*common]
         if given.strip() and path.is_dir():
             if missing := [each for each in FILES if not (path / each).exists()]:
                 raise UserError(f"{name}={path}: has no {missing[0]}; give the folder of a fork, a config, or flags")
@@ -60,8 +61,7 @@ class Side:
         else:
             side = cls(name, given, ROOT)
             is_file = path.suffix in (".toml", ".json", ".yaml", ".yml")
-            words = ["--config", str(path)] if is_file else shlex.split(given)
-            words += common
+            words[:0] = ["--config", str(path)] if is_file else shlex.split(given)
         named = {word.split("=")[0].replace("-", "_").lstrip("_") for word in words if word.startswith("--")}
         if clash := sorted(named & set(OURS)):
             raise UserError(f"{name}: --{clash[0]} is given by the judge; leave it out (--first-seed, --out)")
@@ -72,7 +72,7 @@ class Side:
         own = f"{values.get('run_dir')}/checkpoints"
         if values.get("checkpoint_dir", own) != own:
             raise UserError(f"{name}: checkpoint_dir is the same for all of its runs; leave it out")
-        if wrong := next((each for each in LEFT_OUT if values.get(each)), ""):
+        if wrong := next((each for each in UNSUITABLE if values.get(each)), ""):
             raise UserError(f"{name}: {wrong}={values[wrong]} does not go with a judge; leave it out")
         side.settings = {key: value for key, value in values.items() if key not in OURS}
         return side
@@ -85,10 +85,11 @@ class Side:
         return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
     def flags(self, out: Path, seed: int, folder: Path) -> list[str]:
-        """Those of a run: the settings as they were at the start, so that an edited file does not count."""
+        """The flags of a run. They give the settings as they were at the start, so that later edits of a config file do
+        not count."""
         file = out / f"{self.name.lower()}.toml"
         if not file.exists():
-            file.write_text("".join(f"{name} = {json.dumps(each)}\n" for name, each in self.settings.items()))
+            file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in self.settings.items()))
         return ["--config", str(file), "--seed", str(seed), "--run_dir", str(folder)]
 
     def folder(self, out: Path, seed: int) -> Path:
@@ -100,7 +101,8 @@ class Side:
         log = folder.with_suffix(".log")
         if read_json(folder / "summary.json").get("state") != "completed":
             words = [self.fork / "train.py", *self.flags(out, seed, folder), "--resume_from", "auto"]
-            words += ["--record_samples"] * has_samples
+            if has_samples:
+                words.append("--record_samples")
             code = execute(words, ranks if ranks > 1 else 0, log)
             if code or read_json(folder / "summary.json").get("state") != "completed":
                 print(end_of(log), file=sys.stderr)
@@ -112,11 +114,13 @@ class Side:
 
     def probe(self, out: Path, seed: int, kind: str, *words: object) -> tuple[dict[str, Any], Path]:
         """What probe.py finds, or {} if it fails; and its log."""
-        result, log = (out / f"{kind}-{self.name.lower()}{suffix}" for suffix in (".json", ".log"))
-        for file in (result, log):
-            file.unlink(missing_ok=True)
+        result = out / f"{kind}-{self.name.lower()}.json"
+        log = result.with_suffix(".log")
+        result.unlink(missing_ok=True)
+        log.unlink(missing_ok=True)
         script = Path(__file__).with_name("probe.py")
-        code = execute([script, self.fork, result, kind, *words, *self.flags(out, seed, out / kind), *BATCH], 0, log)
+        flags = [*self.flags(out, seed, out / kind), *PROBE_BATCH]
+        code = execute([script, self.fork, result, kind, *words, *flags], 0, log)
         return {} if code else read_json(result), log
 
     def check_weights(self, out: Path, run: Run, earlier: Sequence[Run]) -> str:
@@ -143,40 +147,50 @@ class Side:
     def verify(self, out: Path, seed: int) -> list[str]:
         """Let scripts/verify.py check the fork with these settings, unless it did, and return its notes on the fork.
         Raises UserError if it is broken."""
-        result, record = self.fork / VERIFIED.name, out / f"verified-{self.name.lower()}.json"
-        if known := next((each for each in map(read_json, (record, result)) if self.is_verified(each)), {}):
-            print(f"{self.name}: scripts/verify.py passed with this code", flush=True)
-            return remarks(known)
-        script, log = self.fork / "scripts/verify.py", out / f"verify-{self.name.lower()}.log"
+        result = self.fork / VERIFIED.name
+        record = out / f"verified-{self.name.lower()}.json"
+        for known in (read_json(record), read_json(result)):
+            if self.is_verified(known):
+                print(f"{self.name}: scripts/verify.py passed with this code", flush=True)
+                return remarks(known)
+        script = self.fork / "scripts/verify.py"
         if not script.exists():
             raise UserError(f"{self.name}={self.fork}: has no scripts/verify.py; restore the extra verify")
-        words = [script, *self.flags(out, seed, out / f"verify-{self.name.lower()}")]
-        words += ["--json", found_file := log.with_suffix(".json")]
-        words += ["--backend", "gloo"] * (gpus() == 1)  # each of the ranks would need one
+        folder = out / f"verify-{self.name.lower()}"
+        log = folder.with_suffix(".log")
+        outcomes = folder.with_suffix(".json")
+        words = [script, *self.flags(out, seed, folder), "--json", outcomes]
+        if gpus() == 1:  # each of the ranks would need one
+            words += ["--backend", "gloo"]
         log.unlink(missing_ok=True)
         print(f"{self.name}: running scripts/verify.py", flush=True)
         code = execute(words, VERIFY_RANKS, log)
-        if code or not self.is_verified(found := read_json(result)):
+        verified = read_json(result)
+        if code or not self.is_verified(verified):
             broken = [line.split("  ")[1].strip() for line in log.read_text().splitlines() if line.startswith("BROKEN")]
             print(end_of(log), file=sys.stderr)
             what = f"is BROKEN: {', '.join(broken)}" if broken else f"ended with exit code {code}"
             raise UserError(f"{self.name}: scripts/verify.py {what}; see {log}, and fix that first")
-        checks = read_json(found_file).get("checks", [])
+        checks = read_json(outcomes).get("checks", [])
         for kind in ("notes", "not_checked"):
-            found[kind] = [text for check in checks for text in check.get(kind, [])]
-        replace_json(record, found)
-        return remarks(found)
+            verified[kind] = [text for check in checks for text in check.get(kind, [])]
+        replace_json(record, verified)
+        return remarks(verified)
 
-    def is_verified(self, found: dict[str, Any]) -> bool:
+    def is_verified(self, verified: dict[str, Any]) -> bool:
         """Whether this content of verified.json is that of a check which passed, with the present code and settings."""
-        if not found.get("passed") or found.get("versions") != versions():
+        if not verified.get("passed") or verified.get("versions") != versions():
             return False
-        code, settings = found.get("code", {}), found.get("settings", {})
+        code = verified.get("code", {})
         files = {path.relative_to(self.fork).as_posix() for path in self.fork.glob("utils/**/*.py")}
-        is_same = files <= code.keys() and all(sha256_of(self.fork / name) == digest for name, digest in code.items())
-        return is_same and all(
-            name == "seed" or self.settings.get(name) in (value, "auto") for name, value in settings.items()
-        )
+        if not files <= code.keys():
+            return False
+        if any(sha256_of(self.fork / name) != digest for name, digest in code.items()):
+            return False
+        for name, value in verified.get("settings", {}).items():
+            if name != "seed" and self.settings.get(name) not in (value, "auto"):
+                return False
+        return True
 
 
 def remarks(verified: dict[str, Any]) -> list[str]:
@@ -231,14 +245,14 @@ def differing(a: Side, b: Side) -> list[str]:
 def check_budget(a: Side, b: Side, ranks: int) -> None:
     """Before any training. Raises UserError if settings say that the sides would not train equally long."""
 
-    def size(side: Side) -> int:
-        names = ("batch_size", "grad_accum_steps")
-        one, some = (side.settings.get(name) or 1 for name in names)
-        return side.settings.get("global_batch_size") or one * some * ranks
+    def global_batch(side: Side) -> int:
+        micro_batch = side.settings.get("batch_size") or 1
+        micro_batches = side.settings.get("grad_accum_steps") or 1
+        return side.settings.get("global_batch_size") or micro_batch * micro_batches * ranks
 
     rows = [(name, a.settings.get(name), b.settings.get(name)) for name in BUDGET]
     if not a.settings.get("batch_tokens") and not b.settings.get("batch_tokens"):  # else the runs say what they are
-        rows.append(("the global batch", size(a), size(b)))
+        rows.append(("the global batch", global_batch(a), global_batch(b)))
     require_equal(rows, "give both the same, after --")
 
 
@@ -248,36 +262,46 @@ def check_pair(a: Run, b: Run, has_samples: bool) -> None:
     names += [("provenance", "global_batch_size"), ("provenance", "identity"), ("provenance", "content")]
     rows = [(f"{name} of seed {a.seed}", vars(a)[file].get(name), vars(b)[file].get(name)) for file, name in names]
     require_equal(rows, "give both the same budget and data, after --")
-    one, other = (each.provenance.get("held_out") or {} for each in (a, b))
-    on_the_same = "evaluate both on the same data, with the same settings of it"
-    require_equal([("the evaluation sets", [*one], [*other])], on_the_same)
-    rows = [(f"{key} of {split}", one[split].get(key), other[split].get(key)) for split in one for key in one[split]]
-    for what, left, right in rows:
-        if isinstance(left, list) and isinstance(right, list):  # samples; one that was not read in time is None
+    check_held_out(a.provenance.get("held_out") or {}, b.provenance.get("held_out") or {})
+    if has_samples:
+        no_step: tuple[int, list[int]] = (0, [])
+        for of_a, of_b in zip_longest(a.steps(), b.steps(), fillvalue=no_step):
+            if of_a != of_b:
+                step = max(of_a[0], of_b[0])
+                raise UserError(
+                    f"seed {a.seed}: A and B use other samples in step {step}; give both one order of the data"
+                )
+
+
+def check_held_out(a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]]) -> None:
+    """Raises UserError if the evaluation sets differ, as far as both runs have read them."""
+    remedy = "evaluate both on the same data, with the same settings of it"
+    require_equal([("the evaluation sets", [*a], [*b])], remedy)
+    for split, records in a.items():
+        for key, left in records.items():
+            right = b[split].get(key)
+            if not isinstance(left, list) or not isinstance(right, list):
+                require_equal([(f"{key} of {split}", left, right)], remedy)
+                continue
+            # samples; one that was not read in time is None
             pairs = [pair for pair in zip(left, right, strict=False) if None not in pair]
             if number := sum(x != y for x, y in pairs):
-                raise UserError(f"{what}: {number} of {len(pairs)} differ; {on_the_same}")
-            continue
-        require_equal([(what, left, right)], on_the_same)
-    if has_samples:
-        nothing: tuple[int, list[int]] = (0, [])
-        steps = zip_longest(a.steps(), b.steps(), fillvalue=nothing)
-        step = next((max(x[0], y[0]) for x, y in steps if x != y), 0)
-        if step:
-            raise UserError(f"seed {a.seed}: A and B use other samples in step {step}; give both one order of the data")
+                raise UserError(f"{key} of {split}: {number} of {len(pairs)} differ; {remedy}")
 
 
 def require_equal(rows: list[tuple[str, Any, Any]], remedy: str) -> None:
-    for what, one, other in rows:
-        if one != other:
-            shown = ["none" if each in ("", None) else each for each in (one, other)]
+    """Raises UserError for the first of these names whose values of A and B differ."""
+    for what, a, b in rows:
+        if a != b:
+            shown = ["none" if value in ("", None) else value for value in (a, b)]
             raise UserError(f"{what}: A has {shown[0]}, B has {shown[1]}; {remedy}")
 
 
 def check_quantity(sides: Sequence[Side], out: Path, seed: int, metric: str) -> str:
     """Whether both evaluations compute the same from the same outputs of a network. Returns what could not be tried,
     or "". Raises UserError if they do not."""
-    outputs, found = out / "outputs.pt", []
+    outputs = out / "outputs.pt"
+    found = []
     outputs.unlink(missing_ok=True)
     for side in sides:
         result, log = side.probe(out, seed, "outputs", outputs)
@@ -285,16 +309,17 @@ def check_quantity(sides: Sequence[Side], out: Path, seed: int, metric: str) -> 
             return f"the metric of {side.name} could not be computed from given outputs of a network: see {log}"
         found.append(result)
     outputs.unlink()
-    for name in found[0]["functions"].keys() & found[1]["functions"].keys():
-        places = [each["functions"][name] for each in found]
-        if places[0] != places[1]:
+    a, b = found
+    for name in a["functions"].keys() & b["functions"].keys():
+        if a["functions"][name] != b["functions"][name]:
             raise UserError(
-                f"{name}: is {places[0]} in A and {places[1]} in B, so they are not evaluated alike; let no code"
-                " of a fork replace a function of the template"
+                f"{name}: is {a['functions'][name]} in A and {b['functions'][name]} in B, so they are not evaluated"
+                " alike; let no code of a fork replace a function of the template"
             )
-    if not found[0]["calls"] or metric not in found[0]["metrics"]:
+    if not a["calls"] or metric not in a["metrics"]:
         return f"{metric} could not be computed from given outputs of a network; only its source was compared"
-    one, other = (each["metrics"].get(metric, []) for each in found)
+    one = a["metrics"][metric]
+    other = b["metrics"].get(metric, [])
     is_same = len(one) == len(other) and all(abs(x - y) <= 1e-6 * abs(x) for x, y in zip(one, other, strict=False))
     if not is_same:
         raise UserError(

@@ -30,33 +30,41 @@ def probability_within(t: float, freedom: int) -> float:
     26.7.4.
     """
     angle = math.atan2(t, math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
+    sine = math.sin(angle)
+    cosine = math.cos(angle)
     is_odd = freedom % 2
-    term, total = cosine if is_odd else 1.0, 0.0
+    term = cosine if is_odd else 1.0
+    total = 0.0
     for k in range(2 + is_odd, freedom + 1, 2):
         total += term
         term *= cosine * cosine * (k - 1) / k
-    return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
+    if is_odd:
+        return 2 / math.pi * (angle + sine * total)
+    return sine * total
 
 
 @functools.cache
 def t_quantile(freedom: int, level: float = LEVEL) -> float:
     """The t for which P(|T| <= t) is `level`, by bisection."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while probability_within(high, freedom) < level:
         high *= 2
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if probability_within(middle, freedom) < level else (low, middle)
+        if probability_within(middle, freedom) < level:
+            low = middle
+        else:
+            high = middle
     return high
 
 
 def judged(differences: Sequence[float], sign: int) -> Result:
     """The 95 % interval of the mean of paired differences B - A, and what it shows.
 
-    It is the shortest interval that holds two others: that of Student's t, and that which Hall's transformation
-    corrects for skewness. The first alone gives false verdicts if differences have their outliers on one side, the
-    second alone if they have outliers on both sides.
+    It is the shortest interval that holds two others. One is that of Student's t. The other is corrected for skewness
+    by Hall's transformation. The first alone gives too many false verdicts if the differences have outliers on one
+    side, and the second alone if they have outliers on both sides.
 
     Args:
         differences: at least 3, finite.
@@ -64,15 +72,16 @@ def judged(differences: Sequence[float], sign: int) -> Result:
     """
     n = len(differences)
     mean = math.fsum(differences) / n
-    deviation = math.sqrt(math.fsum((each - mean) ** 2 for each in differences) / (n - 1))
+    deviation = math.hypot(*(each - mean for each in differences)) / math.sqrt(n - 1)  # squares may under- or overflow
     skewness = 0.0
-    if deviation:  # NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.5.11: the adjusted Fisher-Pearson coefficient
+    if deviation:
+        # the adjusted Fisher-Pearson coefficient: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.5.11
         cubes = math.fsum(((each - mean) / deviation) ** 3 for each in differences)
         skewness = n * cubes / ((n - 1) * (n - 2))
     t = t_quantile(n - 1)
-    error = deviation / math.sqrt(n)  # of the mean
-    low = mean - error * max(t, unskewed(t, skewness, n))
-    high = mean - error * min(-t, unskewed(-t, skewness, n))
+    standard_error = deviation / math.sqrt(n)
+    low = mean - standard_error * max(t, unskewed(t, skewness, n))
+    high = mean - standard_error * min(-t, unskewed(-t, skewness, n))
     if low <= 0 <= high:
         return Result(mean, deviation, (low, high), "none", NONE)
     verdict = "B" if mean * sign > 0 else "A"
@@ -82,19 +91,21 @@ def judged(differences: Sequence[float], sign: int) -> Result:
 def unskewed(t: float, skewness: float, n: int) -> float:
     """The t statistic that Hall's transformation maps to t, for n values with this skewness.
 
-    The transformation is T + g/sqrt(n) (T^2/3 + 1/6) + g^2/n T^3/27, with the skewness g. Its first two terms are
-    Johnson's modified t (Journal of the American Statistical Association 73, 1978). With the third it increases with T
-    (Hall, Journal of the Royal Statistical Society B 54, 1992), so that a larger effect is never weaker evidence.
+    The transformation is T + g/sqrt(n) (T^2/3 + 1/6) + g^2/n T^3/27, with the skewness g (Hall, Journal of the Royal
+    Statistical Society B 54, 1992). Without the last term it is Johnson's modified t (Journal of the American
+    Statistical Association 73, 1978). With it, the transformation increases with T, so that a larger effect is never
+    weaker evidence. Willink uses it with quantiles of Student's t and this estimate of the skewness (Communications in
+    Statistics: Theory and Methods 34, 2005).
     """
     a = skewness / (3 * math.sqrt(n))
-    if abs(a) < 1e-9:
+    if abs(a) < 1e-9:  # the formula below would divide 0 by 0
         return t
     return (math.cbrt(1 + 3 * a * (t - a / 2)) - 1) / a
 
 
 def are_equal(differences: Sequence[float], values: Sequence[float]) -> bool:
     """Whether the differences of these values are equal but for rounding."""
-    largest = max(abs(value) for value in values)
+    largest = max(map(abs, values))
     return max(differences) - min(differences) <= ROUNDING * largest
 
 
@@ -102,7 +113,8 @@ def collapsed(values: Sequence[float], sign: int) -> list[int]:
     """The places of values that are worse than the median by more than a tenth of it, and by more than ten times the
     median absolute deviation.
 
-    sign: 1 if higher is better, -1 if lower is better.
+    Args:
+        sign: 1 if higher is better, -1 if lower is better.
     """
     middle = median(values)
     limit = max(10 * median(abs(value - middle) for value in values), 0.1 * abs(middle))

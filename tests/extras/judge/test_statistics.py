@@ -36,6 +36,14 @@ def test_the_interval_ends_where_students_or_halls_does():
     assert mirrored == pytest.approx((-found.interval[1], -found.interval[0]))
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e-200, 1e200, 1e300])
+def test_the_interval_has_the_scale_of_the_differences(scale):
+    """Their squares are 0 or too large for a float."""
+    found = judged([1 * scale, 2 * scale, 3 * scale, -4 * scale], 1)
+    expected = [end * scale for end in judged([1.0, 2.0, 3.0, -4.0], 1).interval]
+    assert found.verdict == "none" and found.interval == pytest.approx(expected, rel=1e-9, abs=0)
+
+
 def hall(t, skewness, n):
     """The transformation as it is in Hall's paper."""
     return t + skewness / math.sqrt(n) * (t * t / 3 + 1 / 6) + skewness**2 / n * t**3 / 27
