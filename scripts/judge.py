@@ -33,7 +33,7 @@ from utils.table import format_table
 
 FEWEST_SEEDS = 3
 DEFAULT_SEEDS = 5
-SLOWER = 1.1  # a side whose steps take more than this many times as long, in all pairs, is noted
+SLOWER = 1.25  # a side whose steps take more than this many times as long, in all pairs, is noted
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
