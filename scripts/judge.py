@@ -24,15 +24,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import UserError
+from config import UserError, metric_name
 from scripts.lib.judge.evaluation import difference, notes_on
 from scripts.lib.judge.statistics import LEVEL, are_equal, collapsed, judged
+from scripts.lib.verify.result import REFUSED, problem_with
 from utils.files import read_json, replace_json
 from utils.run.command_line import open_output
 from utils.table import format_table
 
 FEWEST_SEEDS = 3
 DEFAULT_SEEDS = 5
+AGAIN = "give the same command again, which keeps what is complete"
 SLOWER = 1.25  # a side whose steps take more than this many times as long, in all pairs, is noted
 
 
@@ -86,6 +88,8 @@ class Judge:
         if options.seeds < FEWEST_SEEDS:
             few = f"seeds={options.seeds}: are too few for an interval"
             raise UserError(f"{few}; give {FEWEST_SEEDS} or more, or {DEFAULT_SEEDS}")
+        if not 0 <= self.seeds[0] <= self.seeds[-1] < 2**63:
+            raise UserError(f"first-seed={options.first_seed}: seeds are from 0 to 2^63 - 1; give another")
         if options.ranks < 1:
             raise UserError(f"ranks={options.ranks}: is below 1; give 1 or more")
         self.sides = [Side.of("A", options.a, options.flags), Side.of("B", options.b, options.flags)]
@@ -127,6 +131,8 @@ class Judge:
             if len(asked) > 1:
                 raise UserError(f"best_metric: A and B have {' and '.join(sorted(asked))}; give --metric")
             metric = asked.pop()
+        if problem := metric_name(metric):
+            raise UserError(f"metric={metric}: {problem}")
         if metric != "auto":
             choose_best(metric, [metric.rpartition(":")[2]])  # does it need a direction?
         return metric
@@ -142,7 +148,7 @@ class Judge:
             self.compare_with(out, request)
             raise UserError(f"out={out}: has other files, or runs with other settings or code; give another")
         for file in sorted(out.parent.glob("*/judge.json")):
-            if file.parent != out:
+            if file.parent.resolve() != out.resolve():
                 self.compare_with(file.parent, request)
         self.out = out
         self.record = read_json(out / "judge.json") or {"request": request, "judged": []}
@@ -155,7 +161,7 @@ class Judge:
         """Note that the runs in another folder are of the same sides. Raises UserError if only some seeds are new."""
         record = read_json(folder / "judge.json")
         earlier = record.get("request", {})
-        if not any(folder.glob("[ab]-seed*")) or sides_of(earlier) != sides_of(request):
+        if "seeds" not in earlier or sides_of(earlier) != sides_of(request) or not any(folder.glob("[ab]-seed*")):
             return
         last = earlier["seeds"][-1]
         seeds = f"seeds {earlier['seeds'][0]} to {last}"
@@ -289,21 +295,30 @@ def sides_of(request: dict[str, Any]) -> list[str]:
 
 def time_ratio(run: Any, other: Any) -> float:
     """How many times as long a sample of the first run takes; 0 if that is unknown."""
-    rate = run.summary.get("samples_per_s", 0)
-    other_rate = other.summary.get("samples_per_s", 0)
+    rate = run.summary.get("samples_per_s") or 0
+    other_rate = other.summary.get("samples_per_s") or 0
     return other_rate / rate if rate > 0 else 0.0
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(sys.argv[1:] if argv is None else argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started
+    if options.json:
+        if problem := problem_with(options.json):
+            print(f"json={options.json}: {REFUSED.format(problem)}", file=sys.stderr)
+            return 2
+        options.json.unlink(missing_ok=True)  # it may be of an earlier comparison
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup lets it
+            signal.signal(number, signal.default_int_handler)  # ends what was started
     judge = Judge(options)
     try:
         judge.run()
     except UserError as error:
         judge.report["refused"] = str(error)
+    except OSError as error:
+        judge.report["refused"] = f"{error.filename}: {error.strerror}; mend this or give another --out, and {AGAIN}"
     except KeyboardInterrupt:
-        judge.report["refused"] = "interrupted; give the same command again, which keeps what is complete"
+        judge.report["refused"] = f"interrupted; {AGAIN}"
     refused = judge.report["refused"]
     if refused:
         print(refused, file=sys.stderr)

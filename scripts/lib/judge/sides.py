@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 import shlex
 import subprocess
 import sys
@@ -18,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from config import UserError
+from scripts.lib.judge.statistics import ROUNDING
 from scripts.lib.processes import run, running
 from utils.extras.verify import VERIFIED
-from utils.files import read_json, read_lines, replace_json
+from utils.files import read_json, read_lines, replace_file, replace_json
 from utils.run.provenance import sha256_of, versions
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,7 +51,7 @@ class Side:
         """Raises UserError if this is no fork and no config, or if train.py does not take the flags."""
         path = Path(given.strip())
         words = [*common]
-        if given.strip() and path.is_dir():
+        if given.strip() and os.path.isdir(path):  # False for flags that are too long for a path
             if missing := [each for each in FILES if not (path / each).exists()]:
                 raise UserError(f"{name}={path}: has no {missing[0]}; give the folder of a fork, a config, or flags")
             digests = path / "utils/training/fingerprint.py"
@@ -60,15 +63,24 @@ class Side:
             side = cls(name, given, path.resolve())
         else:
             side = cls(name, given, ROOT)
-            is_file = path.suffix in (".toml", ".json", ".yaml", ".yml")
-            words[:0] = ["--config", str(path)] if is_file else shlex.split(given)
-        named = {word.split("=")[0].replace("-", "_").lstrip("_") for word in words if word.startswith("--")}
-        if clash := sorted(named & set(OURS)):
+            is_file = path.suffix in (".toml", ".json", ".yaml", ".yml") and not given.strip().startswith("-")
+            try:
+                words[:0] = ["--config", str(path)] if is_file else shlex.split(given)
+            except ValueError as error:
+                raise UserError(f"{name}={given.strip()}: {error}; close each quote") from None
+        named = [word.split("=")[0].replace("-", "_").lstrip("_") for word in words if word.startswith("--")]
+        if clash := sorted({*named} & {*OURS}):
             raise UserError(f"{name}: --{clash[0]} is given by the judge; leave it out (--first-seed, --out)")
+        if named.count("config") > 1:  # only the last one would count
+            raise UserError(f"{name}: has two files of settings; give one, and the other settings as flags")
         ended = run([sys.executable, side.fork / "train.py", *words, "--print_config"])
         if ended.returncode:
             raise UserError(f"{name}: {(ended.stderr.strip() or ended.stdout.strip())[-500:]}")
-        values = tomllib.loads(ended.stdout)
+        try:
+            values = tomllib.loads(ended.stdout)
+        except ValueError as error:
+            text = f"train.py --print_config prints no settings ({error}); leave out --help and prints of the fork"
+            raise UserError(f"{name}: {text}") from None
         own = f"{values.get('run_dir')}/checkpoints"
         if values.get("checkpoint_dir", own) != own:
             raise UserError(f"{name}: checkpoint_dir is the same for all of its runs; leave it out")
@@ -88,8 +100,8 @@ class Side:
         """The flags of a run. They give the settings as they were at the start, so that later edits of a config file do
         not count."""
         file = out / f"{self.name.lower()}.toml"
-        if not file.exists():
-            file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in self.settings.items()))
+        lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in self.settings.items()]
+        replace_file(file, lambda opened: opened.write("".join(lines).encode()))  # whole, also after a kill
         return ["--config", str(file), "--seed", str(seed), "--run_dir", str(folder)]
 
     def folder(self, out: Path, seed: int) -> Path:
@@ -104,11 +116,12 @@ class Side:
             if has_samples:
                 words.append("--record_samples")
             code = execute(words, ranks if ranks > 1 else 0, log)
-            if code or read_json(folder / "summary.json").get("state") != "completed":
+            # a complete run that has lost its summary does nothing; `Run` names it
+            if code or read_json(folder / "summary.json").get("state", "completed") != "completed":
                 print(end_of(log), file=sys.stderr)
                 raise UserError(
-                    f"{self.name}, seed {seed}: training ended with exit code {code}, not complete; see {log}, and give"
-                    " the same command again, which keeps what is complete"
+                    f"{self.name}, seed {seed}: training ended with exit code {code}, not complete; see {log}, mend"
+                    " what it says, and give the same command again, which keeps what is complete"
                 )
         return Run(self.name, seed, folder)
 
@@ -126,7 +139,7 @@ class Side:
     def check_weights(self, out: Path, run: Run, earlier: Sequence[Run]) -> str:
         """Whether a run starts from the weights of an earlier one, which has another seed. Returns a note, or "".
         Raises UserError if the weights were drawn."""
-        same = [other.seed for other in earlier if other.weights and other.weights == run.weights]
+        same = [other.seed for other in earlier if other.weights == run.weights]
         if not same or run.weights in self.known_weights:
             return ""
         self.known_weights.append(run.weights)
@@ -167,7 +180,8 @@ class Side:
         code = execute(words, VERIFY_RANKS, log)
         verified = read_json(result)
         if code or not self.is_verified(verified):
-            broken = [line.split("  ")[1].strip() for line in log.read_text().splitlines() if line.startswith("BROKEN")]
+            lines = log.read_text(errors="replace").splitlines()
+            broken = [line.split("  ")[1].strip() for line in lines if line.startswith("BROKEN  ")]
             print(end_of(log), file=sys.stderr)
             what = f"is BROKEN: {', '.join(broken)}" if broken else f"ended with exit code {code}"
             raise UserError(f"{self.name}: scripts/verify.py {what}; see {log}, and fix that first")
@@ -200,7 +214,7 @@ def remarks(verified: dict[str, Any]) -> list[str]:
 
 @dataclass
 class Run:
-    """What a complete run has recorded."""
+    """What a complete run has recorded. Raises UserError if a record is missing."""
 
     side: str
     seed: int
@@ -209,10 +223,13 @@ class Run:
     def __post_init__(self) -> None:
         self.summary = read_json(self.folder / "summary.json")
         self.provenance = read_json(self.folder / "provenance.json")
-        records = [record for *_, record in read_lines(self.folder / "metrics.jsonl")]
+        lines = [record for *_, record in read_lines(self.folder / "metrics.jsonl")]
         # the last one: a run that was killed before its first checkpoint begins again
-        started = [record for record in records if record.get("event") == "started"]
+        started = [record for record in lines if record.get("event") == "started"]
         self.weights: str = started[-1].get("weights", "") if started else ""  # a digest, before the first step
+        records = {"summary.json": self.summary, "provenance.json": self.provenance, "metrics.jsonl": self.weights}
+        if lost := [name for name, content in records.items() if not content]:
+            raise UserError(f"{self.folder}: {lost[0]} is incomplete; delete the folder and give the command again")
 
     def value(self, metric: str) -> float:
         """The metric of the last evaluation. Raises UserError."""
@@ -320,13 +337,19 @@ def check_quantity(sides: Sequence[Side], out: Path, seed: int, metric: str) -> 
         return f"{metric} could not be computed from given outputs of a network; only its source was compared"
     one = a["metrics"][metric]
     other = b["metrics"].get(metric, [])
-    is_same = len(one) == len(other) and all(abs(x - y) <= 1e-6 * abs(x) for x, y in zip(one, other, strict=False))
-    if not is_same:
+    if len(one) != len(other) or not all(map(are_close, one, other)):
         raise UserError(
             f"{metric}: A and B compute {one} and {other} (sum, count) from the same outputs of a network, so it is not"
             " the same quantity; let no setting, such as label smoothing, change what compute_loss does in evaluations"
         )
     return ""
+
+
+def are_close(a: float | None, b: float | None) -> bool:
+    """Whether two numbers of a JSON file are equal but for rounding. None stands for one that is not finite."""
+    if a is None or b is None:
+        return a is b
+    return math.isclose(a, b, rel_tol=ROUNDING)
 
 
 def execute(words: Sequence[object], ranks: int, log: Path) -> int:

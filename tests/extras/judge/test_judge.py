@@ -26,6 +26,8 @@ folder, changes = config.run_folder, json.loads((fork / "changes.json").read_tex
 (folder / "samples").mkdir(parents=True, exist_ok=True)
 with (fork / "started").open("a") as file:
     print(folder.name, config.seed, config.lr, config.resume_from, file=file)
+if (folder / "status.json").exists():
+    sys.exit()  # the run is complete
 while (fork / "wait").exists():
     time.sleep(0.01)
 if (fork / "fails").exists():
@@ -43,6 +45,7 @@ records = {
 }
 for name, values in records.items():
     (folder / name).write_text(json.dumps(values | changes.get(name, {})))
+(folder / "status.json").touch()
 weights = changes.get("weights", [f"w{seed}" for seed in range(9)])[config.seed]
 (folder / "metrics.jsonl").write_text(json.dumps({"kind": "event", "event": "started", "weights": weights}) + "\\n")
 order = changes.get("order", 1)
@@ -162,6 +165,10 @@ def test_a_verdict_of_forks_has_paired_seeds_in_alternating_order(tmp_path, fork
     [
         ("--seeds 2", "", "seeds=2: are too few for an interval; give 3 or more, or 5"),
         ("--ranks 0", "", "ranks=0: is below 1; give 1 or more"),
+        ("--first-seed -1", "", "first-seed=-1: seeds are from 0 to 2^63 - 1; give another"),
+        ("--first-seed 9223372036854775806", "", "first-seed=9223372036854775806: seeds are from 0 to"),
+        ("--metric Min:loss", "", "metric=Min:loss: has an unknown prefix; write min:NAME or max:NAME"),
+        ("", "--help", "A: train.py --print_config prints no settings"),
         ("--metric top9", "", "best_metric=top9: needs a direction; give min:top9 or max:top9"),
         ("--metric min:top9", "", "best_metric=min:top9: is not reported by an evaluation; choose one of loss"),
         ("", "--seed 3", "A: --seed is given by the judge; leave it out"),
@@ -188,6 +195,10 @@ def test_bad_options_are_refused(tmp_path, fork, no_probe, words, flags, said):
         ("--best_metric loss", "--best_metric max:top1", "best_metric: A and B have loss and max:top1; give --metric"),
         ("shared.toml", "--lr 0.1", "A: checkpoint_dir is the same for all of its runs; leave it out"),
         ("missing.toml", "--lr 0.1", "config=missing.toml: cannot be read"),
+        ("--config missing.toml", "--lr 0.1", "config=missing.toml: cannot be read"),
+        ("missing.toml", "--config=other.toml", "config=missing.toml: cannot be read"),
+        ("--config=a.toml --config b.toml", "--lr 0.1", "A: has two files of settings; give one, and the other"),
+        ("--data_dir it's", "--lr 0.1", "A=--data_dir it's: No closing quotation; close each quote"),
         ("tests", "--lr 0.1", "A=tests: has no train.py; give the folder of a fork, a config, or flags"),
     ],
 )
@@ -219,6 +230,22 @@ def test_runs_that_cannot_be_compared_are_refused_after_the_first_pair(tmp_path,
     code, found = run(tmp_path, fork, other_fork(fork, **changes), "--out", tmp_path / "out")
     assert code == 2 and said in found["refused"], found["refused"]
     assert len((fork / "started").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("record", ["summary.json", "provenance.json", "metrics.jsonl"])
+@pytest.mark.parametrize("is_there", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_records_that_are_lost_are_named(tmp_path, fork, no_probe, record, is_there):
+    other, out = other_fork(fork, final={"loss": 9.0}), tmp_path / "out"
+    words = (fork, other, "--seeds", 3, "--out", out)
+    assert run(tmp_path, *words)[0] == 0
+    file = out / "b-seed0" / record
+    file.write_text("") if is_there else file.unlink()
+    code, found = run(tmp_path, *words)
+    text = f"{out / 'b-seed0'}: {record} is incomplete; delete the folder and give the command again"
+    assert code == 2 and found["refused"] == text
+    shutil.rmtree(out / "b-seed0")
+    code, found = run(tmp_path, *words)
+    assert code == 0 and found["verdict"] == "A"
 
 
 def test_code_that_was_edited_between_seeds_is_refused(tmp_path, fork, no_probe):
@@ -392,7 +419,10 @@ def test_a_run_that_fails_is_named_with_the_end_of_its_log(tmp_path, fork, no_pr
     (other / "fails").touch()
     words = (fork, other, "--out", tmp_path / "out", "--seeds", 3)
     code, found = run(tmp_path, *words)
-    assert code == 2 and f"see {tmp_path / 'out' / 'b-seed0.log'}, and give the same command again" in found["refused"]
+    assert (
+        code == 2
+        and f"see {tmp_path / 'out' / 'b-seed0.log'}, mend what it says, and give the same" in found["refused"]
+    )
     assert "the cause\nis above" in capsys.readouterr().err
     (other / "fails").unlink()
     code, found = run(tmp_path, *words)
@@ -400,17 +430,20 @@ def test_a_run_that_fails_is_named_with_the_end_of_its_log(tmp_path, fork, no_pr
     assert (fork / "started").read_text().count("a-seed0") == 1
 
 
-def test_a_judge_that_was_interrupted_continues_where_it_was(tmp_path, fork, no_probe, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+def test_a_judge_that_was_interrupted_continues_where_it_was(tmp_path, fork, no_probe, monkeypatch, number):
     other = other_fork(fork, final={"loss": 2.0})
     (other / "wait").touch()
     words = [fork, other, "--seeds", "3", "--json", tmp_path / "report.json"]
     command = [sys.executable, ROOT / "scripts/judge.py", *words, "--", *ALL]
+    (tmp_path / "report.json").write_text("{}")
     started = start(command, cwd=tmp_path)
     ends = time.monotonic() + 60
     while "b-seed0" not in ((other / "started").read_text() if (other / "started").exists() else ""):
         assert time.monotonic() < ends and started.poll() is None
         time.sleep(0.02)
-    started.send_signal(signal.SIGTERM)
+    assert not (tmp_path / "report.json").exists()  # the earlier one is of other runs
+    started.send_signal(number)
     ended = finish(started, 30)
     assert ended.code == 2 and "interrupted; give the same command again" in ended.err and not ended.left, ended.text
     assert json.loads((tmp_path / "report.json").read_text())["refused"].startswith("interrupted")
@@ -425,6 +458,33 @@ def test_a_judge_that_was_interrupted_continues_where_it_was(tmp_path, fork, no_
     assert code == 0 and found["out"] == "runs/judge-2" and not found["notes"]
     code, found = run(tmp_path, *words[:4], "--out", "runs/judge-1", flags=(*ALL, "--lr", "0.3"))
     assert code == 2 and "runs with other settings or code; give another" in found["refused"]
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path, fork):
+    (tmp_path / "file").touch()
+    code, found = run(tmp_path, fork, other_fork(fork), "--out", tmp_path / "file")
+    assert code == 2 and "Not a directory; mend this or give another --out" in found["refused"], found
+
+
+@pytest.mark.parametrize("name", ["model.py", "judge.json", "missing/report.json", "folder.json"])
+def test_a_result_that_could_not_be_written_is_refused_before_training(tmp_path, fork, capsys, name):
+    (tmp_path / "folder.json").mkdir()
+    words = [fork, other_fork(fork), "--out", tmp_path / "out", "--json", tmp_path / name, "--", *ALL]
+    assert judge.main([*map(str, words)]) == 2 and not (tmp_path / "out").exists()
+    assert "; give the name of a .json file in an existing folder" in capsys.readouterr().err
+
+
+def test_settings_of_any_length_and_letters_reach_the_runs(tmp_path, fork, no_probe, monkeypatch):
+    """Those of a file that a kill has cut are written again."""
+    monkeypatch.setattr(sides, "ROOT", fork)
+    (tmp_path / "b.yaml").write_text("lr: 0.3\n")
+    words = ("--data_dir /tmp/" + 50 * "\U0001f600" + 300 * "x/", f"--config {tmp_path / 'b.yaml'}", "--seeds", 3)
+    (fork / "fails").touch()
+    assert run(tmp_path, *words, "--out", tmp_path / "out")[0] == 2
+    (fork / "fails").unlink()
+    (tmp_path / "out/b.toml").write_text("")
+    code, found = run(tmp_path, *words, "--out", tmp_path / "out")
+    assert code == 0 and [row["b"] for row in found["rows"]] == pytest.approx([0.3, 0.303, 0.306])
 
 
 def test_the_number_of_seeds_is_fixed_before_the_first_run(tmp_path, fork, no_probe):
@@ -483,6 +543,15 @@ def test_a_setting_that_changes_what_an_evaluation_computes_is_found(tmp_path, i
     else:
         assert sides.check_quantity(pair, tmp_path, 0, "loss") == ""
         assert "only its source" in sides.check_quantity(pair, tmp_path, 0, "auc")
+
+
+def test_numbers_that_are_not_finite_are_equal_to_each_other(tmp_path, monkeypatch):
+    """They are null in the files."""
+    pair = [sides.Side(name, "", tmp_path) for name in "AB"]
+    found = {"calls": 1, "functions": {}, "metrics": {"auc": [None, 4.0]}}
+    monkeypatch.setattr(sides.Side, "probe", lambda *_: (tmp_path / "outputs.pt").touch() or (found, "the log"))
+    assert sides.check_quantity(pair, tmp_path, 0, "auc") == ""
+    assert sides.are_close(1.0, 1.0) and not sides.are_close(None, 1.0) and not sides.are_close(1.0, None)
 
 
 @pytest.mark.slow
