@@ -35,6 +35,10 @@ from utils.table import format_table
 FEWEST_SEEDS = 3
 DEFAULT_SEEDS = 5
 AGAIN = "give the same command again, which keeps what is complete"
+UNCOMPARED = {  # settings, and what of theirs no record shows
+    "init_from": "what these weights have learned before",
+    "data_dir": "the content of training samples, beyond their names and labels,",
+}
 SLOWER = 1.25  # a side whose steps take more than this many times as long, in all pairs, is noted
 
 
@@ -116,10 +120,10 @@ class Judge:
         if a.fork != b.fork and (reason := difference(a.fork, b.fork)):
             raise UserError(reason)
         self.notes += notes_on(a.fork, b.fork)
-        if "init_from" in settings:
-            files = " and ".join(file or "none" for file in settings["init_from"])
-            text = f"init_from: A and B have {files}; what these weights have learned before was not compared"
-            self.notes.append(text)
+        for name, what in UNCOMPARED.items():
+            if name in settings:
+                paths = " and ".join(path or "none" for path in settings[name])
+                self.notes.append(f"{name}: A and B have {paths}; {what} was not compared")
 
     def checked_metric(self) -> str:
         """--metric or the sides' best_metric; "auto" is settled by the first evaluation. Raises UserError."""

@@ -15,8 +15,9 @@ from config import UserError
 EVALUATION = ("compute_loss", "loss_counts", "summarize", "*")  # names in model.py; * is that of `import *`
 NOT_FOLLOWED = ("model.py", "config.py", "train.py")  # what evaluates there is in utils and in EVALUATION
 LOOP = ("train.py", "config.py", "ddp_utils.py")
-DATA = ("create_dataset", "load_data", "create_evaluation_dataloader", "data_dir")
-HIDING = ("exec", "eval", "__import__", "importlib", "mock", "atexit", "gc", "inspect", "_getframe")
+DATA = {"create_dataset", "load_data", "create_evaluation_dataloader", "data_dir"}
+HIDING = {"exec", "eval", "__import__", "importlib", "mock", "meta_path", "atexit", "weakref", "globals"}
+HIDING |= {"_getframe", "currentframe", "f_back", "tb_frame", "settrace", "__code__", "__torch_function__"}
 REMEDY = "and computes the metric; make it the same, or put both variants behind a flag of one fork and judge configs"
 
 
@@ -49,7 +50,7 @@ def evaluating(fork: Path) -> dict[str, str]:
         name = waiting.pop(0)
         for statement in definitions.pop(name, []):  # removed, so that it is read once
             if isinstance(statement, ast.Import | ast.ImportFrom):
-                files |= set(imported(fork, statement))
+                files |= set(imported(fork, fork / "model.py", statement))
                 continue
             place = f"model.py: {name}"
             found[place] = found.get(place, "") + ast.unparse(statement)
@@ -80,14 +81,20 @@ def without_fields(path: Path) -> str:
 
 
 def to_read(fork: Path) -> list[str]:
-    """Questions about code of model.py and of the files that it imports."""
+    """Questions about code of model.py, of config.py, and of the files that they import."""
     questions: list[str] = []
-    model = fork / "model.py"
-    files = [model, *(path for node in ast.walk(parse(model)) for path in imported(fork, node))]
-    for path in dict.fromkeys(files):
+    waiting = [fork / "model.py", fork / "config.py"]
+    seen: set[Path] = set()
+    while waiting:
+        path = waiting.pop(0)
         file = path.relative_to(fork).as_posix()
-        if not file.startswith("utils/") and file not in ("dataset.py", *LOOP):
-            questions += questions_on(parse(path), file)
+        if path in seen or file.startswith("utils/") or file in ("dataset.py", "ddp_utils.py", "train.py"):
+            continue
+        seen.add(path)
+        tree = parse(path)
+        questions += questions_on(tree, file)
+        for node in ast.walk(tree):
+            waiting += imported(fork, path, node)
     return list(dict.fromkeys(questions))
 
 
@@ -97,27 +104,52 @@ def questions_on(tree: ast.Module, file: str) -> list[str]:
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {name for node in imports for name in bound(node)}
     for statement in tree.body:
+        place = f"{file}: {min(bound(statement), default='')}".removesuffix(": ")
         if acts(statement):
             questions.append(f"{file}: `{shown(statement)}` acts on import; does it change what is evaluated?")
             continue
-        place = f"{file}: {min(bound(statement), default='')}"
         for node in ast.walk(statement):
-            name = getattr(node, "id", getattr(node, "attr", ""))
-            is_eval_mode = name == "eval" and isinstance(node, ast.Attribute)  # model.eval()
-            is_vocabulary = (place, name) == ("model.py: create_model", "data_dir")  # or another part of a network
+            words = words_of(node)
+            if (place, words) == ("model.py: create_model", {"data_dir"}):  # a vocabulary, or another part of a network
+                continue
             if changed_by(node) in modules:
                 questions.append(f"{place}: `{shown(node)}` changes a module; does it change what is evaluated?")
-            elif name in DATA and not is_vocabulary:
+            elif words & DATA or gives_data(node):
                 questions.append(f"{place}: `{shown(node)}` leads to data; does it learn from held-out samples?")
-            elif name in HIDING and not is_eval_mode:
+            elif words & HIDING:
                 questions.append(f"{place}: `{shown(node)}` may do anything; does it change what is evaluated?")
     return questions
 
 
+def words_of(node: ast.AST) -> set[str]:
+    """The names in an expression or an import, without those of its parts."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        return {node.id}
+    if isinstance(node, ast.Attribute):
+        return {node.attr} - {"eval"}  # model.eval()
+    words: list[str] = []
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        words = [name.name for name in node.names]
+    if isinstance(node, ast.ImportFrom):
+        words.append(node.module or "")
+    return {part for word in words for part in word.split(".")}
+
+
+def gives_data(node: ast.AST) -> bool:
+    """Whether this imports dataset.py, or more than constants of it."""
+    if isinstance(node, ast.ImportFrom) and node.module == "dataset":
+        return not all(name.name.isupper() for name in node.names)
+    return isinstance(node, ast.Import) and any(name.name == "dataset" for name in node.names)
+
+
 def acts(statement: ast.stmt) -> bool:
-    """Whether a statement of a module binds no name, and is neither a docstring nor run as a script only."""
-    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    return not bound(statement) and not is_text and not shown(statement).startswith("if __name__")
+    """Whether a statement of a module runs code, as a call or a loop does, and not only if the file is a script."""
+    if isinstance(statement, ast.If | ast.Try):
+        parts = [*statement.body, *statement.orelse]
+        return not shown(statement).startswith("if __name__") and any(map(acts, parts))
+    if isinstance(statement, ast.Expr):
+        return not isinstance(statement.value, ast.Constant)  # a docstring
+    return isinstance(statement, ast.For | ast.While | ast.With)
 
 
 def changed_by(node: ast.AST) -> str:
@@ -148,7 +180,7 @@ def files_of(fork: Path, files: set[Path]) -> dict[str, str]:
             tree = parse(path)
             found[name] = ast.unparse(tree)
             for node in ast.walk(tree):
-                waiting += imported(fork, node)
+                waiting += imported(fork, path, node)
     return found
 
 
@@ -174,15 +206,20 @@ def bound(statement: ast.stmt) -> set[str]:
     return found
 
 
-def imported(fork: Path, node: ast.AST) -> Iterator[Path]:
-    """The files of the fork that an import statement names."""
+def imported(fork: Path, file: Path, node: ast.AST) -> Iterator[Path]:
+    """The files of the fork that an import statement of a file names, with those of the packages around them."""
     modules: list[str] = []
+    base = fork
     if isinstance(node, ast.Import):
         modules = [name.name for name in node.names]
-    elif isinstance(node, ast.ImportFrom) and node.module:
-        modules = [node.module, *(f"{node.module}.{name.name}" for name in node.names)]
+    elif isinstance(node, ast.ImportFrom):
+        modules = [f"{node.module or ''}.{name.name}" for name in node.names]
+        if node.level:
+            base = file.parents[node.level - 1]
     for module in modules:
-        place = fork.joinpath(*module.split("."))
-        for path in (place.with_suffix(".py"), place / "__init__.py"):
-            if path.is_file():
-                yield path
+        place = base
+        for part in module.strip(".").split("."):
+            place = place / part
+            for path in (place.with_suffix(".py"), place / "__init__.py"):
+                if path.is_file():
+                    yield path

@@ -4,8 +4,8 @@
 python probe.py FORK RESULT.json outputs OUTPUTS.pt [flags of train.py]
     What does the evaluation make of given outputs of a network, for one batch? The first process makes OUTPUTS.pt with
     a new network. Another process gets these outputs, whatever its network is. Its metrics are equal if it computes the
-    same quantity. RESULT.json has sum and count of each metric, how often the network was called, and where each
-    function of the template is defined.
+    same quantity. RESULT.json has sum and count of each metric, how often the network was called, and the functions
+    of the template that code of the fork has replaced.
 
 python probe.py FORK RESULT.json weights - [flags of train.py]
     Does create_model draw weights from generators that it seeds itself? RESULT.json has "is_seeded".
@@ -23,6 +23,7 @@ FORK = Path(sys.argv[1])
 RESULT = Path(sys.argv[2])
 KIND = sys.argv[3]
 OUTPUTS = Path(sys.argv[4])
+TEMPLATE = ("config", "dataset", "ddp_utils", "train")  # modules; dataset.py is the same in both forks
 sys.path[:1] = [str(FORK), str(FORK / "scripts")]
 
 import torch
@@ -64,15 +65,15 @@ def outputs(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
     sums = {}
     for name, entry in metrics.items():
         sums[name] = [torch.as_tensor(value).double().sum().item() for value in entry[:2]]
-    return {"calls": len(outputs), "metrics": sums, "functions": functions()}
+    return {"calls": len(outputs), "metrics": sums, "replaced": replaced()}
 
 
-def functions() -> dict[str, str]:
-    """Where each function of the template is defined now, by name: code of the fork may have replaced it."""
+def replaced() -> dict[str, str]:
+    """Functions in modules of the template that code of the fork defines elsewhere, by name: where."""
     places: dict[str, str] = {}
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None) or ""
-        if not file.startswith(f"{FORK}/utils/") and name not in ("config", "dataset", "ddp_utils"):
+        if not file.startswith(f"{FORK}/utils/") and name not in TEMPLATE:
             continue
         values = {f"{name}.{key}": value for key, value in vars(module).items()}
         for key, value in [*values.items()]:
@@ -80,11 +81,17 @@ def functions() -> dict[str, str]:
                 values |= {f"{key}.{member}": function for member, function in vars(value).items()}
         for key, value in values.items():
             function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
-            if code := getattr(function, "__code__", None):
-                places[key] = f"{code.co_filename.removeprefix(str(FORK))} {code.co_qualname}"
-            elif callable(value):
-                places[key] = getattr(value, "__qualname__", type(value).__name__)
+            code = getattr(function, "__code__", None)
+            if code and code.co_filename != file and is_yours(Path(code.co_filename)):
+                places[key] = f"{Path(code.co_filename).relative_to(FORK)}: {code.co_qualname}"
     return places
+
+
+def is_yours(file: Path) -> bool:
+    """Whether it is a file of the fork, but not of the template, nor of an environment in the fork's folder."""
+    if not file.is_relative_to(FORK) or file.is_relative_to(sys.prefix):
+        return False
+    return file.relative_to(FORK).parts[0].removesuffix(".py") not in ("utils", "scripts", *TEMPLATE)
 
 
 def weights(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:

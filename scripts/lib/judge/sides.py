@@ -327,11 +327,12 @@ def check_quantity(sides: Sequence[Side], out: Path, seed: int, metric: str) -> 
         found.append(result)
     outputs.unlink()
     a, b = found
-    for name in a["functions"].keys() & b["functions"].keys():
-        if a["functions"][name] != b["functions"][name]:
+    for name in sorted(a["replaced"] | b["replaced"]):
+        places = [found.get(name, "the template") for found in (a["replaced"], b["replaced"])]
+        if places[0] != places[1]:
             raise UserError(
-                f"{name}: is {a['functions'][name]} in A and {b['functions'][name]} in B, so they are not evaluated"
-                " alike; let no code of a fork replace a function of the template"
+                f"{name}: is that of {places[0]} in A and of {places[1]} in B, so they are not evaluated alike; let no"
+                " code of a fork replace a function of the template"
             )
     if not a["calls"] or metric not in a["metrics"]:
         return f"{metric} could not be computed from given outputs of a network; only its source was compared"

@@ -3,7 +3,7 @@
 
 import pytest
 
-from scripts.lib.judge.evaluation import notes_on, to_read
+from scripts.lib.judge.evaluation import difference, notes_on, to_read
 
 MODEL = '''"""A model."""
 import torch
@@ -27,40 +27,51 @@ ACTS = "acts on import; does it change what is evaluated?"
 DATA = "leads to data; does it learn from held-out samples?"
 ANYTHING = "may do anything; does it change what is evaluated?"
 BODY = "\n\ndef after_step(model, progress, taken):\n    "
-FOUND = {  # code at the end of model.py: the place and the question
-    "MetricTracker.means = None": ("", f"`MetricTracker.means = None` {ACTS}"),
-    "torch.manual_seed(0)": ("", f"`torch.manual_seed(0)` {ACTS}"),
-    "if True:\n    torch.backends.cudnn.benchmark = False": ("", f"`if True:` {ACTS}"),
-    "for name in dir(torch):\n    pass": ("name", None),
-    "x = MetricTracker.means = None": ("x", f"`MetricTracker.means` {CHANGES}"),
-    f"{BODY}torch.sum = None": ("after_step", f"`torch.sum` {CHANGES}"),
-    f"{BODY}del torch.sum": ("after_step", f"`torch.sum` {CHANGES}"),
-    f"{BODY}MetricTracker.__dict__['means'] = 1": ("after_step", f"`MetricTracker.__dict__['means']` {CHANGES}"),
-    f"{BODY}setattr(MetricTracker, 'means', 1)": ("after_step", f"`setattr(MetricTracker, 'means', 1)` {CHANGES}"),
-    f"{BODY}torch.count += 1": ("after_step", f"`torch.count` {CHANGES}"),
-    f"{BODY}exec('pass')": ("after_step", f"`exec` {ANYTHING}"),
-    f"{BODY}eval('1')": ("after_step", f"`eval` {ANYTHING}"),
-    f"{BODY}import inspect\n    inspect.stack()": ("after_step", f"`inspect` {ANYTHING}"),
-    f"{BODY}torch.sys._getframe(1)": ("after_step", f"`torch.sys._getframe` {ANYTHING}"),
-    f"{BODY}from dataset import create_dataset\n    create_dataset()": ("after_step", f"`create_dataset` {DATA}"),
-    f"{BODY}helper.dataset.create_dataset()": ("after_step", f"`helper.dataset.create_dataset` {DATA}"),
-    "def param_groups(model, config):\n    open(config.data_dir)": ("param_groups", f"`config.data_dir` {DATA}"),
-    "class Other(Net):\n    torch.sum = None": ("Other", f"`torch.sum` {CHANGES}"),
-}  # fmt: skip
+FOUND = {  # code at the end of model.py: the place, the code that is shown, and the question
+    "MetricTracker.means = None": ("", "MetricTracker.means", CHANGES),
+    "torch.manual_seed(0)": ("", "torch.manual_seed(0)", ACTS),
+    "if True:\n    torch.use(1)": ("", "if True:", ACTS),
+    "for each in (MetricTracker,):\n    each.means = None": ("", "for each in (MetricTracker,):", ACTS),
+    "with torch.no_grad():\n    x = 1": ("", "with torch.no_grad():", ACTS),
+    "x = MetricTracker.means = None": ("x", "MetricTracker.means", CHANGES),
+    f"{BODY}torch.sum = None": ("after_step", "torch.sum", CHANGES),
+    f"{BODY}del torch.sum": ("after_step", "torch.sum", CHANGES),
+    f"{BODY}MetricTracker.__dict__['means'] = 1": ("after_step", "MetricTracker.__dict__['means']", CHANGES),
+    f"{BODY}setattr(MetricTracker, 'means', 1)": ("after_step", "setattr(MetricTracker, 'means', 1)", CHANGES),
+    f"{BODY}torch.count += 1": ("after_step", "torch.count", CHANGES),
+    "class Other(Net):\n    torch.sum = None": ("Other", "torch.sum", CHANGES),
+    f"{BODY}exec('pass')": ("after_step", "exec", ANYTHING),
+    f"{BODY}eval('1')": ("after_step", "eval", ANYTHING),
+    f"{BODY}torch.sys._getframe(1)": ("after_step", "torch.sys._getframe", ANYTHING),
+    f"{BODY}error.tb_frame": ("after_step", "error.tb_frame", ANYTHING),
+    "from unittest.mock import patch": ("patch", "from unittest.mock import patch", ANYTHING),
+    "from importlib import import_module as load": ("load", "from importlib import import_module as load", ANYTHING),
+    "from builtins import exec as run": ("run", "from builtins import exec as run", ANYTHING),
+    "class Logits(torch.Tensor):\n    def __torch_function__(self): pass": None,  # a definition is not a use
+    f"{BODY}from dataset import create_dataset": ("after_step", "from dataset import create_dataset", DATA),
+    "import dataset as data": ("data", "import dataset as data", DATA),
+    "from dataset import Rows": ("Rows", "from dataset import Rows", DATA),
+    f"{BODY}helper.dataset.create_dataset()": ("after_step", "helper.dataset.create_dataset", DATA),
+    "def param_groups(model, config):\n    open(config.data_dir)": ("param_groups", "config.data_dir", DATA),
+}
 SOUND = [
     "",
     "if __name__ == '__main__':\n    print(Net())",
     f"{BODY}model.eval()\n    model.count = 1\n    model.table['a'] = 1\n    table = {{}}\n    table[torch] = 1",
     f"{BODY}setattr(model, 'count', 1)",
     "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor",
-    "def create_vocabulary(config):\n    '''Of its data.'''",
-    "WIDTH = 3\nWIDTH += 1",
+    "try:\n    import timm\nexcept ImportError:\n    timm = None",
+    "def create_vocabulary(config):\n    return 1",
+    "WIDTH = 3\nWIDTH += 1\nassert WIDTH\nTABLE = {}\nTABLE['a'] = 1",
+    "from dataset import LONGEST, WORDS",
+    "class Config:\n    data_dir: str = ''",
+    "def create_model(config, device):\n    return Net(config.data_dir)",
 ]
 
 
-def fork_with(folder, end, helper="", **files):
-    folder.mkdir()
-    texts = {"model.py": f"{MODEL}{end}\n", "helper.py": helper, "dataset.py": "torch = 1\n", "config.py": "x = 1\n"}
+def fork_with(folder, end, **files):
+    (folder / "own").mkdir(parents=True)
+    texts = {"model.py": f"{MODEL}{end}\n", "helper.py": "", "dataset.py": "torch = 1\n", "config.py": "x = 1\n"}
     for name, text in (texts | {"train.py": "x = 1\n", "ddp_utils.py": "x = 1\n"} | files).items():
         (folder / name).write_text(text)
     return folder
@@ -68,12 +79,13 @@ def fork_with(folder, end, helper="", **files):
 
 @pytest.mark.parametrize("end", FOUND)
 def test_code_that_may_change_the_evaluation_or_learn_from_held_out_data_is_named(tmp_path, end):
-    place, question = FOUND[end]
     questions = to_read(fork_with(tmp_path / "a", end))
-    if question is None:  # it binds a name, and changes nothing
+    if FOUND[end] is None:
         assert not questions
-    else:
-        assert questions == [": ".join(filter(None, ("model.py", place, question)))]
+        return
+    place, code, question = FOUND[end]
+    where = f"model.py: {place}" if place else "model.py"
+    assert questions == [f"{where}: `{code}` {question}"]
 
 
 @pytest.mark.parametrize("end", SOUND)
@@ -81,12 +93,31 @@ def test_sound_code_is_not_named(tmp_path, end):
     assert not to_read(fork_with(tmp_path / "a", end))
 
 
-def test_files_that_the_model_imports_are_read_and_a_question_of_both_is_one_note(tmp_path):
-    a = fork_with(tmp_path / "a", "", "import utils.metrics\nutils.metrics.count = 1\n")
-    b = fork_with(tmp_path / "b", "", "import utils.metrics\nutils.metrics.count = 2\n")
+@pytest.mark.parametrize("name", ["helper.py", "other.py", "own/__init__.py", "own/parts.py", "own/rest.py"])
+def test_the_files_that_model_and_config_import_are_read(tmp_path, name):
+    """Also those that they import, the packages around them, and relative imports."""
+    texts = {"helper.py": "import other\n", "other.py": "", "own/__init__.py": ""}
+    texts |= {"own/parts.py": "from . import rest\n", "own/rest.py": "", "config.py": "from own.parts import SIZE\n"}
+    texts[name] += "torch.manual_seed(0)\n"
+    assert to_read(fork_with(tmp_path / "a", "", **texts)) == [f"{name}: `torch.manual_seed(0)` {ACTS}"]
+
+
+def test_other_code_behind_a_relative_import_of_the_evaluation_is_another_evaluation(tmp_path):
+    files = {
+        "dataset.py": "from own.parts import SIZE\n",
+        "own/__init__.py": "",
+        "own/parts.py": "from .rest import SIZE\n",
+    }
+    a, b = (fork_with(tmp_path / name, "", **files, **{"own/rest.py": f"SIZE = {name!r}\n"}) for name in "ab")
+    assert difference(a, b).startswith("own/rest.py: is not the same in A and B")
+
+
+def test_a_question_about_both_sides_is_one_note(tmp_path):
+    a = fork_with(tmp_path / "a", "", **{"helper.py": "print(1)\n"})
+    b = fork_with(tmp_path / "b", "", **{"helper.py": "print(2)\n"})
     c = fork_with(tmp_path / "c", "")
-    assert notes_on(a, a) == [f"A and B, helper.py: `utils.metrics.count = 1` {ACTS}"]
-    assert notes_on(c, a) == [f"B, helper.py: `utils.metrics.count = 1` {ACTS}"]
+    assert notes_on(a, a) == [f"A and B, helper.py: `print(1)` {ACTS}"]
+    assert notes_on(c, a) == [f"B, helper.py: `print(1)` {ACTS}"]
     assert [note[:13] for note in notes_on(a, b)] == ["A, helper.py:", "B, helper.py:"]
 
 

@@ -2,6 +2,8 @@
 """What scripts/lib/judge/probe.py finds out about forks, in processes of their own."""
 
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -71,28 +73,40 @@ def test_weights_from_a_generator_that_create_model_seeds_are_told_from_others(t
 
 
 BETTER = "MetricTracker.means = lambda self: {'loss': 0.0}"
+MEANS = "utils.metrics.MetricTracker.means"
 REPLACED = {  # by code of B: what create_model does, what the file does, and the function that is named
-    "when the network is made": (f"if config.lr == 0.2: {BETTER}", "", "utils.metrics.MetricTracker.means"),
-    "when the file is imported": ("pass", BETTER, "utils.metrics.MetricTracker.means"),
+    "when the network is made": (f"if config.lr == 0.2: {BETTER}", "", MEANS),
+    "when the file is imported": ("pass", BETTER, MEANS),
     "a property": ("pass", "Seams.summary = property(lambda self: None)", "utils.training.seams.Seams.summary"),
+    "by another name": ("pass", f"for part in (MetricTracker,): {BETTER.replace('MetricTracker', 'part')}", MEANS),
     "nothing": ("pass", "", ""),
 }
+IMPORTS = "from utils.metrics import MetricTracker\nfrom utils.training.seams import Seams\n"
 
 
 @pytest.mark.parametrize("how", [name if "made" in name else pytest.param(name, marks=SLOW) for name in REPLACED])
 def test_functions_of_the_template_that_code_of_a_fork_replaces_are_named(tmp_path, how):
     """Two configs of a fork, and two forks."""
     in_create_model, in_the_file, named = REPLACED[how]
-    imports = "from utils.metrics import MetricTracker\nfrom utils.training.seams import Seams\n"
     b = fork_with(tmp_path / "b", in_create_model)
-    (b / "model.py").write_text(f"{(b / 'model.py').read_text()}\n{imports}{in_the_file}\n")
+    (b / "model.py").write_text(f"{(b / 'model.py').read_text()}\n{IMPORTS}{in_the_file}\n")
     a = b if "config" in in_create_model else fork_with(tmp_path / "a")
     pair = [sides.Side.of("A", str(a), FLAGS), sides.Side.of("B", str(b), [*FLAGS, "--lr", "0.2"])]
     if named:
-        with pytest.raises(sides.UserError, match=f"^{named}: is .* in A and .* in B, so they are not evaluated alike"):
+        text = f"^{named}: is that of the template in A and of model.py: .*lambda.* in B, so they are not evaluated"
+        with pytest.raises(sides.UserError, match=text):
             sides.check_quantity(pair, tmp_path, 0, "loss")
     else:
         assert sides.check_quantity(pair, tmp_path, 0, "loss") == ""
+
+
+@pytest.mark.slow
+def test_packages_in_the_folder_of_a_fork_are_not_its_code(tmp_path, monkeypatch):
+    a, b = (fork_with(tmp_path / name) for name in "ab")
+    (a / ".venv").symlink_to(sys.prefix)
+    monkeypatch.setattr(sys, "executable", str(a / ".venv/bin" / Path(sys.executable).name))
+    pair = [sides.Side.of("A", str(a), FLAGS), sides.Side.of("B", str(b), [*FLAGS, "--lr", "0.2"])]
+    assert sides.check_quantity(pair, tmp_path, 0, "loss") == ""
 
 
 @pytest.mark.slow
