@@ -320,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         judge.report["refused"] = str(error)
     except OSError as error:
-        judge.report["refused"] = f"{error.filename}: {error.strerror}; mend this or give another --out, and {AGAIN}"
+        judge.report["refused"] = f"{error.filename}: {error.strerror}; repair this or give another --out, and {AGAIN}"
     except KeyboardInterrupt:
         judge.report["refused"] = f"interrupted; {AGAIN}"
     refused = judge.report["refused"]

@@ -120,7 +120,7 @@ class Side:
             if code or read_json(folder / "summary.json").get("state", "completed") != "completed":
                 print(end_of(log), file=sys.stderr)
                 raise UserError(
-                    f"{self.name}, seed {seed}: training ended with exit code {code}, not complete; see {log}, mend"
+                    f"{self.name}, seed {seed}: training ended with exit code {code}, not complete; see {log}, repair"
                     " what it says, and give the same command again, which keeps what is complete"
                 )
         return Run(self.name, seed, folder)

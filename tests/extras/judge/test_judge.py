@@ -366,6 +366,8 @@ def test_what_the_judge_cannot_compare_is_a_note(tmp_path, fork, no_probe):
     other = other_fork(fork, texts, **{"summary.json": slow | {"world_size": 1}})
     code, found = run(tmp_path, fork, other, "--seeds", 3, "--out", tmp_path / "out")
     assert code == 0 and found["notes"] == [
+        "B, model.py: create_dataset: `from dataset import create_dataset` leads to data; does it learn from held-out"
+        " samples?",
         "B, model.py: after_step: `create_dataset` leads to data; does it learn from held-out samples?",
         "train.py: is not the same in A and B; do both train alike, and record what they did?",
         "a step of B takes 2.5 times as long; the other side trains longer in that time",
@@ -421,7 +423,7 @@ def test_a_run_that_fails_is_named_with_the_end_of_its_log(tmp_path, fork, no_pr
     code, found = run(tmp_path, *words)
     assert (
         code == 2
-        and f"see {tmp_path / 'out' / 'b-seed0.log'}, mend what it says, and give the same" in found["refused"]
+        and f"see {tmp_path / 'out' / 'b-seed0.log'}, repair what it says, and give the same" in found["refused"]
     )
     assert "the cause\nis above" in capsys.readouterr().err
     (other / "fails").unlink()
@@ -463,7 +465,7 @@ def test_a_judge_that_was_interrupted_continues_where_it_was(tmp_path, fork, no_
 def test_a_folder_that_cannot_be_used_is_named(tmp_path, fork):
     (tmp_path / "file").touch()
     code, found = run(tmp_path, fork, other_fork(fork), "--out", tmp_path / "file")
-    assert code == 2 and "Not a directory; mend this or give another --out" in found["refused"], found
+    assert code == 2 and "Not a directory; repair this or give another --out" in found["refused"], found
 
 
 @pytest.mark.parametrize("name", ["model.py", "judge.json", "missing/report.json", "folder.json"])
@@ -548,7 +550,7 @@ def test_a_setting_that_changes_what_an_evaluation_computes_is_found(tmp_path, i
 def test_numbers_that_are_not_finite_are_equal_to_each_other(tmp_path, monkeypatch):
     """They are null in the files."""
     pair = [sides.Side(name, "", tmp_path) for name in "AB"]
-    found = {"calls": 1, "functions": {}, "metrics": {"auc": [None, 4.0]}}
+    found = {"calls": 1, "replaced": {}, "metrics": {"auc": [None, 4.0]}}
     monkeypatch.setattr(sides.Side, "probe", lambda *_: (tmp_path / "outputs.pt").touch() or (found, "the log"))
     assert sides.check_quantity(pair, tmp_path, 0, "auc") == ""
     assert sides.are_close(1.0, 1.0) and not sides.are_close(None, 1.0) and not sides.are_close(1.0, None)
