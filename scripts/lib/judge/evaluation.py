@@ -7,6 +7,7 @@ The notes name other code that a person has to read, since it may change what is
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +96,9 @@ def to_read(fork: Path) -> list[str]:
         questions += questions_on(tree, file)
         for node in ast.walk(tree):
             waiting += imported(fork, path, node)
+    for path in fork.glob("*.py"):
+        if path.stem in sys.stdlib_module_names:
+            questions.append(f"{path.name}: has the name of a module of Python; is it meant to replace that?")
     return list(dict.fromkeys(questions))
 
 
@@ -112,7 +116,7 @@ def questions_on(tree: ast.Module, file: str) -> list[str]:
             words = words_of(node)
             if (place, words) == ("model.py: create_model", {"data_dir"}):  # a vocabulary, or another part of a network
                 continue
-            if changed_by(node) in modules:
+            if changed_by(node) & modules:
                 questions.append(f"{place}: `{shown(node)}` changes a module; does it change what is evaluated?")
             elif words & DATA or gives_data(node):
                 questions.append(f"{place}: `{shown(node)}` leads to data; does it learn from held-out samples?")
@@ -122,11 +126,13 @@ def questions_on(tree: ast.Module, file: str) -> list[str]:
 
 
 def words_of(node: ast.AST) -> set[str]:
-    """The names in an expression or an import, without those of its parts."""
+    """The names in an expression, an import or the head of a function, without those of its parts."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         return {node.id}
     if isinstance(node, ast.Attribute):
         return {node.attr} - {"eval"}  # model.eval()
+    if isinstance(node, ast.FunctionDef):
+        return {node.name}
     words: list[str] = []
     if isinstance(node, ast.Import | ast.ImportFrom):
         words = [name.name for name in node.names]
@@ -152,16 +158,18 @@ def acts(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.For | ast.While | ast.With)
 
 
-def changed_by(node: ast.AST) -> str:
-    """The name of the module, class or function that gets another attribute here, or ""."""
+def changed_by(node: ast.AST) -> set[str]:
+    """The names of modules, classes or functions that get another attribute here, or are bound to something else."""
     changed: ast.AST | None = None
+    if isinstance(node, ast.Global):
+        return {*node.names}
     if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
         changed = node
     elif isinstance(node, ast.Call) and node.args and getattr(node.func, "id", "") in ("setattr", "delattr"):
         changed = node.args[0]
     while isinstance(changed, ast.Attribute | ast.Subscript):
         changed = changed.value
-    return changed.id if isinstance(changed, ast.Name) else ""
+    return {changed.id} if isinstance(changed, ast.Name) else set()
 
 
 def shown(node: ast.AST) -> str:

@@ -47,7 +47,12 @@ FOUND = {  # code at the end of model.py: the place, the code that is shown, and
     "from unittest.mock import patch": ("patch", "from unittest.mock import patch", ANYTHING),
     "from importlib import import_module as load": ("load", "from importlib import import_module as load", ANYTHING),
     "from builtins import exec as run": ("run", "from builtins import exec as run", ANYTHING),
-    "class Logits(torch.Tensor):\n    def __torch_function__(self): pass": None,  # a definition is not a use
+    "class Logits(torch.Tensor):\n    def __torch_function__(self):\n        pass": (
+        "Logits",
+        "def __torch_function__(self):",
+        ANYTHING,
+    ),
+    "def param_groups(model, config):\n    global torch\n    torch = None": ("param_groups", "global torch", CHANGES),
     f"{BODY}from dataset import create_dataset": ("after_step", "from dataset import create_dataset", DATA),
     "import dataset as data": ("data", "import dataset as data", DATA),
     "from dataset import Rows": ("Rows", "from dataset import Rows", DATA),
@@ -64,6 +69,7 @@ SOUND = [
     "def create_vocabulary(config):\n    return 1",
     "WIDTH = 3\nWIDTH += 1\nassert WIDTH\nTABLE = {}\nTABLE['a'] = 1",
     "from dataset import LONGEST, WORDS",
+    "COUNT = 0\n\ndef count():\n    global COUNT\n    COUNT += 1",
     "class Config:\n    data_dir: str = ''",
     "def create_model(config, device):\n    return Net(config.data_dir)",
 ]
@@ -80,9 +86,6 @@ def fork_with(folder, end, **files):
 @pytest.mark.parametrize("end", FOUND)
 def test_code_that_may_change_the_evaluation_or_learn_from_held_out_data_is_named(tmp_path, end):
     questions = to_read(fork_with(tmp_path / "a", end))
-    if FOUND[end] is None:
-        assert not questions
-        return
     place, code, question = FOUND[end]
     where = f"model.py: {place}" if place else "model.py"
     assert questions == [f"{where}: `{code}` {question}"]
@@ -91,6 +94,11 @@ def test_code_that_may_change_the_evaluation_or_learn_from_held_out_data_is_name
 @pytest.mark.parametrize("end", SOUND)
 def test_sound_code_is_not_named(tmp_path, end):
     assert not to_read(fork_with(tmp_path / "a", end))
+
+
+def test_a_file_that_hides_a_module_of_python_is_named(tmp_path):
+    fork = fork_with(tmp_path / "a", "", **{"statistics.py": "x = 1\n"})
+    assert to_read(fork) == ["statistics.py: has the name of a module of Python; is it meant to replace that?"]
 
 
 @pytest.mark.parametrize("name", ["helper.py", "other.py", "own/__init__.py", "own/parts.py", "own/rest.py"])
