@@ -62,6 +62,11 @@ def collapsing(rng: random.Random) -> float:
     return loss
 
 
+def surely_better(rng: random.Random) -> float:
+    """One difference in ten is -0.9, the others are 0.1, with a deviation of 0.01."""
+    return rng.gauss(-0.9 if rng.random() < 0.1 else 0.1, 0.01)
+
+
 def accuracy(rng: random.Random) -> float:
     """On 20 held-out samples, of which each is right with probability 0.85."""
     return sum(rng.random() < 0.85 for _ in range(20)) / 20
@@ -120,6 +125,7 @@ SYMMETRIC = {
 ONE_SIDED = {
     "outliers on one side only: lognormal": independent(lognormal),
     "B collapses in 5 % of its runs, else it is better": independent(lambda rng: collapsing(rng) - 0.5),
+    "B collapses in 10 % of its runs, else it is surely better": independent(surely_better),
 }
 REFUSED = {"equal but for rounding": rounded}
 DEPENDENT = {"all seeds share draws; refused if these are the weights": sharing}

@@ -119,7 +119,7 @@ def test_the_share_of_false_verdicts_in_4000_comparisons(kind, n):
     elif kind in simulated.REFUSED:
         assert verdicts == 0
     elif "collapses" in kind:  # rare runs that no seed shows leave no trace
-        assert verdicts < simulated.percent(simulated.before, KINDS[kind], n)
+        assert verdicts <= simulated.percent(simulated.before, KINDS[kind], n)
     else:
         assert verdicts <= 11 and verdicts < 0.67 * simulated.percent(simulated.before, KINDS[kind], n)
 
