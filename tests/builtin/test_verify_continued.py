@@ -11,6 +11,7 @@ from config import TrainingConfig
 from ddp_utils import DistributedContext
 from lib.verify import data_checks
 from lib.verify.fork import Broken, Fork
+from test_verify_data import MODEL, REGRESSION, broken, verified
 
 ENVIRON = "int(os.environ.get('{}', 0))".format
 LINES = "len((config.run_folder / 'train.jsonl').read_text().splitlines()) if config.run_folder.exists() else 0"
@@ -93,3 +94,29 @@ def test_data_that_depend_on_the_attempt_are_found(tmp_path, kind, monkeypatch):
         found = data_checks.compare_continued(fork)
         assert said in found if said else found == "", found
     assert torch.get_default_dtype() == torch.float64
+
+
+WAITS = """
+
+import os, time
+from utils.checkpoint import format
+
+plain = format.step_checkpoints
+
+def when_rank_0_goes_on(folder):
+    ends = time.monotonic() + 1
+    while os.environ.get("RANK") == "1" and time.monotonic() < ends:
+        if (folder / "step_00012347.pt").is_symlink():
+            break
+        time.sleep(0.001)
+    return plain(folder)
+
+format.step_checkpoints = when_rank_0_goes_on
+"""
+
+
+@pytest.mark.slow
+def test_no_other_rank_sees_the_checkpoint_that_one_adds(tmp_path):
+    """Rank 1 lists the checkpoints once it is there, or after a second."""
+    ended = verified(tmp_path, REGRESSION, MODEL + WAITS, ranks=2)
+    assert ended.code == 0 and not broken(ended), ended.text

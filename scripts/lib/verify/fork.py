@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -358,7 +358,7 @@ class Fork:
 
         return on_all_ranks(explained, self.ctx)
 
-    def divided(self, actions: list[Callable[[], str]]) -> list[str]:
+    def divided(self, actions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run each action on one rank. Returns their results on every rank; if one fails, all raise UserError."""
         rank, ranks = self.ctx.rank, self.ctx.world_size
         each = all_gather_json(self.on_all(lambda: [action() for action in actions[rank::ranks]]), self.ctx)

@@ -88,9 +88,11 @@ def resume(fork: Fork) -> str:
     whole = whole_run(fork)
     first, *others = checkpoint.step_checkpoints(whole.attempt.run.checkpoints)
     fork.short_run("resumed", resume_from=str(first), num_workers=1)
-    if different := differences(fork, "whole", "resumed"):
+    # rank 0 alone lists the checkpoints: `compare_continued` adds one for a moment
+    different = fork.divided([partial(differences, fork, "whole", "resumed")])[0]
+    if different:
         fork.short_run("again", save_every_steps=1)
-        if differences(fork, "whole", "again"):
+        if fork.divided([partial(differences, fork, "whole", "again")])[0]:
             cause = (
                 "two uninterrupted runs differ too: unkeyed random numbers, or state kept between runs; use utils.rng"
             )
