@@ -173,8 +173,8 @@ def changed_by(node: ast.AST) -> set[str]:
 
 
 def shown(node: ast.AST) -> str:
-    """The first line of the code of a node."""
-    return ast.unparse(node).splitlines()[0]
+    """The first line of the code of a node, without decorators."""
+    return next(line for line in ast.unparse(node).splitlines() if not line.startswith("@"))
 
 
 def files_of(fork: Path, files: set[Path]) -> dict[str, str]:

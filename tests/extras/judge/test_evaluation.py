@@ -47,7 +47,7 @@ FOUND = {  # code at the end of model.py: the place, the code that is shown, and
     "from unittest.mock import patch": ("patch", "from unittest.mock import patch", ANYTHING),
     "from importlib import import_module as load": ("load", "from importlib import import_module as load", ANYTHING),
     "from builtins import exec as run": ("run", "from builtins import exec as run", ANYTHING),
-    "class Logits(torch.Tensor):\n    def __torch_function__(self):\n        pass": (
+    "class Logits(torch.Tensor):\n    @classmethod\n    def __torch_function__(self):\n        pass": (
         "Logits",
         "def __torch_function__(self):",
         ANYTHING,
