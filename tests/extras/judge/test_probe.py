@@ -23,8 +23,10 @@ def constant(net):
 
 def load(net):
     path = Path(__file__).with_name("weights.pt")
-    if not path.exists():
-        torch.save(net.state_dict(), path)
+    if not path.exists():  # no rank reads a part of it
+        own = path.with_suffix(f".{os.getpid()}")
+        torch.save(net.state_dict(), own)
+        own.replace(path)
     net.load_state_dict(torch.load(path))
 
 
@@ -59,7 +61,7 @@ def fork_with(folder, before="pass", after="pass"):
     text = (ROOT / "model.py").read_text()
     line = next(line for line in text.splitlines() if line.startswith(MADE))
     text = text.replace(line, f"        {before}\n{line}\n        {after}")
-    text = text.replace("import types\n", "import random\nimport types\nfrom pathlib import Path\nimport numpy\n", 1)
+    text = text.replace("import types\n", "import os\nimport random\nimport types\nfrom pathlib import Path\nimport numpy\n", 1)
     text += f"\n\nGENERATOR = torch.Generator()\n{INITIAL}"
     (folder / "model.py").write_text(text)
     return folder
