@@ -306,11 +306,15 @@ def time_ratio(run: Any, other: Any) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(sys.argv[1:] if argv is None else argv)
-    if options.json:
-        if problem := problem_with(options.json):
+    if options.json:  # it takes the place of an earlier result, and of no other file
+        problem = problem_with(options.json)
+        is_empty = not options.json.is_file() or options.json.stat().st_size == 0
+        if options.json.name == "judge.json" or not (is_empty or "verdict" in read_json(options.json)):
+            problem = " (it is no result of a judge)"
+        if problem:
             print(f"json={options.json}: {REFUSED.format(problem)}", file=sys.stderr)
             return 2
-        options.json.unlink(missing_ok=True)  # it may be of an earlier comparison
+        options.json.unlink(missing_ok=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup lets it
             signal.signal(number, signal.default_int_handler)  # ends what was started

@@ -128,7 +128,7 @@ def notes_last(*parts: str) -> str:
 
 def problem_with(path: Path) -> str:
     """Why FILE could not be written: a space and the reason in parentheses; empty if it can be."""
-    if path.suffix != ".json" or path.name in ("verified.json", "judge.json"):
+    if path.suffix != ".json" or path.name == "verified.json":
         return " (it is another kind of file)"
     if path.is_symlink() or (path.exists() and not path.is_file()):
         return " (it is no regular file)"

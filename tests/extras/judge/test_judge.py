@@ -438,7 +438,7 @@ def test_a_judge_that_was_interrupted_continues_where_it_was(tmp_path, fork, no_
     (other / "wait").touch()
     words = [fork, other, "--seeds", "3", "--json", tmp_path / "report.json"]
     command = [sys.executable, ROOT / "scripts/judge.py", *words, "--", *ALL]
-    (tmp_path / "report.json").write_text("{}")
+    (tmp_path / "report.json").write_text('{"verdict": "A"}')
     started = start(command, cwd=tmp_path)
     ends = time.monotonic() + 60
     while "b-seed0" not in ((other / "started").read_text() if (other / "started").exists() else ""):
@@ -468,12 +468,15 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path, fork):
     assert code == 2 and "Not a directory; repair this or give another --out" in found["refused"], found
 
 
-@pytest.mark.parametrize("name", ["model.py", "judge.json", "missing/report.json", "folder.json"])
+@pytest.mark.parametrize("name", ["model.py", "judge.json", "missing/report.json", "folder.json", "config.json"])
 def test_a_result_that_could_not_be_written_is_refused_before_training(tmp_path, fork, capsys, name):
+    """Nor does it take the place of another file. An empty file, as mktemp makes, or an earlier result is replaced."""
     (tmp_path / "folder.json").mkdir()
+    (tmp_path / "config.json").write_text('{"lr": 0.1}')
     words = [fork, other_fork(fork), "--out", tmp_path / "out", "--json", tmp_path / name, "--", *ALL]
     assert judge.main([*map(str, words)]) == 2 and not (tmp_path / "out").exists()
     assert "; give the name of a .json file in an existing folder" in capsys.readouterr().err
+    assert (tmp_path / "config.json").read_text() == '{"lr": 0.1}'
 
 
 def test_settings_of_any_length_and_letters_reach_the_runs(tmp_path, fork, no_probe, monkeypatch):
