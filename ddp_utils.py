@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from config import StartError, TrainingConfig, UserError, unless_auto
+from config import TrainingConfig, unless_auto
 from utils.distributed.collectives import within
 from utils.distributed.context import (
     DistributedContext,
@@ -29,6 +29,7 @@ from utils.distributed.context import (
 from utils.distributed.device import choose_device, choose_kernels, has_fast_bf16, raise_file_limit
 from utils.run.checkpoints import Checkpoints
 from utils.run.resume import load_checkpoint
+from utils.settings.errors import StartError, UserError
 from utils.signals import follow_torchrun
 from utils.training.parallel import wrap_ddp
 from utils.training.replicated import unwrap

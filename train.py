@@ -32,7 +32,7 @@ from utils.data.sampler import MicroBatch
 from utils.data.sets import load_data
 from utils.distributed.collectives import broadcast_json, on_all_ranks
 from utils.distributed.consensus import Consensus, Stopped, Vote, is_every
-from utils.extras.cache import cached  # extra: cache
+from utils.extras.cache.sample_cache import cached  # extra: cache
 from utils.report.reporter import Reporter
 from utils.report.validation import Validation
 from utils.rng import seed_device

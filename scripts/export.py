@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map  # torch has no public equ
 
 import dataset
 import model as fork
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
 from scripts.lib.arguments import check_arguments
 from scripts.lib.weights import TITLES, add_ema_flag, choose_weights
@@ -41,6 +41,7 @@ from utils.files import replace_file
 from utils.packages import import_for
 from utils.run.command_line import open_output
 from utils.run.resume import compare_evaluated
+from utils.settings.errors import UserError
 from utils.training.seams import Seams
 
 LOAD = """\

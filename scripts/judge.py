@@ -24,12 +24,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import UserError, metric_name
 from scripts.lib.judge.evaluation import difference, notes_on
 from scripts.lib.judge.statistics import LEVEL, are_equal, collapsed, judged
 from scripts.lib.verify.result import REFUSED, problem_with
 from utils.files import read_json, replace_json
 from utils.run.command_line import open_output
+from utils.settings.checks import metric_name
+from utils.settings.errors import UserError
 from utils.table import format_table
 
 FEWEST_SEEDS = 3

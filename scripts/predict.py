@@ -30,7 +30,7 @@ import torch
 import dataset as your_data
 import model as fork
 import train
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import cleanup_distributed, load_checkpoint, setup_distributed
 from scripts.lib.arguments import check_arguments
 from scripts.lib.row_order import check_row_order
@@ -48,6 +48,7 @@ from utils.run.command_line import open_output
 from utils.run.ending import leave_after, watched
 from utils.run.resume import compare_evaluated
 from utils.run.start import check_alike
+from utils.settings.errors import UserError
 from utils.training.outputs import OTHER_NAMES, Outputs, in_order
 from utils.training.seams import Seams, first_tensor
 from utils.training.state import TrainState

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 import model as fork
 import train
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.benchmark.ours import Ours
 from lib.values import TIMES, comparable, digest, leaves
@@ -53,6 +53,7 @@ from utils.files import read_json, read_lines, replace_file
 from utils.rng import seed_device
 from utils.run.command_line import open_output
 from utils.run.ending import leave_after
+from utils.settings.errors import UserError
 from utils.table import format_table
 from utils.training.fingerprint import fingerprint_of
 from utils.training.seams import Seams

@@ -30,12 +30,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import UserError
 from scripts.lib import listing
 from scripts.lib.svg import Series, color, line_plot, svg_file
 from utils.files import read_json, read_lines
 from utils.report.goodput import attempts_of
 from utils.run.command_line import open_output
+from utils.settings.errors import UserError
 from utils.table import format_table
 
 NOT_SETTINGS = ("run_dir", "checkpoint_dir", "resume_from", "overwrite", "init_method")

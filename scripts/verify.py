@@ -27,9 +27,10 @@ PROBLEM = RESULT.begin() if __name__ == "__main__" else ""
 import io
 from contextlib import redirect_stderr, redirect_stdout
 
-from config import TrainingConfig, UserError, fields_of_yours
+from config import TrainingConfig, fields_of_yours
 from utils.distributed.context import read_launch
 from utils.run.command_line import check_command_line, reject
+from utils.settings.errors import UserError
 
 
 def check_flags() -> None:
@@ -58,7 +59,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TextIO
 
 import torch._dynamo  # noqa: F401  (the first optimizer imports it, after gc.freeze)
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if fork.ctx.is_main:
             fork.new_process = NewProcess(
-                {"given": asdict(fork.given), "config": asdict(fork.config)}, single_environment()
+                {"given": fork.given.to_json(), "config": fork.config.to_json()}, single_environment()
             )
         report = Report(fork, sys.argv[1:] if argv is None else list(argv), len(checks))
         for check in checks:
@@ -216,9 +217,9 @@ class Report:
     def check_fields(self, read: set[str]) -> None:
         """Call after all checks. read: the fields that the fork's code has read meanwhile."""
         known, given = read | mentioned_fields(), self._fork.given
-        fields = [field for field in fields_of_yours() if field.name not in known]
+        unread = [setting.name for setting in fields_of_yours() if setting.name not in known]
         # those of the shipped model and data may stand in a fork without them, unless they are given
-        names = [each.name for each in fields if each.name not in SHIPPED or getattr(given, each.name) != each.default]
+        names = [name for name in unread if name not in SHIPPED or not given.is_default(name)]
         if names := all_gather_json(names, self._fork.ctx)[0]:
             text = f"{first_three(names)}: no code of the fork reads it; read it in model.py or dataset.py, or delete"
             self._note("fields", False, f"{text} it from config.py", time.monotonic())

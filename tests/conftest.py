@@ -27,7 +27,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
 import pytest
 import torch
 
-from config import deleted_extras
+from utils.settings.deleted_extras import deleted_extras
 
 DELETED = deleted_extras()
 torch.set_num_threads(1)

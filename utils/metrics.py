@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from config import UserError
 from utils.extras.terms.means import TermMeans  # extra: terms
 from utils.logger import RESERVED
+from utils.settings.errors import UserError
 
 Metrics = dict[str, tuple]  # name -> (sum, count) or (sum, count, function of their quotient); numbers or tensors
 KNOWN_DIRECTIONS = {"loss": -1, "accuracy": 1, "top1": 1, "top5": 1}

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-from config import UserError
+from utils.settings.errors import UserError
 
 NEEDS = {"torchvision": ("numpy", "PIL.Image")}  # imported first, so that a message names the one that is broken
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from config import REDACTED, TrainingConfig
+from config import TrainingConfig
+from utils.settings.fields import REDACTED
 
 NAMES = r"token\b|secret\b|password\b|passwd\b|pwd\b|(?:api|access|account|secret|private)[-_]?key\b|cookie\b"
 VALUE = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"'&;|]+)"""

@@ -17,12 +17,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from config import StartError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.extras.companions.programs import OTHER_OWNER
 from utils.files import TEMPORARY, read_json
 from utils.logger import NAME, setup_logger
 from utils.run.command_line import open_output
+from utils.settings.errors import StartError, UserError
 
 NICENESS = 10
 SECONDS_TO_WARN = 60.0  # of failing tries

@@ -17,13 +17,14 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from config import StartError, UserError, asks_for_more
+from config import asks_for_more
 from scripts.companions.follow import SECONDS_TO_LEAVE, Companion, Lines, OtherOwnerError, answer, follow, read_plan
 from scripts.companions.owner import SECONDS_BETWEEN_BEATS, Mirror
 from scripts.lib.stored import SECONDS_BETWEEN_LINES, files_of
 from utils.checkpoint import format as checkpoint
 from utils.extras.companions.programs import OTHER_OWNER
 from utils.files import TEMPORARY, read_json, replace_json
+from utils.settings.errors import StartError, UserError
 
 SECONDS_TO_WARN = 60.0  # of an upload without progress
 SECONDS_BETWEEN_REQUESTS = 0.5  # of a node whose run folder is its own

@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from config import UserError
 from scripts.companions.follow import OtherOwnerError
 from scripts.lib.stored import StoredRun
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.logger import NAME
+from utils.settings.errors import UserError
 
 SECONDS_BETWEEN_BEATS, SECONDS_TO_SEE_A_BEAT = 10.0, 30.0
 SECONDS_TO_READ_BACK = 2.0  # a claim: not every object storage can create an object only if it is absent

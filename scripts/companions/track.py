@@ -24,11 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from config import UserError
 from scripts.companions.follow import Companion, Lines, follow, read_plan
 from scripts.companions.trackers import TRACKERS, Tracker
 from utils.files import read_json, replace_json
 from utils.redact import redacted
+from utils.settings.errors import UserError
 
 SECONDS_BETWEEN_LOOKS, SECONDS_AFTER_REJECTION, SECONDS_TO_GET_A_PLAN = 2.0, 60.0, 10.0
 ROWS = 200  # sent at once

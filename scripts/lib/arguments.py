@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from config import UserError
+from utils.settings.errors import UserError
 
 LACKS = """model.py: has no {}; add it, for example, if the model takes two tensors of a batch:
     def predict(model, batch): return {{"output": model(batch[0], batch[1])}}  # {{name: tensor [B, ...]}}

@@ -14,10 +14,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]  # as scr
 
 import torch
 
-from config import UserError
 from scripts.lib.values import TIMES, plural
 from utils.batch import tensors_in
 from utils.files import read_lines
+from utils.settings.errors import UserError
 from utils.table import format_table
 
 FIRST = ("fingerprint", "samples", "lr", "loss", "grad_norm")  # the order of the report

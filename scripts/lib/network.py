@@ -9,7 +9,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from config import UserError
+from utils.settings.errors import UserError
 
 SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # Linux: an interface's address and netmask
 

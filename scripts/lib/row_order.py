@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import UserError
+from utils.settings.errors import UserError
 
 LEAST, MOST = 4, 16  # samples that are compared
 NEAR, FAR = 0.02, 0.2  # of the mean distance between outputs of two samples: equal up to rounding, and another sample's

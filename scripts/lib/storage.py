@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from config import StartError, UserError
 from utils.packages import import_for
 from utils.redact import redacted
+from utils.settings.errors import StartError, UserError
 
 T = TypeVar("T")
 

@@ -26,12 +26,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from config import StartError, UserError
 from scripts.lib.storage import TRIES, Storage
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.files import read_lines, replace_file, replace_json
 from utils.logger import NAME
+from utils.settings.errors import StartError, UserError
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress
 FETCHED = ".fetched-"  # a folder with the part of a checkpoint that has been fetched

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from config import UserError
+from utils.settings.errors import UserError
 
 TITLES = {"ema": "averaged weights", "model": "plain weights"}
 

@@ -6,7 +6,8 @@
     # extra: NAME                   alone in one of the first five lines: the file
 
 In Markdown a marker is `<!-- extra: NAME -->`, and `<!-- end of NAME -->` ends a block that begins with one alone on a
-line. "a and b" needs both extras, "a or b" one of them. `utils/extras/NAME/` and `tests/extras/NAME/` go as a whole.
+line. "a and b" needs both extras, "a or b" one of them. `utils/extras/NAME/` and `tests/extras/NAME/` go as a whole,
+and the entries of NAME in utils/extras/settings.py with them.
 So do, in the pages of the template, commands in ```bash and rows of tables that are about deleted files or flags.
 All else stays as it is, byte for byte.
 """
@@ -39,6 +40,7 @@ from lib.git_tree import SO_THAT, fail, git, require_clean, require_undoable, tr
 from lib.unused_imports import remove_unused_imports
 
 PAGE, PROJECT = "docs/extras.md", "pyproject.toml"
+SETTINGS = "utils/extras/settings.py"  # the list of the settings of extras
 UPGRADING = "docs/upgrading.md, one-time setup"
 NAMES = r"\w+(?: (?:and|or) \w+)*"
 MARKER = re.compile(rf"(?:#|<!--) extra: ({NAMES})(?: -->)?$")
@@ -70,7 +72,9 @@ def without(files: Files, cut: set[str]) -> tuple[Files, Fields]:
         is_of_cut = len(parts) > 3 and parts[0] in ("utils", "tests") and parts[1] == "extras" and parts[2] in cut
         if not is_of_cut and not is_marked_as_a_whole(name, text, cut):
             left[name] = cut_text(name, text, cut)
-    fields = fields_of(files.get("config.py", ""), cut)
+    if SETTINGS in left:
+        left[SETTINGS] = without_entries(left[SETTINGS], cut)
+    fields = fields_of(files, cut)
     gone = {field for each in fields.values() for field in each}
     deleted = files.keys() - left.keys()
     deleted |= {f"{Path(each).parent}" for each in deleted} - {f"{Path(each).parent}" for each in left}
@@ -230,23 +234,37 @@ def _spans(node: ast.AST) -> Iterator[tuple[int, int, set[int]]]:
     yield from ((first.lineno, last.end_lineno, {first.lineno, last.end_lineno}) for first, last in elements)
 
 
-def fields_of(config: str, cut: set[str]) -> Fields:
-    """The fields in the blocks of these extras in config.py, with their defaults."""
-    found: Fields = {name: {} for name in sorted(cut)}
-    blocks: dict[int, str] = {}  # the extra by line
-    inside = ""
-    for number, line in enumerate(config.splitlines(), 1):
-        if begin := ALONE.match(line):
-            inside = begin[1]
-        elif re.match(END.format(r"\w+"), line):
-            inside = ""
-        blocks[number] = inside
-    for node in ast.walk(ast.parse(config)):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call) and blocks[node.lineno] in cut:
-            is_setting = ast.unparse(node.value.func) == "setting"  # whose first argument is the group
-            default = ast.literal_eval(node.value.args[1 if is_setting else 0])
-            found[blocks[node.lineno]][ast.unparse(node.target)] = default
+def fields_of(files: Files, cut: set[str]) -> Fields:
+    """The settings of these extras, with their defaults."""
+    return {name: defaults_of(files.get(f"utils/extras/{name}/settings.py", "")) for name in sorted(cut)}
+
+
+def defaults_of(settings: str) -> dict[str, Any]:
+    """The default of each setting that this file declares."""
+    found = {}
+    for node in ast.walk(ast.parse(settings)):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.value, ast.Call):
+            continue
+        function = ast.unparse(node.value.func)
+        if function in ("setting", "yours"):
+            default = node.value.args[1 if function == "setting" else 0]  # `setting` begins with the group
+            found[ast.unparse(node.target)] = ast.literal_eval(default)
     return found
+
+
+def without_entries(text: str, cut: set[str]) -> str:
+    """The list of the settings of extras without what it imports of these extras."""
+    lines = split_lines(text)
+    names: set[str] = set()
+    deleted: set[int] = set()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ImportFrom) and re.match(rf"utils\.extras\.({'|'.join(cut)})\.", node.module or ""):
+            names |= {alias.asname or alias.name for alias in node.names}
+            deleted |= set(range(node.lineno - 1, node.end_lineno or node.lineno))
+    for number, line in enumerate(lines):
+        if line.strip().rstrip(",") in names:
+            deleted.add(number)
+    return without_lines(lines, deleted)
 
 
 def unlinked(page: str, text: str, gone: set[str]) -> str:

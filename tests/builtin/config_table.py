@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from config import TrainingConfig, help_of
+from config import SETTINGS
 
 PAGE = ROOT / "docs" / "configuration.md"
 BEGIN, END = "<!-- config table: made by tests/builtin/config_table.py -->", "<!-- end of config table -->"
@@ -20,12 +19,12 @@ def table() -> str:
     """A table per group, one row per field of TrainingConfig: flag, default, meaning, and whether a resume may change
     it."""
     lines, group = [], ""
-    for field in dataclasses.fields(TrainingConfig):
-        if field.metadata["group"] != group:
-            group = field.metadata["group"]
+    for setting in SETTINGS:
+        if setting.group != group:
+            group = setting.group
             lines += ["", f"### {group}", "", "| flag | default | meaning | on resume |", "|---|---|---|---|"]
-        default = "" if field.default == "" else f"`{field.default}`"
-        lines.append(f"| `--{field.name}` | {default} | {help_of(field)} | {field.metadata['resume']} |")
+        default = f"`{setting.default_text}`" if setting.default_text else ""
+        lines.append(f"| `--{setting.name}` | {default} | {setting.help_with_choices} | {setting.resume} |")
     return "\n".join(lines).strip()
 
 

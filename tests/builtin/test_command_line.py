@@ -7,11 +7,12 @@ import sys
 import pytest
 import torch
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from images import save_images
 from ranks import ROOT, WarmLaunch, finish, launch, run_ranks
 from training import train_flags
 from utils.checkpoint import format as checkpoint
+from utils.settings.errors import UserError
 
 TRAIN = ROOT / "train.py"
 SMALL = "--image_size 8 --batch_size 8 --log_interval 2 --backend gloo".split()

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 import dataset
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from dataset import SyntheticImageDataset, create_dataset, is_prepared, prepare_data
 from utils.data.sets import choose_samples, identity
 from utils.example.augment import augment_images, normalize
+from utils.settings.errors import UserError
 
 
 def test_synthetic_set_is_reproducible_uint8_and_class_conditional():

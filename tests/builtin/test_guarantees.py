@@ -1,8 +1,8 @@
 # extra: template
 """Each promise of docs/guarantees.md has a test of the default run, and each marker of a test has a promise."""
 
-from config import deleted_extras
 from guarantees import BEGIN, END, GUARANTEES, PAGE, collect, marked, written
+from utils.settings.deleted_extras import deleted_extras
 
 
 def test_each_key_of_the_page_has_a_default_test_and_each_marker_a_key_of_the_page(request):

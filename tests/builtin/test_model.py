@@ -9,10 +9,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import model
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import DistributedContext, unwrap
 from model import MiniResNet, compute_loss, create_model, param_groups, wrap_ddp
 from utils.checkpoint.format import load_weights, take_weights
+from utils.settings.errors import UserError
 
 CPU = torch.device("cpu")
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import forks
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from dataset import create_dataset
 from export import as_safetensors
 from ranks import ROOT, WarmLaunch, finish, launch
 from training import Runs, difference
 from utils.checkpoint import archive
+from utils.settings.errors import UserError
 
 AVERAGED: list = []
 AVERAGED += ["--ema_decay", 0.5]  # extra: average

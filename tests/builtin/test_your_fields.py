@@ -24,7 +24,7 @@ def test_the_published_names_exist():
         ("--crop_ratio 4/3,3/4", "crop_ratio=4/3,3/4: is not a range above 0"),  # extra: images
         ("--crop_ratio 1/0,1", "crop_ratio=1/0,1: is not a range above 0"),  # extra: images
         ("--crop_ratio 1", "crop_ratio=1: is not a range above 0"),  # extra: images
-        ("--random_erase 1.1", "random_erase=1.1: is not a probability; give a number from 0 to 1"),  # extra: images
+        ("--random_erase 1.1", "random_erase=1.1: is outside [0, 1]; give a number from 0 to 1"),  # extra: images
         ("--num_classes many", "num_classes=many: is not a whole number or auto; give"),
         ("--dataset cifar", "(did you mean cifar10?)"),
     ],

@@ -14,11 +14,12 @@ from typing import Any
 import dataset as fork_dataset
 import model as fork_model
 from comparison import loops
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import DistributedContext
 from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.files import replace_json
+from utils.settings.errors import UserError
 from utils.training.evaluation import Evaluation
 from utils.training.precision import Precision
 from utils.training.seams import Seams

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import benchmark
-from config import UserError
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.benchmark import ours, speed, turns
 from lib.benchmark.ours import Ours
 from lib.benchmark.turns import Candidate, take_turns
 from ranks import run_ranks, slow
 from tasks import config_of, using
+from utils.settings.errors import UserError
 from utils.training.step_sums import StepSums
 
 SMALL = "--batch_size 4 --log_interval 4 --num_workers 0 --backend gloo".split()

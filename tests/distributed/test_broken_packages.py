@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import utils.report.reporter
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from images import folder_of_images
 from ranks import ROOT, launch, run_ranks, slow
 from training import train_flags
 from utils.report.tensorboard import Board
+from utils.settings.errors import UserError
 
 SMALL = "--image_size 8 --batch_size 4 --log_interval 2 --backend gloo --dataset_size 16 --epochs 1".split()
 OPTIONAL = ("torchvision", "PIL", "tensorboard", "yaml", "safetensors", "onnx", "onnxruntime", "fsspec", "timm")

@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 
-from config import UserError
 from ranks import run_ranks, slow
 from scripts import export, predict
 from tasks import TASKS
 from test_predict_and_export import run_main, tokens
 from training import train_flags
+from utils.settings.errors import UserError
 
 FLAGS = "--dataset_size 40 --epochs 1 --no-use_amp".split()
 

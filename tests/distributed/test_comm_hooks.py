@@ -10,12 +10,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed, wrap_ddp
 from ranks import run_ranks, slow
 from tasks import train_task, training_under
 from training import TINY, difference
 from utils.data.sampler import MicroBatch
+from utils.settings.errors import UserError
 
 PARAMETERS, STATISTICS = 2090, 2 * (8 + 16)  # of tasks.SmallNet
 SUMS = 4  # sum and count of loss and top1

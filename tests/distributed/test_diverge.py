@@ -11,12 +11,12 @@ import torch
 
 import replay
 import tasks
-from config import UserError
 from ranks import run_ranks, slow
 from scripts import runs as script
 from scripts.lib.diverge import first_gap
 from tasks import SmallNet, create_images, image_loss
 from utils.data.sampler import GlobalBatchSampler
+from utils.settings.errors import UserError
 from utils.training.state import TrainState
 
 SAMPLE, STEP = 17, 6

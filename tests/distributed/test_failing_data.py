@@ -133,7 +133,8 @@ def test_one_slow_step_is_called_slow_and_training_continues(runs, ranks):  # ex
 
 OVERFLOWS = """
 import torch
-from config import TrainingError, TrainingConfig
+from config import TrainingConfig
+from utils.settings.errors import TrainingError
 from ddp_utils import DistributedContext
 from utils.data.loader import create_evaluation_dataloader
 

@@ -21,7 +21,7 @@ from torch.utils.data import dataloader
 import ddp_utils
 import train
 import utils.report.reporter
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ranks import run_ranks, slow
 from tasks import Images, using
 from training import STATE, TINY, difference
@@ -33,6 +33,7 @@ from utils.report.validation import Validation
 from utils.run import evaluate_only, owner, start
 from utils.run.folder import RunFolder
 from utils.run.owner import RunLock
+from utils.settings.errors import UserError
 from utils.training.evaluation import Evaluation
 from utils.training.state import TrainState
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from config import UserError
 from ranks import run_ranks
 from tasks import TASKS, SmallNet, image_loss
 from training import train_flags
+from utils.settings.errors import UserError
 
 
 class Normalized(SmallNet):

@@ -11,12 +11,13 @@ import torch
 
 import tasks
 import train
-from config import TrainingConfig, TrainingError, UserError
+from config import TrainingConfig
 from ranks import run_ranks, slow
 from tasks import Images
 from training import TINY
 from utils.distributed.context import DistributedContext
 from utils.run.ending import cause_of
+from utils.settings.errors import TrainingError, UserError
 
 FLAGS = "--dataset_size 16 --num_workers 1 --epochs 1 --save_every 0".split()
 FEW = 40  # tensors in a batch, which fit

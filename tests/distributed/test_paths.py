@@ -6,9 +6,10 @@ import os
 
 import pytest
 
-from config import PATHS, TrainingConfig, expand
+from config import PATHS, TrainingConfig
 from ranks import run_ranks
 from training import train_flags
+from utils.settings.paths import expand
 
 VALUES = {  # path: what it becomes in a home of /home/me, with NAME=/scratch
     "~/data": "/home/me/data",

@@ -1,7 +1,6 @@
 """scripts/predict.py and scripts/export.py on tasks other than image classification; violations of the contract."""
 
 import contextlib
-import dataclasses
 import io
 import os
 import signal
@@ -13,22 +12,15 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from config import (
-    TrainingConfig,
-    UserError,
-    command_line,  # extra: companions
-    fields_of_yours,
-    local_path,
-    mirror_url,  # extra: companions
-    path_or_url,
-    rendezvous_url,
-    run_path,
-)
+from config import SETTINGS, TrainingConfig, fields_of_yours
 from ranks import launch, run_ranks
 from scripts import export, predict
 from scripts.lib.arguments import check_arguments
 from tasks import TASKS, SmallNet, TokenModel, create_lines, token_loss, using
 from training import train_flags
+from utils.extras.companions.settings import command_line, mirror_url  # extra: companions
+from utils.settings.checks import rendezvous_url
+from utils.settings.errors import UserError
 from utils.training import seams
 
 LINES = "--dataset_size 9 --batch_size 2 --epochs 1 --no-use_amp".split()  # the last micro-batch has one line
@@ -298,10 +290,10 @@ def test_an_export_leaves_out_the_places_of_ours_and_keeps_every_field_of_yours(
     saved, places = export.read(Path("a.pt"), use_ema=False)
     assert saved["config"].items() >= yours.items() and saved["config"]["lr"] == ours["lr"]
     assert saved["config"].keys() | places.keys() == payload["config"].keys() and not saved["config"].keys() & places
-    checks = [local_path, run_path, path_or_url, rendezvous_url]
+    checks = [rendezvous_url]
     checks += [mirror_url, command_line]  # extra: companions
-    of_paths = {field.name for field in dataclasses.fields(TrainingConfig) if field.metadata["check"] in checks}
-    assert places.keys() == of_paths - {field.name for field in fields_of_yours()}
+    of_paths = {setting.name for setting in SETTINGS if setting.is_path or setting.check in checks}
+    assert places.keys() == of_paths - {setting.name for setting in fields_of_yours()}
 
 
 @pytest.fixture

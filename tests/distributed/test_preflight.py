@@ -12,12 +12,12 @@ from unittest import mock
 import pytest
 
 import preflight
-from config import UserError
 from ranks import ROOT, WarmLaunch, finish, run_ranks
 from scripts.lib.preflight import facts, storage, verdict
 from tasks import using
 from training import TINY, says
 from utils.run import provenance
+from utils.settings.errors import UserError
 
 QUICK = [*TINY, "--dataset_size", "64"]
 CHECKS = "same code,data,loader,host names,network,devices,/dev/shm,shared folder,disk,all-reduce,speed"

@@ -12,11 +12,11 @@ import torch
 
 import ddp_utils
 import tasks
-from config import UserError
 from ranks import run_ranks
 from tasks import TASKS, Images, create_images, image_loss
 from test_run_folder import contents
 from training import assert_same_state, train_flags
+from utils.settings.errors import UserError
 from utils.training.evaluation import Evaluation
 
 SMALL = "--dataset_size 16 --epochs 1".split()

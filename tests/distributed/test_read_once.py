@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from config import UserError
 from forged import payload_of, small_state
 from ranks import lack, run_ranks
 from test_refusals import group
@@ -16,6 +15,7 @@ from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.distributed.collectives import read_once
 from utils.run.resume import load_checkpoint
+from utils.settings.errors import UserError
 
 
 def read_folder(root):

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import dataset
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
 from nodes import Place  # extra: template or launcher or kubernetes or companions
 from ranks import ROOT, run_ranks
 from training import says
 from utils.data.sets import load_data
+from utils.settings.errors import UserError
 
 CODES = [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT]
 

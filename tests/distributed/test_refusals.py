@@ -19,13 +19,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_utils
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
 from ranks import WarmLaunch, finish, lack, launch, run_ranks
 from tasks import TASKS
 from training import says, train_flags
 from utils.distributed.collectives import on_all_ranks, once_per_file_system
 from utils.distributed.device import choose_device
+from utils.settings.errors import UserError
 from utils.training.precision import Precision
 
 

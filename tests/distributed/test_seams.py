@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import model
-from config import UserError
 from ranks import WarmLaunch, finish, run_ranks
 from tasks import TASKS, Images, SmallNet, image_loss
 from training import assert_same_state, train_flags
+from utils.settings.errors import UserError
 
 FLAGS = "--dataset_size 46 --epochs 2 --no-use_amp --save_every 0".split()
 

@@ -13,12 +13,13 @@ import torch
 
 import train
 import utils.run.start
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ranks import run_ranks
 from test_run_folder import contents, fill, open_run
 from training import train_flags
 from utils.distributed.collectives import all_gather_json
 from utils.metrics import all_reduce_scalar
+from utils.settings.errors import UserError
 
 UNLIKE = [  # what differs; what all three ranks raise; the rank that is named
     ("config", r"start again\n\s+rank 0 on \S+\s+rank 2 on \S+\nlr\s+0.1\s+0.7$", 2),

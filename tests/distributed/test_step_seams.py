@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from config import UserError
 from ranks import run_ranks, slow
 from tasks import TASKS, SmallNet, image_loss, ramped_loss, taught_loss, teach
 from test_exact_resume import FLAGS as OF_RESUME
@@ -16,6 +15,7 @@ from test_oracle import ADAMW, SGD, check_against_the_oracle
 from training import difference, train_flags
 from utils.checkpoint import format as checkpoint
 from utils.distributed.dtensor import full
+from utils.settings.errors import UserError
 from utils.training.schedule import Progress
 from utils.training.seams import Seams
 

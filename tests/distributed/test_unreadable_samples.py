@@ -19,7 +19,7 @@ ERRORS = {
 BREAK = """
 import line_tasks
 import torch
-from config import UserError
+from utils.settings.errors import UserError
 
 def break_sample(place, name, bad_split, bad, error):
     plain = getattr(place, name)

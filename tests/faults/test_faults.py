@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from config import deleted_extras
 from drill import FAULTS, Drill
 from ranks import ROOT
+from utils.settings.deleted_extras import deleted_extras
 
 for path in sorted(Path(__file__).parent.glob("*.py")):
     if path.stem not in ("drill", "test_faults"):

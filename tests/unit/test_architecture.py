@@ -9,21 +9,24 @@ import pytest
 
 from ranks import ROOT
 
+SETTINGS_OF_EXTRAS = "settings of extras"  # utils/extras/settings.py and utils/extras/NAME/settings.py
 FLOORS = {
-    "config": 0,
-    "utils": 1,  # small tools that know neither ranks nor runs
-    "utils.distributed": 2,
-    "utils.data": 3,
-    "utils.training": 4,
-    "utils.checkpoint": 4,
-    "utils.run": 5,
-    "utils.report": 6,
-    "utils.example": 6,  # of model.py, dataset.py and the extra `images` alone
-    "ddp_utils": 7,
-    "utils.extras": 7,  # imported in marked lines only: tests/builtin/test_extras.py
-    "model": 8,
-    "dataset": 8,
-    "train": 9,
+    "utils.settings": 0,
+    SETTINGS_OF_EXTRAS: 1,
+    "config": 2,
+    "utils": 3,  # small tools that know neither ranks nor runs
+    "utils.distributed": 4,
+    "utils.data": 5,
+    "utils.training": 6,
+    "utils.checkpoint": 6,
+    "utils.run": 7,
+    "utils.report": 8,
+    "utils.example": 8,  # of model.py, dataset.py and the extra `images` alone
+    "ddp_utils": 9,
+    "utils.extras": 9,  # imported in marked lines only: tests/builtin/test_extras.py
+    "model": 10,
+    "dataset": 10,
+    "train": 11,
 }
 # without a fork's own files
 CORE = sorted([*(path for path in ROOT.glob("*.py") if path.stem in FLOORS), *ROOT.glob("utils/**/*.py")])
@@ -46,6 +49,8 @@ def tree(path):
 def package(module):
     """The package that a module is in: utils.run for utils.run.folder, utils for utils.files."""
     parts = module.split(".")
+    if re.fullmatch(r"utils\.extras\.(\w+\.)?settings", module):
+        return SETTINGS_OF_EXTRAS
     return next(name for name in (".".join(parts[:2]), parts[0]) if name in FLOORS)
 
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
 from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.report.terminal import _batchnorm_line
+from utils.settings.errors import UserError
 from utils.training.batchnorm import RunningStats, check_sync_batchnorm
 
 YES = torch.tensor(True)

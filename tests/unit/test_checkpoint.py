@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import utils.files
-from config import REMOVED, StartError, TrainingConfig, UserError
+from config import TrainingConfig
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.extras.exact import ORDER  # extra: exact
+from utils.extras.exact.reduction import ORDER  # extra: exact
 from utils.files import TEMPORARY, replace_file, replace_json
 from utils.run.resume import changed_files, compare, compare_best, compare_data
+from utils.settings.errors import StartError, UserError
+from utils.settings.removed import REMOVED
 
 
 def payload(step=10, **changes):

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import train
-from config import TrainingError, UserError
 from ranks import run_ranks
 from tasks import train_task
 from test_checkpoint import payload
@@ -26,6 +25,7 @@ from utils.rng import diverged
 from utils.run import copier
 from utils.run.checkpoints import Checkpoints
 from utils.run.copier import Copier
+from utils.settings.errors import TrainingError, UserError
 
 
 def state(step):

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from config import TrainingConfig, TrainingError, UserError
+from config import TrainingConfig
 from test_checkpoint import payload
 from test_run_folder import commit, commit_best, contents, fill, from_step_10, names, open_run, with_
 from utils.checkpoint import archive
@@ -19,6 +19,7 @@ from utils.checkpoint.stored import local_checkpoint
 from utils.files import read_json, replace_json
 from utils.run import folder as run_folder
 from utils.run import owner
+from utils.settings.errors import TrainingError, UserError
 
 IS_HELD = "holds a run already; add --resume_from auto to continue it, --overwrite to replace it, or give another --run"
 HOLDS_MORE = "contains more than one run's files; give a separate folder"

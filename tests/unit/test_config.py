@@ -8,7 +8,9 @@ import tomllib
 
 import pytest
 
-from config import CONFLICTS, RARE, TrainingConfig, UserError, asks_for_more, deleted_extras, yours
+from config import SETTINGS, TrainingConfig, asks_for_more, yours
+from utils.settings.deleted_extras import deleted_extras
+from utils.settings.errors import UserError
 
 PUBLISHED = [
     *(
@@ -31,9 +33,8 @@ def rejection(capsys, *flags):
 
 
 def test_published_names_exist_no_field_is_none_and_all_have_help():
-    fields = dataclasses.fields(TrainingConfig)
-    assert set(PUBLISHED) <= {field.name for field in fields}
-    assert all(field.default is not None and field.metadata["help"] for field in fields)
+    assert set(PUBLISHED) <= {setting.name for setting in SETTINGS}
+    assert all(setting.default is not None and setting.help for setting in SETTINGS)
 
 
 def test_flags_with_underscores_dashes_and_negations():
@@ -158,13 +159,16 @@ def test_a_run_dir_takes_every_format_of_python(run_dir, expected):
     assert of(f"--run_dir=runs/{run_dir}").run_folder.name == expected
 
 
-@pytest.mark.parametrize("row", CONFLICTS, ids=lambda row: row[0])
-def test_a_row_of_the_conflicts_names_fields_and_ends_with_a_fix(row):
-    name, other, wrong = row
-    names = {field.name for field in dataclasses.fields(TrainingConfig)}
-    names |= {field for fields in deleted_extras().values() for field in fields}
-    assert {name, *([] if callable(other) else [other])} <= names
-    assert "; " in wrong.format_map(vars(TrainingConfig()) | {"found": "x"})
+CONFLICTS = [(setting.name, conflict) for setting in SETTINGS for conflict in setting.conflicts]
+
+
+@pytest.mark.parametrize(("declared_with", "conflict"), CONFLICTS)
+def test_a_conflict_names_settings_and_ends_with_a_fix(declared_with, conflict):
+    names = {setting.name for setting in SETTINGS}
+    names |= {name for settings in deleted_extras().values() for name in settings}
+    assert (conflict.setting or declared_with) in names
+    assert callable(conflict.other) or conflict.other in names
+    assert "; " in conflict.problem.format_map(vars(TrainingConfig()) | {"found": "x; y"})
 
 
 @pytest.mark.parametrize(
@@ -294,10 +298,10 @@ def flags_of(text):
 def test_help_all_shows_each_flag_once_with_its_default_in_lines_of_120_columns(capsys):
     text = help_text(capsys, "--help", "all")
     assert max(map(len, text.splitlines())) <= 120
-    entries, fields = re.split(r"\n  --(?:\[no-])?", text)[1:], dataclasses.fields(TrainingConfig)
-    assert flags_of(text) == ["help", "config", "print_config", *(f.name for f in fields)]
-    for entry, field in zip(entries[3:], fields, strict=True):
-        assert field.default == "" or f"[{field.default}]" in entry
+    entries = re.split(r"\n  --(?:\[no-])?", text)[1:]
+    assert flags_of(text) == ["help", "config", "print_config", *(setting.name for setting in SETTINGS)]
+    for entry, setting in zip(entries[3:], SETTINGS, strict=True):
+        assert setting.default == "" or f"[{setting.default}]" in entry
     assert "{sgd,adamw} [sgd]" in text
     examples = re.findall(r"train.py (--.*)", text.split("examples:")[1])
     assert len(examples) == 3
@@ -306,11 +310,10 @@ def test_help_all_shows_each_flag_once_with_its_default_in_lines_of_120_columns(
 
 
 def test_help_shows_the_common_flags_and_how_many_are_left(capsys):
-    fields = dataclasses.fields(TrainingConfig)
-    common = [field.name for field in fields if field.name not in RARE]
+    common = [setting.name for setting in SETTINGS if not setting.is_rare]
     text = help_text(capsys, "--help")
     assert flags_of(text) == ["help", "config", "print_config", *common] and {*PUBLISHED} <= {*common}
-    assert text.splitlines()[-1] == f"--help all shows the other {len(fields) - len(common)} flags."
+    assert text.splitlines()[-1] == f"--help all shows the other {len(SETTINGS) - len(common)} flags."
     assert "all shows" not in help_text(capsys, "--help", "all")
 
 

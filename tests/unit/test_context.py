@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from config import UserError
 from utils.distributed.context import read_launch
+from utils.settings.errors import UserError
 
 STEP = {
     "PROCID": "5",

@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
-from config import UserError
 from ddp_utils import DistributedContext, load_checkpoint
 from forged import Call, payload_of, small_state
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
+from utils.settings.errors import UserError
 
 PAGE, TRAILER = 4096, archive.TRAILER_BYTES
 CTX = DistributedContext(0, 0, 1, torch.device("cpu"))

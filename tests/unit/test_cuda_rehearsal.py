@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from config import TrainingConfig
 from forged import MICRO_BATCH, SAMPLES
 from utils.data.sampler import Assignment, GlobalBatchSampler
-from utils.extras.average import WeightAverage  # extra: average
+from utils.extras.average.weight_average import WeightAverage  # extra: average
 from utils.report.reporter import Reporter
 from utils.training import state as training_state
 from utils.training import step_sums

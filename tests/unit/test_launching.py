@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ranks import ROOT, launch
 from scripts.lib.launching import __main__ as program
 from scripts.lib.launching import hosts, supervise
@@ -20,6 +20,7 @@ from scripts.lib.launching import plan as planning
 from scripts.lib.launching.rendezvous import Nodes
 from scripts.lib.launching.supervise import exit_code
 from utils import cpus
+from utils.settings.errors import UserError
 
 
 @pytest.fixture

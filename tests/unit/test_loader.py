@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler, Subset
 
 import utils.data.loader
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import DistributedContext
 from tasks import Images
 from utils.clock import Clock
@@ -27,6 +27,7 @@ from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.data.sets import choose_samples
 from utils.data.transfer import to_device
 from utils.rng import derive_seed
+from utils.settings.errors import UserError
 
 CPU = torch.device("cpu")
 

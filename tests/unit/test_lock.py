@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from config import StartError, TrainingConfig, TrainingError, UserError
+from config import TrainingConfig
 from ranks import CONTEXT
 from test_run_folder import open_run, with_
 from utils.run import owner as owner_module
 from utils.run.owner import RunLock, claim
+from utils.settings.errors import StartError, TrainingError, UserError
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from config import TrainingConfig, TrainingError
+from config import TrainingConfig
 from ddp_utils import DistributedContext
 from test_checkpoint import payload
 from utils.checkpoint import archive
@@ -15,6 +15,7 @@ from utils.checkpoint import format as checkpoint
 from utils.memory import free_memory, is_out_of_memory
 from utils.run.ending import cause_of
 from utils.run.failures import explain_memory, halved
+from utils.settings.errors import TrainingError
 from utils.training.state import TrainState
 
 CUDA = "CUDA out of memory. Tried to allocate 1.95 GiB. GPU 0 has a total capacity of 139.80 GiB."

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from config import UserError
 from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics, choose_best, compute_accuracy, count_correct
+from utils.settings.errors import UserError
 
 LOGITS = torch.tensor([[3.0, 1, 2], [1, 2, 3], [3, 2, 1], [1, 3, 2]])
 LABELS = torch.tensor([0, 1, 0, 0])

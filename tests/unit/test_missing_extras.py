@@ -2,7 +2,7 @@
 
 import pytest
 
-from config import UserError
+from utils.settings.errors import UserError
 from utils.training import seams
 
 

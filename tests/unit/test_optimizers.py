@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
 from ranks import slow
 from test_state import FLOAT32, step
 from utils.data.sampler import Assignment, GlobalBatchSampler
+from utils.settings.errors import UserError
 from utils.training.seams import Seams
 from utils.training.state import TrainState
 

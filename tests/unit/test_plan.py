@@ -13,7 +13,7 @@ from plain_loop import number
 from ranks import package
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sampler import Assignment, GlobalBatchSampler
-from utils.extras.exact import Runs  # extra: exact
+from utils.extras.exact.reduction import Runs  # extra: exact
 
 hypothesis, st = package("hypothesis"), package("hypothesis.strategies")
 EXAMPLES = hypothesis.settings(

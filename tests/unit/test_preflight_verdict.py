@@ -5,9 +5,9 @@ import functools
 
 import pytest
 
-from config import UserError
 from scripts.lib.preflight import links, storage, verdict
 from scripts.lib.preflight.verdict import FAILURE, OK, WARNING
+from utils.settings.errors import UserError
 
 GB = 10**9
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from config import REMOVED, TrainingConfig
+from config import TrainingConfig
+from utils.settings.removed import REMOVED
 
 OTHER = {"check_every": 3, "minutes": 5.0}  # values that are not the default
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
-from config import UserError
 from scripts.lib.launching import rendezvous
 from scripts.lib.launching.rendezvous import Host, Nodes, NodesMissing, Poll, find_nodes, join
+from utils.settings.errors import UserError
 
 NODES = Nodes(least=1, most=2, rank=1, address="127.0.0.1", port=0, backend="c10d", run="run")
 TWO = replace(NODES, least=2, backend="static")

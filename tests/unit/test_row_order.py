@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_sequence
 
-from config import UserError
 from scripts.lib.row_order import check_row_order
+from utils.settings.errors import UserError
 
 SIZE = 40
 

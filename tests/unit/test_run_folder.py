@@ -7,13 +7,13 @@ from unittest import mock
 
 import pytest
 
-from config import TrainingError
 from test_checkpoint import payload
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.run import folder as run_folder
 from utils.run.folder import RunFolder
 from utils.run.owner import claim
+from utils.settings.errors import TrainingError
 
 
 def open_run(config, launch_id="", may_restart=False, host="here"):

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
 from forged import MICRO_BATCH
 from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.distributed.device import has_fast_bf16
+from utils.settings.errors import UserError
 from utils.training.first_passes import evaluate_once, train_twice
 from utils.training.optimizer import lr_factor
 from utils.training.precision import Precision

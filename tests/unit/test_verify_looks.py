@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import DistributedContext
 from lib.values import spread
 from lib.verify.fork import Fork
 from lib.verify.loss_notes import look_at_passes
 from lib.verify.model_notes import look_at_statistics, look_at_weights
+from utils.settings.errors import UserError
 from utils.training.seams import Seams
 
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 
-from config import UserError
 from utils.checkpoint import archive
 from utils.checkpoint.format import load_weights, take_weights
 from utils.checkpoint.weights import warn_of_other_classes
+from utils.settings.errors import UserError
 
 ALL = "loaded 15 of 15 tensors"
 

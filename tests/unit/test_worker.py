@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, Subset
 
 import utils.data.worker
 import utils.files
-from config import StartError, TrainingConfig, TrainingError, UserError
+from config import TrainingConfig
 from ddp_utils import DistributedContext
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sampler import MicroBatch
@@ -28,6 +28,7 @@ from utils.data.worker import Fetcher, explain
 from utils.distributed.collectives import is_of_a_peer
 from utils.logger import told
 from utils.run.ending import cause_of
+from utils.settings.errors import StartError, TrainingError, UserError
 
 CTX = DistributedContext(0, 0, 1, torch.device("cpu"))
 

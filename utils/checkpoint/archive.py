@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
-from config import StartError, UserError
 from utils.files import may_pass, replace_file, retried
+from utils.settings.errors import StartError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

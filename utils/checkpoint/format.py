@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config import StartError, UserError
 from utils.checkpoint import archive
 from utils.checkpoint.archive import MANIFEST, STEP_NAME, Trailer
 from utils.checkpoint.weights import LOGGER, describe_unread, find_weights
@@ -20,6 +19,7 @@ from utils.checkpoint.weights import take_weights as take_weights  # forks impor
 from utils.extras.sharding import shards  # extra: sharding
 from utils.files import TEMPORARY, flush_folder, read_json, temporary_of
 from utils.logger import ALIKE
+from utils.settings.errors import StartError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

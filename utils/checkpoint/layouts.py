@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from config import TrainingError
 from utils.checkpoint import archive
 from utils.checkpoint.format import step_path
 from utils.distributed.context import DistributedContext
+from utils.settings.errors import TrainingError
 
 Payload = dict[str, Any]  # with its tensors on the CPU
 Call = Callable[[], object]

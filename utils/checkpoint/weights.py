@@ -14,8 +14,8 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config import UserError
 from utils.logger import ALIKE, NAME, some_of
+from utils.settings.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

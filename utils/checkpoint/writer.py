@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
-from config import TrainingError
 from utils.checkpoint.layouts import Call, Payload, size_of
 from utils.logger import NAME
+from utils.settings.errors import TrainingError
 from utils.signals import STOP
 
 NICENESS = 10  # of the thread: training comes first if every core has a rank

@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import DataLoader, Sampler, Subset
 
-from config import TrainingConfig, TrainingError, UserError
+from config import TrainingConfig
 from utils.batch import tensors_in
 from utils.clock import Clock
 from utils.cpus import usable_cpus
@@ -19,6 +19,7 @@ from utils.data.sampler import Assignment, GlobalBatchSampler, MapDataset, Micro
 from utils.data.transfer import SideStream, indices_on, pinned, to_device
 from utils.data.worker import Fetcher, check_sockets, explain
 from utils.distributed.context import DistributedContext
+from utils.settings.errors import TrainingError, UserError
 from utils.signals import ignore_in_worker, kept_back
 
 PREFETCHED = 2  # batches of each worker
@@ -218,7 +219,7 @@ def choose_workers(config: TrainingConfig, dataset: MapDataset, local_world_size
 def assignment_of(config: TrainingConfig, ctx: DistributedContext, is_padded: bool) -> Assignment:
     """Which micro-batches this rank computes. is_padded: of `Assignment`."""
     if config.reduction == "exact":  # extra: exact
-        from utils.extras.exact import Runs
+        from utils.extras.exact.reduction import Runs
 
         return Runs(ctx.rank, ctx.world_size, is_padded)
     return Assignment(ctx.rank, ctx.world_size, is_padded)
@@ -229,7 +230,7 @@ def sampler_of(
 ) -> Callable[..., GlobalBatchSampler]:
     """What creates the sampler of a set, from the options of GlobalBatchSampler without batch_size."""
     if config.batch_tokens:  # extra: lengths
-        from utils.extras.lengths import budget_sampler
+        from utils.extras.lengths.token_budget import budget_sampler
 
         return budget_sampler(dataset, config, ctx, is_training)
     size = config.batch_size if is_training else config.eval_batch_size or config.batch_size

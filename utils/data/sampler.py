@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from config import UserError
 from utils.distributed.collectives import RankSum
 from utils.rng import derive_seed
+from utils.settings.errors import UserError
 
 
 class MapDataset(Protocol):

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
-from config import TrainingConfig, UserError, fields_of_yours, may_be_auto
+from config import TrainingConfig, fields_of_yours
 from utils.data.sampler import MapDataset
 from utils.distributed.collectives import on_all_ranks, once_per_file_system, read_once, require_equal
 from utils.distributed.context import DistributedContext
 from utils.extras.sketches import alike_on_all_ranks  # extra: sketches
 from utils.rng import derive_seed, seed_host
+from utils.settings.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,12 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
 
 def with_auto(config: TrainingConfig, dataset: MapDataset) -> TrainingConfig:
     """Replace "auto" in fields of the model and data by the training set's attributes of the same names."""
-    names = [field.name for field in fields_of_yours() if getattr(config, field.name) == "auto" and may_be_auto(field)]
-    return dataclasses.replace(config, **{name: getattr(dataset, name) for name in names if hasattr(dataset, name)})
+    from_data = {}
+    for setting in fields_of_yours():
+        is_open = setting.may_be_auto and getattr(config, setting.name) == "auto"
+        if is_open and hasattr(dataset, setting.name):
+            from_data[setting.name] = getattr(dataset, setting.name)
+    return dataclasses.replace(config, **from_data)
 
 
 def check_dataset(dataset: MapDataset, split: str) -> None:

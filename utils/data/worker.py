@@ -18,12 +18,12 @@ from typing import Any, cast
 from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, Subset, default_collate
 
-from config import StartError, TrainingError, UserError
 from utils.data.sampler import MicroBatch
 from utils.data.transfer import pinned
 from utils.files import may_pass, retried
 from utils.logger import told
 from utils.rng import seed_host
+from utils.settings.errors import StartError, TrainingError, UserError
 
 # torch's message about a worker that has died, or that has no shared memory left for its batch
 WORKER_FAILURE = re.compile(

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from config import StartError, TrainingError, UserError
 from utils.distributed.context import DistributedContext
 from utils.files import may_pass
 from utils.logger import told
 from utils.metrics import all_reduce_scalar
+from utils.settings.errors import StartError, TrainingError, UserError
 
 T = TypeVar("T")
 LOST_PEER = re.compile(

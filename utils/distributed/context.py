@@ -8,7 +8,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from config import UserError
+from utils.settings.errors import UserError
 
 if TYPE_CHECKING:  # importing torch takes seconds; train.py needs its rank before
     import torch

@@ -8,8 +8,8 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from config import UserError
 from utils.logger import NAME, count
+from utils.settings.errors import UserError
 
 # descriptors: per process, per rank (sockets), per worker (pipes)
 FILES, FILES_PER_RANK, FILES_PER_WORKER = 128, 6, 16

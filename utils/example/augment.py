@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from config import UserError
 from utils.data.transfer import once_per_stream
 from utils.rng import draw_integers, sample_draws
+from utils.settings.errors import UserError
 
 MAX_TABLE = 64e6  # bytes on the device, for the crops of an epoch
 LARGEST_CROP_SIZE = 64  # pixels; above it "auto" means resized_crop for image files

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from config import UserError
 from utils.files import temporary_of
 from utils.packages import import_for
+from utils.settings.errors import UserError
 
 
 def cifar10_folder(data_dir: Path) -> Path:

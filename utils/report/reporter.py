@@ -9,7 +9,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from config import TrainingError
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import broadcast_json, gather
 from utils.extras.companions.beside import finish_companions  # extra: companions
@@ -24,6 +23,7 @@ from utils.report.terminal import Terminal
 from utils.rng import seed_evaluation, set_apart
 from utils.run.attempt import Attempt
 from utils.run.provenance import zip_code
+from utils.settings.errors import TrainingError
 from utils.training.fingerprint import fingerprint, of_parameters, shown
 from utils.training.interval import is_empty
 from utils.training.state import TrainState
@@ -68,7 +68,7 @@ class Reporter:
         self._terminal = Terminal(attempt, state, loader)
         self._observers: list[Observer] = []
         if attempt.config.enable_profiling and ctx.is_main:  # extra: profiler
-            from utils.extras.profiler import Profiler
+            from utils.extras.profiler.profiler import Profiler
 
             self._observers.append(Profiler(run.folder / "traces", ctx.device, attempt.logger))
         self._samples, self._steps = 0, 0  # since the last log point

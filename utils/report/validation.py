@@ -7,13 +7,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from config import UserError
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.consensus import Consensus
 from utils.report.reporter import Reporter
 from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
 from utils.run.resume import load_best
+from utils.settings.errors import UserError
 from utils.training.evaluation import Evaluation
 from utils.training.schedule import Progress
 from utils.training.seams import Seams

@@ -8,8 +8,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from config import UserError
 from utils.files import TEMPORARY
+from utils.settings.errors import UserError
 
 NOTHING = ""  # what a folder was before this start
 

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from config import TrainingError
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.layouts import Call, FileLayout, Payload, of_threads
 from utils.checkpoint.writer import Limits, Writer
@@ -19,6 +18,7 @@ from utils.logger import NAME
 from utils.redact import stored
 from utils.run.attempt import Attempt
 from utils.run.copier import Copier
+from utils.settings.errors import TrainingError
 from utils.training.state import TrainState
 
 LAST_TRIES = 3  # at the end of a run, a second apart

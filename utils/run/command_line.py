@@ -13,8 +13,9 @@ import time
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import Any, NoReturn
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from utils.distributed.context import Launch, read_launch
+from utils.settings.errors import UserError
 from utils.signals import end_workers, follow_torchrun
 
 SECONDS_TO_FLUSH = 5.0

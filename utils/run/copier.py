@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import TrainingError
 from utils.checkpoint.archive import mapped
 from utils.checkpoint.layouts import Payload
 from utils.checkpoint.snapshot import HostMemory
@@ -18,6 +17,7 @@ from utils.distributed.collectives import broadcast_json, gather
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local
 from utils.rng import diverged
+from utils.settings.errors import TrainingError
 from utils.training.fingerprint import of_buffers, of_position, of_weights, shown
 from utils.training.state import TrainState
 

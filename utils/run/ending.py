@@ -15,19 +15,20 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from config import TrainingConfig, TrainingError, UserError
+from config import TrainingConfig
 from utils.checkpoint.format import step_checkpoints
 from utils.clock import Clock
 from utils.data.worker import explain, explain_files
 from utils.distributed.collectives import is_of_a_peer, within
 from utils.distributed.context import DistributedContext, Launch, read_launch
-from utils.extras.watch import Watch  # extra: watch
+from utils.extras.watch.watch import Watch  # extra: watch
 from utils.logger import NAME, setup_logger, told
 from utils.memory import is_out_of_memory, let_go
 from utils.run.command_line import end_now, reject
 from utils.run.failures import explain_memory
 from utils.run.folder import RunFolder
 from utils.run.owner import RunLock
+from utils.settings.errors import TrainingError, UserError
 
 SECONDS_FOR_BLAME = 2.0
 SECONDS_TO_LEAVE = 1.0  # process groups that may wait for a peer: this rank is to be blamed before its peers

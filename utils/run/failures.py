@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from config import TrainingConfig, TrainingError
+from config import TrainingConfig
 from utils.distributed.context import DistributedContext
 from utils.memory import is_out_of_memory, let_go
+from utils.settings.errors import TrainingError
 
 
 def explain_memory(

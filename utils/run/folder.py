@@ -11,7 +11,6 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from config import StartError, TrainingError, UserError
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
 from utils.files import LinesFile, cut_lines, finite, read_json, read_lines, replace_json
@@ -21,6 +20,7 @@ from utils.run.aside import move_back
 from utils.run.owner import NAME as LOCK
 from utils.run.owner import Claim, RunLock
 from utils.run.provenance import now as iso
+from utils.settings.errors import StartError, TrainingError, UserError
 from utils.training.interval import SkippedStep, is_empty
 
 BEGINNINGS = ("started", "resumed")  # the first event of each attempt

@@ -22,13 +22,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from config import DEFAULT_RUN_DIR, StartError, TrainingConfig, UserError, asks_for_more
+from config import DEFAULT_RUN_DIR, TrainingConfig, asks_for_more
 from utils.checkpoint import format as checkpoint
 from utils.extras.companions.programs import ask, plan_of  # extra: companions
 from utils.files import TEMPORARY, may_pass, read_json, replace_json, retried
 from utils.logger import NAME as LOGGER
 from utils.run.aside import NOTHING, move_aside, move_back, size_of
 from utils.run.provenance import now
+from utils.settings.errors import StartError, UserError
 
 NAME = "lock.json"
 KILLED = "every rank was killed"  # the error of an attempt that nobody survived to report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from config import TrainingConfig
+from config import SETTINGS, TrainingConfig
 from utils.data.sampler import GlobalBatchSampler
 from utils.data.sets import describe
 from utils.distributed.context import DistributedContext
@@ -62,7 +61,7 @@ def provenance_of(
     found |= state.unsaved.provenance  # extra: unsaved
     found |= state.sharing.provenance | {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
     # for a fork that has deleted some of them: the default, and whether a resume must or may differ
-    found["fields"] = {each.name: [each.default, each.metadata["resume"]] for each in dataclasses.fields(config)}
+    found["fields"] = {setting.name: [setting.stored_default, setting.resume] for setting in SETTINGS}
     return found | sampler.provenance | {"global_batch_size": sampler.global_batch_size}
 
 

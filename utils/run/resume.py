@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,16 +10,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from config import REMOVED, YOURS, TrainingConfig, UserError, fields_of_yours
+from config import SETTINGS, TrainingConfig, fields_of_yours
 from utils.checkpoint import format as checkpoint
 from utils.data.changes import changed_files, compare_data, keep_listing, read_listing
 from utils.data.sampler import GlobalBatchSampler
 from utils.data.sets import DataSets, describe
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
-from utils.extras.exact import rows_of_exact  # extra: exact
+from utils.extras.exact.reduction import rows_of_exact  # extra: exact
 from utils.run.attempt import Attempt
 from utils.run.folder import RunFolder
+from utils.settings.errors import UserError
+from utils.settings.fields import YOURS
+from utils.settings.removed import REMOVED
 from utils.training.fingerprint import fingerprint, shown
 from utils.training.state import TrainState
 
@@ -127,11 +129,12 @@ class Row(NamedTuple):
 
 def settings_of(payload: dict[str, Any], config: TrainingConfig) -> list[Row]:
     """A row for each field, also for those that this fork has deleted and the checkpoint has."""
-    saved, here = payload["config"], dataclasses.fields(config)
-    rows = [
-        Row(each.name, saved.get(each.name, each.default), getattr(config, each.name), each.metadata["resume"])
-        for each in here
-    ]
+    saved = payload["config"]
+    here = config.to_json()
+    rows = []
+    for setting in SETTINGS:
+        before = saved.get(setting.name, setting.stored_default)
+        rows.append(Row(setting.name, before, here[setting.name], setting.resume))
     for name, removed in REMOVED.items():
         line = removed.note(name, "{before} of the checkpoint")
         rows.append(Row(name, saved.get(name, removed.default), removed.default, "may", line))
@@ -182,7 +185,7 @@ def compare(
     """
     check_removed(payload["config"], config)
     before, rows = payload["provenance"], rows_of(payload, config, provenance)
-    yours = {field.name for field in fields_of_yours()}
+    yours = {setting.name for setting in fields_of_yours()}
     is_same_code = all(before.get(name) == provenance.get(name) for name in ("code", "versions"))
     is_same_code &= all(each.before == each.here for each in rows if each.name in yours)  # else transforms may differ
     line, is_other = compare_data(before, provenance, files or {}, is_same_code)
@@ -205,7 +208,7 @@ def check_removed(saved: dict[str, Any], config: TrainingConfig) -> None:
 
 def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
     """Raises UserError if the model or the kind of data differs from the checkpoint's."""
-    compared = {field.name for field in dataclasses.fields(config) if field.metadata["group"] in (YOURS, "data")}
+    compared = {setting.name for setting in SETTINGS if setting.group in (YOURS, "data")}
     wrong = lines_of([each for each in settings_of(payload, config) if each.name in compared], "must")
     if wrong:
         remedy = f"eval_only: these must match; give --config {payload['config']['run_dir']}/config.json"
@@ -224,8 +227,9 @@ def compare_evaluated(payload: dict[str, Any], config: TrainingConfig, split: st
     here = {"train": described | sets.content} | sets.content["held_out"]
     if split not in before or split not in here:
         return []
-    names = ("seed", "data_dir", "dataset_size", *(field.name for field in fields_of_yours()))
-    is_same = all(saved.get(name) == getattr(config, name) for name in names)
+    here_as_saved = config.to_json()
+    names = ("seed", "data_dir", "dataset_size", *(setting.name for setting in fields_of_yours()))
+    is_same = all(saved.get(name) == here_as_saved[name] for name in names)
     line, is_other = compare_data(before[split], here[split], {}, is_same, split)
     changed = lines_of([Row(name, provenance.get(name), described[name], "must") for name in ("mean", "std")], "must")
     numbers = {each[split]["identity"].partition(" ")[0] for each in (before, here)}

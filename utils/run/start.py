@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from config import StartError, TrainingConfig, UserError
+from config import TrainingConfig
 from utils.distributed.collectives import broadcast_json, lowest_rank, on_all_ranks, on_rank_0
 from utils.distributed.context import DistributedContext
 from utils.files import may_pass
@@ -20,6 +20,7 @@ from utils.run.attempt import Attempt
 from utils.run.ending import Ending, watched
 from utils.run.folder import RunFolder
 from utils.run.owner import Claim, claim, sees
+from utils.settings.errors import StartError, UserError
 from utils.signals import STOP, began_at
 from utils.table import format_table
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from config import UserError
 from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.context import DistributedContext
+from utils.settings.errors import UserError
 
 
 class RunningStats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from config import UserError
+from utils.settings.errors import UserError
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
@@ -17,6 +17,7 @@ from utils.distributed.device import raise_file_limit
 from utils.distributed.dtensor import local
 from utils.logger import count
 from utils.metrics import MetricTracker, check_metrics, choose_best
+from utils.settings.errors import UserError
 from utils.training.fingerprint import fingerprint_of
 from utils.training.replicated import Wrapped
 from utils.training.seams import ComputeLoss, Seams

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from utils.batch import map_leaves, map_tensors
 from utils.distributed.dtensor import local, shard_of, wrap
+from utils.settings.errors import UserError
 
 # entries of a parameter group that come from the config or the machine at each start
 SET_AT_START = {"params", "lr", "base_lr", "foreach", "fused", "capturable"}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import UserError
+from utils.settings.errors import UserError
 
 OTHER_NAMES = "model.predict: returned different names for different batches; return the same names for every batch"
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from utils.distributed.collectives import RankSum
 from utils.distributed.context import DistributedContext
+from utils.settings.errors import UserError
 from utils.training.replicated import (
     Replicated,
     SingleProcess,
@@ -39,7 +40,7 @@ class Sharing:
         """The way that the settings ask for."""
         way = Averaged if ctx.world_size > 1 else Sharing
         if config.reduction == "exact":  # extra: exact
-            from utils.extras.exact import Exact
+            from utils.extras.exact.reduction import Exact
 
             way = Exact
         if config.sharding != "none":  # extra: sharding

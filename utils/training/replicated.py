@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from config import TrainingConfig, TrainingError, UserError
+from config import TrainingConfig
 from utils.data.sampler import MicroBatch
 from utils.distributed.collectives import is_of_a_peer
 from utils.distributed.context import DistributedContext
 from utils.logger import some_of
+from utils.settings.errors import TrainingError, UserError
 
 
 class SingleProcess(nn.Module):

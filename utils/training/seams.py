@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import UserError
 from utils.data.sampler import MicroBatch
 from utils.extras.steps import StepView, seeing  # extra: steps
 from utils.extras.summarize import Summary  # extra: summarize
 from utils.extras.terms.loss import Terms  # extra: terms
 from utils.metrics import Metrics
+from utils.settings.errors import UserError
 from utils.training.blocks import find_blocks
 from utils.training.optimizer import create_optimizer, lr_factor
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import device_of, is_sharded, shard_of
@@ -20,6 +20,7 @@ from utils.extras.unsaved import Unsaved  # extra: unsaved
 from utils.logger import some_of
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics
+from utils.settings.errors import UserError
 from utils.training.interval import Interval, SkippedStep
 from utils.training.mfu import UsefulTime
 from utils.training.optimizer import factors_of
@@ -50,7 +51,7 @@ class TrainState:
         self.sums = StepSums(model, self.sharing.rank_sum(), UsefulTime.on(device, precision.dtype))
         self.average: Any = None  # of the weights
         if config.ema_decay:  # extra: average
-            from utils.extras.average import WeightAverage
+            from utils.extras.average.weight_average import WeightAverage
 
             self.average = WeightAverage(model, config.ema_decay)
         if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:

@@ -30,15 +30,16 @@ if __name__ == "__main__":
 import torch
 
 import train
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import DistributedContext, setup_distributed
 from lib import processes
 from lib.benchmark.ours import Ours
 from lib.benchmark.turns import synchronize
 from utils.batch import tensors_in
 from utils.data.sets import load_data
-from utils.extras.lengths import read_lengths  # extra: lengths
+from utils.extras.lengths.token_budget import read_lengths  # extra: lengths
 from utils.memory import free_memory, gigabytes, is_out_of_memory, own_memory
+from utils.settings.errors import UserError
 from utils.training.first_passes import train_twice
 
 HEADROOM = 0.05  # fraction of memory for fragmentation and for what a run allocates besides the loop

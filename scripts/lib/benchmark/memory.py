@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import DistributedContext, wrap_ddp
 from lib.benchmark.find_batch import available_memory, limit_memory
 from lib.preflight.facts import memory
@@ -32,6 +32,7 @@ from utils.data.sampler import MapDataset
 from utils.data.sets import load_data
 from utils.distributed.dtensor import device_of, local
 from utils.memory import free_memory, is_out_of_memory, let_go
+from utils.settings.errors import UserError
 from utils.table import format_table
 from utils.training.first_passes import train_twice
 from utils.training.seams import Seams

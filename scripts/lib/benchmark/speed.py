@@ -15,11 +15,12 @@ from unittest import mock
 
 import torch
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import DistributedContext
 from lib.benchmark.ours import Ours
 from lib.benchmark.turns import Candidate, take_turns
 from utils.distributed.collectives import all_gather_json
+from utils.settings.errors import UserError
 from utils.table import format_table
 from utils.training.step_sums import StepSums
 

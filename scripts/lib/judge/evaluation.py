@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from config import UserError
+from utils.settings.errors import UserError
 
 EVALUATION = ("compute_loss", "loss_counts", "summarize", "*")  # names in model.py; * is that of `import *`
 NOT_FOLLOWED = ("model.py", "config.py", "train.py")  # what evaluates there is in utils and in EVALUATION

@@ -19,12 +19,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from config import UserError
 from scripts.lib.judge.statistics import ROUNDING
 from scripts.lib.processes import run, running
 from utils.extras.verify import VERIFIED
 from utils.files import read_json, read_lines, replace_file, replace_json
 from utils.run.provenance import sha256_of, versions
+from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = ("train.py", "model.py", "dataset.py", "config.py", "ddp_utils.py")

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from config import TrainingConfig, UserError, asks_for_more
+from config import TrainingConfig, asks_for_more
 from scripts.lib.launching.hosts import Hosts
 from scripts.lib.launching.plan import (
     TRAINING,
@@ -27,6 +27,7 @@ from scripts.lib.launching.plan import (
 from scripts.lib.launching.rendezvous import say
 from scripts.lib.launching.supervise import Launch, read_json
 from scripts.lib.processes import start
+from utils.settings.errors import UserError
 
 
 def main(argv: Sequence[str], env: dict[str, str]) -> int:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from scripts.lib.launching.rendezvous import ROUTE_PATIENCE_S, Nodes, Wait
 from scripts.lib.network import (
     check_interfaces,
@@ -28,6 +28,7 @@ from scripts.lib.network import (
     why,
 )
 from utils.cpus import usable_cpus
+from utils.settings.errors import UserError
 from utils.signals import STOP_SIGNALS
 
 SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)

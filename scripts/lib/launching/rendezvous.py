@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from io import BufferedIOBase
 from typing import Any
 
-from config import UserError
 from scripts.lib.network import why
+from utils.settings.errors import UserError
 
 LINE_INTERVAL_S = 10.0
 POLL_S = 1.0

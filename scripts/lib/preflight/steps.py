@@ -14,11 +14,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from config import TrainingConfig, TrainingError, UserError
+from config import TrainingConfig
 from scripts.lib.preflight import verdict
 from utils.distributed.collectives import all_gather_json
 from utils.distributed.context import DistributedContext
 from utils.run.failures import explain_memory
+from utils.settings.errors import TrainingError, UserError
 
 MAX_SECONDS, MAX_SECONDS_OF_MODEL = 25.0, 60.0  # for one step, and for one that runs model or data, or uploads
 

@@ -9,9 +9,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from scripts.lib.storage import Storage  # extra: companions
 from utils.run.owner import SECONDS_TO_SEE
+from utils.settings.errors import UserError
 
 MAX_BYTES, MAX_SECONDS = 2**28, 2.0  # written to measure the speed
 BLOCK = bytes(2**23)

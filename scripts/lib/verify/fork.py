@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from config import TrainingConfig, TrainingError, UserError, fields_of_yours
+from config import SETTINGS, TrainingConfig, fields_of_yours
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
 from lib.values import is_dense, one_line, scramble_global_rngs, spread, sums
 from lib.verify import memory
@@ -39,6 +39,7 @@ from utils.metrics import MetricTracker
 from utils.report.reporter import Reporter
 from utils.report.tensorboard import Board
 from utils.rng import derive_seed, seed_evaluation
+from utils.settings.errors import TrainingError, UserError
 from utils.training.evaluation import Evaluation
 from utils.training.outputs import Outputs
 from utils.training.precision import Precision
@@ -180,11 +181,12 @@ class Fork:
     @property
     def settings(self) -> dict[str, object]:
         """The flags for which the result holds: those that change a run, without those that `small_config` replaces."""
-        names = {"data_dir", *(field.name for field in fields_of_yours())}
+        names = {"data_dir", *(setting.name for setting in fields_of_yours())}
         names.add("cache")  # extra: cache
         names.add("activation_checkpointing")  # extra: compile
-        names |= {field.name for field in fields(self.config) if field.metadata["resume"] != "free"}
-        return {name: getattr(self.config, name) for name in sorted(names - {"epochs", "max_steps", "batch_size"})}
+        names |= {setting.name for setting in SETTINGS if setting.resume != "free"}
+        values = self.config.to_json()
+        return {name: values[name] for name in sorted(names - {"epochs", "max_steps", "batch_size"})}
 
     @property
     def small_config(self) -> TrainingConfig:

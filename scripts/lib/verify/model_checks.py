@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import plain_loop
-from config import UserError
 from lib.row_order import check_row_order
 from lib.values import (
     ROUNDING,
@@ -47,6 +46,7 @@ from train import Training
 from utils.data.sampler import MapDataset
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json
+from utils.settings.errors import UserError
 from utils.training.optimizer import checked_groups
 
 

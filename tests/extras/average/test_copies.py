@@ -13,7 +13,7 @@ from ranks import run_ranks
 from tasks import using
 from training import difference
 from utils.checkpoint import format as checkpoint
-from utils.extras.average import WeightAverage
+from utils.extras.average.weight_average import WeightAverage
 from utils.run import copier
 from utils.run.copier import Copier
 from utils.training.evaluation import Evaluation

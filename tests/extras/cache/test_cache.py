@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-import utils.extras.cache
-from config import TrainingConfig, UserError
+import utils.extras.cache.sample_cache
+from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
-from utils.extras.cache import cached, check_room
+from utils.extras.cache.sample_cache import cached, check_room
+from utils.settings.errors import UserError
 
 CONFIG = TrainingConfig(batch_size=8, cache="ram", num_workers=0, backend="gloo")
 
@@ -103,7 +104,7 @@ def test_a_rank_that_is_killed_while_it_decodes_leaves_no_file(tmp_path):
 
 @pytest.mark.guarantee("cache")
 def test_a_set_that_does_not_fit_is_rejected(ctx, monkeypatch):
-    monkeypatch.setattr(utils.extras.cache, "free_memory", lambda: 2_000)
+    monkeypatch.setattr(utils.extras.cache.sample_cache, "free_memory", lambda: 2_000)
     with pytest.raises(UserError, match="cache=ram: the decoded data take 0 MiB, .* of memory free; give the job more"):
         cache(ctx)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 16 << 30))

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from plans import CTX, plan_for, save
 
-from config import TrainingConfig, TrainingError
+from config import TrainingConfig
 from ranks import ROOT, is_gone
 from scripts.companions import follow, on_checkpoint
 from scripts.companions.follow import Companion, Lines, OtherOwnerError
@@ -26,6 +26,7 @@ from utils.extras.companions import beside as companions_module
 from utils.extras.companions import programs
 from utils.extras.companions.beside import Companions
 from utils.files import read_json, replace_json
+from utils.settings.errors import TrainingError
 
 
 @pytest.fixture

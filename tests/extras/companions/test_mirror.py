@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from config import StartError, TrainingConfig, TrainingError, UserError
+from config import TrainingConfig
 from scripts.companions import mirror as mirror_module
 from scripts.companions import owner as owner_module
 from scripts.companions.follow import OtherOwnerError
@@ -24,6 +24,7 @@ from utils.files import replace_json
 from utils.run import owner as claim_module
 from utils.run.folder import RunFolder
 from utils.run.owner import claim
+from utils.settings.errors import StartError, TrainingError, UserError
 
 WHERE = ["memory", "file"]
 

@@ -6,9 +6,10 @@ from unittest import mock
 
 import pytest
 
-from config import REDACTED, TrainingConfig
+from config import TrainingConfig
 from utils.redact import redacted, stored
 from utils.run.provenance import collect
+from utils.settings.fields import REDACTED
 
 # each with its secret
 SECRETS = {

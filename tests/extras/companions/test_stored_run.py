@@ -11,7 +11,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from test_mirror import WHERE, Attempt, quick, steps_of  # noqa: F401
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from scripts.companions import follow as follow_module
 from scripts.companions.mirror import Uploads
 from scripts.companions.owner import Mirror
@@ -24,6 +24,7 @@ from utils.checkpoint.stored import local_checkpoint
 from utils.extras.companions.apart import nodes_apart
 from utils.files import read_json, replace_json
 from utils.run.owner import RunLock
+from utils.settings.errors import UserError
 
 
 @pytest.fixture(params=WHERE)

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ranks import ROOT, run_ranks
 from scripts.companions import trackers
 from tasks import train_task
 from training import assert_same_state
 from utils.files import read_json
 from utils.run.owner import claim
+from utils.settings.errors import UserError
 
 PROGRAM = ROOT / "scripts/companions/track.py"
 FLAGS = "--epochs 2 --dataset_size 60 --lr 0.02 --log_interval 1 --save_every_steps 3".split()

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from config import UserError
 from ranks import run_ranks
 from tasks import TASKS, train_task
 from training import assert_same_state
 from utils.extras.compile.activation import checkpoint_blocks
+from utils.settings.errors import UserError
 from utils.training.blocks import find_blocks
 
 WIDTH = 8

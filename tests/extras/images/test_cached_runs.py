@@ -16,7 +16,7 @@ from ranks import run_ranks
 from training import TINY
 from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
 from utils.data.sets import load_data
-from utils.extras.cache import cached
+from utils.extras.cache.sample_cache import cached
 
 FLAGS = [*TINY, *"--image_size 8 --dataset imagefolder --global_batch_size 16 --augment crop".split()]
 

@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 from PIL import Image
 
-from config import UserError
 from images import save_images
 from ranks import run_ranks
 from training import assert_same_state, train_flags
 from utils.report.reporter import Reporter
 from utils.run.checkpoints import Checkpoints
+from utils.settings.errors import UserError
 
 FLAGS = "--dataset imagefolder --num_workers 1 --epochs 2".split()
 COUNT, STEPS = 24, 3  # files, and steps per epoch

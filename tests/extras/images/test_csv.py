@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from dataset import create_dataset
 from images import save_images
 from utils.data.sets import with_auto
+from utils.settings.errors import UserError
 
 TRAIN = {"train": {"cat": 9, "dog": 10}, "val": {"cat": 3, "dog": 4}}
 

@@ -11,7 +11,7 @@ import torch
 from torchvision import models
 
 import dataset
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from dataset import create_dataset, is_prepared, prepare_data
 from images import save_images
 from model import create_model, initial_weights
@@ -20,6 +20,7 @@ from training import train_flags
 from utils.checkpoint.format import take_weights
 from utils.data.sets import with_auto
 from utils.extras.images.pretrained import published, weights_file
+from utils.settings.errors import UserError
 
 CPU = torch.device("cpu")
 PAGE = (ROOT / "docs/recipes/fine_tuning.md").read_text()

@@ -7,10 +7,11 @@ from collections import Counter
 
 import pytest
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from dataset import create_dataset
 from images import save_images
 from utils.extras.images.files import list_folder
+from utils.settings.errors import UserError
 
 
 def folder_config(path, **changes):

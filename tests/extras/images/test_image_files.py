@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import dataset
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from dataset import SyntheticImageDataset, create_dataset
 from ddp_utils import cleanup_distributed, setup_distributed
 from images import save_images
@@ -22,6 +22,7 @@ from utils.data.sets import choose_samples, load_data, with_auto
 from utils.data.worker import Fetcher
 from utils.example.augment import normalize
 from utils.rng import seed_host
+from utils.settings.errors import UserError
 
 
 def folder_config(path, **changes):

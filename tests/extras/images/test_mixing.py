@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from dataset import create_dataset
 from model import MiniResNet, compute_loss, create_model, param_groups
 from ranks import ROOT, torchrun
@@ -17,6 +17,7 @@ from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.data.sets import ChosenSamples, choose_samples
 from utils.data.worker import Fetcher
 from utils.extras.images.mixing import mix, repeated_order
+from utils.settings.errors import UserError
 
 RECIPE = ROOT / "docs/recipes/imagenet.toml"
 # a small run of the same kind

@@ -9,10 +9,11 @@ import numpy
 import pytest
 import torch
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from dataset import create_dataset
 from utils.extras.images import files as images
 from utils.extras.images.files import log_listed, read_image
+from utils.settings.errors import UserError
 
 PIL = pytest.importorskip("PIL.Image")
 pytest.importorskip("torchvision")

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from config import UserError
 from images import folder_of_images
 from ranks import run_ranks
 from training import train_flags
+from utils.settings.errors import UserError
 
 
 def no_images(root):

@@ -11,13 +11,13 @@ from packing import micro_batches
 from test_exact_reduction import train_until  # extra: exact
 
 import train
-from config import UserError
 from line_tasks import Lines
 from plain_loop import plain_loop
 from ranks import run_ranks
 from tasks import TASKS, config_of, using
 from test_predict_and_export import predict_lines
 from training import relative, train_flags
+from utils.settings.errors import UserError
 
 SIZE, EPOCHS, BUDGET, PER_STEP = 90, 3, 30, 4
 FLAGS = f"--batch_tokens {BUDGET} --batch_size 64 --global_batch_size {BUDGET * PER_STEP} --bucket_window 2".split()

@@ -10,14 +10,15 @@ import torch
 from packing import micro_batches
 from torch.utils.data import Subset
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from ddp_utils import DistributedContext
 from ranks import package
 from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
 from utils.data.sampler import Assignment
 from utils.data.sets import choose_samples
-from utils.extras.exact import Runs  # extra: exact
-from utils.extras.lengths import Budget, BudgetSampler, balanced
+from utils.extras.exact.reduction import Runs  # extra: exact
+from utils.extras.lengths.token_budget import Budget, BudgetSampler, balanced
+from utils.settings.errors import UserError
 from utils.training.schedule import Schedule
 
 hypothesis, st = package("hypothesis"), package("hypothesis.strategies")

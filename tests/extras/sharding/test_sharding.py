@@ -13,7 +13,6 @@ import export
 import plain_loop
 import predict
 import train
-from config import UserError
 from ranks import run_ranks, slow
 from tasks import TASKS, BlockModel, config_of, image_loss, train_task, training_under, using
 from test_exact_resume import FLAGS as OF_RESUME
@@ -24,6 +23,7 @@ from test_skipping import train_with_nan
 from training import relative, train_flags
 from utils.checkpoint import format as checkpoint
 from utils.distributed.dtensor import is_sharded
+from utils.settings.errors import UserError
 from utils.training.schedule import Progress
 
 SGD, ADAMW = "--optimizer sgd --lr 0.05", "--optimizer adamw --lr 0.001"

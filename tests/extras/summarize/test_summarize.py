@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import model
-from config import UserError
 from ranks import run_ranks, slow
 from tasks import TASKS, SmallNet, create_images
 from training import train_flags
 from utils.extras import summarize as extra
+from utils.settings.errors import UserError
 
 FLAGS = "--dataset_size 46 --epochs 2 --num_workers 1 --no-use_amp --lr 0.02 --log_interval 1".split()
 FLAGS += ["--ema_decay", "0.5"]  # extra: average

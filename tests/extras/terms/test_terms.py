@@ -7,12 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
-from config import UserError
 from ranks import run_ranks, slow
 from tasks import TASKS, Images, SmallNet, image_loss, term_counts, term_loss
 from training import assert_same_state, train_flags
 from utils.example.augment import normalize
 from utils.metrics import check_metrics
+from utils.settings.errors import UserError
 from utils.training.seams import Seams
 
 

@@ -10,13 +10,13 @@ import torch
 
 import model
 import replay  # extra: replay
-from config import UserError
 from ranks import run_ranks, slow
 from scripts import export, predict
 from tasks import TASKS, SmallNet, using
 from tasks import train_task as train_with_signals
 from training import STATE, assert_same_state, difference, train_flags
 from utils.extras.unsaved import complete, digests
+from utils.settings.errors import UserError
 
 FLAGS = "--dataset_size 46 --epochs 2 --num_workers 1 --no-use_amp --lr 0.02 --log_interval 2".split()
 EXPORTED = "model"  # the weights that selected the best checkpoint

@@ -13,7 +13,7 @@ from config import TrainingConfig
 from ranks import run_ranks
 from training import wait_until
 from utils.distributed.context import Launch
-from utils.extras import watch
+from utils.extras.watch import watch
 from utils.logger import NAME
 from utils.run import command_line
 from utils.run.ending import Ending

@@ -15,12 +15,13 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config import TrainingConfig, TrainingError
+from config import TrainingConfig
 from utils.distributed.collectives import broadcast_json
 from utils.distributed.context import DistributedContext
 from utils.extras.companions.programs import OTHER_OWNER, end_session, start
 from utils.logger import NAME
 from utils.redact import redacted
+from utils.settings.errors import TrainingError
 
 if TYPE_CHECKING:
     from utils.run.attempt import Attempt

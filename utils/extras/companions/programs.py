@@ -11,8 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from config import StartError, TrainingConfig, UserError
+from config import TrainingConfig
 from utils.distributed.context import single_environment
+from utils.settings.errors import StartError, UserError
 
 OTHER_OWNER = 76  # exit code: another job owns the run
 PROGRAMS = Path(__file__).resolve().parents[3] / "scripts/companions"

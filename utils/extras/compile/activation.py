@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from config import UserError
+from utils.settings.errors import UserError
 from utils.training.blocks import check_blocks
 
 

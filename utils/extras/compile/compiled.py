@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 from time import perf_counter
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from utils.data.loader import GlobalBatchLoader
 from utils.logger import NAME, count
+from utils.settings.errors import UserError
 from utils.training.first_passes import evaluate_once, train_twice
 from utils.training.replicated import Wrapped
 from utils.training.seams import Seams

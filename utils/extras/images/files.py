@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import UserError
 from utils.files import may_pass
 from utils.logger import ALIKE, NAME, count
 from utils.packages import import_for
+from utils.settings.errors import UserError
 
 # what torchvision's ImageFolder reads
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")

@@ -13,9 +13,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from config import UserError
 from utils.extras.images.files import check_splits
 from utils.logger import ALIKE, NAME, count
+from utils.settings.errors import UserError
 
 DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
 MISSING = ("nan", "-nan", "none", "null", "na", "n/a", "#n/a", "#na", "<na>", "nat")  # in lower case

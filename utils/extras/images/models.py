@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from config import UserError, nearest
 from utils.memory import is_out_of_memory
 from utils.packages import import_for
+from utils.settings.checks import nearest
+from utils.settings.errors import UserError
 
 
 def torchvision_model(name: str, in_channels: int, num_classes: int, image_size: int) -> nn.Module:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from utils.checkpoint.format import load_weights
 from utils.packages import import_for
+from utils.settings.errors import UserError
 
 
 def published(model: str) -> Any:

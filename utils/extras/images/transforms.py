@@ -9,9 +9,9 @@ from torch import Tensor
 
 from config import TrainingConfig, unless_auto
 from utils.example.augment import choose
-from utils.extras.images.checks import range_of
 from utils.extras.images.pretrained import published
 from utils.packages import import_for
+from utils.settings.checks import range_of
 
 STATISTICS = {1: ((0.5,), (0.25,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}  # by channels; 3: ImageNet's
 

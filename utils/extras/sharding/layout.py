@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from config import TrainingConfig, TrainingError
+from config import TrainingConfig
 from utils.checkpoint import archive
 from utils.checkpoint.format import replace_folder, step_path
 from utils.checkpoint.layouts import Call, FileLayout, Payload, check_room, explained
@@ -16,6 +16,7 @@ from utils.distributed.collectives import all_gather_json
 from utils.distributed.context import DistributedContext
 from utils.extras.sharding import shards
 from utils.files import TEMPORARY, replace_json
+from utils.settings.errors import TrainingError
 
 
 def shards_of(config: TrainingConfig, ctx: DistributedContext) -> int:

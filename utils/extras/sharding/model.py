@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from utils.cpus import usable_cpus
 from utils.distributed.collectives import on_all_ranks
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import is_sharded
+from utils.settings.errors import UserError
 from utils.training.blocks import check_blocks
 from utils.training.precision import Precision
 

@@ -13,10 +13,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config import UserError
 from utils.checkpoint import archive
 from utils.checkpoint.archive import MANIFEST
 from utils.files import retried
+from utils.settings.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import TrainingConfig, UserError
+from config import TrainingConfig
 from utils.data.sampler import MicroBatch
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import group_of, local
 from utils.extras.sharding.model import ELEMENTWISE, build_sharded
+from utils.settings.errors import UserError
 from utils.training.parallel import Blocks, Build, Sharing
 from utils.training.replicated import SingleProcess, Wrapped
 

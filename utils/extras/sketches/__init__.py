@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import UserError
 from utils.data.loader import fetches_batches
 from utils.data.sampler import MapDataset, MicroBatch
 from utils.data.worker import Fetcher
 from utils.distributed.collectives import broadcast_json, on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
 from utils.rng import derive_seed, draw_uniform, sample_draws
+from utils.settings.errors import UserError
 
 SAMPLES, SECONDS = 64, 2.0  # of each data set: how many are compared, and for how long they are fetched
 ARRAYS, VALUES = 16, 4096  # of a sample; of an array, to twice as many

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import UserError
 from utils.clock import Clock
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
 from utils.logger import NAME
 from utils.metrics import NOT_A_NAME, is_metric_name
+from utils.settings.errors import UserError
 from utils.training.outputs import OTHER_NAMES, Outputs, in_order
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import UserError
 from utils.data.sampler import MicroBatch
 from utils.extras.terms.means import TermMeans
 from utils.metrics import Metrics, MetricTracker
+from utils.settings.errors import UserError
 from utils.training.interval import Interval, Read, SkippedStep
 from utils.training.schedule import Progress
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import UserError
 from utils.distributed.dtensor import full
 from utils.logger import some_of
+from utils.settings.errors import UserError
 
 KEY = "unsaved"  # in the provenance
 

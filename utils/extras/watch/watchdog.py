@@ -35,10 +35,10 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from config import TrainingError
 from utils.clock import NO_FUNCTION, STEP_PHASES, Clock
 from utils.distributed.context import DistributedContext
 from utils.extras.watch.beats import Place, state_of, verdict
+from utils.settings.errors import TrainingError
 from utils.signals import STOP
 
 T = TypeVar("T")

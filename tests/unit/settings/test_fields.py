@@ -1,0 +1,234 @@
+"""Settings of a fork: their types, how they are read from flags and files and stored, and what an import refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from config import TrainingConfig
+from ranks import ROOT
+from utils.settings.checks import above, at_least, between, one_of
+from utils.settings.errors import UserError
+from utils.settings.fields import GROUPS, settings_of, yours
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork(TrainingConfig):
+    widths: list[int] = yours([64, 128], "widths of the layers", at_least(8), "may")
+    betas: tuple[float, ...] = yours((0.9, 0.99), "betas", between(0, 1))
+    names: list[str] = yours([], "names of columns")
+    flags: tuple[bool, ...] = yours((True,), "flags")
+    vocabulary: Path = yours("words.txt", "file of words")
+    files: list[Path] = yours([], "more files")
+    kinds: list[str] = yours(["a"], "kinds", one_of("a", "b"))
+    sizes: tuple[int, ...] | str = yours("auto", "sizes (auto: from the data)", above(0))
+    rate: str | float = yours("auto", "a rate")
+    ratio: float = yours(0, "a part", between(0, 1, inclusive=True))
+
+
+def of(*words):
+    return Fork.from_args(words)
+
+
+def rejection(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        Fork.from_args(words)
+    assert ended.value.code == 2
+    return capsys.readouterr().err.strip()
+
+
+VALUES = [  # flag: its text, the value, and the value as JSON has it
+    ("widths", "8,16,32", [8, 16, 32], [8, 16, 32]),
+    ("widths", " 8, 16 ", [8, 16], [8, 16]),
+    ("widths", "8", [8], [8]),
+    ("widths", "", [], []),
+    ("betas", "0.5,0", (0.5, 0.0), [0.5, 0.0]),
+    ("names", "a, b c,d", ["a", "b c", "d"], ["a", "b c", "d"]),
+    ("flags", "yes,no", (True, False), [True, False]),
+    ("vocabulary", "a/b.txt", Path("a/b.txt"), "a/b.txt"),
+    ("files", "a,b/c", [Path("a"), Path("b/c")], ["a", "b/c"]),
+    ("kinds", "a,b", ["a", "b"], ["a", "b"]),
+    ("sizes", "1,2", (1, 2), [1, 2]),
+    ("sizes", "auto", "auto", "auto"),
+    ("rate", "0.5", 0.5, 0.5),
+    ("ratio", "1", 1.0, 1.0),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "value", "stored"), VALUES)
+def test_a_value_is_read_from_a_flag_and_files_and_stored_as_json(tmp_path, name, text, value, stored):
+    config = of(f"--{name}={text}")
+    found = getattr(config, name)
+    assert found == value and type(found) is type(value)
+    assert config.to_json()[name] == stored == json.loads(json.dumps(config.to_dict()))[name]
+    assert tomllib.loads(config.to_toml())[name] == stored
+    for file, content in {
+        "a.toml": f"{name} = {json.dumps(stored)}",
+        "b.json": json.dumps(config.to_dict()),
+        "c.yaml": f"{name}: {json.dumps(stored)}",
+        "d.yml": f"{name}: {json.dumps(text)}",
+    }.items():
+        if file[2] == "y":
+            pytest.importorskip("yaml")
+        (tmp_path / file).write_text(content)
+        assert getattr(of("--config", str(tmp_path / file)), name) == value, file
+    assert Fork(**json.loads(json.dumps(config.to_json()))) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("widths", "8,x", "widths=8,x: is not a list of whole numbers; give whole numbers with commas between them"),
+        ("widths", "8,,16", "widths=8,,16: is not a list of whole numbers"),
+        ("widths", "8,1.5", "widths=8,1.5: is not a list of whole numbers"),
+        ("widths", "[8]", "widths=[8]: is not a list of whole numbers"),
+        ("widths", "16,4", "widths=16,4: is below 8; give 8 or more"),
+        ("betas", "0.9,1", "betas=0.9,1.0: is outside [0, 1); give a number from 0 to below 1"),
+        ("betas", "nan", "betas=nan: is not a list of numbers"),
+        ("flags", "maybe", "flags=maybe: is not a list of true or false"),
+        ("vocabulary", "", "vocabulary=: is not a path; give a path"),
+        ("vocabulary", "$NOWHERE_X/a", "vocabulary=$NOWHERE_X/a: $NOWHERE_X is not known here; write the path in full"),
+        ("vocabulary", "C:\\a", "vocabulary=C:\\a: is a path of Windows"),
+        ("files", "a,~nobody-here/b", "files=a,~nobody-here/b: ~nobody-here is not known here"),
+        ("kinds", "a,c", "kinds=a,c: is not known; choose a, b"),
+        ("sizes", "1,0", "sizes=1,0: is not above 0; give a number above 0"),
+        ("sizes", "x", "sizes=x: is not a list of whole numbers or auto; give whole numbers with commas between"),
+        ("rate", "fast", "rate=fast: is not a number or auto; give a number or auto"),
+        ("ratio", "1.01", "ratio=1.01: is outside [0, 1]; give a number from 0 to 1"),
+        ("ratio", "-0.1", "ratio=-0.1: is outside [0, 1]"),
+    ],
+)
+def test_a_wrong_value_is_one_sentence_that_ends_with_the_fix(capsys, name, text, expected):
+    text = rejection(capsys, f"--{name}={text}")
+    assert text.startswith(expected) and len(text.splitlines()) == 1 and "; " in text
+
+
+@pytest.mark.parametrize("value", [3, "ab", {"a": 1}, [[8]], [None], [True], None, 8.0])
+def test_the_constructor_refuses_what_is_no_list_of_its_type(value):
+    with pytest.raises(UserError, match=r"^widths=.*: is not a list of whole numbers; give"):
+        Fork(widths=value)
+
+
+def test_a_list_is_that_of_its_config_alone_and_keeps_its_default():
+    first = Fork()
+    first.widths.append(1)
+    assert Fork().widths == [64, 128]
+    assert Fork().is_default("widths") and not first.is_default("widths")
+
+
+def test_a_path_is_expanded_in_a_value_and_not_in_a_default(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert of("--vocabulary", "~/words").vocabulary == Path("/home/me/words")
+    assert of("--files", "~/a,b").files == [Path("/home/me/a"), Path("b")]
+
+
+def test_help_shows_the_type_the_choices_and_the_default_of_a_list(capsys):
+    with pytest.raises(SystemExit):
+        of("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--widths INT,... widths of the layers [64,128]" in shown
+    assert "--vocabulary PATH file of words [words.txt]" in shown
+    assert "--kinds STR,... kinds: {a,b} [a]" in shown and "--names STR,... names of columns --" in shown
+
+
+END_OF_BLOCK = "    # ---- end of yours"
+
+
+def import_fork(monkeypatch, line):
+    """The module of a config.py with one more line in the block "yours"."""
+    text = (ROOT / "config.py").read_text()
+    assert text.count(END_OF_BLOCK) == 1
+    text = text.replace(END_OF_BLOCK, f"    {line}\n{END_OF_BLOCK}")
+    text = text.replace("import json\n", "import json\nimport typing\nfrom dataclasses import field\n", 1)
+    module = types.ModuleType("config_of_a_fork")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(text, "config.py", "exec"), vars(module))
+    return module
+
+
+PLAIN = "a setting may have the types int, float, bool, str, pathlib.Path, and list[...] or tuple[..., ...] of one"
+NO_NONE = 'x may not be None; leave that out, and write "off" as 0, "" or "auto"'
+
+
+@pytest.mark.parametrize(
+    ("annotation", "expected"),
+    [
+        ("int | None", NO_NONE),
+        ("None | str", NO_NONE),
+        ("typing.Optional[Path]", NO_NONE),
+        ("list[int] | None", NO_NONE),
+        ("int | str | None", NO_NONE),
+        ("dict[str, int]", f"x has the type dict[str, int]; {PLAIN}"),
+        ("dict", f"x has the type dict; {PLAIN}"),
+        ("list", f"x has the type list; {PLAIN}"),
+        ("tuple", f"x has the type tuple; {PLAIN}"),
+        ("tuple[int, int]", f"x has the type tuple[int, int]; {PLAIN}"),
+        ("tuple[()]", f"x has the type tuple[()]; {PLAIN}"),
+        ("list[list[int]]", f"x has the type list[list[int]]; {PLAIN}"),
+        ("list[int | str]", f"x has the type list[int | str]; {PLAIN}"),
+        ("list[typing.Any]", f"x has the type list[typing.Any]; {PLAIN}"),
+        ("set[int]", f"x has the type set[int]; {PLAIN}"),
+        ("Sequence[int]", f"x has the type collections.abc.Sequence[int]; {PLAIN}"),
+        ("int | float", f"x has the type int | float; {PLAIN}"),
+        ("typing.Union[int, float, str]", f"x has the type typing.Union[int, float, str]; {PLAIN}"),
+        ("typing.Literal['a']", f"x has the type typing.Literal['a']; {PLAIN}"),
+        ("Any", f"x has the type Any; {PLAIN}"),
+        ("object", f"x has the type object; {PLAIN}"),
+        ("complex", f"x has the type complex; {PLAIN}"),
+        ("bytes", f"x has the type bytes; {PLAIN}"),
+        ("None", f"x has the type NoneType; {PLAIN}"),
+        ("Pth", "name 'Pth' is not defined in the type of a setting; import it there"),
+    ],
+)
+def test_another_type_is_refused_at_import_in_one_sentence(monkeypatch, annotation, expected):
+    with pytest.raises(UserError) as error:
+        import_fork(monkeypatch, f'x: {annotation} = yours(1, "mine")')
+    assert str(error.value).startswith(f"config.py: {expected}") and len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('x: int = yours("many", "mine")', "the default of x is 'many', which is not a whole number; give a whole"),
+        ('x: int = yours(None, "mine")', "the default of x is None, which is not a whole number; give a whole number"),
+        ('x: Path = yours("", "mine")', "the default of x is '', which is not a path; give a path"),
+        ('x: list[int] = yours(3, "mine")', "the default of x is 3, which is not a list of whole numbers; give whole"),
+        ("x: int = 3", 'x needs a help; write x: int = yours(DEFAULT, "what it is")'),
+        ("x: int = field(default=3)", 'x needs a help; write x: int = yours(DEFAULT, "what it is")'),
+        (
+            'x: int = yours(3, "mine", None, "perhaps")',
+            "resume='perhaps' of the setting 'mine' is not known; give must",
+        ),
+        ('epochs: int = yours(3, "mine")', "epochs is a setting of the template; choose another name"),
+        ('sharding: str = yours("a", "mine")', "sharding is a setting of the template; choose another name"),
+        ('limits: int = yours(3, "mine")', "limits is a function of TrainingConfig; choose another name"),
+        ('to_dict: int = yours(3, "mine")', "to_dict is a function of TrainingConfig; choose another name"),
+        ('is_default: int = yours(3, "mine")', "is_default is a function of Settings; choose another name"),
+        ('config: str = yours("", "mine")', "--config is a flag of train.py itself; choose another name"),
+        ('help: str = yours("", "mine")', "--help is a flag of train.py itself; choose another name"),
+    ],
+)
+def test_a_declaration_that_cannot_work_is_refused_at_import(monkeypatch, line, expected):
+    with pytest.raises(UserError) as error:
+        import_fork(monkeypatch, line)
+    assert str(error.value).startswith(f"config.py: {expected}"), error.value
+
+
+def test_a_fork_may_declare_a_setting_of_the_example_again(monkeypatch):
+    """Such as those of the extra `images`, which its own data need in another form."""
+    fork = import_fork(monkeypatch, 'mixup_alpha: str = yours("none", "mine")')
+    assert fork.TrainingConfig.from_args(["--mixup_alpha", "some"]).mixup_alpha == "some"
+    assert [setting.name for setting in fork.SETTINGS].count("mixup_alpha") == 1
+
+
+def test_settings_stand_by_group_and_those_of_extras_follow():
+    groups = [each.group for each in settings_of(Fork)]
+    assert groups == sorted(groups, key=GROUPS.index)
+    names = [each.name for each in settings_of(Fork) if each.group == "distributed"]
+    assert names[:4] == ["backend", "init_method", "timeout", "bucket_cap_mb"]

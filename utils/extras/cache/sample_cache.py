@@ -1,0 +1,226 @@
+"""`--cache`: the ranks of a node decode a data set once, into shared memory, or each onto its device.
+
+Later epochs then wait for no decoding and need no workers. It costs the memory of all decoded samples. Who trains for
+many epochs on samples that are slow to decode and do not change needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import tempfile
+import time
+from dataclasses import replace
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from config import TrainingConfig
+from utils.batch import map_leaves, map_tensors, tensors_in
+from utils.data.loader import GlobalBatchLoader, fetches_batches
+from utils.data.sampler import Assignment, GlobalBatchSampler, MapDataset
+from utils.data.transfer import indices_on
+from utils.distributed.collectives import all_gather_json, on_all_ranks, require_equal
+from utils.distributed.context import DistributedContext
+from utils.logger import duration, show_progress
+from utils.memory import free_memory, gigabytes
+from utils.settings.errors import UserError
+
+CHUNK = 32  # samples that a worker decodes at a time
+ALIGNMENT = 64  # bytes
+MAX_OF_MEMORY, MAX_OF_DEVICE = 0.9, 0.5  # fractions of the free memory; the rest is for training
+
+
+def cached(
+    train_set: MapDataset,
+    held_out: dict[str, MapDataset],
+    config: TrainingConfig,
+    ctx: DistributedContext,
+    logger: logging.Logger,
+) -> tuple[MapDataset, dict[str, MapDataset]]:
+    """The data sets, cached as `config.cache` says. Call it on all ranks. Raises UserError if they do not fit."""
+    where = "ram" if config.cache == "device" and ctx.device.type == "cpu" else config.cache
+    sets = {"train": train_set, **held_out}
+    decoded = {split for split, dataset in sets.items() if not getattr(dataset, "in_memory", False)}
+    chosen = {"none": set(), "ram": decoded, "device": set(sets)}[where]
+    rows = on_all_ranks(lambda: {split: first_row(sets[split], config) for split in sets if split in chosen}, ctx)
+    sizes = {split: len(sets[split]) * sum(each.nbytes for each in tensors_in(row)) for split, row in rows.items()}
+    require_equal(
+        sizes, f"cache={config.cache}: {{other}} and {{first}} have samples of different sizes; use the same data", ctx
+    )
+    on_all_ranks(lambda: check_room(sizes, where, config, ctx), ctx)
+    for split, row in rows.items():
+        began = time.perf_counter()
+        sets[split] = _decode(sets[split], row, where, config, ctx, logger)
+        logger.info(
+            "cache=%s: decoded %s %s samples (%s) in %s",
+            *(config.cache, f"{len(sets[split]):,}", split, gigabytes(sizes[split])),
+            duration(time.perf_counter() - began),
+        )
+    return sets.pop("train"), sets
+
+
+class Cached(Dataset):
+    """A data set whose decoded samples are held in `rows`, one batch of all samples. Other attributes: the source's."""
+
+    in_memory = is_cached = True
+
+    def __init__(self, source: MapDataset, rows: Any) -> None:
+        self.source, self._rows = source, rows
+        self._device = tensors_in(rows)[0].device
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "source":
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Any:
+        return map_tensors(lambda rows: rows[index], self._rows)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        chosen = indices_on(indices, self._device)
+        return map_tensors(lambda rows: rows.index_select(0, chosen), self._rows)
+
+    @staticmethod
+    def collate(batch: Any) -> Any:
+        return batch  # __getitems__ already returns a batch
+
+
+def first_row(source: Any, config: TrainingConfig) -> Any:
+    """The batch of the first sample. Raises UserError if the set cannot be cached."""
+    kind = f"cache={config.cache}: {type(source).__name__}"
+    if not getattr(source, "cacheable", False):
+        raise UserError(
+            f"{kind} is not cacheable, for example because its workers draw resized crops; use --augment crop or"
+            " --cache none, or set cacheable = True if its samples never change"
+        )
+    samples = source.__getitems__([0]) if fetches_batches(source) else [source[0]]
+    row = getattr(source, "collate", default_collate)(samples)
+    is_row: list[bool] = []
+    map_leaves(lambda leaf: is_row.append(isinstance(leaf, Tensor) and leaf.shape[:1] == (1,)), row)
+    if not is_row or not all(is_row):
+        raise UserError(f"{kind} has batches that are not tensors with one row per sample; leave out --cache")
+    return row
+
+
+def check_room(sizes: dict[str, int], where: str, config: TrainingConfig, ctx: DistributedContext) -> None:
+    """Raises UserError if the decoded sets do not fit into the memory of this node or device.
+
+    Args:
+        sizes: bytes of each split.
+        where: none, ram or device.
+    """
+    need = sum(sizes.values())
+    if where == "device":
+        free, _ = torch.cuda.mem_get_info(ctx.device)
+        if need > MAX_OF_DEVICE * free:
+            raise UserError(
+                f"cache=device: the decoded data take {gigabytes(need)}, {ctx.device} on {ctx.host} has"
+                f" {gigabytes(free)} free, half of it kept for training; use --cache ram or a smaller --image_size"
+            )
+        need = max(sizes.values())  # one set at a time passes through the node's memory
+    left = free_memory()
+    if left is not None and need > MAX_OF_MEMORY * left:
+        raise UserError(
+            f"cache={config.cache}: the decoded data take {gigabytes(need)}, {ctx.host} has {gigabytes(left)} of memory"
+            " free; give the job more memory, use a smaller --image_size or --dataset_size, or --cache none"
+        )
+
+
+def _decode(
+    source: MapDataset, row: Any, where: str, config: TrainingConfig, ctx: DistributedContext, logger: logging.Logger
+) -> Cached:
+    """Each rank decodes its part of the samples into rows that all ranks of the node map."""
+    peers = [rank for rank, host in enumerate(ctx.hosts) if host == ctx.host]
+    sampler = GlobalBatchSampler(
+        source,
+        batch_size=CHUNK,
+        micro_batches_per_step=len(peers),
+        assignment=Assignment(peers.index(ctx.rank), len(peers)),
+        shuffle=False,
+    )
+    on_cpu = replace(ctx, device=torch.device("cpu"))
+    loader = on_all_ranks(lambda: GlobalBatchLoader(sampler, config, on_cpu), ctx)
+    loader.transform = None  # the rows are what collate returns
+    rows = _shared_rows(row, len(source), ctx)
+
+    def run() -> None:
+        for done, micro_batch in enumerate(loader.micro_batches(epoch=0), 1):  # one in each step
+            if not micro_batch.is_padding:
+                _fill(rows, micro_batch.indices, micro_batch.batch)
+            show_progress(logger, done, sampler.steps_per_epoch, "decoding")
+
+    on_all_ranks(run, ctx)
+    loader.close()
+    return Cached(source, map_tensors(lambda tensor: tensor.to(ctx.device), rows) if where == "device" else rows)
+
+
+def _fill(rows: Any, indices: list[int], batch: Any) -> None:
+    for target, some in zip(tensors_in(rows), tensors_in(batch), strict=True):
+        if (some.dtype, some.shape[1:]) != (target.dtype, target.shape[1:]):
+            raise UserError(
+                f"cache: samples {indices[0]} to {indices[-1]} are {some.dtype} {list(some.shape[1:])}, others"
+                f" {target.dtype} {list(target.shape[1:])}; make all samples alike, or use --cache none"
+            )
+        target[indices[0] : indices[-1] + 1] = some
+
+
+def _shared_rows(row: Any, count: int, ctx: DistributedContext) -> Any:
+    """A batch of `count` samples in a file that all ranks of this node map, freed with the last process that maps it.
+
+    The file is in /dev/shm if that has the space, else in the temporary folder. It is unlinked before it has a size, so
+    that a kill leaves nothing there.
+    """
+    sizes = [-(-count * tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors_in(row)]
+    leader = ctx.hosts.index(ctx.host)
+    path = on_all_ranks(lambda: _new_file(sum(sizes)) if ctx.rank == leader else "", ctx)
+    try:
+        shared = all_gather_json(path, ctx)[leader]
+        file = on_all_ranks(lambda: _opened(shared, ctx), ctx)
+    finally:
+        if path:
+            os.unlink(path)
+    on_all_ranks(lambda: _allocate(file, sum(sizes)) if ctx.rank == leader else None, ctx)
+    with file:
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)
+    parts = iter(memory.split(sizes))
+
+    def rows_of(tensor: Tensor) -> Tensor:
+        return next(parts)[: count * tensor.nbytes].view(tensor.dtype).view(count, *tensor.shape[1:])
+
+    return map_tensors(rows_of, row)
+
+
+def _new_file(size: int) -> str:
+    """An empty file where there is room for this size."""
+    try:
+        room = os.statvfs("/dev/shm")
+        folder = "/dev/shm" if room.f_bavail * room.f_frsize > size or not room.f_blocks else None  # 0: no limit
+    except (AttributeError, OSError):  # not Linux
+        folder = None
+    file, path = tempfile.mkstemp(prefix="cache-", dir=folder)
+    os.close(file)
+    return path
+
+
+def _opened(path: str, ctx: DistributedContext) -> IO[bytes]:
+    try:
+        return open(path, "r+b")
+    except FileNotFoundError:
+        raise UserError(
+            f"cache: the ranks on {ctx.host} do not share {path}; give them one /dev/shm, or use --cache none"
+        ) from None
+
+
+def _allocate(file: IO[bytes], size: int) -> None:
+    """Now, so that a full disk is an error and not a bus error later."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:
+        os.ftruncate(file.fileno(), size)

@@ -1,0 +1,46 @@
+"""`--mirror`, `--track`, `--on_checkpoint`: programs beside training (docs/companions.md, scripts/companions).
+
+They cost a process each, and no step waits for them. Who keeps runs in object storage, sends them to a tracker, or has
+a command for each checkpoint needs them.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import ClassVar
+
+from utils.settings.checks import EMPTY, KEY_IN_URL, Check, one_of, path_or_url, refuse
+from utils.settings.fields import Settings, setting
+
+mirror_url = refuse(
+    (r"^(?!\w+://[^/]|file:///[^/]|$)", "is not a URL; give e.g. s3://BUCKET/NAME, or the path with --run_dir"),
+    KEY_IN_URL,
+)
+run_path = refuse(("://", "is not a path; give a local folder, and this URL with --mirror"), EMPTY)
+
+
+def command_line(value: str) -> str:
+    try:
+        shlex.split(value)
+    except ValueError as error:
+        return f"is not a valid command ({error}); fix its quotes"
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompanionSettings(Settings):
+    mirror: str = setting("run", "", "URL of a copy of the run in object storage, for resume_from too", mirror_url)
+    track: str = setting(
+        "run", "none", "send settings and records to a tracker", one_of("none", "wandb", "mlflow", "trackio")
+    )
+    on_checkpoint: str = setting(
+        "checkpoints",
+        "",
+        "command after each checkpoint; {} is its path; put secrets into a script",
+        command_line,
+        rare=True,
+        is_copied=False,  # the config.json of a run may be from somebody else
+    )
+
+    other_checks: ClassVar[dict[str, Check]] = {"run_dir": run_path, "init_from": path_or_url}

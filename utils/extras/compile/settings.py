@@ -1,0 +1,36 @@
+"""`--compile` and `--activation_checkpointing`: torch.compile, and blocks that recompute their activations.
+
+The first costs minutes before the first step and a compiler on each machine, the second a second forward pass. Who has
+a large model and a GPU that is not busy, or too little memory, needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from utils.settings.checks import one_of
+from utils.settings.conflicts import Conflict
+from utils.settings.fields import Settings, setting
+
+
+def leaves_gradients_out(config: Any) -> bool:
+    return config.compile == "reduce-overhead" and config.find_unused_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileSettings(Settings):
+    compile: str = setting(
+        "model",
+        "off",
+        "torch.compile mode",
+        one_of("off", "default", "reduce-overhead"),
+        rare=True,
+        conflicts=[
+            Conflict(
+                leaves_gradients_out,
+                "keeps all gradients in place, and find_unused_parameters leaves some out; use --compile default",
+            )
+        ],
+    )
+    activation_checkpointing: bool = setting("model", False, "recompute activations to save memory (slower)", rare=True)

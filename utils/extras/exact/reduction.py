@@ -1,0 +1,154 @@
+"""`--reduction exact`: weights, records and evaluations have the same bits on any number of ranks.
+
+All sums over micro-batches are formed along one binary tree (tree.py). It costs memory for the gradients of several
+micro-batches, and traffic where the micro-batches per rank are no power of two. Who compares runs on different numbers
+of ranks bit by bit needs it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from config import TrainingConfig
+from utils.data.sampler import Assignment, MicroBatch
+from utils.distributed.collectives import RankSum
+from utils.extras.exact.tree import ORDER, TreeAllReduce, TreeRankSum, TreeSum, run_of
+from utils.settings.errors import UserError
+from utils.training.parallel import Sharing
+from utils.training.replicated import Replicated, Wrapped, ddp_options, unused_error
+
+__all__ = ["ORDER", "Exact", "Runs", "rows_of_exact"]
+
+
+class Runs(Assignment):
+    """Each rank computes consecutive micro-batches of a global batch. An evaluation is one global batch."""
+
+    def numbers(self, rank: int, count: int) -> Sequence[int]:
+        return run_of(rank, self.world_size, count)
+
+    def together(self, count: int) -> int:
+        return max(1, count)
+
+    def rank_sum(self) -> RankSum:
+        return TreeRankSum()
+
+
+class Exact(Sharing):
+    """DDP with sums along a tree over micro-batches, which have the same bits on any number of ranks."""
+
+    note = ", summed in one order on any number of ranks"
+    provenance = {"exact_sums": ORDER}
+
+    def rank_sum(self) -> RankSum:
+        return TreeRankSum()
+
+    def wrap(self, model: nn.Module) -> Wrapped:
+        config = self._config
+        if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+            raise UserError("reduction=exact: SyncBatchNorm sums over the ranks by itself; leave out --sync_bn")
+        if self._ctx.device.type != "cpu" and not config.deterministic:
+            raise UserError("reduction=exact: on a GPU needs deterministic kernels; add --deterministic")
+        is_static = False
+        is_static = config.compile == "reduce-overhead"  # extra: compile
+        return ExactlyReplicated(model, is_static, **ddp_options(model, config, self._ctx))
+
+
+class ExactlyReplicated(Replicated):
+    """DDP that sums gradients along the tree over micro-batches (tree.py), one process included.
+
+    The gradients of each micro-batch but the rank's last are held apart from DDP's. In the last backward pass, DDP's
+    hook adds them bucket by bucket, and begins the sum over ranks. A collective that is started in the callback of a
+    future would run in another order on each rank, so the hook of a bucket continues the exchange of the one before.
+    It does so in a stream of its own, for whose futures DDP waits at the end of the backward pass; buckets and held
+    gradients, of the other stream, live longer.
+
+    Args:
+        is_static: gradients stay where they are, as with CUDA graphs; what is held is a copy. So it is with
+            find_unused_parameters: DDP demands a gradient of what an earlier micro-batch used.
+    """
+
+    def __init__(self, module: nn.Module, is_static: bool, **options: Any) -> None:
+        super().__init__(module, **options)
+        self._is_static, self._count = is_static or self.find_unused_parameters, dist.get_world_size()
+        self._tree = TreeSum()
+        self._parts: list[dict[nn.Parameter, Tensor]] = []
+        self._inner: list[dict[nn.Parameter, Tensor]] = []
+        self._exchanges: list[tuple[TreeAllReduce, Tensor, torch.futures.Future]] = []
+        device = next(iter(self._trained)).device
+        self._side = torch.Stream(device) if device.type != "cpu" else None
+        hook = weakref.WeakMethod(self._reduce_bucket)  # DDP's C++ would keep this object, and its groups
+        self.register_comm_hook(None, lambda state, bucket: hook()(state, bucket))  # type: ignore[misc]
+
+    @contextmanager
+    def accumulating(self, micro_batch: MicroBatch) -> Iterator[None]:
+        if not micro_batch.is_last:
+            with self.no_sync():
+                yield
+            self._tree.add(micro_batch.number, self._take_gradients())
+            return
+        self._count = micro_batch.count
+        self._parts, self._inner = (
+            [dict(zip(self._trained, gradients, strict=True)) for gradients in held]
+            for held in self._tree.take(micro_batch.number, micro_batch.count)
+        )
+        yield
+        self._parts, self._inner = [], []
+
+    def _take_gradients(self) -> list[Tensor]:
+        if not self.find_unused_parameters and any(p.grad is None for p in self._trained):
+            raise unused_error([name for p, name in self._trained.items() if p.grad is None])
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained]
+        if self._is_static:
+            gradients = [gradient.clone() for gradient in gradients]
+        self.zero_grad(set_to_none=not self._is_static)
+        return gradients
+
+    def _reduce_bucket(self, state, bucket):  # DDP rejects annotations that are strings
+        """DDP's hook: None and a dist.GradBucket -> torch.futures.Future of its summed buffer."""
+        if self._side:
+            self._side.wait_stream(torch.accelerator.current_stream())
+        with self._side or nullcontext():
+            return self._exchange_bucket(bucket.buffer(), bucket.parameters(), bucket.is_last())
+
+    def _exchange_bucket(self, flat: Tensor, parameters: list[nn.Parameter], is_last: bool) -> torch.futures.Future:
+        for held in self._inner:
+            torch._foreach_add_(_views(flat, parameters), [held[parameter] for parameter in parameters])
+        parts = [torch.empty_like(flat) for _ in self._parts]
+        for part, held in zip(parts, self._parts, strict=True):
+            torch._foreach_copy_(_views(part, parameters), [held[parameter] for parameter in parameters])
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
+        self._exchanges.append((TreeAllReduce(flat, parts, self._count), flat, future))
+        if len(self._exchanges) > 1:
+            self._exchanges[-2][0].gather()
+        if is_last:
+            self._exchanges[-1][0].gather()
+        while len(self._exchanges) > (0 if is_last else 2):
+            exchange, result, done = self._exchanges.pop(0)
+            exchange.finish()
+            done.set_result(result)
+        return future
+
+
+def _views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """The gradients in a flat bucket; those of GradBucket.gradients() have the wrong strides for channels_last."""
+    offsets = itertools.accumulate([p.numel() for p in parameters], initial=int(flat.storage_offset()))
+    return [flat.as_strided(p.shape, p.stride(), offset) for p, offset in zip(parameters, offsets, strict=False)]
+
+
+def rows_of_exact(payload: dict[str, Any], config: TrainingConfig) -> dict[str, tuple[str, str]]:
+    """How values of the provenance are compared on a resume, and the line about a difference."""
+    is_exact = config.reduction == payload["config"].get("reduction") == "exact"
+    threads = "OMP_NUM_THREADS={here}: with reduction=exact it must be as in the checkpoint, {before}"
+    sums = "reduction=exact: this version sums in another order than the checkpoint's; the bits change"
+    return {
+        "cpu_threads": ("must" if is_exact else "free", threads),
+        "exact_sums": ("may" if is_exact else "free", sums),
+    }

@@ -1,0 +1,21 @@
+"""`--reduction exact`: the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from utils.settings.checks import one_of
+from utils.settings.conflicts import EITHER, Conflict
+from utils.settings.fields import Settings, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactSettings(Settings):
+    reduction: str = setting(
+        "distributed",
+        "fast",
+        "exact: same bits on any ranks",
+        one_of("fast", "exact"),
+        "may",
+        conflicts=[Conflict("reduction", f"rounds gradients before they are summed; {EITHER}", setting="comm_hook")],
+    )

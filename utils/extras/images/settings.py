@@ -1,0 +1,42 @@
+"""Image files for the example: folders and CSV lists, their augmentation, torchvision's models and published weights.
+
+It costs no time in other runs. Who trains a classifier of images needs it; without it the example is MiniResNet on
+synthetic images or CIFAR-10, with crops and flips.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from utils.settings.checks import at_least, one_of, probability, range_up_to
+from utils.settings.fields import Settings, yours
+
+AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSettings(Settings):
+    crop_scale: str = yours(
+        "0.08,1", "area of a resized_crop, as a part of the image's", range_up_to(1), "may", rare=True
+    )
+    crop_ratio: str = yours("3/4,4/3", "width / height of a resized_crop", range_up_to(100), "may", rare=True)
+    auto_augment: str = yours("none", "torchvision's policy for image files", one_of(*AUTO_AUGMENTS), "may", rare=True)
+    random_erase: float = yours(0.0, "probability of erasing a box of an image file", probability, "may", rare=True)
+    augment_repeats: int = yours(
+        1, "copies of an image in so many epochs, each with other random draws", at_least(1), rare=True
+    )
+    mixup_alpha: float = yours(0.0, "mixup of training batches: alpha (0 = off)", at_least(0), "may", rare=True)
+    cutmix_alpha: float = yours(0.0, "CutMix of training batches: alpha (0 = off)", at_least(0), "may", rare=True)
+    train_size: int | str = yours(
+        "auto", "size of training images in files (auto: image_size)", at_least(4), "may", rare=True
+    )
+    resize_size: int | str = yours(
+        "auto", "shorter side before evaluation's center crop", at_least(4), "may", rare=True
+    )
+    interpolation: str = yours("auto", "resizing", one_of("bilinear", "bicubic", "nearest"), "may", rare=True)
+
+    more_choices: ClassVar[dict[str, tuple[str, ...]]] = {
+        "dataset": ("imagefolder", "csv"),
+        "augment": ("resized_crop",),
+    }

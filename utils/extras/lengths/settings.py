@@ -1,0 +1,57 @@
+"""`--batch_tokens`: micro-batches of samples of similar length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from utils.settings.checks import at_least, one_of
+from utils.settings.conflicts import Conflict
+from utils.settings.fields import Settings, setting
+
+
+def has_no_budget(config: Any) -> bool:
+    return not config.batch_tokens
+
+
+def captures_graphs(config: Any) -> bool:
+    return config.compile == "reduce-overhead"
+
+
+NEEDS_BUDGET = Conflict(has_no_budget, "needs batch_tokens; add it, or leave this out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthsSettings(Settings):
+    batch_tokens: int = setting(
+        "training",
+        0,
+        "tokens, frames, ... of a micro-batch, padding included; needs lengths (0 = off)",
+        at_least(0),
+        "must",
+        conflicts=[
+            Conflict(captures_graphs, "has batches of many shapes, and CUDA graphs need one; use --compile default")
+        ],
+    )
+    too_long: str = setting(
+        "training",
+        "error",
+        "samples longer than batch_tokens",
+        one_of("error", "alone"),
+        rare=True,
+        conflicts=[NEEDS_BUDGET],
+    )
+    bucket_window: int = setting(
+        "training",
+        100,
+        "micro-batches sorted by length together",
+        at_least(1),
+        "must",
+        rare=True,
+        conflicts=[NEEDS_BUDGET],
+    )
+
+    def micro_batch_setting(self) -> str:
+        if self.batch_tokens and self.is_default("batch_size"):
+            return "batch_tokens"
+        return super().micro_batch_setting()

@@ -1,0 +1,279 @@
+"""`--batch_tokens N`: micro-batches of samples of similar length, each with at most N tokens (frames, ...), padding
+included.
+
+It costs an order in which samples of one micro-batch have similar lengths. Who trains on sequences of unequal length
+needs it: with a fixed number of samples most of a micro-batch may be padding, and the longest samples do not fit.
+
+The order of an epoch is drawn as without it, and cut into windows. Within a window it is sorted by length, with the
+draw deciding ties, upwards and downwards in turns, so that lengths are similar across the border of two windows too.
+It is packed into micro-batches, whose order is drawn again. All this is a function of the seed, the epoch, the lengths
+and the settings, so every rank has the same plan, on any number of ranks and after a resume.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from config import TrainingConfig
+from utils.data.sampler import Assignment, GlobalBatchSampler, MicroBatch
+from utils.data.sets import kind_of, split_of
+from utils.data.worker import sample_name
+from utils.distributed.collectives import read_once
+from utils.distributed.context import DistributedContext
+from utils.packages import import_for
+from utils.rng import derive_seed
+from utils.settings.errors import UserError
+
+numpy = import_for("batch_tokens", "numpy")
+DIFFER = "lengths: {other} and {first} read different lengths; copy the data again, or sort what they are made from"
+
+
+class Packed(NamedTuple):
+    """The micro-batches of an epoch, in their order."""
+
+    order: Tensor  # of the samples
+    begins: list[int]  # in that order; the last one is the end
+    longest: list[int]  # the length of the longest sample
+    tokens: list[int]  # without padding
+
+    def number_at(self, place: int) -> int:
+        """The number of the micro-batch that begins at this place of the order."""
+        return bisect_left(self.begins, place)
+
+    def padded(self, number: int) -> int:
+        return self.longest[number] * (self.begins[number + 1] - self.begins[number])
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a micro-batch may hold: `tokens` with padding, and `samples`, if that is not 0."""
+
+    tokens: int
+    samples: int
+    window: int  # micro-batches that are sorted by length together
+
+    def pack(self, lengths: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Where micro-batches of consecutive samples begin if each takes as many as it may, with the end of the last
+        one, and the longest length in each. A sample that exceeds the budget is alone."""
+        begins, tops, longest, count, most, place = [0], [], 0, 0, self.samples or self.tokens, -1
+        for place, length in enumerate(lengths):
+            count += 1
+            if (length if length > longest else longest) * count > self.tokens or count > most:
+                if count > 1:
+                    begins.append(place)
+                    tops.append(longest)
+                longest, count = length, 1
+            elif length > longest:
+                longest = length
+        return [*begins, place + 1], [*tops, longest]
+
+    def largest(self, lengths: Tensor) -> list[list[int]]:
+        """The samples of a micro-batch of the longest, of those with most tokens and with most pairs of tokens in a
+        row, padding included, and of one that has the most samples."""
+        order = lengths.sort(stable=True, descending=True).indices
+        begins, tops = self.pack(lengths[order].tolist())
+        spans = [*zip(begins, begins[1:], tops, strict=False)]
+        chosen = [spans[0], *(max(spans, key=lambda span: (span[1] - span[0]) * span[2] ** power) for power in (1, 2))]
+        shortest = order.flip(0)[: self.samples or self.tokens]
+        most = shortest[: self.pack(lengths[shortest].tolist())[0][1]]
+        return [order[first:end].tolist() for first, end, _ in dict.fromkeys(chosen)] + [most.tolist()]
+
+
+class BudgetSampler(GlobalBatchSampler):
+    """Micro-batches by a budget of tokens.
+
+    Args:
+        lengths: int64 [samples], each at least 1, as `read_lengths` returns them.
+        options: as for GlobalBatchSampler, without batch_size.
+    """
+
+    is_packed = True
+
+    def __init__(self, dataset: Any, lengths: Tensor, budget: Budget, **options: Any) -> None:
+        super().__init__(dataset, batch_size=budget.samples or len(dataset), **options)
+        self.lengths, self.budget, self.largest = lengths, budget, budget.largest(lengths)
+        self._packed: dict[int, Packed] = {}  # of an epoch and the one before
+        budget_line = f"{budget.tokens:,} tokens, padding included"
+        self.provenance = {"budget": budget_line, "lengths": hashlib.sha256(lengths.numpy().tobytes()).hexdigest()[:16]}
+
+    @property
+    def global_batch_size(self) -> int:
+        """The most that a global batch may have: samples if they are bounded, else tokens with padding."""
+        return (self.budget.samples or self.budget.tokens) * self.micro_batches_per_step
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Of the first epoch, if samples are dropped."""
+        return len(self.order(0)) if self.drop_last else len(self.dataset)
+
+    @functools.cached_property
+    def count(self) -> int:  # type: ignore[override]
+        return len(self.packed(0).longest)
+
+    def smallest(self, max_steps: int = 0) -> list[list[int]]:
+        packed = self.packed(0)
+        sizes = torch.tensor(packed.begins).diff()[: max_steps * self.micro_batches_per_step or None]
+        number = int(sizes.argmin())
+        return [packed.order[packed.begins[number] : packed.begins[number + 1]].tolist()]
+
+    def steps_left(self, epoch: int, start: int, epochs: float) -> float:
+        if epoch >= epochs:
+            return 0
+        packed = self.packed(epoch)
+        left = len(packed.longest) - packed.number_at(start)
+        return math.ceil(left / self.micro_batches_per_step) + max(0, epochs - epoch - 1) * self.steps_per_epoch
+
+    def order(self, epoch: int) -> Tensor:
+        return self.packed(epoch).order
+
+    def packed(self, epoch: int) -> Packed:
+        """The micro-batches of an epoch. Raises UserError as `GlobalBatchSampler.order`."""
+        if epoch not in self._packed:
+            self._packed = {each: packed for each, packed in self._packed.items() if abs(each - epoch) == 1}
+            drawn = GlobalBatchSampler(
+                self.dataset,
+                batch_size=1,
+                micro_batches_per_step=1,
+                assignment=self.assignment,
+                seed=self.seed,
+                shuffle=self.shuffle,
+            )
+            self._packed[epoch] = self._pack(epoch, drawn.order(epoch))
+        return self._packed[epoch]
+
+    def _pack(self, epoch: int, order: Tensor) -> Packed:
+        lengths, n = self.lengths[order % len(self.lengths)], len(order)
+        most = min(self.budget.tokens * n // int(lengths.sum()), self.budget.samples or n)  # in a micro-batch, about
+        window = self.budget.window * max(1, most) if self.shuffle else n
+        parts = [
+            part.sort(stable=True, descending=number % 2 == 1).indices + number * window
+            for number, part in enumerate(lengths.split(window))
+        ]
+        found, tops = self.budget.pack(itertools.chain.from_iterable(lengths[part].tolist() for part in parts))
+        places, begins, longest = torch.cat(parts), torch.tensor(found), torch.tensor(tops)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(derive_seed("micro-batches", self.seed, epoch))
+            drawn = torch.randperm(len(tops), generator=generator)
+            drawn = drawn[: len(drawn) - len(drawn) % self.micro_batches_per_step] if self.drop_last else drawn
+            firsts, counts, longest = begins[drawn], begins.diff()[drawn], longest[drawn]
+            begins = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+            places = places[(firsts - begins[:-1]).repeat_interleave(counts) + torch.arange(int(begins[-1]))]
+        tokens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[places].cumsum(0)])[begins].diff()
+        return Packed(order[places], begins.tolist(), longest.tolist(), tokens.tolist())
+
+    def density(self, epoch: int, end: int | None, steps: int) -> tuple[float, float]:
+        samples = tokens = padded = 0
+        while steps > 0 and epoch >= 0:
+            packed, full = self.packed(epoch), self.micro_batches_per_step
+            last = len(packed.longest) if end is None else packed.number_at(end)
+            first = max(0, math.ceil(last / full) - steps) * full
+            samples += packed.begins[last] - packed.begins[first]
+            tokens, padded = (
+                tokens + sum(packed.tokens[first:last]),
+                padded + sum(map(packed.padded, range(first, last))),
+            )
+            steps, epoch, end = steps - math.ceil((last - first) / full), epoch - 1, None
+        return tokens / samples, 1 - tokens / padded
+
+    def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        packed = self.packed(epoch)
+        for first in range(packed.number_at(start), len(packed.longest), self.micro_batches_per_step):
+            sizes = [*map(packed.padded, range(len(packed.longest))[first : first + self.micro_batches_per_step])]
+            begins, count = packed.begins[first : first + len(sizes) + 1], len(sizes)
+            is_free = type(self.assignment) is Assignment  # else in runs, along which exact sums are formed
+            if is_free:
+                mine: Sequence[int] = balanced(self.rank, self.num_replicas, sizes)
+            else:
+                mine = self.assignment.numbers(self.rank, count)
+            passes = math.ceil(count / self.num_replicas) if self.assignment.is_padded else max(1, len(mine))
+            for k in range(passes):
+                is_padding = k >= len(mine)
+                number = sizes.index(min(sizes)) if is_padding else mine[k]
+                indices = packed.order[begins[number] : begins[number + 1]].tolist()
+                yield MicroBatch(epoch, number, indices, is_padding, k == passes - 1, count, begins[-1] - begins[0])
+
+
+def balanced(rank: int, ranks: int, sizes: Sequence[int]) -> list[int]:
+    """The numbers of a rank's micro-batches: from large to small they are dealt to the ranks, forwards and backwards in
+    turns, so that all ranks have equally many of about the same total size."""
+    ranked = sorted(range(len(sizes)), key=lambda number: -sizes[number])
+    hands = [ranked[first : first + ranks] for first in range(0, len(ranked), ranks)]
+    places = [(hand, ranks - 1 - rank if turn % 2 else rank) for turn, hand in enumerate(hands)]
+    return sorted(hand[place] for hand, place in places if place < len(hand))
+
+
+def read_lengths(found: Any, split: str, folder: Path, ctx: DistributedContext) -> Tensor:
+    """The `lengths` of a data set, int64 [samples], which one rank of each file system reads; empty if it has none.
+    Collective.
+
+    Raises:
+        UserError: if they are no whole numbers from 1 on, one for each sample, or differ between file systems.
+    """
+
+    def read() -> bytes:
+        dataset, rows = found, numpy.arange(len(found))
+        while isinstance(dataset, Subset) and "lengths" not in {*vars(dataset), *dir(type(dataset))}:
+            rows, dataset = numpy.asarray(dataset.indices)[rows], dataset.dataset
+        if not hasattr(type(dataset), "lengths") and not hasattr(dataset, "lengths"):
+            return b""
+        given = dataset.lengths  # which may be a property with an error of its own
+        wanted = f"give one whole number per sample, {len(dataset):,} in all, as numpy.asarray(lengths, dtype='int64')"
+        try:
+            lengths = numpy.asarray(given.cpu() if isinstance(given, Tensor) else given)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"lengths of {split}: is a {type(given).__name__} ({error}); {wanted}") from None
+        if lengths.shape != (len(dataset),) or lengths.dtype.kind not in "iu":
+            shown = f"has the shape {list(lengths.shape)} and type {lengths.dtype}"
+            raise UserError(f"lengths of {split}: {shown}; {wanted}")
+        lengths = lengths.astype(numpy.int64)[rows]
+        if (wrong := numpy.flatnonzero(lengths < 1)).size:
+            which = sample_name(found, int(wrong[0]))
+            raise UserError(f"lengths of {split}: that of {which} is {lengths[wrong[0]]}; give numbers of at least 1")
+        return lengths.tobytes()
+
+    data = read_once(next(each for each in (folder, *folder.parents) if each.exists()), read, DIFFER, ctx)
+    return torch.frombuffer(bytearray(data), dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
+
+
+def budget_sampler(
+    dataset: Any, config: TrainingConfig, ctx: DistributedContext, is_training: bool
+) -> Callable[..., GlobalBatchSampler]:
+    """What creates the sampler of a set, from the options of GlobalBatchSampler without batch_size. Collective.
+
+    Raises:
+        UserError: if the set has no lengths, or a sample that is too long.
+    """
+    samples = config.batch_size if config.batch_size != type(config).batch_size else 0
+    if not is_training:
+        samples = config.eval_batch_size or samples
+    split = split_of(dataset, "the training set" if is_training else "the held-out set")
+    lengths = read_lengths(dataset, split, Path(config.data_dir), ctx)
+    if not len(lengths):
+        if config.eval_batch_size and not is_training:
+            return functools.partial(GlobalBatchSampler, dataset, batch_size=config.eval_batch_size)
+        remedy = "give it an array with one number per sample (docs/reference.md)"
+        remedy += "" if is_training else ", or --eval_batch_size"
+        raise UserError(f"batch_tokens={config.batch_tokens}: {kind_of(dataset)} ({split}) has no lengths; {remedy}")
+    longest = int(lengths.max())
+    if longest > config.batch_tokens and config.too_long == "error":
+        which, many = sample_name(dataset, int(lengths.argmax())), int((lengths > config.batch_tokens).sum())
+        others = f", and {many - 1:,} more are too long" if many > 1 else ""
+        raise UserError(
+            f"batch_tokens={config.batch_tokens}: {which} of {split} has the length {longest:,}{others};"
+            f" give --batch_tokens {longest} or more, or --too_long alone, for a micro-batch of its own"
+        )
+    return functools.partial(
+        BudgetSampler, dataset, lengths, Budget(config.batch_tokens, samples, config.bucket_window)
+    )

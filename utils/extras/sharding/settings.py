@@ -1,0 +1,53 @@
+"""`--sharding`: FSDP, in which a rank keeps a part of each parameter, of its gradient and of its optimizer state.
+
+It costs communication in each pass, and a checkpoint is a folder with a file per rank. Who trains a model that does not
+fit into the memory of one device needs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from utils.settings.checks import one_of
+from utils.settings.conflicts import EITHER, Conflict
+from utils.settings.fields import Settings, setting
+
+NOT_SHARDED = ("reduction", "comm_hook", "compile", "find_unused_parameters")
+NEEDS_SHARDING = "needs sharding; add --sharding zero3, or leave it out"
+
+
+def is_not_sharded(config: Any) -> bool:
+    return config.sharding == "none"
+
+
+def rounds_whole_parameters(config: Any) -> bool:
+    return config.amp_dtype.endswith("_params") and is_not_sharded(config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingSettings(Settings):
+    sharding: str = setting(
+        "distributed",
+        "none",
+        "FSDP: shard the model over the ranks",
+        one_of("none", "zero2", "zero3", "hybrid"),
+        "may",
+        conflicts=[
+            Conflict("sharding", f"does not work with sharding={{sharding}}; {EITHER}", setting=name)
+            for name in NOT_SHARDED
+        ],
+    )
+    cpu_offload: bool = setting(
+        "distributed",
+        False,
+        "keep shards and optimizer in host memory (slower)",
+        resume="may",
+        rare=True,
+        conflicts=[
+            Conflict(is_not_sharded, NEEDS_SHARDING),
+            Conflict(rounds_whole_parameters, NEEDS_SHARDING, setting="amp_dtype"),
+        ],
+    )
+
+    more_choices: ClassVar[dict[str, tuple[str, ...]]] = {"amp_dtype": ("bf16_params", "fp16_params")}

@@ -1,0 +1,129 @@
+"""Ranks watch each other: one that hangs, is stopped, killed or cut off is reported, and the others end.
+
+It costs a thread per rank, which talks to the process group's store twice a second. Without it a rank whose peer is
+gone waits until `--timeout`, or for ever, and nobody names the rank that hangs. Who trains on several ranks needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from config import TrainingConfig
+from utils.distributed.collectives import is_of_a_peer, within
+from utils.distributed.context import DistributedContext
+from utils.extras.watch.watchdog import Watchdog
+from utils.files import read_json
+from utils.logger import NAME
+from utils.run.command_line import end_now, report_to_torchrun
+from utils.settings.errors import TrainingError
+
+if TYPE_CHECKING:  # which starts a watch
+    from utils.run.ending import Ending
+
+SECONDS_TO_WRITE = 15.0  # to storage that may hang
+SECONDS_TO_TELL = 2.0  # the other ranks, through a store that may hang
+PREEMPTED = 75  # exit code
+
+
+class Watch:
+    """Ends this process if ranks hang or are gone.
+
+    Its methods are called by the watchdog's thread, which must not wait for storage that stalls unless it ends this
+    process: other hosts would miss its beats.
+
+    Args:
+        folder: for the stacks of ranks that hang.
+    """
+
+    def __init__(self, folder: Path, config: TrainingConfig, ctx: DistributedContext, ending: Ending) -> None:
+        self._folder, self._ctx, self._logger, self._ending = folder, ctx, logging.getLogger(NAME), ending
+        self._watchdog = Watchdog(ending.clock, ctx, config.hang_timeout, self)
+        self.stand_down, self.close = self._watchdog.stand_down, self._watchdog.close
+
+    def tell(self, error: BaseException, cause: BaseException) -> BaseException:
+        """Tell the other ranks the cause of an error, which may be a rank that is gone. Returns it."""
+        if cause is error and is_of_a_peer(error):
+            cause = self._watchdog.find_lost() or error
+        self.announce(cause, is_lost=cause is not error and isinstance(cause, TrainingError))
+        return cause
+
+    def _write(self, action: Callable[[], object], seconds: float = SECONDS_TO_WRITE) -> None:
+        """Run it in a thread, and wait at most this long for it."""
+        with suppress(OSError, TrainingError, TimeoutError):
+            within(seconds, action)
+
+    def warn(self, text: str) -> None:
+        self._write(lambda: self._logger.warning("%s", text), seconds=0.0)
+
+    def report(self, text: str, stacks: str, seconds: float = 0.0) -> Path:
+        """A rank hangs: log it, and write the stacks to a file; wait at most this long."""
+        file = self._folder / f"hang-{time.strftime('%Y%m%dT%H%M%S')}.txt"
+
+        def write() -> None:
+            self._logger.error("%s; the stacks of all ranks: %s", text, file)
+            self._logger.debug("%s", stacks)
+            if self._folder.is_dir():  # else the file would be below a mount point
+                file.write_text(f"{text}\n{stacks}\n", encoding="utf-8", errors="backslashreplace")
+
+        self._write(write, seconds)
+        return file
+
+    def end(self, text: str, hanging: int | None, stacks: str = "") -> None:
+        """End this process because a rank hangs. hanging: that rank; None if another rank reports it."""
+        if hanging is None:
+            self._write(lambda: self._logger.info("this rank ends: %s", text))
+            end_now(1)
+        remedy = f"fix what the stacks in {self.report(text, stacks, SECONDS_TO_WRITE)} show"
+        remedy += ", or raise --hang_timeout, then --resume_from auto"
+        self._end_with(TrainingError(f"{text}; {remedy}", hanging, self._ctx.hosts[hanging]), f"{stacks}\n")
+
+    def lose(self, error: TrainingError) -> None:
+        """End this process because a rank is gone."""
+        run, beats = self._ending.run, self._ctx.beats
+        if run and beats and beats.is_of_rank_0 and error.rank == 0:  # rank 0 may have reported why it ended
+            with suppress(OSError, TimeoutError):
+                status = within(SECONDS_TO_WRITE, lambda: read_json(run.folder / "status.json"))
+                if status.get("state") == "failed":
+                    self.end(str(status.get("error")), None)
+        self._write(lambda: self._logger.error("%s", error))
+        self._end_with(error)
+
+    def preempt(self) -> None:
+        """End this process, which does not end after a stop signal before the first step."""
+        text = "no progress after a stop signal; this rank ends before the first step, so nothing is lost"
+        self._write(lambda: self._logger.info(text))
+        if run := self._ending.run:
+            self._write(lambda: run.status("preempted"))
+        if self._ctx.launch.is_under_torchrun:
+            os.kill(os.getppid(), signal.SIGTERM)  # else it would wait for ranks that do not end, or restart them
+        end_now(0 if self._ctx.launch.is_under_torchrun else PREEMPTED)
+
+    def give_up(self) -> None:
+        """End this process, which has failed and could not report it."""
+        end_now(1)
+
+    def announce(self, error: BaseException, is_lost: bool) -> None:
+        """Tell the other ranks. is_lost: the error is that of a rank that could not report it."""
+        if beats := self._ctx.beats:
+            rank = getattr(error, "rank", None)
+            rank = self._ctx.rank if rank is None else rank
+            failure = {"text": str(error), "rank": rank, "host": self._ctx.hosts[rank], "is_lost": is_lost}
+            wait([beats.ask(lambda: beats.report(failure))], SECONDS_TO_TELL)
+
+    def _end_with(self, error: TrainingError, stacks: str = "") -> None:
+        self.announce(error, is_lost=True)
+
+        def write() -> None:
+            report_to_torchrun(f"TrainingError: {error}", f"{stacks}TrainingError: {error}", self._ctx.launch)
+            self._ending.write_failure(error)
+
+        self._write(write)
+        end_now(1)

@@ -1,0 +1,72 @@
+"""Settings that do not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from utils.settings.kinds import to_text
+
+if TYPE_CHECKING:
+    from utils.settings.fields import Setting
+
+EITHER = "give only one of the two"
+
+
+class Conflict(NamedTuple):
+    """A combination of settings that is refused. It is declared with a setting, and counts if that is not its default.
+
+    Args:
+        other: the name of another setting, which is in conflict if it is not its default either, or a condition. A
+            condition gets the config, and returns something true if there is a conflict.
+        problem: "what is wrong; what to do". {NAME} is the value of a setting, {found} what the condition returned.
+        setting: the name of the setting that the message is about, if that is another one.
+    """
+
+    other: str | Callable[[Any], Any]
+    problem: str
+    setting: str = ""
+
+
+def find_conflicts(settings: Iterable[Setting], config: Any, invalid: set[str]) -> list[tuple[str, str]]:
+    """The name of a setting and what is wrong, for each combination of values that is refused.
+
+    Args:
+        settings: all settings.
+        config: has their values.
+        invalid: the names of those that cannot be used. A conflict that depends on one of them is not found.
+    """
+    if invalid:
+        config = _valid_part(config, invalid)
+    values = vars(config)
+    given = {setting.name for setting in settings if values.get(setting.name, setting.default) != setting.default}
+    problems = []
+    for setting in settings:
+        for conflict in setting.conflicts:
+            name = conflict.setting or setting.name
+            found = name in given and _is_met(conflict, config, given)
+            if found:
+                problem = conflict.problem.format_map(values | {"found": found})
+                problems.append((name, f"{name}={to_text(values[name])}: {problem}"))
+    return problems
+
+
+def _is_met(conflict: Conflict, config: Any, given: set[str]) -> Any:
+    if isinstance(conflict.other, str):
+        return conflict.other in given
+    try:
+        return conflict.other(config)
+    except AttributeError:  # a value that is not valid, or the setting of an extra that this fork has deleted
+        return False
+
+
+def _valid_part(config: Any, invalid: set[str]) -> Any:
+    """The config, of which the invalid values cannot be read: that raises AttributeError."""
+
+    def cannot_be_read(config: Any) -> None:
+        raise AttributeError
+
+    attributes = dict.fromkeys(invalid, property(cannot_be_read))
+    part: Any = object.__new__(type("ValidPart", (type(config),), attributes))
+    part.__dict__.update({name: value for name, value in vars(config).items() if name not in invalid})
+    return part

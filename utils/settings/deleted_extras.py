@@ -1,0 +1,17 @@
+"""The settings of the extras that scripts/without.sh has deleted from this fork."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+
+
+def deleted_extras() -> dict[str, dict[str, Any]]:
+    """The default of each setting by its name, by extra."""
+    if not PROJECT.exists():
+        return {}
+    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))
+    return project.get("tool", {}).get("extras", {}).get("without", {})

@@ -1,0 +1,264 @@
+"""How a setting is declared, and what is declared of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from utils.settings.checks import Check, one_of
+from utils.settings.conflicts import Conflict
+from utils.settings.errors import UserError
+from utils.settings.kinds import Kind, kind_of, to_json, to_text
+from utils.settings.paths import expand, known_path
+
+YOURS = "model and data"  # the group of the fork's own settings
+GROUPS = ("run", "data", "model", "training", "precision", "distributed", "checkpoints", "logging", YOURS)
+GENERAL = ("help", "config", "print_config")  # flags that are no settings
+REDACTED = "[redacted]"  # in place of a secret
+CREDENTIALS = re.compile(r"(?<=://)[^/@]*:[^/@]*(?=@)|(?<=\?).*")  # in a URL
+RESUME_RULES = ("must", "may", "free")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A part of the config: the kernel's, the fork's own, or that of an extra."""
+
+    more_choices: ClassVar[dict[str, tuple[str, ...]]] = {}  # of settings of other parts
+    other_checks: ClassVar[dict[str, Check]] = {}  # that take the place of those of other parts
+
+    def micro_batch_setting(self) -> str:
+        """The name of the setting that says how large a micro-batch is."""
+        return "batch_size"
+
+    def is_default(self, name: str) -> bool:
+        """Whether a setting has its default value."""
+        (setting,) = (setting for setting in settings_of(type(self)) if setting.name == name)
+        return getattr(self, name) == setting.default
+
+
+def setting(
+    group: str,
+    default: Any,
+    help: str,
+    check: Check | None = None,
+    resume: str = "free",
+    *,
+    rare: bool = False,
+    conflicts: Sequence[Conflict] = (),
+    is_path: bool = False,
+    is_copied: bool = True,
+) -> Any:
+    """One setting: a field of the config.
+
+    Its type is int, float, bool, str, Path, or a list[...] or tuple[..., ...] of one of them. One of type `int | str`,
+    or whose default is "auto", may also be "auto".
+
+    Args:
+        group: the heading in `--help`.
+        default: its value if none is given.
+        help: what it is. `--help` adds the choices and the default.
+        check: of the value; of each element, if it is a list.
+        resume: when a run is resumed the value "must" be the same, "may" change (which is logged), or is "free".
+        rare: only `--help all` shows it.
+        conflicts: what it does not go together with.
+        is_path: `~` and $NAME are replaced in the text. They always are in a `Path`.
+        is_copied: whether `--config RUN/config.json` takes it from that run.
+    """
+    if resume not in RESUME_RULES:
+        raise UserError(f"config.py: resume={resume!r} of the setting {help!r} is not known; give must, may or free")
+    metadata = {
+        "default": default,
+        "group": group,
+        "help": help,
+        "check": check,
+        "resume": resume,
+        "is_rare": rare,
+        "conflicts": tuple(conflicts),
+        "is_path": is_path,
+        "is_copied": is_copied,
+    }
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: [*default], metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def yours(
+    default: Any,
+    help: str,
+    check: Check | None = None,
+    resume: str = "must",
+    *,
+    rare: bool = False,
+    conflicts: Sequence[Conflict] = (),
+) -> Any:
+    """A setting that only model.py and dataset.py read. "auto" takes the training set's attribute of the same name.
+
+    Args: as those of `setting`.
+    """
+    return setting(YOURS, default, help, check, resume, rare=rare, conflicts=conflicts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is declared of one setting. The attributes that `setting` has as arguments are explained there."""
+
+    name: str
+    kind: Kind
+    default: Any
+    group: str
+    help: str
+    check: Check | None
+    resume: str
+    is_rare: bool
+    conflicts: tuple[Conflict, ...]
+    is_copied: bool
+
+    @property
+    def is_path(self) -> bool:
+        return self.kind.is_path
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return self.check.choices if isinstance(self.check, one_of) else ()
+
+    @property
+    def may_be_auto(self) -> bool:
+        """Whether the setting may be "auto", and that stands for another value."""
+        return self.kind.may_be_auto or (self.default == "auto" and "auto" not in self.choices)
+
+    @property
+    def help_with_choices(self) -> str:
+        if not self.choices:
+            return self.help
+        return f"{self.help}: {{{','.join(self.choices)}}}"
+
+    @property
+    def default_text(self) -> str:
+        return to_text(self.default)
+
+    @property
+    def stored_default(self) -> Any:
+        """The default as JSON has it."""
+        return to_json(self.default)
+
+    def convert(self, value: Any) -> tuple[Any, str]:
+        """The value converted to the setting's type, and the problem with it ("" if there is none)."""
+        if self.may_be_auto and value == "auto":
+            return value, ""
+        try:
+            converted = self.kind.read(value)
+        except (ValueError, KeyError, TypeError):
+            noun = self.kind.noun
+            remedy = self.kind.remedy or noun
+            if self.may_be_auto:
+                noun += " or auto"
+                remedy += " or auto"
+            return value, f"is not {noun}; give {remedy}"
+        if not self.kind.is_list:
+            return self._resolve(converted)
+        resolved = [self._resolve(element) for element in converted]
+        problems = [problem for _, problem in resolved if problem]
+        return type(converted)(element for element, _ in resolved), "".join(problems[:1])
+
+    def _resolve(self, value: Any) -> tuple[Any, str]:
+        """One value, or one element of a list, with `~` and $NAME replaced if it is a path; and its problem."""
+        if self.is_path:
+            value = type(value)(expand(str(value)))
+        problem = self.check(value) if self.check else ""
+        if self.is_path and not problem:
+            problem = known_path(str(value))
+        return value, problem
+
+
+def convert_values(settings: Iterable[Setting], values: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """The valid values, converted to the types of the settings, and the name and problem of each other one."""
+    converted = {}
+    problems = []
+    for setting in settings:
+        value, problem = setting.convert(values[setting.name])
+        if problem:
+            shown = CREDENTIALS.sub(REDACTED, to_text(value) if setting.kind.is_list else str(value))
+            problems.append((setting.name, f"{setting.name}={shown}: {problem}"))
+        else:
+            converted[setting.name] = value
+    return converted, problems
+
+
+_SETTINGS: dict[type[Settings], tuple[Setting, ...]] = {}  # those that have been read, by config class
+
+
+def settings_of(config: type[Settings]) -> tuple[Setting, ...]:
+    """The settings of a config class by group, and within a group in the order of the classes that it is composed of.
+
+    Raises:
+        UserError: if a setting is declared in a way that cannot work, with the remedy.
+    """
+    if config not in _SETTINGS:
+        _SETTINGS[config] = _read_settings(config)
+    return _SETTINGS[config]
+
+
+def _read_settings(config: type[Settings]) -> tuple[Setting, ...]:
+    try:
+        annotations = typing.get_type_hints(config)
+    except NameError as error:
+        raise UserError(f"config.py: {error} in the type of a setting; import it there") from None
+    settings = {}
+    for field in dataclasses.fields(config):
+        _check_declaration(field, config)
+        settings[field.name] = _setting_of(field, annotations[field.name], config)
+    in_order = []
+    for part in config.__mro__:
+        in_order += [settings.pop(name) for name in inspect.get_annotations(part) if name in settings]
+    return tuple(sorted(in_order, key=_place_of_group))
+
+
+def _place_of_group(setting: Setting) -> int:
+    return GROUPS.index(setting.group) if setting.group in GROUPS else len(GROUPS)
+
+
+def _check_declaration(field: dataclasses.Field, config: type[Settings]) -> None:
+    """Raises UserError if the field is not made by `setting` or `yours`, or has a name that is taken."""
+    name = field.name
+    if "group" not in field.metadata:
+        raise UserError(f'config.py: {name} needs a help; write {name}: {field.type} = yours(DEFAULT, "what it is")')
+    if name in GENERAL:
+        raise UserError(f"config.py: --{name} is a flag of train.py itself; choose another name")
+    for part in config.__mro__:
+        is_field = name in inspect.get_annotations(part)
+        if not is_field and name in vars(part):
+            raise UserError(f"config.py: {name} is a function of {part.__name__}; choose another name")
+        if not is_field:
+            continue
+        (other,) = (each for each in dataclasses.fields(part) if each.name == name)
+        are_of_fork = field.metadata["group"] == other.metadata["group"] == YOURS
+        if other is not field and not are_of_fork:  # which may replace a setting of the example
+            raise UserError(f"config.py: {name} is a setting of the template; choose another name")
+
+
+def _setting_of(field: dataclasses.Field, annotation: Any, config: type[Settings]) -> Setting:
+    metadata = dict(field.metadata)
+    kind = kind_of(field.name, annotation)
+    if metadata.pop("is_path"):
+        kind = dataclasses.replace(kind, is_path=True)
+    default = metadata.pop("default")
+    check = metadata.pop("check")
+    for part in config.__mro__:
+        check = vars(part).get("other_checks", {}).get(field.name, check)
+        more = vars(part).get("more_choices", {}).get(field.name, ())
+        if more and isinstance(check, one_of):
+            check = one_of(*check.choices, *(choice for choice in more if choice not in check.choices))
+    setting = Setting(name=field.name, kind=kind, default=default, check=check, **metadata)
+    if default == "auto" and setting.may_be_auto:
+        return setting
+    try:
+        return dataclasses.replace(setting, default=kind.read(default))
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"config.py: the default of {field.name} is {default!r}, which is not {kind.noun};"
+            f" give {kind.remedy or kind.noun}"
+        ) from None

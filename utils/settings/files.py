@@ -1,0 +1,110 @@
+"""The file of `--config`: TOML, YAML, or the config.json of a run."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from utils.settings.deleted_extras import deleted_extras
+from utils.settings.errors import UserError
+from utils.settings.fields import Setting
+from utils.settings.paths import expand
+from utils.settings.removed import REMOVED
+from utils.settings.unknown import answer_unknown
+
+NULLS = ("", "~", "null", "Null", "NULL")  # of YAML
+REMEDY = "give a TOML or YAML file, or the config.json of a run"
+
+
+def read_file(file: str, settings: Sequence[Setting]) -> tuple[dict[str, Any], list[str]]:
+    """The values of a file, also of removed settings, and the problems with its names.
+
+    A checkpoint_dir inside run_dir is left out, so that it follows run_dir.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    by_name = {setting.name: setting for setting in settings}
+    path = Path(expand(file))
+    values = {name.replace("-", "_"): value for name, value in _parse(path, file).items()}
+    for defaults in deleted_extras().values():
+        for name, default in defaults.items():
+            if values.get(name) == default:  # what this fork does without it
+                del values[name]
+    read: dict[str, Any] = {}
+    unknown: list[str] = []
+    without_value: list[str] = []
+    for name, value in values.items():
+        setting = by_name.get(name)
+        if name in REMOVED:
+            read[name] = value
+        elif not setting:
+            unknown.append(f"{file}: {answer_unknown(name, by_name)}")
+        elif value is None or (isinstance(value, list) and not setting.kind.is_list):
+            without_value.append(f"{file}: {name} has no value, or more than one; leave it out, or give one")
+        elif setting.is_copied or path.suffix.lower() != ".json":
+            read[name] = value
+    if read.get("checkpoint_dir") == f"{read.get('run_dir')}/checkpoints":
+        del read["checkpoint_dir"]
+    return read, unknown + without_value
+
+
+def _parse(path: Path, file: str) -> dict[str, Any]:
+    """The content of the file. file: its name for an error. Raises UserError."""
+    kind = path.suffix.lower()
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if kind != ".json":  # \udcXX, a byte of a name that is not UTF-8, is in JSON but not in TOML
+            text = re.sub(r"(?<!\\)\\u(dc[89a-f][0-9a-f])", lambda code: chr(int(code[1], 16)), text)
+        if kind == ".json":
+            values = json.loads(text)
+        elif kind in (".yaml", ".yml"):
+            values = _parse_yaml(text)
+        else:
+            values = tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise UserError(f"config={file}: cannot be read ({error}); {REMEDY}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"config={file}: is not a table of names and values; {REMEDY}")
+    return values
+
+
+def _parse_yaml(text: str) -> dict[str, Any]:
+    """The values of a YAML file as text, as flags have them, or lists of it; None for another or no value.
+
+    Raises:
+        ValueError: if it is no YAML, or PyYAML is missing.
+    """
+    try:
+        import yaml
+    except Exception as error:
+        raise ValueError(f"PyYAML cannot be imported ({error}): pip install pyyaml, or give a TOML file") from None
+    try:
+        node = yaml.compose(text, Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if node and not isinstance(node, yaml.MappingNode):
+        raise ValueError("it is not a table of names and values")
+    values: dict[str, Any] = {}
+    for key, value in node.value if node else []:
+        name = str(key.value)
+        if name in values:  # twice
+            values[name] = None
+        elif isinstance(value, yaml.SequenceNode):
+            elements = [_text_of(element) for element in value.value]
+            values[name] = None if None in elements else elements
+        else:
+            values[name] = _text_of(value)
+    return values
+
+
+def _text_of(node: Any) -> str | None:
+    """The text of a node of YAML, or None if it is null or no scalar."""
+    if node.id != "scalar":
+        return None
+    is_null = node.style is None and node.value in NULLS
+    return None if is_null else node.value

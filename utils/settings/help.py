@@ -1,0 +1,52 @@
+"""The text of `--help`."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+
+from utils.settings.fields import Setting
+from utils.settings.kinds import KINDS
+
+USAGE = """usage: torchrun --standalone --nproc-per-node=N train.py [flags]   (or: python train.py [flags])
+
+Flags may be written with _ or -. They override the --config file, which overrides the defaults; launch.sh takes more.
+
+general:
+  --help [all]                    show the flags that most runs use, or all flags, and exit
+  --config FILE                   read values from a TOML or YAML file or a run's config.json
+  --print_config                  print the resolved config as TOML and exit"""
+EXAMPLES = """
+examples:
+  torchrun --standalone --nproc-per-node=2 train.py --epochs 5
+  torchrun --standalone --nproc-per-node=8 train.py --run_dir runs/first --resume_from auto
+  python train.py --config runs/default/config.json --eval_only"""
+
+
+def help_text(settings: Iterable[Setting], is_all: bool) -> str:
+    """The flags by group, with help and default; without the rare ones if not `is_all`."""
+    lines = [USAGE]
+    group = ""
+    left_out = 0
+    for setting in settings:
+        if setting.is_rare and not is_all:
+            left_out += 1
+            continue
+        if setting.group != group:
+            group = setting.group
+            lines += ["", f"{group}:"]
+        lines += _lines_of(setting)
+    lines.append(EXAMPLES)
+    if left_out:
+        lines.append(f"\n--help all shows the other {left_out} flags.")
+    return "\n".join(lines)
+
+
+def _lines_of(setting: Setting) -> list[str]:
+    flag = f"--{setting.name} {setting.kind.placeholder}"
+    if setting.kind.noun == KINDS[bool].noun:
+        flag = f"--[no-]{setting.name}"
+    text = f"  {flag:31} {setting.help_with_choices}"
+    if setting.default_text:
+        text += f" [{setting.default_text}]"
+    return textwrap.wrap(text, 120, subsequent_indent=" " * 34)

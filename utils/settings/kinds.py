@@ -1,0 +1,143 @@
+"""The types that a setting may have: how a value is read, what it is called, and how it is stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from utils.settings.errors import UserError
+
+BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A type of settings.
+
+    Args:
+        read: makes a value of the type from text or another value. Raises ValueError, KeyError or TypeError.
+        noun: what a value is called in messages.
+        remedy: what to give instead of another value, if that is not the noun.
+        placeholder: what stands for the value in `--help`.
+        is_list: whether a value has elements, which are checked one by one.
+        is_path: whether `~` and $NAME are replaced.
+        may_be_auto: whether the type is written as `int | str`, where the text is "auto".
+    """
+
+    read: Callable[[Any], Any]
+    noun: str
+    placeholder: str
+    remedy: str = ""
+    is_list: bool = False
+    is_path: bool = False
+    may_be_auto: bool = False
+
+
+def _read_int(value: Any) -> int:
+    return int(str(value))
+
+
+def _read_float(value: Any) -> float:
+    number = float(str(value))
+    if not math.isfinite(number):
+        raise ValueError("not finite")
+    return number
+
+
+def _read_bool(value: Any) -> bool:
+    return BOOLEANS[str(value).lower()]
+
+
+def _read_str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("not text")
+    return value
+
+
+def _read_path(value: Any) -> Path:
+    if isinstance(value, Path):
+        return value
+    if not _read_str(value):
+        raise ValueError("empty, which pathlib takes for the working folder")
+    return Path(value)
+
+
+KINDS = {
+    int: Kind(_read_int, "a whole number", "INT"),
+    float: Kind(_read_float, "a number", "FLOAT"),
+    bool: Kind(_read_bool, "true or false", "BOOL"),
+    str: Kind(_read_str, "text", "STR"),
+    Path: Kind(_read_path, "a path", "PATH", is_path=True),
+}
+PLURALS = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts", Path: "paths"}
+ALLOWED = "int, float, bool, str, pathlib.Path, and list[...] or tuple[..., ...] of one of them"
+
+
+def kind_of(name: str, annotation: Any) -> Kind:
+    """The kind of a setting's type.
+
+    Args:
+        name: of the setting, for the error.
+        annotation: its type.
+
+    Raises:
+        UserError: if a setting cannot have this type.
+    """
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
+    if annotation in KINDS:
+        return KINDS[annotation]
+    if origin in (types.UnionType, typing.Union):
+        if types.NoneType in arguments:
+            raise UserError(f'config.py: {name} may not be None; leave that out, and write "off" as 0, "" or "auto"')
+        others = [argument for argument in arguments if argument is not str]
+        if len(arguments) == 2 and len(others) == 1:
+            return dataclasses.replace(kind_of(name, others[0]), may_be_auto=True)
+    if origin is list and len(arguments) == 1 and arguments[0] in KINDS:
+        return _list_of(arguments[0], list)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is ... and arguments[0] in KINDS:
+        return _list_of(arguments[0], tuple)
+    shown = annotation.__name__ if isinstance(annotation, type) and not origin else str(annotation)
+    raise UserError(f"config.py: {name} has the type {shown}; a setting may have the types {ALLOWED}")
+
+
+def _list_of(element: type, collect: Callable[[Any], Any]) -> Kind:
+    """The kind of a list or tuple. Its text has commas between the elements."""
+    kind = KINDS[element]
+
+    def read(value: Any) -> Any:
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",")] if value.strip() else []
+        if not isinstance(value, (list, tuple)):
+            raise TypeError("not a list")
+        return collect(kind.read(part) for part in value)
+
+    return Kind(
+        read,
+        noun=f"a list of {PLURALS[element]}",
+        placeholder=f"{kind.placeholder},...",
+        remedy=f"{PLURALS[element]} with commas between them",
+        is_list=True,
+        is_path=kind.is_path,
+    )
+
+
+def to_json(value: Any) -> Any:
+    """The value of a setting as JSON has it: a list for a tuple, text for a path."""
+    if isinstance(value, (list, tuple)):
+        return [to_json(element) for element in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def to_text(value: Any) -> str:
+    """The value of a setting as a flag has it."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(str(element) for element in value)
+    return str(value)

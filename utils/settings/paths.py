@@ -1,0 +1,25 @@
+"""Paths as users write them: with `~`, with names of the environment, or as Windows has them."""
+
+from __future__ import annotations
+
+import os
+import re
+
+
+def expand(path: str) -> str:
+    """The path with `~` and $NAME replaced, unless it exists as it is or is a URL."""
+    if "://" in path or (os.path.lexists(path) and not path.startswith("~")):
+        return path
+    return os.path.expanduser(os.path.expandvars(path))
+
+
+def known_path(path: str) -> str:
+    """A check of an expanded path: what is wrong with it, or ""."""
+    if "://" in path or os.path.lexists(path):
+        return ""
+    if re.match(r"[A-Za-z]:[\\/]|(\\|\.\.?|~|%\w+%)\\", path):
+        return "is a path of Windows; write it as Linux has it (in WSL C: is /mnt/c)"
+    unknown = re.search(r"\$(\{\w+\}|[A-Za-z_]\w*)|^~[^/]*", path)
+    if unknown:
+        return f"{unknown[0]} is not known here; write the path in full"
+    return ""

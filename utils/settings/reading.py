@@ -1,0 +1,68 @@
+"""A config from its defaults, the file of `--config` and flags. All problems are shown at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from utils.settings.errors import InvalidSettings, UserError
+from utils.settings.fields import GENERAL, REDACTED, Settings, settings_of
+from utils.settings.files import read_file
+from utils.settings.flags import read_flags
+from utils.settings.help import help_text
+from utils.settings.kinds import BOOLEANS
+from utils.settings.removed import take_removed
+
+T = TypeVar("T", bound=Settings)
+
+
+def read_config(config: type[T], words: Sequence[str], defaults: dict[str, Any], notes: list[str]) -> tuple[T, bool]:
+    """The config that flags and the file of `--config` give.
+
+    Exits 0 after `--help`. Prints all problems and exits 2 if there are any.
+
+    Args:
+        config: the class.
+        words: of the command line.
+        defaults: values that replace those of the settings.
+        notes: gets a line for each setting of the file that was removed from this version and is ignored.
+
+    Returns:
+        The config, and whether `--print_config` is given.
+    """
+    settings = settings_of(config)
+    given, problems = read_flags(words, settings)
+    shown, file, print_config = (given.pop(name, "") for name in GENERAL)
+    if shown in ("true", "all"):
+        print(help_text(settings, is_all=shown == "all"))
+        raise SystemExit(0)
+    if shown:
+        problems.append(f"help={shown}: is not known; give --help, or --help all")
+    in_file: dict[str, Any] = {}
+    if file:
+        try:
+            in_file, wrong_names = read_file(file, settings)
+            problems += wrong_names
+        except UserError as error:
+            problems.append(str(error))
+    ignored, refused = take_removed(in_file, given, file)
+    notes += ignored
+    problems += refused
+    if BOOLEANS.get(given.get("eval_only", "").lower()):
+        in_file.pop("init_from", None)  # the weights that the run of a config.json started from
+    values = defaults | in_file | given
+    for name, value in values.items():
+        if REDACTED in str(value):
+            remedy = "give the command again, or better a script that holds the secret"
+            problems.append(f"{name}: {REDACTED} stands for a secret that a run did not store; {remedy}")
+    try:
+        found = config(**values)
+    except InvalidSettings as error:
+        for name, text in error.problems:
+            is_of_file = name in in_file and name not in given
+            problems.append(f"{file}: {text}" if is_of_file else text)
+    if problems:
+        print("\n".join(problems), file=sys.stderr, flush=True)
+        raise SystemExit(2)
+    return found, bool(print_config)
