@@ -115,12 +115,13 @@ CHECKS = {  # as the page writes it: a valid value and a wrong one
     "at_least(1)": (1, 0),
     "above(0)": (0.1, 0),
     "between(0, 1)": (0, 1),
+    "between(0, 1, inclusive=True)": (1, 1.1),
     'one_of("relu", "gelu")': ("gelu", "swish"),
     r'refuse((r"\s", "has a space; write it without"))': ("two", "t wo"),
     "local_path": ("data", "s3://bucket/data"),
-    "path_or_url": ("s3://bucket/data", "s3:///data"),  # extra: companions
-    "probability": (1, 1.1),  # extra: images
-    "range_up_to(1)": ("1/2,1", "1/2,3/2"),  # extra: images
+    "path_or_url": ("s3://bucket/data", "s3:///data"),
+    "probability": (1, 1.1),
+    "range_up_to(1)": ("1/2,1", "1/2,3/2"),
 }
 
 

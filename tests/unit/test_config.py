@@ -200,6 +200,43 @@ def test_all_problems_are_listed_together(capsys):
     assert [line.split(":")[0] for line in lines] == ["--nonsense", "seed=-1", "epochs=0", "lr=x"]
 
 
+@pytest.mark.guarantee("config")
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--epochs 0 --overwrite --resume_from auto", ["epochs=0", "overwrite=True"]),
+        ("--nonsense --min_lr 1", ["--nonsense", "min_lr=1.0"]),
+        ("--batch_size x --global_batch_size 100", ["batch_size=x"]),
+        ("--lr x --min_lr 0.1", ["lr=x"]),
+        ("--optimizer x --min_lr 0.1", ["optimizer=x"]),
+        ("--resume_from C:\\a --init_from b", ["resume_from=C"]),
+        ("--lr x --run_dir runs/{lr}", ["lr=x"]),
+        ("--lr x --run_dir runs/{modle}", ["lr=x", "run_dir=runs/{modle}"]),
+        ("--use_amp perhaps --amp_dtype fp16 --epochs 0", ["epochs=0", "use_amp=perhaps"]),
+        ("--lr 0 --patience -1 --grad_accum_steps 2 --global_batch_size 128", ["lr=0.0", "patience=-1", "grad_accum_"]),
+    ],
+)
+def test_values_and_combinations_are_listed_together_but_for_what_depends_on_a_wrong_value(capsys, flags, expected):
+    lines = rejection(capsys, *flags.split()).splitlines()
+    assert len(lines) == len(expected) and all(map(str.startswith, lines, expected)), lines
+
+
+def test_problems_of_a_file_are_listed_with_the_others_and_name_the_file(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text("epcohs = 1\nepochs = 0\nlr = 'x'\nmin_lr = 1\nseed = -1\nbatch_size = [4]\nkeep_last = 1\n")
+    lines = rejection(capsys, "--config", str(file), *"--lr 0.1 --seed -2 --x".split()).splitlines()
+    expected = [
+        "--x: is not known",
+        f"{file}: epcohs: is not known",
+        f"{file}: batch_size has no value, or more than one",
+        "seed=-2: is outside",
+        f"{file}: epochs=0: is below 1",
+        f"{file}: keep_last=1: is below 2",
+        f"{file}: min_lr=1.0: is not below lr=0.1",
+    ]
+    assert len(lines) == len(expected) and all(map(str.startswith, lines, expected)), lines
+
+
 def test_the_constructor_checks_values_like_the_flags():
     with pytest.raises(UserError) as error:
         TrainingConfig(epochs=2.5, use_amp="maybe", num_workers=True, batch_size="4")

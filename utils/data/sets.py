@@ -90,9 +90,10 @@ def with_auto(config: TrainingConfig, dataset: MapDataset) -> TrainingConfig:
     """Replace "auto" in fields of the model and data by the training set's attributes of the same names."""
     from_data = {}
     for setting in fields_of_yours():
-        is_open = setting.may_be_auto and getattr(config, setting.name) == "auto"
-        if is_open and hasattr(dataset, setting.name):
-            from_data[setting.name] = getattr(dataset, setting.name)
+        name = setting.name
+        is_open = setting.may_be_auto and getattr(config, name) == "auto"
+        if is_open and hasattr(dataset, name):
+            from_data[name] = getattr(dataset, name)
     return dataclasses.replace(config, **from_data)
 
 
