@@ -284,7 +284,10 @@ def test_lengths_of_another_number_or_none_are_refused():
     [
         ("--too_long alone", "too_long=alone: needs batch_tokens; add it, or leave this out"),
         ("--bucket_window 3", "bucket_window=3: needs batch_tokens"),
-        ("--batch_tokens 16 --global_batch_size 40", "global_batch_size=40: is not a multiple of batch_tokens=16; give 32 or 48"),
+        (
+            "--batch_tokens 16 --global_batch_size 40",
+            "global_batch_size=40: is not a multiple of batch_tokens=16; give 32 or 48",
+        ),
         ("--batch_tokens -1", "batch_tokens=-1: is below 0"),
         ("--batch_tokens 16 --too_long drop", "too_long=drop: is not known; choose error, alone"),
         (  # extra: compile
