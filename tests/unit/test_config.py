@@ -8,6 +8,7 @@ import tomllib
 
 import pytest
 
+import config as config_module
 from config import SETTINGS, TrainingConfig, asks_for_more, yours
 from utils.settings.deleted_extras import deleted_extras
 from utils.settings.errors import UserError
@@ -35,6 +36,14 @@ def rejection(capsys, *flags):
 def test_published_names_exist_no_field_is_none_and_all_have_help():
     assert set(PUBLISHED) <= {setting.name for setting in SETTINGS}
     assert all(setting.default is not None and setting.help for setting in SETTINGS)
+
+
+def test_what_forks_import_from_config_is_there():
+    names = "TrainingConfig UserError UnreadableSample StartError TrainingError unless_auto yours setting at_least above"
+    names += " between one_of refuse local_path path_or_url probability range_up_to"
+    for name in names.split():
+        assert hasattr(config_module, name), name
+    assert config_module.UserError is UserError and issubclass(config_module.UnreadableSample, UserError)
 
 
 def test_flags_with_underscores_dashes_and_negations():

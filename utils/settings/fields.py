@@ -205,8 +205,8 @@ def settings_of(config: type[Settings]) -> tuple[Setting, ...]:
 def _read_settings(config: type[Settings]) -> tuple[Setting, ...]:
     try:
         annotations = typing.get_type_hints(config)
-    except NameError as error:
-        raise UserError(f"config.py: {error} in the type of a setting; import it there") from None
+    except (NameError, AttributeError, TypeError, SyntaxError) as error:
+        raise UserError(f"config.py: {error} in the type of a setting; import or correct it") from None
     settings = {}
     for field in dataclasses.fields(config):
         _check_declaration(field, config)
@@ -229,10 +229,9 @@ def _check_declaration(field: dataclasses.Field, config: type[Settings]) -> None
     if name in GENERAL:
         raise UserError(f"config.py: --{name} is a flag of train.py itself; choose another name")
     for part in config.__mro__:
-        is_field = name in inspect.get_annotations(part)
-        if not is_field and name in vars(part):
-            raise UserError(f"config.py: {name} is a function of {part.__name__}; choose another name")
-        if not is_field:
+        if name not in inspect.get_annotations(part):
+            if name in vars(part):
+                raise UserError(f"config.py: {name} is a function of {part.__name__}; choose another name")
             continue
         (other,) = (each for each in dataclasses.fields(part) if each.name == name)
         are_of_fork = field.metadata["group"] == other.metadata["group"] == YOURS

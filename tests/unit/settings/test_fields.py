@@ -183,7 +183,12 @@ NO_NONE = 'x may not be None; leave that out, and write "off" as 0, "" or "auto"
         ("complex", f"x has the type complex; {PLAIN}"),
         ("bytes", f"x has the type bytes; {PLAIN}"),
         ("None", f"x has the type NoneType; {PLAIN}"),
-        ("Pth", "name 'Pth' is not defined in the type of a setting; import it there"),
+        ("Pth", "name 'Pth' is not defined in the type of a setting; import or correct it"),
+        ("typing.Lst[int]", "module 'typing' has no attribute 'Lst' in the type of a setting; import or correct it"),
+        (
+            "5 + 'a'",
+            "unsupported operand type(s) for +: 'int' and 'str' in the type of a setting; import or correct it",
+        ),
     ],
 )
 def test_another_type_is_refused_at_import_in_one_sentence(monkeypatch, annotation, expected):
