@@ -16,12 +16,13 @@ import string
 import sys
 import textwrap
 import tomllib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from utils.extras.images.checks import AUTO_AUGMENTS, probability, range_up_to  # extra: images
+from utils.settings.unknown import answer_unknown
 
 DEFAULT_RUN_DIR = "runs/default"
 REDACTED = "[redacted]"  # in a stored command
@@ -75,9 +76,6 @@ REMOVED = {
 }
 NOT_TAKEN = ["resume_from", "overwrite", "eval_only"]  # from the config.json of another run
 PATHS = ("run_dir", "data_dir", "checkpoint_dir", "resume_from", "init_from")
-ELSEWHERE = Path(__file__).parent / "docs" / "coming-from.md"  # names of flags in other trainers
-OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices
-num_nodes"""
 USAGE = """usage: torchrun --standalone --nproc-per-node=N train.py [flags]   (or: python train.py [flags])
 
 Flags may be written with _ or -. They override the --config file, which overrides the defaults; launch.sh takes more.
@@ -668,22 +666,11 @@ def _read_flags(words: Sequence[str], cls: type) -> tuple[dict[str, str], list[s
 
 def _unknown(word: str, cls: type) -> str:
     """The error message for an unknown flag or config file key."""
-    dashes, name = "--" * word.startswith("-"), word.split("=")[0].lstrip("-").replace("-", "_")
-    if name in OF_TORCHRUN.split():
-        return f"{word}: is not known; start the ranks with torchrun: torchrun --standalone --nproc-per-node=N train.py"
-    if name in REMOVED:
-        return f"{word} was removed. {REMOVED[name].instead}"
-    names = [field.name for field in dataclasses.fields(cls)] + ["config", "print_config"] * bool(dashes)
-    if extra := next((extra for extra, fields in deleted_extras().items() if name.removeprefix("no_") in fields), ""):
-        return f"{word}: this fork has no extra {extra}; see docs/extras.md"
-    here = _of_another_trainer(name, names)
-    if here == "":
-        return f'{word}: is not a flag of this fork; add a field to the block "yours" of config.py, or leave it out'
-    close = re.findall(r"^`--(\w+)", here or "") or difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    if here and not here.startswith("`--"):
-        advice = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", here.replace("`", ""))
-        return f"{word}: is not a flag here; {advice}"
-    return f"{word}: is not known; " + (f"did you mean {dashes}{close[0]}?" if close else "see --help for all flags")
+    names = [field.name for field in dataclasses.fields(cls)]
+    if word.startswith("-"):
+        names += ["config", "print_config"]
+    removed = {name: setting.instead for name, setting in REMOVED.items()}
+    return answer_unknown(word, names, removed, deleted_extras())
 
 
 def deleted_extras() -> dict[str, dict[str, Any]]:
@@ -691,19 +678,6 @@ def deleted_extras() -> dict[str, dict[str, Any]]:
     file = Path(__file__).parent / "pyproject.toml"
     found = tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return found.get("tool", {}).get("extras", {}).get("without", {})
-
-
-def _of_another_trainer(name: str, names: Collection[str]) -> str | None:
-    """What docs/coming-from.md says about a flag of another trainer: the flag here, or what to do; None if nothing.
-
-    names: of the flags here. What the page says about others is left out: a fork may have deleted its fields.
-    """
-    page = ELSEWHERE.read_text(encoding="utf-8") if ELSEWHERE.exists() else ""
-    for there, here in re.findall(r"^\|([^|]*)\|([^|]*)\|$", page, re.MULTILINE):
-        if name in re.findall(r"`_+(\w+)`", there.replace("-", "_")):
-            parts = here.strip().split("; ")
-            return "; ".join(part for part in parts if {*re.findall(r"`--(?:no-)?(\w+)", part)} <= {*names})
-    return None
 
 
 def _help(cls: type, is_all: bool) -> str:

@@ -10,6 +10,7 @@ import pytest
 from ranks import ROOT
 
 FLOORS = {
+    "utils.settings": -1,
     "config": 0,
     "utils": 1,  # small tools that know neither ranks nor runs
     "utils.distributed": 2,

@@ -342,7 +342,7 @@ def test_another_word_after_help_is_refused(capsys, words):
         ("--no-lr 1", ["--no-lr: is not known"]),
         ("--no_print_config", ["--no_print_config: is not known"]),
         ("--print_config off", ["off: is not a flag; write --flag value"]),
-        ("--epoch 3 --batch 4", ["--epoch: is not known; did you mean --epochs?", "--batch: is not known;"]),
+        ("--epoch 3 --batch 4", ["--epoch: is not known; did you mean --epochs?", "--batch: is not a flag here;"]),
     ],
 )
 def test_words_that_are_no_flags_or_values_are_listed(capsys, words, expected):
