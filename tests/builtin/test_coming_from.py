@@ -106,7 +106,7 @@ def test_no_answer_names_a_flag_that_the_fork_has_deleted(deleted):
         ),
         (
             "reprob",
-            YOURS,
+            {"random_erase"},
             '--reprob: is not a flag of this fork; add a field to the block "yours" of config.py, or leave it out',
         ),
         (

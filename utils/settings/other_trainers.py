@@ -79,7 +79,7 @@ ANY = {
         "the warm-up is linear from 1 / steps; write `lr_factor` in `model.py` for another"
     ),
     "scale_lr lr-base lr-base-size lr-base-scale": "`--lr` is never scaled, so compute the learning rate and give it",
-    "model-ema use_ema": "`--ema_decay`; a decay of 0.999 is an average over about 1,000 steps",
+    "model-ema use_ema": "`--ema_decay`; for example, `--ema_decay 0.999` averages about 1,000 steps",
     "model-ema-decay ema_max_decay": "`--ema_decay`",
     "model-ema-warmup ema_inv_gamma ema_power": "the average warms up by the number of updates, so leave it out",
     "weights pretrained pretrained-path initial-checkpoint no-resume-opt finetune": (
@@ -87,7 +87,8 @@ ANY = {
     ),
     "torch_compile torchcompile torchcompile-mode torch_compile_mode": "`--compile`",
     "torch_compile_backend fuser torchscript aot-autograd": (
-        "`--compile` uses torch's default backend; for another one call `model.compile` in `create_model` in `model.py`"
+        "`--compile` uses torch's default backend; for a backend of your own call `model.compile` in `create_model` in"
+        " `model.py`"
     ),
     "grad-checkpointing gradient_checkpointing fsdp_activation_checkpointing": "`--activation_checkpointing`",
     "gradient_checkpointing_kwargs activation_checkpointing_kwargs": (
@@ -346,7 +347,7 @@ HUGGING_FACE = {
     "dataloader_multiprocessing_context": "workers start in Python's default way, so leave it out",
     "remove_unused_columns": "return what the model needs from `__getitem__` in `dataset.py`",
     "train_sampling_strategy group_by_length length_column_name": (
-        "give the data set `lengths`, and `--batch_tokens`; for another order write `epoch_order` in `dataset.py`"
+        "give the data set `lengths`, and `--batch_tokens`; write `epoch_order` in `dataset.py` for another order"
     ),
     "skip_memory_metrics performance enable_memory_tracking": (
         "train records have `step_s`, `peak_memory_bytes` and, on a known GPU, `mfu`, so leave it out"
@@ -380,9 +381,8 @@ TRL = {
     "precompute_ref_log_probs precompute_ref_batch_size": (
         "the reference is computed with each batch; to store its values write `prepare_data` in `dataset.py`"
     ),
-    "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps": (
-        "move the reference in `after_step` in `model.py`, and let checkpoints hold it"
-    ),  # extra: steps
+    "sync_ref_model ref_model_mixup_alpha"
+    " ref_model_sync_steps": "move the reference in `after_step` in `model.py`, and save it",  # extra: steps
     "activation_offloading": "run the model under `torch.autograd.graph.save_on_cpu` in `compute_loss` in `model.py`",
     "dataset_num_proc": "tokenize in `__getitem__` in `dataset.py`, which runs in `--num_workers` processes",
     "dataset_kwargs chat_template_path eos_token pad_token": "prepare the text in `create_dataset` in `dataset.py`",
@@ -486,7 +486,7 @@ LIGHTNING = {
         'give `--dataset_size`, which counts samples; to evaluate the same ones, return them as "val" from'
         " `create_dataset` in `dataset.py`"
     ),
-    "logger": "use [`--track`](recipes/trackers.md); TensorBoard files are always written",
+    "logger": "TensorBoard files are always written; for a tracker give [`--track`](recipes/trackers.md)",
     "profiler": "`--enable_profiling`",
     "callbacks plugins": "write them into the functions of `model.py`, which the [reference](reference.md) lists",
     "trainer": "give the settings of the trainer as flags of their own",
