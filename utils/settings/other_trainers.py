@@ -236,7 +236,10 @@ TIMM = {
     "input-key target-key input-img-mode dataset-trust-remote-code class-map real-labels valid-labels": (
         "choose images and labels in `create_dataset` in `dataset.py`"
     ),
-    "num-samples train-num-samples val-num-samples": "a data set here has a length, so leave it out",
+    "train-num-samples val-num-samples": "a data set here has a length, so leave it out",
+    "num-samples": (
+        "a data set here has a length, so leave it out; samples of a model are drawn in `compute_loss` in `model.py`"
+    ),
     "use-train-size": "give `--image_size` and `--resize_size`",
     "dataset-download": "missing data is downloaded by `prepare_data` in `dataset.py`, so write that",
     "fast-norm": "call timm's `set_fast_norm` in `create_model` in `model.py`",
@@ -357,7 +360,9 @@ HUGGING_FACE = {
         "load the data in `create_dataset` in `dataset.py`, as the recipe [Hugging Face data"
         " sets](recipes/hugging_face.md) does"
     ),
-    "overwrite_cache": "write another name into `prepare_data` in `dataset.py`, or delete the files",
+    "overwrite_cache": (
+        "`prepare_data` in `dataset.py` runs if `is_prepared` returns False, so delete the prepared files"
+    ),
     "cache_dir": "other data is below `--data_dir`; for files of the hub set `HF_HOME`",
     "model_name_or_path tokenizer_name config_name": (
         'add the field to the block "yours" of `config.py`, and read it in `create_model`; the recipe'
@@ -433,7 +438,8 @@ NANOCHAT = {
     "warmdown-ratio": "`--schedule wsd` decays over the last 20 %; write `lr_factor` in `model.py` for another part",
     "final-lr-frac": "give `--min_lr`, which is the fraction x lr",
     "init-lr-frac": "multiply `--lr` by it",
-    "resume-from-step model-step": "give `--resume_from` the path of the checkpoint of that step",
+    "resume-from-step": "give `--resume_from` the path of the checkpoint of that step",
+    "model-step": "give `--init_from` the path of the checkpoint of that step",
     "model-tag": "name the run with `--run_dir`; load weights with `--init_from`",
     "load-optimizer": "`--resume_from` restores the optimizer; `--init_from` does not, so leave it out",
     "core-metric-every core-metric-max-per-task chatcore-every chatcore-max-cat chatcore-max-sample sample-every": (
@@ -441,7 +447,7 @@ NANOCHAT = {
     ),
     "mmlu-epochs gsm8k-epochs": "mix the data sets in `create_dataset` in `dataset.py`",
     "examples-per-step max-new-tokens temperature top-k": (
-        "data that the model generates in training does not fit this loop; use nanochat or trl for it"
+        "reinforcement learning was not tried here; draw the samples in `compute_loss` in `model.py`, or use trl"
     ),
 }
 
@@ -458,7 +464,7 @@ ULTRALYTICS = {
     "save enable_checkpointing checkpoint_callback": "checkpoints are always written; `--keep_last` says how many stay",
     "task single_cls overlap_mask mask_ratio": "make the targets in `create_dataset` and `__getitem__` in `dataset.py`",
     "rect": "write `epoch_order` for images of similar shape, and pad them in `collate` in `dataset.py`",
-    "profile dnn": "measure the file that `scripts/export.py` writes with a script of your own",
+    "profile dnn": ("export the model with `scripts/export.py --format onnx`, and run it with a script of your own"),
     "conf iou max_det nms save_json": (
         "filter and convert the boxes in `predict` in `model.py`, which `scripts/predict.py` writes to a file"
     ),
