@@ -39,8 +39,8 @@ def test_published_names_exist_no_field_is_none_and_all_have_help():
 
 
 def test_what_forks_import_from_config_is_there():
-    names = "TrainingConfig UserError UnreadableSample StartError TrainingError unless_auto yours setting at_least above"
-    names += " between one_of refuse local_path path_or_url probability range_up_to"
+    names = "TrainingConfig UserError UnreadableSample StartError TrainingError unless_auto yours setting at_least"
+    names += " above between one_of refuse local_path path_or_url probability range_up_to"
     for name in names.split():
         assert hasattr(config_module, name), name
     assert config_module.UserError is UserError and issubclass(config_module.UnreadableSample, UserError)
@@ -391,7 +391,7 @@ def test_another_word_after_help_is_refused(capsys, words):
         ("--no-lr 1", ["--no-lr: is not known"]),
         ("--no_print_config", ["--no_print_config: is not known"]),
         ("--print_config off", ["off: is not a flag; write --flag value"]),
-        ("--epoch 3 --batch 4", ["--epoch: is not known; did you mean --epochs?", "--batch: is not known;"]),
+        ("--epoch 3 --batch 4", ["--epoch: is not known; did you mean --epochs?", "--batch: is not a flag here;"]),
     ],
 )
 def test_words_that_are_no_flags_or_values_are_listed(capsys, words, expected):

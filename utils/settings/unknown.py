@@ -1,48 +1,103 @@
-"""What is answered to the name of a setting that there is not."""
+"""The answer to a flag, or a key of a config file, that does not exist."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection
-from pathlib import Path
 
 from utils.settings.deleted_extras import deleted_extras
+from utils.settings.other_trainers import advice_for
 from utils.settings.removed import REMOVED
 
-ELSEWHERE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"  # names of flags in other trainers
 OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices
 num_nodes"""
+LONG = 5  # letters of a word that stays the same word with a wrong one: not so of speed and seed
 
 
-def answer_unknown(word: str, known: Collection[str]) -> str:
-    """The error message for an unknown flag or config file key."""
-    dashes, name = "--" * word.startswith("-"), word.split("=")[0].lstrip("-").replace("-", "_")
+def answer_unknown(word: str, names: Collection[str]) -> str:
+    """One sentence that says what the word is, or what was meant, and ends with what to do.
+
+    Args:
+        word: as it was given: --name, --name=value, or the key of a file.
+        names: of the flags that exist.
+    """
+    dashes = "--" if word.startswith("-") else ""
+    # in LightningCLI a group comes first: --trainer.max_epochs
+    name = word.split("=")[0].lstrip("-").replace("-", "_").rpartition(".")[2]
     if name in OF_TORCHRUN.split():
         return f"{word}: is not known; start the ranks with torchrun: torchrun --standalone --nproc-per-node=N train.py"
     if name in REMOVED:
         return f"{word} was removed. {REMOVED[name].instead}"
-    names = [*known]
-    if extra := next((extra for extra, fields in deleted_extras().items() if name.removeprefix("no_") in fields), ""):
-        return f"{word}: this fork has no extra {extra}; see docs/extras.md"
-    here = of_another_trainer(name, names)
-    if here == "":
+    for extra, settings in deleted_extras().items():
+        if name.removeprefix("no_") in settings:
+            return f"{word}: this fork has no extra {extra}; see docs/extras.md"
+    advice = advice_for(name, names)
+    if advice == "":
         return f'{word}: is not a flag of this fork; add a field to the block "yours" of config.py, or leave it out'
-    close = re.findall(r"^`--(\w+)", here or "") or difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    if here and not here.startswith("`--"):
-        advice = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", here.replace("`", ""))
-        return f"{word}: is not a flag here; {advice}"
-    return f"{word}: is not known; " + (f"did you mean {dashes}{close[0]}?" if close else "see --help for all flags")
+    meant = meant_by(name, names, advice or "")
+    if meant:
+        return f"{word}: is not known; did you mean {dashes}{meant}?"
+    if advice:
+        text = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", advice.replace("`", ""))
+        return f"{word}: is not a flag here; {text}"
+    return f"{word}: is not known; see --help for all flags"
 
 
-def of_another_trainer(name: str, names: Collection[str]) -> str | None:
-    """What docs/coming-from.md says about a flag of another trainer: the flag here, or what to do; None if nothing.
+def meant_by(name: str, names: Collection[str], advice: str) -> str:
+    """The flag that another trainer or a typing error calls by this name, or "" if none has its meaning.
 
-    names: of the flags here. What the page says about others is left out: a fork may have deleted its fields.
+    Args:
+        advice: about the option of another trainer. It begins with a flag alone if that has the same meaning.
     """
-    page = ELSEWHERE.read_text(encoding="utf-8") if ELSEWHERE.exists() else ""
-    for there, here in re.findall(r"^\|([^|]*)\|([^|]*)\|$", page, re.MULTILINE):
-        if name in re.findall(r"`_+(\w+)`", there.replace("-", "_")):
-            parts = here.strip().split("; ")
-            return "; ".join(part for part in parts if {*re.findall(r"`--(?:no-)?(\w+)", part)} <= {*names})
-    return None
+    other_name = re.match(r"`--(\w+)`(; |$)", advice)
+    if other_name:
+        return other_name[1]
+    if advice:
+        return ""
+    for known in names:
+        if is_typing_error(name, known):
+            return known
+    return ""
+
+
+def is_typing_error(name: str, known: str) -> bool:
+    """Whether a name is a flag's with other separators, or with at most one wrong letter in each word.
+
+    Digits are never wrong: beta1 and beta2 are two settings.
+    """
+    if re.findall(r"\d+", name) != re.findall(r"\d+", known):
+        return False
+    if name.replace("_", "") == known.replace("_", ""):
+        return True
+    words = name.split("_")
+    known_words = known.split("_")
+    if len(words) != len(known_words):
+        return False
+    errors = 0
+    for word, known_word in zip(words, known_words, strict=True):
+        if word == known_word:
+            continue
+        errors += 1
+        if not is_one_slip(word, known_word, shortest=3 if len(words) > 1 else LONG):
+            return False
+    return errors == 1 or len(known) >= 2 * LONG
+
+
+def is_one_slip(word: str, known: str, shortest: int) -> bool:
+    """Whether two letters side by side were exchanged, or one was left out, added or replaced.
+
+    Args:
+        shortest: the letters of the shortest word in which one may be left out or added. An "s" at the end always may,
+            and in a word that is not long no letter may be replaced.
+    """
+    if word.removesuffix("s") == known.removesuffix("s"):
+        return True
+    if len(word) == len(known):
+        wrong = [place for place, letter in enumerate(known) if word[place] != letter]
+        if len(wrong) == 1:
+            return len(word) >= LONG
+        first = wrong[0]
+        return len(wrong) == 2 and word[first : first + 2] == known[first : first + 2][::-1]
+    shorter, longer = sorted([word, known], key=len)
+    is_one_more = any(longer[:place] + longer[place + 1 :] == shorter for place in range(len(longer)))
+    return is_one_more and len(shorter) >= shortest
