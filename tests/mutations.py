@@ -64,6 +64,13 @@ MUTATIONS = [
     Mutation('kind_of', 'return HIDDEN if name.startswith(".") or name in OF_TOOLS else os.path.splitext(name)[1].lower()', 'return os.path.splitext(name)[1].lower()', 'splits'),  # extra: images
     Mutation('check_splits', 'if not val.exists():', 'if False:', 'splits'),  # extra: images
     Mutation('check_labels', 'shown = "".join(each for each in label if unicodedata.category(each) != "Cf")  # marks without width', 'shown = label', 'labels'),  # extra: images
+    Mutation('read_config', 'problems += wrong_names', 'pass', 'config'),
+    Mutation('read_config', 'is_of_file = name in in_file and name not in given', 'is_of_file = False', 'config'),
+    Mutation('find_conflicts', 'config = _valid_part(config, invalid)', 'pass', 'config'),
+    Mutation('Setting._resolve', 'problem = self.check(value) if self.check else ""', 'problem = ""', 'config'),
+    Mutation('to_json', 'return [to_json(element) for element in value]', 'return value', 'config'),
+    Mutation('to_json', 'return str(value)', 'return value', 'config'),
+    Mutation('_list_of', 'return collect(kind.read(part) for part in value)', 'return [kind.read(part) for part in value]', 'config'),
     Mutation('expand', 'return os.path.expanduser(os.path.expandvars(path))', 'return path', 'paths'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].add_(other.values[:size])', 'no-silence'),
     Mutation('Interval.finish_read', 'sums.sum_of("skipped_steps").add_(len(norms) - len(finite))', 'pass', 'no-silence'),

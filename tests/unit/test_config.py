@@ -230,6 +230,7 @@ def test_values_and_combinations_are_listed_together_but_for_what_depends_on_a_w
     assert len(lines) == len(expected) and all(map(str.startswith, lines, expected)), lines
 
 
+@pytest.mark.guarantee("config")
 def test_problems_of_a_file_are_listed_with_the_others_and_name_the_file(tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text("epcohs = 1\nepochs = 0\nlr = 'x'\nmin_lr = 1\nseed = -1\nbatch_size = [4]\nkeep_last = 1\n")
