@@ -212,7 +212,10 @@ def test_another_type_is_refused_at_import_in_one_sentence(monkeypatch, annotati
             "resume='perhaps' of the setting 'mine' is not known; give must",
         ),
         ('epochs: int = yours(3, "mine")', "epochs is a setting of the template; choose another name"),
-        ('sharding: str = yours("a", "mine")', "sharding is a setting of the template; choose another name"),  # extra: sharding
+        (
+            'sharding: str = yours("a", "mine")',
+            "sharding is a setting of the template; choose another name",
+        ),  # extra: sharding
         ('limits: int = yours(3, "mine")', "limits is a function of TrainingConfig; choose another name"),
         ('to_dict: int = yours(3, "mine")', "to_dict is a function of TrainingConfig; choose another name"),
         ('is_default: int = yours(3, "mine")', "is_default is a function of Settings; choose another name"),
