@@ -5,7 +5,7 @@
     git add config.py && git commit --no-edit
 
 The block of the newer template gets what the fork has added, changed and deleted in its own block. What the fork has
-changed elsewhere in config.py is listed. Standard library only.
+changed elsewhere in config.py is listed, and has to be written again. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,107 +21,171 @@ ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "    # ---- yours", "    # ---- end of yours"
 OF_EXTRA = re.compile(r"\s*# ---- (extra: \w+|end of \w+) ----\s*$")
 RARE = re.compile(r"RARE\.(append|extend)\(")
+TRY = "import config; config.TrainingConfig(); print(*(setting.name for setting in config.SETTINGS))"
 
 
 class Statement(NamedTuple):
+    node: ast.stmt
     lines: list[str]  # with the comments above it
-    code: str  # without comments and layout
     is_yours: bool
+
+    @property
+    def code(self) -> str:
+        """Its text without comments and layout."""
+        return ast.unparse(self.node)
+
+
+class Moved(NamedTuple):
+    text: str  # of the new config.py
+    left_out: list[str]  # what the fork has changed and is not in it
+    deleted: set[str]  # the names of the settings that the fork has deleted
 
 
 def main() -> int:
     base, fork, template = (show(revision) for revision in (merge_base(), "HEAD", "MERGE_HEAD"))
-    text, notes = move(base, fork, template)
-    (ROOT / "config.py").write_text(text, encoding="utf-8")
-    print("config.py: your settings are in the block of the newer template", *notes, sep="\n")
-    ended = subprocess.run([sys.executable, "-c", "import config"], cwd=ROOT, capture_output=True, text=True)
-    if ended.returncode:
-        print(f"It cannot be imported yet: {ended.stderr.strip().splitlines()[-1]}")
-    return ended.returncode
+    moved = move(base, fork, template)
+    (ROOT / "config.py").write_text(moved.text, encoding="utf-8")
+    print("config.py: your settings are in the block of the newer template")
+    for line in moved.left_out:
+        print(f"not moved, write it again where it is needed: {line}")
+    tried = subprocess.run([sys.executable, "-c", TRY], cwd=ROOT, capture_output=True, text=True, check=False)
+    if tried.returncode:
+        problem = tried.stderr.strip().splitlines()[-1]
+        print(f"config.py cannot be used yet ({problem}); import or define at its top what is missing")
+        return 1
+    still_there = moved.deleted.intersection(tried.stdout.split())
+    if still_there:
+        names = ", ".join(sorted(still_there))
+        print(f"you had deleted {names}, which are settings of an extra now; scripts/without.sh images deletes them")
+    return 0
 
 
 def merge_base() -> str:
     """The version of the template that the fork has."""
-    ended = subprocess.run(
-        ["git", "merge-base", "HEAD", "MERGE_HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = ["git", "merge-base", "HEAD", "MERGE_HEAD"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode:
-        print("no merge is under way; run this after `git merge` has stopped at config.py", file=sys.stderr)
-        raise SystemExit(2)
+        fail("no merge is under way; run this after `git merge` has stopped at config.py")
     return ended.stdout.strip()
 
 
 def show(revision: str) -> str:
-    return subprocess.check_output(["git", "show", f"{revision}:./config.py"], cwd=ROOT, text=True)
+    """The config.py of a revision. The fork may be a folder of a larger repository, and the template not."""
+    for path in ("./config.py", "config.py"):
+        command = ["git", "show", f"{revision}:{path}"]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if ended.returncode == 0:
+            return ended.stdout
+    return fail(f"git has no config.py in {revision}; resolve the conflict by hand")
 
 
-def move(base: str, fork: str, template: str) -> tuple[str, list[str]]:
-    """The config.py of the newer template with the settings of the fork.
+def fail(sentence: str) -> str:
+    print(sentence, file=sys.stderr)
+    raise SystemExit(2)
+
+
+def move(base: str, fork: str, template: str) -> Moved:
+    """Move the settings of a fork.
 
     Args:
         base: the config.py of the template that the fork started from.
         fork: that of the fork.
         template: that of the newer template.
-
-    Returns:
-        The text, and a line for each change of the fork that is not in it.
     """
     old, own, new = statements(base), statements(fork), statements(template)
+    block = {name: statement.lines for name, statement in new.items() if statement.is_yours}
+    deleted = {name for name, statement in old.items() if statement.is_yours and name not in own}
     changed = {name: each for name, each in own.items() if name not in old or each.code != old[name].code}
-    deleted = {name for name, each in old.items() if each.is_yours and name not in own}
-    notes = []
-    rare: set[str] = set()
+    rare = {name for name, statement in new.items() if "rare=True" in statement.code}
+    for name in changed:
+        if RARE.match(name):
+            rare.update(re.findall(r"['\"](\w+)['\"]", name))
     added: list[str] = []
-    block: dict[str, list[str]] = {name: each.lines for name, each in new.items() if each.is_yours}
-    for name in deleted:
-        block.pop(name, None)
-    for name, each in changed.items():
-        if not each.is_yours or name.startswith("CONFLICTS"):
-            notes.append(f"not moved: {each.code.strip().splitlines()[0]}")
-        elif RARE.match(name):
-            rare |= set(re.findall(r"\w+", name.partition("(")[2]))
-        elif name in block:
-            block[name] = each.lines
+    left_out = [f"the deleted {name}" for name, each in old.items() if not each.is_yours and name not in own]
+    for name, statement in changed.items():
+        if RARE.match(name) and statement.is_yours:
+            continue
+        if not statement.is_yours or name.startswith("CONFLICTS"):
+            left_out.append(name if isinstance(statement.node, ast.FunctionDef) else statement.code)
+            continue
+        lines = as_rare(statement) if name in rare else statement.lines
+        if name in block:
+            block[name] = lines
         else:
-            added += each.lines
-    kept = [line for lines in block.values() for line in lines]
-    lines = [as_rare(line, rare) for line in added + kept]
+            added += lines
+    kept = [line for name, lines in block.items() if name not in deleted for line in lines]
+    text = with_block(template, added + kept)
+    comments = comments_of(fork) - comments_of(base) - comments_of(text)
+    return Moved(text, [*left_out, *sorted(comments)], deleted)
+
+
+def as_rare(statement: Statement) -> list[str]:
+    """The lines of a setting that only `--help all` shows."""
+    call = getattr(statement.node, "value", None)
+    if not isinstance(call, ast.Call) or "rare=True" in statement.code:
+        return statement.lines
+    *before, last = statement.lines
+    end = call.end_col_offset or len(last)
+    head, tail = last[: end - 1], last[end - 1 :]
+    if not head.strip():  # the parenthesis has a line of its own
+        return [*before, f"{head}    rare=True,", last]
+    return [*before, f"{head.rstrip().rstrip(',')}, rare=True{tail}"]
+
+
+def with_block(template: str, lines: list[str]) -> str:
+    """The config.py of the template with these lines in its block."""
     before, rest = template.split(BEGIN, 1)
     mark, rest = rest.split("\n", 1)
-    return f"{before}{BEGIN}{mark}\n" + "".join(f"{line}\n" for line in lines) + END + rest.split(END, 1)[1], notes
+    block = "".join(f"{line}\n" for line in lines)
+    return f"{before}{BEGIN}{mark}\n{block}{END}{rest.split(END, 1)[1]}"
 
 
-def as_rare(line: str, rare: set[str]) -> str:
-    """The line of a setting that only `--help all` shows."""
-    match = re.match(r"    (\w+): .*\)$", line)
-    return f"{line[:-1]}, rare=True)" if match and match[1] in rare else line
+def comments_of(text: str) -> set[str]:
+    """The lines of the block that are comments."""
+    begin, end = marks_of(text.splitlines())
+    lines = (line.strip() for line in text.splitlines()[begin + 1 : end])
+    return {line for line in lines if line.startswith("#") and not OF_EXTRA.match(line)}
+
+
+def marks_of(lines: list[str]) -> tuple[int, int]:
+    """The numbers, from 0, of the lines with the two marks."""
+    found = []
+    for mark in (BEGIN, END):
+        numbers = [number for number, line in enumerate(lines) if line.startswith(mark)]
+        if not numbers:
+            fail(f"config.py has no line that begins with {mark.strip()!r}; put the mark back and commit, then merge")
+        found.append(numbers[0])
+    return found[0], found[1]
 
 
 def statements(text: str) -> dict[str, Statement]:
-    """The statements of the classes in a config.py, by the name that each defines, or by its text."""
+    """The statements of a config.py, and those of its classes, by the name that each defines or by its text."""
     lines = text.splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.startswith(BEGIN))
-    end = next(number for number, line in enumerate(lines) if line.startswith(END))
+    begin, end = marks_of(lines)
     found = {}
     for node in ast.parse(text).body:
         if not isinstance(node, ast.ClassDef):
+            found[name_of(node)] = Statement(node, [], False)
             continue
         first = node.lineno
-        for statement in node.body:
-            is_yours = begin < statement.lineno - 1 < end
+        for member in node.body:
+            is_yours = begin < member.lineno - 1 < end
             if is_yours:
                 first = max(first, begin + 1)
-            last = statement.end_lineno or first
+            last = member.end_lineno or first
             own = [line for line in lines[first:last] if line.strip() and not OF_EXTRA.match(line)]
-            if is_yours or isinstance(statement, ast.AnnAssign):
-                found[name_of(statement)] = Statement(own, ast.unparse(statement), is_yours)
             first = last
+            is_docstring = isinstance(member, ast.Expr) and isinstance(member.value, ast.Constant)
+            if not is_docstring:
+                found[name_of(member)] = Statement(member, own, is_yours)
     return found
 
 
 def name_of(statement: ast.stmt) -> str:
     if isinstance(statement, ast.AnnAssign):
         return ast.unparse(statement.target)
+    if isinstance(statement, ast.Assign):
+        return ast.unparse(statement.targets[0])
     return getattr(statement, "name", "") or ast.unparse(statement)
 
 
