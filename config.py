@@ -37,6 +37,7 @@ from utils.settings.kinds import to_json
 from utils.settings.reading import read_config
 
 __all__ = [  # what forks import from here; the checks and errors are defined in utils/settings
+    "Conflict",
     "StartError",
     "TrainingConfig",
     "TrainingError",
@@ -85,8 +86,8 @@ class Yours(Settings):
     # fmt: on
 
 
-def other_multiples(config: TrainingConfig) -> str:
-    """The micro-batch, and the multiples of it around global_batch_size; empty if that is one."""
+def nearest_multiples(config: TrainingConfig) -> str:
+    """The micro-batch and its multiples next to global_batch_size. Empty if global_batch_size is a multiple."""
     name, size = config.micro_batch
     rest = config.global_batch_size % size
     if not rest:
@@ -104,7 +105,7 @@ def ends_above_its_peak(config: TrainingConfig) -> bool:
     return config.min_lr >= config.lr
 
 
-def unfilled(config: TrainingConfig) -> str:
+def run_dir_problem(config: TrainingConfig) -> str:
     """What is wrong with the names of settings in run_dir."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(config.run_dir) if name is not None]
@@ -128,7 +129,7 @@ class TrainingConfig(Yours, ExtraSettings):
         "run folder; may contain fields: runs/{model}-s{seed}",
         run_path,
         is_path=True,
-        conflicts=[Conflict(unfilled, "{found}; use e.g. {{model}} or {{lr}}")],
+        conflicts=[Conflict(run_dir_problem, "{found}; use e.g. {{model}} or {{lr}}")],
     )
     resume_from: str = setting(
         "run",
@@ -189,7 +190,7 @@ class TrainingConfig(Yours, ExtraSettings):
         0,
         "samples or tokens per step (0: by grad_accum_steps)",
         at_least(0),
-        conflicts=[Conflict(other_multiples, "is not a multiple of {found}")],
+        conflicts=[Conflict(nearest_multiples, "is not a multiple of {found}")],
     )
     optimizer: str = setting("training", "sgd", "optimizer", one_of("sgd", "adamw"), "must")
     lr: float = setting("training", "auto", "peak, not scaled by ranks (auto: 0.1, adamw 0.001)", above(0), "may")

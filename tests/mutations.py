@@ -66,7 +66,7 @@ MUTATIONS = [
     Mutation('check_labels', 'shown = "".join(each for each in label if unicodedata.category(each) != "Cf")  # marks without width', 'shown = label', 'labels'),  # extra: images
     Mutation('read_config', 'problems += wrong_names', 'pass', 'config'),
     Mutation('read_config', 'is_of_file = name in in_file and name not in given', 'is_of_file = False', 'config'),
-    Mutation('find_conflicts', 'config = _valid_part(config, invalid)', 'pass', 'config'),
+    Mutation('find_conflicts', 'config = _valid_part(config, missing)', 'pass', 'config'),
     Mutation('Setting._resolve', 'problem = self.check(value) if self.check else ""', 'problem = ""', 'config'),
     Mutation('to_json', 'return [to_json(element) for element in value]', 'return value', 'config'),
     Mutation('to_json', 'return str(value)', 'return value', 'config'),

@@ -175,7 +175,7 @@ CONFLICTS = [(setting.name, conflict) for setting in SETTINGS for conflict in se
 def test_a_conflict_names_settings_and_ends_with_a_fix(declared_with, conflict):
     names = {setting.name for setting in SETTINGS}
     names |= {name for settings in deleted_extras().values() for name in settings}
-    assert (conflict.setting or declared_with) in names
+    assert (conflict.subject or declared_with) in names
     assert callable(conflict.other) or conflict.other in names
     assert "; " in conflict.problem.format_map(vars(TrainingConfig()) | {"found": "x; y"})
 
@@ -200,7 +200,7 @@ def test_conflicts_are_listed_together(capsys):
     lines = rejection(
         capsys, *"--cpu_offload --amp_dtype bf16_params --overwrite --resume_from auto".split()
     ).splitlines()
-    assert [line.split("=")[0] for line in lines] == ["overwrite", "cpu_offload", "amp_dtype"]
+    assert [line.split("=")[0] for line in lines] == ["overwrite", "amp_dtype", "cpu_offload"]
 
 
 @pytest.mark.guarantee("config")

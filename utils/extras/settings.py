@@ -31,4 +31,4 @@ class ExtraSettings(
     ImageSettings,
     Settings,
 ):
-    """In this order they follow the kernel's settings of the same group in `--help`."""
+    """The settings of all extras. `--help` lists them in this order, after the others of their group."""

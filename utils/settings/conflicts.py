@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from utils.settings.deleted_extras import deleted_extras
 from utils.settings.kinds import to_text
 
 if TYPE_CHECKING:
@@ -14,18 +15,24 @@ EITHER = "give only one of the two"
 
 
 class Conflict(NamedTuple):
-    """A combination of settings that is refused. It is declared with a setting, and counts if that is not its default.
+    """A combination of settings that is refused. It is declared with a setting.
+
+    It is looked for only if the setting that the message is about differs from its default.
 
     Args:
-        other: the name of another setting, which is in conflict if it is not its default either, or a condition. A
+        other: the name of another setting, which is in conflict if it differs from its default too, or a condition. A
             condition gets the config, and returns something true if there is a conflict.
         problem: "what is wrong; what to do". {NAME} is the value of a setting, {found} what the condition returned.
-        setting: the name of the setting that the message is about, if that is another one.
+        subject: the name of the setting that the message is about, if that is another one.
     """
 
     other: str | Callable[[Any], Any]
     problem: str
-    setting: str = ""
+    subject: str = ""
+
+
+class CannotBeReadError(Exception):
+    """A condition has read a setting that has no valid value."""
 
 
 def find_conflicts(settings: Iterable[Setting], config: Any, invalid: set[str]) -> list[tuple[str, str]]:
@@ -34,16 +41,19 @@ def find_conflicts(settings: Iterable[Setting], config: Any, invalid: set[str]) 
     Args:
         settings: all settings.
         config: has their values.
-        invalid: the names of those that cannot be used. A conflict that depends on one of them is not found.
+        invalid: the names of those that cannot be used. A conflict that depends on one of them is not found, nor is one
+            that depends on the setting of an extra which this fork has deleted.
     """
-    if invalid:
-        config = _valid_part(config, invalid)
+    of_deleted_extras = {name for names in deleted_extras().values() for name in names}
+    missing = invalid | of_deleted_extras - {setting.name for setting in settings}
+    if missing:
+        config = _valid_part(config, missing)
     values = vars(config)
     given = {setting.name for setting in settings if values.get(setting.name, setting.default) != setting.default}
     problems = []
     for setting in settings:
         for conflict in setting.conflicts:
-            name = conflict.setting or setting.name
+            name = conflict.subject or setting.name
             found = name in given and _is_met(conflict, config, given)
             if found:
                 problem = conflict.problem.format_map(values | {"found": found})
@@ -56,17 +66,17 @@ def _is_met(conflict: Conflict, config: Any, given: set[str]) -> Any:
         return conflict.other in given
     try:
         return conflict.other(config)
-    except AttributeError:  # a value that is not valid, or the setting of an extra that this fork has deleted
+    except CannotBeReadError:
         return False
 
 
-def _valid_part(config: Any, invalid: set[str]) -> Any:
-    """The config, of which the invalid values cannot be read: that raises AttributeError."""
+def _valid_part(config: Any, missing: set[str]) -> Any:
+    """The config, of which these settings cannot be read: that raises CannotBeReadError."""
 
     def cannot_be_read(config: Any) -> None:
-        raise AttributeError
+        raise CannotBeReadError
 
-    attributes = dict.fromkeys(invalid, property(cannot_be_read))
+    attributes = dict.fromkeys(missing, property(cannot_be_read))
     part: Any = object.__new__(type("ValidPart", (type(config),), attributes))
-    part.__dict__.update({name: value for name, value in vars(config).items() if name not in invalid})
+    part.__dict__.update({name: value for name, value in vars(config).items() if name not in missing})
     return part

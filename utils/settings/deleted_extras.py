@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
+@functools.cache
 def deleted_extras() -> dict[str, dict[str, Any]]:
     """The default of each setting by its name, by extra."""
     if not PROJECT.exists():

@@ -1,7 +1,8 @@
-"""How a setting is declared, and what is declared of it."""
+"""Declares settings, and reads the declarations of a config class."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import re
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 
 from utils.settings.checks import Check, one_of
 from utils.settings.conflicts import Conflict
+from utils.settings.deleted_extras import deleted_extras
 from utils.settings.errors import UserError
 from utils.settings.kinds import Kind, kind_of, to_json, to_text
 from utils.settings.paths import expand, known_path
@@ -27,8 +29,8 @@ RESUME_RULES = ("must", "may", "free")
 class Settings:
     """A part of the config: the kernel's, the fork's own, or that of an extra."""
 
-    more_choices: ClassVar[dict[str, tuple[str, ...]]] = {}  # of settings of other parts
-    other_checks: ClassVar[dict[str, Check]] = {}  # that take the place of those of other parts
+    added_choices: ClassVar[dict[str, tuple[str, ...]]] = {}  # to the choices of a setting of another part, by its name
+    replaced_checks: ClassVar[dict[str, Check]] = {}  # in place of the check of a setting of another part, by its name
 
     def micro_batch_setting(self) -> str:
         """The name of the setting that says how large a micro-batch is."""
@@ -81,8 +83,8 @@ def setting(
         "is_path": is_path,
         "is_copied": is_copied,
     }
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: [*default], metadata=metadata)
+    if isinstance(default, (list, dict, set)):  # each config gets its own; only a list is a valid default
+        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -104,7 +106,7 @@ def yours(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is declared of one setting. The attributes that `setting` has as arguments are explained there."""
+    """The declaration of one setting. The attributes that `setting` has as arguments are explained there."""
 
     name: str
     kind: Kind
@@ -162,7 +164,8 @@ class Setting:
             return self._resolve(converted)
         resolved = [self._resolve(element) for element in converted]
         problems = [problem for _, problem in resolved if problem]
-        return type(converted)(element for element, _ in resolved), "".join(problems[:1])
+        first_problem = problems[0] if problems else ""
+        return type(converted)(element for element, _ in resolved), first_problem
 
     def _resolve(self, value: Any) -> tuple[Any, str]:
         """One value, or one element of a list, with `~` and $NAME replaced if it is a path; and its problem."""
@@ -175,7 +178,7 @@ class Setting:
 
 
 def convert_values(settings: Iterable[Setting], values: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """The valid values, converted to the types of the settings, and the name and problem of each other one."""
+    """The valid values, converted to the types of the settings, and the name and problem of each invalid one."""
     converted = {}
     problems = []
     for setting in settings:
@@ -212,6 +215,7 @@ def _read_settings(config: type[Settings]) -> tuple[Setting, ...]:
         _check_declaration(field, config)
         settings[field.name] = _setting_of(field, annotations[field.name], config)
     in_order = []
+    _check_conflicts(settings)
     for part in config.__mro__:
         in_order += [settings.pop(name) for name in inspect.get_annotations(part) if name in settings]
     return tuple(sorted(in_order, key=_place_of_group))
@@ -239,6 +243,16 @@ def _check_declaration(field: dataclasses.Field, config: type[Settings]) -> None
             raise UserError(f"config.py: {name} is a setting of the template; choose another name")
 
 
+def _check_conflicts(settings: dict[str, Setting]) -> None:
+    """Raises UserError if a conflict names a setting that there is not."""
+    known = {*settings, *(name for names in deleted_extras().values() for name in names)}
+    for setting in settings.values():
+        for conflict in setting.conflicts:
+            for name in (conflict.other, conflict.subject or setting.name):
+                if isinstance(name, str) and name not in known:
+                    raise UserError(f"config.py: a conflict of {setting.name} names {name}, which is no setting")
+
+
 def _setting_of(field: dataclasses.Field, annotation: Any, config: type[Settings]) -> Setting:
     metadata = dict(field.metadata)
     kind = kind_of(field.name, annotation)
@@ -247,17 +261,35 @@ def _setting_of(field: dataclasses.Field, annotation: Any, config: type[Settings
     default = metadata.pop("default")
     check = metadata.pop("check")
     for part in config.__mro__:
-        check = vars(part).get("other_checks", {}).get(field.name, check)
-        more = vars(part).get("more_choices", {}).get(field.name, ())
+        check = vars(part).get("replaced_checks", {}).get(field.name, check)
+        more = vars(part).get("added_choices", {}).get(field.name, ())
         if more and isinstance(check, one_of):
             check = one_of(*check.choices, *(choice for choice in more if choice not in check.choices))
     setting = Setting(name=field.name, kind=kind, default=default, check=check, **metadata)
     if default == "auto" and setting.may_be_auto:
         return setting
     try:
-        return dataclasses.replace(setting, default=kind.read(default))
+        setting = dataclasses.replace(setting, default=kind.read(default))
     except (ValueError, KeyError, TypeError):
         raise UserError(
             f"config.py: the default of {field.name} is {default!r}, which is not {kind.noun};"
             f" give {kind.remedy or kind.noun}"
         ) from None
+    _try_check(setting)
+    return setting
+
+
+def _try_check(setting: Setting) -> None:
+    """Raises UserError if the check of a setting does not work for the default, which need not be valid."""
+    if not setting.check:
+        return
+    remedy = 'let it return "" or "what is wrong; what to do"'
+    for element in setting.default if setting.kind.is_list else [setting.default]:
+        try:
+            answer = setting.check(element)
+        except Exception as error:
+            raise UserError(
+                f"config.py: the check of {setting.name} fails for {element!r} ({error}); {remedy}"
+            ) from None
+        if not isinstance(answer, str):
+            raise UserError(f"config.py: the check of {setting.name} returns {answer!r} for {element!r}; {remedy}")

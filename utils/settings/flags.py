@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 
 from utils.settings.fields import GENERAL, Setting
-from utils.settings.kinds import KINDS
 from utils.settings.unknown import answer_unknown
 
 FLAG = re.compile(r"--?[^\W\d][\w.-]*(=|$)")  # a negative number is a value
@@ -20,13 +19,14 @@ def read_flags(words: Sequence[str], settings: Sequence[Setting]) -> tuple[dict[
         settings: all settings.
     """
     known = {*GENERAL, *(setting.name for setting in settings)}
-    booleans = {setting.name for setting in settings if setting.kind.noun == KINDS[bool].noun}
+    booleans = {setting.name for setting in settings if setting.kind.is_bool}
     given: dict[str, str] = {}
     problems: list[str] = []
     for flag, values in _split(words):
-        name, values = _named(flag, values, known, booleans)
+        name, values = _name_and_values(flag, values, known, booleans)
         if name in known and values:
-            given[name], *values = values
+            given[name] = values[0]
+            values = values[1:]
         elif name in known:
             problems.append(f"{flag}: expected one argument; see --help")
         elif flag:
@@ -49,7 +49,7 @@ def _split(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     return flags
 
 
-def _named(flag: str, values: list[str], known: set[str], booleans: set[str]) -> tuple[str, list[str]]:
+def _name_and_values(flag: str, values: list[str], known: set[str], booleans: set[str]) -> tuple[str, list[str]]:
     """The name that a flag stands for, and its values: a boolean and `--help` need none, `--no-NAME` is "false"."""
     name = flag.removeprefix("--").replace("-", "_")
     if flag == "-h":

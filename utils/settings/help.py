@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Iterable
 
 from utils.settings.fields import Setting
-from utils.settings.kinds import KINDS
 
 USAGE = """usage: torchrun --standalone --nproc-per-node=N train.py [flags]   (or: python train.py [flags])
 
@@ -44,7 +43,7 @@ def help_text(settings: Iterable[Setting], is_all: bool) -> str:
 
 def _lines_of(setting: Setting) -> list[str]:
     flag = f"--{setting.name} {setting.kind.placeholder}"
-    if setting.kind.noun == KINDS[bool].noun:
+    if setting.kind.is_bool:
         flag = f"--[no-]{setting.name}"
     text = f"  {flag:31} {setting.help_with_choices}"
     if setting.default_text:

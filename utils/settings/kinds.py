@@ -27,6 +27,7 @@ class Kind:
         is_list: whether a value has elements, which are checked one by one.
         is_path: whether `~` and $NAME are replaced.
         may_be_auto: whether the type is written as `int | str`, where the text is "auto".
+        is_bool: whether `--NAME` and `--no-NAME` are the flags.
     """
 
     read: Callable[[Any], Any]
@@ -36,6 +37,7 @@ class Kind:
     is_list: bool = False
     is_path: bool = False
     may_be_auto: bool = False
+    is_bool: bool = False
 
 
 def _read_int(value: Any) -> int:
@@ -70,7 +72,7 @@ def _read_path(value: Any) -> Path:
 KINDS = {
     int: Kind(_read_int, "a whole number", "INT"),
     float: Kind(_read_float, "a number", "FLOAT"),
-    bool: Kind(_read_bool, "true or false", "BOOL"),
+    bool: Kind(_read_bool, "true or false", "BOOL", is_bool=True),
     str: Kind(_read_str, "text", "STR"),
     Path: Kind(_read_path, "a path", "PATH", is_path=True),
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from utils.settings.errors import InvalidSettings, UserError
-from utils.settings.fields import GENERAL, REDACTED, Settings, settings_of
+from utils.settings.fields import REDACTED, Settings, settings_of
 from utils.settings.files import read_file
 from utils.settings.flags import read_flags
 from utils.settings.help import help_text
@@ -33,7 +33,9 @@ def read_config(config: type[T], words: Sequence[str], defaults: dict[str, Any],
     """
     settings = settings_of(config)
     given, problems = read_flags(words, settings)
-    shown, file, print_config = (given.pop(name, "") for name in GENERAL)
+    shown = given.pop("help", "")
+    file = given.pop("config", "")
+    print_config = given.pop("print_config", "")
     if shown in ("true", "all"):
         print(help_text(settings, is_all=shown == "all"))
         raise SystemExit(0)

@@ -1,4 +1,4 @@
-"""Settings of the version before."""
+"""Settings that were removed from this version, and what to use in their place."""
 
 from __future__ import annotations
 

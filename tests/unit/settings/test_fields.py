@@ -205,6 +205,22 @@ def test_another_type_is_refused_at_import_in_one_sentence(monkeypatch, annotati
         ('x: int = yours(None, "mine")', "the default of x is None, which is not a whole number; give a whole number"),
         ('x: Path = yours("", "mine")', "the default of x is '', which is not a path; give a path"),
         ('x: list[int] = yours(3, "mine")', "the default of x is 3, which is not a list of whole numbers; give whole"),
+        ("x: int = yours({}, 'mine')", "the default of x is {}, which is not a whole number; give a whole number"),
+        ("x: str = yours('', 'mine', at_least(1))", "the check of x fails for '' ('>=' not supported between"),
+        ("x: int = yours(3, 'mine', at_least)", "the check of x returns <function at_least"),
+        ("x: int = yours(3, 'mine', lambda value: value > 2)", "the check of x returns True for 3; let it"),
+        (
+            "x: list[int] = yours([3], 'mine', lambda value: None)",
+            "the check of x returns None for 3; let it return",
+        ),
+        (
+            "x: int = yours(3, 'mine', conflicts=[Conflict('epohcs', 'a; b')])",
+            "a conflict of x names epohcs, which is no setting",
+        ),
+        (
+            "x: int = yours(3, 'mine', conflicts=[Conflict('epochs', 'a; b', subject='y')])",
+            "a conflict of x names y, which is no setting",
+        ),
         ("x: int = 3", 'x needs a help; write x: int = yours(DEFAULT, "what it is")'),
         ("x: int = field(default=3)", 'x needs a help; write x: int = yours(DEFAULT, "what it is")'),
         (
@@ -241,3 +257,11 @@ def test_settings_stand_by_group_and_those_of_extras_follow():
     assert groups == sorted(groups, key=GROUPS.index)
     names = [each.name for each in settings_of(Fork) if each.group == "distributed"]
     assert names[:4] == ["backend", "init_method", "timeout", "bucket_cap_mb"]
+
+
+def test_a_condition_of_a_conflict_that_reads_another_name_is_an_error(monkeypatch):
+    """A typing error would switch the conflict off."""
+    line = 'x: int = yours(3, "mine", conflicts=[Conflict(lambda config: config.epohcs, "a; b")])'
+    fork = import_fork(monkeypatch, line)
+    with pytest.raises(AttributeError, match="epohcs"):
+        fork.TrainingConfig(x=4)

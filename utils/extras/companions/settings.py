@@ -43,4 +43,4 @@ class CompanionSettings(Settings):
         is_copied=False,  # the config.json of a run may be from somebody else
     )
 
-    other_checks: ClassVar[dict[str, Check]] = {"run_dir": run_path, "init_from": path_or_url}
+    replaced_checks: ClassVar[dict[str, Check]] = {"run_dir": run_path, "init_from": path_or_url}

@@ -17,5 +17,5 @@ class ExactSettings(Settings):
         "exact: same bits on any ranks",
         one_of("fast", "exact"),
         "may",
-        conflicts=[Conflict("reduction", f"rounds gradients before they are summed; {EITHER}", setting="comm_hook")],
+        conflicts=[Conflict("reduction", f"rounds gradients before they are summed; {EITHER}", subject="comm_hook")],
     )

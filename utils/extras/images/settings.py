@@ -36,7 +36,7 @@ class ImageSettings(Settings):
     )
     interpolation: str = yours("auto", "resizing", one_of("bilinear", "bicubic", "nearest"), "may", rare=True)
 
-    more_choices: ClassVar[dict[str, tuple[str, ...]]] = {
+    added_choices: ClassVar[dict[str, tuple[str, ...]]] = {
         "dataset": ("imagefolder", "csv"),
         "augment": ("resized_crop",),
     }

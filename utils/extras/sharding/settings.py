@@ -21,7 +21,7 @@ def is_not_sharded(config: Any) -> bool:
     return config.sharding == "none"
 
 
-def rounds_whole_parameters(config: Any) -> bool:
+def gathers_in_16_bits(config: Any) -> bool:
     return config.amp_dtype.endswith("_params") and is_not_sharded(config)
 
 
@@ -34,9 +34,10 @@ class ShardingSettings(Settings):
         one_of("none", "zero2", "zero3", "hybrid"),
         "may",
         conflicts=[
-            Conflict("sharding", f"does not work with sharding={{sharding}}; {EITHER}", setting=name)
+            Conflict("sharding", f"does not work with sharding={{sharding}}; {EITHER}", subject=name)
             for name in NOT_SHARDED
-        ],
+        ]
+        + [Conflict(gathers_in_16_bits, NEEDS_SHARDING, subject="amp_dtype")],
     )
     cpu_offload: bool = setting(
         "distributed",
@@ -44,10 +45,7 @@ class ShardingSettings(Settings):
         "keep shards and optimizer in host memory (slower)",
         resume="may",
         rare=True,
-        conflicts=[
-            Conflict(is_not_sharded, NEEDS_SHARDING),
-            Conflict(rounds_whole_parameters, NEEDS_SHARDING, setting="amp_dtype"),
-        ],
+        conflicts=[Conflict(is_not_sharded, NEEDS_SHARDING)],
     )
 
-    more_choices: ClassVar[dict[str, tuple[str, ...]]] = {"amp_dtype": ("bf16_params", "fp16_params")}
+    added_choices: ClassVar[dict[str, tuple[str, ...]]] = {"amp_dtype": ("bf16_params", "fp16_params")}
