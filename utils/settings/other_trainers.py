@@ -74,7 +74,10 @@ ANY = {
     "sched lr_scheduler lr_scheduler_type lr-decay-method": "`--schedule`",
     "warmup_iters num_warmup_steps lr_warmup_steps": "`--warmup_steps`",
     "lr-warmup-epochs": "`--warmup_epochs`",
-    "warmup-ratio": "give `--warmup_epochs`, which is the ratio x the epochs",
+    "warmup-ratio": (
+        "with `--epochs` give `--warmup_epochs`, which is the ratio x the epochs; with `--max_steps` give"
+        " `--warmup_steps`, which is the ratio x the steps"
+    ),
     "lr-warmup-method lr-warmup-decay lr-warmup-factor warmup-lr": (
         "the warm-up is linear from 1 / steps; write `lr_factor` in `model.py` for another"
     ),
@@ -101,7 +104,8 @@ ANY = {
     "use-deterministic-algorithms full_determinism": "`--deterministic`",
     "print-freq log-freq logging_steps log_every_n_steps tensorboard-log-frequency": "`--log_interval`",
     "c cfg": "`--config`",
-    "test-only do_eval": "`--eval_only`",
+    "test-only": "`--eval_only`",
+    "do_eval": "evaluations are part of a run, so leave it out; to only evaluate, give `--eval_only`",
     "do_train": "a run trains unless `--eval_only` is given, so leave it out",
     "do_predict": "use `scripts/predict.py` after the run",
     "data_seed seed_everything": "`--seed`",
@@ -178,6 +182,7 @@ ANY = {
 }
 
 TORCHVISION = {
+    "p k": "it is short for another option there, so give that in full",
     "lr-min": "`--min_lr`",
     "val-crop-size": "`--image_size`",
     "train-crop-size": "`--train_size`",
@@ -195,7 +200,7 @@ TORCHVISION = {
     "weights-backbone": (
         "load the weights of a part of the model in `initial_weights` in `model.py`, which gets `--init_from`"
     ),
-    "aspect-ratio-group-factor labels-per-batch samples-per-label p k": (
+    "aspect-ratio-group-factor labels-per-batch samples-per-label": (
         "write `epoch_order` in `dataset.py`, in which a micro-batch is `batch_size` consecutive entries"
     ),
     "aux-loss gamma flow-loss-weight flow-loss-exclude-large consistency-weight consistency-resize-factor psnr-weight"
@@ -386,8 +391,10 @@ TRL = {
     "precompute_ref_log_probs precompute_ref_batch_size": (
         "the reference is computed with each batch; to store its values write `prepare_data` in `dataset.py`"
     ),
-    "sync_ref_model ref_model_mixup_alpha"
-    " ref_model_sync_steps": "the reference of the recipe [DPO](recipes/dpo.md) stays as it is, so leave it out",
+    "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps": (
+        "the reference of the recipe [DPO](recipes/dpo.md) stays as it is; to move it after each step, see the teacher of"
+        " [self-distillation](recipes/self_distillation.md)"
+    ),
     "activation_offloading": "run the model under `torch.autograd.graph.save_on_cpu` in `compute_loss` in `model.py`",
     "dataset_num_proc": "tokenize in `__getitem__` in `dataset.py`, which runs in `--num_workers` processes",
     "dataset_kwargs chat_template_path eos_token pad_token": "prepare the text in `create_dataset` in `dataset.py`",
@@ -536,7 +543,9 @@ TOKENS = {
     "max-tokens batch-bins batch-duration": "give `--batch_tokens`, in the units of the data set's `lengths`",
     "max-sentences": "`--batch_size`",
     "skip-invalid-size-inputs-valid-test": "no sample is dropped, so give `--too_long alone`",
-    "num-buckets bucket-duration-bins num-batch-buckets": "`--bucket_window`",
+    "num-buckets bucket-duration-bins num-batch-buckets": (
+        "samples are sorted by length within windows of `--bucket_window` micro-batches, so give that"
+    ),
 }
 
 DEEPSPEECH = {

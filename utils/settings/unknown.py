@@ -11,6 +11,7 @@ from utils.settings.removed import REMOVED
 
 OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices
 num_nodes"""
+WITHOUT_FIELD = "if your fork has no such field"  # how a part of an answer begins that is for such a fork only
 LONG = 5  # letters of a word that stays the same word with a wrong one: not so of speed and seed
 
 
@@ -34,11 +35,13 @@ def answer_unknown(word: str, names: Collection[str]) -> str:
     advice = advice_for(name, names)
     if advice == "":
         return f'{word}: is not a flag of this fork; add a field to the block "yours" of config.py, or leave it out'
+    text = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", (advice or "").replace("`", ""))
     meant = meant_by(name, names, advice or "")
     if meant:
-        return f"{word}: is not known; did you mean {dashes}{meant}?"
-    if advice:
-        text = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", advice.replace("`", ""))
+        details = [part for part in text.split("; ")[1:] if not part.startswith(WITHOUT_FIELD)]
+        sentence = "".join(f" {detail[0].upper()}{detail[1:]}." for detail in details)
+        return f"{word}: is not known; did you mean {dashes}{meant}?{sentence}"
+    if text:
         return f"{word}: is not a flag here; {text}"
     return f"{word}: is not known; see --help for all flags"
 
