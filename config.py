@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.extras.settings import ExtraSettings
+from utils.extras import settings as extras
 from utils.settings.checks import (
     above,
     at_least,
@@ -33,7 +33,7 @@ from utils.settings.checks import (
 from utils.settings.conflicts import EITHER, Conflict, find_conflicts
 from utils.settings.errors import InvalidSettings, StartError, TrainingError, UserError
 from utils.settings.fields import YOURS, Setting, Settings, convert_values, setting, settings_of, yours
-from utils.settings.kinds import to_json
+from utils.settings.kinds import to_json, to_text
 from utils.settings.reading import read_config
 
 __all__ = [  # what forks import from here; the checks and errors are defined in utils/settings
@@ -69,8 +69,8 @@ class Yours(Settings):
 
     # fmt: off
     # ---- yours: fields for your own model and data; a fork edits only these lines of this file ----
-    dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10"))
-    augment: str = yours("auto", "crops and flips", one_of("auto", "none", "crop"), "may")
+    dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10", *extras.DATASETS))
+    augment: str = yours("auto", "crops and flips", one_of("auto", "none", "crop", *extras.AUGMENTS), "may")
     model: str = yours("mini_resnet", "mini_resnet or a torchvision classifier")
     freeze: str = yours("none", "backbone: train only the last layer", one_of("none", "backbone"), rare=True)
     num_classes: int | str = yours("auto", "classes (auto: from the data)", at_least(2), rare=True)
@@ -120,7 +120,7 @@ def run_dir_problem(config: TrainingConfig) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig(Yours, ExtraSettings):
+class TrainingConfig(Yours, extras.ExtraSettings):
     """The configuration of one run. Raises UserError that lists all invalid values."""
 
     run_dir: str = setting(
@@ -237,7 +237,7 @@ class TrainingConfig(Yours, ExtraSettings):
         "precision",
         "auto",
         "_params: of gathered shards too",
-        one_of("auto", "bf16", "fp16"),
+        one_of("auto", "bf16", "fp16", *extras.AMP_DTYPES),
         "may",
         rare=True,
         conflicts=[Conflict("use_amp", "needs mixed precision; leave out amp_dtype or no_use_amp")],
@@ -305,7 +305,11 @@ class TrainingConfig(Yours, ExtraSettings):
     @property
     def run_folder(self) -> Path:
         """run_dir with its field names filled in."""
-        return Path(self.run_dir.format_map(vars(self)))
+        values = dict(vars(self))
+        for name, value in values.items():
+            if isinstance(value, (list, tuple)):
+                values[name] = to_text(value)
+        return Path(self.run_dir.format_map(values))
 
     @property
     def checkpoint_folder(self) -> Path:

@@ -64,10 +64,12 @@ MUTATIONS = [
     Mutation('kind_of', 'return HIDDEN if name.startswith(".") or name in OF_TOOLS else os.path.splitext(name)[1].lower()', 'return os.path.splitext(name)[1].lower()', 'splits'),  # extra: images
     Mutation('check_splits', 'if not val.exists():', 'if False:', 'splits'),  # extra: images
     Mutation('check_labels', 'shown = "".join(each for each in label if unicodedata.category(each) != "Cf")  # marks without width', 'shown = label', 'labels'),  # extra: images
-    Mutation('read_config', 'problems += wrong_names', 'pass', 'config'),
-    Mutation('read_config', 'is_of_file = name in in_file and name not in given', 'is_of_file = False', 'config'),
+    Mutation('read_config', 'problems += read.problems', 'pass', 'config'),
+    Mutation('read_config', 'sources = {name: f"{file}: " for name in in_file if name not in given}', 'sources = dict[str, str]()', 'config'),
     Mutation('find_conflicts', 'config = _valid_part(config, missing)', 'pass', 'config'),
-    Mutation('Setting._resolve', 'problem = self.check(value) if self.check else ""', 'problem = ""', 'config'),
+    Mutation('Setting.problem_with', 'return self.check(value) if self.check else ""', 'return ""', 'config'),
+    Mutation('read_config', 'unreadable = names & without_value - given.keys() - in_file.keys()', 'unreadable = set[str]()', 'config'),
+    Mutation('Settings.is_default', 'return getattr(self, name) == setting.resolved_default', 'return getattr(self, name) == setting.default', 'config'),
     Mutation('to_json', 'return [to_json(element) for element in value]', 'return value', 'config'),
     Mutation('to_json', 'return str(value)', 'return value', 'config'),
     Mutation('_list_of', 'return collect(kind.read(part) for part in value)', 'return [kind.read(part) for part in value]', 'config'),

@@ -262,7 +262,7 @@ def without_entries(text: str, cut: set[str]) -> str:
             names |= {alias.asname or alias.name for alias in node.names}
             deleted |= set(range(node.lineno - 1, node.end_lineno or node.lineno))
     for number, line in enumerate(lines):
-        if line.strip().rstrip(",") in names:
+        if names.intersection(re.findall(r"\w+", line)):
             deleted.add(number)
     return without_lines(lines, deleted)
 

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from config import SETTINGS
+from utils.settings.kinds import to_text
 
 PAGE = ROOT / "docs" / "configuration.md"
 BEGIN, END = "<!-- config table: made by tests/builtin/config_table.py -->", "<!-- end of config table -->"
@@ -23,7 +24,8 @@ def table() -> str:
         if setting.group != group:
             group = setting.group
             lines += ["", f"### {group}", "", "| flag | default | meaning | on resume |", "|---|---|---|---|"]
-        default = f"`{setting.default_text}`" if setting.default_text else ""
+        default = to_text(setting.default)
+        default = f"`{default}`" if default else ""
         lines.append(f"| `--{setting.name}` | {default} | {setting.help_with_choices} | {setting.resume} |")
     return "\n".join(lines).strip()
 

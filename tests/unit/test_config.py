@@ -247,6 +247,51 @@ def test_problems_of_a_file_are_listed_with_the_others_and_name_the_file(tmp_pat
     assert len(lines) == len(expected) and all(map(str.startswith, lines, expected)), lines
 
 
+@pytest.mark.guarantee("config")
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--config missing.toml --too_long alone", ""),
+        ("--batch_tokens --too_long alone", ""),
+        ("--batch_tokns 100 --too_long alone", ""),
+        ("--shardin zero3 --cpu_offload", ""),
+        ("--too_long alone", "batch_tokens =\n"),
+        ("--too_long alone", "batch_tokns = 4\n"),
+        ("--too_long alone", "batch_tokens = [4]\n"),
+        ("--lr 0.01", "min_lrr = 0.1\nlrr = 0.5\n"),
+    ],
+)
+def test_no_problem_is_a_consequence_of_what_could_not_be_read(tmp_path, capsys, flags, text):
+    (tmp_path / "run.toml").write_text(text)
+    words = flags.split() + (["--config", str(tmp_path / "run.toml")] if text else [])
+    said = rejection(capsys, *words)
+    assert not re.search("needs batch_tokens|needs sharding|is not below", said), said
+
+
+def test_a_secret_that_a_run_did_not_store_is_refused_in_what_is_given_and_not_in_what_is_saved(tmp_path, capsys):
+    saved = {"on_checkpoint": "cmd [redacted]"}
+    assert TrainingConfig.from_args([], saved)
+    file = tmp_path / "run.toml"
+    file.write_text('on_checkpoint = "cmd [redacted]"')
+    said = rejection(capsys, "--config", str(file))
+    assert said.startswith(f"{file}: on_checkpoint: [redacted] stands for a secret that a run did not store; give")
+
+
+def test_defaults_of_deleted_extras_in_a_file_are_left_out(tmp_path, monkeypatch):
+    pytest.importorskip("yaml")
+    gone = {"mine": {"a": 0.0, "b": False, "c": "0.08,1", "d": 1}}
+    monkeypatch.setattr("utils.settings.files.deleted_extras", lambda: gone)
+    (tmp_path / "a.yaml").write_text("a: 0\nb: no\nc: '0.08,1'\nd: 1\nlr: 0.5\n")
+    (tmp_path / "a.toml").write_text("a = 0\nb = false\nc = '0.08,1'\nd = 1\nlr = 0.5\n")
+    for name in ("a.yaml", "a.toml"):
+        assert of(f"--config {tmp_path / name}").lr == 0.5
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path, capsys):
+    (tmp_path / "a.json").write_text('{"lr": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    assert "cannot be read (" in rejection(capsys, "--config", str(tmp_path / "a.json"))
+
+
 def test_the_constructor_checks_values_like_the_flags():
     with pytest.raises(UserError) as error:
         TrainingConfig(epochs=2.5, use_amp="maybe", num_workers=True, batch_size="4")

@@ -1,4 +1,4 @@
-"""The settings of the extras (docs/extras.md). scripts/without.sh deletes the two lines of an extra with its folder."""
+"""The settings of the extras (docs/extras.md). scripts/without.sh deletes the lines of an extra with its folder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ from utils.extras.cache.settings import CacheSettings
 from utils.extras.companions.settings import CompanionSettings
 from utils.extras.compile.settings import CompileSettings
 from utils.extras.exact.settings import ExactSettings
-from utils.extras.images.settings import ImageSettings
+from utils.extras.images.settings import IMAGE_AUGMENTS, IMAGE_DATASETS, ImageSettings
 from utils.extras.lengths.settings import LengthsSettings
 from utils.extras.profiler.settings import ProfilerSettings
-from utils.extras.sharding.settings import ShardingSettings
+from utils.extras.sharding.settings import SHARDED_AMP_DTYPES, ShardingSettings
 from utils.extras.watch.settings import WatchSettings
 from utils.settings.fields import Settings
+
+# choices that extras add to settings of config.py
+DATASETS: tuple[str, ...] = ()
+AUGMENTS: tuple[str, ...] = ()
+AMP_DTYPES: tuple[str, ...] = ()
+DATASETS += IMAGE_DATASETS
+AUGMENTS += IMAGE_AUGMENTS
+AMP_DTYPES += SHARDED_AMP_DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from config import SETTINGS, TrainingConfig
+from config import TrainingConfig
 from utils.data.sampler import GlobalBatchSampler
 from utils.data.sets import describe
 from utils.distributed.context import DistributedContext
 from utils.redact import redacted
 from utils.rng import derive_seed
+from utils.settings.fields import settings_of
+from utils.settings.kinds import to_json
 from utils.training.state import TrainState
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +63,8 @@ def provenance_of(
     found |= state.unsaved.provenance  # extra: unsaved
     found |= state.sharing.provenance | {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
     # for a fork that has deleted some of them: the default, and whether a resume must or may differ
-    found["fields"] = {setting.name: [setting.stored_default, setting.resume] for setting in SETTINGS}
+    settings = settings_of(type(config))
+    found["fields"] = {setting.name: [to_json(setting.resolved_default), setting.resume] for setting in settings}
     return found | sampler.provenance | {"global_batch_size": sampler.global_batch_size}
 
 

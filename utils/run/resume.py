@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from config import SETTINGS, TrainingConfig, fields_of_yours
+from config import TrainingConfig, fields_of_yours
 from utils.checkpoint import format as checkpoint
 from utils.data.changes import changed_files, compare_data, keep_listing, read_listing
 from utils.data.sampler import GlobalBatchSampler
@@ -21,7 +21,8 @@ from utils.extras.exact.reduction import rows_of_exact  # extra: exact
 from utils.run.attempt import Attempt
 from utils.run.folder import RunFolder
 from utils.settings.errors import UserError
-from utils.settings.fields import YOURS
+from utils.settings.fields import YOURS, settings_of
+from utils.settings.kinds import to_json, to_text
 from utils.settings.removed import REMOVED
 from utils.training.fingerprint import fingerprint, shown
 from utils.training.state import TrainState
@@ -127,13 +128,13 @@ class Row(NamedTuple):
     line: str = SETTING  # that says the difference
 
 
-def settings_of(payload: dict[str, Any], config: TrainingConfig) -> list[Row]:
+def rows_of_settings(payload: dict[str, Any], config: TrainingConfig) -> list[Row]:
     """A row for each field, also for those that this fork has deleted and the checkpoint has."""
     saved = payload["config"]
     here = config.to_json()
     rows = []
-    for setting in SETTINGS:
-        before = saved.get(setting.name, setting.stored_default)
+    for setting in settings_of(type(config)):
+        before = saved.get(setting.name, to_json(setting.resolved_default))
         rows.append(Row(setting.name, before, here[setting.name], setting.resume))
     for name, removed in REMOVED.items():
         line = removed.note(name, "{before} of the checkpoint")
@@ -161,12 +162,16 @@ def rows_of(payload: dict[str, Any], config: TrainingConfig, provenance: dict[st
     }
     kinds |= rows_of_exact(payload, config)  # extra: exact
     found = [Row(name, before.get(name), provenance.get(name), *kind) for name, kind in kinds.items()]
-    return [*settings_of(payload, config), *found]
+    return [*rows_of_settings(payload, config), *found]
 
 
 def lines_of(rows: Iterable[Row], resume: str) -> list[str]:
     """A line for each row of this kind whose values differ."""
-    return [each.line.format(**each._asdict()) for each in rows if each.resume == resume and each.before != each.here]
+    lines = []
+    for row in rows:
+        if row.resume == resume and row.before != row.here:
+            lines.append(row.line.format(name=row.name, before=to_text(row.before), here=to_text(row.here)))
+    return lines
 
 
 def compare(
@@ -208,8 +213,8 @@ def check_removed(saved: dict[str, Any], config: TrainingConfig) -> None:
 
 def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
     """Raises UserError if the model or the kind of data differs from the checkpoint's."""
-    compared = {setting.name for setting in SETTINGS if setting.group in (YOURS, "data")}
-    wrong = lines_of([each for each in settings_of(payload, config) if each.name in compared], "must")
+    compared = {setting.name for setting in settings_of(type(config)) if setting.group in (YOURS, "data")}
+    wrong = lines_of([each for each in rows_of_settings(payload, config) if each.name in compared], "must")
     if wrong:
         remedy = f"eval_only: these must match; give --config {payload['config']['run_dir']}/config.json"
         raise UserError("\n".join([*wrong, remedy]))

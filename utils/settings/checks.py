@@ -56,17 +56,18 @@ def range_up_to(most: float) -> Check:
 class one_of:  # used like the functions around it
     """value is one of the choices, which `--help` shows."""
 
-    def __init__(self, *choices: str) -> None:
+    def __init__(self, *choices: Any) -> None:
         self.choices = choices
 
     def __call__(self, value: Any) -> str:
         return "" if value in self.choices else f"is not known; choose {nearest(value, self.choices)}"
 
 
-def nearest(value: str, choices: Sequence[str]) -> str:
+def nearest(value: Any, choices: Sequence[Any]) -> str:
     """The choices as text, with "(did you mean x?)" if one of them is similar to the value."""
-    close = difflib.get_close_matches(str(value), choices, n=1)
-    text = ", ".join(choices)
+    names = [str(choice) for choice in choices]
+    close = difflib.get_close_matches(str(value), names, n=1)
+    text = ", ".join(names)
     if close:
         text += f" (did you mean {close[0]}?)"
     return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,17 +49,22 @@ def find_conflicts(settings: Iterable[Setting], config: Any, invalid: set[str]) 
     missing = invalid | of_deleted_extras - {setting.name for setting in settings}
     if missing:
         config = _valid_part(config, missing)
-    values = vars(config)
-    given = {setting.name for setting in settings if values.get(setting.name, setting.default) != setting.default}
+    texts = {name: to_text(value) for name, value in vars(config).items()}
+    given = {name for name in texts if not config.is_default(name)}
     problems = []
     for setting in settings:
         for conflict in setting.conflicts:
             name = conflict.subject or setting.name
             found = name in given and _is_met(conflict, config, given)
-            if found:
-                problem = conflict.problem.format_map(values | {"found": found})
-                problems.append((name, f"{name}={to_text(values[name])}: {problem}"))
+            if found and not invalid.intersection(names_in(conflict.problem)):
+                problem = conflict.problem.format_map(texts | {"found": found})
+                problems.append((name, f"{name}={texts[name]}: {problem}"))
     return problems
+
+
+def names_in(text: str) -> list[str]:
+    """The names in braces."""
+    return [name for _, name, _, _ in string.Formatter().parse(text) if name]
 
 
 def _is_met(conflict: Conflict, config: Any, given: set[str]) -> Any:
@@ -76,7 +82,8 @@ def _valid_part(config: Any, missing: set[str]) -> Any:
     def cannot_be_read(config: Any) -> None:
         raise CannotBeReadError
 
-    attributes = dict.fromkeys(missing, property(cannot_be_read))
+    attributes: dict[str, Any] = dict.fromkeys(missing, property(cannot_be_read))
+    attributes["config_class"] = type(config)
     part: Any = object.__new__(type("ValidPart", (type(config),), attributes))
     part.__dict__.update({name: value for name, value in vars(config).items() if name not in missing})
     return part

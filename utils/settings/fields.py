@@ -11,11 +11,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from utils.settings.checks import Check, one_of
-from utils.settings.conflicts import Conflict
+from utils.settings.conflicts import Conflict, names_in
 from utils.settings.deleted_extras import deleted_extras
 from utils.settings.errors import UserError
-from utils.settings.kinds import Kind, kind_of, to_json, to_text
+from utils.settings.kinds import Kind, kind_of, to_text
 from utils.settings.paths import expand, known_path
+from utils.settings.removed import REMOVED
 
 YOURS = "model and data"  # the group of the fork's own settings
 GROUPS = ("run", "data", "model", "training", "precision", "distributed", "checkpoints", "logging", YOURS)
@@ -29,7 +30,7 @@ RESUME_RULES = ("must", "may", "free")
 class Settings:
     """A part of the config: the kernel's, the fork's own, or that of an extra."""
 
-    added_choices: ClassVar[dict[str, tuple[str, ...]]] = {}  # to the choices of a setting of another part, by its name
+    config_class: ClassVar[type[Settings] | None] = None  # of which this is the valid part: utils/settings/conflicts.py
     replaced_checks: ClassVar[dict[str, Check]] = {}  # in place of the check of a setting of another part, by its name
 
     def micro_batch_setting(self) -> str:
@@ -38,8 +39,9 @@ class Settings:
 
     def is_default(self, name: str) -> bool:
         """Whether a setting has its default value."""
-        (setting,) = (setting for setting in settings_of(type(self)) if setting.name == name)
-        return getattr(self, name) == setting.default
+        settings = settings_of(self.config_class or type(self))
+        (setting,) = (setting for setting in settings if setting.name == name)
+        return getattr(self, name) == setting.resolved_default
 
 
 def setting(
@@ -50,7 +52,7 @@ def setting(
     resume: str = "free",
     *,
     rare: bool = False,
-    conflicts: Sequence[Conflict] = (),
+    conflicts: Conflict | Sequence[Conflict] = (),
     is_path: bool = False,
     is_copied: bool = True,
 ) -> Any:
@@ -79,7 +81,7 @@ def setting(
         "check": check,
         "resume": resume,
         "is_rare": rare,
-        "conflicts": tuple(conflicts),
+        "conflicts": (conflicts,) if isinstance(conflicts, Conflict) else tuple(conflicts),
         "is_path": is_path,
         "is_copied": is_copied,
     }
@@ -95,7 +97,7 @@ def yours(
     resume: str = "must",
     *,
     rare: bool = False,
-    conflicts: Sequence[Conflict] = (),
+    conflicts: Conflict | Sequence[Conflict] = (),
 ) -> Any:
     """A setting that only model.py and dataset.py read. "auto" takes the training set's attribute of the same name.
 
@@ -124,8 +126,8 @@ class Setting:
         return self.kind.is_path
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        return self.check.choices if isinstance(self.check, one_of) else ()
+    def choices(self) -> list[str]:
+        return [str(choice) for choice in self.check.choices] if isinstance(self.check, one_of) else []
 
     @property
     def may_be_auto(self) -> bool:
@@ -139,17 +141,13 @@ class Setting:
         return f"{self.help}: {{{','.join(self.choices)}}}"
 
     @property
-    def default_text(self) -> str:
-        return to_text(self.default)
-
-    @property
-    def stored_default(self) -> Any:
-        """The default as JSON has it."""
-        return to_json(self.default)
+    def resolved_default(self) -> Any:
+        """The default as a config has it, with `~` and $NAME replaced in a path."""
+        return self.convert(self.default)[0]
 
     def convert(self, value: Any) -> tuple[Any, str]:
         """The value converted to the setting's type, and the problem with it ("" if there is none)."""
-        if self.may_be_auto and value == "auto":
+        if self.may_be_auto and isinstance(value, str) and value == "auto":
             return value, ""
         try:
             converted = self.kind.read(value)
@@ -163,18 +161,23 @@ class Setting:
         if not self.kind.is_list:
             return self._resolve(converted)
         resolved = [self._resolve(element) for element in converted]
-        problems = [problem for _, problem in resolved if problem]
+        problems = [problem if self.is_path else f"{element} {problem}" for element, problem in resolved if problem]
         first_problem = problems[0] if problems else ""
         return type(converted)(element for element, _ in resolved), first_problem
 
     def _resolve(self, value: Any) -> tuple[Any, str]:
         """One value, or one element of a list, with `~` and $NAME replaced if it is a path; and its problem."""
-        if self.is_path:
-            value = type(value)(expand(str(value)))
-        problem = self.check(value) if self.check else ""
-        if self.is_path and not problem:
-            problem = known_path(str(value))
-        return value, problem
+        if not self.is_path:
+            return value, self.problem_with(value)
+        text = expand(str(value))
+        return type(value)(text), self.problem_with(text) or known_path(text)
+
+    def problem_with(self, value: Any) -> str:
+        """What the check says about one value or element, which is a text if it is a path."""
+        try:
+            return self.check(value) if self.check else ""
+        except Exception as error:
+            return f"cannot be checked ({error}); correct the check of {self.name} in config.py"
 
 
 def convert_values(settings: Iterable[Setting], values: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
@@ -230,14 +233,17 @@ def _check_declaration(field: dataclasses.Field, config: type[Settings]) -> None
     name = field.name
     if "group" not in field.metadata:
         raise UserError(f'config.py: {name} needs a help; write {name}: {field.type} = yours(DEFAULT, "what it is")')
+    if name in REMOVED:
+        raise UserError(f"config.py: {name} is the name of a setting that was removed; choose another name")
     if name in GENERAL:
         raise UserError(f"config.py: --{name} is a flag of train.py itself; choose another name")
     for part in config.__mro__:
-        if name not in inspect.get_annotations(part):
+        declared = {other.name: other for other in dataclasses.fields(part)} if part is not object else {}
+        if name not in inspect.get_annotations(part) or name not in declared:
             if name in vars(part):
-                raise UserError(f"config.py: {name} is a function of {part.__name__}; choose another name")
+                raise UserError(f"config.py: {name} is a name that the template uses; choose another")
             continue
-        (other,) = (each for each in dataclasses.fields(part) if each.name == name)
+        other = declared[name]
         are_of_fork = field.metadata["group"] == other.metadata["group"] == YOURS
         if other is not field and not are_of_fork:  # which may replace a setting of the example
             raise UserError(f"config.py: {name} is a setting of the template; choose another name")
@@ -248,8 +254,10 @@ def _check_conflicts(settings: dict[str, Setting]) -> None:
     known = {*settings, *(name for names in deleted_extras().values() for name in names)}
     for setting in settings.values():
         for conflict in setting.conflicts:
-            for name in (conflict.other, conflict.subject or setting.name):
-                if isinstance(name, str) and name not in known:
+            names = names_in(conflict.problem)
+            names += [conflict.subject, conflict.other if isinstance(conflict.other, str) else ""]
+            for name in names:
+                if name and name != "found" and name not in known:
                     raise UserError(f"config.py: a conflict of {setting.name} names {name}, which is no setting")
 
 
@@ -262,9 +270,6 @@ def _setting_of(field: dataclasses.Field, annotation: Any, config: type[Settings
     check = metadata.pop("check")
     for part in config.__mro__:
         check = vars(part).get("replaced_checks", {}).get(field.name, check)
-        more = vars(part).get("added_choices", {}).get(field.name, ())
-        if more and isinstance(check, one_of):
-            check = one_of(*check.choices, *(choice for choice in more if choice not in check.choices))
     setting = Setting(name=field.name, kind=kind, default=default, check=check, **metadata)
     if default == "auto" and setting.may_be_auto:
         return setting
@@ -280,16 +285,10 @@ def _setting_of(field: dataclasses.Field, annotation: Any, config: type[Settings
 
 
 def _try_check(setting: Setting) -> None:
-    """Raises UserError if the check of a setting does not work for the default, which need not be valid."""
-    if not setting.check:
-        return
-    remedy = 'let it return "" or "what is wrong; what to do"'
-    for element in setting.default if setting.kind.is_list else [setting.default]:
-        try:
-            answer = setting.check(element)
-        except Exception as error:
-            raise UserError(
-                f"config.py: the check of {setting.name} fails for {element!r} ({error}); {remedy}"
-            ) from None
+    """Raises UserError if the check of a setting gives no text for the default, which need not be valid."""
+    elements = setting.default if setting.kind.is_list else [setting.default]
+    for element in elements:
+        answer = setting.problem_with(str(element) if setting.is_path else element)
         if not isinstance(answer, str):
+            remedy = 'let it return "" or "what is wrong; what to do"'
             raise UserError(f"config.py: the check of {setting.name} returns {answer!r} for {element!r}; {remedy}")

@@ -7,50 +7,74 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from utils.settings.deleted_extras import deleted_extras
 from utils.settings.errors import UserError
 from utils.settings.fields import Setting
+from utils.settings.kinds import BOOLEANS
 from utils.settings.paths import expand
-from utils.settings.removed import REMOVED
+from utils.settings.removed import REMOVED, is_number
 from utils.settings.unknown import answer_unknown
 
 NULLS = ("", "~", "null", "Null", "NULL")  # of YAML
 REMEDY = "give a TOML or YAML file, or the config.json of a run"
 
 
-def read_file(file: str, settings: Sequence[Setting]) -> tuple[dict[str, Any], list[str]]:
-    """The values of a file, also of removed settings, and the problems with its names.
+class FileValues(NamedTuple):
+    """What a file gives.
 
-    A checkpoint_dir inside run_dir is left out, so that it follows run_dir.
-
-    Raises:
-        UserError: if it cannot be read.
+    Args:
+        values: by name, also of removed settings. A checkpoint_dir inside run_dir is left out, so that it follows that.
+        problems: with the names in the file, or with the file.
+        without_value: the names of settings that have none, or that were meant by another name.
     """
+
+    values: dict[str, Any]
+    problems: list[str]
+    without_value: set[str]
+
+
+def read_file(file: str, settings: Sequence[Setting]) -> FileValues:
+    """Read the file of `--config`."""
     by_name = {setting.name: setting for setting in settings}
     path = Path(expand(file))
-    values = {name.replace("-", "_"): value for name, value in _parse(path, file).items()}
+    try:
+        content = _parse(path, file)
+    except UserError as error:
+        return FileValues({}, [str(error)], set(by_name))
+    values = {name.replace("-", "_"): value for name, value in content.items()}
     for defaults in deleted_extras().values():
         for name, default in defaults.items():
-            if values.get(name) == default:  # what this fork does without it
+            if name in values and _is_alike(values[name], default):  # what this fork does without it
                 del values[name]
     read: dict[str, Any] = {}
     unknown: list[str] = []
-    without_value: list[str] = []
+    empty: list[str] = []
+    without_value: set[str] = set()
     for name, value in values.items():
         setting = by_name.get(name)
         if name in REMOVED:
             read[name] = value
         elif not setting:
-            unknown.append(f"{file}: {answer_unknown(name, by_name)}")
+            answer, meant = answer_unknown(name, by_name)
+            unknown.append(f"{file}: {answer}")
+            without_value.add(meant)
         elif value is None or (isinstance(value, list) and not setting.kind.is_list):
-            without_value.append(f"{file}: {name} has no value, or more than one; leave it out, or give one")
+            empty.append(f"{file}: {name} has no value, or more than one; leave it out, or give one")
+            without_value.add(name)
         elif setting.is_copied or path.suffix.lower() != ".json":
             read[name] = value
     if read.get("checkpoint_dir") == f"{read.get('run_dir')}/checkpoints":
         del read["checkpoint_dir"]
-    return read, unknown + without_value
+    return FileValues(read, unknown + empty, without_value)
+
+
+def _is_alike(value: Any, default: Any) -> bool:
+    """Whether a value of a file, which is text in YAML, is this default."""
+    if isinstance(default, bool):
+        return BOOLEANS.get(str(value).lower()) == default
+    return str(value) == str(default) or is_number(value, default)
 
 
 def _parse(path: Path, file: str) -> dict[str, Any]:
@@ -66,7 +90,7 @@ def _parse(path: Path, file: str) -> dict[str, Any]:
             values = _parse_yaml(text)
         else:
             values = tomllib.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"config={file}: cannot be read ({error}); {REMEDY}") from None
     if not isinstance(values, dict):
         raise UserError(f"config={file}: is not a table of names and values; {REMEDY}")

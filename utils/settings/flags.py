@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from utils.settings.fields import GENERAL, Setting
 from utils.settings.unknown import answer_unknown
@@ -11,8 +12,22 @@ from utils.settings.unknown import answer_unknown
 FLAG = re.compile(r"--?[^\W\d][\w.-]*(=|$)")  # a negative number is a value
 
 
-def read_flags(words: Sequence[str], settings: Sequence[Setting]) -> tuple[dict[str, str], list[str]]:
-    """The text given with each flag, and the problems with the flags.
+class Flags(NamedTuple):
+    """What a command line gives.
+
+    Args:
+        given: the text of each flag that has one, by name.
+        problems: what is wrong.
+        without_value: the names of settings that were meant by a flag that has no value or another name.
+    """
+
+    given: dict[str, str]
+    problems: list[str]
+    without_value: set[str]
+
+
+def read_flags(words: Sequence[str], settings: Sequence[Setting]) -> Flags:
+    """Read a command line.
 
     Args:
         words: of the command line.
@@ -20,8 +35,10 @@ def read_flags(words: Sequence[str], settings: Sequence[Setting]) -> tuple[dict[
     """
     known = {*GENERAL, *(setting.name for setting in settings)}
     booleans = {setting.name for setting in settings if setting.kind.is_bool}
+    lists = {setting.name for setting in settings if setting.kind.is_list}
     given: dict[str, str] = {}
     problems: list[str] = []
+    without_value: set[str] = set()
     for flag, values in _split(words):
         name, values = _name_and_values(flag, values, known, booleans)
         if name in known and values:
@@ -29,12 +46,16 @@ def read_flags(words: Sequence[str], settings: Sequence[Setting]) -> tuple[dict[
             values = values[1:]
         elif name in known:
             problems.append(f"{flag}: expected one argument; see --help")
+            without_value.add(name)
         elif flag:
-            problems.append(answer_unknown(flag, known))
+            answer, meant = answer_unknown(flag, known)
+            problems.append(answer)
+            without_value.add(meant)
             continue  # the words after it may be its values
         if values:
-            problems.append(f"{values[0]}: is not a flag; write --flag value")
-    return given, problems
+            remedy = f"write {flag} 1,2,3" if name in lists else "write --flag value"
+            problems.append(f"{values[0]}: is not a flag; {remedy}")
+    return Flags(given, problems, without_value)
 
 
 def _split(words: Sequence[str]) -> list[tuple[str, list[str]]]:

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable
 
 from utils.settings.fields import Setting
+from utils.settings.kinds import to_text
 
 USAGE = """usage: torchrun --standalone --nproc-per-node=N train.py [flags]   (or: python train.py [flags])
 
@@ -46,6 +47,7 @@ def _lines_of(setting: Setting) -> list[str]:
     if setting.kind.is_bool:
         flag = f"--[no-]{setting.name}"
     text = f"  {flag:31} {setting.help_with_choices}"
-    if setting.default_text:
-        text += f" [{setting.default_text}]"
+    default = to_text(setting.default)
+    if default:
+        text += f" [{default}]"
     return textwrap.wrap(text, 120, subsequent_indent=" " * 34)

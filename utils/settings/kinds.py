@@ -66,6 +66,8 @@ def _read_path(value: Any) -> Path:
         return value
     if not _read_str(value):
         raise ValueError("empty, which pathlib takes for the working folder")
+    if "://" in value:
+        raise ValueError("a URL, of which pathlib drops a slash")
     return Path(value)
 
 
@@ -115,7 +117,11 @@ def _list_of(element: type, collect: Callable[[Any], Any]) -> Kind:
     def read(value: Any) -> Any:
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",")] if value.strip() else []
-        if not isinstance(value, (list, tuple)):
+            if "" in value:
+                raise ValueError("nothing between two commas")
+        if hasattr(value, "tolist"):  # an array or tensor of the training set
+            value = value.tolist()
+        if not isinstance(value, (list, tuple, range)):
             raise TypeError("not a list")
         return collect(kind.read(part) for part in value)
 

@@ -392,8 +392,8 @@ TRL = {
         "the reference is computed with each batch; to store its values write `prepare_data` in `dataset.py`"
     ),
     "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps": (
-        "the reference of the recipe [DPO](recipes/dpo.md) stays as it is; to move it after each step, see the teacher of"
-        " [self-distillation](recipes/self_distillation.md)"
+        "the reference of the recipe [DPO](recipes/dpo.md) stays as it is; to move it after each step, see the teacher"
+        " of [self-distillation](recipes/self_distillation.md)"
     ),
     "activation_offloading": "run the model under `torch.autograd.graph.save_on_cpu` in `compute_loss` in `model.py`",
     "dataset_num_proc": "tokenize in `__getitem__` in `dataset.py`, which runs in `--num_workers` processes",

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from utils.settings.errors import InvalidSettings, UserError
+from utils.settings.errors import InvalidSettings
 from utils.settings.fields import REDACTED, Settings, settings_of
 from utils.settings.files import read_file
 from utils.settings.flags import read_flags
@@ -32,7 +32,10 @@ def read_config(config: type[T], words: Sequence[str], defaults: dict[str, Any],
         The config, and whether `--print_config` is given.
     """
     settings = settings_of(config)
-    given, problems = read_flags(words, settings)
+    flags = read_flags(words, settings)
+    given = flags.given
+    problems = flags.problems
+    without_value = flags.without_value
     shown = given.pop("help", "")
     file = given.pop("config", "")
     print_config = given.pop("print_config", "")
@@ -43,27 +46,29 @@ def read_config(config: type[T], words: Sequence[str], defaults: dict[str, Any],
         problems.append(f"help={shown}: is not known; give --help, or --help all")
     in_file: dict[str, Any] = {}
     if file:
-        try:
-            in_file, wrong_names = read_file(file, settings)
-            problems += wrong_names
-        except UserError as error:
-            problems.append(str(error))
+        read = read_file(file, settings)
+        in_file = read.values
+        problems += read.problems
+        without_value |= read.without_value
     ignored, refused = take_removed(in_file, given, file)
     notes += ignored
     problems += refused
     if BOOLEANS.get(given.get("eval_only", "").lower()):
         in_file.pop("init_from", None)  # the weights that the run of a config.json started from
     values = defaults | in_file | given
-    for name, value in values.items():
+    sources = {name: f"{file}: " for name in in_file if name not in given}
+    for name, value in (in_file | given).items():
         if REDACTED in str(value):
+            text = f"{name}: {REDACTED} stands for a secret that a run did not store"
             remedy = "give the command again, or better a script that holds the secret"
-            problems.append(f"{name}: {REDACTED} stands for a secret that a run did not store; {remedy}")
+            problems.append(f"{sources.get(name, '')}{text}; {remedy}")
+    # no conflict is a consequence of what could not be read
+    names = {setting.name for setting in settings}
+    unreadable = names & without_value - given.keys() - in_file.keys()
     try:
-        found = config(**values)
+        found = config(**values | dict.fromkeys(unreadable))
     except InvalidSettings as error:
-        for name, text in error.problems:
-            is_of_file = name in in_file and name not in given
-            problems.append(f"{file}: {text}" if is_of_file else text)
+        problems += [sources.get(name, "") + text for name, text in error.problems if name not in unreadable]
     if problems:
         print("\n".join(problems), file=sys.stderr, flush=True)
         raise SystemExit(2)

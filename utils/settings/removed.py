@@ -55,18 +55,18 @@ def take_removed(values: dict[str, Any], given: dict[str, str], file: str) -> tu
     problems: list[str] = []
     for name, removed in REMOVED.items():
         value = values.pop(name, removed.default)
-        if _is_number(value, removed.default):
+        if is_number(value, removed.default):
             continue
-        if removed.needs and _is_number((values | given).get(removed.needs, 0), 0):
+        if removed.needs and is_number((values | given).get(removed.needs, 0), 0):
             problems.append(f"{file}: {name} was removed. {removed.instead}")
         else:
             notes.append(f"{file}: {removed.note(name, value)}")
     return notes, problems
 
 
-def _is_number(value: Any, number: float) -> bool:
+def is_number(value: Any, number: Any) -> bool:
     """Whether a value of a file, which is text in YAML, is this number."""
     try:
-        return float(value) == number
+        return float(value) == float(number)
     except (TypeError, ValueError):
         return False

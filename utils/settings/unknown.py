@@ -15,8 +15,8 @@ WITHOUT_FIELD = "if your fork has no such field"  # how a part of an answer begi
 LONG = 5  # letters of a word that stays the same word with a wrong one: not so of speed and seed
 
 
-def answer_unknown(word: str, names: Collection[str]) -> str:
-    """One sentence that says what the word is, or what was meant, and ends with what to do.
+def answer_unknown(word: str, names: Collection[str]) -> tuple[str, str]:
+    """One sentence that says what the word is, and ends with what to do; and the flag that was meant, or "".
 
     Args:
         word: as it was given: --name, --name=value, or the key of a file.
@@ -26,24 +26,25 @@ def answer_unknown(word: str, names: Collection[str]) -> str:
     # in LightningCLI a group comes first: --trainer.max_epochs
     name = word.split("=")[0].lstrip("-").replace("-", "_").rpartition(".")[2]
     if name in OF_TORCHRUN.split():
-        return f"{word}: is not known; start the ranks with torchrun: torchrun --standalone --nproc-per-node=N train.py"
+        torchrun = "torchrun --standalone --nproc-per-node=N train.py"
+        return f"{word}: is not known; start the ranks with torchrun: {torchrun}", ""
     if name in REMOVED:
-        return f"{word} was removed. {REMOVED[name].instead}"
+        return f"{word} was removed. {REMOVED[name].instead}", ""
     for extra, settings in deleted_extras().items():
         if name.removeprefix("no_") in settings:
-            return f"{word}: this fork has no extra {extra}; see docs/extras.md"
+            return f"{word}: this fork has no extra {extra}; see docs/extras.md", ""
     advice = advice_for(name, names)
     if advice == "":
-        return f'{word}: is not a flag of this fork; add a field to the block "yours" of config.py, or leave it out'
+        return f'{word}: is not a flag of this fork; add a field to the block "yours" of config.py, or leave it out', ""
     text = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", (advice or "").replace("`", ""))
     meant = meant_by(name, names, advice or "")
     if meant:
         details = [part for part in text.split("; ")[1:] if not part.startswith(WITHOUT_FIELD)]
         sentence = "".join(f" {detail[0].upper()}{detail[1:]}." for detail in details)
-        return f"{word}: is not known; did you mean {dashes}{meant}?{sentence}"
+        return f"{word}: is not known; did you mean {dashes}{meant}?{sentence}", meant
     if text:
-        return f"{word}: is not a flag here; {text}"
-    return f"{word}: is not known; see --help for all flags"
+        return f"{word}: is not a flag here; {text}", ""
+    return f"{word}: is not known; see --help for all flags", ""
 
 
 def meant_by(name: str, names: Collection[str], advice: str) -> str:

@@ -9,11 +9,15 @@ import types
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from config import TrainingConfig
 from ranks import ROOT
-from utils.settings.checks import above, at_least, between, one_of
+from utils.run.resume import rows_of_settings
+from utils.settings.checks import above, at_least, between, local_path, one_of
+from utils.settings.conflicts import Conflict
 from utils.settings.errors import UserError
 from utils.settings.fields import GROUPS, settings_of, yours
 
@@ -30,6 +34,10 @@ class Fork(TrainingConfig):
     sizes: tuple[int, ...] | str = yours("auto", "sizes (auto: from the data)", above(0))
     rate: str | float = yours("auto", "a rate")
     ratio: float = yours(0, "a part", between(0, 1, inclusive=True))
+    home: Path = yours("~/words.txt", "a file", local_path, conflicts=Conflict("seed", "is at home; leave it out"))
+    patch: int = yours(16, "size of a patch", one_of(8, 16))
+    margin: float = yours(0.0, "a margin", conflicts=Conflict("home", "has {rate} and {home}; leave it out"))
+    raises: int = yours(1, "fails for 3", lambda value: str(1 // (3 - value))[:0])
 
 
 def of(*words):
@@ -89,20 +97,25 @@ def test_a_value_is_read_from_a_flag_and_files_and_stored_as_json(tmp_path, name
         ("widths", "8,,16", "widths=8,,16: is not a list of whole numbers"),
         ("widths", "8,1.5", "widths=8,1.5: is not a list of whole numbers"),
         ("widths", "[8]", "widths=[8]: is not a list of whole numbers"),
-        ("widths", "16,4", "widths=16,4: is below 8; give 8 or more"),
-        ("betas", "0.9,1", "betas=0.9,1.0: is outside [0, 1); give a number from 0 to below 1"),
+        ("widths", "16,4", "widths=16,4: 4 is below 8; give 8 or more"),
+        ("betas", "0.9,1", "betas=0.9,1.0: 1.0 is outside [0, 1); give a number from 0 to below 1"),
         ("betas", "nan", "betas=nan: is not a list of numbers"),
         ("flags", "maybe", "flags=maybe: is not a list of true or false"),
         ("vocabulary", "", "vocabulary=: is not a path; give a path"),
         ("vocabulary", "$NOWHERE_X/a", "vocabulary=$NOWHERE_X/a: $NOWHERE_X is not known here; write the path in full"),
         ("vocabulary", "C:\\a", "vocabulary=C:\\a: is a path of Windows"),
         ("files", "a,~nobody-here/b", "files=a,~nobody-here/b: ~nobody-here is not known here"),
-        ("kinds", "a,c", "kinds=a,c: is not known; choose a, b"),
-        ("sizes", "1,0", "sizes=1,0: is not above 0; give a number above 0"),
+        ("kinds", "a,c", "kinds=a,c: c is not known; choose a, b"),
+        ("sizes", "1,0", "sizes=1,0: 0 is not above 0; give a number above 0"),
         ("sizes", "x", "sizes=x: is not a list of whole numbers or auto; give whole numbers with commas between"),
         ("rate", "fast", "rate=fast: is not a number or auto; give a number or auto"),
         ("ratio", "1.01", "ratio=1.01: is outside [0, 1]; give a number from 0 to 1"),
         ("ratio", "-0.1", "ratio=-0.1: is outside [0, 1]"),
+        ("names", "a,b,", "names=a,b,: is not a list of texts; give texts with commas between them"),
+        ("home", "s3://user:secret@bucket/x", "home=s3://[redacted]@bucket/x: is not a path; give a path"),
+        ("files", "a,s3://bucket/x", "files=a,s3://bucket/x: is not a list of paths; give paths with commas between"),
+        ("patch", "3", "patch=3: is not known; choose 8, 16"),
+        ("raises", "3", "raises=3: cannot be checked ("),
     ],
 )
 def test_a_wrong_value_is_one_sentence_that_ends_with_the_fix(capsys, name, text, expected):
@@ -127,6 +140,38 @@ def test_a_path_is_expanded_in_a_value_and_not_in_a_default(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert of("--vocabulary", "~/words").vocabulary == Path("/home/me/words")
     assert of("--files", "~/a,b").files == [Path("/home/me/a"), Path("b")]
+
+
+@pytest.mark.guarantee("config")
+def test_a_path_at_its_default_is_at_its_default_after_it_was_expanded(monkeypatch):
+    """So it is no conflict, and no difference from a checkpoint."""
+    monkeypatch.setenv("HOME", "/home/me")
+    config = Fork(seed=3)
+    assert config.home == Path("/home/me/words.txt") and config.is_default("home")
+    rows = {row.name: row for row in rows_of_settings({"config": {}, "provenance": {}}, config)}
+    assert rows["home"].before == rows["home"].here == "/home/me/words.txt"
+    with pytest.raises(UserError, match="home=/a: is at home; leave it out"):
+        Fork(seed=3, home="/a")
+
+
+def test_a_conflict_whose_text_has_a_wrong_value_is_left_for_later(capsys):
+    assert rejection(capsys, "--margin", "1", "--home", "a", "--rate", "x").splitlines() == [
+        "rate=x: is not a number or auto; give a number or auto"
+    ]
+    assert rejection(capsys, "--margin", "1", "--home", "a").startswith("margin=1.0: has auto and a; leave it out")
+
+
+def test_values_after_a_list_are_answered_with_commas(capsys):
+    assert rejection(capsys, "--widths", "8", "16", "32") == "16: is not a flag; write --widths 1,2,3"
+
+
+@pytest.mark.parametrize("value", [np.array([8, 9]), torch.tensor([8, 9]), range(8, 10), (8, 9)])
+def test_arrays_tensors_and_ranges_of_the_training_set_become_lists(value):
+    assert Fork(widths=value).widths == [8, 9] and Fork(sizes=value).sizes == (8, 9)
+
+
+def test_a_list_in_run_dir_has_commas():
+    assert of("--run_dir", "runs/{widths}-{lr:.0e}").run_folder.name == "64,128-1e-01"
 
 
 def test_help_shows_the_type_the_choices_and_the_default_of_a_list(capsys):
@@ -206,7 +251,6 @@ def test_another_type_is_refused_at_import_in_one_sentence(monkeypatch, annotati
         ('x: Path = yours("", "mine")', "the default of x is '', which is not a path; give a path"),
         ('x: list[int] = yours(3, "mine")', "the default of x is 3, which is not a list of whole numbers; give whole"),
         ("x: int = yours({}, 'mine')", "the default of x is {}, which is not a whole number; give a whole number"),
-        ("x: str = yours('', 'mine', at_least(1))", "the check of x fails for '' ('>=' not supported between"),
         ("x: int = yours(3, 'mine', at_least)", "the check of x returns <function at_least"),
         ("x: int = yours(3, 'mine', lambda value: value > 2)", "the check of x returns True for 3; let it"),
         (
@@ -232,9 +276,18 @@ def test_another_type_is_refused_at_import_in_one_sentence(monkeypatch, annotati
             'sharding: str = yours("a", "mine")',
             "sharding is a setting of the template; choose another name",
         ),  # extra: sharding
-        ('limits: int = yours(3, "mine")', "limits is a function of TrainingConfig; choose another name"),
-        ('to_dict: int = yours(3, "mine")', "to_dict is a function of TrainingConfig; choose another name"),
-        ('is_default: int = yours(3, "mine")', "is_default is a function of Settings; choose another name"),
+        ('limits: int = yours(3, "mine")', "limits is a name that the template uses; choose another"),
+        ('to_dict: int = yours(3, "mine")', "to_dict is a name that the template uses; choose another"),
+        ('is_default: int = yours(3, "mine")', "is_default is a name that the template uses; choose another"),
+        ('minutes: int = yours(3, "mine")', "minutes is the name of a setting that was removed; choose another name"),
+        (
+            'replaced_checks: int = yours(3, "mine")',
+            "replaced_checks is a name that the template uses; choose another",
+        ),
+        (
+            "x: int = yours(3, 'mine', conflicts=Conflict('epochs', 'a {epohcs}; b'))",
+            "a conflict of x names epohcs, which is no setting",
+        ),
         ('config: str = yours("", "mine")', "--config is a flag of train.py itself; choose another name"),
         ('help: str = yours("", "mine")', "--help is a flag of train.py itself; choose another name"),
     ],
@@ -250,6 +303,13 @@ def test_a_fork_may_declare_a_setting_of_the_example_again(monkeypatch):
     fork = import_fork(monkeypatch, 'mixup_alpha: str = yours("none", "mine")')
     assert fork.TrainingConfig.from_args(["--mixup_alpha", "some"]).mixup_alpha == "some"
     assert [setting.name for setting in fork.SETTINGS].count("mixup_alpha") == 1
+
+
+def test_choices_of_extras_are_not_added_to_those_of_a_fork(monkeypatch):
+    line = 'dataset: str = yours("coco", "data set", one_of("coco", "voc"))'
+    fork = import_fork(monkeypatch, line)
+    (dataset,) = (setting for setting in fork.SETTINGS if setting.name == "dataset")
+    assert dataset.choices == ["coco", "voc"]
 
 
 def test_settings_stand_by_group_and_those_of_extras_follow():

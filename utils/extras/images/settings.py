@@ -7,11 +7,12 @@ synthetic images or CIFAR-10, with crops and flips.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from utils.settings.checks import at_least, one_of, probability, range_up_to
 from utils.settings.fields import Settings, yours
 
+IMAGE_DATASETS = ("imagefolder", "csv")
+IMAGE_AUGMENTS = ("resized_crop",)
 AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
 
 
@@ -35,8 +36,3 @@ class ImageSettings(Settings):
         "auto", "shorter side before evaluation's center crop", at_least(4), "may", rare=True
     )
     interpolation: str = yours("auto", "resizing", one_of("bilinear", "bicubic", "nearest"), "may", rare=True)
-
-    added_choices: ClassVar[dict[str, tuple[str, ...]]] = {
-        "dataset": ("imagefolder", "csv"),
-        "augment": ("resized_crop",),
-    }

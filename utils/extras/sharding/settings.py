@@ -7,12 +7,13 @@ fit into the memory of one device needs it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from utils.settings.checks import one_of
 from utils.settings.conflicts import EITHER, Conflict
 from utils.settings.fields import Settings, setting
 
+SHARDED_AMP_DTYPES = ("bf16_params", "fp16_params")
 NOT_SHARDED = ("reduction", "comm_hook", "compile", "find_unused_parameters")
 NEEDS_SHARDING = "needs sharding; add --sharding zero3, or leave it out"
 
@@ -47,5 +48,3 @@ class ShardingSettings(Settings):
         rare=True,
         conflicts=[Conflict(is_not_sharded, NEEDS_SHARDING)],
     )
-
-    added_choices: ClassVar[dict[str, tuple[str, ...]]] = {"amp_dtype": ("bf16_params", "fp16_params")}
