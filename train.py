@@ -7,7 +7,11 @@ scripts/launch.sh --epochs 5                                     several machine
 
 from __future__ import annotations
 
-from config import PATHS, TrainingConfig
+from utils.settings.errors import ends_with_a_sentence
+
+with ends_with_a_sentence():  # if a setting of config.py cannot be declared so
+    from config import PATHS, TrainingConfig
+
 from utils.run.command_line import check_command_line
 from utils.signals import hold
 

@@ -5,6 +5,7 @@ import ast
 import dataclasses
 import inspect
 import re
+import textwrap
 from unittest import mock
 
 import pytest
@@ -170,3 +171,16 @@ def test_every_python_block_of_the_page_is_valid():
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     examples = {getattr(node, "name", "") for block in blocks for node in ast.parse(block).body}
     assert examples >= {"initial_weights", "predict", "example_inputs", "collate", "epoch_order"}
+
+
+def test_the_settings_of_the_page_can_be_declared_as_it_shows():
+    examples = re.findall(r"```python\n((?:margin:|def multiple_of_eight).*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    assert len(examples) == 2
+    block = "\n".join(examples) + "\nwidth: int = yours(64, 'width', multiple_of_eight)\n"
+    names = {"dataclass": dataclasses.dataclass} | vars(config)
+    exec(f"@dataclass(frozen=True, kw_only=True)\nclass Mine(TrainingConfig):\n{textwrap.indent(block, '    ')}", names)
+    mine = names["Mine"]
+    assert mine(hardest=1, margin=0.2).hardest == 1
+    for values, expected in (({"hardest": 1}, "hardest=1: needs a margin"), ({"width": 7}, "width=7: is not a mul")):
+        with pytest.raises(config.UserError, match=expected):
+            mine(**values)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(ValueError):
     """A problem that the user can fix, such as a bad setting. The message ends with the fix; the exit code is 2.
@@ -39,3 +43,13 @@ class TrainingError(RuntimeError):
         super().__init__(sentence)
         self.rank = rank
         self.host = host
+
+
+@contextmanager
+def ends_with_a_sentence() -> Iterator[None]:
+    """A UserError of the block ends the program: its sentence is printed, and the exit code is that of the error."""
+    try:
+        yield
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None

@@ -214,9 +214,15 @@ def _read_settings(config: type[Settings]) -> tuple[Setting, ...]:
     except (NameError, AttributeError, TypeError, SyntaxError) as error:
         raise UserError(f"config.py: {error} in the type of a setting; import or correct it") from None
     settings = {}
+    problems = []
     for field in dataclasses.fields(config):
-        _check_declaration(field, config)
-        settings[field.name] = _setting_of(field, annotations[field.name], config)
+        try:
+            _check_declaration(field, config)
+            settings[field.name] = _setting_of(field, annotations[field.name], config)
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
     in_order = []
     _check_conflicts(settings)
     for part in config.__mro__:
@@ -269,7 +275,9 @@ def _setting_of(field: dataclasses.Field, annotation: Any, config: type[Settings
     default = metadata.pop("default")
     check = metadata.pop("check")
     for part in config.__mro__:
-        check = vars(part).get("replaced_checks", {}).get(field.name, check)
+        replaced = vars(part).get("replaced_checks")
+        if isinstance(replaced, dict):  # and not the default of a setting that a fork has named so
+            check = replaced.get(field.name, check)
     setting = Setting(name=field.name, kind=kind, default=default, check=check, **metadata)
     if default == "auto" and setting.may_be_auto:
         return setting

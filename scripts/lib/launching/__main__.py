@@ -13,7 +13,11 @@ import sys
 import time
 from collections.abc import Sequence
 
-from config import TrainingConfig, asks_for_more
+from utils.settings.errors import UserError, ends_with_a_sentence
+
+with ends_with_a_sentence():  # if a setting of config.py cannot be declared so
+    from config import TrainingConfig, asks_for_more
+
 from scripts.lib.launching.hosts import Hosts
 from scripts.lib.launching.plan import (
     TRAINING,
@@ -27,7 +31,6 @@ from scripts.lib.launching.plan import (
 from scripts.lib.launching.rendezvous import say
 from scripts.lib.launching.supervise import Launch, read_json
 from scripts.lib.processes import start
-from utils.settings.errors import UserError
 
 
 def main(argv: Sequence[str], env: dict[str, str]) -> int:

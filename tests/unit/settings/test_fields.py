@@ -298,6 +298,12 @@ def test_a_declaration_that_cannot_work_is_refused_at_import(monkeypatch, line, 
     assert str(error.value).startswith(f"config.py: {expected}"), error.value
 
 
+def test_all_declarations_that_cannot_work_are_named(monkeypatch):
+    with pytest.raises(UserError) as error:
+        import_fork(monkeypatch, 'x: dict = yours(3, "x")\n    y: int = yours(3, "y")\n    z: int = 3')
+    assert [line.split()[1] for line in str(error.value).splitlines()] == ["x", "z"]
+
+
 def test_a_fork_may_declare_a_setting_of_the_example_again(monkeypatch):
     """Such as those of the extra `images`, which its own data need in another form."""
     fork = import_fork(monkeypatch, 'mixup_alpha: str = yours("none", "mine")')

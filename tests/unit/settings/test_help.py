@@ -1,7 +1,9 @@
 """`--help`, bad flags and wrong files are answered at once: before torch is imported."""
 
+import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 
@@ -35,3 +37,30 @@ def test_it_imports_no_torch(words):
 def test_help_takes_at_most_three_tenths_of_a_second_of_cpu():
     """Measured: 0.08 s. Start-up of Python alone takes 0.02 s; torch would take seconds."""
     assert cpu_seconds("--help") < 0.3
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "train.py",
+        "scripts/lib/launching",  # extra: launcher
+    ],
+)
+def test_a_setting_that_cannot_be_declared_ends_the_program_with_one_sentence(tmp_path, program):
+    for name in ("utils/settings", "utils/extras", "scripts"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("train.py", "config.py", "pyproject.toml", "utils/__init__.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    config = (tmp_path / "config.py").read_text()
+    end = "    # ---- end of yours"
+    (tmp_path / "config.py").write_text(config.replace(end, f'    x: int | None = yours(1, "mine")\n{end}'))
+    ended = subprocess.run(
+        [sys.executable, program, "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 2 and ended.stderr.startswith("config.py: x may not be None; leave that out"), ended
+    assert len(ended.stderr.splitlines()) == 1
