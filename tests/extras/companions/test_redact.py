@@ -62,8 +62,9 @@ def test_a_redacted_command_is_rejected(place, tmp_path, capsys):
     words = ["--config", str(file)] if place == "TOML" else ["--on_checkpoint", f"upload --token {REDACTED}"]
     with pytest.raises(SystemExit):
         TrainingConfig.from_args(words)
+    source = f"{file}: " if place == "TOML" else ""
     assert capsys.readouterr().err == (
-        "on_checkpoint: [redacted] stands for a secret that a run did not store; give the command again, or better a"
+        f"{source}on_checkpoint: [redacted] stands for a secret that a run did not store; give the command again, or better a"
         " script that holds the secret\n"
     )
     assert TrainingConfig.from_args([*words, "--on_checkpoint", "true {}"]).on_checkpoint == "true {}"
