@@ -64,7 +64,7 @@ def test_a_redacted_command_is_rejected(place, tmp_path, capsys):
         TrainingConfig.from_args(words)
     source = f"{file}: " if place == "TOML" else ""
     assert capsys.readouterr().err == (
-        f"{source}on_checkpoint: [redacted] stands for a secret that a run did not store; give the command again, or better a"
-        " script that holds the secret\n"
+        f"{source}on_checkpoint: [redacted] stands for a secret that a run did not store; give the command again, or"
+        " better a script that holds the secret\n"
     )
     assert TrainingConfig.from_args([*words, "--on_checkpoint", "true {}"]).on_checkpoint == "true {}"
