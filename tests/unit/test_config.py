@@ -279,7 +279,7 @@ def test_a_secret_that_a_run_did_not_store_is_refused_in_what_is_given_and_not_i
 
 def test_defaults_of_deleted_extras_in_a_file_are_left_out(tmp_path, monkeypatch):
     pytest.importorskip("yaml")
-    gone = {"mine": {"a": 0.0, "b": False, "c": "0.08,1", "d": 1}}
+    gone = {"mine": {"a": 0.0, "b": False, "c": "0.08,1", "d": 1, "lr": 0.5}}  # the fork has an lr of its own
     monkeypatch.setattr("utils.settings.files.deleted_extras", lambda: gone)
     (tmp_path / "a.yaml").write_text("a: 0\nb: no\nc: '0.08,1'\nd: 1\nlr: 0.5\n")
     (tmp_path / "a.toml").write_text("a = 0\nb = false\nc = '0.08,1'\nd = 1\nlr = 0.5\n")

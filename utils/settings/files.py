@@ -46,7 +46,8 @@ def read_file(file: str, settings: Sequence[Setting]) -> FileValues:
     values = {name.replace("-", "_"): value for name, value in content.items()}
     for defaults in deleted_extras().values():
         for name, default in defaults.items():
-            if name in values and _is_alike(values[name], default):  # what this fork does without it
+            is_gone = name in values and name not in by_name
+            if is_gone and _is_alike(values[name], default):  # what this fork does without it
                 del values[name]
     read: dict[str, Any] = {}
     unknown: list[str] = []
