@@ -28,7 +28,6 @@ from utils.settings.checks import (
     range_up_to,
     refuse,
     rendezvous_url,
-    run_path,
 )
 from utils.settings.conflicts import EITHER, Conflict, find_conflicts
 from utils.settings.errors import InvalidSettings, StartError, TrainingError, UserError
@@ -127,7 +126,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         "run",
         DEFAULT_RUN_DIR,
         "run folder; may contain fields: runs/{model}-s{seed}",
-        run_path,
+        extras.RUN_DIR_CHECK,
         is_path=True,
         conflicts=[Conflict(run_dir_problem, "{found}; use e.g. {{model}} or {{lr}}")],
     )
@@ -150,7 +149,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         "run",
         "",
         "weights to start with: a checkpoint, a state dict, torchvision",
-        local_path,
+        extras.INIT_FROM_CHECK,
         is_path=True,
         conflicts=[Conflict(resumes_from_a_path, f"a resumed run takes its weights from resume_from; {EITHER}")],
     )

@@ -217,9 +217,13 @@ class Report:
     def check_fields(self, read: set[str]) -> None:
         """Call after all checks. read: the fields that the fork's code has read meanwhile."""
         known, given = read | mentioned_fields(), self._fork.given
-        unread = [setting.name for setting in fields_of_yours() if setting.name not in known]
-        # those of the shipped model and data may stand in a fork without them, unless they are given
-        names = [name for name in unread if name not in SHIPPED or not given.is_default(name)]
+        unread = [setting for setting in fields_of_yours() if setting.name not in known]
+        names = []
+        for setting in unread:
+            # those of the shipped model and data may stand in a fork without them, unless they are given
+            is_given = getattr(given, setting.name) != setting.resolved_default
+            if setting.name not in SHIPPED or is_given:
+                names.append(setting.name)
         if names := all_gather_json(names, self._fork.ctx)[0]:
             text = f"{first_three(names)}: no code of the fork reads it; read it in model.py or dataset.py, or delete"
             self._note("fields", False, f"{text} it from config.py", time.monotonic())

@@ -69,7 +69,7 @@ MUTATIONS = [
     Mutation('find_conflicts', 'config = _valid_part(config, missing)', 'pass', 'config'),
     Mutation('Setting.problem_with', 'return self.check(value) if self.check else ""', 'return ""', 'config'),
     Mutation('read_config', 'unreadable = names & without_value - given.keys() - in_file.keys()', 'unreadable = set[str]()', 'config'),
-    Mutation('Settings.is_default', 'return getattr(self, name) == setting.resolved_default', 'return getattr(self, name) == setting.default', 'config'),
+    Mutation('Setting.resolved_default', 'return self.convert(self.default)[0]', 'return self.default', 'config'),
     Mutation('to_json', 'return [to_json(element) for element in value]', 'return value', 'config'),
     Mutation('to_json', 'return str(value)', 'return value', 'config'),
     Mutation('_list_of', 'return collect(kind.read(part) for part in value)', 'return [kind.read(part) for part in value]', 'config'),

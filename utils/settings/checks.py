@@ -90,10 +90,10 @@ def refuse(*rows: tuple[str, str]) -> Check:
 
 
 probability = between(0, 1, inclusive=True)
-KEY_IN_URL = (r"\?|://[^/]*:[^/]*@", "has a key in it; give that in the environment or the provider's files")
+KEY_IN_URL = (r"://.*\?|://[^/]*:[^/]*@", "has a key in it; give that in the environment or the provider's files")
 path_or_url = refuse(
     (r"^(?=.*://)(?!\w+://[^/]|file:///[^/])", "is not a URL; give e.g. s3://BUCKET/NAME, or a path"),
-    (r"://.*\?|://[^/]*:[^/]*@", KEY_IN_URL[1]),
+    KEY_IN_URL,
 )
 EMPTY = (r"^\s*$", "is empty; give a folder, e.g. runs/NAME")
 local_path = refuse(("://", "is not a path; mount the storage and give its path"))

@@ -49,8 +49,9 @@ def find_conflicts(settings: Iterable[Setting], config: Any, invalid: set[str]) 
     missing = invalid | of_deleted_extras - {setting.name for setting in settings}
     if missing:
         config = _valid_part(config, missing)
-    texts = {name: to_text(value) for name, value in vars(config).items()}
-    given = {name for name in texts if not config.is_default(name)}
+    values = vars(config)
+    texts = {name: to_text(value) for name, value in values.items()}
+    given = {each.name for each in settings if each.name in values and values[each.name] != each.resolved_default}
     problems = []
     for setting in settings:
         for conflict in setting.conflicts:
@@ -82,8 +83,7 @@ def _valid_part(config: Any, missing: set[str]) -> Any:
     def cannot_be_read(config: Any) -> None:
         raise CannotBeReadError
 
-    attributes: dict[str, Any] = dict.fromkeys(missing, property(cannot_be_read))
-    attributes["config_class"] = type(config)
+    attributes = dict.fromkeys(missing, property(cannot_be_read))
     part: Any = object.__new__(type("ValidPart", (type(config),), attributes))
     part.__dict__.update({name: value for name, value in vars(config).items() if name not in missing})
     return part

@@ -8,7 +8,7 @@ import inspect
 import re
 import typing
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from utils.settings.checks import Check, one_of
 from utils.settings.conflicts import Conflict, names_in
@@ -30,18 +30,9 @@ RESUME_RULES = ("must", "may", "free")
 class Settings:
     """A part of the config: the kernel's, the fork's own, or that of an extra."""
 
-    config_class: ClassVar[type[Settings] | None] = None  # of which this is the valid part: utils/settings/conflicts.py
-    replaced_checks: ClassVar[dict[str, Check]] = {}  # in place of the check of a setting of another part, by its name
-
     def micro_batch_setting(self) -> str:
         """The name of the setting that says how large a micro-batch is."""
         return "batch_size"
-
-    def is_default(self, name: str) -> bool:
-        """Whether a setting has its default value."""
-        settings = settings_of(self.config_class or type(self))
-        (setting,) = (setting for setting in settings if setting.name == name)
-        return getattr(self, name) == setting.resolved_default
 
 
 def setting(
@@ -218,13 +209,13 @@ def _read_settings(config: type[Settings]) -> tuple[Setting, ...]:
     for field in dataclasses.fields(config):
         try:
             _check_declaration(field, config)
-            settings[field.name] = _setting_of(field, annotations[field.name], config)
+            settings[field.name] = _setting_of(field, annotations[field.name])
         except UserError as error:
             problems.append(str(error))
     if problems:
         raise UserError("\n".join(problems))
-    in_order = []
     _check_conflicts(settings)
+    in_order = []
     for part in config.__mro__:
         in_order += [settings.pop(name) for name in inspect.get_annotations(part) if name in settings]
     return tuple(sorted(in_order, key=_place_of_group))
@@ -244,12 +235,11 @@ def _check_declaration(field: dataclasses.Field, config: type[Settings]) -> None
     if name in GENERAL:
         raise UserError(f"config.py: --{name} is a flag of train.py itself; choose another name")
     for part in config.__mro__:
-        declared = {other.name: other for other in dataclasses.fields(part)} if part is not object else {}
-        if name not in inspect.get_annotations(part) or name not in declared:
+        if name not in inspect.get_annotations(part):
             if name in vars(part):
                 raise UserError(f"config.py: {name} is a name that the template uses; choose another")
             continue
-        other = declared[name]
+        (other,) = (declared for declared in dataclasses.fields(part) if declared.name == name)
         are_of_fork = field.metadata["group"] == other.metadata["group"] == YOURS
         if other is not field and not are_of_fork:  # which may replace a setting of the example
             raise UserError(f"config.py: {name} is a setting of the template; choose another name")
@@ -267,18 +257,13 @@ def _check_conflicts(settings: dict[str, Setting]) -> None:
                     raise UserError(f"config.py: a conflict of {setting.name} names {name}, which is no setting")
 
 
-def _setting_of(field: dataclasses.Field, annotation: Any, config: type[Settings]) -> Setting:
+def _setting_of(field: dataclasses.Field, annotation: Any) -> Setting:
     metadata = dict(field.metadata)
     kind = kind_of(field.name, annotation)
     if metadata.pop("is_path"):
         kind = dataclasses.replace(kind, is_path=True)
     default = metadata.pop("default")
-    check = metadata.pop("check")
-    for part in config.__mro__:
-        replaced = vars(part).get("replaced_checks")
-        if isinstance(replaced, dict):  # and not the default of a setting that a fork has named so
-            check = replaced.get(field.name, check)
-    setting = Setting(name=field.name, kind=kind, default=default, check=check, **metadata)
+    setting = Setting(name=field.name, kind=kind, default=default, **metadata)
     if default == "auto" and setting.may_be_auto:
         return setting
     try:

@@ -133,7 +133,6 @@ def test_a_list_is_that_of_its_config_alone_and_keeps_its_default():
     first = Fork()
     first.widths.append(1)
     assert Fork().widths == [64, 128]
-    assert Fork().is_default("widths") and not first.is_default("widths")
 
 
 def test_a_path_is_expanded_in_a_value_and_not_in_a_default(monkeypatch):
@@ -147,7 +146,7 @@ def test_a_path_at_its_default_is_at_its_default_after_it_was_expanded(monkeypat
     """So it is no conflict, and no difference from a checkpoint."""
     monkeypatch.setenv("HOME", "/home/me")
     config = Fork(seed=3)
-    assert config.home == Path("/home/me/words.txt") and config.is_default("home")
+    assert config.home == Path("/home/me/words.txt")
     rows = {row.name: row for row in rows_of_settings({"config": {}, "provenance": {}}, config)}
     assert rows["home"].before == rows["home"].here == "/home/me/words.txt"
     with pytest.raises(UserError, match="home=/a: is at home; leave it out"):
@@ -278,12 +277,11 @@ def test_another_type_is_refused_at_import_in_one_sentence(monkeypatch, annotati
         ),  # extra: sharding
         ('limits: int = yours(3, "mine")', "limits is a name that the template uses; choose another"),
         ('to_dict: int = yours(3, "mine")', "to_dict is a name that the template uses; choose another"),
-        ('is_default: int = yours(3, "mine")', "is_default is a name that the template uses; choose another"),
-        ('minutes: int = yours(3, "mine")', "minutes is the name of a setting that was removed; choose another name"),
         (
-            'replaced_checks: int = yours(3, "mine")',
-            "replaced_checks is a name that the template uses; choose another",
+            'micro_batch_setting: int = yours(3, "mine")',
+            "micro_batch_setting is a name that the template uses; choose another",
         ),
+        ('minutes: int = yours(3, "mine")', "minutes is the name of a setting that was removed; choose another name"),
         (
             "x: int = yours(3, 'mine', conflicts=Conflict('epochs', 'a {epohcs}; b'))",
             "a conflict of x names epohcs, which is no setting",

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import ClassVar
 
-from utils.settings.checks import EMPTY, KEY_IN_URL, Check, one_of, path_or_url, refuse
+from utils.settings.checks import EMPTY, KEY_IN_URL, one_of, path_or_url, refuse
 from utils.settings.fields import Settings, setting
 
 mirror_url = refuse(
     (r"^(?!\w+://[^/]|file:///[^/]|$)", "is not a URL; give e.g. s3://BUCKET/NAME, or the path with --run_dir"),
     KEY_IN_URL,
 )
-run_path = refuse(("://", "is not a path; give a local folder, and this URL with --mirror"), EMPTY)
+run_path_or_mirror = refuse(("://", "is not a path; give a local folder, and this URL with --mirror"), EMPTY)
+weights_path = path_or_url
 
 
 def command_line(value: str) -> str:
@@ -42,5 +42,3 @@ class CompanionSettings(Settings):
         rare=True,
         is_copied=False,  # the config.json of a run may be from somebody else
     )
-
-    replaced_checks: ClassVar[dict[str, Check]] = {"run_dir": run_path, "init_from": path_or_url}

@@ -52,6 +52,7 @@ class LengthsSettings(Settings):
     )
 
     def micro_batch_setting(self) -> str:
-        if self.batch_tokens and self.is_default("batch_size"):
+        config: Any = self
+        if config.batch_tokens and config.batch_size == type(config).batch_size:
             return "batch_tokens"
         return super().micro_batch_setting()
