@@ -30,8 +30,9 @@ from utils.settings.checks import (
     rendezvous_url,
 )
 from utils.settings.conflicts import EITHER, Conflict, find_conflicts
+from utils.settings.declarations import settings_of
 from utils.settings.errors import InvalidSettings, StartError, TrainingError, UserError
-from utils.settings.fields import YOURS, Setting, Settings, convert_values, setting, settings_of, yours
+from utils.settings.fields import YOURS, Setting, Settings, convert_values, setting, yours
 from utils.settings.kinds import to_json, to_text
 from utils.settings.reading import read_config
 

@@ -24,7 +24,7 @@ from utils.data.sets import describe
 from utils.distributed.context import DistributedContext
 from utils.redact import redacted
 from utils.rng import derive_seed
-from utils.settings.fields import settings_of
+from utils.settings.declarations import settings_of
 from utils.settings.kinds import to_json
 from utils.training.state import TrainState
 

@@ -20,8 +20,9 @@ from utils.distributed.context import DistributedContext
 from utils.extras.exact.reduction import rows_of_exact  # extra: exact
 from utils.run.attempt import Attempt
 from utils.run.folder import RunFolder
+from utils.settings.declarations import settings_of
 from utils.settings.errors import UserError
-from utils.settings.fields import YOURS, settings_of
+from utils.settings.fields import YOURS
 from utils.settings.kinds import to_json, to_text
 from utils.settings.removed import REMOVED
 from utils.training.fingerprint import fingerprint, shown

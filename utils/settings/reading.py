@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from utils.settings.declarations import settings_of
 from utils.settings.errors import InvalidSettings
-from utils.settings.fields import REDACTED, Settings, settings_of
+from utils.settings.fields import REDACTED, Settings
 from utils.settings.files import read_file
 from utils.settings.flags import read_flags
 from utils.settings.help import help_text

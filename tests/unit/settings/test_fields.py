@@ -18,8 +18,9 @@ from ranks import ROOT
 from utils.run.resume import rows_of_settings
 from utils.settings.checks import above, at_least, between, local_path, one_of
 from utils.settings.conflicts import Conflict
+from utils.settings.declarations import settings_of
 from utils.settings.errors import UserError
-from utils.settings.fields import GROUPS, settings_of, yours
+from utils.settings.fields import GROUPS, yours
 
 
 @dataclass(frozen=True, kw_only=True)

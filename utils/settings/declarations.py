@@ -1,0 +1,116 @@
+"""Reads what a config class declares, and refuses what cannot work, when config.py is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from typing import Any
+
+from utils.settings.conflicts import names_in
+from utils.settings.deleted_extras import deleted_extras
+from utils.settings.errors import UserError
+from utils.settings.fields import GENERAL, GROUPS, YOURS, Setting, Settings
+from utils.settings.kinds import kind_of
+from utils.settings.removed import REMOVED
+
+_SETTINGS: dict[type[Settings], tuple[Setting, ...]] = {}  # those that have been read, by config class
+
+
+def settings_of(config: type[Settings]) -> tuple[Setting, ...]:
+    """The settings of a config class by group, and within a group in the order of the classes that it is composed of.
+
+    Raises:
+        UserError: if a setting is declared in a way that cannot work, with the remedy.
+    """
+    if config not in _SETTINGS:
+        _SETTINGS[config] = _read_settings(config)
+    return _SETTINGS[config]
+
+
+def _read_settings(config: type[Settings]) -> tuple[Setting, ...]:
+    try:
+        annotations = typing.get_type_hints(config)
+    except (NameError, AttributeError, TypeError, SyntaxError) as error:
+        raise UserError(f"config.py: {error} in the type of a setting; import or correct it") from None
+    settings = {}
+    problems = []
+    for field in dataclasses.fields(config):
+        try:
+            _check_declaration(field, config)
+            settings[field.name] = _setting_of(field, annotations[field.name])
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
+    _check_conflicts(settings)
+    in_order = []
+    for part in config.__mro__:
+        in_order += [settings.pop(name) for name in inspect.get_annotations(part) if name in settings]
+    return tuple(sorted(in_order, key=_place_of_group))
+
+
+def _place_of_group(setting: Setting) -> int:
+    return GROUPS.index(setting.group) if setting.group in GROUPS else len(GROUPS)
+
+
+def _check_declaration(field: dataclasses.Field, config: type[Settings]) -> None:
+    """Raises UserError if the field is not made by `setting` or `yours`, or has a name that is taken."""
+    name = field.name
+    if "group" not in field.metadata:
+        raise UserError(f'config.py: {name} needs a help; write {name}: {field.type} = yours(DEFAULT, "what it is")')
+    if name in REMOVED:
+        raise UserError(f"config.py: {name} is the name of a setting that was removed; choose another name")
+    if name in GENERAL:
+        raise UserError(f"config.py: --{name} is a flag of train.py itself; choose another name")
+    for part in config.__mro__:
+        if name not in inspect.get_annotations(part):
+            if name in vars(part):
+                raise UserError(f"config.py: {name} is a name that the template uses; choose another")
+            continue
+        (other,) = (declared for declared in dataclasses.fields(part) if declared.name == name)
+        are_of_fork = field.metadata["group"] == other.metadata["group"] == YOURS
+        if other is not field and not are_of_fork:  # which may replace a setting of the example
+            raise UserError(f"config.py: {name} is a setting of the template; choose another name")
+
+
+def _check_conflicts(settings: dict[str, Setting]) -> None:
+    """Raises UserError if a conflict names a setting that there is not."""
+    known = {*settings, *(name for names in deleted_extras().values() for name in names)}
+    for setting in settings.values():
+        for conflict in setting.conflicts:
+            names = names_in(conflict.problem)
+            names += [conflict.subject, conflict.other if isinstance(conflict.other, str) else ""]
+            for name in names:
+                if name and name != "found" and name not in known:
+                    raise UserError(f"config.py: a conflict of {setting.name} names {name}, which is no setting")
+
+
+def _setting_of(field: dataclasses.Field, annotation: Any) -> Setting:
+    metadata = dict(field.metadata)
+    kind = kind_of(field.name, annotation)
+    if metadata.pop("is_path"):
+        kind = dataclasses.replace(kind, is_path=True)
+    default = metadata.pop("default")
+    setting = Setting(name=field.name, kind=kind, default=default, **metadata)
+    if default == "auto" and setting.may_be_auto:
+        return setting
+    try:
+        setting = dataclasses.replace(setting, default=kind.read(default))
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"config.py: the default of {field.name} is {default!r}, which is not {kind.noun};"
+            f" give {kind.remedy or kind.noun}"
+        ) from None
+    _try_check(setting)
+    return setting
+
+
+def _try_check(setting: Setting) -> None:
+    """Raises UserError if the check of a setting gives no text for the default, which need not be valid."""
+    elements = setting.default if setting.kind.is_list else [setting.default]
+    for element in elements:
+        answer = setting.problem_with(str(element) if setting.is_path else element)
+        if not isinstance(answer, str):
+            remedy = 'let it return "" or "what is wrong; what to do"'
+            raise UserError(f"config.py: the check of {setting.name} returns {answer!r} for {element!r}; {remedy}")
