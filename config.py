@@ -224,6 +224,14 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         conflicts=[Conflict("warmup_epochs", f"there is warmup_epochs={{warmup_epochs}}; {EITHER}")],
     )
     clip_grad_norm: float = setting("training", 0.0, "max gradient norm (0 = off)", at_least(0), "may")
+    ema_decay: float = setting(
+        "training",
+        0.0,
+        "decay of the weight EMA (0 = off); after n updates at most n / (9 + n)",
+        between(0, 1),
+        "may",
+        rare=True,
+    )
     max_skipped_steps: int = setting(
         "training", 50, "non-finite steps in a row before abort (0 = off)", at_least(0), rare=True
     )
@@ -286,6 +294,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     best_metric: str = setting("checkpoints", "auto", "for best.pt: auto, NAME, min:NAME, max:NAME", metric_name, "may")
 
     log_interval: int = setting("logging", 20, "optimizer steps between log lines", at_least(1))
+    enable_profiling: bool = setting("logging", False, "profile a few steps of rank 0 into run_dir/traces")
 
     def __post_init__(self) -> None:
         settings = settings_of(type(self))

@@ -242,7 +242,7 @@ def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[
             seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)
             with state.precision.autocast():
                 metrics = training.seams.compute_loss(model, micro_batch.batch)
-            if training.seams.terms:  # extra: terms
+            if training.seams.terms:
                 metrics = training.seams.terms.divided(metrics, micro_batch.number)
             if not is_padding:
                 state.sums.add(metrics, micro_batch)

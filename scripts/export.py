@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re  # extra: unsaved
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -36,12 +36,12 @@ from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sets import load_data
-from utils.extras.unsaved import KEY, complete  # extra: unsaved
 from utils.files import replace_file
 from utils.packages import import_for
 from utils.run.command_line import open_output
 from utils.run.resume import compare_evaluated
 from utils.settings.errors import UserError
+from utils.training.parts.unsaved import KEY, complete
 from utils.training.seams import Seams
 
 LOAD = """\
@@ -105,7 +105,7 @@ def read(source: Path, use_ema: bool | None = None) -> tuple[dict[str, Any], dic
     config = TrainingConfig.known(payload["config"])
     saved["config"] = {name: value for name, value in config.items() if name not in PLACES}
     saved |= {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
-    saved[KEY] = payload["provenance"].get(KEY, {})  # extra: unsaved
+    saved[KEY] = payload["provenance"].get(KEY, {})
     places = {name: value for name, value in config.items() if name in PLACES}
     return saved, places | {"init_from": "", "resume_from": ""}
 
@@ -277,16 +277,12 @@ def usage(options: argparse.Namespace, saved: dict[str, Any], shapes: str, is_im
     return code.format(file=str(options.out), shapes=shapes, scaled=scaled, units=units)
 
 
-# ---- extra: unsaved ----
 def check_only_saved(options: argparse.Namespace, unsaved: dict[str, str], has_code: bool) -> None:
     """Raises UserError if nothing can be left out."""
     if options.only_saved and has_code:
         raise UserError(f"only_saved: {options.format} needs all weights; use --format weights or safetensors")
     if options.only_saved and not unsaved:
         raise UserError("only_saved: the checkpoint has left out no weights; leave out --only_saved")
-
-
-# ---- end of unsaved ----
 
 
 def main() -> int:
@@ -296,7 +292,7 @@ def main() -> int:
     parser.add_argument("checkpoint", help="a path or a URL, also of a run: its best checkpoint")
     parser.add_argument("out", type=Path)
     add_ema_flag(parser)
-    parser.add_argument("--only_saved", action="store_true", help="without what is_saved leaves out")  # extra: unsaved
+    parser.add_argument("--only_saved", action="store_true", help="without what is_saved leaves out")
     parser.add_argument("--format", choices=FORMATS, default="weights")
     options = parser.parse_args()
     out, has_code = options.out, options.format in ("torch.export", "onnx")
@@ -308,8 +304,8 @@ def main() -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         places["compile"] = "off"  # extra: compile
         config = TrainingConfig(**saved["config"] | places | {"backend": "gloo"})  # on the CPU
-        check_only_saved(options, saved[KEY], has_code)  # extra: unsaved
-        if unsaved := saved.pop(KEY):  # extra: unsaved
+        check_only_saved(options, saved[KEY], has_code)
+        if unsaved := saved.pop(KEY):
             torch.manual_seed(config.seed)
             net = Seams.of(fork).create_model(config, torch.device("cpu"))
             saved["model"] = complete(saved["model"], unsaved, net, {}, str(source))
@@ -326,7 +322,7 @@ def main() -> int:
                 shapes = "as in compute_loss; their shapes are unknown without the data"
         else:
             is_classifier = classifies_zeros(config, saved)
-        if options.only_saved:  # extra: unsaved
+        if options.only_saved:
             saved["model"] = {name: value for name, value in saved["model"].items() if name not in unsaved}
             saved[KEY] = unsaved
         if has_code:
@@ -348,7 +344,7 @@ def main() -> int:
     if not has_code:
         print(f"left out of its config, as places and commands of this machine: {', '.join(places)}")
     code = usage(options, saved, shapes, is_image_model, is_classifier)
-    if options.only_saved:  # extra: unsaved
+    if options.only_saved:
         print(f"left out of its weights; create_model must give these: {', '.join(unsaved)}")
         # training seeds the generator, from which create_model may draw the frozen weights
         code = code.replace("model = create", 'torch.manual_seed(saved["config"]["seed"])\nmodel = create')

@@ -268,12 +268,12 @@ def examine(step: Step, plan: list[MicroBatch], ours: Ours) -> None:
         seed_device(device, "step", config.seed, step.number - 1, micro_batch.number)
         with ours.state.precision.autocast():
             total, counted = seams.compute_loss(model, batch)["loss"][:2]
-            if seams.terms:  # extra: terms
+            if seams.terms:
                 return seams.terms.mean(total), 0.0
             return total, counted
 
     count, gradients_are_finite = 0.0, True
-    if seams.terms:  # extra: terms
+    if seams.terms:
         batches = [loader.fetch(each.indices, epoch)[2] for each in plan]
         seams.terms.divide_by(torch.stack([seams.terms.counts(batch) for batch in batches]).sum(0))
         count = 1.0

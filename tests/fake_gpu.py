@@ -63,7 +63,7 @@ from utils.training.step_sums import StepSums
 
 DEVICE, EPOCHS = "fakegpu", 2
 MORE = "--optimizer adamw --clip_grad_norm 1".split()
-MORE += ["--ema_decay", "0.9"]  # extra: average
+MORE += ["--ema_decay", "0.9"]
 MORE += ["--augment_repeats", "2"]  # extra: images
 COPIES = {"_to_copy", "copy_", "_foreach_copy_"}
 NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}

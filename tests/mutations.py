@@ -109,22 +109,22 @@ MUTATIONS = [
     Mutation('Replicated.accumulating', 'with nullcontext() if micro_batch.is_last else self.no_sync():', 'with self.no_sync() if micro_batch.is_last else nullcontext():', 'gradient'),
     Mutation('TrainState.plan', 'self._loss_scale.fill_(self.sharing.divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
     Mutation('TrainState.update_if_finite', 'divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.sums.loss_count, float(samples)) * 2.0**-self.progress.loss_shift', 'gradient'),
-    Mutation('train_one_epoch', 'state.show(progress)  # what functions of model.py may read', 'pass', 'step-loss'),  # extra: steps
-    Mutation('Validation.validate', 'self.state.show(progress)', 'pass', 'step-loss'),  # extra: steps
+    Mutation('train_one_epoch', 'state.show(progress)  # what functions of model.py may read', 'pass', 'step-loss'),
+    Mutation('Validation.validate', 'self.state.show(progress)', 'pass', 'step-loss'),
     Mutation('TrainState._set_lr', 'group["lr"] = group["base_lr"] * factor', 'group["lr"] = group["base_lr"] * self.factor', 'group-factors'),
     Mutation('ddp_options', '"find_unused_parameters": config.find_unused_parameters,', '"find_unused_parameters": False,', 'unused'),
     Mutation('ExactlyReplicated.__init__', 'self._is_static, self._count = is_static or self.find_unused_parameters, dist.get_world_size()', 'self._is_static, self._count = is_static, dist.get_world_size()', 'unused'),  # extra: exact
     Mutation('seed_device', 'for generator in (torch.default_generator, *on_device):', 'for generator in on_device or [torch.default_generator]:', 'unused'),
     Mutation('factors_of', 'if wrong := sorted(set(names) ^ factor.keys()):', 'if wrong := sorted(set(names) - factor.keys()):', 'group-factors'),
-    Mutation('TrainState.update_if_finite', 'self._seams.after_step(self.model, self._seams.progress, (1 - skipped).double())', 'self._seams.after_step(self.model, self._seams.progress, torch.ones_like(skipped).double())', 'after-step'),  # extra: steps
-    Mutation('StepView.fill', 'self.samples_seen.fill_(progress.samples_seen)', 'self.samples_seen.fill_(progress.samples_in_epoch)', 'step-loss'),  # extra: steps
-    Mutation('Terms._begun', 'work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None', 'work = None', 'terms'),  # extra: terms
-    Mutation('Terms._begun', 'counts[each.number] = self.counts(each.batch)', 'counts[0] += self.counts(each.batch)', 'terms'),  # extra: terms
-    Mutation('Terms.divide_by', 'self._counts, self._divisors = counts, torch.where(counts > 0, counts, math.inf)', 'self._counts, self._divisors = counts, counts', 'terms'),  # extra: terms
-    Mutation('Terms.mean', 'return (sums / self._divisors).sum()', 'return sums.sum() / self._divisors.mean()', 'terms'),  # extra: terms
-    Mutation('Terms.divided', 'return metrics | {"loss": (self.mean(sums), self._one if number == 0 else 0.0)} | terms', 'return metrics | {"loss": (self.mean(sums), self._one)} | terms', 'terms'),  # extra: terms
-    Mutation('Terms.check_steps', 'self.check(counted, found)', 'pass', 'terms'),  # extra: terms
-    Mutation('TermMeans.__call__', 'quotients = torch.where(count == 0, total, total / count)  # a sum that is not finite stays so', 'quotients = total / count.sum()', 'terms'),  # extra: terms
+    Mutation('TrainState.update_if_finite', 'self._seams.after_step(self.model, self._seams.progress, (1 - skipped).double())', 'self._seams.after_step(self.model, self._seams.progress, torch.ones_like(skipped).double())', 'after-step'),
+    Mutation('StepView.fill', 'self.samples_seen.fill_(progress.samples_seen)', 'self.samples_seen.fill_(progress.samples_in_epoch)', 'step-loss'),
+    Mutation('Terms._begun', 'work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None', 'work = None', 'terms'),
+    Mutation('Terms._begun', 'counts[each.number] = self.counts(each.batch)', 'counts[0] += self.counts(each.batch)', 'terms'),
+    Mutation('Terms.divide_by', 'self._counts, self._divisors = counts, torch.where(counts > 0, counts, math.inf)', 'self._counts, self._divisors = counts, counts', 'terms'),
+    Mutation('Terms.mean', 'return (sums / self._divisors).sum()', 'return sums.sum() / self._divisors.mean()', 'terms'),
+    Mutation('Terms.divided', 'return metrics | {"loss": (self.mean(sums), self._one if number == 0 else 0.0)} | terms', 'return metrics | {"loss": (self.mean(sums), self._one)} | terms', 'terms'),
+    Mutation('Terms.check_steps', 'self.check(counted, found)', 'pass', 'terms'),
+    Mutation('TermMeans.__call__', 'quotients = torch.where(count == 0, total, total / count)  # a sum that is not finite stays so', 'quotients = total / count.sum()', 'terms'),
     Mutation('compute_gradient', 'state.backward(metrics["loss"][0], is_padding)  # of the sum; the count [1] divides in the update', 'state.backward(metrics["loss"][0], False)', 'gradient'),
     Mutation('Budget.pack', 'if (length if length > longest else longest) * count > self.tokens or count > most:', 'if (length if length > longest else longest) * count >= self.tokens or count > most:', 'lengths'),  # extra: lengths
     Mutation('Budget.pack', 'if count > 1:', 'if count > 2:', 'lengths'),  # extra: lengths
@@ -140,7 +140,7 @@ MUTATIONS = [
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm.cpu() < math.inf', 'no-reads'),
     Mutation('Updater.step', 'divisor = divisor * ((norm + 1e-6) / self._config.clip_grad_norm).clamp(min=1)', 'divisor = divisor * ((2 * norm + 1e-6) / self._config.clip_grad_norm).clamp(min=1)', 'weights'),
     Mutation('lr_factor', 'return (step + 1) / warmup_steps', 'return step / warmup_steps', 'weights'),
-    Mutation('WeightAverage.update', 'self._taken.add_(taken)', 'self._taken.add_(1)', 'weights'),  # extra: average
+    Mutation('WeightAverage.update', 'self._taken.add_(taken)', 'self._taken.add_(1)', 'weights'),
     Mutation('Reporter.before_save', 'self.catch_up()', 'pass', 'files'),
     Mutation('leave_steps', 'training.reporter.catch_up()', 'pass', 'files'),
     Mutation('Reporter.step_done', 'if self._unwritten and step - self._unwritten.at["step"] >= READ_AFTER:', 'if self._unwritten:', 'no-reads'),
@@ -148,8 +148,8 @@ MUTATIONS = [
     Mutation('Checkpoints.save_best', 'self._link_best()', 'pass', 'keep-last'),
     Mutation('Checkpoints._settle_best', 'self._state.progress.forget_best()', 'pass', 'keep-last'),
     Mutation('Checkpoints.finish_best', 'if self._is_linked is False:', 'if False:', 'keep-last'),
-    Mutation('TrainState._load', 'self.average.continue_from(self.progress.step - skipped)', 'self.average.continue_from(self.progress.step)', 'weights'),  # extra: average
-    Mutation('WeightAverage.update', 'rate = (9 / (9 + self._taken)).clamp(min=self._least_rate) * taken  # 1 minus the decay', 'rate = (1 / (1 + self._taken)).clamp(min=self._least_rate) * taken', 'weights'),  # extra: average
+    Mutation('TrainState._load', 'self.average.continue_from(self.progress.step - skipped)', 'self.average.continue_from(self.progress.step)', 'weights'),
+    Mutation('WeightAverage.update', 'rate = (9 / (9 + self._taken)).clamp(min=self._least_rate) * taken  # 1 minus the decay', 'rate = (1 / (1 + self._taken)).clamp(min=self._least_rate) * taken', 'weights'),
     Mutation('compute_gradient', 'seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)', 'seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, attempt.ctx.rank)', 'dropout'),
     Mutation('GlobalBatchLoader.micro_batches', 'self.sampler.set_epoch(epoch, start)', 'self.sampler.set_epoch(0, start)', 'order'),
     Mutation('GlobalBatchSampler.order', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, 0))', 'order'),
@@ -178,28 +178,28 @@ MUTATIONS = [
     Mutation('Schedule.is_evaluation_due', 'return is_due and progress.evaluated_step != progress.step', 'return is_due', 'evaluation-by-steps'),
     Mutation('validate', 'training.model.train()', 'pass', 'evaluation-by-steps'),
     Mutation('train_one_epoch', 'if schedule.is_patience_over:', 'if False:', 'evaluation-by-steps'),
-    Mutation('complete', 'wrong = sorted(name for name in names if ours.get(name) != theirs[name])', 'wrong = []', 'unsaved'),  # extra: unsaved
-    Mutation('complete', 'names = saved.keys() | (here.keys() & weights.keys())', 'names = saved.keys()', 'unsaved'),  # extra: unsaved
-    Mutation('left_out', 'if trained := [name for name, parameter in found.items() if parameter.requires_grad]:', 'if trained := []:', 'unsaved'),  # extra: unsaved
-    Mutation('TrainState._load', 'weights = payload["ema"] or payload["model"]', 'weights = payload["model"]', 'resume'),  # extra: average
-    Mutation('in_order', 'order = torch.tensor([index for part in parts for index in part["indices"]]).argsort()', 'order = torch.arange(sum(len(part["indices"]) for part in parts))', 'summary'),  # extra: summarize
-    Mutation('Outputs.add', 'if not is_padding:', 'if True:', 'summary'),  # extra: summarize
-    Mutation('Summary.of_ranks', 'check_size(sum(all_gather_json(bytes_of(outputs), ctx)))', 'pass', 'summary'),  # extra: summarize
-    Mutation('Summary.names', 'check_size(bytes_of(outputs) / size * samples)', 'pass', 'summary'),  # extra: summarize
+    Mutation('complete', 'wrong = sorted(name for name in names if ours.get(name) != theirs[name])', 'wrong = []', 'unsaved'),
+    Mutation('complete', 'names = saved.keys() | (here.keys() & weights.keys())', 'names = saved.keys()', 'unsaved'),
+    Mutation('left_out', 'if trained := [name for name, parameter in found.items() if parameter.requires_grad]:', 'if trained := []:', 'unsaved'),
+    Mutation('TrainState._load', 'weights = payload["ema"] or payload["model"]', 'weights = payload["model"]', 'resume'),
+    Mutation('in_order', 'order = torch.tensor([index for part in parts for index in part["indices"]]).argsort()', 'order = torch.arange(sum(len(part["indices"]) for part in parts))', 'summary'),
+    Mutation('Outputs.add', 'if not is_padding:', 'if True:', 'summary'),
+    Mutation('Summary.of_ranks', 'check_size(sum(all_gather_json(bytes_of(outputs), ctx)))', 'pass', 'summary'),
+    Mutation('Summary.names', 'check_size(bytes_of(outputs) / size * samples)', 'pass', 'summary'),
     Mutation('Updater.load_state_dict', 'if self.scaler.is_enabled() and payload["scaler"]:', 'if False:', 'resume'),
     Mutation('load_optimizer', 'restore_entries(optimizer, saved.get("changed_in_groups", []), names)', 'pass', 'resume'),
     Mutation('load_optimizer', 'optimizer.load_state_dict(own | others | {"state": states})', 'optimizer.load_state_dict(own | others | {"state": {}})', 'resume'),
     Mutation('load_optimizer', 'others = {key: saved[key] for key in own.keys() & saved.keys() if key != "param_groups"}', 'others = {}', 'resume'),
     Mutation('take_weights', 'if is_other_model or 2 * len(fitting) < len(in_started):', 'if is_other_model:', 'plain-load'),
     Mutation('match_names', 'short = name.removeprefix(prefix)', 'short = name', 'plain-load'),
-    Mutation('WeightAverage.__init__', 'self._copies = {value: full_precision(source) for value, source in sources.items()}', 'self._copies = {value: source.clone() for value, source in sources.items()}', 'weights'),  # extra: average
+    Mutation('WeightAverage.__init__', 'self._copies = {value: full_precision(source) for value, source in sources.items()}', 'self._copies = {value: source.clone() for value, source in sources.items()}', 'weights'),
     Mutation('resume_run', 'if not is_comparable:', 'if False:', 'changed-settings'),
     Mutation('compare_held_out', 'elif split not in new:', 'elif False:', 'changed-settings'),
     Mutation('resume_run', 'on_all_ranks(lambda: run.rewind(progress.step, is_evaluated, has_test) if run.leads_node else None, ctx)', 'pass', 'records-once'),
     Mutation('compare', 'wrong, may = (lines_of(rows, resume) for resume in ("must", "may"))', 'wrong, may = [], [*lines_of(rows, "must"), *lines_of(rows, "may")]', 'must-match'),
     Mutation('Updater.step', 'norm = torch.add(norm, loss, alpha=0)  # 0 times a non-finite loss is NaN', 'pass', 'not-finite'),
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm <= math.inf', 'not-finite'),
-    Mutation('TrainState.update_if_finite', 'self.average.update(1 - skipped)  # of the weights that after_step leaves', 'self.average.update(torch.ones_like(skipped))', 'not-finite'),  # extra: average
+    Mutation('TrainState.update_if_finite', 'self.average.update(1 - skipped)  # of the weights that after_step leaves', 'self.average.update(torch.ones_like(skipped))', 'not-finite'),
     Mutation('prepare', 'fill_momenta(optimizer)', 'pass', 'not-finite'),
     Mutation('Consensus.flush', 'self._start(every=1)', 'pass', 'stop'),
     Mutation('train_one_epoch', 'consensus.flush()  # an earlier vote must not count after a save', 'pass', 'stop'),

@@ -52,9 +52,9 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False, packed
     optimizer = torch.optim.SGD(groups, config.lr, mu := config.momentum, nesterov=config.nesterov and mu > 0, **rest)
     if config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, config.beta2), **rest)
-    rule = lambda *weights: get_ema_multi_avg_fn(min(config.ema_decay, step / (9 + step)))(*weights)  # noqa: E731  # extra: average
+    rule = lambda *weights: get_ema_multi_avg_fn(min(config.ema_decay, step / (9 + step)))(*weights)  # noqa: E731
     optimizer = seams.get("create_optimizer", lambda *_: optimizer)(param_groups(model, config), config)
-    average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True) if config.ema_decay else None  # extra: average
+    average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True) if config.ema_decay else None
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)] or [torch.zeros(1)]
     before, means = ([torch.empty_like(s) for s in statistics] for _ in range(2))

@@ -104,7 +104,7 @@ def image_loss(net, batch):
     return {"loss": (loss, len(labels))} | {f"top{k}": (count_correct(logits, labels, k), len(labels)) for k in (1, 5)}
 
 
-def ramped_loss(net, batch, progress):  # extra: steps
+def ramped_loss(net, batch, progress):
     """Adds a penalty on the logits that grows with everything that a loss may know of the step, in evaluation too."""
     logits, labels = net(batch[0]), batch[1]
     ramp = progress.step / progress.total_steps + 0.5 * progress.epoch + 0.001 * progress.samples_seen
@@ -112,7 +112,7 @@ def ramped_loss(net, batch, progress):  # extra: steps
     return {"loss": (loss, len(labels)), "ramp": (ramp * len(labels), len(labels))}
 
 
-class Taught(nn.Module):  # extra: steps
+class Taught(nn.Module):
     """A student and its teacher, frozen weights that after_step moves; `clock` sums the numbers of the steps."""
 
     def __init__(self):
@@ -125,13 +125,13 @@ class Taught(nn.Module):  # extra: steps
         return self.student(x), self.teacher(x)
 
 
-def taught_loss(net, batch):  # extra: steps
+def taught_loss(net, batch):
     (logits, taught), labels = net(batch[0]), batch[1]
     loss = F.cross_entropy(logits, labels, reduction="sum") + 0.1 * (logits - taught).square().sum()
     return {"loss": (loss, len(labels)), "top1": (count_correct(taught, labels), len(labels))}
 
 
-def teach(net, progress, taken):  # extra: steps
+def teach(net, progress, taken):
     """The weights' bound comes first, so that the order of after_step and the average matters."""
     for weight in net.student.parameters():
         weight.clamp_(-0.3, 0.3)
@@ -140,7 +140,7 @@ def teach(net, progress, taken):  # extra: steps
     net.clock.add_((progress.step + 100 * progress.epoch) * taken)
 
 
-def term_loss(net, batch):  # extra: terms
+def term_loss(net, batch):
     """Three terms: per class, which counts as its number; for images of two classes only; and per image."""
     logits, labels = net(batch[0]), batch[1]
     errors, bright = F.cross_entropy(logits, labels, reduction="none"), batch[0].mean((1, 2, 3))
@@ -154,11 +154,11 @@ def term_loss(net, batch):  # extra: terms
     return {"loss": loss, "top1": (count_correct(logits, labels), len(labels))}
 
 
-def term_counts(batch):  # extra: terms
+def term_counts(batch):
     return {"classes": (batch[1] + 1).sum(), "rare": (batch[1] % 5 == 4).sum(), "size": len(batch[1])}
 
 
-def joint_loss(net, batch, progress):  # extra: steps and terms
+def joint_loss(net, batch, progress):
     """The terms of the student, and a distance to its teacher whose weight grows with the step."""
     (logits, taught), labels = net(batch[0]), batch[1]
     terms = term_loss(lambda images: logits, batch)["loss"]
@@ -233,20 +233,20 @@ TASKS = {
 TASKS["left_out"] = TASKS["images"] | {
     "create_model": lambda config, device: nn.Sequential(LeavesOut(3, affine=False), SmallNet(True, 10)).to(device)
 }
-TASKS["ramped"] = TASKS["images"] | {"compute_loss": ramped_loss}  # extra: steps
-TASKS["terms"] = TASKS["images"] | {"compute_loss": term_loss, "loss_counts": term_counts}  # extra: terms
+TASKS["ramped"] = TASKS["images"] | {"compute_loss": ramped_loss}
+TASKS["terms"] = TASKS["images"] | {"compute_loss": term_loss, "loss_counts": term_counts}
 TASKS["blocks"] = TASKS["lines"] | {"create_model": lambda config, device: BlockModel().to(device)}
 TASKS["experts"] = TASKS["plain"] | {
     "create_model": lambda config, device: Experts().to(device),
     "compute_loss": expert_loss,
 }
 TASKS["thawing"] = TASKS["plain"] | {"param_groups": named_groups, "lr_factor": thaw}
-TASKS["taught"] = IMAGES | {  # extra: steps
+TASKS["taught"] = IMAGES | {
     "create_model": lambda config, device: Taught().to(device),
     "compute_loss": taught_loss,
     "after_step": teach,
 }
-TASKS["joint"] = TASKS["taught"] | {  # extra: steps and terms
+TASKS["joint"] = TASKS["taught"] | {
     "compute_loss": joint_loss,
     "loss_counts": lambda batch: term_counts(batch) | {"taught": len(batch[1])},
     "param_groups": lambda net, config: named_groups(net.student, config),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.extras.terms.means import TermMeans  # extra: terms
 from utils.logger import RESERVED
 from utils.settings.errors import UserError
 
@@ -18,6 +18,23 @@ Metrics = dict[str, tuple]  # name -> (sum, count) or (sum, count, function of t
 KNOWN_DIRECTIONS = {"loss": -1, "accuracy": 1, "top1": 1, "top5": 1}
 NOT_A_NAME = "which is not allowed (reserved, of a term of the loss, or with an empty part)"
 EXAMPLE = '{"loss": (loss_sum, len(labels)), "accuracy": (correct, len(labels))}'
+
+
+@dataclass(frozen=True)
+class TermMeans:
+    """What is reported of a loss of several terms: the sum of their quotients, and each of them as loss/name.
+
+    It is the third entry of such a loss, whose sum and count are tensors [terms].
+    """
+
+    names: tuple[str, ...]
+
+    def __call__(self, total: Tensor, count: Tensor) -> dict[str, float]:
+        """A term that counted nothing adds nothing, and is NaN by itself."""
+        quotients = torch.where(count == 0, total, total / count)  # a sum that is not finite stays so
+        loss = quotients.sum() if count.any() else torch.tensor(math.nan)
+        each = torch.where(count == 0, math.nan, quotients).tolist()
+        return {"loss": loss.item()} | {f"loss/{name}": value for name, value in zip(self.names, each, strict=True)}
 
 
 def is_metric_name(name: Any) -> bool:
@@ -45,13 +62,13 @@ def check_metrics(metrics: Any) -> Metrics:
                 problem = f"returned a metric named {name!r}, {NOT_A_NAME}"
             elif not is_entry or (len(entry) == 3 and not callable(entry[2])):
                 problem = f"returned no (sum, count) or (sum, count, function) for {name}"
-        if isinstance(metrics["loss"], dict):  # extra: terms
+        if isinstance(metrics["loss"], dict):
             problem = "returned a loss of several terms, for which model.py must define"
             problem += " loss_counts(batch) -> {term: count}"
         if not problem:
             total, count, *finish = metrics["loss"]
             counts, ndim = torch.as_tensor(count).reshape(-1).tolist(), 0
-            if any(isinstance(each, TermMeans) for each in finish):  # extra: terms
+            if any(isinstance(each, TermMeans) for each in finish):
                 ndim = 1
             if not isinstance(total, Tensor) or total.ndim != ndim or not total.is_floating_point():
                 problem = "returned a loss whose sum is not a 0-dimensional float tensor"
@@ -144,7 +161,7 @@ class MetricTracker:
         means: dict[str, float] = {}
         for name, total, count in zip(self._places, found[::2], found[1::2], strict=True):
             finish = self._finish.get(name)
-            if isinstance(finish, TermMeans):  # extra: terms
+            if isinstance(finish, TermMeans):
                 means |= finish(total, count)
                 continue
             reported = _reported(name, torch.where(count == 0, math.nan, total / count), finish)

@@ -247,7 +247,7 @@ def sums(seams: Seams, net: nn.Module, batch: Any, is_training: bool) -> dict[st
 def sums_of(seams: Seams, metrics: Metrics, batch: Any) -> dict[str, Tensor]:
     """In their dtypes, flat, on the CPU. Raises UserError if loss_counts lies."""
     metrics = check_metrics(metrics)
-    if seams.terms:  # extra: terms
+    if seams.terms:
         total, count, means = metrics["loss"]
         terms = {f"loss/{name}": (total[k], count[k]) for k, name in enumerate(means.names)}
         if torch.is_grad_enabled():  # an evaluation may count otherwise

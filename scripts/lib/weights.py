@@ -34,7 +34,7 @@ def choose_weights(payload: dict[str, Any], is_ema: bool | None, source: object)
     """
     if is_ema and not payload["ema"]:
         remedy = "leave out --ema"
-        remedy += ", or train with --ema_decay 0.999"  # extra: average
+        remedy += ", or train with --ema_decay 0.999"
         raise UserError(f"{source}: has no averaged weights; {remedy}")
     if is_ema is None:
         is_ema = bool(payload["ema"])

@@ -40,6 +40,7 @@ from lib.git_tree import SO_THAT, fail, git, require_clean, require_undoable, tr
 from lib.unused_imports import remove_unused_imports
 
 PAGE, PROJECT = "docs/extras.md", "pyproject.toml"
+KERNEL = {"average", "profiler", "steps", "summarize", "terms", "unsaved"}  # extras of earlier versions
 SETTINGS = "utils/extras/settings.py"  # the list of the settings of extras
 UPGRADING = "docs/upgrading.md, one-time setup"
 NAMES = r"\w+(?: (?:and|or) \w+)*"
@@ -425,7 +426,9 @@ def cut_tree(root: Path, cut: set[str], is_fork: bool = True) -> tuple[Files, Fi
     left, fields = without(files, cut | before.keys())
     if problems := dangling(files, left):
         fail(f"{problems[0]}; keep the extra of that file, or delete that of this one too")
-    left[PROJECT] = with_record(left[PROJECT], fields | before)
+    still_extras = extras_of(files)  # in a newer version some are part of the kernel
+    record = {name: table for name, table in (fields | before).items() if name in still_extras}
+    left[PROJECT] = with_record(left[PROJECT], record)
     changed = changed_files(files, left)
     for name in changed:
         if "\r" in files[name]:
@@ -526,6 +529,9 @@ def main(words: list[str]) -> None:
         merge(words[1])
     elif words:
         names = set(words) - {"--all-but"}
+        if names & KERNEL:
+            name = min(names & KERNEL)
+            fail(f"{name}: is part of the kernel now, at no cost if unused; leave out this name ({PAGE})")
         if wrong := names - known.keys():
             fail(f"{min(wrong)}: is not an extra; give some of {', '.join(known)}")
         require_clean(ROOT, ".")

@@ -14,12 +14,6 @@ from utils.settings.other_trainers import TRAINERS, Trainer
 
 PAGE = ROOT / "docs" / "coming-from.md"
 BEGIN, END = "<!-- tables: made by tests/builtin/coming_from_page.py -->", "<!-- end of tables -->"
-FUNCTIONS = {
-    "after_step": "steps",
-    "is_saved": "unsaved",
-    "loss_counts": "terms",
-    "summarize": "summarize",
-}  # of extras
 
 
 def option(name: str) -> str:
@@ -28,13 +22,9 @@ def option(name: str) -> str:
 
 
 def row(names: str, answer: str) -> str:
-    """A row of a table. It is marked if its answer needs a function of model.py that a fork may have deleted."""
+    """A row of a table."""
     options = ", ".join(option(name) for name in names.split())
-    line = f"| {options} | {answer} |"
-    for function, extra in FUNCTIONS.items():
-        if f"`{function}`" in answer:
-            line += f"<!-- extra: {extra} -->"
-    return line
+    return f"| {options} | {answer} |"
 
 
 def section(trainer: Trainer) -> str:

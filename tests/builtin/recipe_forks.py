@@ -14,7 +14,7 @@ RECIPES = ROOT / "docs" / "recipes"
 ON = {
     "muon": ["gpt"],
     "sweeps": ["tabular"],
-    "lora": ["causal_lm"],  # extra: unsaved
+    "lora": ["causal_lm"],
     "memory_mapped_tokens": ["gpt"],
     "several_validation_sets": ["gpt"],
     "tensor_parallel": ["gpt"],

@@ -35,7 +35,7 @@ RESNET50 = """--model resnet50 --batch-size 128 --lr 0.5 --lr-scheduler cosinean
 --lr-warmup-method linear --auto-augment ta_wide --epochs 600 --random-erase 0.1 --weight-decay 0.00002
 --norm-weight-decay 0.0 --label-smoothing 0.1 --mixup-alpha 0.2 --cutmix-alpha 1.0 --train-crop-size 176
 --val-resize-size 232 --ra-sampler --ra-reps 4"""
-RESNET50 += " --model-ema"  # extra: average
+RESNET50 += " --model-ema"
 HERE = {
     "--lr-scheduler": "--schedule",
     "--lr-warmup-epochs": "--warmup_epochs",
@@ -44,7 +44,7 @@ HERE = {
     "--val-resize-size": "--resize_size",
     "--ra-sampler": "--augment_repeats",
     "--ra-reps": "--augment_repeats",
-    "--model-ema": "--ema_decay",  # extra: average
+    "--model-ema": "--ema_decay",
 }
 
 
@@ -64,7 +64,7 @@ def test_torchvisions_command_for_resnet50_works_once_the_flags_are_named_as_the
     words = {f"--{name}": value[0] if value else "" for name, *value in given}
     named = {HERE.get(flag, flag): value for flag, value in words.items()} | {"--schedule": "cosine"}
     # theirs is a switch, whose decay docs/recipes/imagenet.toml computes
-    named |= {"--ema_decay": "0.999966"}  # extra: average
+    named |= {"--ema_decay": "0.999966"}
     del named[""]
     config = TrainingConfig.from_args([word for flag, value in named.items() for word in (flag, value)])
     recipe = TrainingConfig.from_args(["--config", str(ROOT / "docs/recipes/imagenet.toml")])

@@ -27,7 +27,7 @@ train.first_passes = first_passes
 
 def test_the_size_found_can_be_trained_and_half_as_much_again_cannot(runs):
     printed, flags = [], "--image_size 16 --backend gloo".split()
-    flags += ["--ema_decay", "0.9"]  # extra: average
+    flags += ["--ema_decay", "0.9"]
     words = [*flags, "--run_dir", str(runs.folder("none"))]
 
     def trial(size):

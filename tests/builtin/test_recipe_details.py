@@ -102,7 +102,7 @@ def test_muon_is_rejected_with_sharding_and_its_state_survives_a_resume(tmp_path
     assert kinds == {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})}
 
 
-@pytest.mark.slow  # extra: unsaved
+@pytest.mark.slow
 def test_checkpoints_of_lora_hold_only_adapters_and_reject_another_base(tmp_path):
     fork = Fork(tmp_path, "lora")
     running_text_for_adapters(fork.folder / "FOLDER")
@@ -122,7 +122,6 @@ def test_checkpoints_of_lora_hold_only_adapters_and_reject_another_base(tmp_path
     assert ended.code == 2 and "create_model" in ended.text, ended.text
 
 
-# ---- extra: unsaved ----
 POLICY = """
 import torch
 from config import TrainingConfig
@@ -159,7 +158,6 @@ def test_checkpoints_of_dpo_hold_the_policy_and_its_reference_stays_as_it_was(tm
     assert ended.code == 0, ended.text
 
 
-# ---- end of unsaved ----
 SOME_END_BADLY = """
 import json, pathlib, sys
 flags = dict(flag.lstrip("-").split("=") for flag in sys.argv[1:] if "=" in flag)
@@ -238,7 +236,7 @@ torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 """
 
 
-def test_the_chunks_of_a_contrastive_batch_give_its_gradient_without_keeping_activations(tmp_path):  # extra: summarize
+def test_the_chunks_of_a_contrastive_batch_give_its_gradient_without_keeping_activations(tmp_path):
     fork = Fork(tmp_path, "contrastive")
     pairs_of_image_and_text(fork.folder / "FOLDER")
     (fork.folder / "chunks.py").write_text(CHUNKS)
@@ -297,7 +295,7 @@ assert summarize({"best": spoken, "text": text}) == {"wer": 0.5}
 """
 
 
-@pytest.mark.slow  # extra: summarize
+@pytest.mark.slow
 def test_packed_rows_of_the_speech_recipe_stay_in_order_and_words_are_compared_by_edits(tmp_path):
     fork = Fork(tmp_path, "speech")
     spoken_words(fork.folder / "FOLDER")
@@ -452,8 +450,8 @@ for dtype in (torch.float32, torch.float64):
     [
         ("causal_lm", running_text),
         ("text_classification", labelled_texts),
-        ("lora", running_text_for_adapters),  # extra: unsaved
-        ("dpo", preferences),  # extra: unsaved
+        ("lora", running_text_for_adapters),
+        ("dpo", preferences),
     ],
 )
 def test_a_model_of_transformers_has_the_default_dtype_and_not_that_of_its_file(tmp_path, name, make_data):

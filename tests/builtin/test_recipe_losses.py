@@ -46,7 +46,6 @@ with open("losses.json", "w") as file:
     json.dump(losses, file)
 """
 
-# ---- extra: unsaved ----
 TRL = """
 import json
 from datasets import Dataset
@@ -102,20 +101,19 @@ with open("runs/fork/metrics.jsonl") as file:
 for ours, theirs in zip(records, logged, strict=True):
     assert all(abs(ours[name] - value) < 1e-5 for name, value in zip(names, theirs, strict=True)), (ours, theirs)
 """
-# ---- end of unsaved ----
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "make_data", "script", "flags"),
     [
-        ("dpo", preferences, TRL, "--lr 1e-3 --beta 0.5"),  # extra: unsaved
+        ("dpo", preferences, TRL, "--lr 1e-3 --beta 0.5"),
         ("graph", graphs_of_two_classes, PYG, ""),
     ],
 )
 def test_the_losses_of_a_recipe_are_those_of_the_original_trainer(tmp_path, name, make_data, script, flags):
     """On two ranks with gradient accumulation, which takes the same batches in the same order in one process."""
-    if name == "dpo":  # extra: unsaved
+    if name == "dpo":
         pytest.importorskip("trl")
     fork, runs = Fork(tmp_path, name), Runs(tmp_path / "runs")
     make_data(fork.folder / "FOLDER")

@@ -37,16 +37,16 @@ from training import Runs
 BOTH, ALL = ["dataset.py", "model.py"], ["config.py", "dataset.py", "model.py"]
 CASES = {
     "vision_transformer": (image_folder, ["model.py"]),
-    "self_distillation": (image_folder, ["model.py"]),  # extra: steps
+    "self_distillation": (image_folder, ["model.py"]),
     "text": (lines_of_words, BOTH),
     "segmentation": (shapes_with_masks, ALL),
-    "detection": (shapes_with_boxes, BOTH),  # extra: terms
+    "detection": (shapes_with_boxes, BOTH),
     "diffusion": (smooth_images, ALL),
-    "speech": (spoken_words, BOTH),  # extra: summarize
+    "speech": (spoken_words, BOTH),
     "packed_documents": (lines_of_words, BOTH),  # extra: lengths
     "gpt": (lines_of_words, ALL),
     "memory_mapped_tokens": (token_files, ALL),
-    "contrastive": (pairs_of_image_and_text, ALL),  # extra: summarize
+    "contrastive": (pairs_of_image_and_text, ALL),
     "several_validation_sets": (texts_of_two_kinds, ALL),
     "tabular": (table, ALL),
     "recommender": (ratings, BOTH),
@@ -55,8 +55,8 @@ CASES = {
     "hugging_face": (hub_images, ["dataset.py"]),
     "text_classification": (labelled_texts, BOTH),
     "causal_lm": (running_text, ALL),
-    "lora": (running_text_for_adapters, ALL),  # extra: unsaved
-    "dpo": (preferences, ALL),  # extra: unsaved
+    "lora": (running_text_for_adapters, ALL),
+    "dpo": (preferences, ALL),
     "muon": (lines_of_words, ALL),
     "timm": (timm_images, BOTH),  # extra: images
 }
@@ -118,7 +118,7 @@ def test_verify_raises_no_false_alarm_on_a_recipe(tmp_path, name, ranks):
     [
         ("vision_transformer", "--epochs 15 --batch_size 10 --global_batch_size 80 --amp_dtype bf16"),
         ("text", "--epochs 10 --batch_size 16 --global_batch_size 128 --no-use_amp"),
-        ("contrastive", "--epochs 15 --global_batch_size 256 --no-use_amp"),  # extra: summarize
+        ("contrastive", "--epochs 15 --global_batch_size 256 --no-use_amp"),
     ],
 )
 def test_with_exact_sums_a_recipe_has_the_same_bits_on_any_number_of_ranks(tmp_path, name, flags):

@@ -15,7 +15,7 @@ import config
 import dataset
 import model
 from ranks import ROOT
-from utils.extras.steps import StepView  # extra: steps
+from utils.training.parts.step_progress import StepView
 from utils.training.schedule import Progress
 from utils.training.seams import REQUIRED, Seams
 
@@ -156,7 +156,7 @@ def test_a_loss_reads_a_setting_as_the_page_shows():
 @pytest.mark.parametrize(
     ("title", "names"),
     [
-        ("The progress of a step", {field.name for field in dataclasses.fields(StepView)}),  # extra: steps
+        ("The progress of a step", {field.name for field in dataclasses.fields(StepView)}),
         (
             "The progress of the run",
             {field.name for field in dataclasses.fields(Progress)} - {"loss_shift"} | {"epoch_number"},

@@ -20,7 +20,7 @@ from utils.checkpoint import archive
 from utils.settings.errors import UserError
 
 AVERAGED: list = []
-AVERAGED += ["--ema_decay", 0.5]  # extra: average
+AVERAGED += ["--ema_decay", 0.5]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_the_report_has_the_timeline_and_curves_of_all_runs(two_runs, tmp_path):
     page = (tmp_path / "report.html").read_text()
     marks = [len(re.findall(f'<rect class="{kind}" [^>]*><title>', page)) for kind in ("start_up", "training")]
     assert marks == [2, 2] and page.count("<title>evaluation at step") == 4
-    assert ">fast (averaged weights)<" in page  # extra: average
+    assert ">fast (averaged weights)<" in page
     assert page.count("<title>fast, training, optimizer step 10: ") >= 2  # loss and top1
 
 
@@ -108,7 +108,7 @@ def test_the_list_has_the_results_and_settings_of_real_runs(two_runs):
     "flags",
     [
         [],
-        ["--ema"],  # extra: average
+        ["--ema"],
         ["--no-ema"],
         pytest.param(["--format", "safetensors"], marks=pytest.mark.slow),
     ],
@@ -120,7 +120,7 @@ def test_the_printed_snippet_gives_the_same_predictions_as_the_evaluation(two_ru
     ended = run_script("export.py", two_runs.checkpoints("fast")[-1], tmp_path / "model.pt", *flags)
     assert ended.code == 0, ended.text
     weights = "model"
-    if "--no-ema" not in flags:  # extra: average
+    if "--no-ema" not in flags:
         weights = "ema"
     title = {"ema": "averaged", "model": "plain"}[weights]
     assert f"wrote {tmp_path / 'model.pt'} from the {title} weights of " in ended.out
@@ -206,8 +206,8 @@ def test_an_export_that_cannot_be_made_is_rejected(two_runs, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "weights"),
     [
-        ([], "ema"),  # extra: average
-        (["--ema"], "ema"),  # extra: average
+        ([], "ema"),
+        (["--ema"], "ema"),
         (["--no-ema"], "model"),
     ],
 )
@@ -232,7 +232,7 @@ def test_an_evaluation_alone_says_which_weights_selected_the_best(two_runs):
     assert ended.code == 0, ended.text
     outcome = two_runs.json("fast", "eval-best.json")
     assert outcome["weights"] == outcome["records"][-1]["weights"]
-    assert outcome["weights"] == "ema"  # extra: average
+    assert outcome["weights"] == "ema"
     assert f"the weights that select the best checkpoint are {outcome['weights']!r}" in ended.text
 
 

@@ -16,7 +16,7 @@ from training import wait_until
 
 FLAGS = "--image_size 8 --dataset_size 60 --backend gloo".split()
 GIVEN = "--dataset_size 24 --schedule linear --warmup_epochs 0.1".split()
-GIVEN += ["--ema_decay", "0.9"]  # extra: average
+GIVEN += ["--ema_decay", "0.9"]
 PATCH = ["patch", "-s", "-p1", "-F0"]  # no fuzz: it plants lines where they are wrong
 FAULTS = sorted((ROOT / "tests" / "faults").glob("*.patch"))
 DEFAULT = ("rank_dependent_parameter",)
@@ -169,7 +169,7 @@ def after_step(model, progress, taken):
 
 
 @pytest.mark.guarantee(
-    "after-step",  # extra: steps
+    "after-step",
     "group-factors",
     "unused",
 )
@@ -177,8 +177,8 @@ def after_step(model, progress, taken):
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("after_step", "--ema_decay 0.9"),  # extra: steps and average
-        ("after_step", "--sharding zero3"),  # extra: steps
+        ("after_step", "--ema_decay 0.9"),
+        ("after_step", "--sharding zero3"),
         ("lr_factor", ""),
         ("LayerDrop", "--find_unused_parameters --optimizer adamw"),
     ],

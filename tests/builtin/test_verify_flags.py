@@ -65,8 +65,8 @@ ROWS = """
 """.strip().splitlines()
 ROWS += ["--optimizer adamw --drop_last --batch_size 8 --global_batch_size 16"]
 ROWS += ["--activation_checkpointing"]  # extra: compile
-ROWS += ["--ema_decay 0.9"]  # extra: average
-ROWS += ["--sharding zero3 --ema_decay 0.9 --optimizer adamw"]  # extra: average and sharding
+ROWS += ["--ema_decay 0.9"]
+ROWS += ["--sharding zero3 --ema_decay 0.9 --optimizer adamw"]  # extra: sharding
 ROWS += ["--cache ram"]  # extra: cache
 ROWS += [
     "--mixup_alpha 0.2 --cutmix_alpha 1",

@@ -172,7 +172,7 @@ class Rest:
         LION.replace(', "weight_decay": 0.1', "").replace('group["weight_decay"]', "0.1"),
         SAMPLE,
     ),
-    "temperature": (  # extra: steps
+    "temperature": (
         IN_INIT.replace("BUILD", "self.temperature = nn.Parameter(torch.tensor(1.0))")
         + FORWARD.replace("COMPUTE", "return plain_forward(self, x) * self.temperature.exp()")
         + "\ndef after_step(model, progress, taken):\n    model.temperature.clamp_(max=1.001)\n",
@@ -182,7 +182,7 @@ class Rest:
         FORWARD.replace("COMPUTE", "return self.net(x.sum(1))"),
         BY_LENGTH,
     ),
-    "label smoothing": (  # extra: steps
+    "label smoothing": (
         LOSS.replace("(model, batch)", "(model, batch, progress)").replace(
             "COMPUTE",
             f"{CLASSES}\n    smoothing = 0.1 * (1 - progress.step / progress.total_steps) * torch.is_grad_enabled()\n"
@@ -307,7 +307,7 @@ class Rest:
         "len(batch['name']))}\n\ndef predict(model, batch):\n    return {'value': model(batch['x'])}\n",
         "        return {'x': self.x[index], 'y': self.y[index], 'name': f'sample {index}'}\n",
     ),
-    "terms": (  # extra: terms
+    "terms": (
         "\ndef loss_counts(batch):\n    return {'first': (batch[1] > 0).sum(), 'second': len(batch[1])}\n"
         + LOSS.replace(
             "COMPUTE",

@@ -27,16 +27,16 @@ PROVENANCE_KEYS = "git_commit git_dirty hosts start_time verified classes mean s
 
 
 WEIGHTS = ["model"]
-WEIGHTS += ["ema"]  # extra: average
+WEIGHTS += ["ema"]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     runs = Runs(tmp_path_factory.mktemp("full"))
     flags = "--image_size 8 --batch_size 8 --log_interval 2 --backend gloo --dataset_size 80 --epochs 3"
-    flags += " --ema_decay 0.9"  # extra: average
+    flags += " --ema_decay 0.9"
     flags += " --num_workers 1 --record_samples --save_every_steps 4 --keep_last 2"
-    flags += " --enable_profiling"  # extra: profiler
+    flags += " --enable_profiling"
     runs.ended = torchrun(2, *flags.split(), "--run_dir", runs.folder("run"))
     assert (runs.ended.code, runs.ended.left) == (0, 0), runs.ended.text
     return runs
@@ -58,7 +58,7 @@ def test_rank_0_prints_the_chosen_settings_and_the_progress(whole):
         " per rank)",
         "left",
         "epoch 3 | val: loss",
-        "| val (ema): loss",  # extra: average
+        "| val (ema): loss",
         "completed: 3 epochs, 15 steps, 240 samples",
         "tensorboard --logdir",
         "python scripts/runs.py",
@@ -147,7 +147,7 @@ def test_tensorboard_has_scalars_by_step_texts_and_images(whole):
     events = EventAccumulator(str(whole.folder("run") / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     tags = events.Tags()
     assert {"train/loss", "train/top1", "train/lr", "val/loss", "val/top1"} <= set(tags["scalars"])
-    assert "val_ema/top1" in tags["scalars"]  # extra: average
+    assert "val_ema/top1" in tags["scalars"]
     assert [event.step for event in events.Scalars("train/loss")] == STEPS
     assert [event.step for event in events.Scalars("val/top1")] == [5, 10, 15]
     assert tags["images"] == ["val/predictions"]
@@ -155,7 +155,7 @@ def test_tensorboard_has_scalars_by_step_texts_and_images(whole):
     assert {"config/text_summary", "environment/text_summary"} <= set(tags["tensors"])
 
 
-def test_the_profile_opens_and_its_costliest_operations_are_printed(whole):  # extra: profiler
+def test_the_profile_opens_and_its_costliest_operations_are_printed(whole):
     with gzip.open(whole.folder("run") / "traces" / "rank0.json.gz") as file:
         trace = json.load(file)
     assert any("convolution" in event.get("name", "") for event in trace["traceEvents"])

@@ -35,7 +35,7 @@ from utils.run import provenance
 MODES = {  # 40 steps each
     "bf16": "--amp_dtype bf16",
     "fp16": "--amp_dtype fp16",
-    "adamw, ema, clipping": "--optimizer adamw --lr 1e-3 --ema_decay 0.99 --clip_grad_norm 1",  # extra: average
+    "adamw, ema, clipping": "--optimizer adamw --lr 1e-3 --ema_decay 0.99 --clip_grad_norm 1",
     "workers": "--num_workers 2",
     "cache on the device": "--cache device",  # extra: cache
     "accumulation": "--grad_accum_steps 4",

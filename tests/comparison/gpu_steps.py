@@ -190,7 +190,7 @@ def find_data() -> tuple[str, list[str]]:
 def save(note: Note) -> str:
     """Save once in the middle of training, then read the file and compare it with the state at the save."""
     flags = f"--model {'mini_resnet' if IS_TINY else 'resnet50'} --image_size 32 --batch_size 8 --optimizer adamw"
-    flags += " --ema_decay 0.99"  # extra: average
+    flags += " --ema_decay 0.99"
     flags += " --lr 1e-5 --save_every_minutes 0 --save_every 0 --keep_last 2 --hang_timeout 0"
     config = TrainingConfig.from_args([*COMMON[:2], *flags.split()])
     ctx, steps = setup_distributed(config), 3 if IS_TINY else 10

@@ -123,13 +123,11 @@ CASES = {  # data and metrics before and after, more flags, the lines of changes
         ],
         False,
     ),
-    # ---- extra: average ----
     "averaged weights": (
         *(VAL, VAL, TOP1, TOP1, ["--ema_decay", "0.9"]),
         ["ema_decay=0.9: the checkpoint has ema_decay=0.0"],
         False,
     ),
-    # ---- end of average ----
     "a metric that was not asked for": (VAL, VAL, (*TOP1, "top5"), TOP1, [], [], True),
 }
 

@@ -106,13 +106,13 @@ def train_with_a_huge_gradient(flags, huge_step):
 def test_a_gradient_that_overflows_in_the_all_reduce_is_skipped_by_all_ranks(runs, hook, skipped):
     """Weights, average and momentum stay bitwise equal; with float32 or bfloat16 the step is not skipped."""
     flags = "--grad_accum_steps 1 --epochs 1 --save_every_steps 1 --keep_last 99 --clip_grad_norm 1".split()
-    flags += ["--ema_decay", "0.9"]  # extra: average
+    flags += ["--ema_decay", "0.9"]
     words = runs.words("run", *FLAGS, *flags, "--comm_hook", hook)
     run_ranks(2, train_with_a_huge_gradient, words, 3)
     before, after = (torch.load(path, weights_only=True) for path in runs.checkpoints("run")[1:3])
     assert before["progress"]["step"] == 2
     keys = ["model"]
-    keys += ["ema"]  # extra: average
+    keys += ["ema"]
     for key in keys:
         assert (difference(before[key], after[key]) == []) == bool(skipped)
     assert (difference(before["optimizer"]["state"], after["optimizer"]["state"]) == []) == bool(skipped)

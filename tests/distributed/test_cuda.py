@@ -73,7 +73,7 @@ def test_a_failed_pinning_does_not_surface_in_the_next_kernel():
         ("images", "--amp_dtype fp16"),
         ("lines", "--no-use_amp"),
         ("blocks", "--amp_dtype bf16 --sharding zero3"),
-        ("blocks", "--no-use_amp --ema_decay 0.9 --sharding zero2 --cpu_offload"),  # extra: average
+        ("blocks", "--no-use_amp --ema_decay 0.9 --sharding zero2 --cpu_offload"),
     ],
 )
 def test_a_resume_with_deterministic_is_bitwise_equal(runs, task, precision):

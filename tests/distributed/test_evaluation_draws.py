@@ -42,7 +42,7 @@ def predict(net, batch):
     return {"score": net(batch[0])[:, 0] + torch.randn(len(batch[0]))}
 
 
-def summarize(outputs):  # extra: summarize
+def summarize(outputs):
     return {"in_order": (outputs["score"].double() * torch.arange(len(outputs["score"]))).sum()}
 
 
@@ -50,7 +50,7 @@ def train_drawing(flags, loss):
     with (
         mock.patch.dict(TASKS["images"], compute_loss=loss),
         mock.patch.multiple(model, create=True, predict=predict),
-        mock.patch.multiple(model, create=True, summarize=summarize),  # extra: summarize
+        mock.patch.multiple(model, create=True, summarize=summarize),
     ):
         random.seed(os.getpid())
         torch.manual_seed(os.getpid())
@@ -85,7 +85,7 @@ def test_draws_are_the_same_on_any_number_of_ranks_and_in_eval_only(runs, loss, 
         [found] = runs.json(f"on{ranks}", file.name)["records"]
         expected = next(record for record in records if record["step"] == found["step"])
         names = ["loss"]
-        names += ["in_order"]  # extra: summarize
+        names += ["in_order"]
         for name in names:
             assert found[name] == pytest.approx(expected[name], rel=1e-12)
 
@@ -94,7 +94,7 @@ def predict_drawing(words):
     run_main(scripts.predict, "images", predict, words)
 
 
-def test_predict_py_draws_what_summarize_has_seen(runs):  # extra: summarize
+def test_predict_py_draws_what_summarize_has_seen(runs):
     run_ranks(1, train_drawing, runs.words("run", *FLAGS), noisy_loss)
     for ranks in (1, 2):
         run_ranks(ranks, predict_drawing, [runs.checkpoints("run")[-1], "--out", runs.root / "out.pt"])

@@ -17,7 +17,7 @@ from utils.checkpoint import format as checkpoint
 from utils.checkpoint.writer import Writer
 
 FLAGS = "--dataset_size 20 --no-use_amp --record_samples --num_workers 0 --save_every 0".split()
-FLAGS += ["--ema_decay", "0.9"]  # extra: average
+FLAGS += ["--ema_decay", "0.9"]
 FLAGS += "--keep_last 2 --eval_every 20".split()
 KILLED = "killed by SIGKILL"  # printed by strace
 SAVES = 99  # more than a run makes

@@ -3,7 +3,7 @@
 import pytest
 
 FLAGS = "--epochs 2 --num_workers 1 --log_interval 3 --lr 0.02 --record_samples --keep_last 99".split()
-FLAGS += ["--ema_decay", "0.9"]  # extra: average
+FLAGS += ["--ema_decay", "0.9"]
 FLAGS += "--clip_grad_norm 1 --save_every 0 --patience 9".split()
 
 

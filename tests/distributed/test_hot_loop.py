@@ -15,7 +15,7 @@ from utils.training.state import TrainState
 
 # four steps of two micro-batches on each of two ranks; the log point is the last of them
 FLAGS = "--dataset_size 64 --epochs 1 --grad_accum_steps 2 --log_interval 4 --clip_grad_norm 1".split()
-FLAGS += ["--ema_decay", "0.9"]  # extra: average
+FLAGS += ["--ema_decay", "0.9"]
 FLAGS += "--amp_dtype fp16 --record_samples --num_workers 1 --save_every 0".split()
 READS = tuple(f"aten::{name}" for name in "_local_scalar_dense equal nonzero is_nonzero masked_select unique".split())
 
@@ -55,14 +55,14 @@ def reads_by_step(flags, reads_in_step, task="images"):
 
 @pytest.mark.guarantee(
     "no-reads",
-    "terms",  # extra: terms
+    "terms",
 )
 @pytest.mark.parametrize(
     ("reads_in_step", "task", "expected"),
     [
         (0, "images", 0),
         (2, "images", 1),
-        (0, "terms", 0),  # extra: terms
+        (0, "terms", 0),
     ],
 )
 def test_three_steps_read_nothing_and_an_injected_item_call_is_detected(runs, reads_in_step, task, expected):

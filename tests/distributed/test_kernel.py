@@ -72,7 +72,7 @@ CASES = [
         [(2, stop) for stop in (2, 5, 10, TO_END)],
         "images",
         f"{FP32} --eval_every_steps 3 --ema_decay 0.9 --patience 9",
-    ),  # extra: average
+    ),
     ([(2, 6), (2, TO_END)], "images", f"{FP32} --max_steps 13 --epochs 9 --warmup_steps 3 --eval_batch_size 3"),
     *(slow(*drawn(number)) for number in range(24)),
 ]

@@ -23,7 +23,7 @@ from utils.report.goodput import seconds_of
 
 PHASES = ("data", "forward", "backward", "update", "save", "written", "evaluation")  # written: by the thread
 FLAGS = "--dataset_size 66 --global_batch_size 16 --lr 0.02 --no-use_amp --record_samples".split()
-FLAGS += ["--ema_decay", "0.9"]  # extra: average
+FLAGS += ["--ema_decay", "0.9"]
 FLAGS += "--num_workers 1 --save_every_steps 3 --timeout 30".split()
 
 

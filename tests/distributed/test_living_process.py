@@ -204,7 +204,7 @@ def test_ranks_that_fail_together_release_all(tmp_path):
         assert not wrong, pformat(wrong)
 
 
-def test_a_profiled_run_that_fails_leaves_no_profiler(tmp_path):  # extra: profiler
+def test_a_profiled_run_that_fails_leaves_no_profiler(tmp_path):
     [wrong] = run_ranks(1, fail_and_train, str(tmp_path), ["step"], "--enable_profiling")
     assert not wrong, pformat(wrong)
 
@@ -228,7 +228,7 @@ def fail_again_and_again(folder, *flags):
         slow(""),
         "--reduction exact",  # extra: exact
         slow("--sharding zero3"),  # extra: sharding
-        slow("--ema_decay 0.9"),  # extra: average
+        slow("--ema_decay 0.9"),
     ],
 )
 def test_failures_in_a_row_hold_no_more_than_one(tmp_path, flags):

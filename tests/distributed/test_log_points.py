@@ -14,7 +14,7 @@ from utils.training.state import TrainState
 
 # 13 steps of two ranks in each epoch; the gradients of steps 6 and 7 are not finite
 FLAGS = "--dataset_size 104 --epochs 2 --num_workers 1".split()
-FLAGS += ["--ema_decay", "0.9"]  # extra: average
+FLAGS += ["--ema_decay", "0.9"]
 CASES = [  # flags, and the step at which each log point is read: READ_AFTER is 4
     ("--log_interval 6", {6: 10, 12: 13, 18: 22, 24: 26, 26: 26}),
     ("--log_interval 3 --save_every_steps 4 --eval_every_steps 5", {3: 4, 6: 8, 9: 10, 12: 12, 15: 15, 18: 20, 21: 24}),

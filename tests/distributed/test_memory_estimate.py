@@ -92,7 +92,7 @@ SHARDED = [(2, "zero2"), (4, "zero2"), (4, "zero3")]
         (
             "--ema_decay 0.9 --grad_accum_steps 2 --no_use_amp",
             [(1, "none"), (2, "none"), (2, "zero3"), *SHARDED],
-        ),  # extra: average
+        ),
         ("", [(1, "none"), (2, "none"), (2, "zero3"), *SHARDED]),
         ("--amp_dtype bf16", [(2, "none"), (2, "zero3")]),
         ("--reduction exact --grad_accum_steps 2", [(2, "none")]),

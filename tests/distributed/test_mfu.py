@@ -14,7 +14,7 @@ from tasks import using
 from training import assert_same_state
 from utils.training import first_passes
 from utils.training.fingerprint import fingerprint_of
-from utils.training.mfu import UsefulTime, peak_of
+from utils.training.parts.mfu import UsefulTime, peak_of
 
 PEAK = 1e9
 # SmallNet, a sample: both convolutions (4 x 4 x 8 outputs of 27 terms, 2 x 2 x 16 of 72) and the head (64 x 10), each

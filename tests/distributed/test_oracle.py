@@ -15,7 +15,7 @@ from training import relative
 # 42 samples are 11 micro-batches, the last one of 2 samples: with 4 or 8 per step the last global batch is short, and
 # ranks are idle in it
 FLAGS = "--no-use_amp --dataset_size 42 --epochs 20 --clip_grad_norm 1 --num_workers 1".split()
-FLAGS += ["--ema_decay", "0.9"]  # extra: average
+FLAGS += ["--ema_decay", "0.9"]
 FLAGS += "--save_every 0 --eval_every 0".split()
 SGD, ADAMW = ("--optimizer", "sgd", "--lr", "0.05"), ("--optimizer", "adamw", "--lr", "0.001")
 
@@ -27,7 +27,7 @@ def check_against_the_oracle(runs, ranks, accumulation, dtype, flags, tolerance,
         steps = list(plain_loop(config_of(runs.words("ours", *FLAGS, *flags), dtype), ranks * accumulation))
     model, average, *_ = steps[-1]
     assert relative(ours["model"], model.state_dict()) < tolerance
-    assert relative(ours["ema"], average.state_dict()) < tolerance  # extra: average
+    assert relative(ours["ema"], average.state_dict()) < tolerance
     tensors = [*ours["model"].items(), *ours["ema"].items()]
     counts = [value.item() for name, value in tensors if name.endswith("num_batches_tracked")]
     assert {ours["progress"]["step"], *counts} == {len(steps)}
@@ -60,13 +60,13 @@ def test_twenty_float64_steps_equal_the_plain_loop(runs, ranks, accumulation, op
 
 @pytest.mark.guarantee(
     "gradient",
-    "terms",  # extra: terms
+    "terms",
 )
 @pytest.mark.parametrize(
     ("ranks", "accumulation", "task"),
     [
-        (2, 2, "terms"),  # extra: terms
-        slow(4, 2, "terms"),  # extra: terms
+        (2, 2, "terms"),
+        slow(4, 2, "terms"),
         slow(4, 1, "images"),
         *(slow(4, 2, task) for task in ("images", "lines")),
         slow(1, 4, "plain"),

@@ -31,7 +31,7 @@ def test_twenty_steps_equal_the_plain_loop(runs, ranks, task):
 def test_stops_and_resumes_within_an_epoch_change_nothing(runs, ranks, task):
     need_timm(task)
     flags = [*FLAGS, "--grad_accum_steps", 2]
-    flags += ["--ema_decay", 0.9]  # extra: average
+    flags += ["--ema_decay", 0.9]
     runs.train(ranks, "whole", *flags, task=task)
     runs.train_with_stops(ranks, "parts", *flags, task=task, stops=(1, 3))
     assert len(runs.events("parts", "resumed")) == 2

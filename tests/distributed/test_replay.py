@@ -17,7 +17,7 @@ from ranks import run_ranks
 from training import difference
 
 FLAGS = "--dataset_size 142 --epochs 3 --global_batch_size 40 --lr 0.05 --clip_grad_norm 1".split()
-FLAGS += ["--ema_decay", "0.9"]  # extra: average
+FLAGS += ["--ema_decay", "0.9"]
 FLAGS += "--log_interval 1 --save_every_steps 1 --keep_last 2 --keep_every 5 --resume_from auto".split()
 
 
@@ -61,11 +61,11 @@ def test_steps_of_a_killed_run_on_four_ranks_are_bitwise_equal_in_one_process(ru
             assert difference(found["after"], {name: weights[name] for name in found["after"]}) == []
 
 
-def replayed_terms(run, dump):  # extra: terms
+def replayed_terms(run, dump):
     return replayed(run, 6, "--dump", dump, task="terms")
 
 
-@pytest.mark.guarantee("terms")  # extra: terms
+@pytest.mark.guarantee("terms")
 def test_a_step_of_a_loss_with_terms_is_bitwise_equal_in_one_process(runs, tmp_path):
     runs.train(2, "run", *FLAGS, "--reduction", "exact", task="terms")
     ((code, text),) = run_ranks(1, replayed_terms, runs.folder("run"), tmp_path / "6.pt")

@@ -119,7 +119,7 @@ def train_signed(flags, bad_step):
 
 def test_any_optimizer_trains_skips_and_resumes(runs):
     flags = [*FLAGS, *"--lr 0.001 --save_every_steps 1 --keep_last 99".split()]
-    flags += ["--ema_decay", "0.9"]  # extra: average
+    flags += ["--ema_decay", "0.9"]
     assert run_ranks(2, train_signed, runs.words("whole", *flags), 3) == ["completed"] * 2
     assert [event["step"] for event in runs.events("whole", "skipped_step")] == [3]
     before, bad = (torch.load(path, weights_only=True) for path in runs.checkpoints("whole")[1:3])

@@ -142,8 +142,8 @@ def train_unchecked(words, task):
         ("images", ""),
         slow("images", "--amp_dtype fp16 --use_amp"),
         ("images", "--sharding zero3"),  # extra: sharding
-        ("terms", ""),  # extra: terms
-        slow("taught", ""),  # extra: steps
+        ("terms", ""),
+        slow("taught", ""),
     ],
 )
 def test_the_smallest_micro_batch_changes_no_bit_of_a_run(runs, task, flags):

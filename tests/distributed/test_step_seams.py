@@ -30,7 +30,7 @@ on_other_ranks = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.guarantee("step-loss", "after-step", "group-factors", "terms")  # extra: steps and terms
+@pytest.mark.guarantee("step-loss", "after-step", "group-factors", "terms")
 @on_other_ranks
 def test_what_a_fork_adds_equals_the_plain_loop(runs, ranks, accumulation, flags):
     """A loss of terms with counts of their own that knows the step, a teacher that follows each step, a bound on the
@@ -56,7 +56,7 @@ def test_what_a_fork_adds_equals_the_plain_loop(runs, ranks, accumulation, flags
         assert record["loss"] == pytest.approx(terms, rel=1e-12)
 
 
-@pytest.mark.guarantee("step-loss", "after-step", "group-factors", "terms")  # extra: steps and terms
+@pytest.mark.guarantee("step-loss", "after-step", "group-factors", "terms")
 @after_stops
 def test_stops_and_resumes_do_not_change_what_a_fork_adds(runs, ranks, flags):
     """A loss of terms that knows the step, after_step and lr_factor. Stops within an epoch; then a resume before the
@@ -79,7 +79,7 @@ def test_stops_and_resumes_do_not_change_what_a_fork_adds(runs, ranks, flags):
     assert [each["ramp"] for each in runs.json("whole", name)["records"]] == pytest.approx(ramps[1:] * 2, rel=1e-6)
 
 
-@pytest.mark.guarantee("step-loss", "after-step")  # extra: steps
+@pytest.mark.guarantee("step-loss", "after-step")
 def test_a_loss_that_does_not_ask_costs_nothing():
     seams = Seams.of(SimpleNamespace(**SEAMS, compute_loss=image_loss))
     assert seams.progress is None and seams.after_step is None and seams.compute_loss is image_loss
@@ -88,12 +88,12 @@ def test_a_loss_that_does_not_ask_costs_nothing():
     assert seams.progress and seams.compute_loss is image_loss
 
 
-class Ramped(SmallNet):  # extra: steps
+class Ramped(SmallNet):
     def forward(self, x, step):
         return super().forward(x) * (1 + step)
 
 
-@pytest.mark.guarantee("step-loss")  # extra: steps
+@pytest.mark.guarantee("step-loss")
 @pytest.mark.parametrize(("is_number", "compiled"), [(False, 1), (True, 5)])
 def test_a_step_that_is_passed_to_a_compiled_model_compiles_nothing_again(is_number, compiled):
     """A plain number does, in each step."""
@@ -111,7 +111,7 @@ def test_a_step_that_is_passed_to_a_compiled_model_compiles_nothing_again(is_num
     torch.compiler.reset()
 
 
-def train_with_a_nan(flags, bad_step):  # extra: steps
+def train_with_a_nan(flags, bad_step):
     """A loss that is NaN in one step, on the last rank."""
     passes = []
 
@@ -125,7 +125,7 @@ def train_with_a_nan(flags, bad_step):  # extra: steps
         return train_flags(flags, task="taught")["state"]
 
 
-@pytest.mark.guarantee("after-step")  # extra: steps
+@pytest.mark.guarantee("after-step")
 def test_a_skipped_step_is_not_taken(runs):
     flags = "--dataset_size 32 --epochs 1 --no-use_amp --save_every_steps 1 --keep_last 99".split()
     assert run_ranks(2, train_with_a_nan, runs.words("run", *flags), 3) == ["completed"] * 2

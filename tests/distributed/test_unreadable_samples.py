@@ -10,7 +10,7 @@ from utils.checkpoint import format as checkpoint
 
 FLAGS = "--dataset_size 90 --epochs 2 --no-use_amp --lr 0.02 --record_samples".split()
 FLAGS += "--save_every 0 --save_every_steps 3 --keep_last 99".split()
-FLAGS += ["--ema_decay", "0.9"]  # extra: average
+FLAGS += ["--ema_decay", "0.9"]
 ERRORS = {
     "value": "ValueError(f'sample {index} has no label')",
     "user": "UserError(f'sample {index}: cannot be decoded; delete it')",
@@ -65,7 +65,7 @@ def check_failure(runs, ended, ranks, index, error):
         slow(4, "images", "device_transform", "value", "--num_workers 1 --log_interval 2"),
         slow(2, "lines", "__getitem__", "os", "--num_workers 1"),
         slow(4, "lines", "__getitem__", "user", "--num_workers 2 --grad_accum_steps 2 --save_every_steps 1"),
-        slow(2, "terms", "__getitems__", "value", "--num_workers 0 --reduction exact"),  # extra: terms
+        slow(2, "terms", "__getitems__", "value", "--num_workers 0 --reduction exact"),
         slow(2, "images", "__getitems__", "user", "--num_workers 1 --sharding zero3 --log_interval 4"),
     ],
 )

@@ -240,7 +240,7 @@ if NAME == 'summarize':
 
 
 @fault("log_images takes longer than hang_timeout", "log_images", guarantees="hang")
-@fault("summarize takes longer than hang_timeout", "summarize", guarantees="hang")  # extra: summarize
+@fault("summarize takes longer than hang_timeout", "summarize", guarantees="hang")
 @fault("an evaluation takes longer than hang_timeout", "compute_loss", guarantees="hang")
 def function_takes_long(drill: Drill, name: str) -> None:
     """The other ranks wait for it without a limit of their own."""

@@ -9,7 +9,7 @@ from training import says
 from utils.report.reporter import READ_AFTER
 
 RUN = "--dataset_size 120 --epochs 1 --num_workers 1".split()  # 15 steps of two ranks
-RUN += ["--ema_decay", "0.9"]  # extra: average
+RUN += ["--ema_decay", "0.9"]
 HALF = "--use_amp --amp_dtype fp16 --lr 0.0001".split()
 
 WATCHED = """

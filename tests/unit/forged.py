@@ -14,7 +14,7 @@ from utils.training.seams import Seams
 from utils.training.state import TrainState
 
 AVERAGED = {}
-AVERAGED["ema_decay"] = 0.9  # extra: average
+AVERAGED["ema_decay"] = 0.9
 
 SAMPLES = 4
 MICRO_BATCH = MicroBatch(0, 0, [0, 1, 2, 3], is_padding=False, is_last=True, count=1)

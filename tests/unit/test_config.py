@@ -18,7 +18,7 @@ PUBLISHED = [
         "batch_size num_workers epochs lr momentum weight_decay backend use_amp"
         " grad_accum_steps checkpoint_dir save_every resume_from log_interval seed"
     ).split(),
-    "enable_profiling",  # extra: profiler
+    "enable_profiling",
 ]
 
 
@@ -105,7 +105,7 @@ def test_flags_with_underscores_dashes_and_negations():
         ("--data-path 1", "--data-path: is not known; did you mean --data_dir?"),
         ("-b 1", "-b: is not known; did you mean --batch_size?"),
         ("--beta1 1", "--beta1: is not known; did you mean --momentum?"),
-        ("--model-ema", "--model-ema: is not known; did you mean --ema_decay?"),  # extra: average
+        ("--model-ema", "--model-ema: is not known; did you mean --ema_decay?"),
         ("--resume_from_checkpoint x", "--resume_from_checkpoint: is not known; did you mean --resume_from?"),
         ("--device cpu", "--device: is not a flag here; GPUs are used if there are any; set CUDA_VISIBLE_DEVICES= for"),
         ("--warmup_steps 5 --warmup_epochs 1", "warmup_steps=5: there is warmup_epochs=1.0; give only one of the two"),

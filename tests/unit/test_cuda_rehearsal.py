@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_leaves
 from config import TrainingConfig
 from forged import MICRO_BATCH, SAMPLES
 from utils.data.sampler import Assignment, GlobalBatchSampler
-from utils.extras.average.weight_average import WeightAverage  # extra: average
 from utils.report.reporter import Reporter
 from utils.training import state as training_state
 from utils.training import step_sums
+from utils.training.parts.weight_average import WeightAverage
 from utils.training.precision import Precision
 from utils.training.seams import Seams
 
 AVERAGED = {}
-AVERAGED["ema_decay"] = 0.9  # extra: average
+AVERAGED["ema_decay"] = 0.9
 
 CUDA = torch.device("cuda", 0)
 
@@ -114,11 +114,11 @@ def test_a_step_reads_nothing_from_the_device(crossings, optimizer, device, dtyp
     if dtype is None:  # torch's scaler reads its scale
         payload = state.state_dict()
         keys = ["model"]
-        keys += ["ema"]  # extra: average
+        keys += ["ema"]
         assert all({each.device.type for each in payload[key].values()} == {"cuda", device} for key in keys)
 
 
-def test_the_rehearsal_notices_a_mix_of_devices(crossings, monkeypatch):  # extra: average
+def test_the_rehearsal_notices_a_mix_of_devices(crossings, monkeypatch):
     state, update = prepared(), WeightAverage.update
     state.optimizer.state[state.model[3].weight]["momentum_buffer"] = torch.zeros(2, 16)
     monkeypatch.setattr(WeightAverage, "update", lambda self, taken: update(self, taken.cpu()))

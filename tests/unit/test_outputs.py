@@ -8,7 +8,7 @@ from utils.training.outputs import in_order
 
 @pytest.mark.guarantee(
     "predict",
-    "summary",  # extra: summarize
+    "summary",
 )
 def test_outputs_of_ranks_come_in_the_order_of_the_samples():
     """Each rank has every other batch; `ragged` has another width in the last one."""

@@ -20,7 +20,7 @@ from utils.training.seams import Seams
 from utils.training.state import TrainState
 
 AVERAGED = {}
-AVERAGED["ema_decay"] = 0.9  # extra: average
+AVERAGED["ema_decay"] = 0.9
 
 CPU = torch.device("cpu")
 FLOAT32 = Precision("cpu", None)
@@ -69,7 +69,7 @@ def load(state, source):
 
 def snapshot(state):
     parts = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()["state"]}
-    if state.average:  # extra: average
+    if state.average:
         parts["average"] = state.average.state_dict()
     return copy.deepcopy(parts)
 
@@ -296,7 +296,7 @@ def test_the_precision_follows_the_hardware_unless_given(changes, fast, device, 
     assert has_fast_bf16(CPU) is False
 
 
-@pytest.mark.guarantee("weights", "not-finite")  # extra: average
+@pytest.mark.guarantee("weights", "not-finite")
 def test_the_average_warms_up_and_counts_only_steps_that_are_taken():
     """The first update copies; a short run's average does not hold its first weights, nor does a resumed one's."""
     state = make(**AVERAGED)

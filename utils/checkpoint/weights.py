@@ -102,7 +102,7 @@ def take_weights(
     weights: dict[str, Tensor],
     source: str,
     must_be_whole: bool = False,
-    given: Collection[str] = (),  # extra: unsaved
+    given: Collection[str] = (),
 ) -> None:
     """Load the weights that match the model by name and shape, and log the others (a head of another size).
 
@@ -138,7 +138,7 @@ def take_weights(
     needed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if must_be_whole:
         needed = [name for name in own if own[name].is_floating_point()]
-    needed = [name for name in needed if name not in given]  # extra: unsaved
+    needed = [name for name in needed if name not in given]
     if random := [name for name in missing if name in needed]:
         raise UserError(
             f"init_from={source}: has no {some_of(random, 5)} of this model's shape; give weights of the whole model"

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from utils.extras.average.settings import AverageSettings
 from utils.extras.cache.settings import CacheSettings
 from utils.extras.companions.settings import CompanionSettings, run_path_or_mirror, weights_path
 from utils.extras.compile.settings import CompileSettings
 from utils.extras.exact.settings import ExactSettings
 from utils.extras.images.settings import IMAGE_AUGMENTS, IMAGE_DATASETS, ImageSettings
 from utils.extras.lengths.settings import LengthsSettings
-from utils.extras.profiler.settings import ProfilerSettings
 from utils.extras.sharding.settings import SHARDED_AMP_DTYPES, ShardingSettings
 from utils.extras.watch.settings import WatchSettings
 from utils.settings.checks import Check, local_path, run_path
@@ -36,11 +34,9 @@ class ExtraSettings(
     CacheSettings,
     CompileSettings,
     LengthsSettings,
-    AverageSettings,
     WatchSettings,
     ExactSettings,
     ShardingSettings,
-    ProfilerSettings,
     ImageSettings,
     Settings,
 ):

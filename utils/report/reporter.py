@@ -67,8 +67,8 @@ class Reporter:
         self._board = Board(run.folder / "tensorboard" if ctx.is_main else None, state.progress.step)
         self._terminal = Terminal(attempt, state, loader)
         self._observers: list[Observer] = []
-        if attempt.config.enable_profiling and ctx.is_main:  # extra: profiler
-            from utils.extras.profiler.profiler import Profiler
+        if attempt.config.enable_profiling and ctx.is_main:
+            from utils.training.parts.profiler import Profiler
 
             self._observers.append(Profiler(run.folder / "traces", ctx.device, attempt.logger))
         self._samples, self._steps = 0, 0  # since the last log point

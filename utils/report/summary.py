@@ -119,7 +119,7 @@ def end_text(
         f"time: {duration(total)} ({parts}){goodput}{restarts}",
     ]
     whose = ""  # the weights that selected the best checkpoint
-    if config.ema_decay:  # extra: average
+    if config.ema_decay:
         whose = " (averaged weights)"
     if summary["best_value"] is not None:
         best = f"{summary['best_metric']} {summary['best_value']:.4f}{whose}"

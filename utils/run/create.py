@@ -10,14 +10,10 @@ from torch import nn
 from config import TrainingConfig
 from utils.checkpoint.format import load_weights
 from utils.checkpoint.stored import local_checkpoint
-from utils.checkpoint.weights import (
-    match_names,  # extra: unsaved
-    take_weights,
-    warn_of_other_classes,
-)
+from utils.checkpoint.weights import match_names, take_weights, warn_of_other_classes
 from utils.distributed.context import DistributedContext
-from utils.extras.unsaved import checked  # extra: unsaved
 from utils.training.parallel import Sharing
+from utils.training.parts.unsaved import checked
 from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.state import TrainState
@@ -44,14 +40,14 @@ def create_state(
             own = seams.initial_weights
             weights = own(config) if own else load_weights(local_checkpoint(config.init_from))
             warn_of_other_classes(weights, train_set, config.init_from)
-            weights = match_names(weights, model.state_dict(), config.init_from)  # extra: unsaved
-            weights, given = checked(weights, model, seams.is_saved, config.init_from)  # extra: unsaved
+            weights = match_names(weights, model.state_dict(), config.init_from)
+            weights, given = checked(weights, model, seams.is_saved, config.init_from)
             take_weights(
                 model,
                 weights,
                 config.init_from,
                 must_be_whole=config.eval_only,
-                given=given,  # extra: unsaved
+                given=given,
             )
         if config.activation_checkpointing:  # extra: compile
             from utils.extras.compile.activation import checkpoint_blocks

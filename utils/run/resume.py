@@ -272,7 +272,7 @@ def compare_best(
             f"the best checkpoint is selected by {best_metric}, in the checkpoint by {progress['best_metric']}"
         )
     is_averaged = False
-    is_averaged = bool(config.ema_decay)  # extra: average
+    is_averaged = bool(config.ema_decay)
     is_comparable = is_same_metric and "val" not in changes and bool(payload["ema"]) == is_averaged
     if progress.get("best_value") is not None and not is_comparable:
         lines.append("the best value so far no longer counts: the best checkpoint and patience start again")

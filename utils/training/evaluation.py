@@ -18,10 +18,10 @@ from utils.data.sets import split_of
 from utils.distributed.collectives import require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
-from utils.extras.summarize import Collected  # extra: summarize
 from utils.logger import NAME, show_progress
 from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics
 from utils.rng import seed_evaluation, set_apart
+from utils.training.parts.summary import Collected
 from utils.training.precision import Precision
 from utils.training.schedule import Progress
 from utils.training.seams import Seams
@@ -72,13 +72,13 @@ class Evaluation:
         tracker, samples, ctx = MetricTracker(self.ctx.device), 0, self.ctx
         ranks = loader.sampler.assignment.rank_sum()
         seed = partial(seed_evaluation, ctx.device, loader.sampler.seed)
-        outputs = Collected.of(self.seams, partial(seed, "predict", split))  # extra: summarize
+        outputs = Collected.of(self.seams, partial(seed, "predict", split))
         for number, micro_batch in enumerate(loader.micro_batches(epoch=0), start=1):
             self.clock.call("compute_loss")
             seed("compute_loss", split, micro_batch.indices)
             with self.precision.autocast():
                 metrics = self.seams.compute_loss(self.model, micro_batch.batch)
-                if outputs:  # extra: summarize
+                if outputs:
                     self.clock.call("predict")
                     outputs.add(self.model, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
             self.clock.enter("evaluation")
@@ -102,6 +102,6 @@ class Evaluation:
         if work := ranks.start(tracker.values, loader.sampler.count):
             work.wait()
         means = tracker.means()
-        if outputs:  # extra: summarize
+        if outputs:
             means |= outputs.metrics(means, count, ctx, self.clock)
         return means | {"count": count}

@@ -71,13 +71,13 @@ def first_passes(
     def evaluate(loader: GlobalBatchLoader) -> list[str]:
         for batch in loader.sample_batches():
             names = evaluate_once(batch, state, compute_loss)
-        if seams.summary:  # extra: summarize
+        if seams.summary:
             names += seams.summary.names(state, batch, len(loader.largest()[-1]), len(loader.dataset))
         for indices in loader.sampler.smallest():
             with on_trial(state.model, indices, "another --eval_batch_size"):
                 batch = loader.fetch(indices)[2]
                 evaluate_once(batch, state, compute_loss)
-                if seams.summary:  # extra: summarize
+                if seams.summary:
                     seams.summary.names(state, batch, len(indices), len(indices))
         return names
 

@@ -12,22 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from utils.data.sampler import MicroBatch
-from utils.extras.steps import StepView, seeing  # extra: steps
-from utils.extras.summarize import Summary  # extra: summarize
-from utils.extras.terms.loss import Terms  # extra: terms
 from utils.metrics import Metrics
 from utils.settings.errors import UserError
 from utils.training.blocks import find_blocks
 from utils.training.optimizer import create_optimizer, lr_factor
+from utils.training.parts.loss_terms import Terms
+from utils.training.parts.step_progress import StepView, seeing
+from utils.training.parts.summary import Summary
 
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
 REQUIRED = ("create_model", "param_groups", "compute_loss")
-OF_EXTRAS = {  # optional functions that an extra calls, and which one
-    "after_step": "steps",
-    "is_saved": "unsaved",
-    "loss_counts": "terms",
-    "summarize": "summarize",
-}
 MADE = {"progress", "terms"}  # fields that are no functions of model.py
 CPU = torch.device("cpu")
 
@@ -69,27 +63,26 @@ class Seams:
     log_images: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None
     predict: Callable[[nn.Module, Any], dict[str, Tensor]] = predict
     example_inputs: Callable[[Any], tuple] = example_inputs
-    summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None  # extra: summarize
-    is_saved: Callable[[str], bool] | None = None  # extra: unsaved
-    after_step: Callable[[nn.Module, StepView, Tensor], None] | None = None  # extra: steps
-    loss_counts: Callable[[Any], dict[str, Any]] | None = None  # extra: terms
-    terms: Terms | None = None  # extra: terms
-    progress: StepView | None = None  # extra: steps
+    summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None
+    is_saved: Callable[[str], bool] | None = None
+    after_step: Callable[[nn.Module, StepView, Tensor], None] | None = None
+    loss_counts: Callable[[Any], dict[str, Any]] | None = None
+    terms: Terms | None = None
+    progress: StepView | None = None
 
-    @property  # extra: summarize
+    @property
     def summary(self) -> Summary | None:
         return Summary(self.predict, self.summarize) if self.summarize else None
 
     def counted(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """The micro-batches as `train_one_epoch` gets them: an extra may look at those of a step before."""
-        if self.terms:  # extra: terms
+        if self.terms:
             stream = self.terms.ahead(stream)
         return stream
 
     @classmethod
     def of(cls, module: ModuleType, device: torch.device = CPU) -> Seams:
-        """The functions of model.py, with defaults for missing ones. Raises UserError if a required one is missing,
-        or if this fork has deleted the extra that calls one.
+        """The functions of model.py, with defaults for missing ones. Raises UserError if a required one is missing.
 
         device: of the tensors that an extra gives them.
         """
@@ -100,14 +93,8 @@ class Seams:
             raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see docs/reference.md")
         given = [name for name in ("compute_loss", "log_images") if found.get(name)]
         asking = [name for name in given if "progress" in inspect.signature(found[name]).parameters]
-        used = {
-            f"has {name}": extra for name, extra in OF_EXTRAS.items() if hasattr(module, name) and name not in names
-        }
-        used |= {f"{name} asks for progress": "steps" for name in asking if "progress" not in names}
-        for what, extra in used.items():
-            raise UserError(f"model.py: {what}, but this fork has no extra {extra}; see docs/extras.md")
-        found |= seeing(found, asking, device)  # extra: steps
-        if "loss_counts" in found:  # extra: terms
+        found |= seeing(found, asking, device)
+        if "loss_counts" in found:
             found["terms"] = Terms(found["compute_loss"], found["loss_counts"], device)
             found["compute_loss"] = found["terms"].compute_loss
         return cls(**found)

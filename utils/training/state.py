@@ -16,15 +16,15 @@ from config import TrainingConfig
 from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import device_of, is_sharded, shard_of
-from utils.extras.unsaved import Unsaved  # extra: unsaved
 from utils.logger import some_of
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics
 from utils.settings.errors import UserError
 from utils.training.interval import Interval, SkippedStep
-from utils.training.mfu import UsefulTime
 from utils.training.optimizer import factors_of
 from utils.training.parallel import Sharing
+from utils.training.parts.mfu import UsefulTime
+from utils.training.parts.unsaved import Unsaved
 from utils.training.precision import Precision
 from utils.training.schedule import Progress, Schedule
 from utils.training.seams import Seams
@@ -50,17 +50,17 @@ class TrainState:
         self.schedule = Schedule(config, seams.lr_factor)
         self.sums = StepSums(model, self.sharing.rank_sum(), UsefulTime.on(device, precision.dtype))
         self.average: Any = None  # of the weights
-        if config.ema_decay:  # extra: average
-            from utils.extras.average.weight_average import WeightAverage
+        if config.ema_decay:
+            from utils.training.parts.weight_average import WeightAverage
 
             self.average = WeightAverage(model, config.ema_decay)
         if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
-        self.unsaved = Unsaved(model, seams.is_saved)  # extra: unsaved
+        self.unsaved = Unsaved(model, seams.is_saved)
         self.updater = Updater(model, seams, config, precision, self.sharing, device)
         self.interval = Interval(device, self.updater.scaler)
-        if seams.terms:  # extra: terms
-            from utils.extras.terms.loss import CountedInterval
+        if seams.terms:
+            from utils.training.parts.loss_terms import CountedInterval
 
             self.interval = CountedInterval(device, self.updater.scaler, seams.terms)
         self.factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
@@ -88,7 +88,7 @@ class TrainState:
         Raises:
             UserError: if those of a later batch have other names or shapes.
         """
-        if self._seams.terms:  # extra: terms
+        if self._seams.terms:
             metrics = self._seams.terms.divided(metrics, number=0)
         if self.sums.metrics.layout:
             self.sums.metrics.update(metrics)
@@ -111,7 +111,7 @@ class TrainState:
 
     def show(self, progress: Progress, total_steps: int = 0) -> None:
         """Let functions of model.py see this progress. total_steps: by default those of this run."""
-        if view := self._seams.progress:  # extra: steps
+        if view := self._seams.progress:
             view.fill(progress, total_steps or self.schedule.total_steps)
 
     def factors_at(self, step: int, progress: Progress) -> list[float]:
@@ -161,7 +161,7 @@ class TrainState:
         """
         self._set_lr()
         self.sums.wait()
-        if self._seams.terms:  # extra: terms
+        if self._seams.terms:
             self._seams.terms.note(self.sums.metrics)
         divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift
         norm, is_finite, skipped = self.updater.step(divisor, self.sums.loss, self.progress.step + 1)
@@ -170,10 +170,10 @@ class TrainState:
         self.interval.note(number, norm, divisor, self.sums.loss if is_scaled else None)
         # float16 skips steps to find its scale, and their loss counts
         self.sums.commit(samples, is_finite, self.interval, self.sums.loss.isfinite() if is_scaled else is_finite)
-        if self._seams.after_step and self._seams.progress:  # extra: steps
+        if self._seams.after_step and self._seams.progress:
             with torch.no_grad():
                 self._seams.after_step(self.model, self._seams.progress, (1 - skipped).double())
-        if self.average:  # extra: average
+        if self.average:
             self.average.update(1 - skipped)  # of the weights that after_step leaves
 
     def advance(self, samples: int) -> None:
@@ -196,9 +196,9 @@ class TrainState:
             **self.updater.state_dict(),
             "progress": dataclasses.asdict(self.progress) | {"interval": self.interval.state()},
         }
-        if self.average:  # extra: average
+        if self.average:
             state["ema"] = self.average.state_dict()
-        state |= {kind: self.unsaved.without(state[kind]) for kind in ("model", "ema")}  # extra: unsaved
+        state |= {kind: self.unsaved.without(state[kind]) for kind in ("model", "ema")}
         return state
 
     def load_state_dict(self, payload: dict[str, Any]) -> None:
@@ -228,9 +228,9 @@ class TrainState:
         self.interval.load_state(progress.pop("interval"))
         for name, value in progress.items():
             setattr(self.progress, name, value)
-        if self.average:  # extra: average
+        if self.average:
             weights = payload["ema"] or payload["model"]
-            weights = self.unsaved.complete(weights, payload)  # extra: unsaved
+            weights = self.unsaved.complete(weights, payload)
             self.average.load_state_dict(weights)
             skipped = self.progress.skipped_steps + self.progress.overflow_steps
             self.average.continue_from(self.progress.step - skipped)
@@ -238,7 +238,7 @@ class TrainState:
     def load_model(self, payload: dict[str, Any], kind: str = "model") -> None:
         """Load the weights of a checkpoint. kind: "model", or "ema" for the averaged ones. Raises UserError."""
         weights, likes = payload[kind], self.sharded()
-        weights = self.unsaved.complete(weights, payload)  # extra: unsaved
+        weights = self.unsaved.complete(weights, payload)
         try:
             self.model.load_state_dict({name: shard_of(each, likes.get(name)) for name, each in weights.items()})
         except RuntimeError as error:
@@ -248,7 +248,7 @@ class TrainState:
     def weights(self) -> dict[str, AbstractContextManager]:
         """The weights to evaluate, each with the context in which the model has them. The last selects the best."""
         found: dict[str, AbstractContextManager] = {"model": nullcontext()}
-        if self.average:  # extra: average
+        if self.average:
             found["ema"] = self.average.swapped()
         return found
 

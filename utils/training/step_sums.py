@@ -9,7 +9,7 @@ from utils.distributed.collectives import RankSum
 from utils.distributed.dtensor import device_of
 from utils.metrics import Metrics, MetricTracker
 from utils.training.batchnorm import RunningStats
-from utils.training.mfu import UsefulTime
+from utils.training.parts.mfu import UsefulTime
 
 
 class StepSums:

@@ -59,7 +59,7 @@ def count(state: TrainState, action: Callable[[], object]) -> dict[str, int]:
     Gradients must not exist yet.
     """
     tracker, copies = Tracker(), list[torch.Tensor]()
-    if state.average:  # extra: average
+    if state.average:
         copies = [*state.average._copies.values()]
     tracker.track_external(state.model, state.optimizer, *copies)
     for parameter in state.model.parameters():  # DDP's buckets are counted when they are used

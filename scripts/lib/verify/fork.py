@@ -196,7 +196,7 @@ class Fork:
         values: dict[str, Any] = dict.fromkeys(off, 0)
         values |= {"epochs": 2, "eval_every": 1, "log_interval": 2, "keep_last": 99, "save_every_minutes": 0.0}
         values |= {"drop_last": False, "record_samples": True, "checkpoint_dir": ""}
-        values["enable_profiling"] = False  # extra: profiler
+        values["enable_profiling"] = False
         values |= {"batch_tokens": 0, "too_long": "error", "bucket_window": 100}  # extra: lengths
         return replace(
             self.config,
@@ -287,17 +287,17 @@ class Fork:
         of torch as in the evaluation of `split`."""
         loader, tracker = self.loader(subset), MetricTracker(self.ctx.device)
         seed = functools.partial(seed_evaluation, self.ctx.device, self.small_config.seed)
-        outputs = Outputs(self.seams.predict, functools.partial(seed, "predict", split))  # extra: summarize
+        outputs = Outputs(self.seams.predict, functools.partial(seed, "predict", split))
         for indices in torch.arange(len(subset)).split(self.small_config.batch_size):
             *_, batch = loader.fetch(indices.tolist())
             scramble_global_rngs(noise)  # after the fetch, which seeds them by the samples
             seed("compute_loss", split, indices.tolist())
             with torch.no_grad():
                 tracker.update(self.seams.compute_loss(net, batch))
-                if self.seams.summary:  # extra: summarize
+                if self.seams.summary:
                     outputs.add(net, batch, indices.tolist())
         found = {"count": len(subset)} | tracker.means()
-        if self.seams.summary:  # extra: summarize
+        if self.seams.summary:
             found |= self.seams.summary.of(outputs)
         return found
 

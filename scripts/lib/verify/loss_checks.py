@@ -328,7 +328,7 @@ def for_a_look(fork: Fork) -> str:
         means.append(f"{torch.where(counted == 0, 0.0, total / counted).sum().item():.6g} for {kind} samples")
         counts = {name: torch.as_tensor(entry[1]).double().sum().item() / count for name, entry in metrics.items()}
         others = [f"{name} {each:.6g}" for name, each in counts.items() if not math.isclose(each, counts["loss"])]
-        if fork.seams.terms:  # extra: terms
+        if fork.seams.terms:
             continue
         if others:
             notes += (

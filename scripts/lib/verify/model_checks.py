@@ -156,7 +156,7 @@ def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, found: dict[s
 def gradient(fork: Fork) -> str:
     """The gradients of three global batches, the last one short, equal those of the plain loop on the same weights."""
     plain_settings = {"epochs": 1, "use_amp": False, "amp_dtype": "auto", "comm_hook": "none"}
-    plain_settings["ema_decay"] = 0.0  # extra: average
+    plain_settings["ema_decay"] = 0.0
 
     def gather(training: Training) -> None:
         for update in ours:

@@ -22,7 +22,7 @@ from train import Training
 from utils.checkpoint import format as checkpoint
 from utils.distributed.collectives import all_gather_json
 from utils.distributed.dtensor import is_sharded, local
-from utils.extras.unsaved import KEY, complete  # extra: unsaved
+from utils.training.parts.unsaved import KEY, complete
 
 KEEP = "keep it in a buffer (register_buffer), in the optimizer's state or in progress.user"
 
@@ -164,9 +164,7 @@ def plain_load(fork: Fork) -> str:
             torch.manual_seed(fork.config.seed)
             loaded = fork.seams.create_model(TrainingConfig(**saved["config"]), device)
             weights = saved["model"]
-            weights = complete(
-                weights, saved["provenance"].get(KEY, {}), loaded, {}, "the checkpoint"
-            )  # extra: unsaved
+            weights = complete(weights, saved["provenance"].get(KEY, {}), loaded, {}, "the checkpoint")
             loaded.load_state_dict(weights)
             found = fork.sample_loss(loaded, device)
         if not math.isclose(found, expected, rel_tol=ROUNDING[fork.loss_dtype] if has_shards else 0):

@@ -32,7 +32,7 @@ from utils.run import owner
 from utils.training.schedule import Progress
 
 FLAGS = "--epochs 2 --lr 0.02 --record_samples --save_every_steps 3 --dataset_size 60".split()
-FLAGS += ["--ema_decay", "0.9"]  # extra: average
+FLAGS += ["--ema_decay", "0.9"]
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "geheim", "AWS_DEFAULT_REGION": "us-east-1"}
 
 

@@ -20,7 +20,7 @@ from utils.settings.errors import UserError
 
 PROGRAM = ROOT / "scripts/companions/track.py"
 FLAGS = "--epochs 2 --dataset_size 60 --lr 0.02 --log_interval 1 --save_every_steps 3".split()
-FLAGS += ["--ema_decay", "0.9"]  # extra: average
+FLAGS += ["--ema_decay", "0.9"]
 # Trackio's functions that the program uses. A store of JSON lines; the next word of faults.txt is what happens.
 FAKE = """
 import json, os, signal, sys, time

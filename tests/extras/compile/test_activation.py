@@ -62,7 +62,7 @@ def train_blocks(flags):
 def test_losses_weights_and_statistics_are_bitwise_equal(runs, precision):
     """Two ranks, accumulation, dropout, averaged weights, a short last global batch with an idle rank."""
     flags = "--dataset_size 34 --epochs 2 --grad_accum_steps 2 --lr 0.02 --log_interval 1".split()
-    flags += ["--ema_decay", "0.9"]  # extra: average
+    flags += ["--ema_decay", "0.9"]
     flags += precision.split()
     assert run_ranks(2, train_blocks, runs.words("kept", *flags)) == [0, 0]
     again = run_ranks(2, train_blocks, runs.words("again", *flags, "--activation_checkpointing"))

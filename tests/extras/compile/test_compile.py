@@ -21,7 +21,7 @@ from utils.training.update import Updater
 # 3, 3 and 2
 FLAGS = "--dataset_size 38 --batch_size 3 --grad_accum_steps 2 --epochs 2 --log_interval 1 --lr 0.02".split()
 FLAGS += "--no-use_amp --save_every_steps 1 --keep_last 99".split()
-FLAGS += ["--ema_decay", "0.9"]  # extra: average
+FLAGS += ["--ema_decay", "0.9"]
 SECONDS = 250.0  # with an empty inductor cache and other programs running
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

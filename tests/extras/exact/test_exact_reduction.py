@@ -21,7 +21,7 @@ from utils.report.reporter import Reporter
 
 # 10 micro-batches per step, of which the last step of an epoch has 6, the last of them short; ranks hold 1 to 10
 FLAGS = "--global_batch_size 40 --lr 0.05 --clip_grad_norm 1 --log_interval 2".split()
-FLAGS += ["--ema_decay", "0.9"]  # extra: average
+FLAGS += ["--ema_decay", "0.9"]
 FLAGS += "--reduction exact --save_every 0".split()
 BF16 = "--amp_dtype bf16 --optimizer adamw".split()
 SIGNALS = [signal.Signals(number) for number in (9, 15, 9, 9, 15)]  # what ends the attempts but the last

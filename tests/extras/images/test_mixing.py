@@ -143,8 +143,8 @@ def test_norm_weight_decay_is_that_of_all_parameters_of_normalization_layers():
 def test_the_recipe_is_torchvisions():
     config = TrainingConfig.from_args(["--config", str(RECIPE)])
     # the decay of 32 steps, as references/classification scales it
-    decay = 1 - (1 - 0.99998) * 8 * 128 * 32 / config.epochs  # extra: average
-    assert config.ema_decay == pytest.approx(decay ** (1 / 32), abs=1e-6)  # extra: average
+    decay = 1 - (1 - 0.99998) * 8 * 128 * 32 / config.epochs
+    assert config.ema_decay == pytest.approx(decay ** (1 / 32), abs=1e-6)
     assert config.micro_batches_per_step(8) == 8 and config.micro_batches_per_step(4) == 8
 
 

@@ -115,7 +115,7 @@ def shared_by_step(words):
 def test_parameters_are_gathered_in_16_bits_if_asked_and_the_shards_stay_in_32(runs, ranks):
     """Half the bytes, but for the norm of the shards; gradients are summed in float32. DDP evaluates it."""
     flags = [*ADAMW.split(), "--dataset_size", 24 * ranks, "--epochs", 2, "--sharding", "zero3"]
-    flags += ["--ema_decay", 0.9]  # extra: average
+    flags += ["--ema_decay", 0.9]
     sums = {}
     for dtype in ("bf16", "bf16_params"):
         sums[dtype] = run_ranks(ranks, shared_by_step, runs.words(dtype, *flags, "--amp_dtype", dtype))[0]
@@ -140,7 +140,7 @@ def test_batchnorm_is_refused_with_parameters_in_16_bits(runs):
 
 # 24 steps of 5 micro-batches, which do not divide evenly among 2 or 4 ranks; the last step has 2 samples
 OF_CHAIN = "--dataset_size 462 --epochs 1 --global_batch_size 20 --lr 0.05 --clip_grad_norm 1".split()
-OF_CHAIN += ["--ema_decay", "0.9"]  # extra: average
+OF_CHAIN += ["--ema_decay", "0.9"]
 OF_CHAIN += "--no-use_amp --save_every 0 --num_workers 1 --record_samples --log_interval 3".split()
 CHAIN = ((4, 3, "zero3"), (2, 8, "none"), (2, 11, "zero2"), (1, 0, "zero3"))  # ranks, and when a signal comes
 
@@ -156,7 +156,7 @@ def test_other_numbers_of_ranks_and_ddp_in_one_epoch_equal_the_plain_loop(runs):
     assert [(record["step"], record["world_size"]) for record in events] == [(4, 2), (9, 2), (12, 1)]
     assert events[0]["changed"] == ["sharding=none: the checkpoint has sharding=zero3"]
     assert relative(saved["model"], net.state_dict()) < 1e-12 and saved["progress"]["step"] == 24
-    assert relative(saved["ema"], average.state_dict()) < 1e-12  # extra: average
+    assert relative(saved["ema"], average.state_dict()) < 1e-12
     order = torch.randperm(462, generator=torch.Generator().manual_seed(plain_loop.number("order", 42, 0)))
     expected = {step: sorted(global_batch.tolist()) for step, global_batch in enumerate(order.split(20), start=1)}
     assert runs.samples("run") == expected
@@ -165,7 +165,7 @@ def test_other_numbers_of_ranks_and_ddp_in_one_epoch_equal_the_plain_loop(runs):
 @pytest.mark.guarantee("sharding")
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs):
     for name, flags in {"ddp": [], "run": ["--sharding", "zero3"]}.items():
-        flags += ["--ema_decay", 0.9]  # extra: average
+        flags += ["--ema_decay", 0.9]
         run_ranks(2, train_with_nan, runs.words(name, *OF_SKIPPING, *flags), 3)
         assert [record["step"] for record in runs.events(name, "skipped_step")] == [3]
     assert runs.events("run", "started")[0]["weights"] == runs.events("ddp", "started")[0]["weights"]
@@ -175,7 +175,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs):
     assert relative(runs.last("run")["model"], runs.last("ddp")["model"]) < 1e-5
     losses, others = ([each["loss"] for each in runs.records(name, "eval")] for name in ("run", "ddp"))
     assert losses == pytest.approx(others, rel=1e-5)
-    assert losses[0] != losses[1]  # extra: average
+    assert losses[0] != losses[1]
 
 
 def train_steeply(flags):
@@ -295,11 +295,11 @@ def predict_images(words):
     run_main(predict, "images", logits, words)
 
 
-@pytest.mark.slow  # extra: average
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_evaluated_used_and_exported(runs):
     """It is a link to a folder that keep_last would delete."""
     flags = "--dataset_size 40 --epochs 4 --keep_last 2 --no-use_amp".split()
-    flags += ["--ema_decay", "0.5"]  # extra: average
+    flags += ["--ema_decay", "0.5"]
     run_ranks(2, train_with_the_first_as_best, runs.words("run", *flags, "--sharding", "zero3"))
     best, steps = runs.folder("run") / "checkpoints/best.pt", [path.name for path in runs.checkpoints("run")]
     assert best.resolve().name == "step_00000005" and steps == ["step_00000005", "step_00000015", "step_00000020"]

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from utils.data.sampler import MicroBatch
-from utils.extras.terms.means import TermMeans
-from utils.metrics import Metrics, MetricTracker
+from utils.metrics import Metrics, MetricTracker, TermMeans
 from utils.settings.errors import UserError
 from utils.training.interval import Interval, Read, SkippedStep
 from utils.training.schedule import Progress

@@ -15,13 +15,13 @@ from scripts import export, predict
 from tasks import TASKS, SmallNet, using
 from tasks import train_task as train_with_signals
 from training import STATE, assert_same_state, difference, train_flags
-from utils.extras.unsaved import complete, digests
 from utils.settings.errors import UserError
+from utils.training.parts.unsaved import complete, digests
 
 FLAGS = "--dataset_size 46 --epochs 2 --num_workers 1 --no-use_amp --lr 0.02 --log_interval 2".split()
 EXPORTED = "model"  # the weights that selected the best checkpoint
-FLAGS += ["--ema_decay", "0.9"]  # extra: average
-EXPORTED = "ema"  # extra: average
+FLAGS += ["--ema_decay", "0.9"]
+EXPORTED = "ema"
 FLAGS += "--save_every 0 --record_samples --eval_every_steps 2 --keep_last 99".split()
 BASE = {f"features.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias")}
 BASE |= {"features.4.weight", "features.4.bias"}

@@ -15,7 +15,7 @@ from scripts import export, predict
 from tasks import TASKS, train_task, using
 from test_exact_resume import FLAGS
 from utils.checkpoint import format as checkpoint
-from utils.extras.average.weight_average import WeightAverage
+from utils.training.parts.weight_average import WeightAverage
 
 WIDE = {torch.float64: torch.float64, torch.float32: torch.float32}  # others: float32
 WIDE |= {torch.bfloat16: torch.float32, torch.float16: torch.float32}

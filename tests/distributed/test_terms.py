@@ -22,7 +22,7 @@ def test_exact_sums_give_terms_the_same_bits_on_any_number_of_ranks(runs, worlds
     """Counts that are no integers, so that the order of their sum matters: in float64, where that changes weights."""
     flags = "--dataset_size 46 --epochs 2 --num_workers 1 --no-use_amp --lr 0.02 --log_interval 1".split()
     flags += "--global_batch_size 24 --reduction exact".split()
-    flags += ["--ema_decay", "0.5"]  # extra: average
+    flags += ["--ema_decay", "0.5"]
     for ranks in worlds:
         assert run_ranks(ranks, train_shares, runs.words(f"on{ranks}", *flags)) == ["completed"] * ranks
     for ranks in worlds[1:]:

@@ -10,11 +10,11 @@ import model
 from ranks import run_ranks, slow
 from tasks import TASKS, SmallNet, create_images
 from training import train_flags
-from utils.extras import summarize as extra
 from utils.settings.errors import UserError
+from utils.training.parts import summary as parts_summary
 
 FLAGS = "--dataset_size 46 --epochs 2 --num_workers 1 --no-use_amp --lr 0.02 --log_interval 1".split()
-FLAGS += ["--ema_decay", "0.5"]  # extra: average
+FLAGS += ["--ema_decay", "0.5"]
 FLAGS += "--eval_every_steps 2 --global_batch_size 16 --reduction exact --best_metric max:auc --keep_last 99".split()
 
 
@@ -134,7 +134,7 @@ def train_wrongly(flags, folder):
     found = []
     for name, (function, _) in PROBLEMS.items():
         seams = {"predict": growing if name == "total" else scores, "summarize": function}
-        with mock.patch.object(extra, "MAX_BYTES", LIMITS.get(name, 2**30)):
+        with mock.patch.object(parts_summary, "MAX_BYTES", LIMITS.get(name, 2**30)):
             found.append(train_summarizing([*flags, "--run_dir", f"{folder}/{name}"], **seams))
     return found
 

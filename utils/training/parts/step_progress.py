@@ -20,7 +20,7 @@ class StepView:
     """What `compute_loss`, `log_images` and `after_step` may read: 0-dimensional int64 tensors on the device, equal on
     all ranks.
 
-    They are filled in place: a number that is passed to a compiled model would compile it again in each step.
+    They are filled in place: a compiled model is compiled again for each new value of a number.
     """
 
     step: Tensor  # of the run, from 0; in an evaluation, the steps before it

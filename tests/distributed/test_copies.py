@@ -13,10 +13,10 @@ from ranks import run_ranks
 from tasks import using
 from training import difference
 from utils.checkpoint import format as checkpoint
-from utils.extras.average.weight_average import WeightAverage
 from utils.run import copier
 from utils.run.copier import Copier
 from utils.training.evaluation import Evaluation
+from utils.training.parts.weight_average import WeightAverage
 
 FLAGS = (
     "--dataset_size 16 --epochs 2 --num_workers 0 --lr 0.02 --keep_last 9".split()
