@@ -116,11 +116,12 @@ class Training:
 
 def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     """Build everything that an attempt needs, from data to checkpoints, and restore the state it starts from."""
-    run, ctx, seams = attempt.run, attempt.ctx, Seams.of(your_model, attempt.ctx.device)
+    run, ctx, seams = attempt.run, attempt.ctx, Seams.of(your_model)
     run.begin()
     sets = load_data(data, attempt.config, ctx)
     config = sets.config  # in which the data have resolved `auto` fields
     attempt = replace(attempt, config=config)
+    seams = Seams.of(your_model, config, ctx.device)
     is_resumed = bool(run.resume_path)
     state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed, sets.train), ctx)
     train_set, held_out = sets.train, sets.held_out
@@ -144,6 +145,9 @@ def assemble(attempt: Attempt, data: Any = your_data) -> Training:
     checkpoints = Checkpoints(attempt, state, provenance, reporter.before_save)
     attempt.resources.callback(checkpoints.close)
     reporter.start(loaders, differences)  # training begins
+    for part in state.parts:
+        attempt.resources.callback(part.close)
+        part.start()
     every = {"train": loader, **loaders}
 
     def vote() -> Vote:
@@ -199,6 +203,8 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
     except BaseException:
         checkpoints.finish_begun()  # what this failure need not cost
         raise
+    for part in training.state.parts:
+        part.close()
     return training.reporter.finish(ending, training.validation.best[0], test_records)
 
 
@@ -209,7 +215,9 @@ def train_one_epoch(training: Training) -> None:
     consensus, checkpoints, reporter = training.consensus, training.checkpoints, training.reporter
     training.model.train()
     state.sums.running_stats.begin_epoch()
-    stream = training.seams.counted(loader.micro_batches(progress.epoch, progress.samples_in_epoch))
+    stream = loader.micro_batches(progress.epoch, progress.samples_in_epoch)
+    for part in state.parts:
+        stream = part.micro_batches(stream)
     while not (schedule.is_epoch_complete or schedule.is_at_end):  # max_steps
         if schedule.is_evaluation_due:  # by steps
             leave_steps(training)
@@ -242,8 +250,7 @@ def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[
             seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)
             with state.precision.autocast():
                 metrics = training.seams.compute_loss(model, micro_batch.batch)
-            if training.seams.terms:
-                metrics = training.seams.terms.divided(metrics, micro_batch.number)
+            metrics = state.divide_loss(metrics, micro_batch.number)
             if not is_padding:
                 state.sums.add(metrics, micro_batch)
                 indices += micro_batch.indices

@@ -117,8 +117,9 @@ def example(config: TrainingConfig, payload: dict[str, Any]) -> tuple[nn.Module,
     Raises:
         UserError: if the data is not available, or these are not the model's arguments.
     """
-    ctx, seams = setup_distributed(config), Seams.of(fork)
+    ctx = setup_distributed(config)
     data = load_data(dataset, config, ctx)
+    seams = Seams.of(fork, data.config)
     for line in compare_evaluated(payload, data.config, "train", data):
         print(f"changed: {line}", file=sys.stderr)
     loader = create_evaluation_dataloader(data.train, config, ctx)

@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
     if options.split == "predict":
         data["predict"] = on_all_ranks(lambda: your_data.create_dataset(sets.config, "predict"), ctx)
     dataset = on_all_ranks(lambda: choose(data, options.split), ctx)
-    seams = Seams.of(fork)
+    seams = Seams.of(fork, sets.config, ctx.device)
     state = on_all_ranks(lambda: train.create_state(seams, sets.config, ctx, is_resumed=True), ctx)
     payload = load_checkpoint(options.checkpoint, ctx, state.sharded())
     on_all_ranks(lambda: check(options, out), ctx)

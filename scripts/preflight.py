@@ -61,6 +61,7 @@ from utils.run import provenance
 from utils.run.ending import leave_after
 from utils.run.start import check_alike
 from utils.table import format_table
+from utils.training.parts.weight_average import WeightAverage
 from utils.training.precision import Precision
 from utils.training.seams import Seams
 
@@ -101,11 +102,12 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
         return len(train_set)
 
     def create() -> dict[str, int]:
-        state = train.create_state(Seams.of(train.your_model), config, ctx)
+        state = train.create_state(Seams.of(train.your_model, config, ctx.device), config, ctx)
         gradient = sum(p.nbytes for group in state.optimizer.param_groups for p in group["params"])
         weights = sum(value.nbytes for value in state.model.state_dict().values())
-        if config.ema_decay:
-            weights += sum(value.nbytes for value in state.average.state_dict().values())
+        average = state.part(WeightAverage)
+        if average:
+            weights += sum(value.nbytes for value in average.state_dict().values())
         copies = 2 if config.optimizer == "adamw" else int(config.momentum > 0)
         return {"checkpoint": weights + copies * gradient, "gradient": gradient}
 

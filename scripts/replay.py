@@ -56,6 +56,7 @@ from utils.run.ending import leave_after
 from utils.settings.errors import UserError
 from utils.table import format_table
 from utils.training.fingerprint import fingerprint_of
+from utils.training.parts.loss_terms import LossTerms
 from utils.training.seams import Seams
 from utils.training.step_sums import StepSums
 
@@ -264,18 +265,20 @@ def examine(step: Step, plan: list[MicroBatch], ours: Ours) -> None:
     model = seams.create_model(config, device)
     model.load_state_dict(step.before)
 
+    terms = seams.part(LossTerms)
+
     def loss_of(batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
         seed_device(device, "step", config.seed, step.number - 1, micro_batch.number)
         with ours.state.precision.autocast():
             total, counted = seams.compute_loss(model, batch)["loss"][:2]
-            if seams.terms:
-                return seams.terms.mean(total), 0.0
+            if terms:
+                return terms.mean(total), 0.0
             return total, counted
 
     count, gradients_are_finite = 0.0, True
-    if seams.terms:
+    if terms:
         batches = [loader.fetch(each.indices, epoch)[2] for each in plan]
-        seams.terms.divide_by(torch.stack([seams.terms.counts(batch) for batch in batches]).sum(0))
+        terms.divide_by(torch.stack([terms.counts(batch) for batch in batches]).sum(0))
         count = 1.0
     for micro_batch in sorted(plan, key=lambda each: each.number):
         where, batch = f"micro-batch {micro_batch.number}", loader.fetch(micro_batch.indices, epoch)[2]

@@ -150,7 +150,7 @@ def prepare(config: TrainingConfig) -> Fork:
     config = replace(config, run_dir=str(folder / "first"), checkpoint_dir="")  # without an earlier run
     sets = load_data(dataset, config, ctx)
     held_out = next(iter(sets.held_out.values()), None)
-    fork = Fork(sets.config, sets.train, held_out, ctx, folder, Seams.of(model, ctx.device), config)
+    fork = Fork(sets.config, sets.train, held_out, ctx, folder, Seams.of(model, sets.config, ctx.device), config)
     fork.choose_precision()
     return fork
 

@@ -378,7 +378,7 @@ def train_and_save(recorder, loader, held_out, config, ctx):
     recorder.part = "log point"
     state.interval.begin_read(fingerprint.fingerprint(state))
     log_point, recorder.part = recorder.take(), "evaluation"
-    Evaluation(state.model, seams, state.precision, ctx).records(
+    Evaluation(state.model, seams, state.precision, ctx, state.parts).records(
         "val", held_out["val"], state.weights(), state.progress
     )
     found = {"first step": steps[0], "step": steps[-1], "log point": log_point, "evaluation": recorder.take()}

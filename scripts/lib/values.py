@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from utils.batch import map_leaves, map_tensors, tensors_in
 from utils.metrics import Metrics, check_metrics
+from utils.training.parts.loss_terms import LossTerms
 from utils.training.seams import Seams
 
 STATE = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint
@@ -247,11 +248,12 @@ def sums(seams: Seams, net: nn.Module, batch: Any, is_training: bool) -> dict[st
 def sums_of(seams: Seams, metrics: Metrics, batch: Any) -> dict[str, Tensor]:
     """In their dtypes, flat, on the CPU. Raises UserError if loss_counts lies."""
     metrics = check_metrics(metrics)
-    if seams.terms:
+    terms_of_loss = seams.part(LossTerms)
+    if terms_of_loss:
         total, count, means = metrics["loss"]
         terms = {f"loss/{name}": (total[k], count[k]) for k, name in enumerate(means.names)}
         if torch.is_grad_enabled():  # an evaluation may count otherwise
-            seams.terms.check(seams.terms.counts(batch), count)
+            terms_of_loss.check(terms_of_loss.counts(batch), count)
         metrics = terms | metrics  # a term first, which may be a mean while the others are sums
     parts = {f"{name}'s {part}": entry[k] for name, entry in metrics.items() for k, part in enumerate(("sum", "count"))}
     return {name: torch.as_tensor(value).detach().cpu().flatten() for name, value in parts.items()}

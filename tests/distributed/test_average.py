@@ -16,6 +16,7 @@ from tasks import TASKS, train_task, using
 from test_exact_resume import FLAGS
 from utils.checkpoint import format as checkpoint
 from utils.training.parts.weight_average import WeightAverage
+from utils.training.schedule import Progress
 
 WIDE = {torch.float64: torch.float64, torch.float32: torch.float32}  # others: float32
 WIDE |= {torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -72,7 +73,7 @@ def test_an_average_goes_as_far_as_its_decay_says(dtype):
     with torch.no_grad():
         net.weight.fill_(1.0)
         average.update(TAKEN)
-        average.continue_from(9000)
+        average.after_load({"ema": average.state_dict()}, Progress(step=9000))
         net.weight.fill_(2.0)
     for _ in range(2000):
         average.update(TAKEN)

@@ -1,6 +1,7 @@
 """`mfu` of the train records: operations that are computed by hand, over a peak, in the seconds of the steps."""
 
 import itertools
+import math
 from unittest import mock
 
 import pytest
@@ -12,9 +13,12 @@ from config import TrainingConfig
 from ranks import run_ranks
 from tasks import using
 from training import assert_same_state
+from utils.data.sampler import MicroBatch
+from utils.run import create
 from utils.training import first_passes
 from utils.training.fingerprint import fingerprint_of
-from utils.training.parts.mfu import UsefulTime, peak_of
+from utils.training.parts.create import create_parts
+from utils.training.parts.mfu import FlopCounter, peak_of
 
 PEAK = 1e9
 # SmallNet, a sample: both convolutions (4 x 4 x 8 outputs of 27 terms, 2 x 2 x 16 of 72) and the head (64 x 10), each
@@ -47,7 +51,10 @@ def test_peaks_are_found_by_the_words_of_a_name(name, dtype, has_tf32, peak):
 
 
 def run_with_a_peak(flags, task, peak=PEAK):
-    with using(task), mock.patch.object(UsefulTime, "on", lambda *_: UsefulTime(peak)):
+    def with_a_counter(*args):
+        return [*create_parts(*args), FlopCounter(peak)]
+
+    with using(task), mock.patch.object(create, "create_parts", with_a_counter):
         return train.train(TrainingConfig.from_args(flags))
 
 
@@ -114,17 +121,23 @@ def test_an_unknown_peak_gives_no_figure(runs):
 
 
 def test_an_operation_that_cannot_be_counted_costs_only_the_figure():
-    time, batch = UsefulTime(PEAK), torch.ones(4, 3)
+    counter = FlopCounter(PEAK)
+    batch = torch.ones(4, 3)
 
     def passes():
         raise AssertionError("a formula that does not fit")
 
-    time.measure(passes, batch)
-    time.add(batch)
-    assert time.take() == 0
+    def logged(*batches):
+        stream = (MicroBatch(0, 0, [], is_padding=False, is_last=True, count=1, batch=batch) for batch in batches)
+        assert len([*counter.micro_batches(stream)]) == len(batches)
+        counter.begin_read(is_log_point=False)  # a save in between
+        counter.begin_read(is_log_point=True)
+        return counter.log_values(seconds=2.0)["mfu"]
+
+    counter.measure(passes, batch)
+    assert math.isnan(logged(batch))
     linear = nn.Linear(3, 5)
-    time.measure(lambda: [linear(batch).sum().backward() for _ in range(2)], batch)
-    time.add(batch)
-    time.add(batch[:1])
-    assert time.take() == 2 * 2 * 5 * 3 * 5 / PEAK  # forward, and the gradient of the weights; five samples
-    assert time.take() == 0
+    counter.measure(lambda: [linear(batch).sum().backward() for _ in range(2)], batch)
+    # forward, and the gradient of the weights; five samples
+    assert logged(batch, batch[:1]) == 2 * 2 * 5 * 3 * 5 / PEAK / 2.0
+    assert logged() == 0

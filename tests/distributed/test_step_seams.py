@@ -16,6 +16,7 @@ from training import difference, train_flags
 from utils.checkpoint import format as checkpoint
 from utils.distributed.dtensor import full
 from utils.settings.errors import UserError
+from utils.training.parts.after_step import AfterStep
 from utils.training.schedule import Progress
 from utils.training.seams import Seams
 
@@ -82,10 +83,10 @@ def test_stops_and_resumes_do_not_change_what_a_fork_adds(runs, ranks, flags):
 @pytest.mark.guarantee("step-loss", "after-step")
 def test_a_loss_that_does_not_ask_costs_nothing():
     seams = Seams.of(SimpleNamespace(**SEAMS, compute_loss=image_loss))
-    assert seams.progress is None and seams.after_step is None and seams.compute_loss is image_loss
-    assert Seams.of(SimpleNamespace(**SEAMS, compute_loss=ramped_loss)).progress
+    assert seams.parts == () and seams.after_step is None and seams.compute_loss is image_loss
+    assert Seams.of(SimpleNamespace(**SEAMS, compute_loss=ramped_loss)).part(AfterStep)
     seams = Seams.of(SimpleNamespace(**SEAMS, compute_loss=image_loss, after_step=teach))
-    assert seams.progress and seams.compute_loss is image_loss
+    assert seams.part(AfterStep) and seams.compute_loss is image_loss
 
 
 class Ramped(SmallNet):
@@ -102,7 +103,7 @@ def test_a_step_that_is_passed_to_a_compiled_model_compiles_nothing_again(is_num
     net.compile(backend=counter, dynamic=False)
     seams = Seams.of(SimpleNamespace(**SEAMS, compute_loss=lambda model, batch, progress: model(batch, progress.step)))
     for step in range(5):
-        seams.progress.fill(Progress(step=step), 5)
+        seams.part(AfterStep).see_progress(Progress(step=step), 5)
         batch = torch.randn(2, 3, 8, 8)
         found = net(batch, step) if is_number else seams.compute_loss(net, batch)
         with mock.patch.object(net, "_compiled_call_impl", None):

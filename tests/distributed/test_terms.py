@@ -112,9 +112,9 @@ def test_a_count_that_lies_and_missing_terms_are_errors(runs, case):
 
 @pytest.mark.guarantee("terms")
 def test_a_loss_without_terms_costs_nothing():
-    required, batches = {"create_model": None, "param_groups": None}, iter([])
+    required = {"create_model": None, "param_groups": None}
     seams = Seams.of(SimpleNamespace(**required, compute_loss=image_loss))
-    assert seams.terms is None and seams.compute_loss is image_loss and seams.counted(batches) is batches
+    assert seams.parts == () and seams.compute_loss is image_loss
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def prepared(device="cuda", dtype=None, **changes):
     config = TrainingConfig(warmup_epochs=0, clip_grad_norm=1.0, **AVERAGED, **changes)
     seams = Seams(create_model=None, param_groups=lambda *_: [{"params": model.parameters()}], compute_loss=None)
     state = training_state.TrainState(model, seams, config, Precision("cuda", dtype))
+    state.parts.append(WeightAverage(model, config.ema_decay))
     state.lay_out({"loss": (0.0, 4)})
     state.plan(GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=2, assignment=Assignment(0, 2)))
     return state

@@ -11,10 +11,13 @@ from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
 from forged import MICRO_BATCH
 from utils.data.sampler import Assignment, GlobalBatchSampler
+from utils.distributed.context import DistributedContext
 from utils.distributed.device import has_fast_bf16
 from utils.settings.errors import UserError
 from utils.training.first_passes import evaluate_once, train_twice
 from utils.training.optimizer import lr_factor
+from utils.training.parts.create import create_parts
+from utils.training.parts.weight_average import WeightAverage
 from utils.training.precision import Precision
 from utils.training.seams import Seams
 from utils.training.state import TrainState
@@ -44,6 +47,7 @@ def make(precision=FLOAT32, model=None, groups=None, **changes):
     model = model or nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     config = TrainingConfig(**{"warmup_epochs": 0} | changes)
     state = TrainState(model, seams(lambda *_: groups or [{"params": model.parameters()}]), config, precision)
+    state.parts += create_parts((), model, None, config, DistributedContext(0, 0, 1, CPU), precision)
     sampler = GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=1, assignment=Assignment(0, 1))
     state.lay_out({"loss": (0.0, 4)})
     state.plan(sampler)
@@ -69,8 +73,8 @@ def load(state, source):
 
 def snapshot(state):
     parts = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()["state"]}
-    if state.average:
-        parts["average"] = state.average.state_dict()
+    if average := state.part(WeightAverage):
+        parts["average"] = average.state_dict()
     return copy.deepcopy(parts)
 
 
@@ -308,7 +312,8 @@ def test_the_average_warms_up_and_counts_only_steps_that_are_taken():
             decay = min(0.9, taken / (9 + taken))
             expected = torch.lerp(weight, expected, decay) if taken else weight
             taken += 1
-            torch.testing.assert_close(state.average.state_dict()["0.weight"].double(), expected, rtol=1e-5, atol=1e-6)
+            average = state.part(WeightAverage).state_dict()["0.weight"]
+            torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-6)
         if number in (2, 60):
             state.read_skips()
             before, state = state, make(**AVERAGED)

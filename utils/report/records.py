@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +21,24 @@ class LogPoint:
     steps: int
     read: Read
     take_seconds: Callable[[], tuple[float, float, float]]  # of this rank, from `Clock.take`
-    useful_s: float  # of this rank, from `UsefulTime.take`
 
-    def record(self, sums: MetricTracker, ranks: list[list[float]], **more: Any) -> dict[str, Any]:
+    def record(
+        self, sums: MetricTracker, ranks: list[list[float]], names: Sequence[str] = (), **more: Any
+    ) -> dict[str, Any]:
         """The train record.
 
         Args:
-            ranks: of each rank the seconds in steps, in waits for data and in forward passes, its peak memory, and the
-                seconds at the peak of its device.
+            ranks: of each rank the seconds in steps, in waits for data and in forward passes, its peak memory, and what
+                the parts log.
+            names: of the values that the parts log.
         """
-        seconds, waited, useful = (sum(each[k] for each in ranks) / len(ranks) for k in (0, 1, 4))
+        seconds = sum(row[0] for row in ranks) / len(ranks)
+        waited = sum(row[1] for row in ranks) / len(ranks)
+        logged = {}
+        for column, name in enumerate(names, start=4):
+            mean = sum(row[column] * row[0] for row in ranks) / (seconds * len(ranks) or math.inf)
+            if not math.isnan(mean):
+                logged[name] = mean
         rate = self.samples / seconds if seconds else 0.0
         means, skips = sums.means(), int(sums.sum_of("skipped_steps"))
         del means["skipped_steps"]
@@ -39,7 +48,7 @@ class LogPoint:
             **({"skipped_steps": skips} if skips else {}),
             "samples_per_s": rate,
             **({"tokens_per_s": rate * self.density[0], "padding": self.density[1]} if self.density[0] else {}),
-            **({"mfu": useful / seconds} if useful and seconds else {}),
+            **logged,
             "data_wait_s": waited / self.steps,
             "step_s": seconds / self.steps,
             "peak_memory_bytes": int(max(each[3] for each in ranks)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,16 +32,6 @@ READ_AFTER = 4  # steps after a log point, on all ranks, its values are read
 LogImages = Callable[[nn.Module, Any], dict[str, Tensor]]
 
 
-class Observer(Protocol):
-    """What looks at the steps of an attempt."""
-
-    def start(self) -> None: ...
-
-    def step(self) -> None: ...
-
-    def end(self) -> None: ...
-
-
 class Reporter:
     """Called on all ranks; the logger, the run and the board decide what only rank 0 shows or writes.
 
@@ -66,11 +56,6 @@ class Reporter:
         self._log_images = log_images if run.is_main or not state.sharing.has_whole_gradients else None
         self._board = Board(run.folder / "tensorboard" if ctx.is_main else None, state.progress.step)
         self._terminal = Terminal(attempt, state, loader)
-        self._observers: list[Observer] = []
-        if attempt.config.enable_profiling and ctx.is_main:
-            from utils.training.parts.profiler import Profiler
-
-            self._observers.append(Profiler(run.folder / "traces", ctx.device, attempt.logger))
         self._samples, self._steps = 0, 0  # since the last log point
         self._unwritten: LogPoint | None = None
 
@@ -100,8 +85,6 @@ class Reporter:
         else:
             source = {"weights": shown(of_parameters(self._state.model))}  # do runs with other seeds start elsewhere?
         run.mark_beginning(self._attempt.began, where, world_size=self._ctx.world_size, **source)
-        for each in self._observers:
-            each.start()
 
     # ---- training ----
 
@@ -117,8 +100,6 @@ class Reporter:
         if self._unwritten and step - self._unwritten.at["step"] >= READ_AFTER:
             self.catch_up()
         self._terminal.step(step)
-        for each in self._observers:
-            each.step()
 
     @property
     def is_due(self) -> bool:
@@ -141,9 +122,8 @@ class Reporter:
                 progress.epoch, progress.samples_in_epoch, progress.step % every or every
             ),
             steps=max(1, self._steps),
-            read=state.interval.begin_read(fingerprint(state)),
+            read=state.interval.begin_read(fingerprint(state), is_log_point=True),
             take_seconds=self._attempt.clock.take(),
-            useful_s=state.sums.take_useful_time(),
         )
         self._samples, self._steps = 0, 0
         state.interval.values.zero_()
@@ -159,9 +139,14 @@ class Reporter:
         if point is None:
             return
         sums, skipped, [digest] = self._state.interval.finish_read(point.read, self._state.progress)
-        row = torch.tensor([*point.take_seconds(), peak_memory(), point.useful_s], dtype=torch.float64)
+        seconds = point.take_seconds()
+        logged: dict[str, float] = {}
+        for part in self._state.parts:
+            logged |= part.log_values(seconds[0])
+        row = torch.tensor([*seconds, peak_memory(), *logged.values()], dtype=torch.float64)
         ranks = gather(row, self._ctx)  # on rank 0
-        record = self._run.record("train", **point.record(sums, ranks, fingerprint=shown(int(digest))))
+        record = point.record(sums, ranks, [*logged], fingerprint=shown(int(digest)))
+        record = self._run.record("train", **record)
         self._run.record_skipped(skipped, self._loader.sampler)
         note_slowest(self._run, point.at["step"], ranks)  # extra: watch
         targets = targets_in(sums.count_of("loss"), point.samples)
@@ -236,9 +221,7 @@ class Reporter:
         return summary
 
     def close(self) -> None:
-        """End what looks at the steps, and close TensorBoard's file."""
-        while self._observers:
-            self._observers.pop().end()
+        """Close TensorBoard's file."""
         self._board.close()
 
 

@@ -36,7 +36,9 @@ class Validation:
     @property
     def evaluation(self) -> Evaluation:
         state, attempt = self.state, self.attempt
-        return Evaluation(state.model, self.seams, state.precision, attempt.ctx, self.consensus, attempt.clock)
+        return Evaluation(
+            state.model, self.seams, state.precision, attempt.ctx, state.parts, self.consensus, attempt.clock
+        )
 
     def validate(self) -> None:
         """Evaluate the validation set, if there is one, and keep the best checkpoint."""

@@ -13,6 +13,7 @@ from utils.checkpoint.stored import local_checkpoint
 from utils.checkpoint.weights import match_names, take_weights, warn_of_other_classes
 from utils.distributed.context import DistributedContext
 from utils.training.parallel import Sharing
+from utils.training.parts.create import create_parts
 from utils.training.parts.unsaved import checked
 from utils.training.precision import Precision
 from utils.training.seams import Seams
@@ -58,4 +59,6 @@ def create_state(
     sharing = Sharing.choose(config, ctx)
     model = sharing.build(build, seams.blocks)
     precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
-    return TrainState(model, seams, config, precision, sharing)
+    state = TrainState(model, seams, config, precision, sharing)
+    state.parts += create_parts(seams.parts, model, seams.is_saved, config, ctx, precision)
+    return state

@@ -35,10 +35,10 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext, model: Module
     release()  # an evaluation has nothing to save: a signal ends it
     with watched(config.run_folder, config, ctx):  # if a rank hangs or is gone, all end
         check_alike(config, ctx)
-        return _evaluate(config, ctx, Seams.of(model, ctx.device), data)
+        return _evaluate(config, ctx, model, data)
 
 
-def _evaluate(config: TrainingConfig, ctx: DistributedContext, seams: Seams, data: Any) -> dict[str, Any]:
+def _evaluate(config: TrainingConfig, ctx: DistributedContext, model: ModuleType, data: Any) -> dict[str, Any]:
     is_published = bool(config.init_from)
     path = Path(config.init_from or config.resume_from)
     if not is_published:
@@ -46,6 +46,7 @@ def _evaluate(config: TrainingConfig, ctx: DistributedContext, seams: Seams, dat
         path, _ = on_all_ranks(lambda: best_or_latest(place, not config.resume_from), ctx)
     sets = load_data(data, config, ctx)
     config = sets.config
+    seams = Seams.of(model, config, ctx.device)
     state = on_all_ranks(lambda: create_state(seams, config, ctx, not is_published, sets.train), ctx)
     progress = Progress()
     payload: dict[str, Any] = {}  # the weights that the model has
@@ -54,7 +55,7 @@ def _evaluate(config: TrainingConfig, ctx: DistributedContext, seams: Seams, dat
         on_all_ranks(lambda: check_evaluation(payload, config), ctx)
         progress = Progress.of(payload)
     state.show(progress, payload.get("provenance", {}).get("total_steps", 1))
-    evaluation, logger = Evaluation(state.model, seams, state.precision, ctx), setup_logger(ctx.rank)
+    evaluation, logger = Evaluation(state.model, seams, state.precision, ctx, state.parts), setup_logger(ctx.rank)
     for split in sets.held_out if payload else ():
         for line in on_all_ranks(partial(compare_evaluated, payload, config, split, sets), ctx):
             logger.log(ALIKE, "changed: %s", line)

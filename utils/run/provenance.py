@@ -60,7 +60,8 @@ def provenance_of(
 
     found = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit) | describe(sampler.dataset)
     found |= result_of(state.model, sampler.dataset, config)  # extra: verify
-    found |= state.unsaved.provenance
+    for part in state.parts:
+        found |= part.provenance
     found |= state.sharing.provenance | {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
     # for a fork that has deleted some of them: the default, and whether a resume must or may differ
     settings = settings_of(type(config))

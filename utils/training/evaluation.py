@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from utils.distributed.context import DistributedContext
 from utils.logger import NAME, show_progress
 from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics
 from utils.rng import seed_evaluation, set_apart
-from utils.training.parts.summary import Collected
+from utils.training.parts.part import Part
 from utils.training.precision import Precision
 from utils.training.schedule import Progress
 from utils.training.seams import Seams
@@ -35,6 +35,7 @@ class Evaluation:
     seams: Seams
     precision: Precision
     ctx: DistributedContext
+    parts: Sequence[Part] = ()
     consensus: Consensus | None = None  # None: it cannot be stopped
     clock: Clock = field(default_factory=Clock)  # shows in which function of model.py it is
 
@@ -71,16 +72,19 @@ class Evaluation:
         self.model.eval()
         tracker, samples, ctx = MetricTracker(self.ctx.device), 0, self.ctx
         ranks = loader.sampler.assignment.rank_sum()
-        seed = partial(seed_evaluation, ctx.device, loader.sampler.seed)
-        outputs = Collected.of(self.seams, partial(seed, "predict", split))
+
+        def seed_function(function: str, samples: Sequence[int]) -> None:
+            seed_evaluation(ctx.device, loader.sampler.seed, function, split, samples)
+
+        for part in self.parts:
+            part.begin_evaluation(seed_function, self.clock)
         for number, micro_batch in enumerate(loader.micro_batches(epoch=0), start=1):
             self.clock.call("compute_loss")
-            seed("compute_loss", split, micro_batch.indices)
+            seed_function("compute_loss", micro_batch.indices)
             with self.precision.autocast():
                 metrics = self.seams.compute_loss(self.model, micro_batch.batch)
-                if outputs:
-                    self.clock.call("predict")
-                    outputs.add(self.model, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
+                for part in self.parts:
+                    part.evaluate(self.model, micro_batch)
             self.clock.enter("evaluation")
             if not tracker.layout:
                 tracker.lay_out(check_metrics(metrics))
@@ -102,6 +106,6 @@ class Evaluation:
         if work := ranks.start(tracker.values, loader.sampler.count):
             work.wait()
         means = tracker.means()
-        if outputs:
-            means |= outputs.metrics(means, count, ctx, self.clock)
+        for part in self.parts:
+            means |= part.finish_evaluation(means, count, ctx)
         return means | {"count": count}

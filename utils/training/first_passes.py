@@ -52,10 +52,10 @@ def first_passes(
     # the loss is doubled on every other rank: gradients differ unless they are averaged
     digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)
     on_all_ranks(lambda: [train_twice(model, each, state, compute_loss) for each in others], ctx)
-    if state.sums.useful_time:
-        state.sums.useful_time.measure(lambda: train_twice(state.model, batch, state, compute_loss), batch)
-        state.updater.drop_gradients()  # also where an operation could not be counted
-        state.sums.running_stats.discard()
+    for part in state.parts:
+        part.measure(lambda: train_twice(state.model, batch, state, compute_loss), batch)
+    state.updater.drop_gradients()  # also where a part's passes have failed
+    state.sums.running_stats.discard()
     if state.sharing.has_whole_gradients:
         require_equal(digest, NOT_AVERAGED, ctx)
     layout = state.sums.metrics.layout
@@ -71,14 +71,15 @@ def first_passes(
     def evaluate(loader: GlobalBatchLoader) -> list[str]:
         for batch in loader.sample_batches():
             names = evaluate_once(batch, state, compute_loss)
-        if seams.summary:
-            names += seams.summary.names(state, batch, len(loader.largest()[-1]), len(loader.dataset))
+        samples = len(loader.dataset)
+        for part in state.parts:
+            names += part.try_evaluation(state.model, state.precision, batch, len(loader.largest()[-1]), samples)
         for indices in loader.sampler.smallest():
             with on_trial(state.model, indices, "another --eval_batch_size"):
                 batch = loader.fetch(indices)[2]
                 evaluate_once(batch, state, compute_loss)
-                if seams.summary:
-                    seams.summary.names(state, batch, len(indices), len(indices))
+                for part in state.parts:
+                    part.try_evaluation(state.model, state.precision, batch, len(indices), len(indices))
         return names
 
     on_all_ranks(train_smallest, ctx)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from utils.metrics import Metrics, MetricTracker
+from utils.training.parts.part import Part
 from utils.training.schedule import Progress
 
 EMPTY = "empty"
@@ -35,10 +37,13 @@ class Read:
     Args:
         tensors: float64 or int64, of any shapes, on one device, as they are now.
         steps: since the read before.
+        readers: parts whose values are the last tensors.
     """
 
-    def __init__(self, tensors: list[Tensor], steps: list[SkippedStep]) -> None:
-        self.steps, self._likes = steps, [(each.shape, each.dtype) for each in tensors]
+    def __init__(self, tensors: list[Tensor], steps: list[SkippedStep], readers: list[Part]) -> None:
+        self.steps = steps
+        self.readers = readers
+        self._likes = [(each.shape, each.dtype) for each in tensors]
         self._host = torch.cat([each.reshape(-1).view(torch.int64) for each in tensors])
         self._event: torch.Event | None = None
         if self._host.device.type != "cpu":
@@ -59,11 +64,14 @@ class Interval(MetricTracker):
 
     Args:
         scaler: of float16, or disabled.
+        parts: what they want to read is read with it.
     """
 
-    def __init__(self, device: torch.device, scaler: torch.amp.GradScaler) -> None:
+    def __init__(self, device: torch.device, scaler: torch.amp.GradScaler, parts: Sequence[Part] = ()) -> None:
         super().__init__(device)
-        self._scaler, self._one = scaler, torch.ones((), device=device)
+        self._scaler = scaler
+        self._parts = parts
+        self._one = torch.ones((), device=device)
         self._sums = MetricTracker()  # what was read last, on the host
         self.norms: list[Tensor] = []  # of the gradient, one per step; not finite if it was skipped
         self._divisors: list[Tensor] = []  # one per step: 0 if the loss counted nothing
@@ -81,14 +89,21 @@ class Interval(MetricTracker):
         self._divisors.append(divisor)
         self._losses += [] if loss is None else [loss.clone()]
 
-    def begin_read(self, *more: Tensor) -> Read:
+    def begin_read(self, *more: Tensor, is_log_point: bool = False) -> Read:
         """Begin to copy the sums, and what each step since the last read may have skipped, to the host.
 
         more: float64 or int64 values to copy too.
         """
         kept = [self.norms, self._divisors, self._losses]
         stacks = [torch.stack(each).double() if each else self.values.new_empty(0) for each in kept]
-        read = Read([self.values, *stacks, self._scaler.scale(self._one).double(), *more], self._steps)
+        tensors = [self.values, *stacks, self._scaler.scale(self._one).double(), *more]
+        readers = []
+        for part in self._parts:
+            values = part.begin_read(is_log_point)
+            if values is not None:
+                tensors.append(values)
+                readers.append(part)
+        read = Read(tensors, self._steps, readers)
         self.norms, self._divisors, self._losses, self._steps = [], [], [], []
         return read
 
@@ -98,8 +113,13 @@ class Interval(MetricTracker):
         Returns:
             The sums of the steps with a finite loss, with the norms of these steps; the skipped steps without those of
             the search for a scale; and `more`. All of it is on the host.
+
+        Raises:
+            UserError: if a part finds that what it has read is wrong.
         """
         values, norms, divisors, losses, scale, *more = read.result()
+        for part in reversed(read.readers):
+            part.finish_read(more.pop())
         sums = self._sums
         sums.values.copy_(values)
         norm_sum, finite = sums.sum_of("grad_norm").item(), [norm for norm in norms.tolist() if math.isfinite(norm)]

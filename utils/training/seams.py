@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.data.sampler import MicroBatch
+from config import TrainingConfig
 from utils.metrics import Metrics
 from utils.settings.errors import UserError
 from utils.training.blocks import find_blocks
 from utils.training.optimizer import create_optimizer, lr_factor
-from utils.training.parts.loss_terms import Terms
-from utils.training.parts.step_progress import StepView, seeing
-from utils.training.parts.summary import Summary
+from utils.training.parts.create import parts_of_functions
+from utils.training.parts.part import P, Part, find_part
+from utils.training.signatures import asks_for
 
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
 REQUIRED = ("create_model", "param_groups", "compute_loss")
-MADE = {"progress", "terms"}  # fields that are no functions of model.py
+# functions that get the config anyway
+GET_CONFIG = {"create_model", "param_groups", "lr_factor", "create_optimizer", "initial_weights"}
 CPU = torch.device("cpu")
 
 
@@ -65,36 +66,33 @@ class Seams:
     example_inputs: Callable[[Any], tuple] = example_inputs
     summarize: Callable[[dict[str, Any]], dict[str, float]] | None = None
     is_saved: Callable[[str], bool] | None = None
-    after_step: Callable[[nn.Module, StepView, Tensor], None] | None = None
+    after_step: Callable[..., None] | None = None
     loss_counts: Callable[[Any], dict[str, Any]] | None = None
-    terms: Terms | None = None
-    progress: StepView | None = None
-
-    @property
-    def summary(self) -> Summary | None:
-        return Summary(self.predict, self.summarize) if self.summarize else None
-
-    def counted(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """The micro-batches as `train_one_epoch` gets them: an extra may look at those of a step before."""
-        if self.terms:
-            stream = self.terms.ahead(stream)
-        return stream
+    parts: tuple[Part, ...] = ()  # that these functions take part with
 
     @classmethod
-    def of(cls, module: ModuleType, device: torch.device = CPU) -> Seams:
-        """The functions of model.py, with defaults for missing ones. Raises UserError if a required one is missing.
+    def of(cls, module: ModuleType, config: TrainingConfig | None = None, device: torch.device = CPU) -> Seams:
+        """The functions of model.py, with defaults for missing ones.
 
-        device: of the tensors that an extra gives them.
+        Args:
+            config: with the values that the data have resolved, for functions that ask for `config` by name.
+            device: of the tensors that the functions get.
+
+        Raises:
+            UserError: if a required function is missing.
         """
-        names = cls.__dataclass_fields__.keys()
-        found: dict[str, Any] = {name: getattr(module, name) for name in names - MADE if hasattr(module, name)}
-        missing = [name for name in REQUIRED if name not in found]
+        names = cls.__dataclass_fields__.keys() - {"parts"}
+        functions: dict[str, Any] = {name: getattr(module, name) for name in names if hasattr(module, name)}
+        missing = [name for name in REQUIRED if name not in functions]
         if missing:
             raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see docs/reference.md")
-        given = [name for name in ("compute_loss", "log_images") if found.get(name)]
-        asking = [name for name in given if "progress" in inspect.signature(found[name]).parameters]
-        found |= seeing(found, asking, device)
-        if "loss_counts" in found:
-            found["terms"] = Terms(found["compute_loss"], found["loss_counts"], device)
-            found["compute_loss"] = found["terms"].compute_loss
-        return cls(**found)
+        for name, function in functions.items():
+            if config and name not in GET_CONFIG and asks_for(function, "config"):
+                functions[name] = functools.partial(function, config=config)
+        functions = {"predict": predict} | functions
+        parts = parts_of_functions(functions, device)
+        return cls(**functions, parts=tuple(parts))
+
+    def part(self, kind: type[P]) -> P | None:
+        """The part of this class, if these functions have one."""
+        return find_part(self.parts, kind)

@@ -23,8 +23,7 @@ from utils.settings.errors import UserError
 from utils.training.interval import Interval, SkippedStep
 from utils.training.optimizer import factors_of
 from utils.training.parallel import Sharing
-from utils.training.parts.mfu import UsefulTime
-from utils.training.parts.unsaved import Unsaved
+from utils.training.parts.part import P, Part, find_part
 from utils.training.precision import Precision
 from utils.training.schedule import Progress, Schedule
 from utils.training.seams import Seams
@@ -43,26 +42,17 @@ class TrainState:
         precision: Precision,
         sharing: Sharing | None = None,
     ) -> None:
-        self._config, self._seams = config, seams
+        self._config = config
+        self.parts: list[Part] = []  # `create_parts` gives them once the model has the buffers that `sums` puts there
         device = device_of(model)
         self.sharing = sharing or Sharing(config, DistributedContext(0, 0, 1, device))
         self.model, self.precision = model, precision  # the model is not wrapped in DDP
         self.schedule = Schedule(config, seams.lr_factor)
-        self.sums = StepSums(model, self.sharing.rank_sum(), UsefulTime.on(device, precision.dtype))
-        self.average: Any = None  # of the weights
-        if config.ema_decay:
-            from utils.training.parts.weight_average import WeightAverage
-
-            self.average = WeightAverage(model, config.ema_decay)
+        self.sums = StepSums(model, self.sharing.rank_sum())
         if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
-        self.unsaved = Unsaved(model, seams.is_saved)
         self.updater = Updater(model, seams, config, precision, self.sharing, device)
-        self.interval = Interval(device, self.updater.scaler)
-        if seams.terms:
-            from utils.training.parts.loss_terms import CountedInterval
-
-            self.interval = CountedInterval(device, self.updater.scaler, seams.terms)
+        self.interval = Interval(device, self.updater.scaler, self.parts)
         self.factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
         self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
 
@@ -88,8 +78,7 @@ class TrainState:
         Raises:
             UserError: if those of a later batch have other names or shapes.
         """
-        if self._seams.terms:
-            metrics = self._seams.terms.divided(metrics, number=0)
+        metrics = self.divide_loss(metrics, number=0)
         if self.sums.metrics.layout:
             self.sums.metrics.update(metrics)
             self.sums.metrics.values.zero_()
@@ -110,9 +99,15 @@ class TrainState:
         self.schedule.plan(sampler)
 
     def show(self, progress: Progress, total_steps: int = 0) -> None:
-        """Let functions of model.py see this progress. total_steps: by default those of this run."""
-        if view := self._seams.progress:
-            view.fill(progress, total_steps or self.schedule.total_steps)
+        """Let the parts see this progress before a step or an evaluation. total_steps: by default those of the run."""
+        for part in self.parts:
+            part.see_progress(progress, total_steps or self.schedule.total_steps)
+
+    def divide_loss(self, metrics: Metrics, number: int) -> Metrics:
+        """The metrics of a training micro-batch as the step sums them. number: in its global batch."""
+        for part in self.parts:
+            metrics = part.divide_loss(metrics, number)
+        return metrics
 
     def factors_at(self, step: int, progress: Progress) -> list[float]:
         """The schedule's factors on the learning rates of the groups at this step, from 0. Raises UserError."""
@@ -135,6 +130,10 @@ class TrainState:
                 " gradient; use it in every forward pass, add --find_unused_parameters, or freeze it in create_model"
                 " with requires_grad_(False)"
             )
+
+    def part(self, kind: type[P]) -> P | None:
+        """The part of this class, if there is one."""
+        return find_part(self.parts, kind)
 
     @property
     def norm(self) -> torch.Tensor:
@@ -161,8 +160,8 @@ class TrainState:
         """
         self._set_lr()
         self.sums.wait()
-        if self._seams.terms:
-            self._seams.terms.note(self.sums.metrics)
+        for part in self.parts:
+            part.after_reduce(self.sums.metrics)
         divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift
         norm, is_finite, skipped = self.updater.step(divisor, self.sums.loss, self.progress.step + 1)
         is_scaled, at = self.scaler.is_enabled(), self.progress
@@ -170,11 +169,9 @@ class TrainState:
         self.interval.note(number, norm, divisor, self.sums.loss if is_scaled else None)
         # float16 skips steps to find its scale, and their loss counts
         self.sums.commit(samples, is_finite, self.interval, self.sums.loss.isfinite() if is_scaled else is_finite)
-        if self._seams.after_step and self._seams.progress:
-            with torch.no_grad():
-                self._seams.after_step(self.model, self._seams.progress, (1 - skipped).double())
-        if self.average:
-            self.average.update(1 - skipped)  # of the weights that after_step leaves
+        with torch.no_grad():
+            for part in self.parts:
+                part.after_update(self.model, skipped)
 
     def advance(self, samples: int) -> None:
         self.progress.step += 1
@@ -196,9 +193,8 @@ class TrainState:
             **self.updater.state_dict(),
             "progress": dataclasses.asdict(self.progress) | {"interval": self.interval.state()},
         }
-        if self.average:
-            state["ema"] = self.average.state_dict()
-        state |= {kind: self.unsaved.without(state[kind]) for kind in ("model", "ema")}
+        for part in self.parts:
+            part.save(state)
         return state
 
     def load_state_dict(self, payload: dict[str, Any]) -> None:
@@ -222,23 +218,27 @@ class TrainState:
         missing = sorted(names - payload["progress"].keys())
         if missing:
             raise UserError(f"the checkpoint's progress lacks {', '.join(missing)}; give another checkpoint")
-        self.load_model(payload)
+        payload = self._complete(payload)
+        self._load_weights(payload["model"])
         self.updater.load_state_dict(payload)
         progress = dict(payload["progress"])
         self.interval.load_state(progress.pop("interval"))
         for name, value in progress.items():
             setattr(self.progress, name, value)
-        if self.average:
-            weights = payload["ema"] or payload["model"]
-            weights = self.unsaved.complete(weights, payload)
-            self.average.load_state_dict(weights)
-            skipped = self.progress.skipped_steps + self.progress.overflow_steps
-            self.average.continue_from(self.progress.step - skipped)
+        for part in self.parts:
+            part.after_load(payload, self.progress)
+
+    def _complete(self, payload: dict[str, Any]) -> dict[str, Any]:
+        for part in self.parts:
+            payload = part.before_load(payload)
+        return payload
 
     def load_model(self, payload: dict[str, Any], kind: str = "model") -> None:
         """Load the weights of a checkpoint. kind: "model", or "ema" for the averaged ones. Raises UserError."""
-        weights, likes = payload[kind], self.sharded()
-        weights = self.unsaved.complete(weights, payload)
+        self._load_weights(self._complete(payload)[kind])
+
+    def _load_weights(self, weights: dict[str, Any]) -> None:
+        likes = self.sharded()
         try:
             self.model.load_state_dict({name: shard_of(each, likes.get(name)) for name, each in weights.items()})
         except RuntimeError as error:
@@ -248,8 +248,8 @@ class TrainState:
     def weights(self) -> dict[str, AbstractContextManager]:
         """The weights to evaluate, each with the context in which the model has them. The last selects the best."""
         found: dict[str, AbstractContextManager] = {"model": nullcontext()}
-        if self.average:
-            found["ema"] = self.average.swapped()
+        for part in self.parts:
+            found |= part.weights()
         return found
 
     def weights_of(self, payload: dict[str, Any]) -> dict[str, AbstractContextManager]:

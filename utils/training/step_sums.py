@@ -9,7 +9,6 @@ from utils.distributed.collectives import RankSum
 from utils.distributed.dtensor import device_of
 from utils.metrics import Metrics, MetricTracker
 from utils.training.batchnorm import RunningStats
-from utils.training.parts.mfu import UsefulTime
 
 
 class StepSums:
@@ -19,11 +18,9 @@ class StepSums:
 
     Args:
         ranks: forms the sum over micro-batches and ranks.
-        useful_time: of this rank, on a GPU.
     """
 
-    def __init__(self, model: nn.Module, ranks: RankSum, useful_time: UsefulTime | None = None) -> None:
-        self.useful_time = useful_time
+    def __init__(self, model: nn.Module, ranks: RankSum) -> None:
         self.running_stats = RunningStats(model)
         self.metrics = MetricTracker(device_of(model))
         self._ranks, self._work = ranks, None
@@ -48,8 +45,6 @@ class StepSums:
         self.metrics.update(metrics)
         self.running_stats.add(len(micro_batch.indices))
         self._ranks.add(self.metrics.values, micro_batch.number)
-        if self.useful_time:
-            self.useful_time.add(micro_batch.batch)
 
     def start_reduce(self, micro_batch: MicroBatch) -> None:
         """Call after the forward pass of this rank's last micro-batch: the all-reduce overlaps the backward pass."""
@@ -60,10 +55,6 @@ class StepSums:
         if self._work:
             self._work.wait()
             self._work = None
-
-    def take_useful_time(self) -> float:
-        """`UsefulTime.take` of this rank; 0 on a CPU."""
-        return self.useful_time.take() if self.useful_time else 0.0
 
     def commit(self, samples: int, is_finite: Tensor, interval: MetricTracker, is_loss_finite: Tensor) -> None:
         """Add this step to the running statistics and the interval's sums, and begin the next step.

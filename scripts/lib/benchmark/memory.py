@@ -35,6 +35,7 @@ from utils.memory import free_memory, is_out_of_memory, let_go
 from utils.settings.errors import UserError
 from utils.table import format_table
 from utils.training.first_passes import train_twice
+from utils.training.parts.weight_average import WeightAverage
 from utils.training.seams import Seams
 from utils.training.state import TrainState
 
@@ -59,8 +60,9 @@ def count(state: TrainState, action: Callable[[], object]) -> dict[str, int]:
     Gradients must not exist yet.
     """
     tracker, copies = Tracker(), list[torch.Tensor]()
-    if state.average:
-        copies = [*state.average._copies.values()]
+    average = state.part(WeightAverage)
+    if average:
+        copies = [*average._copies.values()]
     tracker.track_external(state.model, state.optimizer, *copies)
     for parameter in state.model.parameters():  # DDP's buckets are counted when they are used
         parameter.grad = None
@@ -88,7 +90,8 @@ def measure(
 
     ctx: of this process alone; its process group no longer exists.
     """
-    config, seams = dataclasses.replace(config, **TWO_STEPS, sharding=sharding), Seams.of(train.your_model)
+    config = dataclasses.replace(config, **TWO_STEPS, sharding=sharding)
+    seams = Seams.of(train.your_model, config, ctx.device)
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     hosts = tuple(f"node{rank // per_node}" for rank in range(ranks))
     size: dict[str, Any] = {"world_size": ranks, "local_world_size": min(ranks, per_node), "hosts": hosts}

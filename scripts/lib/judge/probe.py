@@ -59,7 +59,7 @@ def outputs(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
         given = iter(outputs)
         net.forward = lambda *args, **kwargs: next(given)
     with torch.no_grad():
-        metrics = Seams.of(model, ctx.device).compute_loss(net, batch)
+        metrics = Seams.of(model, sets.config, ctx.device).compute_loss(net, batch)
     if is_first:
         torch.save(outputs, OUTPUTS)
     sums = {}

@@ -42,6 +42,7 @@ from utils.rng import derive_seed, seed_evaluation
 from utils.settings.errors import TrainingError, UserError
 from utils.training.evaluation import Evaluation
 from utils.training.outputs import Outputs
+from utils.training.parts.summary import Summary
 from utils.training.precision import Precision
 from utils.training.schedule import Progress
 from utils.training.seams import Seams
@@ -276,7 +277,8 @@ class Fork:
         """Loss, metrics and "count" over all ranks."""
         loader = self.on_all(lambda: train.create_evaluation_dataloader(dataset, self.small_config, self.ctx))
         try:
-            return Evaluation(model, self.seams, Precision(self.ctx.device.type, None), self.ctx).means(loader)
+            precision = Precision(self.ctx.device.type, None)
+            return Evaluation(model, self.seams, precision, self.ctx, self.seams.parts).means(loader)
         except RuntimeError as error:
             if "evaluation counted" not in str(error):
                 raise
@@ -287,6 +289,7 @@ class Fork:
         of torch as in the evaluation of `split`."""
         loader, tracker = self.loader(subset), MetricTracker(self.ctx.device)
         seed = functools.partial(seed_evaluation, self.ctx.device, self.small_config.seed)
+        summary = self.seams.part(Summary)
         outputs = Outputs(self.seams.predict, functools.partial(seed, "predict", split))
         for indices in torch.arange(len(subset)).split(self.small_config.batch_size):
             *_, batch = loader.fetch(indices.tolist())
@@ -294,11 +297,11 @@ class Fork:
             seed("compute_loss", split, indices.tolist())
             with torch.no_grad():
                 tracker.update(self.seams.compute_loss(net, batch))
-                if self.seams.summary:
+                if summary:
                     outputs.add(net, batch, indices.tolist())
         found = {"count": len(subset)} | tracker.means()
-        if self.seams.summary:
-            found |= self.seams.summary.of(outputs)
+        if summary:
+            found |= summary.of(outputs)
         return found
 
     def sample_loss(self, model: nn.Module, device: torch.device) -> float:

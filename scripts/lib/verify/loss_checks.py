@@ -38,6 +38,7 @@ from lib.verify.loss_notes import look_at_passes
 from lib.verify.precision_checks import rounding
 from lib.verify.result import notes_last
 from lib.verify.segments_check import check_segments
+from utils.training.parts.loss_terms import LossTerms
 from utils.training.seams import Seams
 
 INTENT = (
@@ -254,7 +255,7 @@ def fresh_seams(fork: Fork, ranks: int) -> Iterator[Seams]:
             spec.loader.exec_module(module)
         except Exception:  # some names can be registered only once
             module = your_model
-        yield Seams.of(module, fork.ctx.device)
+        yield Seams.of(module, fork.small_config, fork.ctx.device)
 
 
 def check_passes(fork: Fork) -> str:
@@ -328,7 +329,7 @@ def for_a_look(fork: Fork) -> str:
         means.append(f"{torch.where(counted == 0, 0.0, total / counted).sum().item():.6g} for {kind} samples")
         counts = {name: torch.as_tensor(entry[1]).double().sum().item() / count for name, entry in metrics.items()}
         others = [f"{name} {each:.6g}" for name, each in counts.items() if not math.isclose(each, counts["loss"])]
-        if fork.seams.terms:
+        if fork.seams.part(LossTerms):
             continue
         if others:
             notes += (

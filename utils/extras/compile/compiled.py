@@ -54,8 +54,8 @@ def compile_all_sizes(
         else:
             for _ in range(2):
                 evaluate_once(batch, state, seams.compute_loss)
-                if seams.summary:
-                    seams.summary.names(state, batch, size, size)
+                for part in state.parts:
+                    part.try_evaluation(state.model, state.precision, batch, size, size)
         logger.info("compiled for batches of %d in %s after %.0f s", size, kind, perf_counter() - began)
     if counters["stats"]["unique_graphs"] == compiled:
         raise UserError(

@@ -17,21 +17,29 @@ from torch import Tensor, nn
 from utils.data.sampler import MicroBatch
 from utils.metrics import Metrics, MetricTracker, TermMeans
 from utils.settings.errors import UserError
-from utils.training.interval import Interval, Read, SkippedStep
-from utils.training.schedule import Progress
+from utils.training.parts.part import Part
 
 EXAMPLE = '{"loss": {"boxes": (sum, count, weight), "classes": (sum, count, weight)}}'
 
 
-class Terms:
+class LossTerms(Part):
     """`compute_loss` and `loss_counts` of model.py, with the terms in one tensor, in the order of their names."""
 
     def __init__(self, compute_loss: Callable[..., Metrics], loss_counts: Callable[[Any], dict], device: torch.device):
-        self._compute_loss, self._loss_counts = compute_loss, loss_counts
+        self._compute_loss = compute_loss
+        self._loss_counts = loss_counts
+        self.functions = {"compute_loss": self.compute_loss}
         self._float64: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self._means = TermMeans(())  # with the names, once they are known
         self._counts = self._divisors = self._one = torch.ones((), **self._float64)  # of the global batch
         self._steps: list[Tensor] = []  # since the last check: the counts of loss_counts and of compute_loss
+
+    @classmethod
+    def create(cls, functions: dict[str, Callable], device: torch.device) -> LossTerms | None:
+        """None if model.py has no loss_counts."""
+        if "loss_counts" not in functions:
+            return None
+        return cls(functions["compute_loss"], functions["loss_counts"], device)
 
     def compute_loss(self, model: nn.Module, batch: Any) -> Metrics:
         """The metrics, with "loss" as (weighted sums [terms], counts [terms], TermMeans). Raises UserError."""
@@ -51,9 +59,9 @@ class Terms:
         found = self._loss_counts(batch)
         return self._stack([found[name] for name in self._names(found)])
 
-    def ahead(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """The micro-batches, those of a step when `mean` knows its counts. The next step's are fetched before, so that
-        none waits for the sums over the ranks."""
+    def micro_batches(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Those of a step when `mean` knows its counts. The next step's are fetched before, so that none waits for the
+        sums over the ranks."""
         begun = self._begun(stream)
         latest = next(begun, None)
         while latest:
@@ -68,9 +76,9 @@ class Terms:
         self._counts, self._divisors = counts, torch.where(counts > 0, counts, math.inf)
         self._one = counts.any().double()
 
-    def divided(self, metrics: Metrics, number: int) -> Metrics:
-        """The metrics of a training micro-batch, whose number in its global batch is given: "loss" is its part of the
-        loss, with a count of 1 for the whole global batch, or 0 if that counts nothing; each term is a metric."""
+    def divide_loss(self, metrics: Metrics, number: int) -> Metrics:
+        """In what it returns "loss" is the micro-batch's part of the loss, with a count of 1 for the whole global
+        batch, or 0 if that counts nothing. Each term is a metric."""
         sums, counts, means = metrics["loss"]
         terms = {f"loss/{name}": (sums[k], counts[k]) for k, name in enumerate(means.names)}
         return metrics | {"loss": (self.mean(sums), self._one if number == 0 else 0.0)} | terms
@@ -79,20 +87,20 @@ class Terms:
         """What the sums of a micro-batch add to the loss of the global batch: 0-dimensional."""
         return (sums / self._divisors).sum()
 
-    def note(self, sums: MetricTracker) -> None:
+    def after_reduce(self, sums: MetricTracker) -> None:
         """Keep the counts that compute_loss returned for the global batch, for `check`."""
         counts = torch.stack([sums.count_of(f"loss/{name}") for name in self._means.names])
         self._steps.append(torch.stack([self._counts, counts]))
 
-    def take_steps(self) -> list[Tensor]:
-        """The counts of the steps since the last call, the same on all ranks: float64 [2, terms], on the device, each
-        step as for `check`."""
-        steps, self._steps = self._steps, []
-        return steps
+    def begin_read(self, is_log_point: bool) -> Tensor | None:
+        """The counts of the steps since the last call, the same on all ranks: float64 [steps, 2, terms]."""
+        steps = self._steps
+        self._steps = []
+        return torch.stack(steps) if steps else None
 
-    def check_steps(self, counts: Tensor) -> None:
-        """Check what `take_steps` returned, on the host."""
-        for counted, found in counts:
+    def finish_read(self, values: Tensor) -> None:
+        """Raises UserError if loss_counts is wrong."""
+        for counted, found in values:
             self.check(counted, found)
 
     def check(self, counted: Tensor, found: Tensor) -> None:
@@ -132,21 +140,3 @@ class Terms:
     def _stack(self, counts: list[Tensor | float]) -> Tensor:
         to = self._float64  # torch.full copies nothing from the host
         return torch.stack([c.to(**to) if isinstance(c, Tensor) else torch.full((), c, **to) for c in counts])
-
-
-class CountedInterval(Interval):
-    """An interval whose steps are checked when they are read: loss_counts must have counted what compute_loss did."""
-
-    def __init__(self, device: torch.device, scaler: torch.amp.GradScaler, terms: Terms) -> None:
-        super().__init__(device, scaler)
-        self._terms = terms
-
-    def begin_read(self, *more: Tensor) -> Read:
-        steps = self._terms.take_steps()
-        return super().begin_read(*more, torch.stack(steps) if steps else self.values.new_empty(0))
-
-    def finish_read(self, read: Read, progress: Progress) -> tuple[MetricTracker, list[SkippedStep], list[Tensor]]:
-        """Raises UserError if loss_counts is wrong."""
-        sums, skipped, more = super().finish_read(read, progress)
-        self._terms.check_steps(more.pop())
-        return sums, skipped, more

@@ -7,15 +7,18 @@ which knows matrix products, convolutions and attention, and counts activations 
 from __future__ import annotations
 
 import logging
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from utils.batch import tensors_in
+from utils.data.sampler import MicroBatch
 from utils.logger import NAME
+from utils.training.parts.part import Part
 
 # TFLOP/s of dense 16-bit matrix products, from data sheets, by words in the device's name; the first entry that fits
 PEAKS = {
@@ -34,24 +37,26 @@ def peak_of(device_name: str, dtype: torch.dtype | None, has_tf32: bool) -> floa
     return found if dtype else found / 2 if has_tf32 else 0.0
 
 
-class UsefulTime:
-    """The seconds that this rank's device would need at its peak for the passes since the last log point.
+class FlopCounter(Part):
+    """Counts the operations of the passes of this rank, for the `mfu` of train records.
 
     Operations are counted once, for one micro-batch. Others need as many per element of their tensors.
+
+    peak: of the device, in operations per second; 0 if it is not known.
     """
 
     def __init__(self, peak: float) -> None:
-        self._peak, self._per_element, self._elements = peak, 0.0, 0
+        self._peak = peak
+        self._per_element = 0.0
+        self._elements = 0  # since the last log point
+        self._logged = 0  # up to the last log point
 
     @classmethod
-    def on(cls, device: torch.device, dtype: torch.dtype | None) -> UsefulTime | None:
-        """None unless it is a GPU."""
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return None
+    def create(cls, device: torch.device, dtype: torch.dtype | None) -> FlopCounter:
+        """dtype: of autocast."""
         return cls(peak_of(torch.cuda.get_device_name(device), dtype, torch.cuda.is_tf32_supported()))
 
     def measure(self, passes: Callable[[], object], batch: Any) -> None:
-        """Count the operations of two forward and backward passes with this batch. Their results must not be used."""
         try:
             with FlopCounterMode(display=False) as counter:
                 passes()
@@ -62,14 +67,22 @@ class UsefulTime:
             return
         self._per_element = counter.get_total_flops() / 2 / max(1, elements_in(batch))
 
-    def add(self, batch: Any) -> None:
-        """Call for each micro-batch that this rank trains on."""
-        self._elements += elements_in(batch)
+    def micro_batches(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        for micro_batch in stream:
+            if not micro_batch.is_padding:
+                self._elements += elements_in(micro_batch.batch)
+            yield micro_batch
 
-    def take(self) -> float:
-        """The seconds since the last call, or 0 if the peak or the count is not known."""
-        elements, self._elements = self._elements, 0
-        return self._per_element * elements / self._peak if self._peak else 0.0
+    def begin_read(self, is_log_point: bool) -> None:
+        if is_log_point:
+            self._logged = self._elements
+            self._elements = 0
+
+    def log_values(self, seconds: float) -> dict[str, float]:
+        """The seconds that the device would need at its peak, over those of the steps; NaN if that is not known."""
+        if not self._peak or not self._per_element or not seconds:
+            return {"mfu": math.nan}
+        return {"mfu": self._per_element * self._logged / self._peak / seconds}
 
 
 def elements_in(batch: Any) -> int:

@@ -9,34 +9,52 @@ import logging
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, schedule
+
+from utils.logger import NAME
+from utils.training.parts.part import Part
 
 WAIT, WARM_UP, ACTIVE = 2, 1, 3  # optimizer steps
 ROWS = 10
 
 
-class Profiler:
-    """Call `start` before the first optimizer step, `step` after each one, and `end`."""
+class Profiler(Part):
+    """Writes the trace to a file in the folder, and logs the costliest operations."""
 
-    def __init__(self, folder: Path, device: torch.device, logger: logging.Logger) -> None:
-        path, activities, sort = folder / "rank0.json.gz", [ProfilerActivity.CPU], "self_cpu_time_total"
-        if device.type == "cuda":
-            activities, sort = [*activities, ProfilerActivity.CUDA], "self_device_time_total"
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self._folder = folder
+        self._device = device
+        self._logger = logging.getLogger(NAME)
+        self._profile: profile | None = None  # between the first step and the end
 
-        def report(finished: profile) -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            finished.export_chrome_trace(str(path))
-            table = finished.key_averages().table(sort_by=sort, row_limit=ROWS, max_name_column_width=45)
-            text = "profile of %d steps in %s (open it in https://ui.perfetto.dev); the costliest operations:\n%s"
-            logger.info(text, ACTIVE, path, table)
-
+    def start(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
         plan = schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
-        self._profile = profile(activities=activities, schedule=plan, on_trace_ready=report, acc_events=True)
-        self._logger, self.start, self.step = logger, self._profile.start, self._profile.step
+        self._profile = profile(activities=activities, schedule=plan, on_trace_ready=self._report, acc_events=True)
+        self._profile.start()
 
-    def end(self) -> None:
+    def after_update(self, model: nn.Module, skipped: Tensor) -> None:
+        if self._profile:
+            self._profile.step()
+
+    def close(self) -> None:
+        if not self._profile:
+            return
         needed = WAIT + WARM_UP + ACTIVE
         if self._profile.step_num < needed:
             text = "profiling: the run ended after %d steps, but %d are needed"
             self._logger.warning(text, self._profile.step_num, needed)
         self._profile.stop()
+        self._profile = None
+
+    def _report(self, finished: profile) -> None:
+        path = self._folder / "rank0.json.gz"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        finished.export_chrome_trace(str(path))
+        costs = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+        table = finished.key_averages().table(sort_by=costs, row_limit=ROWS, max_name_column_width=45)
+        text = "profile of %d steps in %s (open it in https://ui.perfetto.dev); the costliest operations:\n%s"
+        self._logger.info(text, ACTIVE, path, table)

@@ -6,25 +6,25 @@ checkpoint by such a metric needs it.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from utils.clock import Clock
+from utils.data.sampler import MicroBatch
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
 from utils.logger import NAME
 from utils.metrics import NOT_A_NAME, is_metric_name
 from utils.settings.errors import UserError
 from utils.training.outputs import OTHER_NAMES, Outputs, in_order
-
-if TYPE_CHECKING:
-    from utils.training.seams import Seams
-    from utils.training.state import TrainState
+from utils.training.parts.part import Part
+from utils.training.precision import Precision
 
 MAX_BYTES = 2**30  # of a set that is summarized, on rank 0, where gathering and sorting take up to four times as much
 
@@ -42,42 +42,72 @@ def bytes_of(outputs: Outputs) -> int:
     return sum(each.nbytes for batches in outputs.batches.values() for each in batches)
 
 
-class Summary(NamedTuple):
+class Summary(Part):
     """Metrics that are no sums over samples: `summarize` is called with what `predict` returned for a whole set."""
 
-    predict: Callable[[nn.Module, Any], dict[str, Tensor]]
-    summarize: Callable[[dict[str, Tensor | list[Tensor]]], dict[str, float]]
+    def __init__(
+        self,
+        predict: Callable[[nn.Module, Any], dict[str, Tensor]],
+        summarize: Callable[[dict[str, Tensor | list[Tensor]]], dict[str, float]],
+    ) -> None:
+        self._predict = predict
+        self._summarize = summarize
+        self._outputs = Outputs(predict, lambda _: None)  # of this rank in the current evaluation
+        self._bytes = 0
+        self._clock = Clock()
+
+    @classmethod
+    def create(cls, functions: dict[str, Callable], device: torch.device) -> Summary | None:
+        """None if model.py has no summarize."""
+        if "summarize" not in functions:
+            return None
+        return cls(functions["predict"], functions["summarize"])
 
     def of(self, outputs: Outputs) -> dict[str, float]:
         """The metrics of the outputs of one process. Raises UserError."""
         return self._numbers([outputs.part()], len(outputs.indices))
 
-    def of_ranks(self, outputs: Outputs, samples: int, ctx: DistributedContext, clock: Clock) -> dict[str, float]:
-        """The metrics of the outputs of all ranks, computed on rank 0, on every rank. Raises UserError."""
+    def try_evaluation(self, model: nn.Module, precision: Precision, batch: Any, size: int, samples: int) -> list[str]:
+        """Raises UserError if the outputs of the set would take too much memory, or summarize fails."""
+        outputs = Outputs(self._predict, seed=lambda _: None)
+        with torch.no_grad(), precision.autocast():
+            outputs.add(model.eval(), batch, range(size))
+        check_size(bytes_of(outputs) / size * samples)
+        return list(self.of(outputs))
+
+    def begin_evaluation(self, seed: Callable[[str, Sequence[int]], object], clock: Clock) -> None:
+        self._outputs = Outputs(self._predict, functools.partial(seed, "predict"))
+        self._bytes = 0
+        self._clock = clock
+
+    def evaluate(self, model: nn.Module, micro_batch: MicroBatch) -> None:
+        """Raises UserError if the outputs of this rank become too large."""
+        self._clock.call("predict")
+        self._outputs.add(model, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
+        if not micro_batch.is_padding:
+            self._bytes += sum(batches[-1].nbytes for batches in self._outputs.batches.values())
+        check_size(self._bytes)
+
+    def finish_evaluation(self, means: dict[str, float], samples: int, ctx: DistributedContext) -> dict[str, float]:
+        """The metrics of the outputs of all ranks, computed on rank 0."""
+        outputs = self._outputs
         require_equal(sorted(outputs.batches), f"{OTHER_NAMES} ({{first}} and {{other}})", ctx)
         check_size(sum(all_gather_json(bytes_of(outputs), ctx)))
         parts = [outputs.part()] * (ctx.world_size if ctx.is_main else 0)
         if ctx.world_size > 1:
             dist.gather_object(outputs.part(), parts or None, group=ctx.control)
         if ctx.is_main:
-            clock.call("summarize")
+            self._clock.call("summarize")
         found = broadcast_json(on_rank_0(lambda: self._numbers(parts, samples), ctx), ctx)
-        clock.enter("evaluation")
+        self._clock.enter("evaluation")
+        if both := sorted(means.keys() & found.keys()):
+            raise UserError(f"model.summarize: compute_loss has {both[0]} too; give one of them another name")
         return found
-
-    @torch.no_grad()
-    def names(self, state: TrainState, batch: Any, size: int, samples: int) -> list[str]:
-        """The names of the metrics, from a first batch of `size` samples of a set of `samples`. Raises UserError."""
-        outputs = Outputs(self.predict, seed=lambda _: None)
-        with state.precision.autocast():
-            outputs.add(state.model.eval(), batch, range(size))
-        check_size(bytes_of(outputs) / size * samples)
-        return list(self.of(outputs))
 
     def _numbers(self, parts: list[dict[str, Any]], samples: int) -> dict[str, float]:
         outputs = in_order(parts, samples)
         try:
-            found = {name: float(value) for name, value in self.summarize(outputs).items()}
+            found = {name: float(value) for name, value in self._summarize(outputs).items()}
         except UserError:
             raise
         except Exception as error:
@@ -89,29 +119,4 @@ class Summary(NamedTuple):
         for name in found:
             if not is_metric_name(name):
                 raise UserError(f"model.summarize: returned a number named {name!r}, {NOT_A_NAME}")
-        return found
-
-
-class Collected(Outputs):
-    """The outputs of this rank in one evaluation. `add` raises UserError if they become too large."""
-
-    def __init__(self, summary: Summary, seed: Callable[[Sequence[int]], object]) -> None:
-        super().__init__(summary.predict, seed)
-        self._summary, self._bytes = summary, 0
-
-    @classmethod
-    def of(cls, seams: Seams, seed: Callable[[Sequence[int]], object]) -> Collected | None:
-        """None if model.py has no summarize. seed: as for Outputs."""
-        return cls(seams.summary, seed) if seams.summary else None
-
-    def add(self, model: nn.Module, batch: Any, indices: Sequence[int], is_padding: bool = False) -> None:
-        super().add(model, batch, indices, is_padding)
-        self._bytes += sum(kept[-1].nbytes for kept in self.batches.values() if not is_padding)
-        check_size(self._bytes)
-
-    def metrics(self, means: dict[str, float], samples: int, ctx: DistributedContext, clock: Clock) -> dict[str, float]:
-        """Those of the whole set, on every rank. means: those of compute_loss. Raises UserError."""
-        found = self._summary.of_ranks(self, samples, ctx, clock)
-        if both := sorted(means.keys() & found.keys()):
-            raise UserError(f"model.summarize: compute_loss has {both[0]} too; give one of them another name")
         return found

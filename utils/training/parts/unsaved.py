@@ -16,28 +16,34 @@ from torch import Tensor, nn
 from utils.distributed.dtensor import full
 from utils.logger import some_of
 from utils.settings.errors import UserError
+from utils.training.parts.part import Part
 
 KEY = "unsaved"  # in the provenance
 
 
-class Unsaved:
-    """What the checkpoints of a model leave out. Raises UserError if one of these parameters is trained."""
+class UnsavedParameters(Part):
+    """Leaves frozen parameters out of checkpoints. Raises UserError if one of them is trained."""
 
     def __init__(self, model: nn.Module, is_saved: Callable[[str], bool] | None) -> None:
-        self._model, self._digests = model, digests(left_out(model, is_saved))  # by name
+        self._model = model
+        self._digests = digests(left_out(model, is_saved))  # by name
+        self.provenance = {}
+        if self._digests:
+            self.provenance = {KEY: self._digests}
 
-    def without(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state dict as it is saved."""
-        return {name: value for name, value in state.items() if name not in self._digests} if self._digests else state
+    def save(self, state: dict[str, Any]) -> None:
+        for kind in ("model", "ema"):
+            if self._digests:
+                state[kind] = {name: value for name, value in state[kind].items() if name not in self._digests}
 
-    def complete(self, weights: dict[str, Any], payload: dict[str, Any]) -> dict[str, Any]:
-        """Weights of this checkpoint, with what it has left out. Raises UserError if it had other values of that."""
+    def before_load(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """With what the checkpoint has left out. Raises UserError if it had other values of that."""
         saved = payload.get("provenance", {}).get(KEY, {})
-        return complete(weights, saved, self._model, self._digests, "the checkpoint")
-
-    @property
-    def provenance(self) -> dict[str, Any]:
-        return {KEY: self._digests} if self._digests else {}
+        completed = {}
+        for kind in ("model", "ema"):
+            if payload[kind]:
+                completed[kind] = complete(payload[kind], saved, self._model, self._digests, "the checkpoint")
+        return payload | completed
 
 
 def digests(values: Mapping[str, Tensor]) -> dict[str, str]:

@@ -7,16 +7,18 @@ weights at the end of a run, above all with a constant learning rate or a diffus
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from utils.distributed.dtensor import local, shard_of, wrap
+from utils.training.parts.part import Part
+from utils.training.schedule import Progress
 
 
-class WeightAverage:
+class WeightAverage(Part):
     """An exponential moving average of the weights and the running statistics: a copy of each tensor of the state dict.
 
     Averages of 16-bit weights are float32, since an update is smaller than the spacing of 16-bit numbers. The model has
@@ -42,9 +44,18 @@ class WeightAverage:
         self._taken = torch.zeros((), dtype=torch.float64, device=device)  # the updates so far
         self._counters = [pair for pair in self._pairs if not pair[1].is_floating_point()]
 
-    def continue_from(self, taken: int) -> None:
-        """Set how many steps were taken, after a state was loaded."""
-        self._taken.fill_(taken)
+    def after_update(self, model: nn.Module, skipped: Tensor) -> None:
+        self.update(1 - skipped)
+
+    def save(self, state: dict[str, Any]) -> None:
+        state["ema"] = self.state_dict()
+
+    def after_load(self, payload: dict[str, Any], progress: Progress) -> None:
+        self.load_state_dict(payload["ema"] or payload["model"])
+        self._taken.fill_(progress.step - progress.skipped_steps - progress.overflow_steps)
+
+    def weights(self) -> dict[str, AbstractContextManager]:
+        return {"ema": self.swapped()}
 
     @torch.no_grad()
     def update(self, taken: Tensor) -> None:

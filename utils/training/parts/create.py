@@ -1,0 +1,66 @@
+"""The parts of an attempt, in one list, whose order is the order of their effects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from config import TrainingConfig
+from utils.distributed.context import DistributedContext
+from utils.training.parts.after_step import AfterStep
+from utils.training.parts.loss_terms import LossTerms
+from utils.training.parts.mfu import FlopCounter
+from utils.training.parts.part import Part
+from utils.training.parts.profiler import Profiler
+from utils.training.parts.summary import Summary
+from utils.training.parts.unsaved import UnsavedParameters
+from utils.training.parts.weight_average import WeightAverage
+from utils.training.precision import Precision
+
+
+def parts_of_functions(functions: dict[str, Callable[..., Any]], device: torch.device) -> list[Part]:
+    """The parts that functions of model.py ask for: the first ones of the list.
+
+    Args:
+        functions: by name. A part may replace some.
+        device: of the tensors that the functions get.
+    """
+    parts: list[Part] = []
+    for create in (AfterStep.create, LossTerms.create, Summary.create):
+        part = create(functions, device)
+        if part:
+            functions |= part.functions
+            parts.append(part)
+    return parts
+
+
+def create_parts(
+    of_functions: Sequence[Part],
+    model: nn.Module,
+    is_saved: Callable[[str], bool] | None,
+    config: TrainingConfig,
+    ctx: DistributedContext,
+    precision: Precision,
+) -> list[Part]:
+    """All parts that this attempt uses.
+
+    Args:
+        of_functions: from `parts_of_functions`.
+        model: not wrapped in DDP, with the buffers that it keeps.
+        is_saved: of model.py.
+
+    Raises:
+        UserError: if is_saved leaves out a parameter that is trained.
+    """
+    parts = [*of_functions]
+    if ctx.device.type == "cuda" and torch.cuda.is_available():
+        parts.append(FlopCounter.create(ctx.device, precision.dtype))
+    if config.ema_decay:
+        parts.append(WeightAverage(model, config.ema_decay))  # of the weights that after_step leaves
+    parts.append(UnsavedParameters(model, is_saved))  # from the average too
+    if config.enable_profiling and ctx.is_main:
+        parts.append(Profiler(config.run_folder / "traces", ctx.device))
+    return parts
