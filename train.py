@@ -22,37 +22,22 @@ if __name__ == "__main__":
 import faulthandler
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import dataset as your_data
 import model as your_model
-from ddp_utils import cleanup_distributed, read_launch, setup_distributed, wrap_ddp
-from utils.data.loader import GlobalBatchLoader, create_distributed_dataloader, create_evaluation_dataloader
+from ddp_utils import DistributedContext, cleanup_distributed, read_launch, setup_distributed
+from utils.assembly import Training, assemble
 from utils.data.sampler import MicroBatch
-from utils.data.sets import load_data
-from utils.distributed.collectives import broadcast_json, on_all_ranks
-from utils.distributed.consensus import Consensus, Stopped, Vote, is_every
-from utils.extras.cache.sample_cache import cached  # extra: cache
-from utils.report.reporter import Reporter
-from utils.report.validation import Validation
+from utils.distributed.collectives import broadcast_json
+from utils.distributed.consensus import Stopped, is_every
 from utils.rng import seed_device
-from utils.run.attempt import Attempt
-from utils.run.checkpoints import Checkpoints
-from utils.run.create import create_state
 from utils.run.ending import PREEMPTED, for_torchrun, leave_after, released
 from utils.run.evaluate_only import evaluate_only
-from utils.run.provenance import provenance_of
-from utils.run.resume import resume_run
 from utils.run.start import open_run
-from utils.training.batchnorm import check_sync_batchnorm
-from utils.training.first_passes import first_passes
-from utils.training.replicated import Wrapped
-from utils.training.seams import Seams
-from utils.training.state import TrainState
 
 
 @record
@@ -63,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcome = train(config)
     except Exception as error:
         raise for_torchrun(error) from error.__cause__
-    return PREEMPTED if outcome.get("state") == "preempted" and not read_launch().is_under_torchrun else 0
+    is_preempted = outcome.get("state") == "preempted"
+    return PREEMPTED if is_preempted and not read_launch().is_under_torchrun else 0
 
 
 @released()
@@ -84,8 +70,7 @@ def train(
         UserError: if the config or the data cannot be used; the message ends with the fix.
     """
     ctx = setup_distributed(config)
-    # `~` is that of rank 0; data may be mounted elsewhere on another node
-    config = replace(config, **broadcast_json({name: getattr(config, name) for name in {*PATHS} - {"data_dir"}}, ctx))
+    config = with_paths_of_rank_0(config, ctx)
     if config.eval_only:
         outcome = evaluate_only(config, ctx, your_model, data)
     else:
@@ -93,108 +78,25 @@ def train(
             if attempt.run.claim.is_completed:
                 outcome = {"state": "completed"}
             else:
-                outcome = run_training(assemble(attempt, data), after_epoch)
+                outcome = run_training(assemble(attempt, your_model, data), after_epoch)
     cleanup_distributed()  # not after a failure: ranks that are gone do not take part
     return outcome
 
 
-@dataclass(frozen=True)
-class Training:
-    """The parts of one attempt of a run: each start and each resume is an attempt."""
-
-    attempt: Attempt
-    seams: Seams
-    loader: GlobalBatchLoader
-    held_out: dict[str, GlobalBatchLoader]  # by split
-    state: TrainState
-    model: Wrapped
-    consensus: Consensus
-    reporter: Reporter
-    checkpoints: Checkpoints
-    validation: Validation
-
-
-def assemble(attempt: Attempt, data: Any = your_data) -> Training:
-    """Build everything that an attempt needs, from data to checkpoints, and restore the state it starts from."""
-    run, ctx, seams = attempt.run, attempt.ctx, Seams.of(your_model)
-    run.begin()
-    sets = load_data(data, attempt.config, ctx)
-    config = sets.config  # in which the data have resolved `auto` fields
-    attempt = replace(attempt, config=config)
-    seams = Seams.of(your_model, config, ctx.device)
-    is_resumed = bool(run.resume_path)
-    state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed, sets.train), ctx)
-    train_set, held_out = sets.train, sets.held_out
-    train_set, held_out = cached(train_set, held_out, config, ctx, attempt.logger)  # extra: cache
-    clock = attempt.clock
-    loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, config, ctx, clock), ctx)
-    loaders = {
-        split: on_all_ranks(partial(create_evaluation_dataloader, held_out_set, config, ctx, clock), ctx)
-        for split, held_out_set in held_out.items()
-    }
-    for each in (loader, *loaders.values()):
-        attempt.resources.callback(each.close)
-    on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
-    model = wrap_ddp(state.model, config, ctx)
-    # before resume_run: the model's buffers, which these passes may change, are then those of the checkpoint
-    best = first_passes(model, state, loader, loaders, seams, config, ctx)
-    provenance = provenance_of(config, ctx, state, sampler) | sets.content
-    differences = resume_run(attempt, state, sampler, provenance, sets.listing, best)
-    reporter = Reporter(attempt, state, loader, provenance, seams.log_images)
-    attempt.resources.callback(reporter.close)
-    checkpoints = Checkpoints(attempt, state, provenance, reporter.before_save)
-    attempt.resources.callback(checkpoints.close)
-    reporter.start(loaders, differences)  # training begins
-    for part in state.parts:
-        attempt.resources.callback(part.close)
-        part.start()
-    every = {"train": loader, **loaders}
-
-    def vote() -> Vote:
-        return Vote(stop=attempt.is_asked_to_stop, save=checkpoints.is_due())
-
-    consensus = Consensus(vote, ctx.control)
-    validation = Validation(attempt, state, seams, consensus, every, reporter, checkpoints, best=best)
-    return Training(
-        attempt=attempt,
-        seams=seams,
-        loader=loader,
-        held_out=loaders,
-        state=state,
-        model=model,
-        consensus=consensus,
-        reporter=reporter,
-        checkpoints=checkpoints,
-        validation=validation,
-    )
+def with_paths_of_rank_0(config: TrainingConfig, ctx: DistributedContext) -> TrainingConfig:
+    """The config with the paths of rank 0, whose `~` may be another folder than on this node. Data may be mounted
+    elsewhere, so `data_dir` stays."""
+    paths = {name: getattr(config, name) for name in PATHS if name != "data_dir"}
+    return replace(config, **broadcast_json(paths, ctx))
 
 
 def run_training(training: Training, after_epoch: Callable[[Training], object] | None = None) -> dict[str, Any]:
     """Train until the run ends or the ranks agree to stop. Returns the content of summary.json."""
-    attempt, schedule, checkpoints = training.attempt, training.state.schedule, training.checkpoints
-    config, ending, test_records = attempt.config, "completed", []
+    checkpoints = training.checkpoints
+    ending = "completed"
+    test_records = []
     try:
-        if attempt.run.resume_path:
-            checkpoints.save(now=True)  # does nothing if the checkpoint is already in this run's folder
-            if schedule.is_at_end:
-                attempt.logger.info("nothing is left to train; to train longer, increase --epochs or --max_steps")
-        training.consensus.flush()  # raises Stopped if a rank was asked to stop before the first step
-        while not schedule.is_finished:  # by epochs, max_steps or patience
-            train_one_epoch(training)
-            if after_epoch:
-                checkpoints.finish_copy()  # it may change the weights
-                after_epoch(training)
-            if schedule.is_at_end or is_every(config.save_every, schedule.progress.epoch_number):
-                # before the evaluation, so that a failure there loses no training; a resume repeats the evaluation
-                checkpoints.save(now=schedule.is_at_end)
-            if schedule.is_evaluation_due:
-                validate(training)
-            schedule.end_epoch()
-            if schedule.is_patience_over:
-                checkpoints.save(now=True)
-        if schedule.is_patience_over:
-            text = "patience: no improvement in %d evaluations, so the run ends; to train longer, increase --patience"
-            attempt.logger.info(text, config.patience)
+        train_epochs(training, after_epoch)
         checkpoints.finish_writing()
         test_records = training.validation.test_best()
     except Stopped:
@@ -208,14 +110,48 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
     return training.reporter.finish(ending, training.validation.best[0], test_records)
 
 
+def train_epochs(training: Training, after_epoch: Callable[[Training], object] | None) -> None:
+    """Train, evaluate and save until the run ends: by epochs, max_steps or patience. Raises Stopped."""
+    config = training.attempt.config
+    logger = training.attempt.logger
+    schedule = training.state.schedule
+    checkpoints = training.checkpoints
+    if training.attempt.run.resume_path:
+        checkpoints.save(now=True)  # does nothing if the checkpoint is already in this run's folder
+        if schedule.is_at_end:
+            logger.info("nothing is left to train; to train longer, increase --epochs or --max_steps")
+    training.consensus.flush()  # raises Stopped if a rank was asked to stop before the first step
+    while not schedule.is_finished:
+        train_one_epoch(training)
+        if after_epoch:
+            checkpoints.finish_copy()  # it may change the weights
+            after_epoch(training)
+        if schedule.is_at_end or is_every(config.save_every, schedule.progress.epoch_number):
+            # before the evaluation, so that a failure there loses no training; a resume repeats the evaluation
+            checkpoints.save(now=schedule.is_at_end)
+        if schedule.is_evaluation_due:
+            validate(training)
+        schedule.end_epoch()
+        if schedule.is_patience_over:
+            checkpoints.save(now=True)
+    if schedule.is_patience_over:
+        text = "patience: no improvement in %d evaluations, so the run ends; to train longer, increase --patience"
+        logger.info(text, config.patience)
+
+
 def train_one_epoch(training: Training) -> None:
     """Train to the end of the epoch, or of the run. Raises Stopped between two steps if the ranks agree to stop."""
-    config, clock, state, loader = training.attempt.config, training.attempt.clock, training.state, training.loader
-    schedule, progress = state.schedule, state.progress
-    consensus, checkpoints, reporter = training.consensus, training.checkpoints, training.reporter
+    config = training.attempt.config
+    clock = training.attempt.clock
+    state = training.state
+    schedule = state.schedule
+    progress = state.progress
+    checkpoints = training.checkpoints
+    reporter = training.reporter
+
     training.model.train()
     state.sums.running_stats.begin_epoch()
-    stream = loader.micro_batches(progress.epoch, progress.samples_in_epoch)
+    stream = training.loader.micro_batches(progress.epoch, progress.samples_in_epoch)
     for part in state.parts:
         stream = part.micro_batches(stream)
     while not (schedule.is_epoch_complete or schedule.is_at_end):  # max_steps
@@ -223,7 +159,7 @@ def train_one_epoch(training: Training) -> None:
             leave_steps(training)
             validate(training)  # here, so that a resume at this step evaluates too
             if schedule.is_patience_over:
-                return  # run_training ends the run: no evaluation is due, and the epoch does not count as complete
+                return  # train_epochs ends the run: no evaluation is due, and the epoch does not count as complete
         clock.begin_step(progress.step + 1)
         state.show(progress)  # what functions of model.py may read
         samples, indices = compute_gradient(training, stream)  # forward and backward
@@ -235,30 +171,32 @@ def train_one_epoch(training: Training) -> None:
         if reporter.is_due:
             reporter.log()
         # the vote of an earlier step, whether to save; it raises Stopped if a rank was asked to stop
-        if consensus.step() or is_every(config.save_every_steps, progress.step):
-            consensus.flush()  # an earlier vote must not count after a save
+        if training.consensus.step() or is_every(config.save_every_steps, progress.step):
+            training.consensus.flush()  # an earlier vote must not count after a save
             checkpoints.save()
     leave_steps(training)
 
 
 def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[int, list[int]]:
     """This rank's passes of a step. Returns the samples in the global batch, and the indices of this rank's."""
-    attempt, state, model, indices = training.attempt, training.state, training.model, []
+    attempt = training.attempt
+    state = training.state
+    indices: list[int] = []
     for micro_batch in stream:  # padding with zero gradient on an idle rank: DDP needs every rank
-        is_padding, is_last_micro_batch = micro_batch.is_padding, micro_batch.is_last
-        with model.accumulating(micro_batch):
+        with training.model.accumulating(micro_batch):
             seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)
             with state.precision.autocast():
-                metrics = training.seams.compute_loss(model, micro_batch.batch)
+                metrics = training.seams.compute_loss(training.model, micro_batch.batch)
             metrics = state.divide_loss(metrics, micro_batch.number)
-            if not is_padding:
+            if not micro_batch.is_padding:
                 state.sums.add(metrics, micro_batch)
                 indices += micro_batch.indices
-            if is_last_micro_batch:
+            if micro_batch.is_last:
                 state.sums.start_reduce(micro_batch)  # overlaps the backward pass
             attempt.clock.enter("backward")
-            state.backward(metrics["loss"][0], is_padding)  # of the sum; the count [1] divides in the update
-        if is_last_micro_batch:
+            loss_sum = metrics["loss"][0]  # its count, metrics["loss"][1], divides the gradient in the update
+            state.backward(loss_sum, micro_batch.is_padding)
+        if micro_batch.is_last:
             return micro_batch.samples, indices
     raise RuntimeError("the stream of micro-batches ended within a step; this is a bug in the loader")
 

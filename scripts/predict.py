@@ -29,7 +29,6 @@ import torch
 
 import dataset as your_data
 import model as fork
-import train
 from config import TrainingConfig
 from ddp_utils import cleanup_distributed, load_checkpoint, setup_distributed
 from scripts.lib.arguments import check_arguments
@@ -45,6 +44,7 @@ from utils.files import TEMPORARY, replace_file, replace_json
 from utils.logger import ALIKE, setup_logger, show_progress
 from utils.rng import seed_evaluation
 from utils.run.command_line import open_output
+from utils.run.create import create_state
 from utils.run.ending import leave_after, watched
 from utils.run.resume import compare_evaluated
 from utils.run.start import check_alike
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
         data["predict"] = on_all_ranks(lambda: your_data.create_dataset(sets.config, "predict"), ctx)
     dataset = on_all_ranks(lambda: choose(data, options.split), ctx)
     seams = Seams.of(fork, sets.config, ctx.device)
-    state = on_all_ranks(lambda: train.create_state(seams, sets.config, ctx, is_resumed=True), ctx)
+    state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=True), ctx)
     payload = load_checkpoint(options.checkpoint, ctx, state.sharded())
     on_all_ranks(lambda: check(options, out), ctx)
     kind = on_all_ranks(lambda: choose_weights(payload, options.ema, options.checkpoint), ctx)

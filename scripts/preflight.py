@@ -58,6 +58,7 @@ from utils.distributed.collectives import all_gather_json
 from utils.files import replace_json
 from utils.logger import count
 from utils.run import provenance
+from utils.run.create import create_state
 from utils.run.ending import leave_after
 from utils.run.start import check_alike
 from utils.table import format_table
@@ -102,7 +103,7 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
         return len(train_set)
 
     def create() -> dict[str, int]:
-        state = train.create_state(Seams.of(train.your_model, config, ctx.device), config, ctx)
+        state = create_state(Seams.of(train.your_model, config, ctx.device), config, ctx)
         gradient = sum(p.nbytes for group in state.optimizer.param_groups for p in group["params"])
         weights = sum(value.nbytes for value in state.model.state_dict().values())
         average = state.part(WeightAverage)

@@ -125,7 +125,7 @@ MUTATIONS = [
     Mutation('LossTerms.divide_loss', 'return metrics | {"loss": (self.mean(sums), self._one if number == 0 else 0.0)} | terms', 'return metrics | {"loss": (self.mean(sums), self._one)} | terms', 'terms'),
     Mutation('LossTerms.finish_read', 'self.check(counted, found)', 'pass', 'terms'),
     Mutation('TermMeans.__call__', 'quotients = torch.where(count == 0, total, total / count)  # a sum that is not finite stays so', 'quotients = total / count.sum()', 'terms'),
-    Mutation('compute_gradient', 'state.backward(metrics["loss"][0], is_padding)  # of the sum; the count [1] divides in the update', 'state.backward(metrics["loss"][0], False)', 'gradient'),
+    Mutation('compute_gradient', 'state.backward(loss_sum, micro_batch.is_padding)', 'state.backward(loss_sum, False)', 'gradient'),
     Mutation('Budget.pack', 'if (length if length > longest else longest) * count > self.tokens or count > most:', 'if (length if length > longest else longest) * count >= self.tokens or count > most:', 'lengths'),  # extra: lengths
     Mutation('Budget.pack', 'if count > 1:', 'if count > 2:', 'lengths'),  # extra: lengths
     Mutation('BudgetSampler._pack', 'part.sort(stable=True, descending=number % 2 == 1).indices + number * window', 'part.sort(stable=True).indices + number * window', 'lengths'),  # extra: lengths
@@ -202,7 +202,7 @@ MUTATIONS = [
     Mutation('WeightAverage.after_update', 'self.update(1 - skipped)', 'self.update(torch.ones_like(skipped))', 'not-finite'),
     Mutation('prepare', 'fill_momenta(optimizer)', 'pass', 'not-finite'),
     Mutation('Consensus.flush', 'self._start(every=1)', 'pass', 'stop'),
-    Mutation('train_one_epoch', 'consensus.flush()  # an earlier vote must not count after a save', 'pass', 'stop'),
+    Mutation('train_one_epoch', 'training.consensus.flush()  # an earlier vote must not count after a save', 'pass', 'stop'),
     Mutation('ignore_in_worker', 'signal.signal(number, signal.SIG_IGN)', 'signal.signal(number, signal.SIG_DFL)', 'stop'),
     Mutation('StopSignals._keep', 'self._received, self.came_at = signal.Signals(number).name, time.monotonic()', 'pass', 'stop'),
     Mutation('cleanup_distributed', 'dist.barrier()', 'pass', 'clean-exit'),
@@ -218,14 +218,14 @@ MUTATIONS = [
     Mutation('Copier._compare', 'odd, fingerprint = broadcast_json([sorted(odd), shown(whole + buffers[0] + position)], self._ctx)', 'odd, fingerprint = [], ""', 'divergence'),
     Mutation('Writer.look', 'except OSError as error:', 'except BlockingIOError as error:', 'disk'),
     Mutation('Checkpoints._after_copy', 'self.finish_copy()', 'pass', 'resume'),
-    Mutation('run_training', 'checkpoints.finish_copy()  # it may change the weights', 'pass', 'resume'),
+    Mutation('train_epochs', 'checkpoints.finish_copy()  # it may change the weights', 'pass', 'resume'),
     Mutation('Writer._check_progress', 'self._stalled_s = 0.0 if has_moved else self._stalled_s + min(now - self._looked_at, SECONDS_COUNTED)', 'self._stalled_s = 0.0', 'stalled-write'),
     Mutation('_HashingWriter.write', 'self._tick()', 'pass', 'stalled-write'),
     Mutation('OnCheckpoint.leave', 'os.killpg(command.pid, number)', 'command.send_signal(number)', 'command'),  # extra: companions
     Mutation('follow_torchrun', 'die_with_parent()', 'pass', 'launcher-killed'),
     Mutation('open_run', 'check_alike(config, ctx)', 'pass', 'alike'),
     Mutation('reject', 'end_now(error.exit_code)', 'end_now(1)', 'exit-codes'),
-    Mutation('main', 'return PREEMPTED if outcome.get("state") == "preempted" and not read_launch().is_under_torchrun else 0', 'return 0', 'exit-codes'),
+    Mutation('main', 'return PREEMPTED if is_preempted and not read_launch().is_under_torchrun else 0', 'return 0', 'exit-codes'),
     Mutation('make_libraries_deterministic', 'os.environ.setdefault("NCCL_NVLS_ENABLE", "0")', 'pass', 'kernels'),
     Mutation('train_one_epoch', 'reporter.step_done(samples, indices)', 'reporter.step_done(samples + 0 * int(metrics["loss"][0].item()), indices)', 'no-reads'),
     Mutation('ddp_options', '"gradient_as_bucket_view": True,', '"gradient_as_bucket_view": False,', 'buckets'),
@@ -242,7 +242,7 @@ MUTATIONS = [
     Mutation('end_workers', 'child.kill()', 'pass', 'clean-exit'),
     Mutation('compute_loss', 'return {"loss": (loss, len(labels)), "top1": (count_correct(logits, labels), len(labels))}', 'return {"loss": (loss / len(labels), len(labels)), "top1": (count_correct(logits, labels), len(labels))}', 'shipped-loss'),
     Mutation('StepSums.lay_out', 'self.running_stats.sum_into(self.metrics.values[len(self.metrics.values) - self.running_stats.size :])', 'pass', 'batchnorm'),
-    Mutation('train_one_epoch', 'stream = loader.micro_batches(progress.epoch, progress.samples_in_epoch)', 'stream = loader.micro_batches(progress.epoch, 0)', 'kills'),
+    Mutation('train_one_epoch', 'stream = training.loader.micro_batches(progress.epoch, progress.samples_in_epoch)', 'stream = training.loader.micro_batches(progress.epoch, 0)', 'kills'),
     Mutation('Consensus._read', 'if stop:', 'if False:', 'stop'),
     Mutation('count_gpus', 'if not shutil.which(command[0]) and any(path.exists() for path in GPU_DRIVERS):  # importing torch takes seconds', 'if False:', 'devices'),  # extra: launcher
     Mutation('exit_code', 'if state == "preempted":', 'if state == "stopped":', 'exit-codes'),  # extra: launcher

@@ -33,6 +33,7 @@ import train
 from config import TrainingConfig
 from line_tasks import BlockModel, TokenModel, create_lines, token_loss
 from port_tasks import PORTS
+from utils import assembly
 from utils.distributed.consensus import Consensus
 from utils.example.augment import augment_images, normalize
 from utils.metrics import count_correct
@@ -314,7 +315,7 @@ def signals_after(stops):
         if stops and step == stops[0] and int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    eager = mock.patch.object(train, "Consensus", EagerConsensus)
+    eager = mock.patch.object(assembly, "Consensus", EagerConsensus)
     with mock.patch.object(Reporter, "step_done", done), eager:
         yield
 

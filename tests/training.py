@@ -14,6 +14,7 @@ import train
 from config import TrainingConfig
 from ranks import ROOT, run_ranks
 from tasks import BUCKETS, train_task, using
+from utils import assembly
 from utils.checkpoint import format as checkpoint
 from utils.files import read_json, read_lines
 from utils.report.goodput import AttemptTimes, attempts_of
@@ -27,7 +28,7 @@ class PatientCheckpoints(Checkpoints):
         super().save(True, again)
 
 
-train.Checkpoints = PatientCheckpoints
+assembly.Checkpoints = PatientCheckpoints
 STATE = ("model", "ema", "optimizer", "scaler", "progress")  # the entries of a checkpoint that define a run
 ENDS = "epochs steps skipped_steps samples_seen best_value best_epoch best final".split()  # entries of a summary
 # of records: they differ between equal runs
@@ -57,7 +58,8 @@ class Runs:
     def program(self, code: str = "", task: str = "images") -> Path:
         """Write a script for WarmLaunch: train.py with a task, after these lines of code."""
         begin = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; sys.argv[0] = 'train.py'\n"
-        begin += f"import os, signal, time, tasks, train\nTASK = tasks.using({task!r})\nTASK.__enter__()\n"
+        begin += "import os, signal, time, tasks, train\nfrom utils import assembly\n"
+        begin += f"TASK = tasks.using({task!r})\nTASK.__enter__()\n"
         path = self.root / "program.py"
         path.write_text(f"{begin}{code}\ntrain.run_as_script()\n")
         return path

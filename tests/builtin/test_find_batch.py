@@ -16,12 +16,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 GIB = 1.5
 LIMITED = """
 from lib.benchmark.find_batch import limit_memory
-plain = train.first_passes
+from utils import assembly
+plain = assembly.first_passes
 def first_passes(*args):
     plain(*args)
     limit_memory(args[-1].device, {memory})
     return plain(*args)
-train.first_passes = first_passes
+assembly.first_passes = first_passes
 """
 
 

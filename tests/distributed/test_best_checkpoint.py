@@ -7,10 +7,10 @@ from unittest import mock
 
 import pytest
 
-import train
 from ranks import run_ranks
 from tasks import BUCKETS, TASKS, EagerConsensus, image_loss
 from training import train_flags
+from utils import assembly
 from utils.checkpoint.layouts import FileLayout
 from utils.checkpoint.writer import Writer
 from utils.report.reporter import Reporter
@@ -91,7 +91,7 @@ def train_and_look(words):
     with (
         mock.patch.object(Writer, "start", start_writing),
         mock.patch.object(Reporter, "step_done", done),
-        mock.patch.object(train, "Consensus", EagerConsensus),
+        mock.patch.object(assembly, "Consensus", EagerConsensus),
     ):
         train_flags(words)
     return found

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import train
 from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed, wrap_ddp
 from ranks import run_ranks, slow
 from tasks import train_task, training_under
 from training import TINY, difference
+from utils import assembly
 from utils.data.sampler import MicroBatch
 from utils.settings.errors import UserError
 
@@ -90,13 +90,13 @@ def test_one_rank_has_no_collective(runs):
 
 def train_with_a_huge_gradient(flags, huge_step):
     """On rank 1 the loss of one step is 10^8 times as large: its gradient is finite, but not in float16."""
-    passes, plain = [], train.TrainState.backward
+    passes, plain = [], assembly.TrainState.backward
 
     def backward(self, loss, loss_scale):
         passes.append(1)
         plain(self, loss * 1e8 if len(passes) == huge_step and dist.get_rank() == 1 else loss, loss_scale)
 
-    with mock.patch.object(train.TrainState, "backward", backward):
+    with mock.patch.object(assembly.TrainState, "backward", backward):
         return train_task("images", flags)
 
 

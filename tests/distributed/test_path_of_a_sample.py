@@ -13,7 +13,7 @@ from utils.metrics import MetricTracker
 from utils.report.records import LogPoint
 from utils.training.interval import Read
 
-MOST_FUNCTIONS, MOST_FILES = 25, 9
+MOST_FUNCTIONS, MOST_FILES = 27, 11  # with the two moments at which parts see its metrics
 CARRIERS = (MicroBatch, MetricTracker, Read, LogPoint)
 FORKS = ("model.py", "dataset.py", "tests", ".venv")  # not ours
 

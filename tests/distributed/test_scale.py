@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 import ddp_utils
-import train
 import utils.distributed.consensus
 from config import TrainingConfig
 from ranks import run_ranks, slow
 from tasks import TASKS, EagerConsensus, create_images
 from training import train_flags
+from utils import assembly
 from utils.distributed.collectives import broadcast_json, lowest_rank
 from utils.distributed.consensus import Consensus, Vote
 from utils.extras import sketches  # extra: sketches
@@ -147,7 +147,7 @@ def pretending(world_size):
     with (
         mock.patch.object(ddp_utils, "_rendezvous", lambda *_: dist.HashStore()),
         mock.patch.object(ddp_utils, "raise_file_limit", lambda *_: None),
-        mock.patch.object(train, "wrap_ddp", without_ddp),
+        mock.patch.object(assembly, "wrap_ddp", without_ddp),
         mock.patch.object(ddp_utils, "_introduce", introduce),
         mock.patch.object(dist, "init_process_group", lambda _, **options: plain_init("fake", **options)),
         mock.patch.object(dist, "new_group", lambda backend, **options: plain_group(backend="fake", **options)),
@@ -165,7 +165,7 @@ def count_operations(words, world_size):
         counting(tally),
         pretending(world_size) if world_size else contextlib.nullcontext(),
         mock.patch.dict(TASKS["images"], {"create_dataset": without_val}),
-        mock.patch.object(train, "Consensus", EagerConsensus),
+        mock.patch.object(assembly, "Consensus", EagerConsensus),
         few_sketches,
     ):
         assert train_flags(words)["state"] == "completed"

@@ -41,6 +41,7 @@ hold()
 import os, time, torch, train
 from pathlib import Path
 from tasks import Images, using
+from utils import assembly
 from utils.clock import Clock
 TASK = using('images')
 TASK.__enter__()

@@ -207,7 +207,7 @@ def stalled_write(drill: Drill, code: str, *flags: object) -> Job:
 @fault("write hangs and then continues", guarantees="stalled-write")
 def write_stalls(drill: Drill) -> None:
     """Only the limit for the warning is shortened."""
-    code = STALLS.format(600.0) + "train.Checkpoints = checkpoints.Checkpoints\n"  # saves need not wait
+    code = STALLS.format(600.0) + "assembly.Checkpoints = checkpoints.Checkpoints\n"  # saves need not wait
     job = stalled_write(drill, code, "--epochs", 4)
     job.wait_for(lambda: re.search(NO_PROGRESS + "; check the storage", job.text()))
     job.wait_for_step(40)  # training continues

@@ -23,6 +23,7 @@ FLOORS = {
     "utils.report": 8,
     "utils.example": 8,  # of model.py, dataset.py and the extra `images` alone
     "ddp_utils": 9,
+    "utils.assembly": 9,  # puts a run together
     "utils.extras": 9,  # imported in marked lines only: tests/builtin/test_extras.py
     "model": 10,
     "dataset": 10,

@@ -32,6 +32,7 @@ from utils.data.sampler import MapDataset
 from utils.data.sets import load_data
 from utils.distributed.dtensor import device_of, local
 from utils.memory import free_memory, is_out_of_memory, let_go
+from utils.run.create import create_state
 from utils.settings.errors import UserError
 from utils.table import format_table
 from utils.training.first_passes import train_twice
@@ -98,7 +99,7 @@ def measure(
     control: Any = weakref.ref(cast(Any, dist.group.WORLD))
     ctx = dataclasses.replace(ctx, **size, device_names=ctx.device_names * ranks, control_ref=control)
     try:
-        state = train.create_state(seams, config, ctx)
+        state = create_state(seams, config, ctx)
         loader, sampler = create_distributed_dataloader(data, config, ctx)
         model = wrap_ddp(state.model, config, ctx)
         has_own_hook = False

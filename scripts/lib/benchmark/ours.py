@@ -16,6 +16,7 @@ import torch
 import train
 from config import TrainingConfig
 from ddp_utils import DistributedContext
+from utils.assembly import assemble
 from utils.rng import derive_seed
 from utils.run.start import open_run
 
@@ -55,7 +56,8 @@ class Ours:
         for handler in attempt.logger.handlers:
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(self._nowhere)
-        self.training = train.assemble(attempt, data_without_repeats() if steps else train.your_data)
+        data = data_without_repeats() if steps else train.your_data
+        self.training = assemble(attempt, train.your_model, data)
         self.config, self.state = self.training.attempt.config, self.training.state
         self.model, self.loader = self.training.model, self.training.loader
 

@@ -27,6 +27,7 @@ from config import SETTINGS, TrainingConfig, fields_of_yours
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
 from lib.values import is_dense, one_line, scramble_global_rngs, spread, sums
 from lib.verify import memory
+from utils import assembly
 from utils.batch import map_tensors, tensors_in
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sampler import MapDataset
@@ -240,10 +241,13 @@ class Fork:
         self, dataset: MapDataset, config: TrainingConfig | None = None, ctx: DistributedContext | None = None
     ) -> GlobalBatchLoader:
         """The training loader; by default that of a single process with the small config."""
-        return train.create_distributed_dataloader(dataset, config or self.small_config, ctx or self.single_process)[0]
+        loader, _ = assembly.create_distributed_dataloader(
+            dataset, config or self.small_config, ctx or self.single_process
+        )
+        return loader
 
     def new_model(self) -> nn.Module:
-        """The model at step 0, as train.create_state creates it."""
+        """The model at step 0, as assembly.create_state creates it."""
         torch.manual_seed(self.config.seed)
         return self.seams.create_model(self.config, self.ctx.device)
 
@@ -275,7 +279,7 @@ class Fork:
 
     def evaluate(self, model: nn.Module, dataset: MapDataset) -> dict[str, float]:
         """Loss, metrics and "count" over all ranks."""
-        loader = self.on_all(lambda: train.create_evaluation_dataloader(dataset, self.small_config, self.ctx))
+        loader = self.on_all(lambda: assembly.create_evaluation_dataloader(dataset, self.small_config, self.ctx))
         try:
             precision = Precision(self.ctx.device.type, None)
             return Evaluation(model, self.seams, precision, self.ctx, self.seams.parts).means(loader)
@@ -334,7 +338,7 @@ class Fork:
 
         data = SimpleNamespace(**vars(train.your_data) | {"create_dataset": lambda _, split: sets[split]})
         alone = mock.patch.dict(os.environ, single_environment(), clear=True) if is_alone else nullcontext()
-        with alone, mock.patch.object(train, "Reporter", Quiet):
+        with alone, mock.patch.object(assembly, "Reporter", Quiet):
             try:
                 if self.ctx.is_main or not is_alone:
                     outcome = train.train(config, data, after_epoch)

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import train
 from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed, wrap_ddp
 from ranks import run_ranks, slow
 from tasks import TASKS, EagerConsensus, SmallNet, train_task
 from training import TINY, wait_until
+from utils import assembly
 from utils.report.reporter import Reporter
 
 # 10 micro-batches per step, of which the last step of an epoch has 6, the last of them short; ranks hold 1 to 10
@@ -60,7 +60,7 @@ def train_until(flags, number, step, victim, task="images"):
             wait_until(lambda: number != signal.SIGKILL or saved.exists())  # a save in progress would be lost
             os.kill(os.getpid(), number)
 
-    eager = mock.patch.object(train, "Consensus", EagerConsensus)
+    eager = mock.patch.object(assembly, "Consensus", EagerConsensus)
     with mock.patch.object(Reporter, "step_done", done), eager:
         return train_task(task, flags, goes_on=False)
 

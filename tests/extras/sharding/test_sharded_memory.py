@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import train
 from ranks import ROOT, run_ranks
 from tasks import TASKS
 from training import train_flags
+from utils import assembly
 from utils.distributed.dtensor import local
 from utils.memory import own_memory
 from utils.run.checkpoints import Checkpoints
@@ -54,7 +54,7 @@ def size_of(tensors):
 def counted(words, nodes):
     """Bytes of parameters, gradients and optimizer state of this rank, and the peaks of building and saving."""
     return_freed_memory()
-    found, plain_state, plain_save = {}, train.create_state, Checkpoints.save
+    found, plain_state, plain_save = {}, assembly.create_state, Checkpoints.save
 
     def create_state(*args, **options):
         with measured(found, "building"):
@@ -74,7 +74,7 @@ def counted(words, nodes):
     with (
         mock.patch.dict(TASKS["blocks"], {"create_model": gpt}),
         mock.patch.object(socket, "gethostname", lambda: f"node{rank * nodes // ranks}"),
-        mock.patch.object(train, "create_state", create_state),
+        mock.patch.object(assembly, "create_state", create_state),
         mock.patch.object(Checkpoints, "save", save),
     ):
         train_flags(words, task="blocks")

@@ -21,6 +21,7 @@ from test_predict_and_export import run_main
 from test_skipping import FLAGS as OF_SKIPPING
 from test_skipping import train_with_nan
 from training import relative, train_flags
+from utils import assembly
 from utils.checkpoint import format as checkpoint
 from utils.distributed.dtensor import is_sharded
 from utils.settings.errors import UserError
@@ -203,7 +204,7 @@ def test_float16_finds_its_scale_on_all_ranks_together(runs):
 
 def watch_the_memory(words):
     """The devices on which create_model was called, and the elements that this rank holds of each parameter."""
-    devices, found, plain_model, plain_state = [], {}, TASKS["blocks"]["create_model"], train.create_state
+    devices, found, plain_model, plain_state = [], {}, TASKS["blocks"]["create_model"], assembly.create_state
 
     def create_model(config, device):
         devices.append(device.type)
@@ -215,7 +216,7 @@ def watch_the_memory(words):
         return state
 
     watched = mock.patch.dict(TASKS["blocks"], {"create_model": create_model})
-    with watched, mock.patch.object(train, "create_state", create_state):
+    with watched, mock.patch.object(assembly, "create_state", create_state):
         train_flags(words, task="blocks")
     return devices, found
 

@@ -1,0 +1,112 @@
+"""Puts a run together: from an attempt and the functions of a fork to all that the training loop uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from utils.data.loader import GlobalBatchLoader, create_distributed_dataloader, create_evaluation_dataloader
+from utils.data.sets import load_data
+from utils.distributed.collectives import on_all_ranks
+from utils.distributed.consensus import Consensus, Vote
+from utils.extras.cache.sample_cache import cached  # extra: cache
+from utils.report.reporter import Reporter
+from utils.report.validation import Validation
+from utils.run.attempt import Attempt
+from utils.run.checkpoints import Checkpoints
+from utils.run.create import create_state
+from utils.run.provenance import provenance_of
+from utils.run.resume import resume_run
+from utils.training.batchnorm import check_sync_batchnorm
+from utils.training.first_passes import first_passes
+from utils.training.parallel import wrap_ddp
+from utils.training.replicated import Wrapped
+from utils.training.seams import Seams
+from utils.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one attempt of a run works with: each start and each resume is an attempt."""
+
+    attempt: Attempt
+    seams: Seams
+    loader: GlobalBatchLoader
+    held_out: dict[str, GlobalBatchLoader]  # by split
+    state: TrainState
+    model: Wrapped
+    consensus: Consensus
+    reporter: Reporter
+    checkpoints: Checkpoints
+    validation: Validation
+
+
+def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
+    """Build everything that an attempt needs, from data to checkpoints, and restore the state that it starts from.
+
+    Args:
+        model_module: has the functions of model.py.
+        data: has the functions of dataset.py.
+
+    Raises:
+        UserError: if a function is missing, or the data, the model or the checkpoint cannot be used.
+    """
+    ctx = attempt.ctx
+    run = attempt.run
+    clock = attempt.clock
+    Seams.of(model_module)  # refuses a model.py without a required function before data are downloaded
+    run.begin()
+
+    sets = load_data(data, attempt.config, ctx)
+    config = sets.config  # in which the data have resolved `auto` fields
+    attempt = replace(attempt, config=config)
+    seams = Seams.of(model_module, config, ctx.device)
+    is_resumed = bool(run.resume_path)
+    state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed, sets.train), ctx)
+
+    train_set, held_out_sets = sets.train, sets.held_out
+    train_set, held_out_sets = cached(train_set, held_out_sets, config, ctx, attempt.logger)  # extra: cache
+    loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, config, ctx, clock), ctx)
+    attempt.resources.callback(loader.close)
+    held_out = {}
+    for split, held_out_set in held_out_sets.items():
+        create_loader = partial(create_evaluation_dataloader, held_out_set, config, ctx, clock)
+        held_out[split] = on_all_ranks(create_loader, ctx)
+        attempt.resources.callback(held_out[split].close)
+
+    on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
+    model = wrap_ddp(state.model, config, ctx)
+    # before resume_run: the model's buffers, which these passes may change, are then those of the checkpoint
+    best = first_passes(model, state, loader, held_out, seams, config, ctx)
+    provenance = provenance_of(config, ctx, state, sampler) | sets.content
+    differences = resume_run(attempt, state, sampler, provenance, sets.listing, best)
+
+    reporter = Reporter(attempt, state, loader, provenance, seams.log_images)
+    attempt.resources.callback(reporter.close)
+    checkpoints = Checkpoints(attempt, state, provenance, reporter.before_save)
+    attempt.resources.callback(checkpoints.close)
+    reporter.start(held_out, differences)
+    for part in state.parts:
+        attempt.resources.callback(part.close)
+        part.start()
+
+    def vote() -> Vote:
+        return Vote(stop=attempt.is_asked_to_stop, save=checkpoints.is_due())
+
+    consensus = Consensus(vote, ctx.control)
+    loaders = {"train": loader, **held_out}
+    validation = Validation(attempt, state, seams, consensus, loaders, reporter, checkpoints, best=best)
+    return Training(
+        attempt=attempt,
+        seams=seams,
+        loader=loader,
+        held_out=held_out,
+        state=state,
+        model=model,
+        consensus=consensus,
+        reporter=reporter,
+        checkpoints=checkpoints,
+        validation=validation,
+    )
