@@ -230,7 +230,7 @@ MUTATIONS = [
     Mutation('train_one_epoch', 'reporter.step_done(samples, indices)', 'reporter.step_done(samples + 0 * int(metrics["loss"][0].item()), indices)', 'no-reads'),
     Mutation('ddp_options', '"gradient_as_bucket_view": True,', '"gradient_as_bucket_view": False,', 'buckets'),
     Mutation('ddp_options', 'return no_buffers | {', 'return {', 'collectives'),
-    Mutation('setup_distributed', 'fast_bf16=all(each["bf16"] for each in cards),', 'fast_bf16=any(each["bf16"] for each in cards),', 'precision'),
+    Mutation('setup_distributed', 'fast_bf16=all(each["bf16"] for each in rank_infos),', 'fast_bf16=any(each["bf16"] for each in rank_infos),', 'precision'),
     Mutation('verdict', 'last = [rank for rank, where in known.items() if where == min(known.values())]', 'last = [rank for rank, where in known.items() if where == max(known.values())]', 'hang'),  # extra: watch
     Mutation('RunFolder.rewind', 'if record.get("event") in BEGINNINGS:', 'if False:', 'goodput'),
     Mutation('RunFolder.now', 'return iso(self._clock_at_0 + time.monotonic())', 'return iso()', 'clock-jump'),

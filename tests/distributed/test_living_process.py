@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import dataloader
 
-import ddp_utils
 import train
+import utils.distributed.device
 import utils.report.reporter
 from config import TrainingConfig
 from ranks import run_ranks, slow
@@ -84,7 +84,7 @@ def interrupted_while_a_worker_hangs():
 
 # what fails, in the order of a run
 STAGES = {
-    "machine": patch(ddp_utils, "choose_device", REFUSED),
+    "machine": patch(utils.distributed.device, "choose_device", REFUSED),
     "groups": patch(dist, "new_group", BUG),
     "paths": patch(train, "broadcast_json", BUG),
     "ranks differ": patch(start, "check_alike", REFUSED),
