@@ -253,7 +253,7 @@ MUTATIONS = [
     Mutation('main', 'return 0 if is_passed else 1', 'return 0', 'verify'),  # extra: verify
     Mutation('read', 'kind = choose_weights(payload, use_ema, source)', 'kind = "model"', 'export'),
     Mutation('merge', 'if part.fullmatch(left.name):', 'if left.name.startswith(f"{out.name}.rank"):', 'predict'),
-    Mutation('Watch.tell', 'cause = self._watchdog.find_lost() or error', 'pass', 'rank-killed'),  # extra: watch
+    Mutation('Watch.tell_ranks', 'cause = self._watchdog.find_lost() or error', 'pass', 'rank-killed'),  # extra: watch
     Mutation('_shared_rows', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes), mmap.MAP_PRIVATE), dtype=torch.uint8)', 'cache'),  # extra: cache
     Mutation('_shared_rows', 'os.unlink(path)', 'pass', 'cache'),  # extra: cache
     Mutation('GlobalBatchLoader._stage', 'if isinstance(item[1], (UserError, TrainingError)):', 'if False:', 'bad-sample'),
