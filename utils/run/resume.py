@@ -108,11 +108,20 @@ def load_best(run: RunFolder, state: TrainState, ctx: DistributedContext) -> dic
     best = run.checkpoints / checkpoint.BEST
     if not broadcast_json(best.exists(), ctx):
         return None
+    return load_checkpoint(give_to_nodes(best, run, ctx), ctx, state.sharded())
+
+
+def give_to_nodes(path: Path, run: RunFolder, ctx: DistributedContext) -> Path:
+    """Give a checkpoint of the run to the nodes whose run folder is not rank 0's, if there are any. Collective.
+
+    Returns:
+        Its path, which is no link if there are such nodes.
+    """
     if run.claim.apart:  # extra: companions
         from utils.extras.companions.apart import share
 
-        best = share(best, run, ctx)
-    return load_checkpoint(best, ctx, state.sharded())
+        return share(path, run, ctx)
+    return path
 
 
 SETTING = "{name}={here}: the checkpoint has {name}={before}"
