@@ -263,7 +263,7 @@ MUTATIONS = [
     Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(mine))', 'passes = max(1, len(mine))', 'sharding'),  # extra: sharding
     Mutation('optimizer_state', 'key: wrap(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value', 'key: value', 'sharded-resume'),  # extra: sharding
     Mutation('FolderLayout.write', 'self._on_all(lambda: self._prepare(path, folder, payload), path, payload)', 'self._prepare(path, folder, payload)', 'sharded-save'),  # extra: sharding
-    Mutation('verify', 'if archive.verify(folder / name, is_hashed=number % part[1] == part[0]) != (step, files[name]):', 'if archive.verify(folder / name).step != step:', 'sharded-damage'),  # extra: sharding
+    Mutation('FolderFormat.verify', 'if archive.verify(path / name, is_hashed=number % part[1] == part[0]) != (step, files[name]):', 'if archive.verify(path / name).step != step:', 'sharded-damage'),  # extra: sharding
 ]
 # fmt: on
 
