@@ -222,9 +222,11 @@ SMALL += " docs/extras.md utils/extras/watch tests/extras/watch"
 
 @pytest.fixture(scope="module")
 def small_template(template, tmp_path_factory):
-    """The files of the template that deleting `watch` reads or changes, and a few others."""
+    """The files of the template that deleting `watch` reads or changes, a few others, and one with a marked line."""
     folder = tmp_path_factory.mktemp("small")
     run(template, "bash", "-c", f"git archive HEAD {SMALL} | tar --extract --directory={folder}")
+    with (folder / "ddp_utils.py").open("a") as file:
+        file.write("IS_WATCHED = True  # extra: watch\n")
     run(folder, "git", "init", "-q")
     commit(folder, "a small template")
     return folder
