@@ -66,7 +66,6 @@ import torch._dynamo  # noqa: F401  (the first optimizer imports it, after gc.fr
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import dataset
-import ddp_utils
 import model
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.values import first_three, one_line, plural
@@ -79,9 +78,9 @@ from lib.verify.new_process import NewProcess
 from lib.verify.run_checks import plain_load, reduction, resume, training, weights
 from lib.verify.schedule_check import schedule
 from utils.data.sets import kind_of, load_data
+from utils.distributed import device
 from utils.distributed.collectives import all_gather_json, is_of_a_peer
 from utils.distributed.context import single_environment
-from utils.distributed.device import choose_kernels
 from utils.extras import verify as verified
 from utils.files import replace_json
 from utils.run import provenance
@@ -138,7 +137,7 @@ def prepare(config: TrainingConfig) -> Fork:
     config = replace(config, mirror="", track="none", on_checkpoint="")  # extra: companions
     config = replace(config, compile="off")  # extra: compile
     config = replace(config, resume_from="", overwrite=False, eval_only=False)
-    ddp_utils.choose_kernels = functools.partial(choose_kernels, has_tf32=False)  # for the short runs too
+    device.choose_kernels = functools.partial(device.choose_kernels, has_tf32=False)  # for the short runs too
     gc.freeze()  # each short run begins with a collection, which need not look at what is imported
     ctx = setup_distributed(config)
     found = provenance.collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit)

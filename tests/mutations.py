@@ -230,7 +230,7 @@ MUTATIONS = [
     Mutation('train_one_epoch', 'reporter.step_done(samples, indices)', 'reporter.step_done(samples + 0 * int(metrics["loss"][0].item()), indices)', 'no-reads'),
     Mutation('ddp_options', '"gradient_as_bucket_view": True,', '"gradient_as_bucket_view": False,', 'buckets'),
     Mutation('ddp_options', 'return no_buffers | {', 'return {', 'collectives'),
-    Mutation('setup_distributed', 'fast_bf16=all(each["bf16"] for each in cards),', 'fast_bf16=any(each["bf16"] for each in cards),', 'precision'),
+    Mutation('setup_distributed', 'fast_bf16=all(each["bf16"] for each in rank_infos),', 'fast_bf16=any(each["bf16"] for each in rank_infos),', 'precision'),
     Mutation('verdict', 'last = [rank for rank, where in known.items() if where == min(known.values())]', 'last = [rank for rank, where in known.items() if where == max(known.values())]', 'hang'),  # extra: watch
     Mutation('RunFolder.rewind', 'if record.get("event") in BEGINNINGS:', 'if False:', 'goodput'),
     Mutation('RunFolder.now', 'return iso(self._clock_at_0 + time.monotonic())', 'return iso()', 'clock-jump'),
@@ -253,7 +253,7 @@ MUTATIONS = [
     Mutation('main', 'return 0 if is_passed else 1', 'return 0', 'verify'),  # extra: verify
     Mutation('read', 'kind = choose_weights(payload, use_ema, source)', 'kind = "model"', 'export'),
     Mutation('merge', 'if part.fullmatch(left.name):', 'if left.name.startswith(f"{out.name}.rank"):', 'predict'),
-    Mutation('Watch.tell', 'cause = self._watchdog.find_lost() or error', 'pass', 'rank-killed'),  # extra: watch
+    Mutation('Watch.tell_ranks', 'cause = self._watchdog.find_lost() or error', 'pass', 'rank-killed'),  # extra: watch
     Mutation('_shared_rows', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes), mmap.MAP_PRIVATE), dtype=torch.uint8)', 'cache'),  # extra: cache
     Mutation('_shared_rows', 'os.unlink(path)', 'pass', 'cache'),  # extra: cache
     Mutation('GlobalBatchLoader._stage', 'if isinstance(item[1], (UserError, TrainingError)):', 'if False:', 'bad-sample'),
@@ -263,7 +263,7 @@ MUTATIONS = [
     Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(mine))', 'passes = max(1, len(mine))', 'sharding'),  # extra: sharding
     Mutation('optimizer_state', 'key: wrap(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value', 'key: value', 'sharded-resume'),  # extra: sharding
     Mutation('FolderLayout.write', 'self._on_all(lambda: self._prepare(path, folder, payload), path, payload)', 'self._prepare(path, folder, payload)', 'sharded-save'),  # extra: sharding
-    Mutation('verify', 'if archive.verify(folder / name, is_hashed=number % part[1] == part[0]) != (step, files[name]):', 'if archive.verify(folder / name).step != step:', 'sharded-damage'),  # extra: sharding
+    Mutation('FolderFormat.verify', 'if archive.verify(path / name, is_hashed=number % part[1] == part[0]) != (step, files[name]):', 'if archive.verify(path / name).step != step:', 'sharded-damage'),  # extra: sharding
 ]
 # fmt: on
 

@@ -224,9 +224,11 @@ SMALL += " docs/extras.md utils/extras/watch tests/extras/watch"
 
 @pytest.fixture(scope="module")
 def small_template(template, tmp_path_factory):
-    """The files of the template that deleting `watch` reads or changes, and a few others."""
+    """The files of the template that deleting `watch` reads or changes, a few others, and one with a marked line."""
     folder = tmp_path_factory.mktemp("small")
     run(template, "bash", "-c", f"git archive HEAD {SMALL} | tar --extract --directory={folder}")
+    with (folder / "ddp_utils.py").open("a") as file:
+        file.write("IS_WATCHED = True  # extra: watch\n")
     run(folder, "git", "init", "-q")
     commit(folder, "a small template")
     return folder
@@ -630,7 +632,7 @@ def test_a_fork_that_was_cut_and_changed_takes_newer_templates_without_a_conflic
     change(
         template, "utils/run/ending.py", "    ending = Ending(ctx)\n", "    ending = Ending(ctx)  # new\n"
     )  # above `watch`
-    change(template, "utils/extras/watch/watch.py", "class Watch:", "NEW = 1\n\n\nclass Watch:")
+    change(template, "utils/extras/watch/watch.py", "class Watch(Supervisor):", "NEW = 1\n\n\nclass Watch(Supervisor):")
     change(template, "utils/extras/sharding/model.py", "def build_sharded(", "def build_sharded_model(")
     change(template, "config.py", '"logging", 20, "optimizer', '"logging", 25, "optimizer')
     change(template, "config.py", "sync_bn: bool", "new_flag: int = yours(1, 'new')\n    sync_bn: bool")

@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import dataloader
 
-import ddp_utils
 import train
+import utils.distributed.device
 import utils.report.reporter
 from config import TrainingConfig
 from ranks import run_ranks, slow
 from tasks import Images, using
 from training import STATE, TINY, difference
+from utils import assembly
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.layouts import FileLayout
 from utils.report.reporter import Reporter
@@ -84,7 +85,7 @@ def interrupted_while_a_worker_hangs():
 
 # what fails, in the order of a run
 STAGES = {
-    "machine": patch(ddp_utils, "choose_device", REFUSED),
+    "machine": patch(utils.distributed.device, "choose_device", REFUSED),
     "groups": patch(dist, "new_group", BUG),
     "paths": patch(train, "broadcast_json", BUG),
     "ranks differ": patch(start, "check_alike", REFUSED),
@@ -97,9 +98,9 @@ STAGES = {
     "first status": patch(RunFolder, "begin", OSError(5, "Input/output error")),
     "data": patch(train.your_data, "create_dataset", ValueError("no data")),
     "model": patch(train.your_model, "create_model", BUG),
-    "second loader": patch(train, "create_evaluation_dataloader", REFUSED),
+    "second loader": patch(assembly, "create_evaluation_dataloader", REFUSED),
     "first passes": patch(train.your_model, "compute_loss", BUG),
-    "resume": patch(train, "resume_run", REFUSED),
+    "resume": patch(assembly, "resume_run", REFUSED),
     "begin": patch(Reporter, "start", BUG),
     "epoch": patch(train, "train_one_epoch", BUG),
     "sample in a worker": mock.patch.object(Images, "__getitems__", read_broken),

@@ -77,14 +77,14 @@ def test_overwrite_with_a_bad_flag_leaves_the_run_unchanged(runs):
 
 
 def train_two_runs(words, folder):
-    """For each of two runs in this process: whether the store has this rank's card of the earlier run."""
-    plain, found = ddp_utils._introduce, []
+    """For each of two runs in this process: whether the store has what this rank told in the earlier run."""
+    plain, found = ddp_utils.exchange_rank_info, []
 
-    def introduce(store, launch, *args):
-        found.append(store.check([f"card/{launch.rank}"]))
-        return plain(store, launch, *args)
+    def exchange_rank_info(config, launch, store, rank_info):
+        found.append(store.check([f"rank_info/{launch.rank}"]))
+        return plain(config, launch, store, rank_info)
 
-    with mock.patch.object(ddp_utils, "_introduce", introduce):
+    with mock.patch.object(ddp_utils, "exchange_rank_info", exchange_rank_info):
         for name in "ab":
             assert train_flags([*words, "--run_dir", str(folder / name)])["state"] == "completed"
     return found

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ddp_utils
+import utils.distributed.device
 from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
 from ranks import WarmLaunch, finish, lack, launch, run_ranks
@@ -100,7 +100,7 @@ def test_incomplete_torchrun_variables_are_rejected(monkeypatch, variables, prob
     ],
 )
 def test_the_backend_and_device_follow_the_hardware(monkeypatch, backend, gpus, found):
-    monkeypatch.setattr(ddp_utils.dist, "is_backend_available", lambda name: name != "mpi")
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name != "mpi")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(UserError, match=found) if isinstance(found, str) else contextlib.nullcontext():
         assert choose_device(backend, local_rank=3) == found
@@ -113,7 +113,7 @@ def test_an_init_method_without_rank_variables_is_rejected():
 
 def backend_of_the_world(init_method):
     with group(init_method.format(**os.environ)) as ctx:
-        return ddp_utils.dist.get_backend(), ctx.world_size, ctx.local_world_size, ctx.host == ctx.hosts[0]
+        return dist.get_backend(), ctx.world_size, ctx.local_world_size, ctx.host == ctx.hosts[0]
 
 
 def meet_nobody():
@@ -134,7 +134,7 @@ def without_cuda_on_one(rank):
     own = int(os.environ["RANK"])
     torch.cuda.device_count = lambda: int(own != rank) * 8
     torch.cuda.get_device_name = torch.accelerator.set_device_index = lambda device: "pretended"
-    ddp_utils.has_fast_bf16 = lambda device: True
+    utils.distributed.device.has_fast_bf16 = lambda device: True
     with pytest.raises(UserError) as error:
         setup_distributed(TrainingConfig())
     return str(error.value), error.value.rank
@@ -146,7 +146,7 @@ def test_the_only_rank_without_cuda_is_named():
 
 
 def precision_where_rank_0_alone_is_fast():
-    ddp_utils.has_fast_bf16 = lambda device: os.environ["RANK"] == "0"
+    utils.distributed.device.has_fast_bf16 = lambda device: os.environ["RANK"] == "0"
     with group() as ctx:
         return Precision.choose(TrainingConfig(), torch.device("cuda"), ctx.fast_bf16).dtype
 

@@ -22,6 +22,8 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 
 import ddp_utils
 import utils.distributed.consensus
+import utils.distributed.device
+import utils.distributed.groups
 from config import TrainingConfig
 from ranks import run_ranks, slow
 from tasks import TASKS, EagerConsensus, create_images
@@ -72,7 +74,7 @@ def part_of_run():
 
 
 class CountedStore:
-    """The store as the start cards use it."""
+    """The store as the exchange of rank information uses it."""
 
     def __init__(self, store, tally):
         self._store, self._tally = store, tally
@@ -120,12 +122,15 @@ def counting(tally):
 
         return call
 
-    plain_introduce = ddp_utils._introduce
+    plain_exchange = ddp_utils.exchange_rank_info
+
+    def exchange_rank_info(config, launch, store, rank_info):
+        return plain_exchange(config, launch, CountedStore(store, tally), rank_info)
+
     with contextlib.ExitStack() as stack:
         for name in sizes:
             stack.enter_context(mock.patch.object(dist, name, counted(name, getattr(dist, name))))
-        introduce = lambda store, *args: plain_introduce(CountedStore(store, tally), *args)  # noqa: E731
-        stack.enter_context(mock.patch.object(ddp_utils, "_introduce", introduce))
+        stack.enter_context(mock.patch.object(ddp_utils, "exchange_rank_info", exchange_rank_info))
         yield
 
 
@@ -135,20 +140,20 @@ def without_ddp(model, config, ctx):
 
 @contextlib.contextmanager
 def pretending(world_size):
-    """This process is rank 0 of so many: the others are a card each, and take part in no collective."""
-    plain_introduce, plain_init, plain_group = ddp_utils._introduce, dist.init_process_group, dist.new_group
+    """This process is rank 0 of so many: the others only have told of their machine, and take part in no collective."""
+    plain_exchange, plain_init, plain_group = ddp_utils.exchange_rank_info, dist.init_process_group, dist.new_group
 
-    def introduce(store, launch, card, config):
+    def exchange_rank_info(config, launch, store, rank_info):
         for rank in range(1, world_size):
-            store.set(f"card/{rank}", json.dumps(card | {"host": f"node{rank // 8}"}))
-        return plain_introduce(store, launch, card, config)
+            store.set(f"rank_info/{rank}", json.dumps(rank_info | {"host": f"node{rank // 8}"}))
+        return plain_exchange(config, launch, store, rank_info)
 
     os.environ["WORLD_SIZE"] = str(world_size)
     with (
-        mock.patch.object(ddp_utils, "_rendezvous", lambda *_: dist.HashStore()),
-        mock.patch.object(ddp_utils, "raise_file_limit", lambda *_: None),
+        mock.patch.object(ddp_utils, "open_store", lambda *_: dist.HashStore()),
+        mock.patch.object(utils.distributed.device, "raise_file_limit", lambda *_: None),
         mock.patch.object(assembly, "wrap_ddp", without_ddp),
-        mock.patch.object(ddp_utils, "_introduce", introduce),
+        mock.patch.object(ddp_utils, "exchange_rank_info", exchange_rank_info),
         mock.patch.object(dist, "init_process_group", lambda _, **options: plain_init("fake", **options)),
         mock.patch.object(dist, "new_group", lambda backend, **options: plain_group(backend="fake", **options)),
     ):
@@ -218,7 +223,7 @@ def test_rank_0_of_8192_trains_and_saves(runs):
 
 
 def count_sockets(ranks_in_a_mesh):
-    with mock.patch.object(ddp_utils, "RANKS_IN_A_MESH", ranks_in_a_mesh):
+    with mock.patch.object(utils.distributed.groups, "RANKS_IN_A_MESH", ranks_in_a_mesh):
         ctx = ddp_utils.setup_distributed(TrainingConfig(backend="gloo"))
     assert lowest_rank(ctx.rank > 2, ctx) == 3 and broadcast_json(ctx.rank, ctx, 5) == 5
     files = Path("/proc/self/fd")

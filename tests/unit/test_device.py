@@ -8,9 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
-import ddp_utils
+import utils.distributed.device
 import verify  # extra: verify
 from config import TrainingConfig
+from ddp_utils import setup_distributed
 from ranks import run_ranks
 from tasks import using
 from utils.clock import Clock
@@ -45,7 +46,7 @@ def test_tf32_is_used_on_cuda_and_cudnn_benchmark_unless_deterministic(kernels, 
 
 def settings_of_libraries(flags):
     torch.use_deterministic_algorithms = lambda mode: None  # it imports the compiler, which takes seconds
-    ddp_utils.setup_distributed(TrainingConfig.from_args(flags))
+    setup_distributed(TrainingConfig.from_args(flags))
     names = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE")
     return *[os.environ.get(name) for name in names], torch.utils.deterministic.fill_uninitialized_memory
 
@@ -59,7 +60,7 @@ def kernels_of_verify(flags):  # extra: verify
     """Those of a run that verify.py starts."""
     with using("images"):
         verify.prepare(TrainingConfig.from_args(flags))
-    ddp_utils.choose_kernels(torch.device("cuda", 0), True)  # as setup_distributed calls it
+    utils.distributed.device.choose_kernels(torch.device("cuda", 0), True)  # as setup_distributed calls it
     return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
 

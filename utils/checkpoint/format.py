@@ -16,7 +16,6 @@ from utils.checkpoint import archive
 from utils.checkpoint.archive import MANIFEST, STEP_NAME, Trailer
 from utils.checkpoint.weights import LOGGER, describe_unread, find_weights
 from utils.checkpoint.weights import take_weights as take_weights  # forks import it from here
-from utils.extras.sharding import shards  # extra: sharding
 from utils.files import TEMPORARY, flush_folder, read_json, temporary_of
 from utils.logger import ALIKE
 from utils.settings.errors import StartError, UserError
@@ -25,6 +24,44 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BEST = "best.pt"
+
+
+class FileFormat:
+    """How a checkpoint in one file is read (archive.py). The functions of this module choose the format by the path."""
+
+    def verify(self, path: Path, part: tuple[int, int]) -> Trailer:
+        """The step and the checksum. Raises UserError if the content does not match it.
+
+        part: as for the function `verify`.
+        """
+        if path.is_dir():
+            raise UserError(f"{path}: is a folder, and this fork has no extra sharding; give another checkpoint")
+        if (path.parent / MANIFEST).exists():
+            raise UserError(f"{path}: is a part of a checkpoint; give its folder, {path.parent}")
+        return archive.verify(path, is_hashed=part[0] == 0)  # the first reader verifies a file
+
+    def outline(self, path: Path) -> tuple[int, dict[str, str]]:
+        """The step, and the checksum that each file should have, by name; -1 if the checkpoint is gone."""
+        with suppress(OSError), archive.open_file(path) as file:
+            if trailer := archive.read_trailer(file):
+                return trailer.step, {path.name: trailer.digest}
+        return -1, {}
+
+    def read(self, path: Path, trailer: Trailer, sharded: dict[str, Tensor]) -> dict[str, Any]:
+        """The content of a checkpoint that was verified. Raises UserError if it is damaged or incomplete.
+
+        sharded: sharded parameters by name, of which a folder gives only the rows of this rank.
+        """
+        return archive.read(path, trailer)
+
+
+def format_of(path: Path) -> FileFormat:
+    """The format of a checkpoint, which is a file or, of a sharded run, a folder."""
+    if path.is_dir():  # extra: sharding
+        from utils.extras.sharding.shards import FolderFormat
+
+        return FolderFormat()
+    return FileFormat()
 
 
 def step_path(folder: Path, step: int) -> Path:
@@ -47,24 +84,12 @@ def verify(path: Path, part: tuple[int, int] = (0, 1)) -> Trailer:
 
     part: (number, readers): of so many processes that verify this checkpoint, the number of this one, from 0.
     """
-    if path.is_dir():  # extra: sharding
-        return shards.verify(path, part)
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder, and this fork has no extra sharding; give another checkpoint")
-    if (path.parent / MANIFEST).exists():
-        raise UserError(f"{path}: is a part of a checkpoint; give its folder, {path.parent}")
-    return archive.verify(path, is_hashed=part[0] == 0)  # the first one verifies a file
+    return format_of(path).verify(path, part)
 
 
 def outline(path: Path) -> tuple[int, dict[str, str]]:
     """The step of a checkpoint, and the checksum that each of its files should have, by name; -1 if it is gone."""
-    if path.is_dir():  # extra: sharding
-        manifest = read_json(path / MANIFEST)
-        return manifest.get("step", -1), manifest.get("files", {})
-    with suppress(OSError), archive.open_file(path) as file:
-        if trailer := archive.read_trailer(file):
-            return trailer.step, {path.name: trailer.digest}
-    return -1, {}
+    return format_of(path).outline(path)
 
 
 def digests(path: Path) -> dict[str, str]:
@@ -82,9 +107,7 @@ def read(
         sharded: sharded parameters by name: from a folder, only this rank's rows of them are read.
     """
     trailer = trailer or verify(path)
-    if path.is_dir():  # extra: sharding
-        return shards.read(path, trailer, sharded or {}), trailer.digest
-    return archive.read(path, trailer), trailer.digest
+    return format_of(path).read(path, trailer, sharded or {}), trailer.digest
 
 
 def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:

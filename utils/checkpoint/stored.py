@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from utils.checkpoint.format import best_or_latest
-from utils.extras.companions.programs import ask  # extra: companions
 
 
 def local_checkpoint(source: str) -> Path:
@@ -17,5 +16,7 @@ def local_checkpoint(source: str) -> Path:
         UserError: if it is not there or damaged.
     """
     if "://" in source:  # extra: companions
+        from utils.extras.companions.programs import ask
+
         return Path(ask("fetch", {"source": source}, source)["path"])
     return best_or_latest(Path(source), prefers_best=True)[0]

@@ -8,12 +8,14 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from utils.extras.sketches import compare_samples  # extra: sketches
 from utils.files import replace_file
 
 FILES = "training_files.gz"  # in the run folder: their listing when the latest attempt began
 MAX_NAMES = 20
 MAX_OF_FILES = 0.01  # the fraction that may differ from the checkpoint's; one file always may
+TOLERANCE = 1e-3  # of sums over floats and pixels, relative to their norm: libraries round differently on other CPUs
+MAX_OF_SAMPLES = 0.5  # the fraction that may differ from the checkpoint's
+Sketch = list[int | float]  # of one sample: a digest, then a norm and a projection of each of its arrays
 
 
 def compare_data(
@@ -32,9 +34,39 @@ def compare_data(
         if not number:
             return f"{text} (the run folder has no list of their names)", False
         return f"{text}: {number:,} of {total:,} ({names['resized']})", number > max(1, MAX_OF_FILES * total)
-    found = "", False
-    found = compare_samples(before, here, split, is_same_code)  # extra: sketches
-    return found
+    return compare_samples(before, here, split, is_same_code)
+
+
+def compare_samples(before: dict[str, Any], here: dict[str, Any], split: str, is_same_code: bool) -> tuple[str, bool]:
+    """What has changed in the samples of a set since a checkpoint, in one line or none, and whether it is another.
+
+    Only samples of which both have a sketch are compared: there are none if one of them was made by a fork without the
+    extra `sketches`.
+    """
+    number, differing = 0, 0
+    for one, other in zip(before["sketches"], here["sketches"], strict=False):
+        if one is None or other is None:
+            continue
+        number += 1
+        if not _is_alike(one, other):
+            differing += 1
+    if not differing:
+        return "", False
+    text = f"the {split} set has samples that differ from the checkpoint's: {differing} of {number} compared ones"
+    return text, is_same_code and differing > MAX_OF_SAMPLES * number
+
+
+def are_alike(some: list[Sketch | None], others: list[Sketch | None]) -> bool:
+    """Whether the samples of which both lists have a sketch, in the same places, are equal up to rounding."""
+    return all(a is None or b is None or _is_alike(a, b) for a, b in zip(some, others, strict=False))
+
+
+def _is_alike(one: Sketch, other: Sketch) -> bool:
+    if (one[0], len(one)) != (other[0], len(other)):
+        return False
+    pairs = list(zip(one[1:], other[1:], strict=True))
+    norms = [max(pair) for pair in pairs[::2] for _ in range(2)]
+    return all(abs(a - b) <= TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))
 
 
 def changed_files(before: bytes, here: bytes) -> dict[str, Any]:

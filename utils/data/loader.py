@@ -207,7 +207,7 @@ class _Plan(Sampler):
 
 def choose_workers(config: TrainingConfig, dataset: MapDataset, local_world_size: int) -> int:
     """Loader processes of this rank. "auto": 0 for data in memory, else its share of the node's CPUs, at most 8."""
-    if getattr(dataset, "is_cached", False):  # extra: cache
+    if getattr(dataset, "is_cached", False):  # its samples are decoded and in memory, whatever num_workers is
         return 0
     if isinstance(config.num_workers, int):
         return config.num_workers

@@ -3,16 +3,60 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from config import TrainingConfig, unless_auto
+from utils.distributed.context import Launch, make_libraries_deterministic
 from utils.logger import NAME, count
 from utils.settings.errors import UserError
 
 # descriptors: per process, per rank (sockets), per worker (pipes)
 FILES, FILES_PER_RANK, FILES_PER_WORKER = 128, 6, 16
+
+
+def set_up_device(config: TrainingConfig, launch: Launch) -> tuple[str, torch.device, dict[str, Any]]:
+    """Choose the backend, the device and the kernels of this rank.
+
+    Returns:
+        The backend, the device, and what the other ranks have to know of this one: "host", "backend", "device" (its
+        name, or cpu), "bf16" (whether it is fast) and "problem". If there is a problem, the sentence is there and the
+        rest is missing or has no meaning.
+
+    Raises:
+        UserError: the problem, if this rank has no launcher, and so nobody to tell.
+    """
+    if config.deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(config.deterministic)  # it imports the compiler, which takes seconds
+    if config.deterministic:
+        make_libraries_deterministic()
+    rank_info: dict[str, Any] = {"host": socket.gethostname(), "problem": ""}
+    backend = ""
+    device = torch.device("cpu")
+    try:
+        raise_file_limit(launch.world_size, unless_auto(config.num_workers, os.cpu_count() or 1))
+        backend, device = choose_device(config.backend, launch.local_rank)
+        device_name = "cpu"
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device)  # before anything touches a GPU, and before NCCL guesses which
+        if device.type == "cuda":
+            device_name = torch.cuda.get_device_name(device)
+        rank_info["backend"] = backend
+        rank_info["device"] = device_name
+        rank_info["bf16"] = has_fast_bf16(device)
+    except UserError as error:
+        if not launch.is_launched:
+            raise
+        rank_info["problem"] = str(error)
+    choose_kernels(device, config.deterministic)
+    if config.reduction == "exact" and not launch.threads:  # extra: exact
+        torch.set_num_threads(1)  # as torchrun does: the bits of a sum may depend on it
+    return backend, device, rank_info
 
 
 def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:

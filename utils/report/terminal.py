@@ -56,7 +56,7 @@ class Terminal:
             "optimizer": type(state.optimizer).__name__ + ("" if state.updater.skips_on_device else READS),
             "gradients": _gradient_line(config, state) * (ctx.world_size > 1 and state.sharing.has_whole_gradients),
             "checkpoints": _checkpoint_line(config),
-            "verify": provenance["verification"],  # extra: verify
+            "verify": provenance.get("verification"),
             "versions": ", ".join(f"{name} {versions[name]}" for name in ("torch", "cuda", "nccl") if name in versions),
             "resumed": run.resume_path and f"{run.resume_path}: {where} of {sampler.samples_per_epoch:,} samples",
         }

@@ -213,7 +213,7 @@ class Checkpoints:
 
     def _look(self, seconds: float = 0.0, waits_since: float = math.inf) -> None:
         """Report the write in progress, if it ends within so many seconds."""
-        if self._writes and self._run.companions:  # extra: companions
+        if self._writes and self._run.companions:
             self._run.companions.look()
         path, taken = self._writer.path, self._writer.look(seconds)
         if taken is None:

@@ -28,6 +28,7 @@ from utils.run.command_line import end_now, reject
 from utils.run.failures import explain_memory
 from utils.run.folder import RunFolder
 from utils.run.owner import RunLock
+from utils.run.supervisor import Supervisor
 from utils.settings.errors import TrainingError, UserError
 
 SECONDS_FOR_BLAME = 2.0
@@ -65,14 +66,15 @@ def watched(folder: Path, config: TrainingConfig, ctx: DistributedContext) -> It
     setup_logger(ctx.rank)
     ending = Ending(ctx)
     ending.resources.callback(ending.clock.close)
-    watch = Watch(folder, config, ctx, ending)  # extra: watch
-    ending.resources.callback(watch.close)  # extra: watch
+    supervisor = Supervisor()
+    supervisor = Watch(folder, config, ctx, ending)  # extra: watch
+    ending.resources.callback(supervisor.close)
     try:
         yield ending
     except BaseException as error:
-        watch.stand_down()  # extra: watch
+        supervisor.disarm()
         cause = cause_of(error, ending.run, config, ctx)
-        cause = watch.tell(error, cause)  # extra: watch
+        cause = supervisor.tell_ranks(error, cause)
         ending.write_failure(cause)
         raise cause from (error if cause is not error else error.__cause__)
     finally:

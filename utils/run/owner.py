@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 
 from config import DEFAULT_RUN_DIR, TrainingConfig, asks_for_more
 from utils.checkpoint import format as checkpoint
-from utils.extras.companions.programs import ask, plan_of  # extra: companions
 from utils.files import TEMPORARY, may_pass, read_json, replace_json, retried
 from utils.logger import NAME as LOGGER
 from utils.run.aside import NOTHING, move_aside, move_back, size_of
@@ -312,6 +311,8 @@ def _decide(
     found = Found.look(config, launch_id, lock.before)
     decision: dict[str, Any] = {}
     if config.mirror and not found.is_completed:  # extra: companions
+        from utils.extras.companions.programs import ask, plan_of
+
         plan = plan_of(config, 0, host, lock.token, launch_id)
         decision = ask("mirror", plan, f"mirror={config.mirror}", "--first")
         found = Found.look(config, launch_id, decision.get("owner") or lock.before)

@@ -17,7 +17,6 @@ from utils.data.sampler import GlobalBatchSampler
 from utils.data.sets import DataSets, describe
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
-from utils.extras.exact.reduction import rows_of_exact  # extra: exact
 from utils.run.attempt import Attempt
 from utils.run.folder import RunFolder
 from utils.settings.declarations import settings_of
@@ -108,11 +107,20 @@ def load_best(run: RunFolder, state: TrainState, ctx: DistributedContext) -> dic
     best = run.checkpoints / checkpoint.BEST
     if not broadcast_json(best.exists(), ctx):
         return None
+    return load_checkpoint(give_to_nodes(best, run, ctx), ctx, state.sharded())
+
+
+def give_to_nodes(path: Path, run: RunFolder, ctx: DistributedContext) -> Path:
+    """Give a checkpoint of the run to the nodes whose run folder is not rank 0's, if there are any. Collective.
+
+    Returns:
+        Its path, which is no link if there are such nodes.
+    """
     if run.claim.apart:  # extra: companions
         from utils.extras.companions.apart import share
 
-        best = share(best, run, ctx)
-    return load_checkpoint(best, ctx, state.sharded())
+        return share(path, run, ctx)
+    return path
 
 
 SETTING = "{name}={here}: the checkpoint has {name}={before}"
@@ -161,7 +169,10 @@ def rows_of(payload: dict[str, Any], config: TrainingConfig, provenance: dict[st
         "global_batch_size": ("must" if config.global_batch_size or is_packed else "may", size),
         "precision": ("may", precision),
     }
-    kinds |= rows_of_exact(payload, config)  # extra: exact
+    if config.reduction == "exact":  # extra: exact
+        from utils.extras.exact.reduction import rows_of_exact
+
+        kinds |= rows_of_exact(payload)
     found = [Row(name, before.get(name), provenance.get(name), *kind) for name, kind in kinds.items()]
     return [*rows_of_settings(payload, config), *found]
 

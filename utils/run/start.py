@@ -20,6 +20,7 @@ from utils.run.attempt import Attempt
 from utils.run.ending import Ending, watched
 from utils.run.folder import RunFolder
 from utils.run.owner import Claim, claim, sees
+from utils.run.resume import give_to_nodes
 from utils.settings.errors import StartError, UserError
 from utils.signals import STOP, began_at
 from utils.table import format_table
@@ -96,10 +97,8 @@ def claim_run(config: TrainingConfig, ctx: DistributedContext, ending: Ending) -
             plan = plan_of(config, ctx.rank, ctx.host, decided.token, decided.launch_id, **more)
             run = RunFolder(*folders, decided, lock, Companions(config, plan, ctx))
     ending.report_to(run)
-    if run.resume_path and run.resume_path.parent == run.checkpoints:  # extra: companions
-        from utils.extras.companions.apart import share
-
-        share(run.resume_path, run, ctx)
+    if run.resume_path and run.resume_path.parent == run.checkpoints:
+        give_to_nodes(run.resume_path, run, ctx)
     on_all_ranks(lambda: check_shared(run.folder, decided.token, ctx), ctx)
     return run
 

@@ -17,8 +17,9 @@ import torch
 from torch.utils.data import Subset
 
 from lib.values import digest
+from utils.data.changes import are_alike
 from utils.data.sets import identity
-from utils.extras.sketches import are_alike, sketches  # extra: sketches
+from utils.extras.sketches import sketches  # extra: sketches
 
 SECONDS = 120.0  # to wait for it
 NAMES = ("USER", "LOGNAME", "LNAME", "USERNAME", "HOSTNAME")

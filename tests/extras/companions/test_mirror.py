@@ -19,9 +19,9 @@ from test_checkpoint import flip, payload
 from training import wait_until
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
+from utils.extras.companions import programs
 from utils.extras.companions.programs import OTHER_OWNER, plan_of
 from utils.files import replace_json
-from utils.run import owner as claim_module
 from utils.run.folder import RunFolder
 from utils.run.owner import claim
 from utils.settings.errors import StartError, TrainingError, UserError
@@ -31,7 +31,14 @@ WHERE = ["memory", "file"]
 
 def be_quick(monkeypatch):
     """The mirror decides in this process, without its pauses."""
-    monkeypatch.setattr(claim_module, "ask", lambda name, plan, title, *flags: mirror_module.decide(plan))
+    plain_ask = programs.ask
+
+    def ask(name, plan, title, *flags):
+        if name == "mirror":
+            return mirror_module.decide(plan)
+        return plain_ask(name, plan, title, *flags)
+
+    monkeypatch.setattr(programs, "ask", ask)
     monkeypatch.setattr(owner_module, "SECONDS_TO_READ_BACK", 0.0)
     monkeypatch.setattr(mirror_module, "SECONDS_BETWEEN_BEATS", 0.05)
     monkeypatch.setattr(owner_module, "SECONDS_TO_SEE_A_BEAT", 0.5)

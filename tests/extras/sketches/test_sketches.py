@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from utils.data.changes import are_alike
 from utils.distributed.context import DistributedContext
 from utils.extras import sketches as module
-from utils.extras.sketches import alike_on_all_ranks, are_alike, sketch_of, sketches
+from utils.extras.sketches import alike_on_all_ranks, sketch_of, sketches
 
 
 class Samples(Dataset):

@@ -69,8 +69,6 @@ def share(path: Path, run: RunFolder, ctx: DistributedContext) -> Path:
         Its path, which is no link.
     """
     path = run.checkpoints / broadcast_json(path.resolve().name, ctx)
-    if not run.claim.apart:
-        return path
     if not broadcast_json(path.is_dir(), ctx):
         _send(path, 0, run, ctx)
         return path

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import TrainingConfig
 from utils.data.sampler import Assignment, MicroBatch
 from utils.distributed.collectives import RankSum
 from utils.extras.exact.tree import ORDER, TreeAllReduce, TreeRankSum, TreeSum, run_of
@@ -143,9 +142,9 @@ def _views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
     return [flat.as_strided(p.shape, p.stride(), offset) for p, offset in zip(parameters, offsets, strict=False)]
 
 
-def rows_of_exact(payload: dict[str, Any], config: TrainingConfig) -> dict[str, tuple[str, str]]:
-    """How values of the provenance are compared on a resume, and the line about a difference."""
-    is_exact = config.reduction == payload["config"].get("reduction") == "exact"
+def rows_of_exact(payload: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """How values of the provenance are compared if this run has exact sums, and the line about a difference."""
+    is_exact = payload["config"].get("reduction") == "exact"
     threads = "OMP_NUM_THREADS={here}: with reduction=exact it must be as in the checkpoint, {before}"
     sums = "reduction=exact: this version sums in another order than the checkpoint's; the bits change"
     return {

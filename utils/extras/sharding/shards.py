@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from utils.checkpoint import archive
 from utils.checkpoint.archive import MANIFEST
-from utils.files import retried
+from utils.checkpoint.format import FileFormat
+from utils.files import read_json, retried
 from utils.settings.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,59 +27,65 @@ def part_name(rank: int) -> str:
     return f"part_{rank:05d}.pt"
 
 
-def verify(folder: Path, part: tuple[int, int] = (0, 1)) -> archive.Trailer:
-    """The step and the checksum of the manifest. Raises UserError if a part is missing or does not match it.
+class FolderFormat(FileFormat):
+    """How the checkpoint of a sharded run is read."""
 
-    part: (number, readers): compute only every so many-th checksum, as each reader does.
-    """
-    try:
-        text = retried((folder / MANIFEST).read_bytes)
-        manifest = json.loads(text)
-        step, files = int(manifest["step"]), {str(name): str(digest) for name, digest in manifest["files"].items()}
-    except FileNotFoundError:
-        raise UserError(f"{folder}: lacks {MANIFEST}; give another checkpoint") from None
-    except OSError as error:
-        raise archive.unreadable(folder, error) from None
-    except (AttributeError, ValueError, KeyError, TypeError):
-        raise UserError(f"{folder}: its {MANIFEST} is damaged; give another checkpoint") from None
-    if ".metadata" in files:
-        raise UserError(
-            f"{folder}: is in the format of torch.distributed.checkpoint, which versions of the template up to November"
-            " 2026 used; export its weights with that version, and give them with --init_from"
-        )
-    missing = [name for name in [part_name(0), *files] if name not in files or not (folder / name).is_file()]
-    if missing:
-        raise UserError(f"{folder}: lacks {missing[0]}; give another checkpoint")
-    for number, name in enumerate(sorted(files)):
-        if archive.verify(folder / name, is_hashed=number % part[1] == part[0]) != (step, files[name]):
-            raise UserError(f"{folder}: is damaged: {name} does not match {MANIFEST}; give another checkpoint")
-    archive.check_name(folder.resolve(), step)
-    return archive.Trailer(step, hashlib.sha256(text).hexdigest())
+    def verify(self, path: Path, part: tuple[int, int]) -> archive.Trailer:
+        """The step and the checksum of the manifest. Raises UserError if a part is missing or does not match it.
 
+        part: (number, readers): compute only every so many-th checksum, as each reader does.
+        """
+        try:
+            text = retried((path / MANIFEST).read_bytes)
+            manifest = json.loads(text)
+            step, files = int(manifest["step"]), {str(name): str(digest) for name, digest in manifest["files"].items()}
+        except FileNotFoundError:
+            raise UserError(f"{path}: lacks {MANIFEST}; give another checkpoint") from None
+        except OSError as error:
+            raise archive.unreadable(path, error) from None
+        except (AttributeError, ValueError, KeyError, TypeError):
+            raise UserError(f"{path}: its {MANIFEST} is damaged; give another checkpoint") from None
+        if ".metadata" in files:
+            raise UserError(
+                f"{path}: is in the format of torch.distributed.checkpoint, which versions of the template up to"
+                " November 2026 used; export its weights with that version, and give them with --init_from"
+            )
+        missing = [name for name in [part_name(0), *files] if name not in files or not (path / name).is_file()]
+        if missing:
+            raise UserError(f"{path}: lacks {missing[0]}; give another checkpoint")
+        for number, name in enumerate(sorted(files)):
+            if archive.verify(path / name, is_hashed=number % part[1] == part[0]) != (step, files[name]):
+                raise UserError(f"{path}: is damaged: {name} does not match {MANIFEST}; give another checkpoint")
+        archive.check_name(path.resolve(), step)
+        return archive.Trailer(step, hashlib.sha256(text).hexdigest())
 
-def read(folder: Path, trailer: archive.Trailer, sharded: dict[str, Tensor]) -> dict[str, Any]:
-    """The content of the checkpoint. Raises UserError if it is damaged or incomplete.
+    def outline(self, path: Path) -> tuple[int, dict[str, str]]:
+        manifest = read_json(path / MANIFEST)
+        return manifest.get("step", -1), manifest.get("files", {})
 
-    sharded: sharded parameters by name: of these, and of their optimizer state, only this rank's rows are read.
-    """
-    parts = [archive.read(path, trailer) for path in sorted(folder.glob("part_*.pt"))]
-    names = parts[0]["optimizer"].get("names", [])
+    def read(self, path: Path, trailer: archive.Trailer, sharded: dict[str, Tensor]) -> dict[str, Any]:
+        """The content of the checkpoint. Raises UserError if it is damaged or incomplete.
 
-    def joined(values: list[Any], place: tuple = ()) -> Any:
-        first = values[0]
-        if not isinstance(first, dict):
-            return first
-        if first.keys() == {"rows", "first", "size"}:
-            name = names[place[2]] if place[0] == "optimizer" else place[1]
-            return _join(values, sharded.get(name))
-        return {key: joined([value[key] for value in values], (*place, key)) for key in first}
+        sharded: sharded parameters by name: of these, and of their optimizer state, only this rank's rows are read.
+        """
+        parts = [archive.read(part, trailer) for part in sorted(path.glob("part_*.pt"))]
+        names = parts[0]["optimizer"].get("names", [])
 
-    try:
-        return joined(parts)
-    except (LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{folder}: its parts do not fit together ({type(error).__name__}); give another checkpoint"
-        ) from None
+        def joined(values: list[Any], place: tuple = ()) -> Any:
+            first = values[0]
+            if not isinstance(first, dict):
+                return first
+            if first.keys() == {"rows", "first", "size"}:
+                name = names[place[2]] if place[0] == "optimizer" else place[1]
+                return _join(values, sharded.get(name))
+            return {key: joined([value[key] for value in values], (*place, key)) for key in first}
+
+        try:
+            return joined(parts)
+        except (LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{path}: its parts do not fit together ({type(error).__name__}); give another checkpoint"
+            ) from None
 
 
 def _join(parts: list[dict[str, Any]], like: Tensor | None) -> Tensor:

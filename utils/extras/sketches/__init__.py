@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from utils.data.changes import Sketch, are_alike
 from utils.data.loader import fetches_batches
 from utils.data.sampler import MapDataset, MicroBatch
 from utils.data.worker import Fetcher
@@ -25,9 +26,6 @@ from utils.settings.errors import UserError
 
 SAMPLES, SECONDS = 64, 2.0  # of each data set: how many are compared, and for how long they are fetched
 ARRAYS, VALUES = 16, 4096  # of a sample; of an array, to twice as many
-TOLERANCE = 1e-3  # of sums over floats and pixels, relative to their norm: libraries round differently on other CPUs
-MAX_OF_SAMPLES = 0.5  # the fraction that may differ from the checkpoint's
-Sketch = list[int | float]
 
 
 def alike_on_all_ranks(
@@ -109,24 +107,3 @@ def sketch_of(sample: Any) -> Sketch:
 @functools.cache
 def _pattern() -> Tensor:
     return draw_uniform(sample_draws(0, 0, torch.zeros(1, dtype=torch.int64), 2 * VALUES)[0]).double() - 0.5
-
-
-def are_alike(some: list[Sketch | None], others: list[Sketch | None]) -> bool:
-    """Whether the samples of which both lists have a sketch, in the same places, are equal up to rounding."""
-    return all(a is None or b is None or _is_alike(a, b) for a, b in zip(some, others, strict=False))
-
-
-def compare_samples(before: dict[str, Any], here: dict[str, Any], split: str, is_same_code: bool) -> tuple[str, bool]:
-    """What has changed in the samples of a set since a checkpoint, in one line or none, and whether it is another."""
-    pairs = [pair for pair in zip(before["sketches"], here["sketches"], strict=False) if None not in pair]
-    number = sum(not are_alike([one], [other]) for one, other in pairs)
-    text = f"the {split} set has samples that differ from the checkpoint's: {number} of {len(pairs)} compared ones"
-    return text if number else "", is_same_code and number > MAX_OF_SAMPLES * len(pairs)
-
-
-def _is_alike(one: Sketch, other: Sketch) -> bool:
-    if (one[0], len(one)) != (other[0], len(other)):
-        return False
-    pairs = list(zip(one[1:], other[1:], strict=True))
-    norms = [max(pair) for pair in pairs[::2] for _ in range(2)]
-    return all(abs(a - b) <= TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))

@@ -23,6 +23,7 @@ from utils.extras.watch.watchdog import Watchdog
 from utils.files import read_json
 from utils.logger import NAME
 from utils.run.command_line import end_now, report_to_torchrun
+from utils.run.supervisor import Supervisor
 from utils.settings.errors import TrainingError
 
 if TYPE_CHECKING:  # which starts a watch
@@ -33,7 +34,7 @@ SECONDS_TO_TELL = 2.0  # the other ranks, through a store that may hang
 PREEMPTED = 75  # exit code
 
 
-class Watch:
+class Watch(Supervisor):
     """Ends this process if ranks hang or are gone.
 
     Its methods are called by the watchdog's thread, which must not wait for storage that stalls unless it ends this
@@ -46,10 +47,14 @@ class Watch:
     def __init__(self, folder: Path, config: TrainingConfig, ctx: DistributedContext, ending: Ending) -> None:
         self._folder, self._ctx, self._logger, self._ending = folder, ctx, logging.getLogger(NAME), ending
         self._watchdog = Watchdog(ending.clock, ctx, config.hang_timeout, self)
-        self.stand_down, self.close = self._watchdog.stand_down, self._watchdog.close
 
-    def tell(self, error: BaseException, cause: BaseException) -> BaseException:
-        """Tell the other ranks the cause of an error, which may be a rank that is gone. Returns it."""
+    def disarm(self) -> None:
+        self._watchdog.stand_down()
+
+    def close(self) -> None:
+        self._watchdog.close()
+
+    def tell_ranks(self, error: BaseException, cause: BaseException) -> BaseException:
         if cause is error and is_of_a_peer(error):
             cause = self._watchdog.find_lost() or error
         self.announce(cause, is_lost=cause is not error and isinstance(cause, TrainingError))

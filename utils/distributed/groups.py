@@ -1,0 +1,60 @@
+"""The process groups of a launch."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from config import TrainingConfig
+from utils.distributed.collectives import within
+from utils.distributed.context import Launch, connect_lazily
+from utils.settings.errors import StartError
+
+RANKS_IN_A_MESH = 1024  # at most; gloo then connects all pairs
+CONTROL_TIMEOUT = timedelta(hours=24)  # for votes, barriers and saves: a slow rank is not a lost one
+
+
+def create_groups(
+    config: TrainingConfig, launch: Launch, store: dist.Store, backend: str, device: torch.device
+) -> dist.ProcessGroup:
+    """Create the default group, for tensors on the device, and the control group, for small messages on the CPU.
+
+    Returns:
+        The control group. torch keeps both until they are destroyed.
+
+    Raises:
+        StartError: if the ranks cannot connect within `timeout`, or gloo finds no network interface.
+    """
+    if launch.world_size > RANKS_IN_A_MESH:
+        connect_lazily()
+    if config.cpu_offload and backend == "nccl":  # extra: sharding
+        backend = "cpu:gloo,cuda:nccl"  # norms of shards are on the CPU
+    device_id = None
+    if device.type != "cpu":
+        device_id = device
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("world", store),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=config.timeout),
+            device_id=device_id,
+        )
+        # a rank may stop now, and the group's own limit is for later
+        group: Any = within(config.timeout, lambda: dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+        return group
+    except TimeoutError:
+        text = f"the ranks did not connect within {config.timeout:g} s; check the network between the nodes"
+        raise StartError(f"{text}, then start again") from None
+    except RuntimeError as error:
+        if not re.search("Unable to find|Cannot resolve", str(error)):  # an interface of the network, or its address
+            raise
+        reason = str(error).splitlines()[0].rpartition(". ")[2]
+        remedy = "bring up the loopback (ip link set lo up), or name another interface in GLOO_SOCKET_IFNAME (lo if it"
+        remedy += " has only ::1)"
+        raise StartError(f"gloo: {reason}; {remedy}") from None

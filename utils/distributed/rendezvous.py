@@ -1,0 +1,175 @@
+"""How the ranks of a launch meet: they open one store, and exchange what each has found on its machine."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from config import TrainingConfig
+from utils.distributed.collectives import within
+from utils.distributed.context import Launch
+from utils.settings.errors import StartError, UserError
+
+GROUPS = itertools.count()
+SECONDS_TO_ANSWER = 10.0  # in which rank 0 lists the missing ranks
+
+
+def open_store(config: TrainingConfig, launch: Launch) -> dist.Store:
+    """Connect this rank to the store of the launch. One rank without a launcher gets a store in its own memory.
+
+    Returns:
+        A store in which keys of an earlier run in the same processes are not seen.
+
+    Raises:
+        UserError: if `init_method` or the environment does not say where the store is.
+        StartError: if the store cannot be reached within `timeout`.
+    """
+    url = config.init_method or "env://"
+    if not launch.is_launched:
+        if url != "env://":
+            raise UserError(
+                f"init_method={url}: needs RANK, LOCAL_RANK and WORLD_SIZE; start with torchrun, or set them"
+            )
+        return dist.HashStore()  # one rank needs no port and no environment
+    if url == "env://" and ":" not in launch.master:
+        if not launch.address:
+            raise UserError(
+                "MASTER_ADDR, MASTER_PORT: not set, while RANK is; start with torchrun or give --init_method"
+            )
+        url = launch.address
+    store = _connect(url, launch, timedelta(seconds=config.timeout))
+    return dist.PrefixStore(f"group {next(GROUPS)}", store)  # a second run in this process gets its own keys
+
+
+def _connect(url: str, launch: Launch, timeout: timedelta) -> dist.Store:
+    # with TCP nobody waits here for other ranks than rank 0: exchange_rank_info lists those that are missing
+    waited_for = 1
+    if url.startswith("file://"):
+        waited_for = launch.world_size
+    try:
+        meet = functools.partial(dist.rendezvous, url, launch.rank, waited_for, timeout=timeout)
+        store, _, _ = within(timeout.total_seconds() + 5, lambda: next(meet()))
+    except (dist.DistError, ValueError, RuntimeError, TimeoutError) as error:
+        where = launch.master if url == "env://" else url
+        reason = "no answer"
+        if str(error):
+            reason = str(error).splitlines()[0]  # without the C++ stack
+        remedy = f"start all {launch.world_size} ranks with this address"
+        if launch.rank:
+            remedy = "check that rank 0 is running and its address is correct"
+        if "EADDRINUSE" in reason:
+            remedy = "another program uses the port (ss -ltnp shows it); end it, or give all ranks another MASTER_PORT"
+        raise StartError(f"rank {launch.rank}: rendezvous at {where} failed ({reason}); {remedy}") from None
+    store.set_timeout(timeout)
+    return store
+
+
+def exchange_rank_info(
+    config: TrainingConfig, launch: Launch, store: dist.Store, rank_info: dict[str, Any]
+) -> tuple[list[dict[str, Any]], str]:
+    """Exchange what each rank has found on its machine, through rank 0. If any rank has a problem, all ranks raise it.
+
+    Args:
+        store: that of all ranks, without keys of an earlier run.
+        rank_info: of this rank, as `set_up_device` returns it.
+
+    Returns:
+        The information of all ranks, by rank, and a random word of this launch, the same on all ranks.
+
+    Raises:
+        UserError: the problem of the first rank that has one, or if some ranks have a GPU and others have none.
+        StartError: if a rank does not start within `timeout`.
+    """
+    keys = [f"rank_info/{rank}" for rank in range(launch.world_size)]
+    store.set(keys[launch.rank], json.dumps(rank_info))
+    if launch.rank == 0:
+        _answer_for_all(store, keys)
+    missing, counted, launch_nonce = _read_answer(config, store, keys)
+    if not counted:
+        raise _did_not_start(missing, config.timeout, launch.world_size)
+    rank_infos = [each for each, ranks in counted for _ in range(ranks)]
+    _raise_problems(config, rank_infos)
+    return rank_infos, launch_nonce
+
+
+def _answer_for_all(store: dist.Store, keys: list[str]) -> None:
+    """Read the information of all ranks on rank 0, and set the answer: missing ranks, or what equal ranks in a row
+    have found with their number, so that the answer hardly grows with the ranks."""
+    missing: list[int] = []
+    counted: list[tuple[dict[str, Any], int]] = []
+    try:
+        values = store.multi_get(keys)
+        for rank_info, equal_ranks in itertools.groupby(map(json.loads, values)):
+            counted.append((rank_info, len(list(equal_ranks))))
+    except dist.DistStoreError:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    launch_nonce = uuid.uuid4().hex
+    store.set("rank_infos", json.dumps([missing, counted, launch_nonce]))
+
+
+def _read_answer(
+    config: TrainingConfig, store: dist.Store, keys: list[str]
+) -> tuple[list[int], list[tuple[dict[str, Any], int]], str]:
+    """The answer of rank 0, which is missing itself if there is none."""
+    try:
+        store.wait(keys[:1], timedelta(seconds=config.timeout))
+        store.wait(["rank_infos"], timedelta(seconds=config.timeout + SECONDS_TO_ANSWER))
+        missing, counted, launch_nonce = json.loads(store.get("rank_infos"))
+    except dist.DistStoreError:
+        return [0], [], ""
+    return missing, counted, launch_nonce
+
+
+def _did_not_start(missing: list[int], timeout: float, world_size: int) -> StartError:
+    names = "a rank"
+    if missing:
+        names = f"rank {', '.join(map(str, missing))} of {world_size}"
+    remedy = "check its output, then start all ranks again (a larger --timeout waits longer)"
+    text = f"{names}: did not start within {timeout:g} s; {remedy}"
+    if missing and missing[0] > 0:  # rank 0 is there, and reports for all
+        return StartError(text, missing[0], "")
+    return StartError(text)
+
+
+def _raise_problems(config: TrainingConfig, rank_infos: list[dict[str, Any]]) -> None:
+    """Raise the problem of the first rank that has one, or that some ranks have no GPU. All ranks raise the same."""
+    problems = {each["problem"] for each in rank_infos}
+    for rank, each in enumerate(rank_infos):
+        if each["problem"]:
+            text = each["problem"]
+            if len(problems) > 1:
+                text += f" (rank {rank} on {each['host']})"
+            raise UserError(text, rank, each["host"])
+    bare = [rank for rank, each in enumerate(rank_infos) if each["device"] == "cpu"]
+    if config.backend == "auto" and 0 < len(bare) < len(rank_infos):
+        hosts = ", ".join(sorted({rank_infos[rank]["host"] for rank in bare}))
+        text = "has no CUDA device while other ranks have one; fix it, leave it out, or use --backend gloo"
+        raise UserError(f"{hosts}: {text}", bare[0], rank_infos[bare[0]]["host"])
+
+
+def start_heartbeats(config: TrainingConfig, launch: Launch, store: dist.Store, launch_nonce: str) -> Any:
+    """Show the other ranks where this one is, before they connect: who watches later finds a place of every rank.
+
+    Returns:
+        The `Beats` of the extra `watch`; None if nobody can watch: with one rank, or a store in a file, which only
+        grows.
+    """
+    if launch.world_size > 1 and not config.init_method.startswith("file://"):  # extra: watch
+        from utils.extras.watch.beats import Beats
+
+        is_from_environment = config.init_method in ("", "env://")
+        address = launch.address or config.init_method
+        if is_from_environment and launch.master:
+            address = launch.master
+        address = address.split("//")[-1].split("?")[0]  # HOST:PORT
+        is_of_rank_0 = not (launch.agent_hosts_store and is_from_environment)
+        own_keys = dist.PrefixStore(launch_nonce, store)  # torchrun may keep a store for the next attempt
+        return Beats(own_keys, launch.rank, os.getpid(), address, is_of_rank_0)
+    return None

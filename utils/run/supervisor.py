@@ -1,0 +1,28 @@
+"""Who watches over the ranks of a run."""
+
+from __future__ import annotations
+
+
+class Supervisor:
+    """Watches over all ranks, from its creation to `close`. This one does nothing, and a rank that is gone is only
+    noticed by the next collective. The extra `watch` has one that looks.
+    """
+
+    def disarm(self) -> None:
+        """Called when this rank has failed, before the cause is looked for. From now on the supervisor ends no
+        process."""
+
+    def tell_ranks(self, error: BaseException, cause: BaseException) -> BaseException:
+        """Tell the other ranks why this one has failed.
+
+        Args:
+            error: what was raised.
+            cause: why, as far as this process knows; the error itself if there is nothing more to say.
+
+        Returns:
+            The cause, which is another one if the supervisor knows that a peer is gone.
+        """
+        return cause
+
+    def close(self) -> None:
+        """Called at the end of the run, or after its failure has been written."""
