@@ -7,7 +7,6 @@ compute_loss(model, batch)      the loss and metrics, as sums over a micro-batch
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from ddp_utils import unwrap, wrap_ddp
 from utils.checkpoint.format import load_weights
 from utils.checkpoint.stored import local_checkpoint
 from utils.example.choices import PUBLISHED_WEIGHTS, library_model
+from utils.example.freezing import freeze_backbone
 from utils.example.pictures import label_pictures
 from utils.metrics import Metrics, count_correct
 
@@ -92,21 +92,9 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model.label_smoothing = config.label_smoothing
     if config.freeze == "backbone":
-        _freeze_backbone(model)
+        freeze_backbone(model)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     return model.to(device, memory_format=layout)
-
-
-def _freeze_backbone(model: nn.Module) -> None:
-    """Train only the last layer. BatchNorm stays in evaluation mode: its statistics are those of the weights."""
-
-    def stay_in_evaluation(norm: nn.Module, mode: bool = True) -> nn.Module:
-        return type(norm).train(norm, False)
-
-    model.requires_grad_(False)
-    [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1].requires_grad_(True)
-    for norm in (m for m in model.modules() if isinstance(m, _BatchNorm)):
-        vars(norm)["train"] = types.MethodType(stay_in_evaluation, norm)
 
 
 def initial_weights(config: TrainingConfig) -> dict[str, Tensor]:
