@@ -86,6 +86,13 @@ def test_a_model_that_cannot_be_created_is_rejected(changes, expected):
         create_model(TrainingConfig(**changes), CPU)
 
 
+@pytest.mark.parametrize("name", ["resnet81", "deeplabv3_resnet50", "", "mini_resnet "])
+def test_a_wrong_name_of_a_model_is_refused_with_the_config(name):
+    """Before data are downloaded, also in a fork without torchvision's models."""
+    with pytest.raises(UserError, match=f"^model={name}: is not known; use mini_resnet"):
+        TrainingConfig(model=name)
+
+
 @pytest.mark.guarantee("plain-load")
 def test_init_from_loads_weights_that_fit_and_logs_the_others(tmp_path, caplog):
     source = MiniResNet(3, 10)
