@@ -7,7 +7,6 @@ compute_loss(model, batch)      the loss and metrics, as sums over a micro-batch
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch
@@ -15,12 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from config import TrainingConfig, UserError, unless_auto
+from config import TrainingConfig, unless_auto
 from ddp_utils import unwrap, wrap_ddp
 from utils.checkpoint.format import load_weights
 from utils.checkpoint.stored import local_checkpoint
-from utils.extras.images.models import torchvision_model  # extra: images
-from utils.extras.images.pretrained import published_weights  # extra: images
+from utils.example.choices import PUBLISHED_WEIGHTS, library_model
+from utils.example.freezing import freeze_backbone
+from utils.example.pictures import label_pictures
 from utils.metrics import Metrics, count_correct
 
 __all__ = ["MiniResNet", "compute_loss", "create_model", "param_groups", "wrap_ddp"]
@@ -87,32 +87,20 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
     if config.model == "mini_resnet":
         model: Any = MiniResNet(sizes["in_channels"], sizes["num_classes"])
     else:
-        model = _other_model(config.model, **sizes)
+        model = library_model(config.model, **sizes)
     if config.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model.label_smoothing = config.label_smoothing
     if config.freeze == "backbone":
-        _freeze_backbone(model)
+        freeze_backbone(model)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     return model.to(device, memory_format=layout)
 
 
-def _freeze_backbone(model: nn.Module) -> None:
-    """Train only the last layer. BatchNorm stays in evaluation mode: its statistics are those of the weights."""
-
-    def stay_in_evaluation(norm: nn.Module, mode: bool = True) -> nn.Module:
-        return type(norm).train(norm, False)
-
-    model.requires_grad_(False)
-    [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1].requires_grad_(True)
-    for norm in (m for m in model.modules() if isinstance(m, _BatchNorm)):
-        vars(norm)["train"] = types.MethodType(stay_in_evaluation, norm)
-
-
 def initial_weights(config: TrainingConfig) -> dict[str, Tensor]:
-    """The weights of --init_from, by name: those of a file, or of torchvision. Raises UserError."""
-    if config.init_from == "torchvision":  # extra: images
-        return published_weights(config)
+    """The weights of --init_from, by name: those of a file, or published ones. Raises UserError."""
+    if config.init_from in PUBLISHED_WEIGHTS:
+        return PUBLISHED_WEIGHTS[config.init_from].load(config)
     return load_weights(local_checkpoint(config.init_from))
 
 
@@ -156,27 +144,8 @@ def compute_loss(model: nn.Module, batch: Any) -> Metrics:
     return {"loss": (loss, len(labels))} | top
 
 
-def _other_model(name: str, **sizes: int) -> nn.Module:
-    return torchvision_model(name, **sizes)  # extra: images
-    raise UserError(f"model={name}: is not known; use mini_resnet")  # in a fork without that extra
-
-
 def log_images(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     """Images with their predicted and true class, for TensorBoard at each evaluation: {name: uint8 [B, 3, H, W]}."""
-    from PIL import Image, ImageDraw  # installed with tensorboard
-
-    predicted = model(batch[0]).argmax(1)[:16].tolist()  # on the whole batch: the model may be compiled for its size
-    images, labels = batch[0][:16].float(), batch[1][:16].tolist()
-    low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
-    pixels = (
-        ((images - low) / (high - low).clamp(min=1e-6) * 255).byte().expand(-1, 3, -1, -1).permute(0, 2, 3, 1).cpu()
-    )
-    shown = []
-    for image, label, guess in zip(pixels, labels, predicted, strict=True):
-        picture = Image.new("RGB", (128, 144), "white")
-        picture.paste(Image.fromarray(image.numpy()).resize((128, 128), Image.Resampling.NEAREST))
-        color = "green" if guess == label else "red"
-        ImageDraw.Draw(picture).text((4, 130), f"{guess}, true {label}", fill=color)
-        flat = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)  # copied: a tensor may be written to
-        shown.append(flat.view(144, 128, 3).permute(2, 0, 1))
-    return {"predictions": torch.stack(shown)}
+    images, labels = batch
+    predicted = model(images).argmax(1)  # on the whole batch: the model may be compiled for its size
+    return {"predictions": label_pictures(images[:16], predicted[:16].tolist(), labels[:16].tolist())}

@@ -60,9 +60,10 @@ def test_the_loss_is_a_sum_and_metrics_are_sums_and_counts():
 def test_a_frozen_backbone_trains_the_last_layer_alone_and_keeps_its_statistics():
     model = create_model(TrainingConfig(freeze="backbone"), CPU).train()
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {"head.weight", "head.bias"}
-    before = model.stem[1].running_mean.clone()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert list(before) == list(create_model(TrainingConfig(), CPU).state_dict())  # a checkpoint fits both
     model(torch.randn(4, 3, 8, 8))
-    assert torch.equal(model.stem[1].running_mean, before) and not model.stem[1].training and model.training
+    assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_torchvision_classifiers_by_name():  # extra: images
@@ -83,6 +84,13 @@ def test_torchvision_classifiers_by_name():  # extra: images
 def test_a_model_that_cannot_be_created_is_rejected(changes, expected):
     with pytest.raises(UserError, match=expected):
         create_model(TrainingConfig(**changes), CPU)
+
+
+@pytest.mark.parametrize("name", ["resnet81", "deeplabv3_resnet50", "", "mini_resnet "])
+def test_a_wrong_name_of_a_model_is_refused_with_the_config(name):
+    """Before data are downloaded, also in a fork without torchvision's models."""
+    with pytest.raises(UserError, match=f"^model={name}: is not known; use mini_resnet"):
+        TrainingConfig(model=name)
 
 
 @pytest.mark.guarantee("plain-load")

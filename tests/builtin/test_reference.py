@@ -15,12 +15,14 @@ import config
 import dataset
 import model
 from ranks import ROOT
+from utils.example.images import ImageDataset
 from utils.training.parts.after_step import StepView
 from utils.training.schedule import Progress
 from utils.training.seams import REQUIRED, Seams
 
 PAGE = (ROOT / "docs/reference.md").read_text()
 CALLERS = [ROOT / "train.py", ROOT / "ddp_utils.py", *ROOT.glob("utils/**/*.py"), *ROOT.glob("scripts/*.py")]
+CALLERS = [path for path in CALLERS if not {"example", "images"} & {*path.parts}]  # these know their own sets only
 VERIFY = [*ROOT.glob("scripts/lib/verify/*.py")]
 ONLY_VERIFY = {"depends_on_batch", "segments"}  # read by verify.py, which checks what a run cannot see
 OF_SETS = {"dataset", "_dataset", "source", "_source", "train_set", "inner"}  # how the code calls a data set
@@ -96,7 +98,7 @@ def test_an_entry_says_what_it_gets_and_returns_when_it_is_called_its_default_an
 
 def code_of(name):
     """The code that a heading must fit: the default, the shipped function, or a method of the shipped data set."""
-    own = [vars(model).get(name), vars(dataset).get(name), vars(dataset.ImageDataset).get(name)]
+    own = [vars(model).get(name), vars(dataset).get(name), vars(ImageDataset).get(name)]
     return [each for each in (getattr(Seams, name, None), *own) if inspect.isfunction(each)]
 
 

@@ -139,7 +139,7 @@ def test_weights_come_from_a_checkpoint_or_a_bare_state_dict(tmp_path):
 # ---- what may differ on resume ----
 
 
-MUST_MATCH = {"seed": 1, "batch_size": 32, "dataset_size": 10, "model": "resnet18", "num_classes": 5}
+MUST_MATCH = {"seed": 1, "batch_size": 32, "dataset_size": 10, "optimizer": "adamw", "num_classes": 5}
 MUST_MATCH = {name: value for name, value in MUST_MATCH.items() if hasattr(TrainingConfig, name)}  # a fork has others
 FREE = {"run_dir": "elsewhere", "num_workers": 3, "log_interval": 1, "save_every_steps": 5, "keep_last": 9}
 

@@ -208,7 +208,7 @@ TORCHVISION = {
     " margin": "write it into `compute_loss` in `model.py`, which reads settings from attributes of the model",
     "num_flow_updates": "pass it to the model in `compute_loss` in `model.py`",
     "freeze-batch-norm": (
-        "keep the BatchNorm layers in evaluation mode in `create_model` in `model.py`, by overriding their `train`"
+        "call `freeze_batchnorm(model)` of `utils/example/freezing.py` in `create_model` in `model.py`"
     ),
     "kinetics-version clip-len frame-rate clips-per-video train-dataset train-datasets val-dataset dataset-steps"
     " steps-is-epochs": "make the data set in `create_dataset` in `dataset.py`",

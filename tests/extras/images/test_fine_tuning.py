@@ -10,7 +10,6 @@ import pytest
 import torch
 from torchvision import models
 
-import dataset
 from config import TrainingConfig
 from dataset import create_dataset, is_prepared, prepare_data
 from images import save_images
@@ -19,6 +18,7 @@ from ranks import ROOT, run_ranks
 from training import train_flags
 from utils.checkpoint.format import take_weights
 from utils.data.sets import with_auto
+from utils.extras.images.files import read_image
 from utils.extras.images.pretrained import published, weights_file
 from utils.settings.errors import UserError
 
@@ -155,7 +155,7 @@ def test_images_are_prepared_as_the_weights_expect_unless_given(tmp_path):
         assert found.interpolation == expected.interpolation.value
         image, label = val[0]
         ours = val.device_transform((image[None], torch.tensor([label])), 0, 0, torch.tensor([0]))[0][0]
-        theirs = expected(dataset.read_image(val.path(0), 3))
+        theirs = expected(read_image(val.path(0), 3))
         assert ours.shape == theirs.shape and (ours - theirs).abs().mean() < 5e-3  # v2 resizes uint8 as such
         # a later command with the resolved values, but other weights: the same images
         again = create_dataset(TrainingConfig(**found.to_dict() | {"init_from": ""}), "val")

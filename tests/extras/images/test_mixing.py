@@ -16,7 +16,7 @@ from test_oracle import SGD, check_against_the_oracle
 from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.data.sets import ChosenSamples, choose_samples
 from utils.data.worker import Fetcher
-from utils.extras.images.mixing import mix, repeated_order
+from utils.extras.images.mixing import Mixing, mix, repeated_order
 from utils.settings.errors import UserError
 
 RECIPE = ROOT / "docs/recipes/imagenet.toml"
@@ -75,7 +75,7 @@ def test_mini_resnet_and_mixed_batches_equal_the_plain_loop_on_two_ranks(runs):
 
 def test_only_training_batches_are_mixed():
     config = TrainingConfig(mixup_alpha=0.2, dataset_size=20, image_size=8)
-    assert [create_dataset(config, split).mixing for split in ("train", "val")] == [(0.2, 0.0, "auto"), None]
+    assert [create_dataset(config, split).mixing for split in ("train", "val")] == [Mixing(0.2, 0.0, "auto"), None]
     assert create_dataset(TrainingConfig(num_classes=10), "train").mixing is None
 
 

@@ -17,7 +17,6 @@ def no_images(root):
 
 CASES = [
     (None, "--num_classes 2", "num_classes=2: the data has 3 classes; give that number or leave it auto"),
-    (None, "--model resnet81", "did you mean resnet18"),
     (None, "--sync_bn", "SyncBatchNorm: works on CUDA only; leave out"),
     (None, "--best_metric f1", "best_metric=f1: is not reported by an evaluation; choose"),
     (None, "--init_from /nowhere", "init_from=/nowhere: cannot be read"),

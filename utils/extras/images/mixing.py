@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from config import unless_auto
 from utils.packages import import_for
 from utils.rng import derive_seed
 
@@ -30,6 +32,18 @@ def mix(images: Tensor, labels: Tensor, mixup: float, cutmix: float, classes: in
         torch.default_generator.manual_seed(seed)
         images, shares = _mixing(mixup, cutmix, classes)(images, labels)
     return images, shares.to(images.dtype)
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Mixup and CutMix of training batches: each is an alpha, 0 for off. classes: a number, or auto for the data's."""
+
+    mixup: float
+    cutmix: float
+    classes: int | str
+
+    def __call__(self, images: Tensor, labels: Tensor, classes_in_data: int, seed: int) -> tuple[Tensor, Tensor]:
+        return mix(images, labels, self.mixup, self.cutmix, unless_auto(self.classes, classes_in_data), seed)
 
 
 def repeated_order(repeats: int, group: int, seed: int, epoch: int, n: int) -> Tensor:

@@ -9,15 +9,18 @@ from torch import nn
 
 from utils.memory import is_out_of_memory
 from utils.packages import import_for
-from utils.settings.checks import nearest
 from utils.settings.errors import UserError
 
 
-def torchvision_model(name: str, in_channels: int, num_classes: int, image_size: int) -> nn.Module:
+def torchvision_model(name: str, in_channels: int, num_classes: int, image_size: int) -> nn.Module | None:
+    """A classifier of torchvision with new weights. None if it has none of this name.
+
+    Raises:
+        UserError: if torchvision cannot be used, or the model does not take such images.
+    """
     models = import_for(f"model={name}", "torchvision.models")
-    known = models.list_models(module=models)
-    if name not in known:
-        raise UserError(f"model={name}: is not known; use mini_resnet or a torchvision model: {nearest(name, known)}")
+    if name not in models.list_models(module=models):
+        return None
     if in_channels != 3:
         raise UserError(
             f"in_channels={in_channels}: torchvision's models take 3; use --model mini_resnet or 3 channels"

@@ -1,0 +1,186 @@
+"""The sets of image files, and what the settings of this extra change in any image set of the example."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+from array import array
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from config import TrainingConfig, UserError, unless_auto
+from utils.example.images import ImageDataset
+from utils.extras.images.files import classes_of, images_in, kind_of, list_folder, log_listed, read_image
+from utils.extras.images.lists import list_csv, rows_of
+from utils.extras.images.mixing import Mixing, repeated_order
+from utils.extras.images.transforms import STATISTICS, expected_by, file_transform, sizes_of
+
+OF_FILES = (
+    *("crop_scale", "crop_ratio", "auto_augment", "random_erase"),
+    *("train_size", "resize_size", "interpolation"),
+)
+
+
+class ImageFolderDataset(ImageDataset):
+    """Images below <folder>/<class>/, by class and path, decoded on access. `load_data` lists them once per file
+    system.
+
+    Args:
+        folder: of a split.
+        config: the size of the files may be "auto"; then they have image_size, and another one is an error.
+        image_size: height and width of the model input in pixels.
+    """
+
+    has_sizes = True  # the listing has those of the files
+    left_out: Counter[str] = Counter()  # suffixes of other files, on the rank that has listed them
+    example = ""
+    log_listed = staticmethod(log_listed)
+
+    def __init__(self, folder: Path, classes: list[str], config: TrainingConfig, image_size: int) -> None:
+        self.folder, self.classes, self.split, self.image_size = folder, classes, folder.stem, image_size
+        self.mean, self.std = map(torch.tensor, STATISTICS[unless_auto(config.in_channels, 3)])
+        self._is_resized = config.image_size != "auto"
+        self._transform, is_random = file_transform(config, image_size, self.split == "train")
+        self.cacheable = not is_random
+
+    @functools.cached_property
+    def listing(self) -> bytes:
+        """<class>/<path below it> and the bytes of each file, between zeros. Raises UserError for an empty class."""
+        listing, others = list_folder(self.folder, self.classes)
+        self.left_out, self.example = Counter(kind_of(each.name) for each in others), others[0].path if others else ""
+        return listing
+
+    def use_listing(self, listing: bytes) -> None:
+        self.listing = listing  # from `load_data`, which lists once per file system
+
+    @functools.cached_property
+    def _zeros(self) -> Tensor:
+        return (torch.frombuffer(bytearray(self.listing), dtype=torch.uint8) == 0).nonzero().flatten()
+
+    def path(self, index: int) -> Path:
+        start, end = self._zeros[index : index + 2].tolist()
+        return self.folder / os.fsdecode(self.listing[start + 1 : end].rpartition(b" ")[0])
+
+    @functools.cached_property
+    def targets(self) -> Tensor:  # type: ignore[override]  # a cached property can be set, too
+        found = Counter(match[1] for match in re.finditer(rb"\0([^/]+)/", self.listing))
+        return torch.repeat_interleave(torch.tensor([found[os.fsencode(name)] for name in self.classes]))
+
+    def class_of(self, index: int) -> str:
+        """The class of a sample, for messages."""
+        return self.classes[int(self.targets[index])]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of what must match at a resume: names and labels, and not the sizes."""
+        rows = re.finditer(rb"\0[^\0]+(?= )" if self.has_sizes else rb"[^\0]+", self.listing)
+        digest = hashlib.sha256()
+        for row in rows:
+            digest.update(row[0])
+        return digest.hexdigest()
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """uint8 [C, size, size] and the label. Raises UserError for a corrupt file or one of a wrong size."""
+        path, size, label = self.path(index), self.image_size, int(self.targets[index])
+        image = read_image(path, self.in_channels, self.class_of(index))
+        height, width = image.shape[1:]
+        if not self._is_resized and (height, width) != (size, size):
+            raise UserError(
+                f"{path}: has {width}x{height} pixels, others {size}x{size}; resize all with --image_size N"
+            )
+        return self._transform(image), label
+
+
+class CsvDataset(ImageFolderDataset):
+    """Images that a CSV file names, each with its label: <data_dir>/<split>.csv. Read once per file system, too."""
+
+    has_sizes = False  # reading the list touches no image
+    checks_labels = True
+
+    def __init__(self, file: Path, classes: list[str], config: TrainingConfig, image_size: int) -> None:
+        super().__init__(file, classes, config, image_size)
+        del self.classes  # they are in the listing
+        self.folder, self.file, self.limit = file.parent, file, config.num_classes
+
+    @functools.cached_property
+    def listing(self) -> bytes:
+        return list_csv(self.file, self.limit)
+
+    @functools.cached_property
+    def classes(self) -> list[str]:  # type: ignore[override]  # as above
+        return json.loads(self.listing.rpartition(b"\0")[2])
+
+    @functools.cached_property
+    def targets(self) -> Tensor:  # type: ignore[override]  # as above
+        return torch.frombuffer(array("q", map(int, re.findall(rb" (\d+)\0", self.listing))), dtype=torch.int64)
+
+    def class_of(self, index: int) -> str:
+        return f"{super().class_of(index)}, {self.file}, line {index + 2}"
+
+
+def image_files(config: TrainingConfig, split: str) -> ImageFolderDataset | None:
+    """<data_dir>/train, val and test, or <data_dir>/train.csv, ... If only one of val and test exists, it is "val"."""
+    root, suffix = Path(config.data_dir), ".csv" if config.dataset == "csv" else ""
+    held_out = [name for name in ("val", "test") if (root / f"{name}{suffix}").exists()]
+    if split == "val" and held_out:
+        split = held_out[0]
+    elif split == "test" and len(held_out) < 2:
+        return None
+    source = root / f"{split}{suffix}"
+    if not source.exists() and split != "train":
+        return None
+    classes = [] if suffix else classes_of(root, split)
+    channels = unless_auto(config.in_channels, 3)
+    if channels not in STATISTICS:
+        raise UserError(f"in_channels={channels}: images have 1 or 3 channels; give 1 or 3")
+    sizes: dict[str, Any] = sizes_of(config)
+    config = dataclasses.replace(config, **sizes)
+    size = config.image_size
+    if not isinstance(size, int):  # that of the first image
+        if suffix:
+            first = root / next(rows_of(root / "train.csv"))[0]
+        else:
+            first = Path(images_in(root / "train" / classes[0], must_exist=True)[0][0])
+        size, width = read_image(first, channels).shape[1:]
+        if size != width:
+            raise UserError(f"{first}: is not square ({width}x{size} pixels); resize all to N x N with --image_size N")
+    dataset = (CsvDataset if suffix else ImageFolderDataset)(source, classes, config, size)
+    vars(dataset).update(sizes)
+    return dataset
+
+
+def apply_image_settings(dataset: Any, config: TrainingConfig, split: str) -> None:
+    """Change a new set as the settings of this extra, and torchvision's weights of the model, say.
+
+    Raises:
+        UserError: if a setting is for image files, and the set is in memory.
+    """
+    expected = expected_by(config)
+    if expected:
+        dataset.mean = torch.tensor(expected.mean)
+        dataset.std = torch.tensor(expected.std)
+    if split != "train":
+        return
+    if dataset.in_memory:
+        _refuse_settings_of_files(config)
+    if config.mixup_alpha or config.cutmix_alpha:
+        dataset.mixing = Mixing(config.mixup_alpha, config.cutmix_alpha, config.num_classes)
+    if config.augment_repeats > 1:
+        dataset.copies = config.augment_repeats
+        dataset.with_replacement = True
+        dataset.epoch_order = functools.partial(repeated_order, config.augment_repeats, config.batch_size)
+
+
+def _refuse_settings_of_files(config: TrainingConfig) -> None:
+    for name in OF_FILES:
+        value = getattr(config, name)
+        if value != getattr(TrainingConfig, name):
+            raise UserError(f"{name}={value}: is for image files; leave it out, or use --dataset imagefolder")
