@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import broadcast_json, gather
-from utils.extras.companions.beside import finish_companions  # extra: companions
-from utils.extras.watch.stragglers import note_slowest  # extra: watch
 from utils.logger import log_epoch_summary
 from utils.memory import peak_memory
 from utils.redact import stored
 from utils.report.records import LogPoint
+from utils.report.stragglers import note_slowest
 from utils.report.summary import empty_steps, end_text, summary_of
 from utils.report.tensorboard import Board
 from utils.report.terminal import Terminal
@@ -148,7 +147,7 @@ class Reporter:
         record = point.record(sums, ranks, [*logged], fingerprint=shown(int(digest)))
         record = self._run.record("train", **record)
         self._run.record_skipped(skipped, self._loader.sampler)
-        note_slowest(self._run, point.at["step"], ranks)  # extra: watch
+        note_slowest(self._run, point.at["step"], ranks)
         targets = targets_in(sums.count_of("loss"), point.samples)
         self._terminal.interval(record, targets / (record["step_s"] * point.steps or math.inf), is_empty(skipped))
         self._board.scalars(record)
@@ -217,8 +216,21 @@ class Reporter:
         self.close()
         trained_s = summary["time"]["training_s"] + summary["time"]["data_wait_s"]
         logger.info("%s", end_text(summary, self._run, self._config, trained_s, empty_steps(records)))
-        finish_companions(self._attempt)  # extra: companions
+        self._finish_companions()
         return summary
+
+    def _finish_companions(self) -> None:
+        """Wait for the programs beside training, for a limited time: for those of rank 0, then for those of others."""
+        self._run.mark_ended()
+        companions = self._run.companions
+        if companions and self._run.is_main:
+            companions.finish(self._tick)
+        broadcast_json(None, self._ctx)  # the other ranks wait here, where `timeout` does not apply
+        if companions and not self._run.is_main:
+            companions.finish(self._tick)
+
+    def _tick(self) -> None:
+        self._attempt.clock.enter("save")  # a long upload is not a hang
 
     def close(self) -> None:
         """Close TensorBoard's file."""

@@ -60,5 +60,7 @@ def create_state(
     model = sharing.build(build, seams.blocks)
     precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
     state = TrainState(model, seams, config, precision, sharing)
+    if config.compile == "reduce-overhead":  # extra: compile
+        state.updater.zeroes_gradients = True  # a replay of CUDA graphs overwrites new ones
     state.parts += create_parts(seams.parts, model, seams.is_saved, config, ctx, precision)
     return state

@@ -88,10 +88,6 @@ def first_passes(
     workers = sum(each.num_workers for each in loaders)
     tensors = sum(each.shared_tensors for each in loaders)
     on_all_ranks(lambda: raise_file_limit(ctx.world_size, workers, tensors), ctx)
-    if config.compile != "off":  # extra: compile
-        from utils.extras.compile.compiled import compile_all_sizes  # which imports this module
-
-        on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, seams, config), ctx)
     return on_all_ranks(lambda: choose_best(config.best_metric, [*names, []][0]), ctx)
 
 

@@ -36,6 +36,7 @@ class Updater:
         device: torch.device,
     ) -> None:
         self._config, self._sharing = config, sharing
+        self.zeroes_gradients = False  # in place; else they are dropped
         names = {p: name for name, p in model.named_parameters()}
         groups, tensors = checked_groups(seams.param_groups(model, config), names), sharing.tensors_of(names)
         groups = [group | {"params": [tensors[p] for p in group["params"]]} for group in groups]
@@ -59,8 +60,7 @@ class Updater:
 
     def drop_gradients(self) -> None:
         """Call before the next global batch."""
-        if self._config.compile == "reduce-overhead":  # extra: compile
-            # with CUDA graphs, gradients are zeroed: a replay overwrites new ones
+        if self.zeroes_gradients:
             self.optimizer.zero_grad(set_to_none=False)
             return
         for parameter in self._with_gradients:  # optimizer.zero_grad takes 20 us more, for the profiler

@@ -211,7 +211,7 @@ def test_after_a_failure_one_that_does_not_answer_is_killed(fake):
 
 def test_the_end_waits_for_them_and_ticks(fake):
     companions, ticks = fake("time.sleep(1)\nprint('done', 0, file=log)\n"), []
-    companions.finish(0, lambda: ticks.append(time.monotonic()))
+    companions.finish(lambda: ticks.append(time.monotonic()))
     assert len(fake.starts()) == 2 and len(ticks) > 3 and companions._alive() == []
 
 
@@ -219,7 +219,8 @@ def test_a_program_that_sends_over_a_network_is_waited_for_a_limited_time(fake, 
     (tmp_path / "mirror.py").write_text("import signal\nsignal.pause()\n")
     config = TrainingConfig(run_dir=str(tmp_path / "run"), mirror="file:///tmp/no")
     companions = Companions(config, plan_for(tmp_path, mirror="file:///tmp/no"), CTX)
-    companions.finish(0.5, lambda: None)
+    companions._silence = 0.5
+    companions.finish(lambda: None)
     text = "mirror=file:///tmp/no: lacks the latest checkpoint or records after"
     assert text in caplog.text and companions._alive() == []
 

@@ -92,7 +92,8 @@ def end_run(companions, tmp_path, state, seconds, deadline=8):
         ending = threading.Thread(target=companions.leave, daemon=True)
     else:
         replace_json(tmp_path / "run/lock.json", {"token": "t", "has_trained": True, "ended": state})
-        ending = threading.Thread(target=companions.finish, args=(seconds, lambda: None), daemon=True)
+        companions._silence = seconds or beside.SECONDS_OF_SILENCE
+        ending = threading.Thread(target=companions.finish, args=(lambda: None,), daemon=True)
     ending.start()
     ending.join(deadline)
     assert not ending.is_alive()

@@ -22,7 +22,6 @@ from training import wait_until
 from utils.clock import Clock
 from utils.distributed.collectives import is_of_a_peer
 from utils.extras.watch.beats import Beats, Place
-from utils.extras.watch.stragglers import slowest
 from utils.extras.watch.watchdog import Watchdog
 from utils.signals import STOP
 
@@ -372,10 +371,3 @@ def test_after_a_stop_signal_a_rank_that_is_blocked_in_c_ends(quick):
 )
 def test_errors_of_a_collective_whose_peer_is_gone_do_not_blame_this_rank(text, is_lost):
     assert is_of_a_peer(RuntimeError(text)) == is_lost
-
-
-def test_the_slowest_rank_and_the_cause():
-    even = {"data": 0.1, "compute": 1.0}
-    assert slowest([even, even, {"data": 1.5, "compute": 1.0}, even]) == (2, pytest.approx(2.5 / 1.1), "data")
-    assert slowest([even, {"data": 0.1, "compute": 3.0}])[::2] == (1, "compute")
-    assert slowest([even, even])[1] == 1.0

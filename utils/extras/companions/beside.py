@@ -13,18 +13,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from config import TrainingConfig
-from utils.distributed.collectives import broadcast_json
 from utils.distributed.context import DistributedContext
 from utils.extras.companions.programs import OTHER_OWNER, end_session, start
 from utils.logger import NAME
 from utils.redact import redacted
 from utils.settings.errors import TrainingError
-
-if TYPE_CHECKING:
-    from utils.run.attempt import Attempt
 
 SECONDS_OF_A_LOOK = 0.1
 MAX_PAUSE = 60.0  # seconds before one that dies again and again is started
@@ -46,6 +42,10 @@ class Companions:
             every |= {"track": config.track.replace("none", ""), "on_checkpoint": config.on_checkpoint}
         self._titles = {name: redacted(f"{name}={value}") for name, value in every.items() if value}
         self._plan, self._log = plan, logging.getLogger(NAME)
+        self._silence = SECONDS_AFTER_RANK_0  # without a sign of life, after which a program is ended
+        if ctx.is_main:
+            self._silence = SECONDS_OF_SILENCE
+            self._silence = config.hang_timeout or SECONDS_OF_SILENCE  # extra: watch
         self._lost, self._is_closed = "", threading.Event()
         self._running: dict[str, subprocess.Popen] = {}
         self._beats = {name: Pipe(duplex=False) for name in self._titles}  # a program's signs of life
@@ -86,14 +86,12 @@ class Companions:
         if self._lost:
             raise TrainingError(self._lost)
 
-    def finish(self, seconds: float, tick: Callable[[], object]) -> None:
+    def finish(self, tick: Callable[[], object]) -> None:
         """Wait until they have done what is left after the end that lock.json holds, then end them.
 
-        Args:
-            seconds: without a sign of life, after which a program is ended; 0: a minute.
-            tick: called meanwhile.
+        tick: called meanwhile.
         """
-        seconds = seconds or SECONDS_OF_SILENCE
+        seconds = self._silence
         began = time.monotonic()
         ends = dict.fromkeys(self._titles, began + seconds)
         says_at = began + SECONDS_TO_SAY
@@ -130,17 +128,3 @@ class Companions:
                 process.send_signal(signal.SIGUSR2 if left > 0 else signal.SIGKILL)
             tick()
             time.sleep(SECONDS_OF_A_LOOK)
-
-
-def finish_companions(attempt: Attempt) -> None:
-    """Wait for the programs beside training, on all ranks, for a limited time. Call it after the last write."""
-    companions, is_main = attempt.run.companions, attempt.ctx.is_main
-    tick = lambda: attempt.clock.enter("save")  # noqa: E731 - a long upload is not a hang
-    attempt.run.mark_ended()
-    if companions and is_main:
-        seconds = 0.0
-        seconds = attempt.config.hang_timeout  # extra: watch
-        companions.finish(seconds, tick)
-    broadcast_json(None, attempt.ctx)  # other ranks wait here, where `timeout` does not apply
-    if companions and not is_main:  # which rank 0's have waited for
-        companions.finish(SECONDS_AFTER_RANK_0, tick)
