@@ -36,7 +36,7 @@ class LogPoint:
         waited = sum(row[1] for row in ranks) / len(ranks)
         logged = {}
         for column, name in enumerate(names, start=4):
-            mean = sum(row[column] * row[0] for row in ranks) / (seconds * len(ranks) or math.inf)
+            mean = weighted_mean([row[column] for row in ranks], weights=[row[0] for row in ranks])
             if not math.isnan(mean):
                 logged[name] = mean
         rate = self.samples / seconds if seconds else 0.0
@@ -54,3 +54,10 @@ class LogPoint:
             "peak_memory_bytes": int(max(each[3] for each in ranks)),
             **more,
         }
+
+
+def weighted_mean(values: list[float], weights: list[float]) -> float:
+    """The mean of the values of all ranks. Equal values are not rounded."""
+    if len(set(values)) == 1:
+        return values[0]
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / (sum(weights) or math.inf)

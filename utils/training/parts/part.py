@@ -91,7 +91,8 @@ class Part:
     # ---- a checkpoint ----
 
     def save(self, state: dict[str, Any]) -> None:
-        """Before the state is copied. It may add, replace or delete entries, but not change a tensor in place.
+        """Before the state is copied. It may add, replace or delete entries, but not change a tensor in place. Ranks
+        that write call it once more before the first step, to allocate the copy, so it must use no collectives.
 
         state: what the checkpoint will hold, with the weights as "model" and averaged ones, or {}, as "ema".
         """
