@@ -24,7 +24,7 @@ FLOORS = {
     "utils.example": 8,  # of model.py, dataset.py and the extra `images` alone
     "ddp_utils": 9,
     "utils.assembly": 9,  # puts a run together
-    "utils.extras": 9,  # imported in marked lines only: tests/builtin/test_extras.py
+    "utils.extras": 9,  # by others than these only in marked lines in functions: tests/builtin/test_extras.py
     "model": 10,
     "dataset": 10,
     "train": 11,
@@ -66,6 +66,47 @@ def imports(path):
         else:
             continue
         yield from (name for name in names if name.split(".")[0] in FLOORS)
+
+
+def module_level_imports(path):
+    """The modules of the core that are imported when this one is."""
+    found = set()
+    inside = [*tree(path).body]
+    while inside:
+        node = inside.pop()
+        if isinstance(node, ast.ImportFrom) and node.module:
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= members & MODULES.keys() or {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.If | ast.Try | ast.With) and "TYPE_CHECKING" not in ast.unparse(node).split("\n")[0]:
+            inside += [*node.body, *getattr(node, "orelse", [])]
+    return found & MODULES.keys() - {name_of(path)}
+
+
+def name_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in CORE}
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    left = {name: module_level_imports(path) for name, path in MODULES.items()}
+    while ends := [name for name, imported in left.items() if not imported & left.keys()]:
+        for name in ends:
+            del left[name]
+    assert not left  # modules of a circle, and those that import them
+
+
+@pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_at_module_level_point_down(path):
+    """Only what puts a run or the example together imports extras."""
+    here = package(name_of(path))
+    others = {name for name in module_level_imports(path) if package(name) != here}
+    if here in ("utils.assembly", "utils.example"):
+        others = {name for name in others if package(name) != "utils.extras"}
+    assert not [name for name in others if FLOORS[package(name)] >= FLOORS[here]]
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))

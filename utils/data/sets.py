@@ -20,7 +20,6 @@ from config import TrainingConfig, fields_of_yours
 from utils.data.sampler import MapDataset
 from utils.distributed.collectives import on_all_ranks, once_per_file_system, read_once, require_equal
 from utils.distributed.context import DistributedContext
-from utils.extras.sketches import alike_on_all_ranks  # extra: sketches
 from utils.rng import derive_seed, seed_host
 from utils.settings.errors import UserError
 
@@ -75,6 +74,8 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
     config = on_all_ranks(lambda: with_auto(config, sets["train"]), ctx)
     seen = [[split, identity(each)] for split, each in sets.items()]
     require_equal(seen, differ, ctx)
+    from utils.extras.sketches import alike_on_all_ranks  # extra: sketches
+
     sketches: list[list] = [[] for _ in sets]
     sketches = alike_on_all_ranks(sets, config.seed, differ, ctx)  # extra: sketches
     files = [each.listing if split in listed else b"" for split, each in sets.items()]

@@ -21,7 +21,6 @@ from utils.clock import Clock
 from utils.data.worker import explain, explain_files
 from utils.distributed.collectives import is_of_a_peer, within
 from utils.distributed.context import DistributedContext, Launch, read_launch
-from utils.extras.watch.watch import Watch  # extra: watch
 from utils.logger import NAME, setup_logger, told
 from utils.memory import is_out_of_memory, let_go
 from utils.run.command_line import end_now, reject
@@ -66,6 +65,8 @@ def watched(folder: Path, config: TrainingConfig, ctx: DistributedContext) -> It
     setup_logger(ctx.rank)
     ending = Ending(ctx)
     ending.resources.callback(ending.clock.close)
+    from utils.extras.watch.watch import Watch  # extra: watch
+
     supervisor = Supervisor()
     supervisor = Watch(folder, config, ctx, ending)  # extra: watch
     ending.resources.callback(supervisor.close)
