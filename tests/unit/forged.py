@@ -41,7 +41,7 @@ def small_state(width: int = 48, seed: int = 0, optimizer: str = "sgd") -> Train
     precision = Precision("cpu", None)
     state = TrainState(model, seams, config, precision)
     ctx = DistributedContext(0, 0, 1, torch.device("cpu"))
-    state.parts += create_parts((), model, None, config, ctx, precision)
+    state.parts += create_parts((), model, None, ctx, precision, ema_decay=config.ema_decay)
     state.lay_out({"loss": (0.0, 4)})
     return state
 

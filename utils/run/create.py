@@ -58,7 +58,20 @@ def create_state(
 
     sharing = Sharing.choose(config, ctx)
     model = sharing.build(build, seams.blocks)
-    precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
+    precision = Precision.choose(
+        use_amp=config.use_amp, amp_dtype=config.amp_dtype, device=ctx.device, fast_bf16=ctx.fast_bf16
+    )
     state = TrainState(model, seams, config, precision, sharing)
-    state.parts += create_parts(seams.parts, model, seams.is_saved, config, ctx, precision)
+    profile_folder = None
+    if config.enable_profiling:
+        profile_folder = config.run_folder / "traces"
+    state.parts += create_parts(
+        seams.parts,
+        model,
+        seams.is_saved,
+        ctx,
+        precision,
+        ema_decay=config.ema_decay,
+        profile_folder=profile_folder,
+    )
     return state

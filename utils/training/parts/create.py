@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from config import TrainingConfig
 from utils.distributed.context import DistributedContext
 from utils.training.parts.after_step import AfterStep
 from utils.training.parts.loss_terms import LossTerms
@@ -41,9 +41,11 @@ def create_parts(
     of_functions: Sequence[Part],
     model: nn.Module,
     is_saved: Callable[[str], bool] | None,
-    config: TrainingConfig,
     ctx: DistributedContext,
     precision: Precision,
+    *,
+    ema_decay: float = 0.0,
+    profile_folder: Path | None = None,
 ) -> list[Part]:
     """All parts that this attempt uses.
 
@@ -51,6 +53,8 @@ def create_parts(
         of_functions: from `parts_of_functions`.
         model: not wrapped in DDP, with the buffers that it keeps.
         is_saved: of model.py.
+        ema_decay: of the moving average of the weights; 0 for none.
+        profile_folder: for the traces of the profiler; None if it is off.
 
     Raises:
         UserError: if is_saved leaves out a parameter that is trained.
@@ -58,9 +62,9 @@ def create_parts(
     parts = [*of_functions]
     if ctx.device.type == "cuda" and torch.cuda.is_available():
         parts.append(FlopCounter.create(ctx.device, precision.dtype))
-    if config.ema_decay:
-        parts.append(WeightAverage(model, config.ema_decay))  # of the weights that after_step leaves
+    if ema_decay:
+        parts.append(WeightAverage(model, ema_decay))  # of the weights that after_step leaves
     parts.append(UnsavedParameters(model, is_saved))  # from the average too
-    if config.enable_profiling and ctx.is_main:
-        parts.append(Profiler(config.run_folder / "traces", ctx.device))
+    if profile_folder and ctx.is_main:
+        parts.append(Profiler(profile_folder, ctx.device))
     return parts
