@@ -43,10 +43,12 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
     if dist.is_initialized():  # left by a failed run in this process
         dist.destroy_process_group()
     backend, device, rank_info = set_up_device(config, launch)
-    store = open_store(config, launch)
-    rank_infos, launch_nonce = exchange_rank_info(config, launch, store, rank_info)
-    beats = start_heartbeats(config, launch, store, launch_nonce)
-    control = create_groups(config, launch, store, backend, device)
+    store = open_store(launch, config.init_method, config.timeout)
+    rank_infos, launch_nonce = exchange_rank_info(
+        launch, store, rank_info, backend=config.backend, timeout=config.timeout
+    )
+    beats = start_heartbeats(launch, store, launch_nonce, config.init_method)
+    control = create_groups(launch, store, backend, device, timeout=config.timeout)
     hosts = tuple(each["host"] for each in rank_infos)
     return DistributedContext(
         rank=launch.rank,

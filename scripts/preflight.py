@@ -151,7 +151,10 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
             text = f"{verdict.size(number)} over {ctx.world_size} ranks in {1e3 * max(seconds):.2f} ms"
             found += verdict.findings("all-reduce", text)
 
-    dtype = Precision.choose(config, ctx.device, ctx.fast_bf16).dtype or torch.float32
+    precision = Precision.choose(
+        use_amp=config.use_amp, amp_dtype=config.amp_dtype, device=ctx.device, fast_bf16=ctx.fast_bf16
+    )
+    dtype = precision.dtype or torch.float32
     if speeds := steps.take("speed", rates.device_speed, ctx.device, dtype):
         found += verdict.speed("speed", [each / 1e9 for each in speeds], "GFLOP/s", facts)
 

@@ -348,7 +348,16 @@ def train_and_save(recorder, loader, held_out, config, ctx):
     seams, clock, sampler = Seams.of(your_model, ctx.device), loader._clock, loader.sampler
     state = create_state(seams, config, ctx)
     model = wrap_ddp(state.model, config, ctx)
-    first_passes(model, state, loader, held_out, seams, config, ctx)
+    first_passes(
+        model,
+        state,
+        loader,
+        held_out,
+        seams,
+        ctx,
+        best_metric=config.best_metric,
+        max_steps=config.max_steps,
+    )
     state.plan(sampler)
     for owner, name, part in (
         (loader, "_make", "loader"),

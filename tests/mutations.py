@@ -112,7 +112,7 @@ MUTATIONS = [
     Mutation('train_one_epoch', 'state.show(progress)  # what functions of model.py may read', 'pass', 'step-loss'),
     Mutation('Validation.validate', 'self.state.show(progress)', 'pass', 'step-loss'),
     Mutation('TrainState._set_lr', 'group["lr"] = group["base_lr"] * factor', 'group["lr"] = group["base_lr"] * self.factor', 'group-factors'),
-    Mutation('ddp_options', '"find_unused_parameters": config.find_unused_parameters,', '"find_unused_parameters": False,', 'unused'),
+    Mutation('ddp_options', '"find_unused_parameters": find_unused_parameters,', '"find_unused_parameters": False,', 'unused'),
     Mutation('ExactlyReplicated.__init__', 'self._is_static, self._count = is_static or self.find_unused_parameters, dist.get_world_size()', 'self._is_static, self._count = is_static, dist.get_world_size()', 'unused'),  # extra: exact
     Mutation('seed_device', 'for generator in (torch.default_generator, *on_device):', 'for generator in on_device or [torch.default_generator]:', 'unused'),
     Mutation('factors_of', 'if wrong := sorted(set(names) ^ factor.keys()):', 'if wrong := sorted(set(names) - factor.keys()):', 'group-factors'),

@@ -79,7 +79,16 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
     on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
     # before resume_run: the model's buffers, which passes may change, are then those of the checkpoint
-    best = first_passes(model, state, loader, held_out, seams, config, ctx)
+    best = first_passes(
+        model,
+        state,
+        loader,
+        held_out,
+        seams,
+        ctx,
+        best_metric=config.best_metric,
+        max_steps=config.max_steps,
+    )
     if config.compile != "off":  # extra: compile
         from utils.extras.compile.compiled import compile_all_sizes
 

@@ -43,7 +43,7 @@ def test_a_batch_has_the_crops_of_its_samples_among_all_copies_of_the_set():
 def test_a_subset_transforms_a_batch_without_work_per_sample_of_the_set(monkeypatch):
     whole = SyntheticImageDataset(400, image_size=8)
     whole.augment = "crop"
-    some = choose_samples(whole, TrainingConfig(dataset_size=300))
+    some = choose_samples(whole, 300, seed=1)
     expected = whole.device_transform(whole.__getitems__([some.indices[7]]), 1, 2, torch.tensor([some.indices[7]]))
     batch, made = some.__getitems__([7]), []
     monkeypatch.setattr(torch, "tensor", lambda values, **_: made.append(values))

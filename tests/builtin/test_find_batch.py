@@ -18,10 +18,10 @@ LIMITED = """
 from lib.benchmark.find_batch import limit_memory
 from utils import assembly
 plain = assembly.first_passes
-def first_passes(*args):
-    plain(*args)
+def first_passes(*args, **options):
+    plain(*args, **options)
     limit_memory(args[-1].device, {memory})
-    return plain(*args)
+    return plain(*args, **options)
 assembly.first_passes = first_passes
 """
 

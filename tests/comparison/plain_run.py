@@ -36,7 +36,10 @@ def measure(
     run, records = config.run_folder, []
     if run.exists():
         raise UserError(f"run_dir={run}: exists; give a new folder")
-    sets, precision = load_data(fork_dataset, config, ctx), Precision.choose(config, ctx.device, ctx.fast_bf16)
+    sets = load_data(fork_dataset, config, ctx)
+    precision = Precision.choose(
+        use_amp=config.use_amp, amp_dtype=config.amp_dtype, device=ctx.device, fast_bf16=ctx.fast_bf16
+    )
     if not sets.held_out:
         raise UserError("dataset: has neither a val nor a test set, so there is no curve; create one in create_dataset")
     accumulation = config.micro_batches_per_step(1)

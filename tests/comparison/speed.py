@@ -50,7 +50,9 @@ class Comparison:
         self._held[TEMPLATE] = allocated(ctx.device) - before
         accumulation = config.micro_batches_per_step(ctx.world_size) // ctx.world_size
         self.config = dataclasses.replace(self.ours.config, grad_accum_steps=accumulation, global_batch_size=0)
-        precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
+        precision = Precision.choose(
+            use_amp=config.use_amp, amp_dtype=config.amp_dtype, device=ctx.device, fast_bf16=ctx.fast_bf16
+        )
         plain, bare = (loop(self.config, ctx, precision) for loop in (loops.plain, loops.bare))
         self._plain_losses: list[tuple[Tensor, float]] = []
         epoch_of: dict[str, Callable[[], object]] = {

@@ -51,8 +51,8 @@ def test_peaks_are_found_by_the_words_of_a_name(name, dtype, has_tf32, peak):
 
 
 def run_with_a_peak(flags, task, peak=PEAK):
-    def with_a_counter(*args):
-        return [*create_parts(*args), FlopCounter(peak)]
+    def with_a_counter(*args, **options):
+        return [*create_parts(*args, **options), FlopCounter(peak)]
 
     with using(task), mock.patch.object(create, "create_parts", with_a_counter):
         return train.train(TrainingConfig.from_args(flags))

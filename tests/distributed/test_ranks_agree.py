@@ -80,9 +80,9 @@ def train_two_runs(words, folder):
     """For each of two runs in this process: whether the store has what this rank told in the earlier run."""
     plain, found = ddp_utils.exchange_rank_info, []
 
-    def exchange_rank_info(config, launch, store, rank_info):
+    def exchange_rank_info(launch, store, rank_info, **options):
         found.append(store.check([f"rank_info/{launch.rank}"]))
-        return plain(config, launch, store, rank_info)
+        return plain(launch, store, rank_info, **options)
 
     with mock.patch.object(ddp_utils, "exchange_rank_info", exchange_rank_info):
         for name in "ab":

@@ -148,7 +148,8 @@ def test_the_only_rank_without_cuda_is_named():
 def precision_where_rank_0_alone_is_fast():
     utils.distributed.device.has_fast_bf16 = lambda device: os.environ["RANK"] == "0"
     with group() as ctx:
-        return Precision.choose(TrainingConfig(), torch.device("cuda"), ctx.fast_bf16).dtype
+        cuda = torch.device("cuda")
+        return Precision.choose(use_amp=True, amp_dtype="auto", device=cuda, fast_bf16=ctx.fast_bf16).dtype
 
 
 @pytest.mark.guarantee("precision")

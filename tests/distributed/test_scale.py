@@ -124,8 +124,8 @@ def counting(tally):
 
     plain_exchange = ddp_utils.exchange_rank_info
 
-    def exchange_rank_info(config, launch, store, rank_info):
-        return plain_exchange(config, launch, CountedStore(store, tally), rank_info)
+    def exchange_rank_info(launch, store, rank_info, **options):
+        return plain_exchange(launch, CountedStore(store, tally), rank_info, **options)
 
     with contextlib.ExitStack() as stack:
         for name in sizes:
@@ -143,10 +143,10 @@ def pretending(world_size):
     """This process is rank 0 of so many: the others only have told of their machine, and take part in no collective."""
     plain_exchange, plain_init, plain_group = ddp_utils.exchange_rank_info, dist.init_process_group, dist.new_group
 
-    def exchange_rank_info(config, launch, store, rank_info):
+    def exchange_rank_info(launch, store, rank_info, **options):
         for rank in range(1, world_size):
             store.set(f"rank_info/{rank}", json.dumps(rank_info | {"host": f"node{rank // 8}"}))
-        return plain_exchange(config, launch, store, rank_info)
+        return plain_exchange(launch, store, rank_info, **options)
 
     os.environ["WORLD_SIZE"] = str(world_size)
     with (

@@ -96,6 +96,18 @@ def test_an_offloaded_optimizer_uses_the_cores(monkeypatch, kind, threads, flags
     assert found == expected
 
 
+@pytest.mark.parametrize(("flags", "expected"), [([], "nccl"), (["--cpu_offload"], "cpu:gloo,cuda:nccl")])
+def test_offloaded_shards_get_a_backend_on_the_cpu_too(monkeypatch, kernels, flags, expected):  # extra: sharding
+    device = utils.distributed.device
+    monkeypatch.setattr(device, "choose_device", lambda *_: ("nccl", torch.device("cuda", 0)))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(device, "has_fast_bf16", lambda _: True)
+    config = TrainingConfig.from_args(["--sharding", "zero2", *flags])
+    backend, _, rank_info = device.set_up_device(config, Launch())
+    assert (backend, rank_info["backend"]) == (expected, "nccl")
+
+
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_the_bits_of_an_optimizer_step_do_not_depend_on_the_number_of_threads(name):
     found, values = [], torch.randn(2, 300_001, generator=torch.Generator().manual_seed(0))

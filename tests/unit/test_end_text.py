@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from config import TrainingConfig
 from utils.report.goodput import ACCOUNTS
 from utils.report.reporter import end_text
 
@@ -26,10 +25,10 @@ SUMMARY = {
 }
 
 
-def text_of(folder, training_s=20.0, **changed):
+def text_of(folder, training_s=20.0, is_averaged=False, overwrite=False, **changed):
     run = SimpleNamespace(folder=folder, checkpoints=folder / "checkpoints")
     seconds = SUMMARY["time"] | {"training_s": training_s, "start_up_s": 10.0, "down_s": changed.pop("down_s", 0.0)}
-    return end_text(SUMMARY | {"time": seconds} | changed, run, TrainingConfig(), 20.0)
+    return end_text(SUMMARY | {"time": seconds} | changed, run, 20.0, is_averaged=is_averaged, overwrite=overwrite)
 
 
 def test_it_has_results_correct_plurals_epochs_from_1_and_the_next_commands(tmp_path):
@@ -45,6 +44,12 @@ def test_it_has_results_correct_plurals_epochs_from_1_and_the_next_commands(tmp_
     assert commands == ["tensorboard --logdir", *(f"python {script}" for script in scripts)]
     assert "--eval_only" not in text_of(tmp_path, final={})  # nothing to evaluate
     assert text_of(tmp_path, state="preempted").endswith("to continue: the same command with --resume_from auto")
+
+
+def test_it_names_averaged_weights_and_the_flag_that_would_start_over(tmp_path):
+    assert "best: top1 0.5000 (averaged weights) in epoch 1\n" in text_of(tmp_path, is_averaged=True)
+    text = text_of(tmp_path, state="preempted", overwrite=True)
+    assert text.endswith("the same command with --resume_from auto instead of --overwrite")
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_a_subset_keeps_the_order_that_its_data_set_gives_the_whole_set(size, co
     data = Ordered()
     data.epoch_order = lambda seed, epoch, n: [(7 * k + epoch) % n + n * (k % copies) for k in range(n)]
     data.copies = copies
-    some = choose_samples(data, TrainingConfig(dataset_size=size))
+    some = choose_samples(data, size, seed=1)
     for epoch in (0, 3):
         order = sampler_of(some).order(epoch).tolist()
         wanted = [index for index in data.epoch_order(0, epoch, 10) if index % 10 in some.indices]
@@ -117,8 +117,8 @@ def test_an_order_that_repeats_samples_is_not_cut_to_a_subset():
     with pytest.raises(
         UserError, match=r"dataset_size=4: epoch_order repeats .* \(with_replacement\), .*; give --data"
     ):
-        choose_samples(data, TrainingConfig(dataset_size=4))
-    assert choose_samples(data, TrainingConfig(dataset_size=10)) is data
+        choose_samples(data, 4, seed=1)
+    assert choose_samples(data, 10, seed=1) is data
 
 
 # ---- the loader ----
@@ -205,12 +205,12 @@ def test_an_empty_epoch_is_rejected():
 
 
 def test_workers_respect_the_cpus_and_the_ranks_of_the_node(monkeypatch):
-    in_memory, files, auto = Images(4, "train"), Noisy(), TrainingConfig()
-    assert choose_workers(auto, in_memory, 1) == 0
+    in_memory, files = Images(4, "train"), Noisy()
+    assert choose_workers("auto", in_memory, 1) == 0
     for cpus, ranks, expected in ((16, 2, 8), (16, 4, 4), (2, 4, 1), (128, 2, 8)):
         monkeypatch.setattr(utils.data.loader, "usable_cpus", lambda cpus=cpus: cpus)
-        assert choose_workers(auto, files, ranks) == expected
-    assert choose_workers(TrainingConfig(num_workers=3), in_memory, 4) == 3
+        assert choose_workers("auto", files, ranks) == expected
+    assert choose_workers(3, in_memory, 4) == 3
 
 
 # ---- to the device ----

@@ -67,7 +67,7 @@ def test_the_error_names_the_rank_the_device_and_the_flags_that_help():
 
 @pytest.mark.parametrize(("size", "flags"), [(64, "--batch_size 32"), (48, "--batch_size 16"), (1, "")])
 def test_halving_the_micro_batch_keeps_the_global_batch(size, flags):
-    assert halved(size, TrainingConfig(), 2) == (flags and f"{flags} --global_batch_size 128")
+    assert halved("batch_size", size, 128) == (flags and f"{flags} --global_batch_size 128")
 
 
 def test_out_of_memory_during_a_load_is_not_reported_as_a_bad_checkpoint(monkeypatch, tmp_path):

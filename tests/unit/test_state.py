@@ -47,7 +47,8 @@ def make(precision=FLOAT32, model=None, groups=None, **changes):
     model = model or nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     config = TrainingConfig(**{"warmup_epochs": 0} | changes)
     state = TrainState(model, seams(lambda *_: groups or [{"params": model.parameters()}]), config, precision)
-    state.parts += create_parts((), model, None, config, DistributedContext(0, 0, 1, CPU), precision)
+    ctx = DistributedContext(0, 0, 1, CPU)
+    state.parts += create_parts((), model, None, config, ctx, precision)
     sampler = GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=1, assignment=Assignment(0, 1))
     state.lay_out({"loss": (0.0, 4)})
     state.plan(sampler)
@@ -295,7 +296,10 @@ def test_a_resume_takes_learning_rate_and_decay_from_the_config():
     ],
 )
 def test_the_precision_follows_the_hardware_unless_given(changes, fast, device, expected):
-    precision = Precision.choose(TrainingConfig(**changes), torch.device(device), fast)
+    config = TrainingConfig(**changes)  # with the defaults, which are what a user gets
+    precision = Precision.choose(
+        use_amp=config.use_amp, amp_dtype=config.amp_dtype, device=torch.device(device), fast_bf16=fast
+    )
     assert precision.dtype is expected and precision.is_scaled is (expected is torch.float16)
     assert has_fast_bf16(CPU) is False
 

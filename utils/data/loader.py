@@ -32,6 +32,7 @@ class GlobalBatchLoader:
     Training uses `micro_batches(epoch, start)`. Iterating yields only the batches; each pass is the next epoch.
 
     Args:
+        num_workers: loader processes; "auto": by `choose_workers`.
         clock: records when the loop waits for data and when it computes.
         phases: the names of these two phases.
     """
@@ -39,17 +40,17 @@ class GlobalBatchLoader:
     def __init__(
         self,
         sampler: GlobalBatchSampler,
-        config: TrainingConfig,
+        num_workers: int | str,
         ctx: DistributedContext,
         clock: Clock | None = None,
         phases: tuple[str, str] = ("data", "forward"),
     ) -> None:
         dataset = sampler.dataset
         self.dataset, self.sampler, self.device = dataset, sampler, ctx.device
-        self.num_workers = choose_workers(config, dataset, ctx.local_world_size)
+        self.num_workers = choose_workers(num_workers, dataset, ctx.local_world_size)
         self._clock, self._phases = clock or Clock(), phases
         self.transform = getattr(dataset, "device_transform", None)
-        self._fetcher = Fetcher(dataset, fetches_batches(dataset), config.seed)
+        self._fetcher = Fetcher(dataset, fetches_batches(dataset), sampler.seed)
         self._side = SideStream(ctx.device) if ctx.device.type != "cpu" else None
         self._loader: DataLoader | None = None
         self.shared_tensors = 0  # at a time, from workers; known after `sample_batches`
@@ -205,12 +206,12 @@ class _Plan(Sampler):
         return self._sampler.micro_batches(self._sampler.epoch, self._sampler.start)
 
 
-def choose_workers(config: TrainingConfig, dataset: MapDataset, local_world_size: int) -> int:
+def choose_workers(num_workers: int | str, dataset: MapDataset, local_world_size: int) -> int:
     """Loader processes of this rank. "auto": 0 for data in memory, else its share of the node's CPUs, at most 8."""
     if getattr(dataset, "is_cached", False):  # its samples are decoded and in memory, whatever num_workers is
         return 0
-    if isinstance(config.num_workers, int):
-        return config.num_workers
+    if isinstance(num_workers, int):
+        return num_workers
     if getattr(dataset, "in_memory", False):
         return 0
     return max(1, min(MAX_WORKERS, usable_cpus() // local_world_size))
@@ -256,7 +257,7 @@ def create_distributed_dataloader(
     if not sampler.steps_per_epoch:
         remedy = f"reduce {config.micro_batch[0]}"
         raise UserError(f"dataset: {len(dataset)} samples do not fill a global batch of {size}; {remedy}")
-    return GlobalBatchLoader(sampler, config, ctx, clock), sampler
+    return GlobalBatchLoader(sampler, config.num_workers, ctx, clock), sampler
 
 
 def create_evaluation_dataloader(
@@ -277,4 +278,4 @@ def create_evaluation_dataloader(
     )
     sampler.micro_batches_per_step = assignment.together(sampler.count)
     phases = "evaluation", "evaluation"
-    return GlobalBatchLoader(sampler, config, ctx, clock, phases)
+    return GlobalBatchLoader(sampler, config.num_workers, ctx, clock, phases)

@@ -68,7 +68,7 @@ def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext
     def check() -> dict[str, MapDataset]:
         for split, dataset in sets.items():
             check_dataset(dataset, split)
-        return sets | {"train": choose_samples(sets["train"], config)}
+        return sets | {"train": choose_samples(sets["train"], config.dataset_size, config.seed)}
 
     sets = on_all_ranks(check, ctx)
     config = on_all_ranks(lambda: with_auto(config, sets["train"]), ctx)
@@ -152,9 +152,8 @@ class ChosenSamples(Subset):
         return torch.as_tensor(self.dataset.targets)[self._chosen]
 
 
-def choose_samples(dataset: Any, config: TrainingConfig) -> MapDataset:
-    """The data set, or `dataset_size` of its samples, chosen by the seed. Raises UserError if it cannot be cut."""
-    size = config.dataset_size
+def choose_samples(dataset: Any, size: int, seed: int) -> MapDataset:
+    """The data set, or `size` of its samples, chosen by the seed (0: all). Raises UserError if it cannot be cut."""
     if size in (0, len(dataset)):
         return dataset
     if size > len(dataset):
@@ -164,7 +163,7 @@ def choose_samples(dataset: Any, config: TrainingConfig) -> MapDataset:
             f"dataset_size={size}: epoch_order repeats and omits samples (with_replacement), so it cannot be cut to a"
             " subset; give --dataset_size 0, and choose the samples in create_dataset"
         )
-    generator = torch.Generator().manual_seed(derive_seed("subset", config.seed))
+    generator = torch.Generator().manual_seed(derive_seed("subset", seed))
     return ChosenSamples(dataset, torch.randperm(len(dataset), generator=generator)[:size].sort().values)
 
 

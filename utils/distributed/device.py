@@ -54,6 +54,8 @@ def set_up_device(config: TrainingConfig, launch: Launch) -> tuple[str, torch.de
             raise
         rank_info["problem"] = str(error)
     choose_kernels(device, config.deterministic)
+    if config.cpu_offload and backend == "nccl":  # extra: sharding
+        backend = "cpu:gloo,cuda:nccl"  # norms of shards are on the CPU
     if config.reduction == "exact" and not launch.threads:  # extra: exact
         torch.set_num_threads(1)  # as torchrun does: the bits of a sum may depend on it
     return backend, device, rank_info

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from config import TrainingConfig
 from utils.distributed.collectives import within
 from utils.distributed.context import Launch, connect_lazily
 from utils.settings.errors import StartError
@@ -19,9 +18,13 @@ CONTROL_TIMEOUT = timedelta(hours=24)  # for votes, barriers and saves: a slow r
 
 
 def create_groups(
-    config: TrainingConfig, launch: Launch, store: dist.Store, backend: str, device: torch.device
+    launch: Launch, store: dist.Store, backend: str, device: torch.device, timeout: float
 ) -> dist.ProcessGroup:
     """Create the default group, for tensors on the device, and the control group, for small messages on the CPU.
+
+    Args:
+        backend: of the default group.
+        timeout: in seconds.
 
     Returns:
         The control group. torch keeps both until they are destroyed.
@@ -31,8 +34,6 @@ def create_groups(
     """
     if launch.world_size > RANKS_IN_A_MESH:
         connect_lazily()
-    if config.cpu_offload and backend == "nccl":  # extra: sharding
-        backend = "cpu:gloo,cuda:nccl"  # norms of shards are on the CPU
     device_id = None
     if device.type != "cpu":
         device_id = device
@@ -42,14 +43,14 @@ def create_groups(
             store=dist.PrefixStore("world", store),
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=timedelta(seconds=config.timeout),
+            timeout=timedelta(seconds=timeout),
             device_id=device_id,
         )
         # a rank may stop now, and the group's own limit is for later
-        group: Any = within(config.timeout, lambda: dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+        group: Any = within(timeout, lambda: dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
         return group
     except TimeoutError:
-        text = f"the ranks did not connect within {config.timeout:g} s; check the network between the nodes"
+        text = f"the ranks did not connect within {timeout:g} s; check the network between the nodes"
         raise StartError(f"{text}, then start again") from None
     except RuntimeError as error:
         if not re.search("Unable to find|Cannot resolve", str(error)):  # an interface of the network, or its address

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from config import TrainingConfig
 from utils.distributed.collectives import within
 from utils.distributed.context import Launch
 from utils.settings.errors import StartError, UserError
@@ -21,8 +20,12 @@ GROUPS = itertools.count()
 SECONDS_TO_ANSWER = 10.0  # in which rank 0 lists the missing ranks
 
 
-def open_store(config: TrainingConfig, launch: Launch) -> dist.Store:
+def open_store(launch: Launch, init_method: str, timeout: float) -> dist.Store:
     """Connect this rank to the store of the launch. One rank without a launcher gets a store in its own memory.
+
+    Args:
+        init_method: URL of the store; empty: that of the environment.
+        timeout: in seconds.
 
     Returns:
         A store in which keys of an earlier run in the same processes are not seen.
@@ -31,7 +34,7 @@ def open_store(config: TrainingConfig, launch: Launch) -> dist.Store:
         UserError: if `init_method` or the environment does not say where the store is.
         StartError: if the store cannot be reached within `timeout`.
     """
-    url = config.init_method or "env://"
+    url = init_method or "env://"
     if not launch.is_launched:
         if url != "env://":
             raise UserError(
@@ -44,7 +47,7 @@ def open_store(config: TrainingConfig, launch: Launch) -> dist.Store:
                 "MASTER_ADDR, MASTER_PORT: not set, while RANK is; start with torchrun or give --init_method"
             )
         url = launch.address
-    store = _connect(url, launch, timedelta(seconds=config.timeout))
+    store = _connect(url, launch, timedelta(seconds=timeout))
     return dist.PrefixStore(f"group {next(GROUPS)}", store)  # a second run in this process gets its own keys
 
 
@@ -72,13 +75,15 @@ def _connect(url: str, launch: Launch, timeout: timedelta) -> dist.Store:
 
 
 def exchange_rank_info(
-    config: TrainingConfig, launch: Launch, store: dist.Store, rank_info: dict[str, Any]
+    launch: Launch, store: dist.Store, rank_info: dict[str, Any], *, backend: str, timeout: float
 ) -> tuple[list[dict[str, Any]], str]:
     """Exchange what each rank has found on its machine, through rank 0. If any rank has a problem, all ranks raise it.
 
     Args:
         store: that of all ranks, without keys of an earlier run.
         rank_info: of this rank, as `set_up_device` returns it.
+        backend: the setting. With "auto" a rank without a GPU, beside ranks that have one, is refused.
+        timeout: in seconds.
 
     Returns:
         The information of all ranks, by rank, and a random word of this launch, the same on all ranks.
@@ -91,11 +96,11 @@ def exchange_rank_info(
     store.set(keys[launch.rank], json.dumps(rank_info))
     if launch.rank == 0:
         _answer_for_all(store, keys)
-    missing, counted, launch_nonce = _read_answer(config, store, keys)
+    missing, counted, launch_nonce = _read_answer(store, keys, timeout)
     if not counted:
-        raise _did_not_start(missing, config.timeout, launch.world_size)
+        raise _did_not_start(missing, timeout, launch.world_size)
     rank_infos = [each for each, ranks in counted for _ in range(ranks)]
-    _raise_problems(config, rank_infos)
+    _raise_problems(rank_infos, backend)
     return rank_infos, launch_nonce
 
 
@@ -115,12 +120,12 @@ def _answer_for_all(store: dist.Store, keys: list[str]) -> None:
 
 
 def _read_answer(
-    config: TrainingConfig, store: dist.Store, keys: list[str]
+    store: dist.Store, keys: list[str], timeout: float
 ) -> tuple[list[int], list[tuple[dict[str, Any], int]], str]:
     """The answer of rank 0, which is missing itself if there is none."""
     try:
-        store.wait(keys[:1], timedelta(seconds=config.timeout))
-        store.wait(["rank_infos"], timedelta(seconds=config.timeout + SECONDS_TO_ANSWER))
+        store.wait(keys[:1], timedelta(seconds=timeout))
+        store.wait(["rank_infos"], timedelta(seconds=timeout + SECONDS_TO_ANSWER))
         missing, counted, launch_nonce = json.loads(store.get("rank_infos"))
     except dist.DistStoreError:
         return [0], [], ""
@@ -138,7 +143,7 @@ def _did_not_start(missing: list[int], timeout: float, world_size: int) -> Start
     return StartError(text)
 
 
-def _raise_problems(config: TrainingConfig, rank_infos: list[dict[str, Any]]) -> None:
+def _raise_problems(rank_infos: list[dict[str, Any]], backend: str) -> None:
     """Raise the problem of the first rank that has one, or that some ranks have no GPU. All ranks raise the same."""
     problems = {each["problem"] for each in rank_infos}
     for rank, each in enumerate(rank_infos):
@@ -148,24 +153,24 @@ def _raise_problems(config: TrainingConfig, rank_infos: list[dict[str, Any]]) ->
                 text += f" (rank {rank} on {each['host']})"
             raise UserError(text, rank, each["host"])
     bare = [rank for rank, each in enumerate(rank_infos) if each["device"] == "cpu"]
-    if config.backend == "auto" and 0 < len(bare) < len(rank_infos):
+    if backend == "auto" and 0 < len(bare) < len(rank_infos):
         hosts = ", ".join(sorted({rank_infos[rank]["host"] for rank in bare}))
         text = "has no CUDA device while other ranks have one; fix it, leave it out, or use --backend gloo"
         raise UserError(f"{hosts}: {text}", bare[0], rank_infos[bare[0]]["host"])
 
 
-def start_heartbeats(config: TrainingConfig, launch: Launch, store: dist.Store, launch_nonce: str) -> Any:
+def start_heartbeats(launch: Launch, store: dist.Store, launch_nonce: str, init_method: str) -> Any:
     """Show the other ranks where this one is, before they connect: who watches later finds a place of every rank.
 
     Returns:
         The `Beats` of the extra `watch`; None if nobody can watch: with one rank, or a store in a file, which only
         grows.
     """
-    if launch.world_size > 1 and not config.init_method.startswith("file://"):  # extra: watch
+    if launch.world_size > 1 and not init_method.startswith("file://"):  # extra: watch
         from utils.extras.watch.beats import Beats
 
-        is_from_environment = config.init_method in ("", "env://")
-        address = launch.address or config.init_method
+        is_from_environment = init_method in ("", "env://")
+        address = launch.address or init_method
         if is_from_environment and launch.master:
             address = launch.master
         address = address.split("//")[-1].split("?")[0]  # HOST:PORT

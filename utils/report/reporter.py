@@ -215,7 +215,15 @@ class Reporter:
         self._run.status(ending, epoch=progress.epoch_number, step=progress.step, samples_seen=progress.samples_seen)
         self.close()
         trained_s = summary["time"]["training_s"] + summary["time"]["data_wait_s"]
-        logger.info("%s", end_text(summary, self._run, self._config, trained_s, empty_steps(records)))
+        text = end_text(
+            summary,
+            self._run,
+            trained_s,
+            empty_steps(records),
+            is_averaged=self._config.ema_decay > 0,
+            overwrite=self._config.overwrite,
+        )
+        logger.info("%s", text)
         self._finish_companions()
         return summary
 

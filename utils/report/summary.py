@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from config import TrainingConfig
 from utils.checkpoint.format import step_checkpoints
 from utils.logger import count, duration
 from utils.memory import peak_memory
@@ -100,9 +99,22 @@ def _metrics_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def end_text(
-    summary: dict[str, Any], run: RunFolder, config: TrainingConfig, trained_s: float, empty_steps: int = 0
+    summary: dict[str, Any],
+    run: RunFolder,
+    trained_s: float,
+    empty_steps: int = 0,
+    *,
+    is_averaged: bool,
+    overwrite: bool,
 ) -> str:
-    """The end summary, with the next commands. empty_steps: of the skipped ones, those without targets."""
+    """The end summary, with the next commands.
+
+    Args:
+        trained_s: seconds in steps.
+        empty_steps: of the skipped ones, those without targets.
+        is_averaged: averaged weights have selected the best checkpoint.
+        overwrite: the command has --overwrite, with which it would start over.
+    """
     why = "without targets" if summary["skipped_steps"] == empty_steps else "non-finite loss or gradient"
     skipped = f" ({summary['skipped_steps']} skipped: {why})" if summary["skipped_steps"] else ""
     times = {name.removesuffix("_s").replace("_", " "): seconds for name, seconds in summary["time"].items()}
@@ -119,13 +131,13 @@ def end_text(
         f"time: {duration(total)} ({parts}){goodput}{restarts}",
     ]
     whose = ""  # the weights that selected the best checkpoint
-    if config.ema_decay:
+    if is_averaged:
         whose = " (averaged weights)"
     if summary["best_value"] is not None:
         best = f"{summary['best_metric']} {summary['best_value']:.4f}{whose}"
         lines.append(f"best: {best} in epoch {summary['best_epoch']}")
     if summary["state"] == "preempted":
-        change = "with --resume_from auto" + " instead of --overwrite" * config.overwrite
+        change = "with --resume_from auto" + " instead of --overwrite" * overwrite
         return "\n".join([*lines, f"to continue: the same command {change}"])
     file = run.checkpoints / "best.pt"
     source = file if file.exists() else [file, *step_checkpoints(run.checkpoints)][-1]

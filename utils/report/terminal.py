@@ -41,6 +41,10 @@ class Terminal:
         micro_batches = math.ceil(sampler.micro_batches_per_step / ctx.world_size)  # of this rank in a step
         where = f"step {progress.step}, epoch {progress.epoch + 1}, {progress.samples_in_epoch:,}"
         versions = provenance["versions"]
+        gradients = ""
+        if ctx.world_size > 1 and state.sharing.has_whole_gradients:
+            gradients = _gradient_line(state, config.comm_hook, config.bucket_cap_mb)
+        saves = _checkpoint_line(config.save_every_minutes, config.save_every_steps, config.save_every)
         decided = {
             "run": str(run.folder),
             "ranks": f"{ctx.world_size} on {count(set(ctx.hosts), 'node')}: {', '.join(sorted(set(ctx.device_names)))}",
@@ -54,8 +58,8 @@ class Terminal:
             "steps": f"{total:,}, {sampler.steps_per_epoch:,} per epoch{shorter}",
             "precision": state.precision.title,
             "optimizer": type(state.optimizer).__name__ + ("" if state.updater.skips_on_device else READS),
-            "gradients": _gradient_line(config, state) * (ctx.world_size > 1 and state.sharing.has_whole_gradients),
-            "checkpoints": _checkpoint_line(config),
+            "gradients": gradients,
+            "checkpoints": saves,
             "verify": provenance.get("verification"),
             "versions": ", ".join(f"{name} {versions[name]}" for name in ("torch", "cuda", "nccl") if name in versions),
             "resumed": run.resume_path and f"{run.resume_path}: {where} of {sampler.samples_per_epoch:,} samples",
@@ -134,16 +138,15 @@ def _batchnorm_line(momenta: list[float], updates: int) -> str:
     return f"running statistics move once per optimizer step, not per micro-batch; use momentum {', '.join(same)}"
 
 
-def _gradient_line(config: TrainingConfig, state: TrainState) -> str:
+def _gradient_line(state: TrainState, comm_hook: str, bucket_cap_mb: float) -> str:
     """The gradients that an optimizer step sends."""
     size = sum(p.numel() * p.element_size() for p in state.model.parameters() if p.requires_grad) / 2**20
-    hook = f", rounded to {config.comm_hook}" * (config.comm_hook != "none")
+    hook = f", rounded to {comm_hook}" * (comm_hook != "none")
     hook += state.sharing.note
-    return f"{size:.2f} MB per step, in buckets of about {bucket_megabytes(state.model, config):.2f} MB{hook}"
+    return f"{size:.2f} MB per step, in buckets of about {bucket_megabytes(state.model, bucket_cap_mb):.2f} MB{hook}"
 
 
-def _checkpoint_line(config: TrainingConfig) -> str:
-    minutes, steps, epochs = config.save_every_minutes, config.save_every_steps, config.save_every
+def _checkpoint_line(minutes: float, steps: int, epochs: int) -> str:
     parts = [f"{minutes:g} min"] * (minutes > 0) + [count(steps, "step")] * (steps > 0)
     parts += [count(epochs, "epoch")] * (epochs > 0)
     several = ", whichever comes first" * (len(parts) > 1)

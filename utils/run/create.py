@@ -58,7 +58,9 @@ def create_state(
 
     sharing = Sharing.choose(config, ctx)
     model = sharing.build(build, seams.blocks)
-    precision = Precision.choose(config, ctx.device, ctx.fast_bf16)
+    precision = Precision.choose(
+        use_amp=config.use_amp, amp_dtype=config.amp_dtype, device=ctx.device, fast_bf16=ctx.fast_bf16
+    )
     state = TrainState(model, seams, config, precision, sharing)
     if config.compile == "reduce-overhead":  # extra: compile
         state.updater.zeroes_gradients = True  # a replay of CUDA graphs overwrites new ones

@@ -29,15 +29,18 @@ def explain_memory(
         ways += ["fewer --num_workers", "more memory for the job"]
     if is_of_device and ctx.world_size > 1 and config.sharding == "none":  # extra: sharding
         ways.append("--sharding zero3")
-    flags = halved(config.micro_batch[1], config, ctx.world_size)
+    name, size = config.micro_batch
+    flags = halved(name, size, size * config.micro_batches_per_step(ctx.world_size))
     if flags and not is_resumed:
         ways.insert(0, f"{flags} (the same global batch; scripts/benchmark.py --find-batch shows what fits)")
     ways.append("a smaller model or image size")
     return TrainingError(f"rank {ctx.rank} on {ctx.host} ran out of {place}: {text}; use {' or '.join(ways)}")
 
 
-def halved(size: int, config: TrainingConfig, world_size: int) -> str:
-    """Flags for a micro-batch of at most half of `size` with the same global batch; empty below 1."""
-    name, whole = config.micro_batch[0], config.micro_batch[1] * config.micro_batches_per_step(world_size)
-    size = next((size for size in range(size // 2, 0, -1) if whole % size == 0), 0)
-    return f"--{name} {size} --global_batch_size {whole}" if size else ""
+def halved(name: str, size: int, global_size: int) -> str:
+    """Flags for a micro-batch of at most half of `size` with the same global batch; empty below 1.
+
+    name: the setting that gives the micro-batch its size.
+    """
+    size = next((size for size in range(size // 2, 0, -1) if global_size % size == 0), 0)
+    return f"--{name} {size} --global_batch_size {global_size}" if size else ""

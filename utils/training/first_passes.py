@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from config import TrainingConfig
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
@@ -35,11 +34,18 @@ def first_passes(
     loader: GlobalBatchLoader,
     held_out: dict[str, GlobalBatchLoader],
     seams: Seams,
-    config: TrainingConfig,
     ctx: DistributedContext,
+    *,
+    best_metric: str,
+    max_steps: int,
 ) -> tuple[str, int]:
     """Two complete passes, so that a resumed run sums gradients in the order of a fresh one. Then two of the smallest
     micro-batch of the run: an error that only this one has would end the run after the first epoch.
+
+    Args:
+        held_out: by split.
+        best_metric: the setting, as `choose_best` takes it.
+        max_steps: of the run; 0 for no limit.
 
     Returns:
         The metric that selects the best checkpoint, as `choose_best` does, of those that an evaluation will report.
@@ -62,7 +68,7 @@ def first_passes(
     require_equal(layout, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx)
 
     def train_smallest() -> None:
-        for indices in loader.sampler.smallest(config.max_steps):
+        for indices in loader.sampler.smallest(max_steps):
             with on_trial(state.model, indices, "another --batch_size or --drop_last"):
                 train_twice(model, loader.fetch(indices)[2], state, compute_loss)
         if loader.sampler.is_packed:
@@ -88,7 +94,7 @@ def first_passes(
     workers = sum(each.num_workers for each in loaders)
     tensors = sum(each.shared_tensors for each in loaders)
     on_all_ranks(lambda: raise_file_limit(ctx.world_size, workers, tensors), ctx)
-    return on_all_ranks(lambda: choose_best(config.best_metric, [*names, []][0]), ctx)
+    return on_all_ranks(lambda: choose_best(best_metric, [*names, []][0]), ctx)
 
 
 @torch.no_grad()

@@ -92,7 +92,13 @@ class Averaged(Sharing):
         # DDP divides a gradient in its bucket by the ranks, and multiplies another one by 1 / ranks: equal bits only
         # for powers of two, and the first step of an attempt has none in the buckets
         accumulates = config.micro_batches_per_step(ranks) > ranks and ranks.bit_count() == 1
-        wrapped = Replicated(model, accumulates, **ddp_options(model, config, self._ctx))
+        options = ddp_options(
+            model,
+            self._ctx.device,
+            find_unused_parameters=config.find_unused_parameters,
+            bucket_cap_mb=config.bucket_cap_mb,
+        )
+        wrapped = Replicated(model, accumulates, **options)
         if config.comm_hook != "none":
             compress(wrapped, config.comm_hook, self._ctx.device)
         return wrapped

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from config import TrainingConfig
-
 
 @dataclass(frozen=True)
 class Precision:
@@ -18,11 +16,11 @@ class Precision:
     dtype: torch.dtype | None
 
     @classmethod
-    def choose(cls, config: TrainingConfig, device: torch.device, fast_bf16: bool) -> Precision:
+    def choose(cls, *, use_amp: bool, amp_dtype: str, device: torch.device, fast_bf16: bool) -> Precision:
         """fast_bf16: whether all ranks have it. A CPU computes in float32 unless asked: bf16 can be slower."""
         auto = None if device.type != "cuda" else torch.bfloat16 if fast_bf16 else torch.float16
-        dtype = {"auto": auto, "bf16": torch.bfloat16, "fp16": torch.float16}[config.amp_dtype.removesuffix("_params")]
-        return cls(device.type, dtype if config.use_amp else None)
+        dtype = {"auto": auto, "bf16": torch.bfloat16, "fp16": torch.float16}[amp_dtype.removesuffix("_params")]
+        return cls(device.type, dtype if use_amp else None)
 
     @property
     def is_scaled(self) -> bool:

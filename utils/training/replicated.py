@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from config import TrainingConfig
 from utils.data.sampler import MicroBatch
 from utils.distributed.collectives import is_of_a_peer
-from utils.distributed.context import DistributedContext
 from utils.logger import some_of
 from utils.settings.errors import TrainingError, UserError
 
@@ -97,23 +95,26 @@ def thawed_error(names: list[str], step: int) -> UserError:
     )
 
 
-def ddp_options(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> dict[str, Any]:
-    """All options of DDP."""
+def ddp_options(
+    model: nn.Module, device: torch.device, *, find_unused_parameters: bool, bucket_cap_mb: float
+) -> dict[str, Any]:
+    """All options of DDP. bucket_cap_mb: 0 for a size that fits the model."""
     # running statistics are handled in utils/training/batchnorm.py; torch 2.15 renamed the argument
     is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     no_buffers = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
     return no_buffers | {
-        "device_ids": None if ctx.device.type == "cpu" else [ctx.device.index],
+        "device_ids": None if device.type == "cpu" else [device.index],
         "gradient_as_bucket_view": True,
-        "find_unused_parameters": config.find_unused_parameters,
-        "bucket_cap_mb": bucket_megabytes(model, config),
+        "find_unused_parameters": find_unused_parameters,
+        "bucket_cap_mb": bucket_megabytes(model, bucket_cap_mb),
     }
 
 
-def bucket_megabytes(model: nn.Module, config: TrainingConfig) -> float:
-    """The size of DDP's buckets in MB: a quarter of the gradients, so that several overlap, between 1 and 25."""
+def bucket_megabytes(model: nn.Module, bucket_cap_mb: float) -> float:
+    """The size of DDP's buckets in MB: as given, or for 0 a quarter of the gradients, so that several overlap, between
+    1 and 25."""
     size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return config.bucket_cap_mb or min(25.0, max(1.0, size / 2**20 / 4))
+    return bucket_cap_mb or min(25.0, max(1.0, size / 2**20 / 4))
 
 
 def compress(model: DistributedDataParallel, name: str, device: torch.device) -> None:

@@ -23,7 +23,11 @@ TOO_LARGE = 0.1  # what rounding costs perfect outputs, relative to the loss of 
 @may_fail("how the precision of the run rounds")
 def rounding(fork: Fork) -> str:
     """Compare a few micro-batches in the run's precision with float64, at the same weights."""
-    precision, subset = Precision.choose(fork.config, fork.ctx.device, fork.ctx.fast_bf16), fork.small_train_set()
+    config, ctx = fork.config, fork.ctx
+    precision = Precision.choose(
+        use_amp=config.use_amp, amp_dtype=config.amp_dtype, device=ctx.device, fast_bf16=ctx.fast_bf16
+    )
+    subset = fork.small_train_set()
     size, loader, mine, theirs = min(SIZE, len(subset)), fork.loader(subset), [], []
     starts = range(0, min(BATCHES * size, len(subset) - size + 1), size)
     batches = [loader.fetch([*range(start, start + size)])[2] for start in starts]

@@ -108,11 +108,11 @@ def test_copies_have_other_pixels_and_a_subset_of_the_data_has_them_too(tmp_path
     save_jpegs(tmp_path, {"train": 4})
     config = TrainingConfig(
         **{"dataset": "imagefolder", "data_dir": str(tmp_path), "image_size": 16, "augment": "resized_crop"},
-        **{"augment_repeats": 3, "dataset_size": 5, "batch_size": 2},
+        **{"augment_repeats": 3, "batch_size": 2},
     )
     data = create_dataset(config, "train")
     with pytest.raises(UserError, match=r"dataset_size=5: epoch_order repeats .* \(with_replacement\), .*; give"):
-        choose_samples(data, config)
+        choose_samples(data, 5, config.seed)
     subset = ChosenSamples(data, torch.tensor([0, 2, 3, 4, 7]))
     assert subset.copies == 3
     fetcher = Fetcher(subset, False, 1)

@@ -143,10 +143,11 @@ def _decode(
         batch_size=CHUNK,
         micro_batches_per_step=len(peers),
         assignment=Assignment(peers.index(ctx.rank), len(peers)),
+        seed=config.seed,
         shuffle=False,
     )
     on_cpu = replace(ctx, device=torch.device("cpu"))
-    loader = on_all_ranks(lambda: GlobalBatchLoader(sampler, config, on_cpu), ctx)
+    loader = on_all_ranks(lambda: GlobalBatchLoader(sampler, config.num_workers, on_cpu), ctx)
     loader.transform = None  # the rows are what collate returns
     rows = _shared_rows(row, len(source), ctx)
 

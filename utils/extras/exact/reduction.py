@@ -57,7 +57,13 @@ class Exact(Sharing):
             raise UserError("reduction=exact: on a GPU needs deterministic kernels; add --deterministic")
         is_static = False
         is_static = config.compile == "reduce-overhead"  # extra: compile
-        return ExactlyReplicated(model, is_static, **ddp_options(model, config, self._ctx))
+        options = ddp_options(
+            model,
+            self._ctx.device,
+            find_unused_parameters=config.find_unused_parameters,
+            bucket_cap_mb=config.bucket_cap_mb,
+        )
+        return ExactlyReplicated(model, is_static, **options)
 
 
 class ExactlyReplicated(Replicated):

@@ -51,7 +51,10 @@ def build_sharded(
     offload = CPUOffloadPolicy(pin_memory=ctx.device.type != "cpu") if config.cpu_offload else OffloadPolicy()
     dtype = None  # of the gathered parameters; shards and sums of gradients keep theirs
     if config.amp_dtype.endswith("_params"):
-        dtype = Precision.choose(config, ctx.device, ctx.fast_bf16).dtype
+        chosen = Precision.choose(
+            use_amp=config.use_amp, amp_dtype=config.amp_dtype, device=ctx.device, fast_bf16=ctx.fast_bf16
+        )
+        dtype = chosen.dtype
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):  # float32 statistics
             name = config.amp_dtype
             raise UserError(f"amp_dtype={name}: does not work with BatchNorm; give {name.removesuffix('_params')}")
