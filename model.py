@@ -18,7 +18,7 @@ from config import TrainingConfig, unless_auto
 from ddp_utils import unwrap, wrap_ddp
 from utils.checkpoint.format import load_weights
 from utils.checkpoint.stored import local_checkpoint
-from utils.example.choices import PUBLISHED_WEIGHTS, library_model
+from utils.example.choices import PUBLISHED_WEIGHTS, check_model, library_model
 from utils.example.freezing import freeze_backbone
 from utils.example.pictures import label_pictures
 from utils.metrics import Metrics, count_correct
@@ -74,6 +74,11 @@ class MiniResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stages(self.stem(x))
         return self.head(x.mean(dim=(2, 3)))
+
+
+def check_config(config: TrainingConfig) -> None:
+    """Called before the data are loaded. Raises UserError for an unknown model."""
+    check_model(config.model)
 
 
 def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import model
 from config import TrainingConfig
 from ddp_utils import DistributedContext, unwrap
-from model import MiniResNet, compute_loss, create_model, param_groups, wrap_ddp
+from model import MiniResNet, check_config, compute_loss, create_model, param_groups, wrap_ddp
 from utils.checkpoint.format import load_weights, take_weights
 from utils.settings.errors import UserError
 
@@ -87,10 +87,12 @@ def test_a_model_that_cannot_be_created_is_rejected(changes, expected):
 
 
 @pytest.mark.parametrize("name", ["resnet81", "deeplabv3_resnet50", "", "mini_resnet "])
-def test_a_wrong_name_of_a_model_is_refused_with_the_config(name):
-    """Before data are downloaded, also in a fork without torchvision's models."""
-    with pytest.raises(UserError, match=f"^model={name}: is not known; use mini_resnet"):
-        TrainingConfig(model=name)
+def test_a_wrong_name_of_a_model_is_refused_before_data_are_loaded(name):
+    """Also in a fork without torchvision's models."""
+    expected = f"^model={name}: is not known; use mini_resnet"
+    for create in (check_config, lambda config: create_model(config, CPU)):
+        with pytest.raises(UserError, match=expected):
+            create(TrainingConfig(model=name))
 
 
 @pytest.mark.guarantee("plain-load")
