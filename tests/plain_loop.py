@@ -64,6 +64,7 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False, packed
     total = int(min(most_epochs * per_epoch, most_steps))
     warm_up = round(config.warmup_epochs * per_epoch) if config.warmup_steps == "auto" else config.warmup_steps
     factor_at, step, user = seams.get("lr_factor", schedule), -1, {}
+    asked = inspect.signature(compute_loss).parameters
     after_step = torch.no_grad()(seams.get("after_step", lambda *_: None))
     for epoch in range(math.ceil(total / per_epoch)):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(number("order", config.seed, epoch)))
@@ -71,7 +72,7 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False, packed
             seen, step, count, loss_of_step = epoch * used + (step + 1) % per_epoch * size, step + 1, 0.0, 0.0
             now = {"step": step, "total_steps": total, "epoch": epoch, "samples_seen": seen}
             view = Progress(**{name: torch.full((), value, device=device) for name, value in now.items()})
-            more = {"progress": view} if "progress" in inspect.signature(compute_loss).parameters else {}
+            more = {name: value for name, value in (("progress", view), ("config", config)) if name in asked}
             torch._foreach_copy_(before, statistics), torch._foreach_zero_(means)
             key, whole = (config.seed, epoch), sum(map(len, parts))
             batches = [transform(collate(samples(data, part.tolist(), *key)), *key, part) for part in parts]
