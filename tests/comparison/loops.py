@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import itertools
 from collections.abc import Iterator
@@ -25,7 +24,6 @@ from utils.data.transfer import SideStream, pinned, to_device
 from utils.metrics import Metrics
 from utils.training.optimizer import create_optimizer
 from utils.training.precision import Precision
-from utils.training.signatures import asks_for
 
 ORACLE = Path(__file__).resolve().parents[1] / "plain_loop.py"
 
@@ -85,8 +83,7 @@ def plain(
     loop = importlib.util.module_from_spec(spec)  # a copy of the module, because its seams are replaced below
     spec.loader.exec_module(loop)
     seams, create, compute = vars(fork_model), loop.create_model, loop.compute_loss
-    if asks_for(compute, "config"):
-        compute = functools.partial(compute, config=config)
+    compute = loop.with_config(compute, config)
     is_last_micro_batch = itertools.cycle([False] * (config.grad_accum_steps - 1) + [True])
 
     def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
