@@ -71,7 +71,7 @@ class Yours(Settings):
     # ---- yours: fields for your own model and data; a fork edits only these lines of this file ----
     dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10", *extras.DATASETS))
     augment: str = yours("auto", "crops and flips", one_of("auto", "none", "crop", *extras.AUGMENTS), "may")
-    model: str = yours("mini_resnet", "mini_resnet or a torchvision classifier", extras.MODEL_CHECK)
+    model: str = yours("mini_resnet", "mini_resnet or a torchvision classifier")
     freeze: str = yours("none", "backbone: train only the last layer", one_of("none", "backbone"), rare=True)
     num_classes: int | str = yours("auto", "classes (auto: from the data)", at_least(2), rare=True)
     in_channels: int | str = yours("auto", "image channels (auto: from the data)", at_least(1), rare=True)

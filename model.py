@@ -1,8 +1,8 @@
 """The model, yours to change. The training loop uses three functions; docs/reference.md lists those you may add.
 
-create_model(config, device)    the network
-param_groups(model, config)     which parameters are trained, with which weight decay and learning rate
-compute_loss(model, batch)      the loss and metrics, as sums over a micro-batch and their counts
+create_model(config, device)            the network
+param_groups(model, config)             which parameters are trained, with which weight decay and learning rate
+compute_loss(model, batch, config)      the loss and metrics, as sums over a micro-batch and their counts
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from config import TrainingConfig, unless_auto
-from ddp_utils import unwrap, wrap_ddp
+from ddp_utils import wrap_ddp
 from utils.checkpoint.format import load_weights
 from utils.checkpoint.stored import local_checkpoint
-from utils.example.choices import PUBLISHED_WEIGHTS, library_model
+from utils.example.choices import PUBLISHED_WEIGHTS, check_model, library_model
 from utils.example.freezing import freeze_backbone
 from utils.example.pictures import label_pictures
 from utils.metrics import Metrics, count_correct
@@ -76,6 +76,11 @@ class MiniResNet(nn.Module):
         return self.head(x.mean(dim=(2, 3)))
 
 
+def check_config(config: TrainingConfig) -> None:
+    """Called before the data are loaded. Raises UserError for an unknown model."""
+    check_model(config.model)
+
+
 def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
     """Create the network on its device.
 
@@ -90,7 +95,6 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
         model = library_model(config.model, **sizes)
     if config.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model.label_smoothing = config.label_smoothing
     if config.freeze == "backbone":
         freeze_backbone(model)
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
@@ -124,7 +128,7 @@ def param_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any
     ]
 
 
-def compute_loss(model: nn.Module, batch: Any) -> Metrics:
+def compute_loss(model: nn.Module, batch: Any, config: TrainingConfig | None = None) -> Metrics:
     """{"loss": (sum, count), ...}: the loss and each metric as a sum over the micro-batch and its count.
 
     Args:
@@ -132,11 +136,12 @@ def compute_loss(model: nn.Module, batch: Any) -> Metrics:
             model whose `train` keeps parts of it in evaluation mode answers differently when DDP wraps it.
         batch: the output of the data set's device_transform: images float [B, C, H, W] and labels int64 [B], or the
             share of each class, float [B, num_classes].
+        config: of the run, with the values that the data have resolved. Without it labels are not smoothed.
     """
     images, labels = batch
     logits = model(images)
     if torch.is_grad_enabled():  # training
-        smoothing: Any = unwrap(model).label_smoothing
+        smoothing = config.label_smoothing if config else 0.0
         loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
         return {"loss": (loss, len(labels)), "top1": (count_correct(logits, labels), len(labels))}
     loss = F.cross_entropy(logits, labels, reduction="sum")

@@ -64,7 +64,7 @@ from utils.run.start import check_alike
 from utils.table import format_table
 from utils.training.parts.weight_average import WeightAverage
 from utils.training.precision import Precision
-from utils.training.seams import Seams
+from utils.training.seams import Seams, check_model_module
 
 
 @record
@@ -97,6 +97,7 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
 
     def load() -> int:
         nonlocal config, loader
+        check_model_module(train.your_model, config, ctx)
         sets = load_data(dataset, config, ctx)
         config, train_set = sets.config, sets.train
         loader, _ = create_distributed_dataloader(train_set, config, ctx)

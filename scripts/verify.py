@@ -85,7 +85,7 @@ from utils.extras import verify as verified
 from utils.files import replace_json
 from utils.run import provenance
 from utils.run.ending import leave_after
-from utils.training.seams import Seams
+from utils.training.seams import Seams, check_model_module
 
 # in this order: an early failure is usually the cause of later ones
 CHECKS = (order, content, loss, parameters, schedule, evaluation, gradient, training, weights, resume, plain_load)
@@ -147,6 +147,7 @@ def prepare(config: TrainingConfig) -> Fork:
     token = all_gather_json(time.time_ns(), ctx)[0]
     folder = config.run_folder.parent / f".verify-{token:x}"
     config = replace(config, run_dir=str(folder / "first"), checkpoint_dir="")  # without an earlier run
+    check_model_module(model, config, ctx)
     sets = load_data(dataset, config, ctx)
     held_out = next(iter(sets.held_out.values()), None)
     fork = Fork(sets.config, sets.train, held_out, ctx, folder, Seams.of(model, sets.config, ctx.device), config)

@@ -345,7 +345,7 @@ def planned(sampler):
 
 
 def train_and_save(recorder, loader, held_out, config, ctx):
-    seams, clock, sampler = Seams.of(your_model, ctx.device), loader._clock, loader.sampler
+    seams, clock, sampler = Seams.of(your_model, config, ctx.device), loader._clock, loader.sampler
     state = create_state(seams, config, ctx)
     model = wrap_ddp(state.model, config, ctx)
     first_passes(

@@ -1,5 +1,6 @@
 """The reference: the same training in one process, without DDP, checkpoints or workers; also for benchmark.py."""
 
+import functools
 import hashlib
 import inspect
 import math
@@ -38,6 +39,13 @@ def schedule(config, step, total, warm_up, progress):
     return (step + 1) / warm_up if step < warm_up else least + (1 - least) * shapes[config.schedule]
 
 
+def with_config(function, config):
+    """The function with its argument `config`, if it has one."""
+    if "config" not in inspect.signature(function).parameters:
+        return function
+    return functools.partial(function, config=config)
+
+
 def plain_loop(config, micro_batches_per_step, device="cpu", fused=False, packed=None):
     """Yields model, average, summed loss and its count for each step of ranks x accumulation, or of packed[epoch]."""
     seams, average = vars(sys.modules["model"]), None
@@ -64,22 +72,24 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False, packed
     total = int(min(most_epochs * per_epoch, most_steps))
     warm_up = round(config.warmup_epochs * per_epoch) if config.warmup_steps == "auto" else config.warmup_steps
     factor_at, step, user = seams.get("lr_factor", schedule), -1, {}
-    after_step = torch.no_grad()(seams.get("after_step", lambda *_: None))
+    loss_of = with_config(compute_loss, config)
+    counts_of = with_config(seams.get("loss_counts", lambda batch: {}), config)
+    after_step = torch.no_grad()(with_config(seams.get("after_step", lambda *_: None), config))
     for epoch in range(math.ceil(total / per_epoch)):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(number("order", config.seed, epoch)))
         for parts in packed[epoch] if packed else [w.split(each) for w in order[:used].split(size)[: total - step - 1]]:
             seen, step, count, loss_of_step = epoch * used + (step + 1) % per_epoch * size, step + 1, 0.0, 0.0
             now = {"step": step, "total_steps": total, "epoch": epoch, "samples_seen": seen}
             view = Progress(**{name: torch.full((), value, device=device) for name, value in now.items()})
-            more = {"progress": view} if "progress" in inspect.signature(compute_loss).parameters else {}
+            more = {"progress": view} if "progress" in inspect.signature(loss_of).parameters else {}
             torch._foreach_copy_(before, statistics), torch._foreach_zero_(means)
             key, whole = (config.seed, epoch), sum(map(len, parts))
             batches = [transform(collate(samples(data, part.tolist(), *key)), *key, part) for part in parts]
-            counts = sum(map(Counter, map(seams.get("loss_counts", lambda batch: {}), batches)), Counter())
+            counts = sum(map(Counter, map(counts_of, batches)), Counter())
             for m, (chosen, batch) in enumerate(zip(parts, batches, strict=True)):
                 torch._foreach_copy_(statistics, before)  # each micro-batch moves those before the step
                 [each.manual_seed(number("step", config.seed, step, m)) for each in generators]
-                loss = compute_loss(model, batch, **more)["loss"]
+                loss = loss_of(model, batch, **more)["loss"]
                 if counts:  # of the global batch, without terms that counted nothing
                     loss = sum(loss[name][2] * loss[name][0] / n for name, n in counts.items()), 1 / len(parts)
                 loss[0].backward()

@@ -23,7 +23,7 @@ from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.first_passes import first_passes
 from utils.training.parallel import wrap_ddp
 from utils.training.replicated import Wrapped
-from utils.training.seams import Seams
+from utils.training.seams import Seams, check_model_module
 from utils.training.state import TrainState
 
 
@@ -51,12 +51,12 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
         data: has the functions of dataset.py.
 
     Raises:
-        UserError: if a function is missing, or the data, the model or the checkpoint cannot be used.
+        UserError: if a function is missing, or the config, the data, the model or the checkpoint cannot be used.
     """
     ctx = attempt.ctx
     run = attempt.run
     clock = attempt.clock
-    Seams.of(model_module)  # refuses a model.py without a required function before data are downloaded
+    check_model_module(model_module, attempt.config, ctx)
     run.begin()
 
     sets = load_data(data, attempt.config, ctx)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import model
 from config import TrainingConfig
 from ddp_utils import DistributedContext, unwrap
-from model import MiniResNet, compute_loss, create_model, param_groups, wrap_ddp
+from model import MiniResNet, check_config, compute_loss, create_model, param_groups, wrap_ddp
 from utils.checkpoint.format import load_weights, take_weights
 from utils.settings.errors import UserError
 
@@ -39,18 +39,19 @@ def test_no_weight_decay_on_biases_and_norms():
 
 @pytest.mark.guarantee("shipped-loss")
 def test_the_loss_is_a_sum_and_metrics_are_sums_and_counts():
-    model = create_model(TrainingConfig(label_smoothing=0.1), CPU)
+    config = TrainingConfig(label_smoothing=0.1)
+    model = create_model(config, CPU)
     images, labels = torch.randn(6, 3, 8, 8), torch.arange(6)
     model.eval()
     with torch.no_grad():
-        metrics = compute_loss(model, (images, labels))
-        each = [compute_loss(model, (images[k : k + 1], labels[k : k + 1]))["loss"][0] for k in range(6)]
+        metrics = compute_loss(model, (images, labels), config)
+        each = [compute_loss(model, (images[k : k + 1], labels[k : k + 1]), config)["loss"][0] for k in range(6)]
     loss, count = metrics.pop("loss")
     torch.testing.assert_close(loss, torch.stack(each).sum())
     assert set(metrics) == {"top1", "top5"} and metrics["top1"][1] == 6
     torch.testing.assert_close(loss, F.cross_entropy(model(images), labels, reduction="sum"))  # not smoothed
     model.train()
-    metrics = compute_loss(model, (images, labels))
+    metrics = compute_loss(model, (images, labels), config)
     smoothed, count_in_training = metrics.pop("loss")
     assert count == count_in_training == 6
     torch.testing.assert_close(smoothed, F.cross_entropy(model(images), labels, reduction="sum", label_smoothing=0.1))
@@ -87,10 +88,12 @@ def test_a_model_that_cannot_be_created_is_rejected(changes, expected):
 
 
 @pytest.mark.parametrize("name", ["resnet81", "deeplabv3_resnet50", "", "mini_resnet "])
-def test_a_wrong_name_of_a_model_is_refused_with_the_config(name):
-    """Before data are downloaded, also in a fork without torchvision's models."""
-    with pytest.raises(UserError, match=f"^model={name}: is not known; use mini_resnet"):
-        TrainingConfig(model=name)
+def test_a_wrong_name_of_a_model_is_refused_before_data_are_loaded(name):
+    """Also in a fork without torchvision's models."""
+    expected = f"^model={name}: is not known; use mini_resnet"
+    for create in (check_config, lambda config: create_model(config, CPU)):
+        with pytest.raises(UserError, match=expected):
+            create(TrainingConfig(model=name))
 
 
 @pytest.mark.guarantee("plain-load")
@@ -175,12 +178,22 @@ def test_wrap_ddp_rejects_a_model_without_trainable_parameters():
 def test_the_loss_asks_whether_gradients_are_computed_and_not_for_the_mode_of_the_model():
     """A model whose `train` keeps its BatchNorm in evaluation mode has another `training` under DDP."""
     model, batch = MiniResNet(), (torch.randn(2, 3, 8, 8), torch.tensor([0, 1]))
-    model.label_smoothing = 0.5
-    smoothed = compute_loss(model.eval(), batch)
+    config = TrainingConfig(label_smoothing=0.5)
+    smoothed = compute_loss(model.eval(), batch, config)
     with torch.no_grad():
-        plain = compute_loss(model, batch)
+        plain = compute_loss(model, batch, config)
     assert smoothed.keys() == {"loss", "top1"} and plain.keys() == {"loss", "top1", "top5"}
     assert smoothed["loss"][0].item() != plain["loss"][0].item()
+
+
+def test_the_loss_without_a_config_does_not_smooth_labels():
+    """So that a notebook or a test of a fork may call it with two arguments."""
+    model, batch = MiniResNet(), (torch.randn(2, 3, 8, 8), torch.tensor([0, 1]))
+    plain = compute_loss(model, batch)
+    unsmoothed = compute_loss(model, batch, TrainingConfig(label_smoothing=0.0))
+    smoothed = compute_loss(model, batch, TrainingConfig(label_smoothing=0.5))
+    assert torch.equal(plain["loss"][0], unsmoothed["loss"][0])
+    assert not torch.equal(plain["loss"][0], smoothed["loss"][0])
 
 
 def test_shown_images_hold_the_pixels_of_each_picture(monkeypatch):

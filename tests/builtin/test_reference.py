@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import re
 import textwrap
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -146,12 +147,12 @@ def test_the_page_has_all_checks_that_take_arguments():
 
 
 def test_a_loss_reads_a_setting_as_the_page_shows():
-    names = {"Network": lambda: torch.nn.Linear(1, 1), "F": torch.nn.functional}
-    exec(re.search(r"```python\n(from ddp_utils.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[1], names)
+    names = {"F": torch.nn.functional}
+    exec(re.search(r"```python\n(.*?)^```", section("Settings of your own"), re.DOTALL | re.MULTILINE)[1], names)
     batch = {"better": torch.ones(2, 1), "worse": torch.ones(2, 1)}
     for margin in (0.2, 0.7):
-        net = names["create_model"](mock.Mock(margin=margin), torch.device("cpu"))
-        loss, count = names["compute_loss"](net, batch)["loss"]
+        seams = Seams.of(SimpleNamespace(**names, create_model=None, param_groups=None), mock.Mock(margin=margin))
+        loss, count = seams.compute_loss(torch.nn.Linear(1, 1), batch)["loss"]
         assert loss.item() / count == pytest.approx(margin)
 
 

@@ -83,6 +83,7 @@ def plain(
     loop = importlib.util.module_from_spec(spec)  # a copy of the module, because its seams are replaced below
     spec.loader.exec_module(loop)
     seams, create, compute = vars(fork_model), loop.create_model, loop.compute_loss
+    compute = loop.with_config(compute, config)
     is_last_micro_batch = itertools.cycle([False] * (config.grad_accum_steps - 1) + [True])
 
     def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:

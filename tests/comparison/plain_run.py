@@ -52,7 +52,7 @@ def measure(
     for step, (model, _, _) in enumerate(loops.plain(config, ctx, precision, sets.train), start=1):
         epoch, rest = divmod(step, steps_per_epoch)
         if not rest:
-            means = Evaluation(model, Seams.of(fork_model), precision, ctx).means(held_out)
+            means = Evaluation(model, Seams.of(fork_model, config, ctx.device), precision, ctx).means(held_out)
             model.train()
             records.append({"kind": "eval", "step": step, "epoch": epoch, **means})
             (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))

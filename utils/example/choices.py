@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,21 +28,51 @@ class PublishedWeights:
     load: Callable[[TrainingConfig], dict[str, Tensor]]
 
 
+@dataclass(frozen=True)
+class ModelLibrary:
+    """Models that a library has. The functions raise UserError if the library cannot be used.
+
+    title: what one of its models is called in messages.
+    names: the names of its models. The argument is the name that is looked for.
+    create: the model of a name, from in_channels, num_classes and image_size; None if it has none of that name.
+    """
+
+    title: str
+    names: Callable[[str], list[str]]
+    create: Callable[[str, int, int, int], nn.Module | None]
+
+
 # further data sets by the name that --dataset has: each creates the set of a split, or None if there is no such split
 DATASETS: dict[str, Callable[[TrainingConfig, str], ImageDataset | None]] = {}
 # called with each new data set and its split, to change it as settings say
 DATASET_CHANGES: list[Callable[[ImageDataset, TrainingConfig, str], None]] = []
-# each creates the model of a name, from in_channels, num_classes and image_size; None if it has none of that name
-MODEL_LIBRARIES: list[Callable[[str, int, int, int], nn.Module | None]] = []
+# for --model, in the order in which they are asked
+MODEL_LIBRARIES: list[ModelLibrary] = []
 # by the name that --init_from has
 PUBLISHED_WEIGHTS: dict[str, PublishedWeights] = {}
 
 DATASETS |= {"imagefolder": sets.image_files, "csv": sets.image_files}  # extra: images
 DATASET_CHANGES.append(sets.apply_image_settings)  # extra: images
-MODEL_LIBRARIES.append(models.torchvision_model)  # extra: images
+MODEL_LIBRARIES.append(  # extra: images
+    ModelLibrary("a torchvision classifier", models.classifier_names, models.torchvision_model)
+)
 PUBLISHED_WEIGHTS["torchvision"] = PublishedWeights(  # extra: images
     file=pretrained.weights_file, download=pretrained.download_weights, load=pretrained.published_weights
 )
+
+
+def check_model(name: str) -> None:
+    """Accept mini_resnet and the models of the libraries, which are imported only for another name.
+
+    Raises:
+        UserError: for any other name, with the nearest one; or if a library cannot be used.
+    """
+    if name == "mini_resnet":
+        return
+    for library in MODEL_LIBRARIES:
+        if name in library.names(name):
+            return
+    raise unknown_model(name)
 
 
 def library_model(name: str, in_channels: int, num_classes: int, image_size: int) -> nn.Module:
@@ -50,8 +81,22 @@ def library_model(name: str, in_channels: int, num_classes: int, image_size: int
     Raises:
         UserError: if no library has one, or it does not take such images.
     """
-    for create in MODEL_LIBRARIES:
-        model = create(name, in_channels, num_classes, image_size)
+    for library in MODEL_LIBRARIES:
+        model = library.create(name, in_channels, num_classes, image_size)
         if model is not None:
             return model
-    raise UserError(f"model={name}: is not known; use mini_resnet")
+    raise unknown_model(name)
+
+
+def unknown_model(name: str) -> UserError:
+    """The error for a name that neither MiniResNet nor a library has."""
+    choices = "mini_resnet"
+    names = ["mini_resnet"]
+    for library in MODEL_LIBRARIES:
+        choices += f" or {library.title}"
+        names += library.names(name)
+    hint = ""
+    close = difflib.get_close_matches(name, names, n=1)
+    if close and MODEL_LIBRARIES:  # else the message names mini_resnet anyway
+        hint = f" (did you mean {close[0]}?)"
+    return UserError(f"model={name}: is not known; use {choices}{hint}")

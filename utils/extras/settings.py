@@ -8,23 +8,21 @@ from utils.extras.cache.settings import CacheSettings
 from utils.extras.companions.settings import CompanionSettings, run_path_or_mirror, weights_path
 from utils.extras.compile.settings import CompileSettings
 from utils.extras.exact.settings import ExactSettings
-from utils.extras.images.settings import IMAGE_AUGMENTS, IMAGE_DATASETS, ImageSettings, classifier_name
+from utils.extras.images.settings import IMAGE_AUGMENTS, IMAGE_DATASETS, ImageSettings
 from utils.extras.lengths.settings import LengthsSettings
 from utils.extras.sharding.settings import SHARDED_AMP_DTYPES, ShardingSettings
 from utils.extras.watch.settings import WatchSettings
-from utils.settings.checks import Check, local_path, refuse, run_path
+from utils.settings.checks import Check, local_path, run_path
 from utils.settings.fields import Settings
 
 # What config.py uses for settings of its own: first without extras, then as extras change it.
 RUN_DIR_CHECK: Check = run_path
 INIT_FROM_CHECK: Check = local_path
-MODEL_CHECK: Check = refuse((r"^(?!mini_resnet\Z)", "is not known; use mini_resnet"))
 DATASETS: tuple[str, ...] = ()
 AUGMENTS: tuple[str, ...] = ()
 AMP_DTYPES: tuple[str, ...] = ()
 RUN_DIR_CHECK = run_path_or_mirror
 INIT_FROM_CHECK = weights_path
-MODEL_CHECK = classifier_name
 DATASETS += IMAGE_DATASETS
 AUGMENTS += IMAGE_AUGMENTS
 AMP_DTYPES += SHARDED_AMP_DTYPES

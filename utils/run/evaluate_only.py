@@ -24,7 +24,7 @@ from utils.run.start import check_alike
 from utils.signals import release
 from utils.training.evaluation import Evaluation
 from utils.training.schedule import Progress
-from utils.training.seams import Seams
+from utils.training.seams import Seams, check_model_module
 
 
 def evaluate_only(config: TrainingConfig, ctx: DistributedContext, model: ModuleType, data: Any) -> dict[str, Any]:
@@ -39,6 +39,7 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext, model: Module
 
 
 def _evaluate(config: TrainingConfig, ctx: DistributedContext, model: ModuleType, data: Any) -> dict[str, Any]:
+    check_model_module(model, config, ctx)
     is_published = bool(config.init_from)
     path = Path(config.init_from or config.resume_from)
     if not is_published:

@@ -205,7 +205,7 @@ TORCHVISION = {
     ),
     "aux-loss gamma flow-loss-weight flow-loss-exclude-large consistency-weight consistency-resize-factor psnr-weight"
     " smoothness-weight photometric-weight photometric-max-displacement-ratio photometric-ssim-weight max-disparity"
-    " margin": "write it into `compute_loss` in `model.py`, which reads settings from attributes of the model",
+    " margin": "write it into `compute_loss` in `model.py`, which may ask for `config`",
     "num_flow_updates": "pass it to the model in `compute_loss` in `model.py`",
     "freeze-batch-norm": (
         "call `freeze_batchnorm(model)` of `utils/example/freezing.py` in `create_model` in `model.py`"
@@ -381,9 +381,7 @@ HUGGING_FACE = {
 TRL = {
     "beta": 'add the field to the block "yours" of `config.py`, and read it in `create_model` in `model.py`',
     "loss_type loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting discopop_tau"
-    " router_aux_loss_coef": (
-        "write the loss into `compute_loss` in `model.py`, which reads its settings from the model"
-    ),
+    " router_aux_loss_coef": ("write the loss into `compute_loss` in `model.py`, which may ask for `config`"),
     "completion_only_loss assistant_only_loss": (
         "leave the other tokens out of the sum and the count in `compute_loss` in `model.py`"
     ),

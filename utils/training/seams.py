@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from config import TrainingConfig
+from utils.distributed.collectives import on_all_ranks
+from utils.distributed.context import DistributedContext
 from utils.metrics import Metrics
 from utils.settings.errors import UserError
 from utils.training.blocks import find_blocks
@@ -23,7 +25,7 @@ from utils.training.signatures import asks_for
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
 REQUIRED = ("create_model", "param_groups", "compute_loss")
 # functions that get the config anyway
-GET_CONFIG = {"create_model", "param_groups", "lr_factor", "create_optimizer", "initial_weights"}
+GET_CONFIG = {"check_config", "create_model", "param_groups", "lr_factor", "create_optimizer", "initial_weights"}
 CPU = torch.device("cpu")
 
 
@@ -57,6 +59,7 @@ class Seams:
     create_model: Callable[..., nn.Module]
     param_groups: Callable[..., list[dict[str, Any]]]
     compute_loss: ComputeLoss
+    check_config: Callable[..., None] | None = None
     lr_factor: Callable[..., float | dict[str, float]] = lr_factor
     create_optimizer: Callable[..., Any] = create_optimizer
     initial_weights: Callable[..., dict[str, Tensor]] | None = None  # None: those of a file
@@ -96,3 +99,18 @@ class Seams:
     def part(self, kind: type[P]) -> P | None:
         """The part of this class, if these functions have one."""
         return find_part(self.parts, kind)
+
+
+def check_model_module(module: ModuleType, config: TrainingConfig, ctx: DistributedContext) -> None:
+    """Refuse what model.py cannot do. Call on every rank before the data are loaded, since these may be downloaded.
+
+    Args:
+        module: has the functions of model.py.
+        config: as the user gave it, with `auto` in fields that the data will resolve.
+
+    Raises:
+        UserError: on every rank, if a required function is missing, or if check_config raises it on one of them.
+    """
+    check_config = Seams.of(module).check_config
+    if check_config is not None:
+        on_all_ranks(functools.partial(check_config, config), ctx)

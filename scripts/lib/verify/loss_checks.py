@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as your_model
+from config import TrainingConfig
 from lib.values import (
     ADDING,
     ROUNDING,
@@ -200,7 +201,7 @@ def one_pass(
     count = min(2, fork.small_config.batch_size, len(subset))
     first = min(first, len(subset) - count)
     batch = fork.loader(subset).fetch([*range(first, first + count)])[2]
-    with fresh_seams(fork, ranks) as seams:
+    with fresh_seams(fork, config, ranks) as seams:
         torch.manual_seed(config.seed)
         with as_rank(0, ranks):  # with weights from a file, other ranks may get them from rank 0
             net = seams.create_model(config, fork.ctx.device).train(is_training)
@@ -246,8 +247,11 @@ class Recomputing(TorchDispatchMode):
 
 
 @contextmanager
-def fresh_seams(fork: Fork, ranks: int) -> Iterator[Seams]:
-    """The functions of a new copy of model.py: it may read the number of ranks when it is imported."""
+def fresh_seams(fork: Fork, config: TrainingConfig, ranks: int) -> Iterator[Seams]:
+    """The functions of a new copy of model.py: it may read the number of ranks when it is imported.
+
+    config: that these functions see.
+    """
     spec: Any = importlib.util.spec_from_file_location(your_model.__name__, str(your_model.__file__))
     module = importlib.util.module_from_spec(spec)
     with mock.patch.dict(sys.modules, {your_model.__name__: module}), as_rank(ranks - 1, ranks):
@@ -255,7 +259,7 @@ def fresh_seams(fork: Fork, ranks: int) -> Iterator[Seams]:
             spec.loader.exec_module(module)
         except Exception:  # some names can be registered only once
             module = your_model
-        yield Seams.of(module, fork.small_config, fork.ctx.device)
+        yield Seams.of(module, config, fork.ctx.device)
 
 
 def check_passes(fork: Fork) -> str:

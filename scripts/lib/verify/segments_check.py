@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import model as your_model
 from lib.values import ROUNDING, sums
 from lib.verify.fork import Broken, Fork, perturbed, with_cancelled
 from utils.batch import map_tensors
+from utils.training.signatures import asks_for
 
 ROWS = 8  # of the batch that is changed
 
@@ -25,7 +27,10 @@ def check_segments(fork: Fork) -> str:
         return ""
     subset = fork.small_train_set()
     batch = fork.loader(subset).fetch([*range(min(ROWS, len(subset)))])[2]
-    ids = your_model.segments(batch)
+    segments = your_model.segments
+    if asks_for(segments, "config"):
+        segments = functools.partial(segments, config=fork.config)
+    ids = segments(batch)
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         raise Broken("model.segments: gives no document number for each token; return an int tensor [B, T]")
     net, inside = perturbed(fork.new_model(), 1), interior(ids)

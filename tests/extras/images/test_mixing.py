@@ -57,11 +57,11 @@ def test_batches_are_mixed_as_by_torchvision_and_the_default_generator_does_not_
 
 def test_the_loss_of_mixed_labels_is_the_weighted_sum_of_both_also_smoothed():
     model, images = MiniResNet(3, 4), torch.randn(2, 3, 8, 8)
-    model.label_smoothing = 0.1
+    config = TrainingConfig(label_smoothing=0.1)
     first, second = torch.tensor([0, 1]), torch.tensor([2, 3])
     shares = 0.7 * torch.nn.functional.one_hot(first, 4) + 0.3 * torch.nn.functional.one_hot(second, 4)
-    mixed = compute_loss(model.eval(), (images, shares))
-    each = [compute_loss(model, (images, labels)) for labels in (first, second)]
+    mixed = compute_loss(model.eval(), (images, shares), config)
+    each = [compute_loss(model, (images, labels), config) for labels in (first, second)]
     torch.testing.assert_close(mixed["loss"][0], 0.7 * each[0]["loss"][0] + 0.3 * each[1]["loss"][0])
     assert mixed["loss"][1] == 2 and mixed["top1"][0] == each[0]["top1"][0]
 

@@ -536,7 +536,7 @@ def test_a_setting_that_changes_what_an_evaluation_computes_is_found(tmp_path, i
         (tmp_path / name).symlink_to(ROOT / name)
     text = (ROOT / "model.py").read_text()
     assert text.count(IN_EVALUATION) == 1
-    smoothed = IN_EVALUATION.replace('"sum")', '"sum", label_smoothing=unwrap(model).label_smoothing)')
+    smoothed = IN_EVALUATION.replace('"sum")', '"sum", label_smoothing=config.label_smoothing)')
     (tmp_path / "model.py").write_text(text.replace(IN_EVALUATION, smoothed) if is_smoothed else text)
     common = ["--dataset_size", "16", *SIZE, "--batch_size", "4", "--backend", "gloo"]
     pair = [sides.Side.of(name, flags, common) for name, flags in (("A", ""), ("B", "--label_smoothing 0.1"))]

@@ -61,9 +61,9 @@ def fork_with(folder, before="pass", after="pass"):
     text = (ROOT / "model.py").read_text()
     line = next(line for line in text.splitlines() if line.startswith(MADE))
     text = text.replace(line, f"        {before}\n{line}\n        {after}")
-    text = text.replace(
-        "import types\n", "import os\nimport random\nimport types\nfrom pathlib import Path\nimport numpy\n", 1
-    )
+    first = "from typing import Any\n"
+    assert text.count(first) == 1
+    text = text.replace(first, f"import os\nimport random\nfrom pathlib import Path\n{first}\nimport numpy\n")
     text += f"\n\nGENERATOR = torch.Generator()\n{INITIAL}"
     (folder / "model.py").write_text(text)
     return folder

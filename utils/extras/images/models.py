@@ -12,15 +12,28 @@ from utils.packages import import_for
 from utils.settings.errors import UserError
 
 
+def classifier_names(wanted: str) -> list[str]:
+    """The names of torchvision's classifiers. Its import takes seconds.
+
+    Args:
+        wanted: the name that is looked for, for the message.
+
+    Raises:
+        UserError: if torchvision cannot be used.
+    """
+    models = import_for(f"model={wanted}", "torchvision.models")
+    return models.list_models(module=models)
+
+
 def torchvision_model(name: str, in_channels: int, num_classes: int, image_size: int) -> nn.Module | None:
     """A classifier of torchvision with new weights. None if it has none of this name.
 
     Raises:
         UserError: if torchvision cannot be used, or the model does not take such images.
     """
-    models = import_for(f"model={name}", "torchvision.models")
-    if name not in models.list_models(module=models):
+    if name not in classifier_names(name):
         return None
+    models = import_for(f"model={name}", "torchvision.models")
     if in_channels != 3:
         raise UserError(
             f"in_channels={in_channels}: torchvision's models take 3; use --model mini_resnet or 3 channels"

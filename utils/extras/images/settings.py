@@ -6,11 +6,7 @@ synthetic images or CIFAR-10, with crops and flips.
 
 from __future__ import annotations
 
-import difflib
-import re
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 
 from utils.settings.checks import at_least, one_of, probability, range_up_to
 from utils.settings.fields import Settings, yours
@@ -18,33 +14,6 @@ from utils.settings.fields import Settings, yours
 IMAGE_DATASETS = ("imagefolder", "csv")
 IMAGE_AUGMENTS = ("resized_crop",)
 AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
-CLASSIFIER = re.compile(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
-
-
-def classifier_name(value: str) -> str:
-    """A check: the value is mini_resnet, or the name of a classifier of torchvision."""
-    if value == "mini_resnet":
-        return ""
-    known = torchvision_classifiers()
-    if value in known or not known:  # create_model then says what is missing
-        return ""
-    close = difflib.get_close_matches(value, ["mini_resnet", *known], n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ", such as resnet50"
-    return f"is not known; use mini_resnet or a torchvision classifier{hint}"
-
-
-def torchvision_classifiers() -> list[str]:
-    """The names of torchvision's classifiers, read from its source, since its import takes seconds.
-
-    Empty if torchvision is not installed, or its source is not there or is written in another way.
-    """
-    package = find_spec("torchvision")
-    if package is None or package.origin is None:
-        return []
-    names = []
-    for file in Path(package.origin).parent.glob("models/*.py"):
-        names += CLASSIFIER.findall(file.read_text(encoding="utf-8"))
-    return sorted(names)
 
 
 @dataclass(frozen=True, kw_only=True)
