@@ -187,7 +187,7 @@ def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[
             seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)
             with state.precision.autocast():
                 metrics = training.seams.compute_loss(training.model, micro_batch.batch)
-            metrics = state.divide_loss(metrics, micro_batch.number)
+            metrics = state.after_forward(metrics, micro_batch.number)
             if not micro_batch.is_padding:
                 state.sums.add(metrics, micro_batch)
                 indices += micro_batch.indices

@@ -122,7 +122,7 @@ MUTATIONS = [
     Mutation('LossTerms._begun', 'counts[each.number] = self.counts(each.batch)', 'counts[0] += self.counts(each.batch)', 'terms'),
     Mutation('LossTerms.divide_by', 'self._counts, self._divisors = counts, torch.where(counts > 0, counts, math.inf)', 'self._counts, self._divisors = counts, counts', 'terms'),
     Mutation('LossTerms.mean', 'return (sums / self._divisors).sum()', 'return sums.sum() / self._divisors.mean()', 'terms'),
-    Mutation('LossTerms.divide_loss', 'return metrics | {"loss": (self.mean(sums), self._one if number == 0 else 0.0)} | terms', 'return metrics | {"loss": (self.mean(sums), self._one)} | terms', 'terms'),
+    Mutation('LossTerms.after_forward', 'return metrics | {"loss": (self.mean(sums), self._one if number == 0 else 0.0)} | terms', 'return metrics | {"loss": (self.mean(sums), self._one)} | terms', 'terms'),
     Mutation('LossTerms.finish_read', 'self.check(counted, found)', 'pass', 'terms'),
     Mutation('TermMeans.__call__', 'quotients = torch.where(count == 0, total, total / count)  # a sum that is not finite stays so', 'quotients = total / count.sum()', 'terms'),
     Mutation('compute_gradient', 'state.backward(loss_sum, micro_batch.is_padding)', 'state.backward(loss_sum, False)', 'gradient'),

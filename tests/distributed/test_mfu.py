@@ -134,10 +134,10 @@ def test_an_operation_that_cannot_be_counted_costs_only_the_figure():
         counter.begin_read(is_log_point=True)
         return counter.log_values(seconds=2.0)["mfu"]
 
-    counter.measure(passes, batch)
+    counter.first_passes(passes, batch)
     assert math.isnan(logged(batch))
     linear = nn.Linear(3, 5)
-    counter.measure(lambda: [linear(batch).sum().backward() for _ in range(2)], batch)
+    counter.first_passes(lambda: [linear(batch).sum().backward() for _ in range(2)], batch)
     # forward, and the gradient of the weights; five samples
     assert logged(batch, batch[:1]) == 2 * 2 * 5 * 3 * 5 / PEAK / 2.0
     assert logged() == 0

@@ -64,9 +64,9 @@ def test_every_moment_is_called_on_all_ranks_alike(runs):
     assert resumed == other
     assert {*fresh, *resumed} == {*MOMENTS}
     assert "before_load" not in fresh and "after_load" not in fresh
-    at_the_start = [resumed.index(name) for name in ("measure", "before_load", "after_load", "start")]
+    at_the_start = [resumed.index(name) for name in ("first_passes", "before_load", "after_load", "start")]
     assert at_the_start == sorted(at_the_start)
-    in_a_step = ["see_progress", "divide_loss", "after_reduce", "after_update"]
+    in_a_step = ["see_progress", "after_forward", "before_update", "after_update"]
     steps = [name for name in fresh[fresh.index("start") :] if name in in_a_step[1:]]
     assert steps == in_a_step[1:] * 6
     assert fresh.count("see_progress") == 6 + fresh.count("begin_evaluation")

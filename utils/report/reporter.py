@@ -137,19 +137,20 @@ class Reporter:
         point, self._unwritten = self._unwritten, None
         if point is None:
             return
-        sums, skipped, [digest] = self._state.interval.finish_read(point.read, self._state.progress)
+        sums, skipped, [digest], entries = self._state.interval.finish_read(point.read, self._state.progress)
         seconds = point.take_seconds()
         logged: dict[str, float] = {}
         for part in self._state.parts:
             logged |= part.log_values(seconds[0])
         row = torch.tensor([*seconds, peak_memory(), *logged.values()], dtype=torch.float64)
         ranks = gather(row, self._ctx)  # on rank 0
-        record = point.record(sums, ranks, [*logged], fingerprint=shown(int(digest)))
+        record = point.record(sums, ranks, [*logged], **entries, fingerprint=shown(int(digest)))
         record = self._run.record("train", **record)
         self._run.record_skipped(skipped, self._loader.sampler)
         note_slowest(self._run, point.at["step"], ranks)
         targets = targets_in(sums.count_of("loss"), point.samples)
-        self._terminal.interval(record, targets / (record["step_s"] * point.steps or math.inf), is_empty(skipped))
+        targets_per_s = targets / (record["step_s"] * point.steps or math.inf)
+        self._terminal.interval(record, sums.means(), targets_per_s, is_empty(skipped))
         self._board.scalars(record)
         self._check_skips(point.at["step"], "no targets" if is_empty(skipped) else "a non-finite loss or gradient")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from config import TrainingConfig
@@ -78,10 +79,15 @@ class Terminal:
             more += f" | {duration(seconds)} left, until {ends}"
         show_progress(self._logger, step, max(step, self._total_steps), "step", more)
 
-    def interval(self, record: dict[str, Any], targets_per_s: float, is_empty: bool) -> None:
-        """Show a train record. is_empty: steps were skipped, and their losses counted nothing."""
+    def interval(self, record: dict[str, Any], metrics: Iterable[str], targets_per_s: float, is_empty: bool) -> None:
+        """Show a train record.
+
+        Args:
+            metrics: the names of the metrics of compute_loss; other entries are not shown.
+            is_empty: steps were skipped, and their losses counted nothing.
+        """
         self._latest, ctx, dataset = record, self._attempt.ctx, self._loader.dataset
-        names = [name for name in record if name not in RESERVED and name != "loss"]
+        names = [name for name in metrics if name not in RESERVED and name != "loss"]
         shown = record | ({"loss": "without targets"} if record["loss"] is None and is_empty else {})
         total = max(record["step"], self._total_steps)  # epochs may have more steps than the first one
         log_training_step(self._logger, shown, names, total, ctx.world_size, targets_per_s)

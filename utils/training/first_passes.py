@@ -59,7 +59,7 @@ def first_passes(
     digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)
     on_all_ranks(lambda: [train_twice(model, each, state, compute_loss) for each in others], ctx)
     for part in state.parts:
-        part.measure(lambda: train_twice(state.model, batch, state, compute_loss), batch)
+        part.first_passes(lambda: train_twice(state.model, batch, state, compute_loss), batch)
     state.updater.drop_gradients()  # also where a part's passes have failed
     state.sums.running_stats.discard()
     if state.sharing.has_whole_gradients:

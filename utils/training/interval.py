@@ -59,6 +59,15 @@ class Read:
         return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, self._likes, strict=True)]
 
 
+class IntervalValues(NamedTuple):
+    """What was read of an interval, on the host."""
+
+    sums: MetricTracker  # of the steps with a finite loss, with the norms of these steps
+    skipped: list[SkippedStep]  # without those of float16's search for a scale
+    more: list[Tensor]  # as given to `begin_read`
+    entries: dict[str, float]  # of the parts, for the train record
+
+
 class Interval(MetricTracker):
     """The sums of the metrics since the last log point, and what each step since the last read may have skipped.
 
@@ -101,25 +110,22 @@ class Interval(MetricTracker):
         for part in self._parts:
             values = part.begin_read(is_log_point)
             if values is not None:
-                tensors.append(values)
+                tensors.append(values.to(self.values.device))
                 readers.append(part)
         read = Read(tensors, self._steps, readers)
         self.norms, self._divisors, self._losses, self._steps = [], [], [], []
         return read
 
-    def finish_read(self, read: Read, progress: Progress) -> tuple[MetricTracker, list[SkippedStep], list[Tensor]]:
-        """Count in `progress` the steps that were skipped, the same on all ranks.
-
-        Returns:
-            The sums of the steps with a finite loss, with the norms of these steps; the skipped steps without those of
-            the search for a scale; and `more`. All of it is on the host.
+    def finish_read(self, read: Read, progress: Progress) -> IntervalValues:
+        """Count in `progress` the steps that were skipped, the same on all ranks. Waits for the copy.
 
         Raises:
             UserError: if a part finds that what it has read is wrong.
         """
         values, norms, divisors, losses, scale, *more = read.result()
+        entries: dict[str, float] = {}
         for part in reversed(read.readers):
-            part.finish_read(more.pop())
+            entries |= part.finish_read(more.pop())
         sums = self._sums
         sums.values.copy_(values)
         norm_sum, finite = sums.sum_of("grad_norm").item(), [norm for norm in norms.tolist() if math.isfinite(norm)]
@@ -139,7 +145,7 @@ class Interval(MetricTracker):
                 skipped.append(step._replace(reason="non-finite" if divisor else EMPTY))
                 progress.skipped_in_row += 1
         progress.skipped_steps += len(skipped)
-        return sums, skipped, more
+        return IntervalValues(sums, skipped, more, entries)
 
     def keep_norms(self) -> None:
         """Add the norms that were read last to the sums, in the middle of an interval, and the skipped steps."""

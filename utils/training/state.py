@@ -78,7 +78,7 @@ class TrainState:
         Raises:
             UserError: if those of a later batch have other names or shapes.
         """
-        metrics = self.divide_loss(metrics, number=0)
+        metrics = self.after_forward(metrics, number=0)
         if self.sums.metrics.layout:
             self.sums.metrics.update(metrics)
             self.sums.metrics.values.zero_()
@@ -103,10 +103,10 @@ class TrainState:
         for part in self.parts:
             part.see_progress(progress, total_steps or self.schedule.total_steps)
 
-    def divide_loss(self, metrics: Metrics, number: int) -> Metrics:
+    def after_forward(self, metrics: Metrics, number: int) -> Metrics:
         """The metrics of a training micro-batch as the step sums them. number: in its global batch."""
         for part in self.parts:
-            metrics = part.divide_loss(metrics, number)
+            metrics = part.after_forward(metrics, number)
         return metrics
 
     def factors_at(self, step: int, progress: Progress) -> list[float]:
@@ -160,8 +160,9 @@ class TrainState:
         """
         self._set_lr()
         self.sums.wait()
-        for part in self.parts:
-            part.after_reduce(self.sums.metrics)
+        with torch.no_grad():
+            for part in self.parts:
+                part.before_update(self.model, self.sums.metrics)
         divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift
         norm, is_finite, skipped = self.updater.step(divisor, self.sums.loss, self.progress.step + 1)
         is_scaled, at = self.scaler.is_enabled(), self.progress
@@ -181,9 +182,9 @@ class TrainState:
     def read_skips(self) -> list[SkippedStep]:
         """Count and return the steps that were skipped since the last read, the same on all ranks. Call it before
         `state_dict`. Waits for the device, and adds the norms of the gradients to `interval`."""
-        _, skipped, _ = self.interval.finish_read(self.interval.begin_read(), self.progress)
+        values = self.interval.finish_read(self.interval.begin_read(), self.progress)
         self.interval.keep_norms()
-        return skipped
+        return values.skipped
 
     def state_dict(self) -> dict[str, Any]:
         """The training state for a checkpoint. Tensors are not copied."""

@@ -56,7 +56,9 @@ class AfterStep(Part):
         self, functions: dict[str, Callable], after_step: Callable[..., None] | None, device: torch.device
     ) -> None:
         self.view = StepView.on(device)
-        self.functions = {name: functools.partial(function, progress=self.view) for name, function in functions.items()}
+        self.replaced_functions = {}
+        for name, function in functions.items():
+            self.replaced_functions[name] = functools.partial(function, progress=self.view)
         self._after_step = after_step
 
     @classmethod

@@ -32,7 +32,7 @@ def parts_of_functions(functions: dict[str, Callable[..., Any]], device: torch.d
     for create in (AfterStep.create, LossTerms.create, Summary.create):
         part = create(functions, device)
         if part:
-            functions |= part.functions
+            functions |= part.replaced_functions
             parts.append(part)
     return parts
 

@@ -28,7 +28,7 @@ class LossTerms(Part):
     def __init__(self, compute_loss: Callable[..., Metrics], loss_counts: Callable[[Any], dict], device: torch.device):
         self._compute_loss = compute_loss
         self._loss_counts = loss_counts
-        self.functions = {"compute_loss": self.compute_loss}
+        self.replaced_functions = {"compute_loss": self.compute_loss}
         self._float64: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self._means = TermMeans(())  # with the names, once they are known
         self._counts = self._divisors = self._one = torch.ones((), **self._float64)  # of the global batch
@@ -76,7 +76,7 @@ class LossTerms(Part):
         self._counts, self._divisors = counts, torch.where(counts > 0, counts, math.inf)
         self._one = counts.any().double()
 
-    def divide_loss(self, metrics: Metrics, number: int) -> Metrics:
+    def after_forward(self, metrics: Metrics, number: int) -> Metrics:
         """In what it returns "loss" is the micro-batch's part of the loss, with a count of 1 for the whole global
         batch, or 0 if that counts nothing. Each term is a metric."""
         sums, counts, means = metrics["loss"]
@@ -87,7 +87,7 @@ class LossTerms(Part):
         """What the sums of a micro-batch add to the loss of the global batch: 0-dimensional."""
         return (sums / self._divisors).sum()
 
-    def after_reduce(self, sums: MetricTracker) -> None:
+    def before_update(self, model: nn.Module, sums: MetricTracker) -> None:
         """Keep the counts that compute_loss returned for the global batch, for `check`."""
         counts = torch.stack([sums.count_of(f"loss/{name}") for name in self._means.names])
         self._steps.append(torch.stack([self._counts, counts]))
@@ -98,10 +98,11 @@ class LossTerms(Part):
         self._steps = []
         return torch.stack(steps) if steps else None
 
-    def finish_read(self, values: Tensor) -> None:
+    def finish_read(self, values: Tensor) -> dict[str, float]:
         """Raises UserError if loss_counts is wrong."""
         for counted, found in values:
             self.check(counted, found)
+        return {}
 
     def check(self, counted: Tensor, found: Tensor) -> None:
         """Raises UserError if loss_counts has counted something else than compute_loss has found."""

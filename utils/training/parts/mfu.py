@@ -56,10 +56,10 @@ class FlopCounter(Part):
         """dtype: of autocast."""
         return cls(peak_of(torch.cuda.get_device_name(device), dtype, torch.cuda.is_tf32_supported()))
 
-    def measure(self, passes: Callable[[], object], batch: Any) -> None:
+    def first_passes(self, run_passes: Callable[[], object], batch: Any) -> None:
         try:
             with FlopCounterMode(display=False) as counter:
-                passes()
+                run_passes()
         except torch.AcceleratorError:  # the device computes nothing after it
             raise
         except Exception as error:  # an operation of the model that torch cannot count

@@ -1,4 +1,4 @@
-"""What takes part in the steps, the checkpoints and the evaluations of an attempt, and when it is called."""
+"""The interface of a part: the moments of a step, a checkpoint and an evaluation at which it is called."""
 
 from __future__ import annotations
 
@@ -17,134 +17,204 @@ from utils.training.schedule import Progress
 
 
 class Part:
-    """Takes part in the steps, the checkpoints and the evaluations of one attempt of a run.
+    """Takes part in the steps, the checkpoints and the evaluations of one attempt: one start or resume of a run.
 
-    Each method is a moment, and does nothing here. It is called on all ranks, unless its docstring says otherwise, so
-    it may use collectives. Between two log points it must not read from the device. `create_parts` lists the parts: at
-    each moment they are called in the order of that list.
+    Each method is called at one moment, and does nothing here. A part overrides those that it needs. `create_parts`
+    lists the parts of an attempt. At each moment all of them are called, in the order of that list.
+
+    Methods are called on all ranks, so they may use collectives, unless their docstring says otherwise. None of them
+    may read a tensor from the device, which would make the host wait for it; `begin_read` is for that.
     """
 
-    functions: dict[str, Callable] = {}  # of model.py, which this part calls in their place
-    provenance: dict[str, Any] = {}  # more entries of provenance.json and of checkpoints
+    replaced_functions: dict[str, Callable] = {}  # functions of model.py, by name, for which the part has others
+    provenance: dict[str, Any] = {}  # what it adds to provenance.json and to the provenance in checkpoints
 
     # ---- before the first step ----
 
-    def measure(self, passes: Callable[[], object], batch: Any) -> None:
-        """Before the state of a checkpoint is loaded.
+    def first_passes(self, run_passes: Callable[[], object], batch: Any) -> None:
+        """Look at forward and backward passes. Called once, before the weights of a checkpoint are loaded.
 
         Args:
-            passes: makes two forward and backward passes with the batch, and drops their gradients.
+            run_passes: makes two forward and backward passes with the batch, and drops their gradients.
             batch: the first training micro-batch, as compute_loss gets it.
         """
 
     def start(self) -> None:
-        """Directly before the first step of the attempt, when the state is that of step 0 or of the checkpoint."""
+        """Called directly before the first step. The state is that of step 0, or that of the checkpoint."""
 
     # ---- a step ----
 
     def micro_batches(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """At the beginning of an epoch. Returns this rank's micro-batches as the loop gets them; it must neither change
-        their order nor leave one out."""
+        """Wrap the iterator over this rank's micro-batches. Called at the beginning of each epoch.
+
+        Returns:
+            An iterator over the same micro-batches, in the same order.
+        """
         return stream
 
     def see_progress(self, progress: Progress, total_steps: int) -> None:
-        """Before each step and each evaluation. progress: the steps before it. total_steps: of the whole run."""
-
-    def divide_loss(self, metrics: Metrics, number: int) -> Metrics:
-        """After the forward pass of a training micro-batch, padding too. Returns the metrics that the step sums; their
-        "loss" is what the backward pass begins with.
+        """Note how far the run is. Called before each step, and before each evaluation.
 
         Args:
-            metrics: the output of compute_loss.
-            number: of the micro-batch in its global batch, from 0.
+            progress: how many steps and samples there were before.
+            total_steps: of the whole run.
+        """
+
+    def after_forward(self, metrics: Metrics, number: int) -> Metrics:
+        """Change the metrics of a training micro-batch. Called after its forward pass, also for padding.
+
+        Args:
+            metrics: what compute_loss returned.
+            number: the number of the micro-batch in its global batch, from 0.
+
+        Returns:
+            The metrics that the step sums. The backward pass begins at the sum of "loss".
         """
         return metrics
 
-    def after_reduce(self, sums: MetricTracker) -> None:
-        """Before the update, when the sums of the global batch are those of all ranks."""
+    def before_update(self, model: nn.Module, sums: MetricTracker) -> None:
+        """Called directly before the weights are updated, without autograd.
+
+        Args:
+            model: not wrapped in DDP. Its gradients are summed over the ranks, but neither divided nor clipped.
+            sums: the sums and counts of the metrics over the global batch, of all ranks.
+        """
 
     def after_update(self, model: nn.Module, skipped: Tensor) -> None:
-        """After the update of the weights, without gradients.
+        """Called directly after the weights were updated, without autograd.
 
         Args:
             model: not wrapped in DDP.
-            skipped: 1 if the step was skipped, else 0: float32, 0-dimensional, where the optimizer's tensors are.
+            skipped: 1 if the step was skipped, which left the weights unchanged, else 0. float32, 0-dimensional, on the
+                device of the optimizer's tensors.
         """
 
     # ---- a log point ----
 
     def begin_read(self, is_log_point: bool) -> Tensor | None:
-        """At a log point, and before each save. Returns what the host should read: float64 or int64, on the device."""
+        """Give a tensor to the host. Called at each log point, and before each save.
+
+        A log point is every `log_interval` steps, and after the last step of the run.
+
+        Returns:
+            float64 or int64, of any shape; or None if there is nothing to read. It is copied at once.
+        """
         return None
 
-    def finish_read(self, values: Tensor) -> None:
-        """Some steps later. values: what `begin_read` returned, on the CPU. May raise UserError on all ranks."""
+    def finish_read(self, values: Tensor) -> dict[str, float]:
+        """Use what `begin_read` returned. Called when it is on the host, at most four steps later.
+
+        Args:
+            values: the same values, on the CPU.
+
+        Returns:
+            Entries of the train record, the same on all ranks. They are ignored if this was no log point.
+
+        Raises:
+            UserError: if the values show that the training is wrong; on all ranks alike.
+        """
+        return {}
 
     def log_values(self, seconds: float) -> dict[str, float]:
-        """At a log point, after `finish_read`. Returns numbers of this rank for the train record, with the same names
-        on all ranks. The record has their mean over the ranks, weighted by the seconds, and leaves out NaN.
+        """Give numbers that differ between the ranks to the train record. Called at each log point.
 
-        seconds: of this rank in the steps since the last log point.
+        Args:
+            seconds: how long the steps since the last log point took on this rank.
+
+        Returns:
+            The numbers of this rank. All ranks must return the same names. The record has the mean over the ranks,
+            weighted by their seconds. A mean that is NaN is left out.
         """
         return {}
 
     # ---- a checkpoint ----
 
     def save(self, state: dict[str, Any]) -> None:
-        """Before the state is copied. It may add, replace or delete entries, but not change a tensor in place. Ranks
-        that write call it once more before the first step, to allocate the copy, so it must use no collectives.
+        """Change what a checkpoint will hold. Called before each save on all ranks.
 
-        state: what the checkpoint will hold, with the weights as "model" and averaged ones, or {}, as "ema".
+        Ranks that write files call it once more at the start, to allocate memory, so it must use no collectives.
+
+        Args:
+            state: the content of the checkpoint. A part may add, replace and delete entries. It may not change a tensor
+                in place, since the tensors are those of the training.
         """
 
     def before_load(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Before weights of a checkpoint are loaded. Returns its content as it is to be loaded. Raises UserError."""
+        """Change what is loaded from a checkpoint. Called before its weights are loaded.
+
+        Args:
+            payload: the content of the checkpoint.
+
+        Returns:
+            The content that is to be loaded.
+
+        Raises:
+            UserError: if the checkpoint does not fit.
+        """
         return payload
 
     def after_load(self, payload: dict[str, Any], progress: Progress) -> None:
-        """When model, optimizer and progress are those of the checkpoint."""
+        """Load the part's own state. Called when model, optimizer and progress are those of the checkpoint."""
 
     # ---- an evaluation ----
 
     def weights(self) -> dict[str, AbstractContextManager]:
-        """More weights to evaluate: for each kind the context in which the model has them. The last kind of all parts
-        selects the best checkpoint."""
+        """Give more weights to evaluate, besides those of the model. Called before each evaluation.
+
+        Returns:
+            By the name of the weights, a context inside which the model has them. The last weights of the last part
+            that returns some are those that select the best checkpoint.
+        """
         return {}
 
     def try_evaluation(self, model: nn.Module, precision: Precision, batch: Any, size: int, samples: int) -> list[str]:
-        """Before the first step. Returns the names of metrics that `finish_evaluation` will add. Raises UserError. No
-        collectives here.
+        """Try what `evaluate` and `finish_evaluation` will do. Called before the first step, for several batches. An
+        error on one rank is reported by all, so it must use no collectives.
 
         Args:
-            batch: a micro-batch of `size` samples.
-            samples: in the set.
+            batch: a micro-batch of the set, as compute_loss gets it.
+            size: the samples in the batch.
+            samples: the samples in the set.
+
+        Returns:
+            The names of the metrics that `finish_evaluation` will return.
+
+        Raises:
+            UserError: if the evaluation cannot work.
         """
         return []
 
     def begin_evaluation(self, seed: Callable[[str, Sequence[int]], object], clock: Clock) -> None:
-        """Before the first pass over a set.
+        """Called before the first pass over a set.
 
         Args:
-            seed: call it with the name of a function of model.py and the samples of a micro-batch, before the function.
-            clock: shows which function of model.py is called.
+            seed: seeds the random draws of a function of model.py for the samples with these indices. Call
+                `seed("predict", indices)` before `predict`.
+            clock: shows in which function of model.py this rank is. Call `clock.call("predict")` before `predict`.
         """
 
     def evaluate(self, model: nn.Module, micro_batch: MicroBatch) -> None:
-        """After compute_loss of each pass over the set, in its precision and without gradients."""
+        """Called after compute_loss in each pass over the set, with its autocast and without autograd."""
 
     def finish_evaluation(self, means: dict[str, float], samples: int, ctx: DistributedContext) -> dict[str, float]:
-        """After the last pass. Returns more metrics, the same on all ranks. Raises UserError.
+        """Give more metrics of the set. Called after the last pass over it.
 
         Args:
-            means: of the metrics of compute_loss.
-            samples: in the set.
+            means: the metrics of compute_loss.
+            samples: the samples in the set.
+
+        Returns:
+            The metrics, the same on all ranks.
+
+        Raises:
+            UserError: if there are none; on all ranks alike.
         """
         return {}
 
     # ---- the end ----
 
     def close(self) -> None:
-        """After the last step, or a failure; it may be called again."""
+        """Called after the last step of the attempt, or after a failure. It may be called twice."""
 
 
 P = TypeVar("P", bound=Part)
