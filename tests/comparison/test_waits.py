@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import dataset
 from comparison import loops
 from config import TrainingConfig
+from utils.example import images as example_images
 from utils.training.precision import Precision
 
 META = torch.device("meta")
@@ -96,8 +96,8 @@ def test_the_host_waits_for_nothing_in_a_step(name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_waits_are_noticed(name, monkeypatch):
-    monkeypatch.setattr(dataset, "normalize", lambda images, *_: images.to(torch.tensor(1.0, device=META)))
+    monkeypatch.setattr(example_images, "normalize", lambda images, *_: images.to(torch.tensor(1.0, device=META)))
     assert waits_of(RUNS[name]) == {(("tensor",) * 2, 6)}
-    monkeypatch.setattr(dataset, "normalize", lambda images, *_: images / images.max().item())
+    monkeypatch.setattr(example_images, "normalize", lambda images, *_: images / images.max().item())
     with pytest.raises(RuntimeError, match="meta tensors"):
         waits_of(RUNS[name])

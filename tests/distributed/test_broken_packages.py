@@ -84,7 +84,7 @@ NEEDED = {
     "--dataset imagefolder --image_size auto": ("torchvision", "images"),  # extra: images
     "--dataset imagefolder --image_size  auto": ("PIL", "images"),  # extra: images
     "--model resnet18": ("torchvision", "model=resnet18"),  # extra: images
-    "--model resnet18 --init_from torchvision": ("torchvision", "init_from=torchvision"),  # extra: images
+    "--model resnet18 --init_from torchvision": ("torchvision", "model=resnet18"),  # extra: images
     "--mixup_alpha 0.2": ("torchvision", "mixup_alpha, cutmix_alpha"),  # extra: images
 }
 
