@@ -170,9 +170,9 @@ def start_heartbeats(launch: Launch, store: dist.Store, launch_nonce: str, init_
         from utils.extras.watch.beats import Beats
 
         is_from_environment = init_method in ("", "env://")
-        address = launch.address or init_method
-        if is_from_environment and launch.master:
-            address = launch.master
+        address = init_method
+        if is_from_environment:
+            address = launch.master or launch.address
         address = address.split("//")[-1].split("?")[0]  # HOST:PORT
         is_of_rank_0 = not (launch.agent_hosts_store and is_from_environment)
         own_keys = dist.PrefixStore(launch_nonce, store)  # torchrun may keep a store for the next attempt

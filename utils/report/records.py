@@ -22,9 +22,7 @@ class LogPoint:
     read: Read
     take_seconds: Callable[[], tuple[float, float, float]]  # of this rank, from `Clock.take`
 
-    def record(
-        self, sums: MetricTracker, ranks: list[list[float]], names: Sequence[str] = (), **more: Any
-    ) -> dict[str, Any]:
+    def record(self, sums: MetricTracker, ranks: list[list[float]], names: Sequence[str] = ()) -> dict[str, Any]:
         """The train record.
 
         Args:
@@ -52,7 +50,6 @@ class LogPoint:
             "data_wait_s": waited / self.steps,
             "step_s": seconds / self.steps,
             "peak_memory_bytes": int(max(each[3] for each in ranks)),
-            **more,
         }
 
 

@@ -144,8 +144,8 @@ class Reporter:
             logged |= part.log_values(seconds[0])
         row = torch.tensor([*seconds, peak_memory(), *logged.values()], dtype=torch.float64)
         ranks = gather(row, self._ctx)  # on rank 0
-        record = point.record(sums, ranks, [*logged], **entries, fingerprint=shown(int(digest)))
-        record = self._run.record("train", **record)
+        values = point.record(sums, ranks, [*logged]) | entries | {"fingerprint": shown(int(digest))}
+        record = self._run.record("train", **values)
         self._run.record_skipped(skipped, self._loader.sampler)
         note_slowest(self._run, point.at["step"], ranks)
         targets = targets_in(sums.count_of("loss"), point.samples)

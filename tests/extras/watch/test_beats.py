@@ -3,11 +3,14 @@
 import os
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from training import wait_until
+from utils.distributed import rendezvous
+from utils.distributed.context import Launch
 from utils.extras.watch.beats import Beats, Place, verdict
 
 HOSTS = ("a", "a", "b", "b")
@@ -87,3 +90,20 @@ def test_the_thread_refers_to_nothing_that_a_call_needed_and_has_ended_after_clo
     (thread,) = set(threading.enumerate()) - before
     beats.close()
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("launch", "init_method", "address", "is_of_rank_0"),
+    [
+        (Launch(world_size=2, master="a:1"), "", "a:1", True),
+        (Launch(world_size=2, master="a:1", agent_hosts_store=True), "env://", "a:1", False),
+        (Launch(world_size=2, address="tcp://b:2"), "", "b:2", True),  # srun
+        (Launch(world_size=2, address="tcp://b:2"), "tcp://c:3", "c:3", True),
+        (Launch(world_size=2, master="a:1", agent_hosts_store=True), "tcp://c:3?rank=0", "c:3", True),
+    ],
+)
+def test_the_address_of_the_heartbeats_is_that_of_the_store(monkeypatch, launch, init_method, address, is_of_rank_0):
+    made = mock.Mock()
+    monkeypatch.setattr("utils.extras.watch.beats.Beats", made)
+    rendezvous.start_heartbeats(launch, dist.HashStore(), "nonce", init_method)
+    assert made.call_args.args[3:] == (address, is_of_rank_0)
