@@ -19,7 +19,8 @@ from ranks import DEADLINE, launch_variables
 from training import says, wait_until
 from utils.clock import Clock
 from utils.extras.watch.beats import Beats
-from utils.extras.watch.watchdog import Watchdog, is_in_debugger
+from utils.extras.watch.debuggers import is_in_debugger
+from utils.extras.watch.watchdog import Watchdog
 
 
 class Stop(threading.Event):
@@ -63,6 +64,12 @@ class PyDB:
 
     def do_wait_suspend(self, stop):
         stop.wait_here()
+
+
+@pytest.fixture(autouse=True)
+def imported_pydevd(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydevd", SimpleNamespace(PyDB=PyDB))
+    is_in_debugger()  # as the watchdog's first look, before any pause
 
 
 def in_pdb(stop):
@@ -164,6 +171,12 @@ def test_only_a_debugger_that_waits_for_commands_is_a_pause(situation, is_paused
     stop.set()
     thread.join(DEADLINE)
     assert not thread.is_alive() and not is_in_debugger()
+
+
+def test_looking_for_a_pause_walks_no_stack_of_another_thread(monkeypatch):
+    """Doing so has ended a run with a segmentation fault while torch.compile worked."""
+    monkeypatch.setattr(sys, "_current_frames", mock.Mock(side_effect=AssertionError))
+    assert not is_in_debugger()
 
 
 @pytest.mark.guarantee("hang")

@@ -22,11 +22,9 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
-import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -38,6 +36,7 @@ import torch.distributed as dist
 from utils.clock import NO_FUNCTION, STEP_PHASES, Clock
 from utils.distributed.context import DistributedContext
 from utils.extras.watch.beats import Place, state_of, verdict
+from utils.extras.watch.debuggers import is_in_debugger
 from utils.settings.errors import TrainingError
 from utils.signals import STOP
 
@@ -60,18 +59,7 @@ SECONDS_TO_FAIL = 60.0  # for a rank that has failed and reports it, on storage 
 LEAST_LIMIT, FIRST_LIMIT = 5.0, 60.0  # seconds without progress before a report; FIRST: before steps were measured
 STEPS_TO_LEARN = 8
 TIMES_IN_A_FUNCTION = 10  # hang_timeout, for a function of model.py in an evaluation
-# functions in which bdb's debuggers (pdb, ipdb, pudb) and pydevd's (VS Code, PyCharm) wait for commands
-IN_DEBUGGERS = {"Bdb.trace_dispatch", "Pdb.interaction", "PyDB.do_wait_suspend"}
 GONE, SUSPENDED = ("Z", "X"), ("T", "t")  # states of a process
-
-
-def is_in_debugger() -> bool:
-    """Whether a thread of this process is paused in a debugger for Python. Tracing alone, as for coverage, is not."""
-    for stack in sys._current_frames().values():
-        functions = {frame.f_code.co_qualname for frame, _ in traceback.walk_stack(stack)}
-        if functions & IN_DEBUGGERS:
-            return True
-    return False
 
 
 class Watchdog:

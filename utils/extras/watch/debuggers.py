@@ -1,0 +1,50 @@
+"""Tells whether a thread of this process is paused in a debugger for Python.
+
+The methods in which debuggers wait for commands are wrapped, and the wrapper counts the threads inside. Walking the
+stacks of the threads would need no wrapper, but it can end the process with a segmentation fault while torch.compile
+works in another thread (measured with Python 3.11.7 and torch 2.15).
+"""
+
+from __future__ import annotations
+
+import bdb
+import functools
+import pdb
+import sys
+from typing import Any
+
+# pdb, ipdb and pudb are subclasses of Bdb. An inspection after a failure waits in Pdb.interaction alone.
+_BUILT_IN = [(bdb.Bdb, "trace_dispatch"), (pdb.Pdb, "interaction")]
+_waiting_threads: list[str] = []  # the method in which each of them waits
+
+
+def is_in_debugger() -> bool:
+    """Whether a thread of this process waits in a debugger. Tracing alone, as for coverage, is not a pause."""
+    _count_threads_in_debuggers()
+    return bool(_waiting_threads)
+
+
+def _count_threads_in_debuggers() -> None:
+    """Wrap the debuggers that have been imported. pydevd, of VS Code and PyCharm, may be attached at any time."""
+    for debugger, name in _BUILT_IN:
+        _count_threads_in(debugger, name)
+    debugger_class = getattr(sys.modules.get("pydevd"), "PyDB", None)
+    if debugger_class:
+        _count_threads_in(debugger_class, "do_wait_suspend")
+
+
+def _count_threads_in(debugger: Any, name: str) -> None:
+    method = getattr(debugger, name)
+    if hasattr(method, "counts_threads"):
+        return
+
+    @functools.wraps(method)
+    def wait_for_commands(*args: Any, **kwargs: Any) -> Any:
+        _waiting_threads.append(name)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _waiting_threads.pop()
+
+    wait_for_commands.counts_threads = True  # type: ignore[attr-defined]
+    setattr(debugger, name, wait_for_commands)
