@@ -68,7 +68,7 @@ def watched(folder: Path, config: TrainingConfig, ctx: DistributedContext) -> It
     from utils.extras.watch.watch import Watch  # extra: watch
 
     supervisor = Supervisor()
-    supervisor = Watch(folder, config, ctx, ending)  # extra: watch
+    supervisor = Watch(folder, config.hang_timeout, ctx, ending)  # extra: watch
     ending.resources.callback(supervisor.close)
     try:
         yield ending

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-from config import TrainingConfig
 from ranks import run_ranks
 from training import wait_until
 from utils.distributed.context import Launch
@@ -44,7 +43,7 @@ def stalled():
 def watch_of(folder, ctx):
     """Without a thread."""
     with mock.patch.object(watch, "Watchdog"):
-        return watch.Watch(folder, TrainingConfig(), ctx, Ending(ctx))
+        return watch.Watch(folder, 300, ctx, Ending(ctx))
 
 
 def test_a_report_does_not_hold_up_the_beats_when_the_storage_stalls(stalled, tmp_path):

@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from config import TrainingConfig
 from utils.distributed.collectives import is_of_a_peer, within
 from utils.distributed.context import DistributedContext
 from utils.extras.watch.watchdog import Watchdog
@@ -42,11 +41,15 @@ class Watch(Supervisor):
 
     Args:
         folder: for the stacks of ranks that hang.
+        hang_timeout: seconds without progress after which the run is ended; 0: never.
     """
 
-    def __init__(self, folder: Path, config: TrainingConfig, ctx: DistributedContext, ending: Ending) -> None:
-        self._folder, self._ctx, self._logger, self._ending = folder, ctx, logging.getLogger(NAME), ending
-        self._watchdog = Watchdog(ending.clock, ctx, config.hang_timeout, self)
+    def __init__(self, folder: Path, hang_timeout: float, ctx: DistributedContext, ending: Ending) -> None:
+        self._folder = folder
+        self._ctx = ctx
+        self._logger = logging.getLogger(NAME)
+        self._ending = ending
+        self._watchdog = Watchdog(ending.clock, ctx, hang_timeout, self)
 
     def disarm(self) -> None:
         self._watchdog.stand_down()
