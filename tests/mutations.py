@@ -172,6 +172,7 @@ MUTATIONS = [
     Mutation('TreeRankSum.start', 'return TreeAllReduce(values, parts, count)', 'return dist.get_world_size() > 1 and dist.all_reduce(values, async_op=True)', 'exact-ranks'),  # extra: exact
     Mutation('RunningStats.commit', 'torch.where(is_finite, self._moved, self._committed, out=self._committed)', 'self._committed.copy_(self._moved)', 'not-finite'),
     Mutation('train_twice', 'state.sums.running_stats.discard()', 'pass', 'weights'),
+    Mutation('buffers_restored', 'buffer.copy_(before[name])', 'pass', 'smallest'),
     Mutation('Evaluation.means', 'if not micro_batch.is_padding:', 'if True:', 'evaluation-counts'),
     Mutation('Evaluation.means', 'if count != (whole := len(loader.dataset)):', 'if False:', 'evaluation-counts'),
     Mutation('train_twice', 'for _ in range(2):', 'for _ in range(0):', 'resume'),

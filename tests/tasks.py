@@ -126,6 +126,19 @@ class Taught(nn.Module):
         return self.student(x), self.teacher(x)
 
 
+class Moved(SmallNet):
+    """Each forward pass in training moves a buffer, as spectral norms, codebooks and queues do."""
+
+    def __init__(self):
+        super().__init__(False, 10)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.mean((0, 2, 3))
+        return super().forward(x) * (1 + 1e-3 * self.seen.sum())
+
+
 def taught_loss(net, batch):
     (logits, taught), labels = net(batch[0]), batch[1]
     loss = F.cross_entropy(logits, labels, reduction="sum") + 0.1 * (logits - taught).square().sum()
@@ -231,6 +244,7 @@ TASKS = {
         "create_dataset": create_lines,
     },
 }
+TASKS["moved"] = TASKS["plain"] | {"create_model": lambda config, device: Moved().to(device)}
 TASKS["left_out"] = TASKS["images"] | {
     "create_model": lambda config, device: nn.Sequential(LeavesOut(3, affine=False), SmallNet(True, 10)).to(device)
 }

@@ -20,7 +20,7 @@ from utils.run.create import create_state
 from utils.run.provenance import provenance_of
 from utils.run.resume import resume_run
 from utils.training.batchnorm import check_sync_batchnorm
-from utils.training.first_passes import first_passes
+from utils.training.first_passes import buffers_restored, first_passes
 from utils.training.parallel import wrap_ddp
 from utils.training.replicated import Wrapped
 from utils.training.seams import Seams, check_model_module
@@ -78,23 +78,23 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
 
     on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
-    # before resume_run: the model's buffers, which passes may change, are then those of the checkpoint
-    best = first_passes(
-        model,
-        state,
-        loader,
-        held_out,
-        seams,
-        ctx,
-        best_metric=config.best_metric,
-        max_steps=config.max_steps,
-    )
-    if config.compile != "off":  # extra: compile
-        from utils.extras.compile.compiled import compile_all_sizes
+    with buffers_restored(state.model):
+        selects_best = first_passes(
+            model,
+            state,
+            loader,
+            held_out,
+            seams,
+            ctx,
+            best_metric=config.best_metric,
+            max_steps=config.max_steps,
+        )
+        if config.compile != "off":  # extra: compile
+            from utils.extras.compile.compiled import compile_all_sizes
 
-        on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, seams, config), ctx)
+            on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, seams, config), ctx)
     provenance = provenance_of(config, ctx, state, sampler) | sets.content
-    differences = resume_run(attempt, state, sampler, provenance, sets.listing, best)
+    differences = resume_run(attempt, state, sampler, provenance, sets.listing, selects_best)
 
     reporter = Reporter(attempt, state, loader, provenance, seams.log_images)
     attempt.resources.callback(reporter.close)
@@ -110,7 +110,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
 
     consensus = Consensus(vote, ctx.control)
     loaders = {"train": loader, **held_out}
-    validation = Validation(attempt, state, seams, consensus, loaders, reporter, checkpoints, best=best)
+    validation = Validation(attempt, state, seams, consensus, loaders, reporter, checkpoints, best=selects_best)
     return Training(
         attempt=attempt,
         seams=seams,

@@ -69,7 +69,7 @@ def first_passes(
 
     def train_smallest() -> None:
         for indices in loader.sampler.smallest(max_steps):
-            with on_trial(state.model, indices, "another --batch_size or --drop_last"):
+            with explained(indices, "another --batch_size or --drop_last"):
                 train_twice(model, loader.fetch(indices)[2], state, compute_loss)
         if loader.sampler.is_packed:
             check_one_sample(state, loader, compute_loss)
@@ -81,7 +81,7 @@ def first_passes(
         for part in state.parts:
             names += part.try_evaluation(state.model, state.precision, batch, len(loader.largest()[-1]), samples)
         for indices in loader.sampler.smallest():
-            with on_trial(state.model, indices, "another --eval_batch_size"):
+            with explained(indices, "another --eval_batch_size"):
                 batch = loader.fetch(indices)[2]
                 evaluate_once(batch, state, compute_loss)
                 for part in state.parts:
@@ -120,7 +120,7 @@ def explain_one_sample(error: ValueError) -> None:
 
 
 def train_twice(model: nn.Module, batch: Any, state: TrainState, compute_loss: ComputeLoss, weight: float = 1.0) -> int:
-    """Run two forward and backward passes, and undo their effects. Returns a digest of the gradients.
+    """Run two forward and backward passes. Returns a digest of the gradients, which are dropped.
 
     weight: the loss is multiplied by it.
     """
@@ -144,18 +144,28 @@ def train_twice(model: nn.Module, batch: Any, state: TrainState, compute_loss: C
 
 
 @contextmanager
-def on_trial(model: nn.Module, indices: list[int], remedy: str) -> Iterator[None]:
-    """Let an error say that it is one of the smallest micro-batch. The model's buffers are restored."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+def explained(indices: list[int], remedy: str) -> Iterator[None]:
+    """Let an error say that it is one of the smallest micro-batch."""
     try:
         yield
     except Exception as error:
         size = count(indices, "sample")
         error.add_note(f"the smallest micro-batch has {size}: use {remedy} if that is too few")
         raise
+
+
+@contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    """Give buffers their values back at the end. Forward passes move those of spectral norms, codebooks and queues.
+
+    A buffer that is created or gets another shape meanwhile stays as it is.
+    """
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    yield
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
+            if name in before and buffer.shape == before[name].shape:
+                buffer.copy_(before[name])
 
 
 @torch.no_grad()
