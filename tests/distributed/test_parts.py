@@ -21,17 +21,21 @@ FLAGS = "--dataset_size 32 --max_steps 6 --epochs 9 --log_interval 2 --save_ever
 
 
 class Recorder(Part):
-    """Notes the moments at which it is called."""
+    """Notes the moments at which it is called.
 
-    def __init__(self):
-        self.called = []
+    calls: where each recorder notes its number and the moment.
+    """
+
+    def __init__(self, number, calls):
+        self.number = number
+        self.calls = calls
 
 
 def noting(name):
     plain = getattr(Part, name)
 
     def moment(self, *args, **options):
-        self.called.append(name)
+        self.calls.append((self.number, name))
         if name == "begin_read":  # without values there is nothing to finish
             return torch.zeros(1, dtype=torch.float64)
         return plain(self, *args, **options)
@@ -44,11 +48,14 @@ for moment_name in MOMENTS:
 
 
 def moments_of_a_run(flags):
-    recorders = [Recorder(), Recorder()]
+    calls = []
+    recorders = [Recorder(0, calls), Recorder(1, calls)]
     with using("images"), mock.patch.object(create, "create_parts", lambda *args: [*create_parts(*args), *recorders]):
         train.train(TrainingConfig.from_args(flags))
-    first, second = (recorder.called for recorder in recorders)
+    first, second = ([name for number, name in calls if number == each] for each in (0, 1))
     assert first == second
+    in_order = [number for number, name in calls if name != "close"]  # close: also from the end of the list
+    assert in_order == [0, 1] * (len(in_order) // 2)
     before_training, training = first[: first.index("start")], first[first.index("start") :]
     # ranks that write allocate their copy
     return [name for name in before_training if name != "save"] + training

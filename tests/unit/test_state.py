@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from utils.settings.errors import UserError
 from utils.training.first_passes import evaluate_once, train_twice
 from utils.training.optimizer import lr_factor
 from utils.training.parts.create import create_parts
+from utils.training.parts.part import Part
 from utils.training.parts.weight_average import WeightAverage
 from utils.training.precision import Precision
 from utils.training.seams import Seams
@@ -97,6 +99,40 @@ def test_the_passes_before_the_first_step_leave_the_state_unchanged():
     train_twice(state.model, batch, state, loss)
     assert evaluate_once(batch, state, loss) == ["loss"] and same(snapshot(state), before)
     assert all(p.grad is None for p in state.model.parameters())
+
+
+class Shrunk(Part):
+    """Half of each parameter, to be evaluated and saved beside the model."""
+
+    def __init__(self, model):
+        self._model = model
+
+    def _half(self):
+        return {name: value / 2 for name, value in self._model.state_dict().items()}
+
+    def save(self, state):
+        state["shrunk"] = self._half()
+
+    @contextmanager
+    def _applied(self):
+        before = copy.deepcopy(self._model.state_dict())
+        self._model.load_state_dict(self._half())
+        yield
+        self._model.load_state_dict(before)
+
+    def weights(self):
+        return {"shrunk": self._applied()}
+
+
+def test_weights_that_a_part_adds_are_those_of_the_checkpoint():
+    state = make(model=nn.Linear(3, 1), **AVERAGED)
+    state.parts.append(Shrunk(state.model))
+    payload = copy.deepcopy(state.state_dict())
+    for each in (payload, payload | {"ema": {}}):
+        weights = state.weights_of(each)
+        assert list(weights) == [name for name in ("model", "ema", "shrunk") if each[name]]
+        with weights["shrunk"]:
+            assert same(state.model.state_dict(), payload["shrunk"])
 
 
 @pytest.mark.guarantee("not-finite")

@@ -37,7 +37,7 @@ class Read:
     Args:
         tensors: float64 or int64, of any shapes, on one device, as they are now.
         steps: since the read before.
-        readers: parts whose values are the last tensors.
+        readers: parts, each with one of the tensors, in this order.
     """
 
     def __init__(self, tensors: list[Tensor], steps: list[SkippedStep], readers: list[Part]) -> None:
@@ -105,14 +105,14 @@ class Interval(MetricTracker):
         """
         kept = [self.norms, self._divisors, self._losses]
         stacks = [torch.stack(each).double() if each else self.values.new_empty(0) for each in kept]
-        tensors = [self.values, *stacks, self._scaler.scale(self._one).double(), *more]
+        tensors = [self.values, *stacks, self._scaler.scale(self._one).double()]
         readers = []
         for part in self._parts:
             values = part.begin_read(is_log_point)
             if values is not None:
                 tensors.append(values.to(self.values.device))
                 readers.append(part)
-        read = Read(tensors, self._steps, readers)
+        read = Read([*tensors, *more], self._steps, readers)
         self.norms, self._divisors, self._losses, self._steps = [], [], [], []
         return read
 
@@ -124,8 +124,8 @@ class Interval(MetricTracker):
         """
         values, norms, divisors, losses, scale, *more = read.result()
         entries: dict[str, float] = {}
-        for part in reversed(read.readers):
-            entries |= part.finish_read(more.pop())
+        for part in read.readers:
+            entries |= part.finish_read(more.pop(0))
         sums = self._sums
         sums.values.copy_(values)
         norm_sum, finite = sums.sum_of("grad_norm").item(), [norm for norm in norms.tolist() if math.isfinite(norm)]

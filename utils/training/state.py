@@ -235,7 +235,8 @@ class TrainState:
         return payload
 
     def load_model(self, payload: dict[str, Any], kind: str = "model") -> None:
-        """Load the weights of a checkpoint. kind: "model", or "ema" for the averaged ones. Raises UserError."""
+        """Load the weights of a checkpoint. kind: "model", "ema" for the averaged ones, or of a part's `weights`.
+        Raises UserError."""
         self._load_weights(self._complete(payload)[kind])
 
     def _load_weights(self, weights: dict[str, Any]) -> None:
@@ -256,8 +257,8 @@ class TrainState:
     def weights_of(self, payload: dict[str, Any]) -> dict[str, AbstractContextManager]:
         """Those in a checkpoint, which replace the weights of the model for good; without one, those of the model."""
         found: dict[str, AbstractContextManager] = {}
-        for kind in ("model", "ema") if payload else ():
-            if payload[kind]:
+        for kind in dict.fromkeys(["model", "ema", *self.weights()]):  # a checkpoint may have an average that we do not
+            if payload.get(kind):
                 found[kind] = self._loaded(payload, kind)
         return found or {"model": nullcontext()}
 

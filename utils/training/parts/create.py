@@ -25,7 +25,7 @@ def parts_of_functions(functions: dict[str, Callable[..., Any]], device: torch.d
     """The parts that functions of model.py ask for: the first ones of the list.
 
     Args:
-        functions: by name. A part may replace some.
+        functions: by name. They are changed in place: a part may replace some.
         device: of the tensors that the functions get.
     """
     parts: list[Part] = []
@@ -49,8 +49,8 @@ def create_parts(
 
     Args:
         of_functions: from `parts_of_functions`.
-        model: not wrapped in DDP, with the buffers that it keeps.
-        is_saved: of model.py.
+        model: not wrapped in DDP. A TrainState must have it already, since that replaces buffers of BatchNorm.
+        is_saved: of model.py, if it has one: whether checkpoints hold the parameter of this name.
 
     Raises:
         UserError: if is_saved leaves out a parameter that is trained.
@@ -59,8 +59,8 @@ def create_parts(
     if ctx.device.type == "cuda" and torch.cuda.is_available():
         parts.append(FlopCounter.create(ctx.device, precision.dtype))
     if config.ema_decay:
-        parts.append(WeightAverage(model, config.ema_decay))  # of the weights that after_step leaves
-    parts.append(UnsavedParameters(model, is_saved))  # from the average too
+        parts.append(WeightAverage(model, config.ema_decay))  # after AfterStep, whose changes it averages
+    parts.append(UnsavedParameters(model, is_saved))  # after WeightAverage, to leave them out of the average too
     if config.enable_profiling and ctx.is_main:
         parts.append(Profiler(config.run_folder / "traces", ctx.device))
     return parts

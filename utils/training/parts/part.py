@@ -22,11 +22,13 @@ class Part:
     Each method is called at one moment, and does nothing here. A part overrides those that it needs. `create_parts`
     lists the parts of an attempt. At each moment all of them are called, in the order of that list.
 
-    Methods are called on all ranks, so they may use collectives, unless their docstring says otherwise. None of them
-    may read a tensor from the device, which would make the host wait for it; `begin_read` is for that.
+    Methods are called on all ranks, so they may use collectives, unless their docstring says otherwise. No method that
+    is called in a step or at a log point may read a tensor from the device, which would make the host wait for it;
+    `begin_read` is for that.
     """
 
-    replaced_functions: dict[str, Callable] = {}  # functions of model.py, by name, for which the part has others
+    # its own functions, by the name of the function of model.py that each replaces
+    replaced_functions: dict[str, Callable] = {}
     provenance: dict[str, Any] = {}  # what it adds to provenance.json and to the provenance in checkpoints
 
     # ---- before the first step ----
@@ -61,7 +63,8 @@ class Part:
         """
 
     def after_forward(self, metrics: Metrics, number: int) -> Metrics:
-        """Change the metrics of a training micro-batch. Called after its forward pass, also for padding.
+        """Change the metrics of a training micro-batch. Called after its forward pass, also for padding. It must use no
+        collectives, since ranks may have different numbers of micro-batches in a step.
 
         Args:
             metrics: what compute_loss returned.
@@ -76,7 +79,9 @@ class Part:
         """Called directly before the weights are updated, without autograd.
 
         Args:
-            model: not wrapped in DDP. Its gradients are summed over the ranks, but neither divided nor clipped.
+            model: not wrapped in DDP. Its gradients are those of the loss summed over all ranks, times
+                2 ** -progress.loss_shift and times float16's scale. They are not clipped yet. With `--sharding` they
+                are shards.
             sums: the sums and counts of the metrics over the global batch, of all ranks.
         """
 
@@ -116,10 +121,11 @@ class Part:
         return {}
 
     def log_values(self, seconds: float) -> dict[str, float]:
-        """Give numbers that differ between the ranks to the train record. Called at each log point.
+        """Give numbers that differ between the ranks to the train record. Called once for each log point, up to four
+        steps after it. So `begin_read` has to note what belongs to the log point.
 
         Args:
-            seconds: how long the steps since the last log point took on this rank.
+            seconds: how long the steps between the two latest log points took on this rank.
 
         Returns:
             The numbers of this rank. All ranks must return the same names. The record has the mean over the ranks,
@@ -159,11 +165,13 @@ class Part:
     # ---- an evaluation ----
 
     def weights(self) -> dict[str, AbstractContextManager]:
-        """Give more weights to evaluate, besides those of the model. Called before each evaluation.
+        """Give more weights to evaluate, besides those of the model. Called several times for an evaluation, so it must
+        have no side effect.
 
         Returns:
             By the name of the weights, a context inside which the model has them. The last weights of the last part
-            that returns some are those that select the best checkpoint.
+            that returns some are those that select the best checkpoint. `save` puts their state dict into the
+            checkpoint under the same name, from which the test at the end of a run loads them.
         """
         return {}
 
@@ -172,9 +180,11 @@ class Part:
         error on one rank is reported by all, so it must use no collectives.
 
         Args:
+            model: not wrapped in DDP. Put it in evaluation mode.
+            precision: has the autocast of the run.
             batch: a micro-batch of the set, as compute_loss gets it.
             size: the samples in the batch.
-            samples: the samples in the set.
+            samples: the samples in the set; for the smallest micro-batch, the samples in that.
 
         Returns:
             The names of the metrics that `finish_evaluation` will return.
@@ -185,7 +195,7 @@ class Part:
         return []
 
     def begin_evaluation(self, seed: Callable[[str, Sequence[int]], object], clock: Clock) -> None:
-        """Called before the first pass over a set.
+        """Called before the first pass over a set with the model's weights, and with those of each part.
 
         Args:
             seed: seeds the random draws of a function of model.py for the samples with these indices. Call
@@ -200,21 +210,22 @@ class Part:
         """Give more metrics of the set. Called after the last pass over it.
 
         Args:
-            means: the metrics of compute_loss.
+            means: the metrics of compute_loss, and of the parts before.
             samples: the samples in the set.
 
         Returns:
             The metrics, the same on all ranks.
 
         Raises:
-            UserError: if there are none; on all ranks alike.
+            UserError: if they cannot be computed; on all ranks alike.
         """
         return {}
 
     # ---- the end ----
 
     def close(self) -> None:
-        """Called after the last step of the attempt, or after a failure. It may be called twice."""
+        """Called after the last step of the attempt, or after a failure. It may be called twice. It must use no
+        collectives, since other ranks may be gone."""
 
 
 P = TypeVar("P", bound=Part)
