@@ -27,6 +27,7 @@ from utils.example.cifar10 import cifar10_folder, download_cifar10, read_cifar10
 from utils.example.images import InMemoryImages, check_labels
 from utils.rng import derive_seed
 
+# create_distributed_dataloader is published under the name of this module, too
 __all__ = ["SyntheticImageDataset", "create_dataset", "create_distributed_dataloader", "is_prepared", "prepare_data"]
 
 SYNTHETIC_SAMPLES = 5_000

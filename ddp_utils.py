@@ -31,7 +31,8 @@ __all__ = [
 
 
 def setup_distributed(config: TrainingConfig) -> DistributedContext:
-    """Create the process groups, after the ranks have exchanged their devices and problems through the store.
+    """Create the process groups, after the ranks have exchanged through the store which device each has, and what keeps
+    it from taking part.
 
     Raises:
         UserError: on every rank, if one of them cannot take part.
@@ -66,13 +67,17 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
 
 
 def cleanup_distributed() -> None:
-    """Destroy the process groups after success, not after an error. The barrier: gloo aborts if a peer leaves early."""
+    """Destroy the process groups. Call it after success only, since its barrier waits for all ranks: gloo aborts if a
+    peer leaves early."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
 def save_checkpoint(checkpoints: Checkpoints, must: bool = True) -> None:
-    """Save a checkpoint of the current state. Call it on all ranks; it is written while training continues."""
+    """Save a checkpoint of the current state, which is written while training continues. Call it on all ranks.
+
+    must: wait for an earlier checkpoint that is still being written. Otherwise this one is postponed.
+    """
     checkpoints.save(now=must)
     checkpoints.finish_copy()

@@ -23,6 +23,7 @@ from utils.example.freezing import freeze_backbone
 from utils.example.pictures import label_pictures
 from utils.metrics import Metrics, count_correct
 
+# wrap_ddp is published under the name of this module, too
 __all__ = ["MiniResNet", "compute_loss", "create_model", "param_groups", "wrap_ddp"]
 
 
@@ -87,7 +88,8 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
     Raises:
         UserError: for an unknown model, or one that does not fit the config.
     """
-    auto = {"num_classes": 10, "in_channels": 3, "image_size": 32}  # of the synthetic set; a run uses those of its data
+    # of the synthetic set; in a run the data have already replaced auto
+    auto = {"num_classes": 10, "in_channels": 3, "image_size": 32}
     sizes = {name: unless_auto(getattr(config, name), size) for name, size in auto.items()}
     if config.model == "mini_resnet":
         model: Any = MiniResNet(sizes["in_channels"], sizes["num_classes"])
@@ -109,13 +111,16 @@ def initial_weights(config: TrainingConfig) -> dict[str, Tensor]:
 
 
 def param_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any]]:
-    """Parameter groups: no weight decay for biases, and for normalization layers only if it is given. A group may set
-    its own "lr", and a "name" for lr_factor.
+    """Parameter groups, of which each may set its own "lr", and a "name" for lr_factor.
+
+    Parameters of one dimension, such as biases and most of normalization layers, get no weight decay. With
+    norm_weight_decay, all parameters of normalization layers get that one.
 
     Parameters in no group are not trained; freeze them in create_model with requires_grad_(False), so that DDP skips
     them.
     """
-    trained, groups = [p for p in model.parameters() if p.requires_grad], []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = []
     if config.norm_weight_decay != "auto":
         kinds = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
         norms = {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
@@ -132,8 +137,8 @@ def compute_loss(model: nn.Module, batch: Any, config: TrainingConfig | None = N
     """{"loss": (sum, count), ...}: the loss and each metric as a sum over the micro-batch and its count.
 
     Args:
-        model: possibly wrapped in DDP; in training or evaluation mode. Ask torch.is_grad_enabled() in which one: a
-            model whose `train` keeps parts of it in evaluation mode answers differently when DDP wraps it.
+        model: in training or evaluation mode, and possibly wrapped in DDP. Ask torch.is_grad_enabled(), and not
+            model.training: a model may keep itself in evaluation mode, and its DDP wrapper then says something else.
         batch: the output of the data set's device_transform: images float [B, C, H, W] and labels int64 [B], or the
             share of each class, float [B, num_classes].
         config: of the run, with the values that the data have resolved. Without it labels are not smoothed.
@@ -152,5 +157,7 @@ def compute_loss(model: nn.Module, batch: Any, config: TrainingConfig | None = N
 def log_images(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     """Images with their predicted and true class, for TensorBoard at each evaluation: {name: uint8 [B, 3, H, W]}."""
     images, labels = batch
+    if labels.ndim == 2:  # the share of each class in a mixed image
+        labels = labels.argmax(1)
     predicted = model(images).argmax(1)  # on the whole batch: the model may be compiled for its size
     return {"predictions": label_pictures(images[:16], predicted[:16].tolist(), labels[:16].tolist())}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from utils.settings.errors import ends_with_a_sentence
 
-with ends_with_a_sentence():  # if a setting of config.py cannot be declared so
+with ends_with_a_sentence():  # a setting that config.py declares wrongly ends the program with one sentence
     from config import PATHS, TrainingConfig
 
 from utils.run.command_line import check_command_line
@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 import faulthandler
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,7 +61,8 @@ def train(
 
     Args:
         data: has the functions of dataset.py.
-        after_epoch: called on all ranks at the end of each epoch and of the run. A save need not have its changes.
+        after_epoch: called on all ranks at the end of each epoch and of the run. A resume from the end of an epoch
+            calls it again for that epoch. The checkpoint may have been saved before the first call.
 
     Returns:
         The content of summary.json (only `state` if the run was already completed); with `eval_only`, of eval-*.json.
@@ -74,12 +75,13 @@ def train(
     if config.eval_only:
         outcome = evaluate_only(config, ctx, your_model, data)
     else:
-        with open_run(config, ctx) as attempt:  # ranks are watched, stop signals count, a failure is in status.json
+        # until the block ends, ranks are watched, a stop signal sets a flag, and a failure is written to status.json
+        with open_run(config, ctx) as attempt:
             if attempt.run.claim.is_completed:
                 outcome = {"state": "completed"}
             else:
                 outcome = run_training(assemble(attempt, your_model, data), after_epoch)
-    cleanup_distributed()  # not after a failure: ranks that are gone do not take part
+    cleanup_distributed()  # not after a failure: its barrier would wait for ranks that are gone
     return outcome
 
 
@@ -101,13 +103,15 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
         test_records = training.validation.test_best()
     except Stopped:
         ending = "preempted"
-        checkpoints.save_and_finish()  # saves nothing after the last step, which is saved before the test
+        # after a stop during the test it saves nothing: the last step is saved, and the model has other weights by now
+        checkpoints.save_and_finish()
     except BaseException:
-        checkpoints.finish_begun()  # what this failure need not cost
+        checkpoints.finish_begun()  # a checkpoint that was begun is still written, for a limited time
         raise
-    for part in training.state.parts:
+    for part in training.state.parts:  # before the summary, since the profiler logs here
         part.close()
-    return training.reporter.finish(ending, training.validation.best[0], test_records)
+    best_metric, _ = training.validation.best
+    return training.reporter.finish(ending, best_metric, test_records)
 
 
 def train_epochs(training: Training, after_epoch: Callable[[Training], object] | None) -> None:
@@ -124,7 +128,7 @@ def train_epochs(training: Training, after_epoch: Callable[[Training], object] |
     while not schedule.is_finished:
         train_one_epoch(training)
         if after_epoch:
-            checkpoints.finish_copy()  # it may change the weights
+            checkpoints.finish_copy()  # after_epoch may change the weights
             after_epoch(training)
         if schedule.is_at_end or is_every(config.save_every, schedule.progress.epoch_number):
             # before the evaluation, so that a failure there loses no training; a resume repeats the evaluation
@@ -154,14 +158,14 @@ def train_one_epoch(training: Training) -> None:
     stream = training.loader.micro_batches(progress.epoch, progress.samples_in_epoch)
     for part in state.parts:
         stream = part.micro_batches(stream)
-    while not (schedule.is_epoch_complete or schedule.is_at_end):  # max_steps
+    while not (schedule.is_epoch_complete or schedule.is_at_end):  # max_steps may end the run within an epoch
         if schedule.is_evaluation_due:  # by steps
             leave_steps(training)
             validate(training)  # here, so that a resume at this step evaluates too
             if schedule.is_patience_over:
                 return  # train_epochs ends the run: no evaluation is due, and the epoch does not count as complete
         clock.begin_step(progress.step + 1)
-        state.show(progress)  # what functions of model.py may read
+        state.show(progress)  # to the parts, and to functions of model.py that ask for it
         samples, indices = compute_gradient(training, stream)  # forward and backward
         clock.enter("update")
         checkpoints.finish_copy()  # before the weights change
@@ -170,19 +174,23 @@ def train_one_epoch(training: Training) -> None:
         reporter.step_done(samples, indices)
         if reporter.is_due:
             reporter.log()
-        # the vote of an earlier step, whether to save; it raises Stopped if a rank was asked to stop
+        # step() returns an earlier vote on whether to save. It raises Stopped if a rank was asked to stop.
         if training.consensus.step() or is_every(config.save_every_steps, progress.step):
             training.consensus.flush()  # an earlier vote must not count after a save
             checkpoints.save()
     leave_steps(training)
 
 
-def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[int, list[int]]:
-    """This rank's passes of a step. Returns the samples in the global batch, and the indices of this rank's."""
+def compute_gradient(training: Training, stream: Iterator[MicroBatch]) -> tuple[int, list[int]]:
+    """Compute this rank's gradient of one step. The next call continues the stream where this one stopped.
+
+    Returns:
+        The number of samples in the global batch, and the indices of those of this rank.
+    """
     attempt = training.attempt
     state = training.state
     indices: list[int] = []
-    for micro_batch in stream:  # padding with zero gradient on an idle rank: DDP needs every rank
+    for micro_batch in stream:  # an idle rank gets padding, whose gradient is 0, since DDP waits for every rank
         with training.model.accumulating(micro_batch):
             seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)
             with state.precision.autocast():
@@ -202,9 +210,12 @@ def compute_gradient(training: Training, stream: Iterable[MicroBatch]) -> tuple[
 
 
 def leave_steps(training: Training) -> None:
-    """For an evaluation, before which workers keep the batches that they have fetched, or for the end of an epoch."""
+    """End a row of steps, before an evaluation or at the end of an epoch: write the train record that is due.
+
+    Raises Stopped if a rank was asked to stop.
+    """
     training.attempt.clock.leave_steps()
-    training.consensus.flush()  # an earlier vote must not count after it
+    training.consensus.flush()  # an earlier vote must not count afterwards
     training.reporter.catch_up()
 
 

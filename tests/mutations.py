@@ -59,7 +59,7 @@ MUTATIONS = [
     Mutation('seed_evaluation', 'seed_device(device, "evaluation", seed, function, split, indices[0])', 'pass', 'eval-only'),
     Mutation('Evaluation.records', 'with context, set_apart(self.ctx.device):', 'with context:', 'eval-only'),
     Mutation('Watchdog._look', 'if standing <= TIMES_IN_A_FUNCTION * self._hang_timeout:', 'if False:', 'hang'),  # extra: watch
-    Mutation('_count_threads_in', 'setattr(debugger, name, wait_for_commands)', 'pass', 'hang'),  # extra: watch
+    Mutation('_wrap_method', 'setattr(debugger, name, wait_for_commands)', 'pass', 'hang'),  # extra: watch
     Mutation('_of_8_bits', 'return Image.fromarray((values >> 8).astype("uint8"))', 'return file', 'image-levels'),  # extra: images
     Mutation('_of_8_bits', 'file = Image.alpha_composite(Image.new("RGBA", file.size, "white"), file).convert("RGB")', 'file = file.convert("RGB")', 'image-levels'),  # extra: images
     Mutation('kind_of', 'return HIDDEN if name.startswith(".") or name in OF_TOOLS else os.path.splitext(name)[1].lower()', 'return os.path.splitext(name)[1].lower()', 'splits'),  # extra: images

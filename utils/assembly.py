@@ -1,4 +1,4 @@
-"""Puts a run together: from an attempt and the functions of a fork to all that the training loop uses."""
+"""Builds what the training loop uses, from an attempt and the functions of model.py and dataset.py."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
     run = attempt.run
     clock = attempt.clock
     check_model_module(model_module, attempt.config, ctx)
-    run.begin()
+    run.begin()  # from here on status.json says "running"
 
     sets = load_data(data, attempt.config, ctx)
     config = sets.config  # in which the data have resolved `auto` fields

@@ -206,3 +206,10 @@ def test_shown_images_hold_the_pixels_of_each_picture(monkeypatch):
     for picture, found in zip(pictures, shown, strict=True):
         places = [(x, y) for x in range(0, 128, 3) for y in range(144)]
         assert all(picture.getpixel((x, y)) == tuple(found[:, y, x].tolist()) for x, y in places)
+
+
+def test_images_of_mixed_batches_show_the_class_with_the_largest_share():
+    images, labels = torch.rand(4, 1, 4, 4), torch.tensor([3, 0, 9, 5])
+    shares = 0.7 * nn.functional.one_hot(labels, 10) + 0.3 * nn.functional.one_hot(labels.flip(0), 10)
+    mixed, plain = (model.log_images(nn.Flatten(), (images, each))["predictions"] for each in (shares, labels))
+    assert torch.equal(mixed, plain)

@@ -33,7 +33,7 @@ class ModelLibrary:
     """Models that a library has. The functions raise UserError if the library cannot be used.
 
     title: what one of its models is called in messages.
-    names: the names of its models. The argument is the name that is looked for.
+    names: the names of its models. The argument is the name that the user gave, for messages.
     create: the model of a name, from in_channels, num_classes and image_size; None if it has none of that name.
     """
 
@@ -62,7 +62,7 @@ PUBLISHED_WEIGHTS["torchvision"] = PublishedWeights(  # extra: images
 
 
 def check_model(name: str) -> None:
-    """Accept mini_resnet and the models of the libraries, which are imported only for another name.
+    """Accept mini_resnet and the models of the libraries. A library is imported only for another name.
 
     Raises:
         UserError: for any other name, with the nearest one; or if a library cannot be used.

@@ -38,7 +38,8 @@ class FrozenBatchNorm(nn.Module):
         return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, training=False, eps=self.eps)
 
     def _with_dtype_of_statistics(self, parameter: Tensor | None) -> Tensor | None:
-        """batch_norm refuses others: with `--amp_dtype bf16_params` gathered parameters have 16 bits."""
+        """Convert it, since batch_norm refuses another one. With `--amp_dtype bf16_params` gathered parameters have 16
+        bits."""
         if parameter is None:
             return None
         return parameter.to(self.running_mean.dtype)
@@ -48,11 +49,11 @@ class FrozenBatchNorm(nn.Module):
 
 
 def freeze_backbone(model: nn.Module, heads: Sequence[nn.Module] = ()) -> None:
-    """Train only these parts of a model. The statistics of its BatchNorm layers stay those of the weights.
+    """Train only the heads of a model, and freeze the rest. Its BatchNorm layers keep their statistics.
 
     Args:
         model: the whole model, which is changed.
-        heads: what is trained; none: the last linear or convolutional layer.
+        heads: the modules to train. By default the last linear or convolutional layer.
 
     Raises:
         UserError: for a BatchNorm with a forward of its own, as those of timm that include the activation.

@@ -16,14 +16,14 @@ from utils.example.augment import augment_images, normalize
 class ImageDataset(Dataset):
     """The base of the image sets: uint8 images, augmented and normalized on the device, a batch at a time."""
 
-    cacheable = True  # random transforms run on the device
+    cacheable = True  # __getitem__ draws nothing: random transforms run on the device
     in_memory = False
     split = "train"
     augment = "none"  # on the device: none or crop
     # mixes training batches: of images, labels, the number of classes and a seed
     mixing: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]] | None = None
-    copies = 1
-    checks_labels = False  # when they are read
+    copies = 1  # of each image in an epoch, with --augment_repeats
+    checks_labels = False  # whether reading the labels has already checked them
     image_size: int
     classes: list[str]
     targets: Tensor  # int64 [N]
@@ -73,10 +73,14 @@ class InMemoryImages(ImageDataset):
         std: tuple[float, ...],
         split: str,
     ) -> None:
-        self.images, self.labels, self.classes, self.split = images, labels, classes, split
+        self.images = images
+        self.labels = labels
+        self.classes = classes
+        self.split = split
         self.targets = labels
         self.image_size = images.shape[-1]
-        self.mean, self.std = torch.tensor(mean), torch.tensor(std)
+        self.mean = torch.tensor(mean)
+        self.std = torch.tensor(std)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.images[index], int(self.labels[index])
@@ -93,8 +97,10 @@ def check_labels(dataset: ImageDataset, config: TrainingConfig) -> None:
         raise UserError(
             f"num_classes={classes}: the data has {dataset.num_classes} classes; give that number or leave it auto"
         )
-    labels = getattr(dataset, "labels", torch.empty(0))  # in a folder, labels are classes
-    for sample in ((labels < 0) | (labels >= classes)).nonzero().flatten()[:1].tolist():
+    labels = getattr(dataset, "labels", torch.empty(0))  # a set of folders has none: its labels are the folders
+    wrong = ((labels < 0) | (labels >= classes)).nonzero().flatten().tolist()
+    if wrong:
+        sample = wrong[0]
         raise UserError(
             f"dataset: sample {sample} has label {labels[sample]}, outside the {classes} classes;"
             " fix the label or give num_classes"

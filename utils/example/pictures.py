@@ -24,6 +24,7 @@ def label_pictures(images: Tensor, predicted: list[int], true: list[int]) -> Ten
         picture.paste(Image.fromarray(image.numpy()).resize((128, 128), Image.Resampling.NEAREST))
         color = "green" if guess == label else "red"
         ImageDraw.Draw(picture).text((4, 130), f"{guess}, true {label}", fill=color)
-        flat = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)  # copied: a tensor may be written to
+        # a bytearray, since frombuffer warns about memory that cannot be written
+        flat = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
         shown.append(flat.view(144, 128, 3).permute(2, 0, 1))
     return torch.stack(shown)

@@ -13,10 +13,11 @@ LEAST_EXCESS = 0.25  # seconds over the median in an interval; less is noise
 def note_slowest(run: RunFolder, step: int, ranks: list[list[float]]) -> None:
     """Record and name a rank that takes much longer than the median.
 
-    ranks: as in `LogPoint.record`.
+    ranks: as in `LogPoint.record`. Forward passes stand for "compute", since backward passes wait for other ranks.
     """
-    rank, ratio, cause = slowest([{"data": data, "compute": own} for _, data, own, *_ in ranks])
-    if ratio >= STRAGGLES and sum(ranks[rank][1:3]) * (1 - 1 / ratio) > LEAST_EXCESS:
+    rank, ratio, cause = slowest([{"data": data, "compute": forward} for _, data, forward, *_ in ranks])
+    seconds_over_median = sum(ranks[rank][1:3]) * (1 - 1 / ratio)
+    if ratio >= STRAGGLES and seconds_over_median > LEAST_EXCESS:
         host = run.hosts[rank]
         run.event("straggler", step, rank=rank, host=host, times=round(ratio, 2), cause=cause)
         text = "rank %d on %s is %.1f times slower than the median rank because of its %s"

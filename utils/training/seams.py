@@ -24,7 +24,7 @@ from utils.training.signatures import asks_for
 
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
 REQUIRED = ("create_model", "param_groups", "compute_loss")
-# functions that get the config anyway
+# functions that get the config as an argument anyway, so that it is not bound by its name
 GET_CONFIG = {"check_config", "create_model", "param_groups", "lr_factor", "create_optimizer", "initial_weights"}
 CPU = torch.device("cpu")
 
@@ -48,7 +48,9 @@ def predict(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 
 def first_tensor(batch: Any) -> Tensor | None:
     """The batch itself, or its first entry, if that is a tensor."""
-    first = batch if isinstance(batch, Tensor) else batch[0] if isinstance(batch, tuple | list) and batch else None
+    first = batch
+    if isinstance(batch, tuple | list):
+        first = batch[0] if batch else None
     return first if isinstance(first, Tensor) else None
 
 
@@ -71,7 +73,7 @@ class Seams:
     is_saved: Callable[[str], bool] | None = None
     after_step: Callable[..., None] | None = None
     loss_counts: Callable[[Any], dict[str, Any]] | None = None
-    parts: tuple[Part, ...] = ()  # that these functions take part with
+    parts: tuple[Part, ...] = ()  # those that these functions ask for
 
     @classmethod
     def of(cls, module: ModuleType, config: TrainingConfig | None = None, device: torch.device = CPU) -> Seams:
@@ -92,7 +94,7 @@ class Seams:
         for name, function in functions.items():
             if config and name not in GET_CONFIG and asks_for(function, "config"):
                 functions[name] = functools.partial(function, config=config)
-        functions = {"predict": predict} | functions
+        functions = {"predict": predict} | functions  # the part of summarize calls the default too
         parts = parts_of_functions(functions, device)
         return cls(**functions, parts=tuple(parts))
 

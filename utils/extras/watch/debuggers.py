@@ -13,27 +13,30 @@ import pdb
 import sys
 from typing import Any
 
-# pdb, ipdb and pudb are subclasses of Bdb. An inspection after a failure waits in Pdb.interaction alone.
+# pdb, ipdb and pudb wait inside Bdb.trace_dispatch. After a failure pdb and ipdb wait in Pdb.interaction.
 _BUILT_IN = [(bdb.Bdb, "trace_dispatch"), (pdb.Pdb, "interaction")]
-_waiting_threads: list[str] = []  # the method in which each of them waits
+_waiting_threads: list[str] = []  # an entry for each. Only their number counts: append and pop are atomic, += is not
 
 
 def is_in_debugger() -> bool:
-    """Whether a thread of this process waits in a debugger. Tracing alone, as for coverage, is not a pause."""
-    _count_threads_in_debuggers()
+    """Whether a thread of this process waits in a debugger. Tracing alone, as for coverage, is not a pause.
+
+    The first call wraps the debuggers, so a pause that began before it is not seen.
+    """
+    _wrap_debuggers()
     return bool(_waiting_threads)
 
 
-def _count_threads_in_debuggers() -> None:
-    """Wrap the debuggers that have been imported. pydevd, of VS Code and PyCharm, may be attached at any time."""
+def _wrap_debuggers() -> None:
+    """Wrap those that have been imported. pydevd, of VS Code and PyCharm, may be attached at any time."""
     for debugger, name in _BUILT_IN:
-        _count_threads_in(debugger, name)
+        _wrap_method(debugger, name)
     debugger_class = getattr(sys.modules.get("pydevd"), "PyDB", None)
     if debugger_class:
-        _count_threads_in(debugger_class, "do_wait_suspend")
+        _wrap_method(debugger_class, "do_wait_suspend")
 
 
-def _count_threads_in(debugger: Any, name: str) -> None:
+def _wrap_method(debugger: Any, name: str) -> None:
     method = getattr(debugger, name)
     if hasattr(method, "counts_threads"):
         return
