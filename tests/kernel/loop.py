@@ -81,11 +81,17 @@ class Kernel:
         state, batch = self.state, self.plan.batch([*range(min(self.plan.size, len(self.plan.data)))])
         for _ in range(2):
             with state.autocast():
-                metrics = model.compute_loss(self.model.train(), batch)
+                metrics = self.compute_loss(self.model.train(), batch)
             metrics["loss"][0].backward()
         state.optimizer.zero_grad()
         state.statistics.restore()
         state.begin(metrics, self.plan.per_step)
+
+    def compute_loss(self, net: Any, batch: Any) -> Any:
+        """compute_loss of model.py, with the config if it asks for that."""
+        if "config" in inspect.signature(model.compute_loss).parameters:
+            return model.compute_loss(net, batch, config=self.config)
+        return model.compute_loss(net, batch)
 
     def train(self, until: float) -> None:
         config, state, plan = self.config, self.state, self.plan
@@ -110,7 +116,7 @@ class Kernel:
             with nullcontext() if each.is_last or self.ranks == 1 else self.model.no_sync():
                 seed_device(CPU, "step", self.config.seed, state.step, each.number)
                 with state.autocast():
-                    metrics = model.compute_loss(self.model, batch)
+                    metrics = self.compute_loss(self.model, batch)
                 if not each.is_padding:
                     state.add(metrics, len(each.indices))
                 if each.is_last:
@@ -144,7 +150,7 @@ class Kernel:
             batch = self.held_out.batch(each.indices)
             seed_device(CPU, "evaluation", self.config.seed, "compute_loss", "val", each.indices[0])
             with state.autocast():
-                metrics = model.compute_loss(state.model, batch)
+                metrics = self.compute_loss(state.model, batch)
             sums = sums or Sums(metrics)
             if not each.is_padding:
                 sums.add(metrics)

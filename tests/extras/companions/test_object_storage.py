@@ -210,12 +210,12 @@ def test_the_scripts_and_init_from_take_the_url_of_a_run(runs, bucket, tmp_path)
         attempt(runs, "run", env, "--mirror", url, "--keep_every", 3, "--resume_from", "auto", stops=stops)
     run, (at_12, *_) = runs.folder("run"), [path for path in runs.checkpoints("run") if "12" in path.name]
     commands = [
-        ("export", url, tmp_path / "best.pt"),
+        ("export", url, tmp_path / "best.pt", "--no-ema"),
         ("runs", "--compare", url, run),  # extra: reports
         ("runs", "--diverge", url, run),  # extra: reports and replay
         ("replay", url, "--step", 14),  # extra: replay
     ]
-    commands += [("export", f"{url}/checkpoints/{at_12.name}", tmp_path / "12.pt")]
+    commands += [("export", f"{url}/checkpoints/{at_12.name}", tmp_path / "12.pt", "--no-ema")]
     commands += [("predict", f"{url}/checkpoints/best.pt", "--out", tmp_path / "predictions.pt")]
     env = {**env, "TORCH_HOME": str(tmp_path / "copies")}  # the server that forks ranks may be older than the bucket
     (texts,) = run_ranks(1, use_tools, env, *commands)
