@@ -55,7 +55,7 @@ class Beats:
     """
 
     def __init__(self, store: dist.Store, rank: int, pid: int, address: str, is_of_rank_0: bool) -> None:
-        self._rank, self._address, self.is_of_rank_0 = rank, address, is_of_rank_0
+        self._rank, self._pid, self._address, self.is_of_rank_0 = rank, pid, address, is_of_rank_0
         self._setting, self._reading = store.clone(), store.clone()
         self._calls: queue.SimpleQueue[tuple[Future, Callable] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -63,6 +63,10 @@ class Beats:
         self.set_stack("wrote no stack")
         if rank == 0:
             self._setting.set("failure", NOTHING)
+
+    def for_next_run(self) -> Beats:
+        """Others of the same ranks: a run closes its own when it ends."""
+        return Beats(self._setting, self._rank, self._pid, self._address, self.is_of_rank_0)
 
     def set(self, place: Place) -> None:
         """Returns at once. Raises dist.DistNetworkError if the process that hosts the store is gone."""
