@@ -32,6 +32,7 @@ from utils import assembly
 from utils.distributed.collectives import broadcast_json, lowest_rank
 from utils.distributed.consensus import Consensus, Vote
 from utils.extras import sketches  # extra: sketches
+from utils.training import first_passes
 from utils.training.parallel import wrap_ddp
 
 STEPS = 6
@@ -152,6 +153,7 @@ def pretending(world_size):
     with (
         mock.patch.object(ddp_utils, "open_store", lambda *_: dist.HashStore()),
         mock.patch.object(utils.distributed.device, "raise_file_limit", lambda *_: None),
+        mock.patch.object(first_passes, "raise_file_limit", lambda *_: None),
         mock.patch.object(assembly, "wrap_ddp", without_ddp),
         mock.patch.object(ddp_utils, "exchange_rank_info", exchange_rank_info),
         mock.patch.object(dist, "init_process_group", lambda _, **options: plain_init("fake", **options)),
