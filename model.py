@@ -137,8 +137,8 @@ def compute_loss(model: nn.Module, batch: Any, config: TrainingConfig | None = N
     """{"loss": (sum, count), ...}: the loss and each metric as a sum over the micro-batch and its count.
 
     Args:
-        model: in training or evaluation mode, and possibly wrapped in DDP. Ask torch.is_grad_enabled(), and not
-            model.training: a model may keep itself in evaluation mode, and its DDP wrapper then says something else.
+        model: in training or evaluation mode, and possibly wrapped in DDP. Ask torch.is_grad_enabled() in which one,
+            and not the model: it may keep itself in evaluation mode, and its DDP wrapper then says something else.
         batch: the output of the data set's device_transform: images float [B, C, H, W] and labels int64 [B], or the
             share of each class, float [B, num_classes].
         config: of the run, with the values that the data have resolved. Without it labels are not smoothed.

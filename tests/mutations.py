@@ -110,7 +110,7 @@ MUTATIONS = [
     Mutation('Replicated.accumulating', 'with nullcontext() if micro_batch.is_last else self.no_sync():', 'with self.no_sync() if micro_batch.is_last else nullcontext():', 'gradient'),
     Mutation('TrainState.plan', 'self._loss_scale.fill_(self.sharing.divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
     Mutation('TrainState.update_if_finite', 'divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.sums.loss_count, float(samples)) * 2.0**-self.progress.loss_shift', 'gradient'),
-    Mutation('train_one_epoch', 'state.show(progress)  # what functions of model.py may read', 'pass', 'step-loss'),
+    Mutation('train_one_epoch', 'state.show(progress)  # to the parts, and to functions of model.py that ask for it', 'pass', 'step-loss'),
     Mutation('Validation.validate', 'self.state.show(progress)', 'pass', 'step-loss'),
     Mutation('TrainState._set_lr', 'group["lr"] = group["base_lr"] * factor', 'group["lr"] = group["base_lr"] * self.factor', 'group-factors'),
     Mutation('ddp_options', '"find_unused_parameters": find_unused_parameters,', '"find_unused_parameters": False,', 'unused'),
@@ -220,7 +220,7 @@ MUTATIONS = [
     Mutation('Copier._compare', 'odd, fingerprint = broadcast_json([sorted(odd), shown(whole + buffers[0] + position)], self._ctx)', 'odd, fingerprint = [], ""', 'divergence'),
     Mutation('Writer.look', 'except OSError as error:', 'except BlockingIOError as error:', 'disk'),
     Mutation('Checkpoints._after_copy', 'self.finish_copy()', 'pass', 'resume'),
-    Mutation('train_epochs', 'checkpoints.finish_copy()  # it may change the weights', 'pass', 'resume'),
+    Mutation('train_epochs', 'checkpoints.finish_copy()  # after_epoch may change the weights', 'pass', 'resume'),
     Mutation('Writer._check_progress', 'self._stalled_s = 0.0 if has_moved else self._stalled_s + min(now - self._looked_at, SECONDS_COUNTED)', 'self._stalled_s = 0.0', 'stalled-write'),
     Mutation('_HashingWriter.write', 'self._tick()', 'pass', 'stalled-write'),
     Mutation('OnCheckpoint.leave', 'os.killpg(command.pid, number)', 'command.send_signal(number)', 'command'),  # extra: companions
