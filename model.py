@@ -113,8 +113,8 @@ def initial_weights(config: TrainingConfig) -> dict[str, Tensor]:
 def param_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any]]:
     """Parameter groups, of which each may set its own "lr", and a "name" for lr_factor.
 
-    Parameters of one dimension, such as biases and most of normalization layers, get no weight decay. With
-    norm_weight_decay, all parameters of normalization layers get that one.
+    Parameters of one dimension get no weight decay: biases, and most of those in normalization layers. With
+    norm_weight_decay all parameters of normalization layers get that value.
 
     Parameters in no group are not trained; freeze them in create_model with requires_grad_(False), so that DDP skips
     them.

@@ -257,7 +257,8 @@ class TrainState:
     def weights_of(self, payload: dict[str, Any]) -> dict[str, AbstractContextManager]:
         """Those in a checkpoint, which replace the weights of the model for good; without one, those of the model."""
         found: dict[str, AbstractContextManager] = {}
-        for kind in dict.fromkeys(["model", "ema", *self.weights()]):  # a checkpoint may have an average that we do not
+        kinds = dict.fromkeys(["model", "ema", *self.weights()])  # averaged ones, also if this run averages none
+        for kind in kinds:
             if payload.get(kind):
                 found[kind] = self._loaded(payload, kind)
         return found or {"model": nullcontext()}

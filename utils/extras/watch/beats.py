@@ -65,7 +65,7 @@ class Beats:
             self._setting.set("failure", NOTHING)
 
     def for_next_run(self) -> Beats:
-        """Others of the same ranks: a run closes its own when it ends."""
+        """Heartbeats for another run of the same ranks. Each run closes its own when it ends."""
         return Beats(self._setting, self._rank, self._pid, self._address, self.is_of_rank_0)
 
     def set(self, place: Place) -> None:

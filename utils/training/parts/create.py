@@ -49,7 +49,7 @@ def create_parts(
 
     Args:
         of_functions: from `parts_of_functions`.
-        model: not wrapped in DDP. A TrainState must have it already, since that replaces buffers of BatchNorm.
+        model: not wrapped in DDP. Create its TrainState before, since that replaces buffers of BatchNorm.
         is_saved: of model.py, if it has one: whether checkpoints hold the parameter of this name.
 
     Raises:
