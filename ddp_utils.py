@@ -14,8 +14,8 @@ from utils.distributed.rendezvous import exchange_rank_info, open_store, start_h
 from utils.run.checkpoints import Checkpoints
 from utils.run.resume import load_checkpoint
 from utils.signals import follow_torchrun
-from utils.training.parallel import wrap_ddp
-from utils.training.replicated import unwrap
+from utils.training.ddp_model import unwrap
+from utils.training.gradient_strategy import wrap_ddp
 
 __all__ = [
     "DistributedContext",
@@ -62,7 +62,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         fast_bf16=all(each["bf16"] for each in rank_infos),
         launch=launch,
         control_ref=weakref.ref(control),
-        beats=beats,
+        heartbeats=beats,
     )
 
 

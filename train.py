@@ -13,11 +13,11 @@ with ends_with_a_sentence():  # a setting that config.py declares wrongly ends t
     from config import PATHS, TrainingConfig
 
 from utils.run.command_line import check_command_line
-from utils.signals import hold
+from utils.signals import catch_stop_signals
 
 if __name__ == "__main__":
     check_command_line()  # before torch is imported, which takes seconds
-    hold()  # stop signals: the run acts on them once it can save
+    catch_stop_signals()  # stop signals: the run acts on them once it can save
 
 import faulthandler
 import sys
@@ -35,8 +35,8 @@ from utils.data.sampler import MicroBatch
 from utils.distributed.collectives import broadcast_json
 from utils.distributed.consensus import Stopped, is_every
 from utils.rng import seed_device
-from utils.run.ending import PREEMPTED, for_torchrun, leave_after, released
 from utils.run.evaluate_only import evaluate_only
+from utils.run.exit import PREEMPTED, cleaned_up, exit_with_error, prepare_for_torchrun
 from utils.run.start import open_run
 
 
@@ -47,12 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         outcome = train(config)
     except Exception as error:
-        raise for_torchrun(error) from error.__cause__
+        raise prepare_for_torchrun(error) from error.__cause__
     is_preempted = outcome.get("state") == "preempted"
     return PREEMPTED if is_preempted and not read_launch().is_under_torchrun else 0
 
 
-@released()
+@cleaned_up()
 def train(
     config: TrainingConfig, data: Any = your_data, after_epoch: Callable[[Training], object] | None = None
 ) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def train(
     else:
         # until the block ends, ranks are watched, a stop signal sets a flag, and a failure is written to status.json
         with open_run(config, ctx) as attempt:
-            if attempt.run.claim.is_completed:
+            if attempt.run.start_decision.is_completed:
                 outcome = {"state": "completed"}
             else:
                 outcome = run_training(assemble(attempt, your_model, data), after_epoch)
@@ -194,7 +194,7 @@ def compute_gradient(training: Training, stream: Iterator[MicroBatch]) -> tuple[
         with training.model.accumulating(micro_batch):
             seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)
             with state.precision.autocast():
-                metrics = training.seams.compute_loss(training.model, micro_batch.batch)
+                metrics = training.hooks.compute_loss(training.model, micro_batch.batch)
             metrics = state.after_forward(metrics, micro_batch.number)
             if not micro_batch.is_padding:
                 state.sums.add(metrics, micro_batch)
@@ -231,7 +231,7 @@ def run_as_script() -> None:
     try:
         sys.exit(main())
     except (Exception, KeyboardInterrupt) as error:
-        leave_after(error)
+        exit_with_error(error)
 
 
 if __name__ == "__main__":

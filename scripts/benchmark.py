@@ -97,7 +97,7 @@ from lib.benchmark import find_batch, speed
 from lib.benchmark.turns import facts
 from utils.distributed.collectives import broadcast_json, on_rank_0
 from utils.files import replace_json
-from utils.run.ending import leave_after
+from utils.run.exit import exit_with_error
 
 
 @record
@@ -144,4 +144,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except (Exception, KeyboardInterrupt) as error:
-        leave_after(error)
+        exit_with_error(error)

@@ -41,8 +41,8 @@ from utils.packages import import_for
 from utils.run.command_line import open_output
 from utils.run.resume import compare_evaluated
 from utils.settings.errors import UserError
+from utils.training.hooks import ModelHooks
 from utils.training.parts.unsaved import KEY, complete
-from utils.training.seams import Seams
 
 LOAD = """\
 import torch; from config import TrainingConfig; from model import create_model
@@ -119,13 +119,13 @@ def example(config: TrainingConfig, payload: dict[str, Any]) -> tuple[nn.Module,
     """
     ctx = setup_distributed(config)
     data = load_data(dataset, config, ctx)
-    seams = Seams.of(fork, data.config)
+    hooks = ModelHooks.from_module(fork, data.config)
     for line in compare_evaluated(payload, data.config, "train", data):
         print(f"changed: {line}", file=sys.stderr)
     loader = create_evaluation_dataloader(data.train, config, ctx)
-    inputs = seams.example_inputs(loader.fetch([0, len(data.train) - 1])[2])
+    inputs = hooks.example_inputs(loader.fetch([0, len(data.train) - 1])[2])
     cleanup_distributed()
-    net = seams.create_model(data.config, torch.device("cpu")).eval()
+    net = hooks.create_model(data.config, torch.device("cpu")).eval()
     check_arguments(net, inputs, "example_inputs(batch) that returns a tuple of this model's arguments")
     return net, tuple(inputs), data.config
 
@@ -224,7 +224,7 @@ def classifies_zeros(config: TrainingConfig, saved: dict[str, Any]) -> bool:
     size: Any = getattr(config, "image_size", None)
     shape = (2, count_channels(saved), size, size)
     with suppress(Exception):  # a model that needs other inputs fails in any way; what it returns is unknown then
-        net = Seams.of(fork).create_model(config, torch.device("cpu")).eval()
+        net = ModelHooks.from_module(fork).create_model(config, torch.device("cpu")).eval()
         return gives_class_scores(net, (torch.zeros(shape),), saved["classes"])
     return False
 
@@ -308,7 +308,7 @@ def main() -> int:
         check_only_saved(options, saved[KEY], has_code)
         if unsaved := saved.pop(KEY):
             torch.manual_seed(config.seed)
-            net = Seams.of(fork).create_model(config, torch.device("cpu"))
+            net = ModelHooks.from_module(fork).create_model(config, torch.device("cpu"))
             saved["model"] = complete(saved["model"], unsaved, net, {}, str(source))
         shapes, is_classifier = "", False
         is_image_model = has_image_filters(saved)

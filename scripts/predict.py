@@ -45,12 +45,12 @@ from utils.logger import ALIKE, setup_logger, show_progress
 from utils.rng import seed_evaluation
 from utils.run.command_line import open_output
 from utils.run.create import create_state
-from utils.run.ending import leave_after, watched
+from utils.run.exit import exit_with_error, supervised
 from utils.run.resume import compare_evaluated
 from utils.run.start import check_alike
 from utils.settings.errors import UserError
+from utils.training.hooks import ModelHooks, first_tensor
 from utils.training.outputs import OTHER_NAMES, Outputs, in_order
-from utils.training.seams import Seams, first_tensor
 from utils.training.state import TrainState
 
 FLOAT32 = {"use_amp": False, "amp_dtype": "auto"}
@@ -71,7 +71,7 @@ def main() -> None:
     config = TrainingConfig.from_args(flags, saved | {"init_from": "", "resume_from": "", "overwrite": False} | FLOAT32)
     out = options.out or beside / "predictions.pt"
     ctx = setup_distributed(config)
-    with watched(out.parent, config, ctx):
+    with supervised(out.parent, config, ctx):
         check_alike(config, ctx)
         run(options, config, out, ctx)
     cleanup_distributed()
@@ -85,8 +85,8 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
     if options.split == "predict":
         data["predict"] = on_all_ranks(lambda: your_data.create_dataset(sets.config, "predict"), ctx)
     dataset = on_all_ranks(lambda: choose(data, options.split), ctx)
-    seams = Seams.of(fork, sets.config, ctx.device)
-    state = on_all_ranks(lambda: create_state(seams, sets.config, ctx, is_resumed=True), ctx)
+    hooks = ModelHooks.from_module(fork, sets.config, ctx.device)
+    state = on_all_ranks(lambda: create_state(hooks, sets.config, ctx, is_resumed=True), ctx)
     payload = load_checkpoint(options.checkpoint, ctx, state.sharded())
     on_all_ranks(lambda: check(options, out), ctx)
     kind = on_all_ranks(lambda: choose_weights(payload, options.ema, options.checkpoint), ctx)
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
 
     split = split_of(dataset, options.split)
     seed = functools.partial(seed_evaluation, ctx.device, sets.config.seed, "predict", split)
-    outputs = on_all_ranks(lambda: predict(seams, state, loader, seed, progress), ctx)
+    outputs = on_all_ranks(lambda: predict(hooks, state, loader, seed, progress), ctx)
     require_equal(sorted(outputs.batches), f"{OTHER_NAMES} ({{first}} and {{other}})", ctx)
     part = out.with_name(f"{out.name}.rank{ctx.rank}")
     try:
@@ -138,20 +138,22 @@ def choose(data: dict[str, Any], split: str) -> Any:
 
 
 @torch.no_grad()
-def predict(seams: Seams, state: TrainState, loader: GlobalBatchLoader, seed, progress) -> Outputs:
+def predict(hooks: ModelHooks, state: TrainState, loader: GlobalBatchLoader, seed, progress) -> Outputs:
     """The outputs for this rank's samples. seed: called with the indices of each micro-batch.
 
     Raises UserError if the outputs of a batch are in another order than its samples.
     """
-    net, outputs = state.model.eval(), Outputs(seams.predict, seed)
+    net, outputs = state.model.eval(), Outputs(hooks.predict, seed)
 
     def predicted(batch: Any) -> dict[str, torch.Tensor]:
         with state.precision.autocast():
-            return seams.predict(net, batch)
+            return hooks.predict(net, batch)
 
     for step, micro_batch in enumerate(loader.micro_batches(epoch=0), 1):
         first = first_tensor(micro_batch.batch)
-        if step == 1 and seams.predict is Seams.predict and first is not None:  # the default, which says what it lacks
+        if (
+            step == 1 and hooks.predict is ModelHooks.predict and first is not None
+        ):  # the default, which says what it lacks
             check_arguments(net, (first,), "predict(model, batch)")
         with state.precision.autocast():
             outputs.add(net, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
@@ -182,4 +184,4 @@ if __name__ == "__main__":
     try:
         main()
     except (Exception, KeyboardInterrupt) as error:
-        leave_after(error)
+        exit_with_error(error)

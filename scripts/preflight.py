@@ -59,12 +59,12 @@ from utils.files import replace_json
 from utils.logger import count
 from utils.run import provenance
 from utils.run.create import create_state
-from utils.run.ending import leave_after
+from utils.run.exit import exit_with_error
 from utils.run.start import check_alike
 from utils.table import format_table
+from utils.training.hooks import ModelHooks, check_model_module
 from utils.training.parts.weight_average import WeightAverage
 from utils.training.precision import Precision
-from utils.training.seams import Seams, check_model_module
 
 
 @record
@@ -104,7 +104,7 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
         return len(train_set)
 
     def create() -> dict[str, int]:
-        state = create_state(Seams.of(train.your_model, config, ctx.device), config, ctx)
+        state = create_state(ModelHooks.from_module(train.your_model, config, ctx.device), config, ctx)
         gradient = sum(p.nbytes for group in state.optimizer.param_groups for p in group["params"])
         weights = sum(value.nbytes for value in state.model.state_dict().values())
         average = state.part(WeightAverage)
@@ -215,4 +215,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except (Exception, KeyboardInterrupt) as error:
-        leave_after(error)
+        exit_with_error(error)

@@ -52,12 +52,12 @@ from utils.distributed.consensus import Stopped
 from utils.files import read_json, read_lines, replace_file
 from utils.rng import seed_device
 from utils.run.command_line import open_output
-from utils.run.ending import leave_after
+from utils.run.exit import exit_with_error
 from utils.settings.errors import UserError
 from utils.table import format_table
 from utils.training.fingerprint import fingerprint_of
+from utils.training.hooks import ModelHooks
 from utils.training.parts.loss_terms import LossTerms
-from utils.training.seams import Seams
 from utils.training.step_sums import StepSums
 
 SHOWN = 8
@@ -165,7 +165,7 @@ def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -
     saved = payload["config"] if payload and is_inside else read_json(run / "config.json")
     plain: dict[str, Any] = {"init_method": "", "on_checkpoint": "", "track": "none", "sharding": "none"}
     plain |= dict.fromkeys(OFF, 0) | ({"init_from": ""} if payload else {})
-    if Seams.of(fork).lr_factor is Seams.lr_factor:  # else the schedule may depend on evaluations
+    if ModelHooks.from_module(fork).lr_factor is ModelHooks.lr_factor:  # else the schedule may depend on evaluations
         plain |= {"eval_every_steps": 0}
     sizes = {"global_batch_size": origin["global_batch_size"], "grad_accum_steps": 1}
     return TrainingConfig.from_args(flags, saved | plain | sizes)
@@ -247,7 +247,7 @@ def go_on(ours: Ours, step: int) -> None:
 
 def begin_epoch(ours: Ours) -> None:
     """At the end of an epoch, begin the next one, as a run does."""
-    state, has_schedule = ours.state, Seams.of(fork).lr_factor is not Seams.lr_factor
+    state, has_schedule = ours.state, ModelHooks.from_module(fork).lr_factor is not ModelHooks.lr_factor
     if state.schedule.is_epoch_complete:
         if has_schedule and state.schedule.is_evaluation_due and "val" in ours.training.held_out:
             train.validate(ours.training)  # the fork's schedule may depend on it
@@ -260,17 +260,17 @@ def copies(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def examine(step: Step, plan: list[MicroBatch], ours: Ours) -> None:
     """Compute the micro-batches once more with the weights before the step, and then each sample by itself."""
-    seams, config, loader, device = ours.training.seams, ours.config, ours.loader, ours.loader.device
+    hooks, config, loader, device = ours.training.hooks, ours.config, ours.loader, ours.loader.device
     epoch = step.epoch
-    model = seams.create_model(config, device)
+    model = hooks.create_model(config, device)
     model.load_state_dict(step.before)
 
-    terms = seams.part(LossTerms)
+    terms = hooks.part(LossTerms)
 
     def loss_of(batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
         seed_device(device, "step", config.seed, step.number - 1, micro_batch.number)
         with ours.state.precision.autocast():
-            total, counted = seams.compute_loss(model, batch)["loss"][:2]
+            total, counted = hooks.compute_loss(model, batch)["loss"][:2]
             if terms:
                 return terms.mean(total), 0.0
             return total, counted
@@ -303,7 +303,7 @@ def examine(step: Step, plan: list[MicroBatch], ours: Ours) -> None:
     for index in step.indices:
         where, batch = f"sample {index}", loader.fetch([index], epoch)[2]
         with torch.no_grad(), ours.state.precision.autocast(), watching(model, batch, step.places, where):
-            total, counted = seams.compute_loss(model, batch)["loss"][:2]
+            total, counted = hooks.compute_loss(model, batch)["loss"][:2]
         counted = torch.as_tensor(counted)
         step.losses.append(torch.where(counted == 0, 0.0, total / counted).sum().item())
         if not is_finite(total):
@@ -398,4 +398,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except (Exception, KeyboardInterrupt) as error:
-        leave_after(error)
+        exit_with_error(error)

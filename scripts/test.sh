@@ -100,7 +100,7 @@ if [ -z "$has_path" ]; then
                 add tests/faults tests/extras tests/distributed tests/unit
                 options+=(--ignore=tests/extras/images) # of the built-in data
             else
-                add tests/distributed/test_{exact_*,other_ranks,kernel,oracle,fork*,*seams,resume,refusals}.py
+                add tests/distributed/test_{exact_*,other_ranks,kernel,oracle,fork*,*hooks,resume,refusals}.py
                 add tests/distributed/test_predict*.py tests/extras/{terms,summarize} tests/unit
                 for name in lock rendezvous processes; do # of the machine, and take long
                     [ ! -e "tests/unit/test_$name.py" ] || options+=("--ignore=tests/unit/test_$name.py")

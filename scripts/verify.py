@@ -79,13 +79,13 @@ from lib.verify.run_checks import plain_load, reduction, resume, training, weigh
 from lib.verify.schedule_check import schedule
 from utils.data.sets import kind_of, load_data
 from utils.distributed import device
-from utils.distributed.collectives import all_gather_json, is_of_a_peer
+from utils.distributed.collectives import all_gather_json, is_peer_failure
 from utils.distributed.context import single_environment
 from utils.extras import verify as verified
 from utils.files import replace_json
 from utils.run import provenance
-from utils.run.ending import leave_after
-from utils.training.seams import Seams, check_model_module
+from utils.run.exit import exit_with_error
+from utils.training.hooks import ModelHooks, check_model_module
 
 # in this order: an early failure is usually the cause of later ones
 CHECKS = (order, content, loss, parameters, schedule, evaluation, gradient, training, weights, resume, plain_load)
@@ -150,7 +150,9 @@ def prepare(config: TrainingConfig) -> Fork:
     check_model_module(model, config, ctx)
     sets = load_data(dataset, config, ctx)
     held_out = next(iter(sets.held_out.values()), None)
-    fork = Fork(sets.config, sets.train, held_out, ctx, folder, Seams.of(model, sets.config, ctx.device), config)
+    fork = Fork(
+        sets.config, sets.train, held_out, ctx, folder, ModelHooks.from_module(model, sets.config, ctx.device), config
+    )
     fork.choose_precision()
     return fork
 
@@ -189,7 +191,7 @@ class Report:
             self._note(name, False, str(problem), began, hint)
         except Exception as error:
             # it may have failed on this rank only, with the others waiting in a collective: every rank has to exit
-            rank, is_peers = self._fork.ctx.rank, is_of_a_peer(error)
+            rank, is_peers = self._fork.ctx.rank, is_peer_failure(error)
             if rank or is_peers:
                 time.sleep(3)  # let rank 0 report first if it has the same error, and the cause come before lost peers
             if not is_peers:
@@ -199,7 +201,7 @@ class Report:
             logging.disable(logging.NOTSET)
             self._fork.clean_up()
             RESULT.end("could not run", f"rank {rank}: {one_line(error)}")  # unless it is broken
-            leave_after(error, RESULT.exit_code)
+            exit_with_error(error, RESULT.exit_code)
         finally:
             logging.disable(logging.NOTSET)
 
@@ -271,4 +273,4 @@ if __name__ == "__main__":
         os._exit(RESULT.exit_code)
     except Exception as error:
         RESULT.end("could not run", str(error) if isinstance(error, UserError) else one_line(error))
-        leave_after(error, RESULT.exit_code)
+        exit_with_error(error, RESULT.exit_code)

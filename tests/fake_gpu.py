@@ -49,7 +49,7 @@ from utils.clock import Clock
 from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
 from utils.distributed.context import DistributedContext
 from utils.metrics import MetricTracker
-from utils.run import copier as copier_module
+from utils.run import async_snapshot as copier_module
 from utils.run.checkpoints import Checkpoints
 from utils.run.create import create_state
 from utils.training import fingerprint
@@ -57,8 +57,8 @@ from utils.training import first_passes as first_passes_module
 from utils.training.batchnorm import RunningStats
 from utils.training.evaluation import Evaluation
 from utils.training.first_passes import first_passes
-from utils.training.parallel import wrap_ddp
-from utils.training.seams import Seams
+from utils.training.gradient_strategy import wrap_ddp
+from utils.training.hooks import ModelHooks
 from utils.training.step_sums import StepSums
 
 DEVICE, EPOCHS = "fakegpu", 2
@@ -345,15 +345,15 @@ def planned(sampler):
 
 
 def train_and_save(recorder, loader, held_out, config, ctx):
-    seams, clock, sampler = Seams.of(your_model, config, ctx.device), loader._clock, loader.sampler
-    state = create_state(seams, config, ctx)
+    hooks, clock, sampler = ModelHooks.from_module(your_model, config, ctx.device), loader._clock, loader.sampler
+    state = create_state(hooks, config, ctx)
     model = wrap_ddp(state.model, config, ctx)
     first_passes(
         model,
         state,
         loader,
         held_out,
-        seams,
+        hooks,
         ctx,
         best_metric=config.best_metric,
         max_steps=config.max_steps,
@@ -366,15 +366,15 @@ def train_and_save(recorder, loader, held_out, config, ctx):
         (state.optimizer, "step", "optimizer"),
     ):
         recorder.patch(owner, name, part)
-    compute_loss = SimpleNamespace(f=seams.compute_loss)
+    compute_loss = SimpleNamespace(f=hooks.compute_loss)
     recorder.patch(compute_loss, "f", "forward")
-    seams = dataclasses.replace(seams, compute_loss=compute_loss.f)
+    hooks = dataclasses.replace(hooks, compute_loss=compute_loss.f)
     attempt = SimpleNamespace(config=config, ctx=ctx, clock=clock)
     nothing = mock.MagicMock()
     nothing.step.return_value = False
     reporter = mock.Mock(is_due=False, step_done=lambda *_: steps.append(recorder.take()))
     training = SimpleNamespace(
-        **{"attempt": attempt, "seams": seams, "loader": loader, "state": state, "model": model},
+        **{"attempt": attempt, "hooks": hooks, "loader": loader, "state": state, "model": model},
         **{"consensus": nothing, "checkpoints": nothing, "reporter": reporter},
     )
     recorder.part = "update"
@@ -385,9 +385,9 @@ def train_and_save(recorder, loader, held_out, config, ctx):
         state.schedule.end_epoch()
     recorder.take()
     recorder.part = "log point"
-    state.interval.begin_read(fingerprint.fingerprint(state))
+    state.log_window.begin_read(fingerprint.fingerprint(state))
     log_point, recorder.part = recorder.take(), "evaluation"
-    Evaluation(state.model, seams, state.precision, ctx, state.parts).records(
+    Evaluation(state.model, hooks, state.precision, ctx, state.parts).records(
         "val", held_out["val"], state.weights(), state.progress
     )
     found = {"first step": steps[0], "step": steps[-1], "log point": log_point, "evaluation": recorder.take()}

@@ -44,8 +44,8 @@ class Mutation:
 MUTATIONS = [
     Mutation('GlobalBatchSampler.smallest', 'return [self.order(0)[-(samples % size) :].tolist()]', 'return []', 'smallest'),
     Mutation('TrainState.lay_out', 'self.sums.metrics.values.zero_()', 'pass', 'smallest'),
-    Mutation('released', 'lock.close()', 'pass', 'living-process'),
-    Mutation('released', 'let_go(error)', 'pass', 'living-process'),
+    Mutation('cleaned_up', 'lock.close()', 'pass', 'living-process'),
+    Mutation('cleaned_up', 'drop_traceback(error)', 'pass', 'living-process'),
     Mutation('import_for', 'except Exception as error:', 'except ImportError as error:', 'packages'),
     Mutation('Board._write', 'self._folder = None', 'pass', 'packages'),
     Mutation('raise_file_limit', 'need = FILES + FILES_PER_RANK * world_size + FILES_PER_WORKER * workers + tensors', 'need = FILES + FILES_PER_RANK * world_size + FILES_PER_WORKER * workers', 'open-files'),
@@ -54,11 +54,11 @@ MUTATIONS = [
     Mutation('single_environment', 'return {name: value for name, value in os.environ.items() if not OF_A_RANK.fullmatch(name)}', 'return dict(os.environ)', 'command'),  # extra: companions
     Mutation('compare_evaluated', 'line, is_other = compare_data(before[split], here[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),
     Mutation('best_name', 'return path.stem if best.is_dir() else path.name', 'return ""', 'keep-last'),
-    Mutation('claim', 'move_back(new)', 'pass', 'mirror-owner'),  # extra: companions
-    Mutation('RunFolder._is_undone', 'move_back(moved)', 'pass', 'mirror-owner'),  # extra: companions
+    Mutation('decide_start', 'restore_existing_run(new)', 'pass', 'mirror-owner'),  # extra: companions
+    Mutation('RunFolder._is_undone', 'restore_existing_run(moved)', 'pass', 'mirror-owner'),  # extra: companions
     Mutation('seed_evaluation', 'seed_device(device, "evaluation", seed, function, split, indices[0])', 'pass', 'eval-only'),
     Mutation('Evaluation.records', 'with context, set_apart(self.ctx.device):', 'with context:', 'eval-only'),
-    Mutation('Watchdog._look', 'if standing <= TIMES_IN_A_FUNCTION * self._hang_timeout:', 'if False:', 'hang'),  # extra: watch
+    Mutation('Watchdog._handle_stall', 'if seconds <= TIMES_IN_A_FUNCTION * self._hang_timeout:', 'if False:', 'hang'),  # extra: watch
     Mutation('_wrap_method', 'setattr(debugger, name, wait_for_commands)', 'pass', 'hang'),  # extra: watch
     Mutation('_of_8_bits', 'return Image.fromarray((values >> 8).astype("uint8"))', 'return file', 'image-levels'),  # extra: images
     Mutation('_of_8_bits', 'file = Image.alpha_composite(Image.new("RGBA", file.size, "white"), file).convert("RGB")', 'file = file.convert("RGB")', 'image-levels'),  # extra: images
@@ -76,8 +76,8 @@ MUTATIONS = [
     Mutation('_list_of', 'return collect(kind.read(part) for part in value)', 'return [kind.read(part) for part in value]', 'config'),
     Mutation('expand', 'return os.path.expanduser(os.path.expandvars(path))', 'return path', 'paths'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].add_(other.values[:size])', 'no-silence'),
-    Mutation('Interval.finish_read', 'sums.sum_of("skipped_steps").add_(len(norms) - len(finite))', 'pass', 'no-silence'),
-    Mutation('Copier._compare', 'self._odd_buffers = next((rank for rank, each in enumerate(buffers) if each != buffers[0]), None)', 'pass', 'other-buffers'),
+    Mutation('LogWindow.finish_read', 'sums.sum_of("skipped_steps").add_(len(norms) - len(finite))', 'pass', 'no-silence'),
+    Mutation('AsyncSnapshot._compare_ranks', 'self._odd_rank = next((rank for rank, each in enumerate(buffers) if each != buffers[0]), None)', 'pass', 'other-buffers'),
     Mutation('StoredRun.checkpoints', 'names = [*owner.get("inherits", []), *self.names(f"{latest:08d}/manifests")]', 'names = [name for name in self.names() if "/manifests/" in name]', 'mirror-owner'),  # extra: companions
     Mutation('StoredRun.fetch', 'if archive.verify(place / part).digest != file["sha256"]:', 'if False:', 'mirror-resume'),  # extra: companions
     Mutation('StoredRun.restore_own_records', 'self._restore(name, path)', 'pass', 'mirror-resume'),  # extra: companions
@@ -98,7 +98,7 @@ MUTATIONS = [
     Mutation('watch', 'os._exit(0)', 'pass', 'companion'),  # extra: companions
     Mutation('link', 'os.link(file, copy)', 'copy.symlink_to(file)', 'companion'),  # extra: companions
     Mutation('Storage.create', 'with open(path, "xb") as file:', 'with open(path, "wb") as file:', 'mirror-owner'),  # extra: companions
-    Mutation('Copier._compare', 'odd, fingerprint = broadcast_json([sorted(odd), shown(whole + buffers[0] + position)], self._ctx)', 'odd, fingerprint = broadcast_json([sorted(odd), shown(whole)], self._ctx)', 'fingerprint'),
+    Mutation('AsyncSnapshot._compare_ranks', 'odd, fingerprint = broadcast_json([sorted(odd), shown(whole + buffers[0] + position)], self._ctx)', 'odd, fingerprint = broadcast_json([sorted(odd), shown(whole)], self._ctx)', 'fingerprint'),
     Mutation('nodes_apart', 'latest[host].append(rank)', 'nodes[-1][1].append(rank)', 'mirror-resume'),  # extra: companions
     Mutation('_totals', 'products *= _keys(device)[first : first + len(products)]', 'pass', 'fingerprint'),
     Mutation('_totals', 'totals[device] += products.sum() * (derive_seed(name, block) | 1)', 'totals[device] += products.sum()', 'fingerprint'),
@@ -107,14 +107,14 @@ MUTATIONS = [
     Mutation('fingerprint', 'dist.all_reduce(total, group=group)', 'pass', 'fingerprint'),
     Mutation('first_gap', 'if "fingerprint" in names or (names and not one.keys() & other.keys() & {"fingerprint"}):', 'if names:', 'diverge'),  # extra: replay and reports
     Mutation('content', 'places = unequal(mine, its)', 'places = unequal(mine, mine)', 'diverge'),  # extra: replay and reports
-    Mutation('Replicated.accumulating', 'with nullcontext() if micro_batch.is_last else self.no_sync():', 'with self.no_sync() if micro_batch.is_last else nullcontext():', 'gradient'),
-    Mutation('TrainState.plan', 'self._loss_scale.fill_(self.sharing.divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
+    Mutation('DDPModel.accumulating', 'with nullcontext() if micro_batch.is_last else self.no_sync():', 'with self.no_sync() if micro_batch.is_last else nullcontext():', 'gradient'),
+    Mutation('TrainState.plan', 'self._loss_scale.fill_(self.strategy.divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
     Mutation('TrainState.update_if_finite', 'divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.sums.loss_count, float(samples)) * 2.0**-self.progress.loss_shift', 'gradient'),
     Mutation('train_one_epoch', 'state.show(progress)  # to the parts, and to functions of model.py that ask for it', 'pass', 'step-loss'),
     Mutation('Validation.validate', 'self.state.show(progress)', 'pass', 'step-loss'),
     Mutation('TrainState._set_lr', 'group["lr"] = group["base_lr"] * factor', 'group["lr"] = group["base_lr"] * self.factor', 'group-factors'),
     Mutation('ddp_options', '"find_unused_parameters": find_unused_parameters,', '"find_unused_parameters": False,', 'unused'),
-    Mutation('ExactlyReplicated.__init__', 'self._is_static, self._count = is_static or self.find_unused_parameters, dist.get_world_size()', 'self._is_static, self._count = is_static, dist.get_world_size()', 'unused'),  # extra: exact
+    Mutation('ExactDDPModel.__init__', 'self._is_static, self._count = is_static or self.find_unused_parameters, dist.get_world_size()', 'self._is_static, self._count = is_static, dist.get_world_size()', 'unused'),  # extra: exact
     Mutation('seed_device', 'for generator in (torch.default_generator, *on_device):', 'for generator in on_device or [torch.default_generator]:', 'unused'),
     Mutation('factors_of', 'if wrong := sorted(set(names) ^ factor.keys()):', 'if wrong := sorted(set(names) - factor.keys()):', 'group-factors'),
     Mutation('AfterStep.after_update', 'self._after_step(model, self.view, (1 - skipped).double())', 'self._after_step(model, self.view, torch.ones_like(skipped).double())', 'after-step'),
@@ -176,7 +176,7 @@ MUTATIONS = [
     Mutation('Evaluation.means', 'if not micro_batch.is_padding:', 'if True:', 'evaluation-counts'),
     Mutation('Evaluation.means', 'if count != (whole := len(loader.dataset)):', 'if False:', 'evaluation-counts'),
     Mutation('train_twice', 'for _ in range(2):', 'for _ in range(0):', 'resume'),
-    Mutation('TrainState._load', 'self.interval.load_state(progress.pop("interval"))', 'progress.pop("interval")', 'resume'),
+    Mutation('TrainState._load', 'self.log_window.load_state(progress.pop("interval"))', 'progress.pop("interval")', 'resume'),
     Mutation('Schedule.is_evaluation_due', 'return is_due and progress.evaluated_step != progress.step', 'return is_due', 'evaluation-by-steps'),
     Mutation('validate', 'training.model.train()', 'pass', 'evaluation-by-steps'),
     Mutation('train_one_epoch', 'if schedule.is_patience_over:', 'if False:', 'evaluation-by-steps'),
@@ -206,18 +206,18 @@ MUTATIONS = [
     Mutation('Consensus.flush', 'self._start(every=1)', 'pass', 'stop'),
     Mutation('train_one_epoch', 'training.consensus.flush()  # an earlier vote must not count after a save', 'pass', 'stop'),
     Mutation('ignore_in_worker', 'signal.signal(number, signal.SIG_IGN)', 'signal.signal(number, signal.SIG_DFL)', 'stop'),
-    Mutation('StopSignals._keep', 'self._received, self.came_at = signal.Signals(number).name, time.monotonic()', 'pass', 'stop'),
+    Mutation('StopSignals._record', 'self._received, self.received_at = signal.Signals(number).name, time.monotonic()', 'pass', 'stop'),
     Mutation('cleanup_distributed', 'dist.barrier()', 'pass', 'clean-exit'),
-    Mutation('on_all_ranks', 'if (rank := lowest_rank(bool(problem[0]), ctx)) is None:', 'if (rank := ctx.rank if problem[0] else None) is None:', 'one-sentence'),
+    Mutation('on_all_ranks', 'if (rank := first_rank_where(bool(problem[0]), ctx)) is None:', 'if (rank := ctx.rank if problem[0] else None) is None:', 'one-sentence'),
     Mutation('replace_file', 'os.fsync(file.fileno())', 'pass', 'whole-file'),
     Mutation('replace_file', 'flush_folder(path.parent)', 'pass', 'whole-file'),
     Mutation('replace_file', 'temporary = temporary_of(path)', 'temporary = path', 'whole-file'),
     Mutation('verify', 'if is_hashed and trailer.digest != digest:', 'if False:', 'damaged'),
     Mutation('check_name', 'if (name := STEP_NAME.fullmatch(path.name)) and int(name[1]) != step:', 'if False:', 'damaged'),
     Mutation('latest_valid', 'if skipped:', 'if False:', 'all-damaged'),
-    Mutation('load', 'return retried(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped))', 'return retried(lambda: torch.load(path, map_location="cpu", weights_only=False, mmap=is_mapped))', 'untrusted'),
+    Mutation('load', 'return retry(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped))', 'return retry(lambda: torch.load(path, map_location="cpu", weights_only=False, mmap=is_mapped))', 'untrusted'),
     Mutation('superseded', 'for step in list(steps)[:-keep_last]:', 'for step in list(steps)[:-1]:', 'keep-last'),
-    Mutation('Copier._compare', 'odd, fingerprint = broadcast_json([sorted(odd), shown(whole + buffers[0] + position)], self._ctx)', 'odd, fingerprint = [], ""', 'divergence'),
+    Mutation('AsyncSnapshot._compare_ranks', 'odd, fingerprint = broadcast_json([sorted(odd), shown(whole + buffers[0] + position)], self._ctx)', 'odd, fingerprint = [], ""', 'divergence'),
     Mutation('Writer.look', 'except OSError as error:', 'except BlockingIOError as error:', 'disk'),
     Mutation('Checkpoints._after_copy', 'self.finish_copy()', 'pass', 'resume'),
     Mutation('train_epochs', 'checkpoints.finish_copy()  # after_epoch may change the weights', 'pass', 'resume'),
@@ -233,11 +233,11 @@ MUTATIONS = [
     Mutation('ddp_options', '"gradient_as_bucket_view": True,', '"gradient_as_bucket_view": False,', 'buckets'),
     Mutation('ddp_options', 'return no_buffers | {', 'return {', 'collectives'),
     Mutation('setup_distributed', 'fast_bf16=all(each["bf16"] for each in rank_infos),', 'fast_bf16=any(each["bf16"] for each in rank_infos),', 'precision'),
-    Mutation('verdict', 'last = [rank for rank, where in known.items() if where == min(known.values())]', 'last = [rank for rank, where in known.items() if where == max(known.values())]', 'hang'),  # extra: watch
+    Mutation('describe_hang', 'last = [rank for rank, where in known.items() if where == min(known.values())]', 'last = [rank for rank, where in known.items() if where == max(known.values())]', 'hang'),  # extra: watch
     Mutation('RunFolder.rewind', 'if record.get("event") in BEGINNINGS:', 'if False:', 'goodput'),
     Mutation('RunFolder.now', 'return iso(self._clock_at_0 + time.monotonic())', 'return iso()', 'clock-jump'),
-    Mutation('RunFolder.check_owner', 'if token != self.claim.token:', 'if False:', 'one-owner'),
-    Mutation('RunLock._take', 'fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
+    Mutation('RunFolder.check_owner', 'if token != self.start_decision.token:', 'if False:', 'one-owner'),
+    Mutation('RunLock._take_file_lock', 'fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].copy_(other.values[:size])', 'weights'),
     Mutation('Updater.step', 'self.optimizer.found_inf = skipped', 'self.optimizer.found_inf = self.zero', 'not-finite'),
     Mutation('compare_data', 'if before["identity"] != here["identity"]:', 'if False:', 'must-match'),
@@ -255,7 +255,7 @@ MUTATIONS = [
     Mutation('main', 'return 0 if is_passed else 1', 'return 0', 'verify'),  # extra: verify
     Mutation('read', 'kind = choose_weights(payload, use_ema, source)', 'kind = "model"', 'export'),
     Mutation('merge', 'if part.fullmatch(left.name):', 'if left.name.startswith(f"{out.name}.rank"):', 'predict'),
-    Mutation('Watch.tell_ranks', 'cause = self._watchdog.find_lost() or error', 'pass', 'rank-killed'),  # extra: watch
+    Mutation('WatchdogSupervisor.tell_ranks', 'cause = self._watchdog.find_lost_rank() or error', 'pass', 'rank-killed'),  # extra: watch
     Mutation('_shared_rows', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes), mmap.MAP_PRIVATE), dtype=torch.uint8)', 'cache'),  # extra: cache
     Mutation('_shared_rows', 'os.unlink(path)', 'pass', 'cache'),  # extra: cache
     Mutation('GlobalBatchLoader._stage', 'if isinstance(item[1], (UserError, TrainingError)):', 'if False:', 'bad-sample'),

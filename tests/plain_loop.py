@@ -48,7 +48,7 @@ def with_config(function, config):
 
 def plain_loop(config, micro_batches_per_step, device="cpu", fused=False, packed=None):
     """Yields model, average, summed loss and its count for each step of ranks x accumulation, or of packed[epoch]."""
-    seams, average = vars(sys.modules["model"]), None
+    hooks, average = vars(sys.modules["model"]), None
     seed("create_dataset", config.seed)
     data = create_dataset(config, "train")
     collate = getattr(data, "collate", torch.utils.data.default_collate)
@@ -61,7 +61,7 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False, packed
     if config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, config.beta2), **rest)
     rule = lambda *weights: get_ema_multi_avg_fn(min(config.ema_decay, step / (9 + step)))(*weights)  # noqa: E731
-    optimizer = seams.get("create_optimizer", lambda *_: optimizer)(param_groups(model, config), config)
+    optimizer = hooks.get("create_optimizer", lambda *_: optimizer)(param_groups(model, config), config)
     average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True) if config.ema_decay else None
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)] or [torch.zeros(1)]
@@ -71,10 +71,10 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False, packed
     per_epoch, (most_epochs, most_steps) = len(packed[0]) if packed else math.ceil(used / size), config.limits
     total = int(min(most_epochs * per_epoch, most_steps))
     warm_up = round(config.warmup_epochs * per_epoch) if config.warmup_steps == "auto" else config.warmup_steps
-    factor_at, step, user = seams.get("lr_factor", schedule), -1, {}
+    factor_at, step, user = hooks.get("lr_factor", schedule), -1, {}
     loss_of = with_config(compute_loss, config)
-    counts_of = with_config(seams.get("loss_counts", lambda batch: {}), config)
-    after_step = torch.no_grad()(with_config(seams.get("after_step", lambda *_: None), config))
+    counts_of = with_config(hooks.get("loss_counts", lambda batch: {}), config)
+    after_step = torch.no_grad()(with_config(hooks.get("after_step", lambda *_: None), config))
     for epoch in range(math.ceil(total / per_epoch)):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(number("order", config.seed, epoch)))
         for parts in packed[epoch] if packed else [w.split(each) for w in order[:used].split(size)[: total - step - 1]]:

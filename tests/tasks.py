@@ -232,13 +232,13 @@ def thaw(config, step, total_steps, warmup_steps, progress):
     return {"trunk": 0.0 if step < 7 else 1 - step / total_steps, "head": 0.5 ** (progress.epoch + step / total_steps)}
 
 
-SEAMS = {"param_groups": groups_of, "is_prepared": lambda config: True, "prepare_data": lambda config: None}
-IMAGES = {**SEAMS, "create_dataset": create_images, "compute_loss": image_loss}
+DEFAULTS = {"param_groups": groups_of, "is_prepared": lambda config: True, "prepare_data": lambda config: None}
+IMAGES = {**DEFAULTS, "create_dataset": create_images, "compute_loss": image_loss}
 TASKS = {
     "images": {**IMAGES, "create_model": lambda config, device: SmallNet(True, 10).to(device)},
     "plain": {**IMAGES, "create_model": lambda config, device: SmallNet(False, 10).to(device)},
     "lines": {
-        **SEAMS,
+        **DEFAULTS,
         "create_model": lambda config, device: TokenModel().to(device),
         "compute_loss": token_loss,
         "create_dataset": create_lines,

@@ -20,10 +20,10 @@ from utils.run.create import create_state
 from utils.run.provenance import provenance_of
 from utils.run.resume import resume_run
 from utils.training.batchnorm import check_sync_batchnorm
+from utils.training.ddp_model import WrappedModel
 from utils.training.first_passes import buffers_restored, first_passes
-from utils.training.parallel import wrap_ddp
-from utils.training.replicated import Wrapped
-from utils.training.seams import Seams, check_model_module
+from utils.training.gradient_strategy import wrap_ddp
+from utils.training.hooks import ModelHooks, check_model_module
 from utils.training.state import TrainState
 
 
@@ -32,11 +32,11 @@ class Training:
     """What one attempt of a run works with: each start and each resume is an attempt."""
 
     attempt: Attempt
-    seams: Seams
+    hooks: ModelHooks
     loader: GlobalBatchLoader
     held_out: dict[str, GlobalBatchLoader]  # by split
     state: TrainState
-    model: Wrapped
+    model: WrappedModel
     consensus: Consensus
     reporter: Reporter
     checkpoints: Checkpoints
@@ -62,9 +62,9 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
     sets = load_data(data, attempt.config, ctx)
     config = sets.config  # in which the data have resolved `auto` fields
     attempt = replace(attempt, config=config)
-    seams = Seams.of(model_module, config, ctx.device)
+    hooks = ModelHooks.from_module(model_module, config, ctx.device)
     is_resumed = bool(run.resume_path)
-    state = on_all_ranks(lambda: create_state(seams, config, ctx, is_resumed, sets.train), ctx)
+    state = on_all_ranks(lambda: create_state(hooks, config, ctx, is_resumed, sets.train), ctx)
 
     train_set, held_out_sets = sets.train, sets.held_out
     train_set, held_out_sets = cached(train_set, held_out_sets, config, ctx, attempt.logger)  # extra: cache
@@ -84,7 +84,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
             state,
             loader,
             held_out,
-            seams,
+            hooks,
             ctx,
             best_metric=config.best_metric,
             max_steps=config.max_steps,
@@ -92,11 +92,11 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
         if config.compile != "off":  # extra: compile
             from utils.extras.compile.compiled import compile_all_sizes
 
-            on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, seams, config), ctx)
+            on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, hooks, config), ctx)
     provenance = provenance_of(config, ctx, state, sampler) | sets.content
     differences = resume_run(attempt, state, sampler, provenance, sets.listing, selects_best)
 
-    reporter = Reporter(attempt, state, loader, provenance, seams.log_images)
+    reporter = Reporter(attempt, state, loader, provenance, hooks.log_images)
     attempt.resources.callback(reporter.close)
     checkpoints = Checkpoints(attempt, state, provenance, reporter.before_save)
     attempt.resources.callback(checkpoints.close)
@@ -110,10 +110,10 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
 
     consensus = Consensus(vote, ctx.control)
     loaders = {"train": loader, **held_out}
-    validation = Validation(attempt, state, seams, consensus, loaders, reporter, checkpoints, best=selects_best)
+    validation = Validation(attempt, state, hooks, consensus, loaders, reporter, checkpoints, best=selects_best)
     return Training(
         attempt=attempt,
-        seams=seams,
+        hooks=hooks,
         loader=loader,
         held_out=held_out,
         state=state,

@@ -25,18 +25,18 @@ MAX_WAITING = 100_000  # lines kept while they cannot be written
 BLOCK = 1 << 18  # bytes of a step back from the end of a file
 
 
-def may_pass(error: OSError) -> bool:
+def is_transient(error: OSError) -> bool:
     """Whether another attempt may succeed: the storage failed or something was short, and the file is not wrong."""
     return bool(error.errno) and error.errno not in WRONG_FILE
 
 
-def retried(action: Callable[[], T]) -> T:
+def retry(action: Callable[[], T]) -> T:
     """The result of the action, which is tried three times, a second apart, while its errors may pass."""
     for is_last in (False, False, True):
         try:
             return action()
         except OSError as error:
-            if is_last or not may_pass(error):
+            if is_last or not is_transient(error):
                 raise
             time.sleep(SECONDS_BETWEEN_TRIES)
     raise AssertionError
@@ -45,7 +45,7 @@ def retried(action: Callable[[], T]) -> T:
 def replace_file(
     path: Path,
     write: Callable[[BinaryIO], object],
-    may_appear: Callable[[], object] | None = None,
+    before_rename: Callable[[], object] | None = None,
     is_flushed: bool = True,
 ) -> None:
     """Let `write` fill a temporary file next to `path`; fsync it, rename it and fsync the folder.
@@ -64,8 +64,8 @@ def replace_file(
             file.flush()
             if is_flushed:
                 os.fsync(file.fileno())
-        if may_appear:
-            may_appear()
+        if before_rename:
+            before_rename()
         temporary.replace(path)
         if is_flushed:
             flush_folder(path.parent)

@@ -191,7 +191,7 @@ def show_progress(logger: logging.Logger, step: int, total_steps: int, label: st
             handler.show_bar(bar[: shutil.get_terminal_size().columns - 1])  # a wrapped one could not be replaced
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The message of an error, and its notes."""
     return "; ".join(filter(None, [str(error).strip(), *getattr(error, "__notes__", [])])) or type(error).__name__
 

@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def let_go(error: BaseException) -> None:
+def drop_traceback(error: BaseException) -> None:
     """Free the local variables in the tracebacks of the error and of those in whose handlers it was raised."""
     each: BaseException | None = error
     while each:

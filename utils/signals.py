@@ -23,7 +23,7 @@ if not hasattr(signal, "SIGUSR1"):
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 PROCESS, PARENT = os.getpid(), os.getppid()
-BORN = {PROCESS: time.monotonic()}
+START_TIMES = {PROCESS: time.monotonic()}
 
 
 class StopSignals:
@@ -37,8 +37,8 @@ class StopSignals:
         self._reset()
 
     def _reset(self) -> None:
-        self._received, self.came_at = "", math.inf  # when the first one came, by time.monotonic
-        self._is_noted, self._wakeup_before = False, -1
+        self._received, self.received_at = "", math.inf  # when the first one came, by time.monotonic
+        self._is_handled, self._wakeup_before = False, -1
         self._before: dict[int, Any] = {}
         self._sockets: tuple[socket.socket, ...] = ()  # one is read, the interpreter writes to the other
 
@@ -49,7 +49,7 @@ class StopSignals:
         """
         with contextlib.suppress(BlockingIOError):
             for number in self._sockets[0].recv(4096) if self._sockets else ():
-                self._keep(number)
+                self._record(number)
         return self._received
 
     @property
@@ -62,7 +62,7 @@ class StopSignals:
         if self._depth == 1 and threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                    self._before[number] = signal.signal(number, self._note)
+                    self._before[number] = signal.signal(number, self._handle)
             self._sockets = socket.socketpair()
             for each in self._sockets:
                 each.setblocking(False)
@@ -77,15 +77,15 @@ class StopSignals:
                 signal.signal(number, handler)
             self._reset()  # for a later run in this process
 
-    def _note(self, number: int, _frame) -> None:
-        if self._is_noted and number == signal.SIGINT:
+    def _handle(self, number: int, _frame) -> None:
+        if self._is_handled and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._is_noted = True
-        self._keep(number)
+        self._is_handled = True
+        self._record(number)
 
-    def _keep(self, number: int) -> None:
+    def _record(self, number: int) -> None:
         if number in STOP_SIGNALS and not self._received:
-            self._received, self.came_at = signal.Signals(number).name, time.monotonic()
+            self._received, self.received_at = signal.Signals(number).name, time.monotonic()
 
 
 STOP = StopSignals()
@@ -93,13 +93,13 @@ STOP = StopSignals()
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
-def hold() -> None:
+def catch_stop_signals() -> None:
     """Catch stop signals from now on, while torch is imported; the run acts on them."""
     STOP.__enter__()
 
 
-def release() -> None:
-    """Undo `hold`: stop signals end this process, also one that has come since."""
+def restore_signals() -> None:
+    """Undo `catch_stop_signals`: stop signals end this process, also one that has come since."""
     came = STOP.received
     if STOP.are_caught:
         STOP.__exit__()
@@ -107,13 +107,13 @@ def release() -> None:
         os.kill(os.getpid(), signal.Signals[came])
 
 
-def began_at() -> float:
+def process_start_time() -> float:
     """When this process began, by time.monotonic; the current time for a second run in it or a forked process."""
-    return BORN.pop(os.getpid(), time.monotonic())
+    return START_TIMES.pop(os.getpid(), time.monotonic())
 
 
 @contextlib.contextmanager
-def kept_back() -> Iterator[None]:
+def signals_blocked() -> Iterator[None]:
     """Block stop signals, so that a process started meanwhile gets none before it ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -126,7 +126,7 @@ def ignore_in_worker(_worker: int) -> None:
     """For DataLoader workers: torchrun signals the whole process group, and without its workers a rank cannot save."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `kept_back` blocked them at the start
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `signals_blocked` blocked them at the start
     die_with_parent()
 
 

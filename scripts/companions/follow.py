@@ -192,7 +192,7 @@ def answer(action: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
     try:
         found = action(plan)
     except UserError as error:
-        found = {"problem": str(error), "may_pass": isinstance(error, StartError)}
+        found = {"problem": str(error), "is_transient": isinstance(error, StartError)}
     os.write(out, json.dumps(found).encode())
     sys.exit(2 if "problem" in found else 0)
 

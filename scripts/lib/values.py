@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from utils.batch import map_leaves, map_tensors, tensors_in
 from utils.metrics import Metrics, check_metrics
+from utils.training.hooks import ModelHooks
 from utils.training.parts.loss_terms import LossTerms
-from utils.training.seams import Seams
 
 STATE = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint
 # of records: they differ between equal runs
@@ -237,18 +237,18 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
-def sums(seams: Seams, net: nn.Module, batch: Any, is_training: bool) -> dict[str, Tensor]:
+def sums(hooks: ModelHooks, net: nn.Module, batch: Any, is_training: bool) -> dict[str, Tensor]:
     """All sums and counts of a micro-batch, as in training or evaluation, but without dropout and batch statistics."""
     net.eval()
     net.training = is_training
     with torch.set_grad_enabled(is_training):
-        return sums_of(seams, seams.compute_loss(net, batch), batch)
+        return sums_of(hooks, hooks.compute_loss(net, batch), batch)
 
 
-def sums_of(seams: Seams, metrics: Metrics, batch: Any) -> dict[str, Tensor]:
+def sums_of(hooks: ModelHooks, metrics: Metrics, batch: Any) -> dict[str, Tensor]:
     """In their dtypes, flat, on the CPU. Raises UserError if loss_counts lies."""
     metrics = check_metrics(metrics)
-    terms_of_loss = seams.part(LossTerms)
+    terms_of_loss = hooks.part(LossTerms)
     if terms_of_loss:
         total, count, means = metrics["loss"]
         terms = {f"loss/{name}": (total[k], count[k]) for k, name in enumerate(means.names)}

@@ -321,7 +321,7 @@ REFUSED = {  # what is done to a fork, and the answer to a deletion of `watch` t
         "has no line .without = .*; add it",
     ),
     "import of a deleted module": (
-        f"echo import utils.extras.watch.watch > mine.py && {COMMIT}",
+        f"echo import utils.extras.watch.supervisor > mine.py && {COMMIT}",
         "mine.py imports utils/extras/",
     ),
     "import of a deleted name": (
@@ -632,9 +632,17 @@ def test_a_fork_that_was_cut_and_changed_takes_newer_templates_without_a_conflic
     run(tmp_path, "git", "clone", "-q", fork, plain)
     change(template, "train.py", "# before the weights change", "# before the weights change here")
     change(
-        template, "utils/run/ending.py", "    ending = Ending(ctx)\n", "    ending = Ending(ctx)  # new\n"
+        template,
+        "utils/run/exit.py",
+        "    exit_reporter = ExitReporter(ctx)\n",
+        "    exit_reporter = ExitReporter(ctx)  # new\n",
     )  # above `watch`
-    change(template, "utils/extras/watch/watch.py", "class Watch(Supervisor):", "NEW = 1\n\n\nclass Watch(Supervisor):")
+    change(
+        template,
+        "utils/extras/watch/supervisor.py",
+        "class WatchdogSupervisor(Supervisor):",
+        "NEW = 1\n\n\nclass WatchdogSupervisor(Supervisor):",
+    )
     change(template, "utils/extras/sharding/model.py", "def build_sharded(", "def build_sharded_model(")
     change(template, "config.py", '"logging", 20, "optimizer', '"logging", 25, "optimizer')
     change(template, "config.py", "sync_bn: bool", "new_flag: int = yours(1, 'new')\n    sync_bn: bool")
@@ -648,7 +656,7 @@ def test_a_fork_that_was_cut_and_changed_takes_newer_templates_without_a_conflic
     take(fork)
     for file, text in (
         ("train.py", "# before the weights change now"),
-        ("utils/run/ending.py", "ending = Ending(ctx)  # new"),
+        ("utils/run/exit.py", "exit_reporter = ExitReporter(ctx)  # new"),
         ("config.py", '"logging", 25,'),
         ("config.py", "new_flag"),
         ("config.py", "width: int"),

@@ -17,9 +17,9 @@ import dataset
 import model
 from ranks import ROOT
 from utils.example.images import ImageDataset
+from utils.training.hooks import REQUIRED, ModelHooks
 from utils.training.parts.after_step import StepView
 from utils.training.schedule import Progress
-from utils.training.seams import REQUIRED, Seams
 
 PAGE = (ROOT / "docs/reference.md").read_text()
 CALLERS = [ROOT / "train.py", ROOT / "ddp_utils.py", *ROOT.glob("utils/**/*.py"), *ROOT.glob("scripts/*.py")]
@@ -76,8 +76,8 @@ def names_read(paths):
 
 
 def test_the_page_has_every_function_of_model_py_and_no_other():
-    seams = {field.name for field in dataclasses.fields(Seams)} - {"parts"}
-    assert entries("Functions of model.py").keys() - ONLY_VERIFY == seams - ONLY_VERIFY
+    hooks = {field.name for field in dataclasses.fields(ModelHooks)} - {"parts"}
+    assert entries("Functions of model.py").keys() - ONLY_VERIFY == hooks - ONLY_VERIFY
     assert entries("Functions of dataset.py").keys() == DATA_FUNCTIONS
 
 
@@ -100,7 +100,7 @@ def test_an_entry_says_what_it_gets_and_returns_when_it_is_called_its_default_an
 def code_of(name):
     """The code that a heading must fit: the default, the shipped function, or a method of the shipped data set."""
     own = [vars(model).get(name), vars(dataset).get(name), vars(ImageDataset).get(name)]
-    return [each for each in (getattr(Seams, name, None), *own) if inspect.isfunction(each)]
+    return [each for each in (getattr(ModelHooks, name, None), *own) if inspect.isfunction(each)]
 
 
 def test_the_arguments_are_those_of_the_code():
@@ -151,8 +151,10 @@ def test_a_loss_reads_a_setting_as_the_page_shows():
     exec(re.search(r"```python\n(.*?)^```", section("Settings of your own"), re.DOTALL | re.MULTILINE)[1], names)
     batch = {"better": torch.ones(2, 1), "worse": torch.ones(2, 1)}
     for margin in (0.2, 0.7):
-        seams = Seams.of(SimpleNamespace(**names, create_model=None, param_groups=None), mock.Mock(margin=margin))
-        loss, count = seams.compute_loss(torch.nn.Linear(1, 1), batch)["loss"]
+        hooks = ModelHooks.from_module(
+            SimpleNamespace(**names, create_model=None, param_groups=None), mock.Mock(margin=margin)
+        )
+        loss, count = hooks.compute_loss(torch.nn.Linear(1, 1), batch)["loss"]
         assert loss.item() / count == pytest.approx(margin)
 
 

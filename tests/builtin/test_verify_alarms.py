@@ -22,7 +22,7 @@ from lib.verify.precision_checks import rounding
 from ranks import copy_repository, slow
 from test_verify import INVARIANTS, outcomes
 from test_verify_findings import FLAGS, LINEAR, REGRESSION
-from utils.training.seams import Seams
+from utils.training.hooks import ModelHooks
 
 
 class Rows(torch.utils.data.Dataset):
@@ -58,16 +58,16 @@ def alone():
 
 def fork_of(compute_loss, data=Rows, create_model=lambda *_: Net(), has_held_out=True, size=4, **functions):
     """What verify checks, in this process."""
-    seams = {"compute_loss": compute_loss, "create_model": create_model}
-    seams["param_groups"] = lambda model, _: [{"params": [*model.parameters()]}]
+    hooks = {"compute_loss": compute_loss, "create_model": create_model}
+    hooks["param_groups"] = lambda model, _: [{"params": [*model.parameters()]}]
     config = TrainingConfig(
         batch_size=size, backend="gloo", num_workers=0, use_amp=True, amp_dtype="bf16", image_size=8
     )
     cleanup_distributed()
     ctx = setup_distributed(config)
     held_out = data(24, False) if has_held_out else None
-    seams = Seams.of(SimpleNamespace(**seams, **functions))
-    fork = Fork(config, data(60, True), held_out, ctx, None, seams, config)
+    hooks = ModelHooks.from_module(SimpleNamespace(**hooks, **functions))
+    fork = Fork(config, data(60, True), held_out, ctx, None, hooks, config)
     fork.new_process = mock.Mock()
     fork.new_process.answer.return_value = None, "is not asked"
     fork.choose_precision()

@@ -6,7 +6,7 @@ import pytest
 from config import TrainingConfig
 from ranks import run_ranks
 from test_config import rejection
-from test_seams import FLAGS, train_with
+from test_hooks import FLAGS, train_with
 
 
 def test_the_published_names_exist():

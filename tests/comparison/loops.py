@@ -80,9 +80,9 @@ def plain(
         data: the training set; by default the fork's.
     """
     spec = importlib.util.spec_from_file_location("plain_loop_for_comparison", ORACLE)
-    loop = importlib.util.module_from_spec(spec)  # a copy of the module, because its seams are replaced below
+    loop = importlib.util.module_from_spec(spec)  # a copy of the module, because functions of it are replaced below
     spec.loader.exec_module(loop)
-    seams, create, compute = vars(fork_model), loop.create_model, loop.compute_loss
+    hooks, create, compute = vars(fork_model), loop.create_model, loop.compute_loss
     compute = loop.with_config(compute, config)
     is_last_micro_batch = itertools.cycle([False] * (config.grad_accum_steps - 1) + [True])
 
@@ -97,12 +97,12 @@ def plain(
 
     def create_scaled(groups: list[dict[str, Any]], config: TrainingConfig) -> torch.optim.Optimizer:
         """torch's fused kernels on CUDA round otherwise if they are given a scale, even 1, as those of a run are."""
-        optimizer = seams.get("create_optimizer", create_optimizer)(groups, config)
+        optimizer = hooks.get("create_optimizer", create_optimizer)(groups, config)
         optimizer.grad_scale = torch.ones((), device=ctx.device)
         return optimizer
 
     if ctx.device.type == "cuda":
-        loop.sys = SimpleNamespace(modules={"model": SimpleNamespace(**seams | {"create_optimizer": create_scaled})})
+        loop.sys = SimpleNamespace(modules={"model": SimpleNamespace(**hooks | {"create_optimizer": create_scaled})})
     loop.create_dataset = lambda config, split: RankSubset(data or fork_dataset.create_dataset(config, split), ctx)
     loop.create_model, loop.compute_loss = create_model, compute_loss
     for model, _, loss, count in loop.plain_loop(config, config.grad_accum_steps, ctx.device, fused=True):

@@ -21,8 +21,8 @@ from utils.data.sets import load_data
 from utils.files import replace_json
 from utils.settings.errors import UserError
 from utils.training.evaluation import Evaluation
+from utils.training.hooks import ModelHooks
 from utils.training.precision import Precision
-from utils.training.seams import Seams
 
 
 def measure(
@@ -52,7 +52,9 @@ def measure(
     for step, (model, _, _) in enumerate(loops.plain(config, ctx, precision, sets.train), start=1):
         epoch, rest = divmod(step, steps_per_epoch)
         if not rest:
-            means = Evaluation(model, Seams.of(fork_model, config, ctx.device), precision, ctx).means(held_out)
+            means = Evaluation(model, ModelHooks.from_module(fork_model, config, ctx.device), precision, ctx).means(
+                held_out
+            )
             model.train()
             records.append({"kind": "eval", "step": step, "epoch": epoch, **means})
             (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))

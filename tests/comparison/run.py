@@ -39,7 +39,7 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from lib.benchmark.turns import facts
 from utils.distributed.collectives import broadcast_json
 from utils.files import replace_json
-from utils.run.ending import leave_after
+from utils.run.exit import exit_with_error
 
 
 @record
@@ -77,4 +77,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except (Exception, KeyboardInterrupt) as error:
-        leave_after(error)
+        exit_with_error(error)

@@ -31,8 +31,8 @@ from utils.clock import STEP_PHASES
 from utils.memory import peak_memory
 from utils.metrics import Metrics, count_correct
 from utils.table import format_table
+from utils.training.hooks import ModelHooks
 from utils.training.precision import Precision
-from utils.training.seams import Seams
 
 TEMPLATE, PLAIN, BARE, TUTORIAL = NAMES = ("this template", "plain loop", "bare loop", "DDP tutorial")
 HOST_STEPS, HOST_ROUNDS = 5, 6  # multiples of --steps and --rounds for the costless model: many short turns
@@ -188,7 +188,7 @@ def flops_per_sample(ours: Ours) -> float:
     """Matrix products and convolutions of a forward and backward pass, as torch's FlopCounterMode counts them."""
     batch = ours.loader.sample_batch()
     with FlopCounterMode(display=False) as counter, ours.state.precision.autocast():
-        ours.training.seams.compute_loss(ours.state.model, batch)["loss"][0].backward()
+        ours.training.hooks.compute_loss(ours.state.model, batch)["loss"][0].backward()
     ours.state.optimizer.zero_grad()
     ours.state.sums.running_stats.discard()
     return counter.get_total_flops() / min(ours.config.batch_size, len(ours.loader.dataset))
@@ -263,15 +263,17 @@ def costless_task() -> Iterator[None]:
     def create_dataset(config: TrainingConfig, split: str) -> Rows | None:
         return Rows(config.dataset_size) if split == "train" else None
 
-    seams = {
+    hooks = {
         "create_model": lambda config, device: Costless().to(device),
         "param_groups": lambda model, config: [{"params": list(model.parameters())}],
         "compute_loss": costless_loss,
     }
-    ours = {name: value for name, value in vars(Seams).items() if name in Seams.__dataclass_fields__}  # the defaults
+    ours = {
+        name: value for name, value in vars(ModelHooks).items() if name in ModelHooks.__dataclass_fields__
+    }  # the defaults
     with (
-        mock.patch.object(Seams, "of", lambda *_: Seams(**seams, **ours)),
-        mock.patch.multiple(fork_model, **seams),
+        mock.patch.object(ModelHooks, "of", lambda *_: ModelHooks(**hooks, **ours)),
+        mock.patch.multiple(fork_model, **hooks),
         mock.patch.object(fork_dataset, "create_dataset", create_dataset),
     ):
         yield

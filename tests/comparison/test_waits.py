@@ -76,11 +76,11 @@ def waits_of(run):
         watch.found, watch.copies = (), 0
 
     names = ["comparison.loops.SideStream", "utils.data.loader.SideStream"]
-    with contextlib.ExitStack() as seams, Calls(watch), watch:
-        [seams.enter_context(mock.patch(name, lambda device: SIDE)) for name in names]
-        seams.enter_context(mock.patch("torch.distributed.get_world_size", lambda: 1))
-        seams.enter_context(mock.patch("torch.accelerator.current_stream", lambda *_: None))
-        seams.enter_context(mock.patch.object(optimizer, "_get_fused_kernels_supported_devices", lambda: ["meta"]))
+    with contextlib.ExitStack() as hooks, Calls(watch), watch:
+        [hooks.enter_context(mock.patch(name, lambda device: SIDE)) for name in names]
+        hooks.enter_context(mock.patch("torch.distributed.get_world_size", lambda: 1))
+        hooks.enter_context(mock.patch("torch.accelerator.current_stream", lambda *_: None))
+        hooks.enter_context(mock.patch.object(optimizer, "_get_fused_kernels_supported_devices", lambda: ["meta"]))
         run(done)
     return set(steps[1:])
 

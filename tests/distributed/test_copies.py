@@ -13,8 +13,8 @@ from ranks import run_ranks
 from tasks import using
 from training import difference
 from utils.checkpoint import format as checkpoint
-from utils.run import copier
-from utils.run.copier import Copier
+from utils.run import async_snapshot
+from utils.run.async_snapshot import AsyncSnapshot
 from utils.training.evaluation import Evaluation
 from utils.training.parts.weight_average import WeightAverage
 
@@ -31,8 +31,8 @@ def train_and_hold(words, is_held_for_evaluation, changes):
     """
     states, went_on, evaluated, changed = {}, [], threading.Event(), threading.Event()
     plain_begin, plain_copy, plain_means, plain_swap = (
-        Copier.begin,
-        copier._copy_all,
+        AsyncSnapshot.begin,
+        async_snapshot._copy_all,
         Evaluation.means,
         WeightAverage._swap,
     )
@@ -64,8 +64,8 @@ def train_and_hold(words, is_held_for_evaluation, changes):
 
     with (
         using("images"),
-        mock.patch.object(Copier, "begin", begin),
-        mock.patch.object(copier, "_copy_all", copy_all),
+        mock.patch.object(AsyncSnapshot, "begin", begin),
+        mock.patch.object(async_snapshot, "_copy_all", copy_all),
         mock.patch.object(Evaluation, "means", means),
         mock.patch.object(WeightAverage, "_swap", swap),
     ):

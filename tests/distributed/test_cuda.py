@@ -9,11 +9,11 @@ from config import TrainingConfig
 from ddp_utils import DistributedContext
 from tasks import Images
 from test_exact_resume import FLAGS
-from utils.checkpoint.snapshot import HostMemory, _has_succeeded
+from utils.checkpoint.pinned_buffers import PinnedBuffers, _has_succeeded
 from utils.data.loader import create_distributed_dataloader
 from utils.example.augment import augment_images
 from utils.rng import draw_integers, draw_uniform, sample_draws
-from utils.run.copier import _copy_all
+from utils.run.async_snapshot import _copy_all
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -52,8 +52,8 @@ def test_batches_equal_those_on_the_cpu(workers):
 def test_a_snapshot_is_pinned_and_holds_the_state():
     tensors = [torch.randn(300, 70, device="cuda"), torch.arange(5, device="cuda"), torch.ones((), device="cuda")]
     tensors.append(torch.randn(8, 3, 5, 5, device="cuda").contiguous(memory_format=torch.channels_last))
-    memory = HostMemory()
-    copied, pairs = memory.copy_of({"tensors": tensors})
+    memory = PinnedBuffers()
+    copied, pairs = memory.allocate_copy({"tensors": tensors})
     assert all(view.is_pinned() for view, _ in pairs)
     _copy_all(pairs)
     torch.cuda.synchronize()

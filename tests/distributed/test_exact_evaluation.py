@@ -11,8 +11,8 @@ from tasks import Images, SmallNet, image_loss
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sampler import GlobalBatchSampler
 from utils.training.evaluation import Evaluation
+from utils.training.hooks import ModelHooks
 from utils.training.precision import Precision
-from utils.training.seams import Seams
 
 
 def evaluate_with_a_wrong_sampler():
@@ -35,7 +35,9 @@ def evaluate_with_a_wrong_sampler():
             mock.patch.object(GlobalBatchSampler, "micro_batches", micro_batches),
             pytest.raises(RuntimeError) as error,
         ):
-            Evaluation(SmallNet(True, 10), Seams(None, None, image_loss), Precision("cpu", None), ctx).means(loader)
+            Evaluation(SmallNet(True, 10), ModelHooks(None, None, image_loss), Precision("cpu", None), ctx).means(
+                loader
+            )
         errors.append(str(error.value))
     return errors
 

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset, random_split
 import train
 from ranks import run_ranks
 from tasks import Images, image_loss
-from test_seams import FLAGS, train_with
+from test_hooks import FLAGS, train_with
 
 
 class Mixing(Images):

@@ -53,7 +53,7 @@ def fork_after_collectives(folder, forks, waits=True):
     for _ in range(forks):
         options = {"timeout": SECONDS_OF_A_HANG, "worker_init_fn": signals.ignore_in_worker}
         loader = DataLoader(Numbers(), num_workers=1, **options)
-        with signals.kept_back(), nullcontext() if waits else without:
+        with signals.signals_blocked(), nullcontext() if waits else without:
             dist.all_reduce(sums, async_op=True).wait()
             dist.all_gather(more, torch.ones(100))
             batches = iter(loader)  # forks

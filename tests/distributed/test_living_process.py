@@ -89,10 +89,10 @@ STAGES = {
     "groups": patch(dist, "new_group", BUG),
     "paths": patch(train, "broadcast_json", BUG),
     "ranks differ": patch(start, "check_alike", REFUSED),
-    "folder in use": mock.patch.object(RunLock, "_take", lambda self: False),
+    "folder in use": mock.patch.object(RunLock, "_take_file_lock", lambda self: False),
     "lock is written": patch(RunLock, "write", OSError(28, "No space left on device")),
-    "folder refused": patch(owner, "_remove_partial", REFUSED),
-    "after the lock": patch(owner, "_remove_partial", BUG),
+    "folder refused": patch(owner, "_remove_temporary_files", REFUSED),
+    "after the lock": patch(owner, "_remove_temporary_files", BUG),
     "folder not shared": patch(start, "check_shared", REFUSED),
     "logger": patch(start, "setup_logger", BUG),
     "first status": patch(RunFolder, "begin", OSError(5, "Input/output error")),
@@ -131,7 +131,7 @@ def held():
         "handlers": {number: signal.getsignal(number) for number in others},
         "wakeup": signal.set_wakeup_fd(-1),
         "group": dist.is_initialized(),
-        "locks": len(RunLock.taken),
+        "locks": len(RunLock.held),
     }
 
 

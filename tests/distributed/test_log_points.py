@@ -9,7 +9,7 @@ import pytest
 from ranks import run_ranks
 from training import TIMES, train_flags
 from utils.report.reporter import Reporter
-from utils.run.copier import Copier
+from utils.run.async_snapshot import AsyncSnapshot
 from utils.training.state import TrainState
 
 # 13 steps of two ranks in each epoch; the gradients of steps 6 and 7 are not finite
@@ -26,7 +26,7 @@ CASES = [  # flags, and the step at which each log point is read: READ_AFTER is 
 def train_and_watch(words, is_at_once):
     """Where each log point was read, and where each checkpoint began: (step, last step of the train records)."""
     read, saved, recorded = {}, [], [0]
-    plain_catch_up, plain_log, plain_begin = Reporter.catch_up, Reporter.log, Copier.begin
+    plain_catch_up, plain_log, plain_begin = Reporter.catch_up, Reporter.log, AsyncSnapshot.begin
     plain_backward = TrainState.backward
 
     def catch_up(self):
@@ -49,7 +49,7 @@ def train_and_watch(words, is_at_once):
 
     with (
         mock.patch.multiple(Reporter, catch_up=catch_up, log=log),
-        mock.patch.object(Copier, "begin", begin),
+        mock.patch.object(AsyncSnapshot, "begin", begin),
         mock.patch.object(TrainState, "backward", backward),
     ):
         train_flags(words)

@@ -16,7 +16,7 @@ from config import TrainingConfig
 from ddp_utils import setup_distributed
 from lib.benchmark import memory
 from ranks import run_ranks
-from tasks import SEAMS, TASKS, using
+from tasks import DEFAULTS, TASKS, using
 from training import train_flags
 from utils.data.sets import load_data
 
@@ -51,7 +51,7 @@ def loss(net, ids):
     return {"loss": (F.cross_entropy(net(ids).flatten(0, 1), ids.flatten(), reduction="sum"), ids.numel())}
 
 
-TASK = SEAMS | {
+TASK = DEFAULTS | {
     "create_model": lambda config, device: Layers().to(device),
     "compute_loss": loss,
     "create_dataset": lambda config, split: Lines() if split == "train" else None,

@@ -16,7 +16,7 @@ from ranks import run_ranks, slow
 from tasks import Images
 from training import TINY
 from utils.distributed.context import DistributedContext
-from utils.run.ending import cause_of
+from utils.run.exit import find_cause
 from utils.settings.errors import TrainingError, UserError
 
 FLAGS = "--dataset_size 16 --num_workers 1 --epochs 1 --save_every 0".split()
@@ -159,7 +159,7 @@ def test_a_later_batch_with_more_tensors_names_the_limit(tmp_path, kind):
     ],
 )
 def test_an_error_of_a_process_without_descriptors_names_the_limit(error, is_of_files):
-    cause = cause_of(error, None, TrainingConfig(), DistributedContext(0, 0, 1, torch.device("cpu")))
+    cause = find_cause(error, None, TrainingConfig(), DistributedContext(0, 0, 1, torch.device("cpu")))
     assert (cause is not error) == is_of_files
     if is_of_files:
         assert re.search(r"^rank 0: open files: the limit is \d+, .* raise it \(ulimit -n \d+, which", str(cause))

@@ -11,10 +11,10 @@ from training import train_flags
 from utils.data.sampler import MicroBatch
 from utils.metrics import MetricTracker
 from utils.report.records import LogPoint
-from utils.training.interval import Read
+from utils.training.log_window import PendingRead
 
 MOST_FUNCTIONS, MOST_FILES = 27, 11  # with the two moments at which parts see its metrics
-CARRIERS = (MicroBatch, MetricTracker, Read, LogPoint)
+CARRIERS = (MicroBatch, MetricTracker, PendingRead, LogPoint)
 FORKS = ("model.py", "dataset.py", "tests", ".venv")  # not ours
 
 

@@ -21,7 +21,7 @@ from training import train_flags
 from utils.extras.companions.settings import command_line, mirror_url  # extra: companions
 from utils.settings.checks import rendezvous_url
 from utils.settings.errors import UserError
-from utils.training import seams
+from utils.training import hooks
 
 LINES = "--dataset_size 9 --batch_size 2 --epochs 1 --no-use_amp".split()  # the last micro-batch has one line
 
@@ -107,7 +107,7 @@ WRONG = {  # case: (predict, start of the error message)
     "list": (lambda net, batch: {"x": [1] * len(batch[0])}, "model.predict: x is a list; return {name: tensor"),
     "names": (lambda net, batch: {f"x{len(batch[0])}": batch[0]}, predict.OTHER_NAMES),
     "order": (lambda net, batch: {"x": net(batch[0]).flip(0)}, "collate: the outputs of a batch are in another order"),
-    "dict": (lambda net, batch: seams.predict(net, {"x": batch[0]}), "model.py: has no predict(model, batch); add it"),
+    "dict": (lambda net, batch: hooks.predict(net, {"x": batch[0]}), "model.py: has no predict(model, batch); add it"),
 }
 
 
@@ -143,10 +143,10 @@ def test_without_predict_the_message_names_predict_and_not_example_inputs(batch)
     loader = mock.Mock()
     loader.micro_batches.return_value = [mock.Mock(batch=BATCHES[batch](torch.ones(2, 3, 8, 8)))]
     state = mock.MagicMock(model=SmallNet(False, 10))
-    functions = mock.Mock(predict=seams.predict)
+    functions = mock.Mock(predict=hooks.predict)
     expected = r"model.py: has no predict\(model, batch\); add it, to return"
     with (
-        mock.patch.object(predict, "Seams", mock.Mock(predict=seams.predict)),
+        mock.patch.object(predict, "ModelHooks", mock.Mock(predict=hooks.predict)),
         pytest.raises(UserError, match=expected),
     ):
         predict.predict(functions, state, loader, mock.Mock(), mock.Mock())
@@ -209,11 +209,11 @@ def scripts_of_pairs(words, checkpoint):
     with mock.patch.dict(TASKS["plain"], PAIRS):
         train_flags(words, task="plain")
         with pytest.raises(UserError) as error:
-            run_main(predict, "plain", seams.Seams.predict, [checkpoint])
+            run_main(predict, "plain", hooks.ModelHooks.predict, [checkpoint])
         words = ["export.py", str(checkpoint), str(checkpoint.with_name("out.pt2")), "--format", "torch.export"]
         with (
             using("plain"),
-            mock.patch("model.example_inputs", seams.Seams.example_inputs, create=True),  # a fork may have its own
+            mock.patch("model.example_inputs", hooks.ModelHooks.example_inputs, create=True),  # a fork may have its own
             mock.patch.object(sys, "argv", words),
             contextlib.redirect_stderr(printed),
         ):

@@ -29,11 +29,11 @@ from ranks import run_ranks, slow
 from tasks import TASKS, EagerConsensus, create_images
 from training import train_flags
 from utils import assembly
-from utils.distributed.collectives import broadcast_json, lowest_rank
+from utils.distributed.collectives import broadcast_json, first_rank_where
 from utils.distributed.consensus import Consensus, Vote
 from utils.extras import sketches  # extra: sketches
 from utils.training import first_passes
-from utils.training.parallel import wrap_ddp
+from utils.training.gradient_strategy import wrap_ddp
 
 STEPS = 6
 FLAGS = "--epochs 1 --batch_size 1 --log_interval 3 --save_every_steps 3 --save_every 0 --num_workers 0".split()
@@ -227,7 +227,7 @@ def test_rank_0_of_8192_trains_and_saves(runs):
 def count_sockets(ranks_in_a_mesh):
     with mock.patch.object(utils.distributed.groups, "RANKS_IN_A_MESH", ranks_in_a_mesh):
         ctx = ddp_utils.setup_distributed(TrainingConfig(backend="gloo"))
-    assert lowest_rank(ctx.rank > 2, ctx) == 3 and broadcast_json(ctx.rank, ctx, 5) == 5
+    assert first_rank_where(ctx.rank > 2, ctx) == 3 and broadcast_json(ctx.rank, ctx, 5) == 5
     files = Path("/proc/self/fd")
     found = sum(os.readlink(file).startswith("socket") for file in files.iterdir() if file.is_symlink())
     ddp_utils.cleanup_distributed()

@@ -10,7 +10,7 @@ from ranks import run_ranks, slow
 from tasks import BUCKETS, TASKS, Images, SmallNet, config_of, image_loss, using
 from training import relative, train_flags
 from utils.data.sampler import GlobalBatchSampler
-from utils.logger import told
+from utils.logger import error_text
 
 FLAGS = "--epochs 2 --num_workers 0 --batch_size 4 --log_interval 1 --no-use_amp".split()
 
@@ -89,7 +89,7 @@ def starts(cases):
             try:
                 said.append(train_flags(words, task="plain")["state"])
             except Exception as error:
-                said.append(told(error))
+                said.append(error_text(error))
     return said
 
 

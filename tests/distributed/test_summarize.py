@@ -31,10 +31,10 @@ def summarize(outputs):
     return {"auc": pairs.double().mean(), "in_order": (score.double() * torch.arange(len(score))).sum()}
 
 
-def train_summarizing(flags, task="images", **seams):
+def train_summarizing(flags, task="images", **hooks):
     """Train in a rank with these functions; returns the state or the error."""
     with contextlib.ExitStack() as stack:
-        for name, function in seams.items():
+        for name, function in hooks.items():
             stack.enter_context(mock.patch.object(model, name, function, create=True))
         try:
             outcome = train_flags(flags, task=task)
@@ -133,9 +133,9 @@ LIMITS = {"size": 100, "total": 2000}  # bytes: of the set, estimated from a bat
 def train_wrongly(flags, folder):
     found = []
     for name, (function, _) in PROBLEMS.items():
-        seams = {"predict": growing if name == "total" else scores, "summarize": function}
+        hooks = {"predict": growing if name == "total" else scores, "summarize": function}
         with mock.patch.object(parts_summary, "MAX_BYTES", LIMITS.get(name, 2**30)):
-            found.append(train_summarizing([*flags, "--run_dir", f"{folder}/{name}"], **seams))
+            found.append(train_summarizing([*flags, "--run_dir", f"{folder}/{name}"], **hooks))
     return found
 
 

@@ -13,7 +13,7 @@ from training import assert_same_state, train_flags
 from utils.example.augment import normalize
 from utils.metrics import check_metrics
 from utils.settings.errors import UserError
-from utils.training.seams import Seams
+from utils.training.hooks import ModelHooks
 
 
 @pytest.mark.guarantee("terms")
@@ -113,8 +113,8 @@ def test_a_count_that_lies_and_missing_terms_are_errors(runs, case):
 @pytest.mark.guarantee("terms")
 def test_a_loss_without_terms_costs_nothing():
     required = {"create_model": None, "param_groups": None}
-    seams = Seams.of(SimpleNamespace(**required, compute_loss=image_loss))
-    assert seams.parts == () and seams.compute_loss is image_loss
+    hooks = ModelHooks.from_module(SimpleNamespace(**required, compute_loss=image_loss))
+    assert hooks.parts == () and hooks.compute_loss is image_loss
 
 
 @pytest.mark.parametrize(
@@ -123,6 +123,8 @@ def test_a_loss_without_terms_costs_nothing():
 )
 def test_sums_and_counts_of_terms_are_checked(total, count, problem):
     required = {"create_model": None, "param_groups": None, "loss_counts": lambda batch: {"a": count}}
-    seams = Seams.of(SimpleNamespace(**required, compute_loss=lambda *_: {"loss": {"a": (total, count, 1.0)}}))
+    hooks = ModelHooks.from_module(
+        SimpleNamespace(**required, compute_loss=lambda *_: {"loss": {"a": (total, count, 1.0)}})
+    )
     with pytest.raises(UserError, match=problem):
-        check_metrics(seams.compute_loss(None, None))
+        check_metrics(hooks.compute_loss(None, None))

@@ -48,8 +48,8 @@ def frozen(is_saved=is_of_the_head, shift=0.0, is_frozen=True):
             [parameter.add_(shift) for parameter in net.features.parameters()]
         return net.to(device)
 
-    seam = defined("is_saved", is_saved) if is_saved else contextlib.nullcontext()
-    with mock.patch.dict(TASKS["images"], create_model=create_model), seam:
+    changed = defined("is_saved", is_saved) if is_saved else contextlib.nullcontext()
+    with mock.patch.dict(TASKS["images"], create_model=create_model), changed:
         yield
 
 

@@ -37,7 +37,7 @@ LOOKED = ("lock.json", ".lock")  # a rejected launch may change these in a run's
 PROGRAM = f"""
 import sys; sys.path[:0] = [{str(ROOT)!r}]; sys.argv[0] = 'train.py'
 from utils.signals import hold
-hold()
+catch_stop_signals()
 import os, time, torch, train
 from pathlib import Path
 from tasks import Images, using

@@ -10,9 +10,9 @@ from torch import nn
 from config import TrainingConfig
 from utils.data.sampler import MicroBatch
 from utils.distributed.context import DistributedContext
+from utils.training.hooks import ModelHooks
 from utils.training.parts.create import create_parts
 from utils.training.precision import Precision
-from utils.training.seams import Seams
 from utils.training.state import TrainState
 
 AVERAGED = {}
@@ -37,9 +37,9 @@ def small_state(width: int = 48, seed: int = 0, optimizer: str = "sgd") -> Train
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(300, width), nn.ReLU(), nn.Linear(width, 10))
     config = TrainingConfig(warmup_epochs=0, optimizer=optimizer, **AVERAGED)
-    seams = Seams(None, lambda *_: [{"params": model.parameters()}], None)
+    hooks = ModelHooks(None, lambda *_: [{"params": model.parameters()}], None)
     precision = Precision("cpu", None)
-    state = TrainState(model, seams, config, precision)
+    state = TrainState(model, hooks, config, precision)
     ctx = DistributedContext(0, 0, 1, torch.device("cpu"))
     state.parts += create_parts((), model, None, config, ctx, precision)
     state.lay_out({"loss": (0.0, 4)})

@@ -1,5 +1,5 @@
 # extra: template
-"""Rules of the architecture: floors, one reader of the environment, no collective on rank 0 alone."""
+"""Rules of the architecture: layers, one reader of the environment, no collective on rank 0 alone."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ import pytest
 from ranks import ROOT
 
 SETTINGS_OF_EXTRAS = "settings of extras"  # utils/extras/settings.py and utils/extras/NAME/settings.py
-FLOORS = {
+LAYERS = {
     "utils.settings": 0,
     SETTINGS_OF_EXTRAS: 1,
     "config": 2,
@@ -30,14 +30,14 @@ FLOORS = {
     "train": 11,
 }
 # without a fork's own files
-CORE = sorted([*(path for path in ROOT.glob("*.py") if path.stem in FLOORS), *ROOT.glob("utils/**/*.py")])
+CORE = sorted([*(path for path in ROOT.glob("*.py") if path.stem in LAYERS), *ROOT.glob("utils/**/*.py")])
 EXTRAS = [path for path in CORE if "extras" in path.parts and path.parent.name != "extras"]
 OURS = [path for path in CORE if path.name not in ("model.py", "dataset.py")]  # a fork does not edit these
 COLLECTIVES = set(
-    "all_reduce all_gather broadcast gather barrier all_gather_json broadcast_json lowest_rank all_reduce_scalar"
+    "all_reduce all_gather broadcast gather barrier all_gather_json broadcast_json first_rank_where all_reduce_scalar"
     " on_all_ranks on_rank_0 require_equal once_per_file_system save_checkpoint load_checkpoint".split()
 )
-SEAMS = {
+FORK_FUNCTIONS = {
     "model": {"create_model", "param_groups", "compute_loss"},
     "dataset": {"create_dataset", "is_prepared", "prepare_data", "create_distributed_dataloader"},
 }
@@ -52,20 +52,20 @@ def package(module):
     parts = module.split(".")
     if re.fullmatch(r"utils\.extras\.(\w+\.)?settings", module):
         return SETTINGS_OF_EXTRAS
-    return next(name for name in (".".join(parts[:2]), parts[0]) if name in FLOORS)
+    return next(name for name in (".".join(parts[:2]), parts[0]) if name in LAYERS)
 
 
 def imports(path):
     """The modules of this repository that a file imports, including those for type checkers."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
-            whole = node.module in ("utils", *(name for name in FLOORS if name.startswith("utils.")))
+            whole = node.module in ("utils", *(name for name in LAYERS if name.startswith("utils.")))
             names = [f"{node.module}.{alias.name}" for alias in node.names] if whole else [node.module]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         else:
             continue
-        yield from (name for name in names if name.split(".")[0] in FLOORS)
+        yield from (name for name in names if name.split(".")[0] in LAYERS)
 
 
 def module_level_imports(path):
@@ -106,13 +106,13 @@ def test_imports_at_module_level_point_down(path):
     others = {name for name in module_level_imports(path) if package(name) != here}
     if here in ("utils.assembly", "utils.example"):
         others = {name for name in others if package(name) != "utils.extras"}
-    assert not [name for name in others if FLOORS[package(name)] >= FLOORS[here]]
+    assert not [name for name in others if LAYERS[package(name)] >= LAYERS[here]]
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_down_or_stay_in_their_package(path):
     here = package(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    upward = {name for name in imports(path) if package(name) != here and FLOORS[package(name)] >= FLOORS[here]}
+    upward = {name for name in imports(path) if package(name) != here and LAYERS[package(name)] >= LAYERS[here]}
     assert not {name for name in upward if package(name) != "utils.extras"}
 
 
@@ -185,7 +185,7 @@ def test_the_oracles_share_only_model_data_and_random_keys():
 
 def names_used(text):
     """(module, name) of what a file imports from model.py and dataset.py, also in programs within its strings."""
-    for module in SEAMS:
+    for module in FORK_FUNCTIONS:
         for names in re.findall(rf"^\s*from {module} import (\([^)]*\)|[^\n;\\\"']*)", text, re.M):
             yield from (
                 (module, name.split()[0]) for name in names.strip("()").split("#")[0].split(",") if name.strip()
@@ -202,7 +202,7 @@ def test_only_tests_that_a_fork_leaves_out_use_the_built_in_model_and_data():
     for path in (ROOT / "tests").rglob("*.py"):
         if not {"builtin", "comparison", "images"} & {*path.parts} and path.name != "test_architecture.py":
             used = names_used(path.read_text())
-            assert not [name for module, name in used if name not in SEAMS[module]], path
+            assert not [name for module, name in used if name not in FORK_FUNCTIONS[module]], path
 
 
 def test_no_output_of_a_run_or_an_environment_is_tracked():

@@ -19,12 +19,12 @@ from test_checkpoint import payload
 from utils.checkpoint import archive, layouts
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.layouts import FileLayout
-from utils.checkpoint.snapshot import HostMemory
+from utils.checkpoint.pinned_buffers import PinnedBuffers
 from utils.files import LinesFile, read_lines
 from utils.rng import diverged
-from utils.run import copier
+from utils.run import async_snapshot
+from utils.run.async_snapshot import AsyncSnapshot
 from utils.run.checkpoints import Checkpoints
-from utils.run.copier import Copier
 from utils.settings.errors import TrainingError, UserError
 
 
@@ -39,10 +39,10 @@ def write(path, written, before_rename=lambda: None):
 
 
 def test_a_copy_is_in_memory_that_is_used_again_and_its_file_holds_the_state(tmp_path):
-    memory, places = HostMemory(), set()
+    memory, places = PinnedBuffers(), set()
     for step in (10, 20, 30):
         written, path = state(step), checkpoint.step_path(tmp_path, step)
-        copied, pairs = memory.copy_of(written)
+        copied, pairs = memory.allocate_copy(written)
         for place, tensor in pairs:
             place.copy_(tensor)
         places.add(pairs[0][0].data_ptr())
@@ -59,7 +59,7 @@ def test_a_copy_is_in_memory_that_is_used_again_and_its_file_holds_the_state(tmp
 
 def test_tied_weights_stay_one_tensor():
     tied = nn.Linear(3, 3).weight
-    copied, pairs = HostMemory().copy_of({"a": tied, "b": {"c": tied}, "d": tied.detach().clone()})
+    copied, pairs = PinnedBuffers().allocate_copy({"a": tied, "b": {"c": tied}, "d": tied.detach().clone()})
     assert len(pairs) == 2 and copied["a"] is copied["b"]["c"] is not copied["d"]
 
 
@@ -74,18 +74,18 @@ def test_tied_weights_stay_one_tensor():
 )
 def test_values_that_torch_load_would_reject_are_rejected_by_name_when_saved(value, problem):
     with pytest.raises(UserError, match=problem):
-        HostMemory().copy_of({"model": value})
+        PinnedBuffers().allocate_copy({"model": value})
 
 
 def test_the_thread_that_copies_first_takes_the_device_of_its_rank(monkeypatch):
     """A new thread is on GPU 0, where each rank would open a context of its own."""
     calls, stream = [], mock.MagicMock()
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: calls.append(device))
-    monkeypatch.setattr(copier, "_copy_all", lambda pairs: calls.append("copy"))
-    monkeypatch.setattr(copier, "of_weights", lambda state: calls.append("read") or 7)
+    monkeypatch.setattr(async_snapshot, "_copy_all", lambda pairs: calls.append("copy"))
+    monkeypatch.setattr(async_snapshot, "of_weights", lambda state: calls.append("read") or 7)
     stream.__enter__.side_effect = lambda: calls.append("stream")
     of_rank_3 = SimpleNamespace(_stream=stream, _ctx=SimpleNamespace(device="cuda:3", is_main=False), _state=None)
-    assert Copier._copy_and_digest(of_rank_3, [], torch.tensor(3), None) == [7, 3]
+    assert AsyncSnapshot._copy_and_fingerprint(of_rank_3, [], torch.tensor(3), None) == [7, 3]
     assert calls == ["cuda:3", "stream", "copy", "read"]
 
 
@@ -116,7 +116,7 @@ def test_memory_for_a_gpu_is_pinned_once_without_rounding_and_a_failure_is_a_war
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch, "zeros", lambda *_, device: cleared.append(device))
-    memory = HostMemory()
+    memory = PinnedBuffers()
     for _ in range(2):
         memory.reserve([torch.empty(each).as_subclass(OnGPU) for each in (33, 1000, 70_000)])
     assert sizes == [192 + 4032 + 280_000] and cleared == ["cuda"] * (not is_possible)

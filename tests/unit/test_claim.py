@@ -56,7 +56,7 @@ def test_an_earlier_run_is_moved_aside_with_its_checkpoints(config, changes):
         fill(open_run(config))
         (config.run_folder / "notes.txt").write_text("mine")
         run = open_run(config)
-        assert not contents(run.folder) and not names(run.checkpoints) and run.claim.attempt == 1
+        assert not contents(run.folder) and not names(run.checkpoints) and run.start_decision.attempt == 1
         run.close()
         asides = [f"{config.checkpoint_folder}.{number}"] * bool(config.checkpoint_dir) + [f"{run.folder}.{number}"]
         kept = Path(asides[0]) if config.checkpoint_dir else Path(asides[0], "checkpoints")
@@ -84,8 +84,8 @@ def test_a_start_that_finds_the_folder_in_use_leaves_it_to_the_start_that_made_i
 
 def test_once_it_trains_no_failure_undoes_a_start(config):
     """A run that was fetched from its mirror stays."""
-    lock, start = owner.claim(config, "here", "", False)
-    start = dataclasses.replace(start, moved=[[config.run_dir, ""]])
+    lock, start = owner.decide_start(config, "here", "", False)
+    start = dataclasses.replace(start, renamed_folders=[[config.run_dir, ""]])
     run = run_folder.RunFolder(config.run_folder, config.checkpoint_folder, 0, ("here",), start, lock)
     run.mark_training()
     run.failed(UserError("data: sample 8 is broken; repair it", 0, "here"))
@@ -120,10 +120,10 @@ def test_an_earlier_run_is_named_if_the_start_that_moved_it_was_killed(config):
         with pytest.raises(UserError, match=r"its run was moved to runs/mine\.1 .*; move it back, or start over"):
             open_run(with_(config, resume_from="auto"))
     run = open_run(replacing, "job-7")  # a restart of the same launch
-    assert run.resume_path is None and run.claim.attempt == 1
+    assert run.resume_path is None and run.start_decision.attempt == 1
     fill(run)
     run = open_run(with_(config, resume_from="auto"))
-    assert run.resume_path.name == "step_00000020.pt" and run.claim.attempt == 2
+    assert run.resume_path.name == "step_00000020.pt" and run.start_decision.attempt == 2
 
 
 @pytest.mark.parametrize("given", ["init_from", "resume_from"])
@@ -188,7 +188,7 @@ def test_a_run_without_records_or_checkpoints_is_started_again_in_its_folder(con
     run.failed(UserError("bad data; fix it"))
     run.close()
     run = open_run(config)
-    assert run.claim.attempt == 1
+    assert run.start_decision.attempt == 1
     run.record("train", step=3, loss=1.0)
     run.close()
     run = open_run(with_(config, resume_from="auto"))
@@ -223,7 +223,7 @@ def test_resuming_from_another_run_starts_a_new_run_but_not_in_a_folder_that_hol
     fill(open_run(config))
     other = with_(from_step_10(config), run_dir="runs/other")
     run = open_run(other)
-    assert run.resume_path.name == "step_00000010.pt" and run.claim.attempt == 1
+    assert run.resume_path.name == "step_00000010.pt" and run.start_decision.attempt == 1
     fill(run)
     with pytest.raises(UserError, match=IS_HELD):
         open_run(other)
@@ -282,14 +282,18 @@ def test_a_folder_without_a_checkpoint_is_rejected_and_says_which_file_to_give(c
 def test_the_folder_of_the_run_itself_continues_it_at_its_latest_checkpoint(config):
     fill(open_run(config))
     run = open_run(with_(config, resume_from=config.run_dir))
-    assert run.resume_path == run.checkpoints / "step_00000020.pt" and run.claim.attempt == 2 and not run.claim.moved
+    assert (
+        run.resume_path == run.checkpoints / "step_00000020.pt"
+        and run.start_decision.attempt == 2
+        and not run.start_decision.renamed_folders
+    )
 
 
 def test_a_restart_of_the_same_launch_continues_even_with_overwrite(config):
     first = with_(config, overwrite=True)
     fill(open_run(first, launch_id="job-7"))
     run = open_run(first, launch_id="job-7")
-    assert run.resume_path.name == "step_00000020.pt" and run.claim.attempt == 2
+    assert run.resume_path.name == "step_00000020.pt" and run.start_decision.attempt == 2
     run.close()
     with pytest.raises(UserError, match=IS_HELD):
         open_run(config, launch_id="job-8")
@@ -300,7 +304,7 @@ def test_a_restart_before_the_first_checkpoint_starts_from_the_path_again(config
     given = with_(config, resume_from="runs/other/checkpoints/step_00000010.pt")
     for attempt in (1, 2):
         run = open_run(given, launch_id="job-7")
-        assert str(run.resume_path) == given.resume_from and run.claim.attempt == attempt
+        assert str(run.resume_path) == given.resume_from and run.start_decision.attempt == attempt
         run.mark_training()
         run.record("train", epoch=0, step=11, loss=1.0)
         run.close()
@@ -316,7 +320,7 @@ def test_a_restart_of_a_launch_that_had_not_trained_starts_from_the_given_checkp
     for attempt in (2, 3):
         run = open_run(from_step_10(config), launch_id="job-7")
         assert run.resume_path.name == "step_00000010.pt"
-        assert not run.claim.is_completed and run.claim.attempt == attempt
+        assert not run.start_decision.is_completed and run.start_decision.attempt == attempt
         run.close()
     with pytest.raises(UserError, match=IS_HELD):
         open_run(config, launch_id="job-7")
@@ -354,5 +358,5 @@ def test_a_folder_that_has_only_the_status_of_a_completed_run_holds_no_run(tmp_p
     config.run_folder.mkdir()
     replace_json(config.run_folder / "status.json", {"state": "completed"})
     run = open_run(config)
-    assert not run.claim.is_completed and run.resume_path is None
+    assert not run.start_decision.is_completed and run.resume_path is None
     run.close()

@@ -22,9 +22,9 @@ from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.report.reporter import Reporter
 from utils.training import state as training_state
 from utils.training import step_sums
+from utils.training.hooks import ModelHooks
 from utils.training.parts.weight_average import WeightAverage
 from utils.training.precision import Precision
-from utils.training.seams import Seams
 
 AVERAGED = {}
 AVERAGED["ema_decay"] = 0.9
@@ -80,8 +80,8 @@ def prepared(device="cuda", dtype=None, **changes):
     for p in model.parameters():
         p.grad = torch.empty_like(p)
     config = TrainingConfig(warmup_epochs=0, clip_grad_norm=1.0, **AVERAGED, **changes)
-    seams = Seams(create_model=None, param_groups=lambda *_: [{"params": model.parameters()}], compute_loss=None)
-    state = training_state.TrainState(model, seams, config, Precision("cuda", dtype))
+    hooks = ModelHooks(create_model=None, param_groups=lambda *_: [{"params": model.parameters()}], compute_loss=None)
+    state = training_state.TrainState(model, hooks, config, Precision("cuda", dtype))
     state.parts.append(WeightAverage(model, config.ema_decay))
     state.lay_out({"loss": (0.0, 4)})
     state.plan(GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=2, assignment=Assignment(0, 2)))

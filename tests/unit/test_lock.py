@@ -15,14 +15,14 @@ from config import TrainingConfig
 from ranks import CONTEXT
 from test_run_folder import open_run, with_
 from utils.run import owner as owner_module
-from utils.run.owner import RunLock, claim
+from utils.run.owner import RunLock, decide_start
 from utils.settings.errors import StartError, TrainingError, UserError
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """A fraction of the seconds."""
-    for name, divisor in {"BETWEEN_BEATS": 50, "TO_SEE_A_BEAT": 15, "TO_READ_BACK": 10}.items():
+    for name, divisor in {"BETWEEN_HEARTBEATS": 50, "TO_SEE_HEARTBEAT": 15, "TO_READ_BACK": 10}.items():
         monkeypatch.setattr(owner_module, f"SECONDS_{name}", getattr(owner_module, f"SECONDS_{name}") / divisor)
 
 
@@ -64,7 +64,7 @@ def test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_bl
     finally:
         owner.kill()
         owner.join()
-    assert RunLock(tmp_path, "here").before["token"] == token
+    assert RunLock(tmp_path, "here").previous_owner["token"] == token
 
 
 @pytest.mark.guarantee("one-owner")
@@ -77,12 +77,12 @@ def test_a_file_lock_that_outlives_its_machine_is_waited_for(tmp_path, monkeypat
         token = ours.recv()
         (tmp_path / "boot_id").write_text("another")
         monkeypatch.setattr(owner_module, "BOOT", tmp_path / "boot_id")
-        monkeypatch.setattr(owner_module, "SECONDS_OF_A_LEASE", 0)
+        monkeypatch.setattr(owner_module, "SECONDS_OF_NFS_LEASE", 0)
         with pytest.raises(UserError, match="is in use by"):
             RunLock(tmp_path, "here")
-        monkeypatch.setattr(owner_module, "SECONDS_OF_A_LEASE", 60)
+        monkeypatch.setattr(owner_module, "SECONDS_OF_NFS_LEASE", 60)
         threading.Timer(0.5, owner.kill).start()
-        assert RunLock(tmp_path, "here").before["token"] == token
+        assert RunLock(tmp_path, "here").previous_owner["token"] == token
     finally:
         owner.kill()
         owner.join()
@@ -103,8 +103,8 @@ def test_without_shared_file_locks_an_owner_on_another_machine_is_seen_by_its_he
         RunLock(tmp_path, "here")
     owner.close()
     began = time.monotonic()
-    assert RunLock(tmp_path, "here").before["token"] == owner.token
-    assert time.monotonic() - began > owner_module.SECONDS_TO_SEE_A_BEAT
+    assert RunLock(tmp_path, "here").previous_owner["token"] == owner.token
+    assert time.monotonic() - began > owner_module.SECONDS_TO_SEE_HEARTBEAT
 
 
 def test_an_owner_on_another_machine_that_has_reported_its_end_is_not_waited_for(tmp_path, quick):
@@ -112,7 +112,7 @@ def test_an_owner_on_another_machine_that_has_reported_its_end_is_not_waited_for
     (tmp_path / "status.json").write_text('{"state": "preempted"}')
     began = time.monotonic()
     RunLock(tmp_path, "here")
-    assert time.monotonic() - began < owner_module.SECONDS_TO_SEE_A_BEAT
+    assert time.monotonic() - began < owner_module.SECONDS_TO_SEE_HEARTBEAT
 
 
 @pytest.mark.guarantee("one-owner")
@@ -121,7 +121,7 @@ def test_a_status_from_before_the_owners_claim_does_not_show_that_it_has_ended(t
     RunLock(tmp_path, "there").close()
     began = time.monotonic()
     RunLock(tmp_path, "here")
-    assert time.monotonic() - began > owner_module.SECONDS_TO_SEE_A_BEAT
+    assert time.monotonic() - began > owner_module.SECONDS_TO_SEE_HEARTBEAT
 
 
 def test_an_owner_that_cannot_be_read_is_not_one_that_is_missing(tmp_path, monkeypatch):
@@ -135,7 +135,7 @@ def test_an_owner_that_cannot_be_read_is_not_one_that_is_missing(tmp_path, monke
     with monkeypatch.context() as patches:
         patches.setattr(Path, "read_text", fails)
         with pytest.raises(StartError, match="cannot be written"):
-            claim(TrainingConfig(run_dir=str(tmp_path)), "here", "", False)
+            decide_start(TrainingConfig(run_dir=str(tmp_path)), "here", "", False)
     assert (tmp_path / "lock.json").read_bytes() == before
 
 
@@ -144,7 +144,7 @@ def test_the_process_and_the_token_in_the_lock_are_those_of_the_owner(tmp_path, 
     lock = RunLock(tmp_path, "here", token="mine")
     found = json.loads((tmp_path / "lock.json").read_text())
     assert (found["pid"], found["token"], found["attempt"]) == (os.getpid(), "mine", 3) and found["time"] != "before"
-    assert lock.before["pid"] == 1
+    assert lock.previous_owner["pid"] == 1
 
 
 @pytest.mark.parametrize("before", ["nothing", "a dead owner"])
@@ -181,4 +181,4 @@ def test_the_token_is_written_before_the_newest_checkpoint_is_verified(tmp_path,
     token = lambda: json.loads((tmp_path / "lock.json").read_text())["token"]  # noqa: E731
     monkeypatch.setattr(owner_module.checkpoint, "latest_valid", lambda _: (seen.append(token()), (None, []))[1])
     run = open_run(with_(config, resume_from="auto"))
-    assert seen == [run.claim.token] != [first.claim.token]
+    assert seen == [run.start_decision.token] != [first.start_decision.token]

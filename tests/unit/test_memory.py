@@ -13,7 +13,7 @@ from test_checkpoint import payload
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.memory import free_memory, is_out_of_memory
-from utils.run.ending import cause_of
+from utils.run.exit import find_cause
 from utils.run.failures import explain_memory, halved
 from utils.settings.errors import TrainingError
 from utils.training.state import TrainState
@@ -85,8 +85,8 @@ def test_out_of_memory_during_a_load_is_not_reported_as_a_bad_checkpoint(monkeyp
 
 def test_the_checkpoint_folder_whose_storage_hangs_is_not_read_for_the_cause_of_a_failure():
     error, run = TrainingError("its write has made no progress"), mock.Mock(resume_path=None)
-    with mock.patch("utils.run.ending.step_checkpoints", side_effect=AssertionError):
-        assert cause_of(error, run, TrainingConfig(), mock.Mock(rank=0)) is error
+    with mock.patch("utils.run.exit.step_checkpoints", side_effect=AssertionError):
+        assert find_cause(error, run, TrainingConfig(), mock.Mock(rank=0)) is error
 
 
 @pytest.mark.parametrize("text", ["", "12:memory:/docker/0a\n4:cpu:/docker/0a\n", "0::/no/such/group\n", "nonsense"])

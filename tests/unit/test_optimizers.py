@@ -13,7 +13,7 @@ from ranks import slow
 from test_state import FLOAT32, step
 from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.settings.errors import UserError
-from utils.training.seams import Seams
+from utils.training.hooks import ModelHooks
 from utils.training.state import TrainState
 
 
@@ -33,7 +33,7 @@ def two_groups(net):
 def make(create, groups=two_groups, dtype=torch.float32):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)).to(dtype)
-    hooks = Seams(
+    hooks = ModelHooks(
         create_model=None,
         compute_loss=None,
         param_groups=lambda net, config: groups(net),

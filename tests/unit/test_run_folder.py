@@ -12,12 +12,12 @@ from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.run import folder as run_folder
 from utils.run.folder import RunFolder
-from utils.run.owner import claim
+from utils.run.owner import decide_start
 from utils.settings.errors import TrainingError
 
 
 def open_run(config, launch_id="", may_restart=False, host="here"):
-    lock, start = claim(config, host, launch_id, may_restart)
+    lock, start = decide_start(config, host, launch_id, may_restart)
     return RunFolder(config.run_folder, config.checkpoint_folder, 0, (host,), start, lock)
 
 
@@ -85,7 +85,7 @@ def test_resuming_from_an_earlier_checkpoint_of_the_run_sets_later_ones_aside(co
     fill(run, steps=(10, 20, 30))
     commit_best(run, 20)
     run = open_run(from_step_10(config))
-    assert run.resume_path.name == "step_00000010.pt" and run.claim.attempt == 2
+    assert run.resume_path.name == "step_00000010.pt" and run.start_decision.attempt == 2
     run.rewind(10)
     assert not run.restore_best(20) and run.restore_best(-1)
     assert names(run.folder / "superseded-2") == ["step_00000020.pt", "step_00000030.pt"]

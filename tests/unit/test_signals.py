@@ -19,28 +19,29 @@ from utils.signals import STOP
 
 ENDS_UNDER_SIGNALS = """
 import os, signal, sys
-from utils.signals import hold
+from utils.signals import catch_stop_signals
 class Late:
     def __del__(self, kill=os.kill, process=os.getpid(), numbers=(signal.SIGTERM, signal.SIGUSR1)):
         for number in numbers:
             kill(process, number)
 late = Late()  # deleted with the module, after all exit handlers
-hold()
+catch_stop_signals()
 sys.exit(75)
 """
 
 
-def test_release_restores_the_handlers_that_hold_replaced():
+def test_the_handlers_that_were_replaced_are_restored():
     before = signal.getsignal(signal.SIGTERM)
-    utils.signals.hold()
+    utils.signals.catch_stop_signals()
     assert signal.getsignal(signal.SIGTERM) != before
-    utils.signals.release()
+    utils.signals.restore_signals()
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.guarantee("stop")
-def test_a_signal_that_came_before_the_release_ends_the_process():
-    code = "import os, signal; from utils.signals import hold, release; hold(); os.kill(os.getpid(), 15); release()"
+def test_a_signal_that_came_before_they_are_restored_ends_the_process():
+    code = "import os; from utils.signals import catch_stop_signals, restore_signals; catch_stop_signals()"
+    code += "; os.kill(os.getpid(), 15); restore_signals()"
     ended = subprocess.run(
         [sys.executable, "-c", code + "; print('goes on')"], cwd=ROOT, capture_output=True, timeout=60
     )

@@ -16,12 +16,12 @@ from utils.distributed.context import DistributedContext
 from utils.distributed.device import has_fast_bf16
 from utils.settings.errors import UserError
 from utils.training.first_passes import evaluate_once, train_twice
+from utils.training.hooks import ModelHooks
 from utils.training.optimizer import lr_factor
 from utils.training.parts.create import create_parts
 from utils.training.parts.part import Part
 from utils.training.parts.weight_average import WeightAverage
 from utils.training.precision import Precision
-from utils.training.seams import Seams
 from utils.training.state import TrainState
 
 AVERAGED = {}
@@ -39,8 +39,8 @@ def world_of_one():
     cleanup_distributed()
 
 
-def seams(groups):
-    return Seams(create_model=None, param_groups=groups, compute_loss=None)
+def hooks_with(groups):
+    return ModelHooks(create_model=None, param_groups=groups, compute_loss=None)
 
 
 def make(precision=FLOAT32, model=None, groups=None, **changes):
@@ -48,7 +48,7 @@ def make(precision=FLOAT32, model=None, groups=None, **changes):
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     config = TrainingConfig(**{"warmup_epochs": 0} | changes)
-    state = TrainState(model, seams(lambda *_: groups or [{"params": model.parameters()}]), config, precision)
+    state = TrainState(model, hooks_with(lambda *_: groups or [{"params": model.parameters()}]), config, precision)
     ctx = DistributedContext(0, 0, 1, CPU)
     state.parts += create_parts((), model, None, config, ctx, precision)
     sampler = GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=1, assignment=Assignment(0, 1))
@@ -404,9 +404,9 @@ def test_the_mean_gradient_norm_does_not_depend_on_where_a_resume_divides_an_int
         state = make(lr=0.01)
         for number in range(12):
             step(state)
-            state.interval.norms[-1] = torch.tensor(0.1 * (number + 1), dtype=torch.float64)  # with bits to round
+            state.log_window.norms[-1] = torch.tensor(0.1 * (number + 1), dtype=torch.float64)  # with bits to round
             if number == cut:
                 state.read_skips()  # as a save does
         state.read_skips()
-        found.add(state.interval.means()["grad_norm"])
+        found.add(state.log_window.means()["grad_norm"])
     assert len(found) == 1

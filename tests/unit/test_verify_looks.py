@@ -18,7 +18,7 @@ from lib.verify.fork import Fork
 from lib.verify.loss_notes import look_at_passes
 from lib.verify.model_notes import look_at_statistics, look_at_weights
 from utils.settings.errors import UserError
-from utils.training.seams import Seams
+from utils.training.hooks import ModelHooks
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def fork_of(create, loss, data=CLASSES, **changes):
         compute_loss=loss,
     )
     config = TrainingConfig(**{"epochs": 2, "batch_size": 100, "num_workers": 0} | changes)
-    fork = Fork(config, data, data, DistributedContext(0, 0, 1, CPU), None, Seams.of(module), config)
+    fork = Fork(config, data, data, DistributedContext(0, 0, 1, CPU), None, ModelHooks.from_module(module), config)
     fork.dtype = torch.float64
     return fork
 

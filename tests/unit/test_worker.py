@@ -25,9 +25,9 @@ from utils.data.loader import create_evaluation_dataloader
 from utils.data.sampler import MicroBatch
 from utils.data.sets import ChosenSamples
 from utils.data.worker import Fetcher, explain
-from utils.distributed.collectives import is_of_a_peer
-from utils.logger import told
-from utils.run.ending import cause_of
+from utils.distributed.collectives import is_peer_failure
+from utils.logger import error_text
+from utils.run.exit import find_cause
 from utils.settings.errors import StartError, TrainingError, UserError
 
 CTX = DistributedContext(0, 0, 1, torch.device("cpu"))
@@ -72,7 +72,7 @@ def test_an_error_of_torch_about_workers_gets_the_rank_and_the_fix(text, expecte
         remedy += " memory or a larger --shm-size, or use fewer --num_workers."
         assert str(failure) == f"rank 1: {expected}. {remedy}"
         # the error is complete: neither another rank nor a failed allocation adds to it
-        assert cause_of(failure, None, TrainingConfig(), CTX) is failure
+        assert find_cause(failure, None, TrainingConfig(), CTX) is failure
 
 
 class Unreadable(Dataset):
@@ -125,7 +125,7 @@ class Faulty(Dataset):
         return self.spoil(index) if index == 13 else (torch.zeros(2), index)
 
     def path(self, index):
-        return f"/data/igloo/{index}.png"  # is_of_a_peer looks for "gloo"
+        return f"/data/igloo/{index}.png"  # is_peer_failure looks for "gloo"
 
 
 class Pathless(Faulty):
@@ -199,7 +199,7 @@ def error_of(dataset, workers):
 @pytest.mark.parametrize(("kind", "spoil"), CASES)
 def test_an_error_of_a_sample_has_its_index_and_file_beside_the_traceback(kind, spoil):
     error = error_of(kind(spoil), workers=0)
-    text = told(error)
+    text = error_text(error)
     assert re.search(r"sample 13 \(/data/igloo/13.png\)$", text), text
     others = re.findall(r"sample (\d+)", text)[:-1]
     assert others in ([], ["12"]), text  # alone, or beside the first of its micro-batch
@@ -211,16 +211,16 @@ def test_an_error_of_a_sample_has_its_index_and_file_beside_the_traceback(kind, 
 @pytest.mark.parametrize("spoil", [*RAISED[1:4], RAISED[-2], giving(None)])
 def test_an_error_in_a_loader_worker_has_them_too_and_blames_no_peer(kind, spoil):
     error = error_of(kind(spoil), workers=1)
-    assert "sample 13 (/data/igloo/13.png)" in told(error) and "Traceback" in told(error), told(error)
-    assert not is_of_a_peer(error)
+    assert "sample 13 (/data/igloo/13.png)" in error_text(error) and "Traceback" in error_text(error), error_text(error)
+    assert not is_peer_failure(error)
 
 
 def test_the_sample_is_that_of_the_data_set_itself():
     """In a subset, in a subset of one, and in a data set that has no files; of a copy, the sample."""
     chosen = ChosenSamples(Faulty(raising(KeyError, "bad")), torch.tensor([19, 13, 0, 1, 2]))
     for dataset in (chosen, Subset(chosen, [4, 3, 1])):
-        assert told(error_of(dataset, 0)) == "'bad'; sample 13 (/data/igloo/13.png)"
-    assert told(error_of(Pathless(raising(KeyError, "bad")), 0)) == "'bad'; sample 13"
+        assert error_text(error_of(dataset, 0)) == "'bad'; sample 13 (/data/igloo/13.png)"
+    assert error_text(error_of(Pathless(raising(KeyError, "bad")), 0)) == "'bad'; sample 13"
     fetcher = Fetcher(Faulty(raising(KeyError, "bad")), False, 1)
     with pytest.raises(KeyError) as caught:
         fetcher.__getitems__(MicroBatch(0, 0, [1, 33], False, True, 1))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
-from utils.files import may_pass, replace_file, retried
+from utils.files import is_transient, replace_file, retry
 from utils.settings.errors import StartError, UserError
 
 if TYPE_CHECKING:
@@ -140,11 +140,11 @@ def load(path: Path, explain: Callable[[Exception], str], is_mapped: bool = Fals
 
     is_mapped = is_mapped and str(path).isprintable()  # torch maps no file whose name is not UTF-8
     try:
-        return retried(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped))
+        return retry(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped))
     except Exception as error:  # invalid bytes can raise any error in the unpickler
         if is_out_of_memory(error):
             raise
-        if isinstance(error, OSError) and may_pass(error):
+        if isinstance(error, OSError) and is_transient(error):
             raise unreadable(path, error) from None
         # torch's own message recommends switching the protection off
         raise UserError(explain(error)) from None
@@ -153,7 +153,7 @@ def load(path: Path, explain: Callable[[Exception], str], is_mapped: bool = Fals
 def verify(path: Path, is_hashed: bool = True) -> Trailer:
     """The step and the checksum. Raises UserError if the content does not match it, or the name is of another step."""
     try:
-        trailer, digest = retried(lambda: _read_digests(path, is_hashed))
+        trailer, digest = retry(lambda: _read_digests(path, is_hashed))
     except OSError as error:
         raise unreadable(path, error) from None
     if trailer is None:
@@ -182,7 +182,7 @@ def _read_digests(path: Path, is_hashed: bool) -> tuple[Trailer | None, str]:
 
 def unreadable(path: Path, error: OSError) -> UserError:
     """The error for a checkpoint that cannot be read; if that may pass, it is not taken for damage (StartError)."""
-    if may_pass(error):
+    if is_transient(error):
         remedy = "repair the storage and start again, or delete it to resume from an earlier one"
         return StartError(f"{path}: cannot be read in three tries ({error.strerror}); {remedy}")
     return UserError(f"{path}: cannot be read ({error.strerror}); give the path of a checkpoint")

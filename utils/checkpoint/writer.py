@@ -123,7 +123,7 @@ class Writer:
         text = f"{self.path}: its write has made no progress for {self._stalled_s:.0f} s"
         if before <= self._limits.to_warn < self._stalled_s:
             logging.getLogger(NAME).warning("%s; check the storage", text)  # perhaps only of this rank
-        since_stop = min(self._stalled_s, now - STOP.came_at)
+        since_stop = min(self._stalled_s, now - STOP.received_at)
         excess = max(self._stalled_s - self._limits.without, since_stop - self._limits.after_stop)
         if excess > size_of(self.copy.result()) / FLUSHED_PER_SECOND:
             rank, host = self._whose

@@ -20,7 +20,7 @@ from utils.data.transfer import SideStream, indices_on, pinned, to_device
 from utils.data.worker import Fetcher, check_sockets, explain
 from utils.distributed.context import DistributedContext
 from utils.settings.errors import TrainingError, UserError
-from utils.signals import ignore_in_worker, kept_back
+from utils.signals import ignore_in_worker, signals_blocked
 
 PREFETCHED = 2  # batches of each worker
 MAX_WORKERS = 8  # per rank, where num_workers is "auto"
@@ -97,7 +97,7 @@ class GlobalBatchLoader:
             self._side.begin()
         if self._loader is None:
             return map(self._make, self._planned())
-        with kept_back():
+        with signals_blocked():
             return iter(self._loader)
 
     def _planned(self) -> Iterator[MicroBatch]:

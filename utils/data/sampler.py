@@ -66,7 +66,7 @@ class Assignment:
         """The micro-batches in a global batch of an evaluation that has `count` of them."""
         return self.world_size
 
-    def rank_sum(self) -> RankSum:
+    def create_rank_sum(self) -> RankSum:
         """Forms the sums of an evaluation over micro-batches and ranks."""
         return RankSum()
 

@@ -35,15 +35,15 @@ class DataSets:
     listing: bytes  # of the training set's files, if it has one
 
 
-def load_data(seams: ModuleType, config: TrainingConfig, ctx: DistributedContext) -> DataSets:
-    """The data sets that dataset.py (`seams`) creates, which must be the same on all ranks. Raises UserError."""
+def load_data(data_module: ModuleType, config: TrainingConfig, ctx: DistributedContext) -> DataSets:
+    """The data sets that dataset.py (`data_module`) creates, which must be the same on all ranks. Raises UserError."""
     once_per_file_system(
-        Path(config.data_dir), lambda: seams.is_prepared(config), lambda: seams.prepare_data(config), ctx
+        Path(config.data_dir), lambda: data_module.is_prepared(config), lambda: data_module.prepare_data(config), ctx
     )
 
     def created(split: str) -> MapDataset | None:
         seed_host("create_dataset", config.seed)  # a random split is the same in each call on each rank
-        return seams.create_dataset(config, split)
+        return data_module.create_dataset(config, split)
 
     def create() -> dict[str, Any]:
         sets = {split: created(split) for split in ("train", "val", "test")}

@@ -20,8 +20,8 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from utils.data.sampler import MicroBatch
 from utils.data.transfer import pinned
-from utils.files import may_pass, retried
-from utils.logger import told
+from utils.files import is_transient, retry
+from utils.logger import error_text
 from utils.rng import seed_host
 from utils.settings.errors import StartError, TrainingError, UserError
 
@@ -84,9 +84,9 @@ class Fetcher(Dataset):
         samples: list[Any] = []
         try:
             if self._is_batched:
-                return micro_batch, retried(functools.partial(self._batch, epoch, indices))
+                return micro_batch, retry(functools.partial(self._batch, epoch, indices))
             for index in indices:
-                samples.append(retried(functools.partial(self._sample, epoch, index)))
+                samples.append(retry(functools.partial(self._sample, epoch, index)))
             return micro_batch, samples
         except UserError as error:  # DataLoader would wrap it; the main process raises it unchanged
             return micro_batch, error
@@ -95,9 +95,9 @@ class Fetcher(Dataset):
                 add_samples(error, self._dataset, indices, lambda some: self._batch(epoch, [indices[k] for k in some]))
             else:
                 add_samples(error, self._dataset, [indices[len(samples)]])
-            if not isinstance(error, OSError) or not may_pass(error):
+            if not isinstance(error, OSError) or not is_transient(error):
                 raise
-            text = f"a sample cannot be read in three tries ({told(error)}); repair the storage"
+            text = f"a sample cannot be read in three tries ({error_text(error)}); repair the storage"
             return micro_batch, StartError(explain_files(error) or f"{text}, then --resume_from auto")
 
     def _batch(self, epoch: int, indices: Sequence[int]) -> Any:

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils.distributed.context import DistributedContext
-from utils.files import may_pass
-from utils.logger import told
+from utils.files import is_transient
+from utils.logger import error_text
 from utils.metrics import all_reduce_scalar
 from utils.settings.errors import StartError, TrainingError, UserError
 
@@ -59,9 +59,9 @@ def gather(row: Tensor, ctx: DistributedContext) -> list[list[Any]]:
     return [each.tolist() for each in rows or [row]]
 
 
-def lowest_rank(is_so: bool, ctx: DistributedContext) -> int | None:
+def first_rank_where(condition: bool, ctx: DistributedContext) -> int | None:
     """The lowest rank on which `is_so` is true; None if there is none."""
-    rank = int(all_reduce_scalar(ctx.rank if is_so else ctx.world_size, "min", ctx.control))
+    rank = int(all_reduce_scalar(ctx.rank if condition else ctx.world_size, "min", ctx.control))
     return rank if rank < ctx.world_size else None
 
 
@@ -83,13 +83,13 @@ def on_all_ranks(action: Callable[[], T], ctx: DistributedContext, is_for_all: b
     try:
         result = action()
     except UserError as error:
-        problem = told(error), isinstance(error, StartError)
+        problem = error_text(error), isinstance(error, StartError)
     except OSError as error:
-        problem = f"{told(error)}; fix that and start again", may_pass(error)
-    if (rank := lowest_rank(bool(problem[0]), ctx)) is None:
+        problem = f"{error_text(error)}; fix that and start again", is_transient(error)
+    if (rank := first_rank_where(bool(problem[0]), ctx)) is None:
         return result
     text, is_passing = broadcast_json(problem, ctx, rank)
-    is_for_all = is_for_all or lowest_rank(problem[0] != text, ctx) is None
+    is_for_all = is_for_all or first_rank_where(problem[0] != text, ctx) is None
     text = text if is_for_all else f"{text} (rank {rank} on {ctx.hosts[rank]})"
     raise (StartError if is_passing else UserError)(text, rank, ctx.hosts[rank])
 
@@ -102,7 +102,7 @@ def require_equal(value: Any, sentence: str, ctx: DistributedContext) -> None:
         sentence: the message; {other} and {first} become the two ranks and their hosts.
     """
     text = json.dumps(value)
-    if rank := lowest_rank(text != broadcast_json(text, ctx), ctx):
+    if rank := first_rank_where(text != broadcast_json(text, ctx), ctx):
         other, first = (f"{ctx.hosts[each]} (rank {each})" for each in (rank, 0))
         raise UserError(sentence.format(other=other, first=first), rank, ctx.hosts[rank])
 
@@ -164,7 +164,7 @@ class RankSum:
         return dist.all_reduce(values, async_op=True) if dist.get_world_size() > 1 else None
 
 
-def within(seconds: float, action: Callable[[], T]) -> T:
+def run_with_timeout(seconds: float, action: Callable[[], T]) -> T:
     """The result of the action, or TimeoutError: a store connected to some other program ignores its own timeout."""
     future: Future[T] = Future()
 
@@ -178,10 +178,10 @@ def within(seconds: float, action: Callable[[], T]) -> T:
     return future.result(seconds)
 
 
-def is_of_a_peer(error: BaseException) -> bool:
+def is_peer_failure(error: BaseException) -> bool:
     """Whether a collective failed because a peer is gone (by gloo's and NCCL's messages): another rank failed first."""
     if isinstance(error, TrainingError):
-        return error.__cause__ is not None and is_of_a_peer(error.__cause__)
+        return error.__cause__ is not None and is_peer_failure(error.__cause__)
     text = str(error) if isinstance(error, RuntimeError) else ""
     is_named = not text.startswith("Caught ") and LOST_PEER.search(text) is not None  # not of a worker, with its files
     return is_named or isinstance(error, dist.DistNetworkError)

@@ -58,7 +58,7 @@ class DistributedContext:
     launch: Launch = field(default_factory=Launch)
     # torch has the group until it is destroyed: a context that a traceback keeps must not keep its threads and sockets
     control_ref: weakref.ref[dist.ProcessGroup] | None = None
-    beats: Any = None  # heartbeats of several ranks that share a TCP store; None if nobody watches
+    heartbeats: Any = None  # heartbeats of several ranks that share a TCP store; None if nobody watches
 
     @property
     def is_main(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from utils.distributed.collectives import within
+from utils.distributed.collectives import run_with_timeout
 from utils.distributed.context import Launch, connect_lazily
 from utils.settings.errors import StartError
 
@@ -47,7 +47,7 @@ def create_groups(
             device_id=device_id,
         )
         # a rank may stop now, and the group's own limit is for later
-        group: Any = within(timeout, lambda: dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+        group: Any = run_with_timeout(timeout, lambda: dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
         return group
     except TimeoutError:
         text = f"the ranks did not connect within {timeout:g} s; check the network between the nodes"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from utils.distributed.collectives import within
+from utils.distributed.collectives import run_with_timeout
 from utils.distributed.context import Launch
 from utils.settings.errors import StartError, UserError
 
@@ -58,7 +58,7 @@ def _connect(url: str, launch: Launch, timeout: timedelta) -> dist.Store:
         waited_for = launch.world_size
     try:
         meet = functools.partial(dist.rendezvous, url, launch.rank, waited_for, timeout=timeout)
-        store, _, _ = within(timeout.total_seconds() + 5, lambda: next(meet()))
+        store, _, _ = run_with_timeout(timeout.total_seconds() + 5, lambda: next(meet()))
     except (dist.DistError, ValueError, RuntimeError, TimeoutError) as error:
         where = launch.master if url == "env://" else url
         reason = "no answer"
@@ -163,11 +163,11 @@ def start_heartbeats(launch: Launch, store: dist.Store, launch_nonce: str, init_
     """Show the other ranks where this one is, before they connect: who watches later finds a place of every rank.
 
     Returns:
-        The `Beats` of the extra `watch`; None if nobody can watch: with one rank, or a store in a file, which only
+        The `Heartbeats` of the extra `watch`; None if nobody can watch: with one rank, or a store in a file, which only
         grows.
     """
     if launch.world_size > 1 and not init_method.startswith("file://"):  # extra: watch
-        from utils.extras.watch.beats import Beats
+        from utils.extras.watch.heartbeat import Heartbeats
 
         is_from_environment = init_method in ("", "env://")
         address = init_method
@@ -176,5 +176,5 @@ def start_heartbeats(launch: Launch, store: dist.Store, launch_nonce: str, init_
         address = address.split("//")[-1].split("?")[0]  # HOST:PORT
         is_of_rank_0 = not (launch.agent_hosts_store and is_from_environment)
         own_keys = dist.PrefixStore(launch_nonce, store)  # torchrun may keep a store for the next attempt
-        return Beats(own_keys, launch.rank, os.getpid(), address, is_of_rank_0)
+        return Heartbeats(own_keys, launch.rank, os.getpid(), address, is_of_rank_0)
     return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from utils.metrics import MetricTracker
-from utils.training.interval import Read
+from utils.training.log_window import PendingRead
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class LogPoint:
     samples: int  # in the interval, of all ranks
     density: tuple[float, float]  # of `GlobalBatchSampler.density`
     steps: int
-    read: Read
+    read: PendingRead
     take_seconds: Callable[[], tuple[float, float, float]]  # of this rank, from `Clock.take`
 
     def record(self, sums: MetricTracker, ranks: list[list[float]], names: Sequence[str] = ()) -> dict[str, Any]:

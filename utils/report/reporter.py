@@ -24,7 +24,7 @@ from utils.run.attempt import Attempt
 from utils.run.provenance import zip_code
 from utils.settings.errors import TrainingError
 from utils.training.fingerprint import fingerprint, of_parameters, shown
-from utils.training.interval import is_empty
+from utils.training.log_window import is_empty
 from utils.training.state import TrainState
 
 READ_AFTER = 4  # steps after a log point, on all ranks, its values are read
@@ -52,7 +52,7 @@ class Reporter:
         self._attempt, self._run, self._config, self._ctx = attempt, run, attempt.config, ctx
         self._state, self._loader, self._provenance = state, loader, provenance
         # a model in shards computes on all ranks
-        self._log_images = log_images if run.is_main or not state.sharing.has_whole_gradients else None
+        self._log_images = log_images if run.is_main or not state.strategy.has_whole_gradients else None
         self._board = Board(run.folder / "tensorboard" if ctx.is_main else None, state.progress.step)
         self._terminal = Terminal(attempt, state, loader)
         self._samples, self._steps = 0, 0  # since the last log point
@@ -121,11 +121,11 @@ class Reporter:
                 progress.epoch, progress.samples_in_epoch, progress.step % every or every
             ),
             steps=max(1, self._steps),
-            read=state.interval.begin_read(fingerprint(state), is_log_point=True),
+            read=state.log_window.begin_read(fingerprint(state), is_log_point=True),
             take_seconds=self._attempt.clock.take(),
         )
         self._samples, self._steps = 0, 0
-        state.interval.values.zero_()
+        state.log_window.values.zero_()
 
     def catch_up(self) -> None:
         """Write the train record that `log` has begun, if there is one. A collective: call it on all ranks at the same
@@ -137,7 +137,7 @@ class Reporter:
         point, self._unwritten = self._unwritten, None
         if point is None:
             return
-        sums, skipped, [digest], entries = self._state.interval.finish_read(point.read, self._state.progress)
+        sums, skipped, [digest], entries = self._state.log_window.finish_read(point.read, self._state.progress)
         seconds = point.take_seconds()
         logged: dict[str, float] = {}
         for part in self._state.parts:

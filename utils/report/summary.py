@@ -11,7 +11,7 @@ from utils.metrics import RESERVED
 from utils.report.goodput import accounts_of, attempts_of
 from utils.run.attempt import Attempt
 from utils.run.folder import RunFolder
-from utils.training.interval import EMPTY
+from utils.training.log_window import NOTHING_COUNTED
 from utils.training.state import TrainState
 
 MIN_SECONDS_FOR_GOODPUT = 60  # in a shorter run, start-up dominates
@@ -55,7 +55,7 @@ def summary_of(
         "final": _metrics_of(evaluations[-1] if evaluations else {}),
         "data_wait_fraction": accounts["data_wait"] / trained if trained else 0.0,
         "peak_memory_bytes": peak_memory(),
-        "restarts": attempt.run.claim.attempt - 1,
+        "restarts": attempt.run.start_decision.attempt - 1,
         "goodput": accounts["training"] / wall,
         "overflow_steps": progress.overflow_steps,
         "time": {f"{name}_s": round(seconds, 3) for name, seconds in accounts.items()},
@@ -70,7 +70,7 @@ def summary_of(
 
 def empty_steps(records: list[dict[str, Any]]) -> int:
     """The number of steps that were skipped because their loss counted nothing."""
-    return sum(each.get("reason") == EMPTY for each in records)
+    return sum(each.get("reason") == NOTHING_COUNTED for each in records)
 
 
 def _evaluations(records: list[dict[str, Any]], test: list[dict[str, Any]], weights: str) -> list[dict[str, Any]]:

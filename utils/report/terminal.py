@@ -14,7 +14,7 @@ from utils.data.sets import kind_of, split_of
 from utils.logger import count, duration, has_terminal, log_training_step, show, show_progress
 from utils.metrics import RESERVED
 from utils.run.attempt import Attempt
-from utils.training.replicated import bucket_megabytes
+from utils.training.ddp_model import bucket_megabytes
 from utils.training.state import TrainState
 
 READS = ": one device read per step, since it does not support found_inf (torch's fused optimizers do)"
@@ -43,7 +43,7 @@ class Terminal:
         where = f"step {progress.step}, epoch {progress.epoch + 1}, {progress.samples_in_epoch:,}"
         versions = provenance["versions"]
         gradients = ""
-        if ctx.world_size > 1 and state.sharing.has_whole_gradients:
+        if ctx.world_size > 1 and state.strategy.has_whole_gradients:
             gradients = _gradient_line(state, config.comm_hook, config.bucket_cap_mb)
         saves = _checkpoint_line(config.save_every_minutes, config.save_every_steps, config.save_every)
         decided = {
@@ -108,7 +108,7 @@ def _model_line(config: TrainingConfig, state: TrainState) -> str:
     trained = sum(state.owners[p].numel() for group in state.optimizer.param_groups for p in group["params"])
     line = f"{type(state.model).__name__}, {parameters:,} parameters, "
     line += f"{trained:,} of them trained" if trained < parameters else "all trained"
-    line += state.sharing.note if not state.sharing.has_whole_gradients else ""
+    line += state.strategy.banner_note if not state.strategy.has_whole_gradients else ""
     if config.activation_checkpointing or config.compile != "off":  # extra: compile
         line += ", activation checkpointing" * config.activation_checkpointing
         line += f", compiled ({config.compile})" * (config.compile != "off")
@@ -148,7 +148,7 @@ def _gradient_line(state: TrainState, comm_hook: str, bucket_cap_mb: float) -> s
     """The gradients that an optimizer step sends."""
     size = sum(p.numel() * p.element_size() for p in state.model.parameters() if p.requires_grad) / 2**20
     hook = f", rounded to {comm_hook}" * (comm_hook != "none")
-    hook += state.sharing.note
+    hook += state.strategy.banner_note
     return f"{size:.2f} MB per step, in buckets of about {bucket_megabytes(state.model, bucket_cap_mb):.2f} MB{hook}"
 
 

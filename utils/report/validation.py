@@ -15,8 +15,8 @@ from utils.run.checkpoints import Checkpoints
 from utils.run.resume import load_best
 from utils.settings.errors import UserError
 from utils.training.evaluation import Evaluation
+from utils.training.hooks import ModelHooks
 from utils.training.schedule import Progress
-from utils.training.seams import Seams
 from utils.training.state import TrainState
 
 
@@ -26,7 +26,7 @@ class Validation:
 
     attempt: Attempt
     state: TrainState
-    seams: Seams
+    hooks: ModelHooks
     consensus: Consensus
     loaders: dict[str, GlobalBatchLoader]  # by split: train, and the held-out ones
     reporter: Reporter
@@ -37,7 +37,7 @@ class Validation:
     def evaluation(self) -> Evaluation:
         state, attempt = self.state, self.attempt
         return Evaluation(
-            state.model, self.seams, state.precision, attempt.ctx, state.parts, self.consensus, attempt.clock
+            state.model, self.hooks, state.precision, attempt.ctx, state.parts, self.consensus, attempt.clock
         )
 
     def validate(self) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.layouts import Call, FileLayout, Payload, of_threads
 from utils.checkpoint.writer import Limits, Writer
-from utils.distributed.collectives import broadcast_json, lowest_rank
+from utils.distributed.collectives import broadcast_json, first_rank_where
 from utils.logger import NAME
 from utils.redact import stored
+from utils.run.async_snapshot import AsyncSnapshot
 from utils.run.attempt import Attempt
-from utils.run.copier import Copier
 from utils.settings.errors import TrainingError
 from utils.training.state import TrainState
 
@@ -30,7 +30,8 @@ SECONDS_TO_WARN, SECONDS_AFTER_STOP = 60.0, 20.0  # of a write without progress;
 class Checkpoints:
     """Saves the state. All ranks call its methods; a file is written by rank 0, and a sharded state by all.
 
-    The state is copied, compared and written by threads (`Copier`, `Writer`). Call `finish_copy` before it changes.
+    The state is copied, compared and written by threads (`AsyncSnapshot`, `Writer`). Before it changes, call
+    `finish_copy`.
 
     Args:
         provenance: content of provenance.json.
@@ -54,7 +55,7 @@ class Checkpoints:
             self._writes, shards = True, shards_of(config, ctx)
             self._layout = FolderLayout(threads, shards, run.leads_node)
         meta = {"config": stored(config), "provenance": provenance | {"total_steps": state.schedule.total_steps}}
-        self._copier = Copier(state, self._writes, meta, shards, threads)
+        self._copier = AsyncSnapshot(state, self._writes, meta, shards, threads)
         limits, whose = Limits(SECONDS_TO_WARN, SECONDS_WITHOUT, SECONDS_AFTER_STOP), (ctx.rank, ctx.host)
         self._writer = Writer(self._write, lambda: self._layout.is_waiting, limits, whose, run.resume_path)
         is_own = run.resume_path and run.resume_path.resolve().parent == run.checkpoints.resolve()
@@ -90,7 +91,7 @@ class Checkpoints:
         self._look()
         self._is_owed = self._writer.is_busy
         self._before_save()
-        if lowest_rank(self._is_owed, self._ctx) is None:
+        if first_rank_where(self._is_owed, self._ctx) is None:
             copy, self._begun_at = self._copier.begin(), time.monotonic()
             if self._writes:
                 self._writer.start(self._layout.path(self._run.checkpoints, step), copy)
@@ -110,7 +111,7 @@ class Checkpoints:
 
     def _note_buffers(self) -> None:
         """On rank 0: an event at each save in which the buffers of a rank differ, and a warning at the first one."""
-        rank = self._copier.take_odd_buffers()
+        rank = self._copier.pop_odd_rank()
         if rank is None:
             return
         self._run.event("buffers_differ", self._saved_step, rank=rank)

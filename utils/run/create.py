@@ -12,16 +12,16 @@ from utils.checkpoint.format import load_weights
 from utils.checkpoint.stored import local_checkpoint
 from utils.checkpoint.weights import match_names, take_weights, warn_of_other_classes
 from utils.distributed.context import DistributedContext
-from utils.training.parallel import Sharing
+from utils.training.gradient_strategy import GradientStrategy
+from utils.training.hooks import ModelHooks
 from utils.training.parts.create import create_parts
 from utils.training.parts.unsaved import checked
 from utils.training.precision import Precision
-from utils.training.seams import Seams
 from utils.training.state import TrainState
 
 
 def create_state(
-    seams: Seams,
+    hooks: ModelHooks,
     config: TrainingConfig,
     ctx: DistributedContext,
     is_resumed: bool = False,
@@ -36,13 +36,13 @@ def create_state(
 
     def build(device: torch.device) -> nn.Module:
         torch.manual_seed(config.seed)
-        model = seams.create_model(config, device)
+        model = hooks.create_model(config, device)
         if config.init_from and not is_resumed and device.type != "meta":
-            own = seams.initial_weights
+            own = hooks.initial_weights
             weights = own(config) if own else load_weights(local_checkpoint(config.init_from))
             warn_of_other_classes(weights, train_set, config.init_from)
             weights = match_names(weights, model.state_dict(), config.init_from)
-            weights, given = checked(weights, model, seams.is_saved, config.init_from)
+            weights, given = checked(weights, model, hooks.is_saved, config.init_from)
             take_weights(
                 model,
                 weights,
@@ -53,16 +53,16 @@ def create_state(
         if config.activation_checkpointing:  # extra: compile
             from utils.extras.compile.activation import checkpoint_blocks
 
-            checkpoint_blocks(model, seams.blocks(model))
+            checkpoint_blocks(model, hooks.blocks(model))
         return model
 
-    sharing = Sharing.choose(config, ctx)
-    model = sharing.build(build, seams.blocks)
+    strategy = GradientStrategy.create(config, ctx)
+    model = strategy.build_model(build, hooks.blocks)
     precision = Precision.choose(
         use_amp=config.use_amp, amp_dtype=config.amp_dtype, device=ctx.device, fast_bf16=ctx.fast_bf16
     )
-    state = TrainState(model, seams, config, precision, sharing)
+    state = TrainState(model, hooks, config, precision, strategy)
     if config.compile == "reduce-overhead":  # extra: compile
         state.updater.zeroes_gradients = True  # a replay of CUDA graphs overwrites new ones
-    state.parts += create_parts(seams.parts, model, seams.is_saved, config, ctx, precision)
+    state.parts += create_parts(hooks.parts, model, hooks.is_saved, config, ctx, precision)
     return state

@@ -18,13 +18,13 @@ from utils.distributed.context import DistributedContext
 from utils.files import replace_json
 from utils.logger import ALIKE, log_epoch_summary, setup_logger
 from utils.run.create import create_state
-from utils.run.ending import watched
+from utils.run.exit import supervised
 from utils.run.resume import check_evaluation, compare_evaluated, load_checkpoint
 from utils.run.start import check_alike
-from utils.signals import release
+from utils.signals import restore_signals
 from utils.training.evaluation import Evaluation
+from utils.training.hooks import ModelHooks, check_model_module
 from utils.training.schedule import Progress
-from utils.training.seams import Seams, check_model_module
 
 
 def evaluate_only(config: TrainingConfig, ctx: DistributedContext, model: ModuleType, data: Any) -> dict[str, Any]:
@@ -32,8 +32,8 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext, model: Module
 
     model, data: have the functions of model.py and dataset.py. Raises UserError.
     """
-    release()  # an evaluation has nothing to save: a signal ends it
-    with watched(config.run_folder, config, ctx):  # if a rank hangs or is gone, all end
+    restore_signals()  # an evaluation has nothing to save: a signal ends it
+    with supervised(config.run_folder, config, ctx):  # if a rank hangs or is gone, all end
         check_alike(config, ctx)
         return _evaluate(config, ctx, model, data)
 
@@ -47,8 +47,8 @@ def _evaluate(config: TrainingConfig, ctx: DistributedContext, model: ModuleType
         path, _ = on_all_ranks(lambda: best_or_latest(place, not config.resume_from), ctx)
     sets = load_data(data, config, ctx)
     config = sets.config
-    seams = Seams.of(model, config, ctx.device)
-    state = on_all_ranks(lambda: create_state(seams, config, ctx, not is_published, sets.train), ctx)
+    hooks = ModelHooks.from_module(model, config, ctx.device)
+    state = on_all_ranks(lambda: create_state(hooks, config, ctx, not is_published, sets.train), ctx)
     progress = Progress()
     payload: dict[str, Any] = {}  # the weights that the model has
     if not is_published:
@@ -56,7 +56,7 @@ def _evaluate(config: TrainingConfig, ctx: DistributedContext, model: ModuleType
         on_all_ranks(lambda: check_evaluation(payload, config), ctx)
         progress = Progress.of(payload)
     state.show(progress, payload.get("provenance", {}).get("total_steps", 1))
-    evaluation, logger = Evaluation(state.model, seams, state.precision, ctx, state.parts), setup_logger(ctx.rank)
+    evaluation, logger = Evaluation(state.model, hooks, state.precision, ctx, state.parts), setup_logger(ctx.rank)
     for split in sets.held_out if payload else ():
         for line in on_all_ranks(partial(compare_evaluated, payload, config, split, sets), ctx):
             logger.log(ALIKE, "changed: %s", line)

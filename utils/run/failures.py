@@ -6,7 +6,7 @@ import torch
 
 from config import TrainingConfig
 from utils.distributed.context import DistributedContext
-from utils.memory import is_out_of_memory, let_go
+from utils.memory import drop_traceback, is_out_of_memory
 from utils.settings.errors import TrainingError
 
 
@@ -20,7 +20,7 @@ def explain_memory(
     if isinstance(error, TrainingError) or not is_out_of_memory(error):
         return None
     text = next(iter(str(error).splitlines()), type(error).__name__)
-    let_go(error)
+    drop_traceback(error)
     is_of_device = isinstance(error, torch.OutOfMemoryError) or "CUDA" in text
     place = f"{ctx.device_names[ctx.rank]} ({ctx.device})" if is_of_device else "memory"
     ways: list[str] = []

@@ -14,14 +14,14 @@ from typing import Any
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
 from utils.files import LinesFile, cut_lines, finite, read_json, read_lines, replace_json
-from utils.logger import ALIKE, count, some_of, told
+from utils.logger import ALIKE, count, error_text, some_of
 from utils.logger import NAME as LOGGER
-from utils.run.aside import move_back
+from utils.run.backup import restore_existing_run
 from utils.run.owner import NAME as LOCK
-from utils.run.owner import Claim, RunLock
+from utils.run.owner import RunLock, StartDecision
 from utils.run.provenance import now as iso
 from utils.settings.errors import StartError, TrainingError, UserError
-from utils.training.interval import SkippedStep, is_empty
+from utils.training.log_window import SkippedStep, is_empty
 
 BEGINNINGS = ("started", "resumed")  # the first event of each attempt
 SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
@@ -45,13 +45,19 @@ class RunFolder:
         checkpoints: Path,
         rank: int,
         hosts: tuple[str, ...],
-        claim: Claim,
+        start_decision: StartDecision,
         lock: RunLock | None,
         companions: Any = None,
     ) -> None:
-        self.folder, self.checkpoints, self.rank, self.hosts, self.claim = folder, checkpoints, rank, hosts, claim
-        self.notes, self._moved = list(claim.notes), claim.moved
-        self.resume_path = Path(claim.resume_from) if claim.resume_from else None
+        self.folder, self.checkpoints, self.rank, self.hosts, self.start_decision = (
+            folder,
+            checkpoints,
+            rank,
+            hosts,
+            start_decision,
+        )
+        self.notes, self._moved = list(start_decision.notes), start_decision.renamed_folders
+        self.resume_path = Path(start_decision.resume_from) if start_decision.resume_from else None
         self.is_main, self.host = rank == 0, hosts[rank]
         self.lock_file = folder / LOCK
         self.log_file = folder / "logs" / f"rank{rank}.log"
@@ -78,7 +84,7 @@ class RunFolder:
         """Write to lock.json, where a rank has a lock. From now on no failure undoes the start."""
         if self._lock:
             self._check()
-            claim = self.claim
+            claim = self.start_decision
             known = {"launch_id": claim.launch_id, "attempt": claim.attempt}
             self._lock.write(**known, has_trained=True, **values)
         self._moved = []
@@ -96,7 +102,7 @@ class RunFolder:
 
     def is_ours(self) -> bool:
         """Whether no other job has taken over the folder while this one was suspended or cut off."""
-        return read_json(self.lock_file).get("token", self.claim.token) == self.claim.token
+        return read_json(self.lock_file).get("token", self.start_decision.token) == self.start_decision.token
 
     def _check(self) -> None:
         """Call before every write: a later owner would take it for its own. A lock.json that cannot be read counts as
@@ -111,7 +117,7 @@ class RunFolder:
             token = json.loads(self.lock_file.read_text(encoding="utf-8"))["token"]
         except (ValueError, KeyError, TypeError):
             raise OSError(5, f"{self.lock_file} cannot be read") from None
-        if token != self.claim.token:
+        if token != self.start_decision.token:
             raise TrainingError(f"{self.checkpoints}: another job has taken over this run; end this one")
 
     def end_companions(self) -> None:
@@ -184,7 +190,7 @@ class RunFolder:
 
     def begin(self) -> None:
         """Write to status.json that an attempt is running."""
-        before = read_json(self.folder / "status.json") if self.claim.attempt > 1 else {}
+        before = read_json(self.folder / "status.json") if self.start_decision.attempt > 1 else {}
         where = {"epoch": 0, "step": 0, "samples_seen": 0, "checkpoint": None} | before
         kept = {name: where[name] for name in ("epoch", "step", "samples_seen", "checkpoint")}
         # of the last attempt that began to train: this one may not
@@ -236,7 +242,7 @@ class RunFolder:
         if not isinstance(error, UserError):
             return False
         if moved := [pair for pair in self._moved if pair[1] or not may_continue]:
-            move_back(moved)
+            restore_existing_run(moved)
         elif self._status_before:
             with suppress(OSError):
                 replace_json(self.folder / "status.json", self._status_before)
@@ -251,7 +257,7 @@ class RunFolder:
         where = {"rank": self.rank, "host": self.host} if rank is None else {"rank": rank, "host": host}
         latest = self._written or status.get("checkpoint")
         reached = {"step": max(step, status.get("step", 0)), "checkpoint": latest}
-        status |= {"state": "failed", "error": told(error)} | reached | where | {"time": self.now()}
+        status |= {"state": "failed", "error": error_text(error)} | reached | where | {"time": self.now()}
         said = "the run failed after step %d; its latest checkpoint is %s"
         logging.getLogger(LOGGER).info(said, reached["step"], latest or "missing")
         try:
@@ -289,7 +295,7 @@ class RunFolder:
         self._check()
         beyond = [path for path in checkpoint.step_checkpoints(self.checkpoints) if checkpoint.step_of(path) > step]
         if beyond:  # before the records: after a kill in between nothing resumes from a later step
-            aside = self._aside()
+            aside = self._superseded_dir()
             for path in beyond:
                 shutil.move(path, aside / path.name)
             self.notes.append(
@@ -334,7 +340,7 @@ class RunFolder:
         if best.is_symlink():
             best.unlink()
         elif best.exists():  # of a later step: a copy, or of an earlier version
-            shutil.move(best, self._aside() / best.name)
+            shutil.move(best, self._superseded_dir() / best.name)
         if step >= 0:
             text = "the best checkpoint so far, of step %d, is gone: the next evaluation starts a new best"
             self.notes.append(text % step)
@@ -347,11 +353,11 @@ class RunFolder:
         """
         best = self.checkpoints / checkpoint.BEST
         if best.is_symlink() and best.exists():
-            kept = checkpoint.copy_here(best, self._aside())
+            kept = checkpoint.copy_here(best, self._superseded_dir())
             self.notes.append(f"the best checkpoint so far is kept as {kept}")
 
-    def _aside(self) -> Path:
+    def _superseded_dir(self) -> Path:
         """The folder for checkpoints of steps after the one that this attempt resumes from."""
-        aside = self.folder / f"superseded-{self.claim.attempt}"
+        aside = self.folder / f"superseded-{self.start_decision.attempt}"
         aside.mkdir(exist_ok=True)
         return aside

@@ -24,19 +24,19 @@ from typing import Any, ClassVar
 
 from config import DEFAULT_RUN_DIR, TrainingConfig, asks_for_more
 from utils.checkpoint import format as checkpoint
-from utils.files import TEMPORARY, may_pass, read_json, replace_json, retried
+from utils.files import TEMPORARY, is_transient, read_json, replace_json, retry
 from utils.logger import NAME as LOGGER
-from utils.run.aside import NOTHING, move_aside, move_back, size_of
+from utils.run.backup import DID_NOT_EXIST, describe_size, rename_existing_run, restore_existing_run
 from utils.run.provenance import now
 from utils.settings.errors import StartError, UserError
 
 NAME = "lock.json"
 KILLED = "every rank was killed"  # the error of an attempt that nobody survived to report
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # on Linux; differs between machines of the same name
-SECONDS_OF_A_LEASE = 120.0  # for which an NFS server may keep the file lock of a machine that is gone
-SECONDS_BETWEEN_BEATS = 10.0
-SECONDS_TO_SEE_A_BEAT = 30.0  # of an owner on another machine, where file locks may not reach
-SECONDS_TO_SEE = 5.0  # until a file of another machine is visible on shared storage
+SECONDS_OF_NFS_LEASE = 120.0  # for which an NFS server may keep the file lock of a machine that is gone
+SECONDS_BETWEEN_HEARTBEATS = 10.0
+SECONDS_TO_SEE_HEARTBEAT = 30.0  # of an owner on another machine, where file locks may not reach
+SECONDS_UNTIL_VISIBLE = 5.0  # until a file of another machine is visible on shared storage
 SECONDS_TO_READ_BACK = 2.0  # there, a second launch may have written its token in the meantime
 
 
@@ -50,7 +50,7 @@ class RunLock:
         OSError: if the folder cannot be read or written. A lock.json that cannot be read is not one without an owner.
     """
 
-    taken: ClassVar[set[RunLock]] = set()  # by this process; closed after an exception
+    held: ClassVar[set[RunLock]] = set()  # by this process; closed after an exception
 
     def __init__(self, folder: Path, host: str, token: str = "") -> None:
         self._file, self._own = folder / NAME, {"token": token or uuid.uuid4().hex, "host": host, "boot": ""}
@@ -58,63 +58,66 @@ class RunLock:
             self._own["boot"] = BOOT.read_text().strip()
         self._has_locks, self._end = True, threading.Event()
         self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-        self.taken.add(self)
-        self.before: dict[str, Any] = {}
+        self.held.add(self)
+        self.previous_owner: dict[str, Any] = {}
         is_alone = self._is_owner_gone(folder)
         if is_alone:
-            self.write(**self.before)
-            if self._is_elsewhere() or not self._has_locks:
+            self.write(**self.previous_owner)
+            if self._is_from_other_boot() or not self._has_locks:
                 time.sleep(SECONDS_TO_READ_BACK)
             found = read_json(self._file)
-            is_alone, self.before = found.get("token") == self.token, self.before if is_alone else found
+            is_alone, self.previous_owner = found.get("token") == self.token, self.previous_owner if is_alone else found
         if not is_alone:
             self.close()
-            raise UserError(
-                f"run_dir={folder}: is in use by {_describe(self.before)}; end that job or give another --run_dir"
-            )
-        threading.Thread(target=self._beat, daemon=True).start()
+            owner = _describe(self.previous_owner)
+            raise UserError(f"run_dir={folder}: is in use by {owner}; end that job or give another --run_dir")
+        threading.Thread(target=self._touch, daemon=True).start()
 
     @property
     def token(self) -> str:
         return self._own["token"]
 
-    def _is_elsewhere(self) -> bool:
+    def _is_from_other_boot(self) -> bool:
         """Whether the previous owner was on another machine, or on this one before it was restarted."""
-        return bool(self.before) and any(self.before.get(name) != self._own[name] for name in ("host", "boot"))
+        return bool(self.previous_owner) and any(
+            self.previous_owner.get(name) != self._own[name] for name in ("host", "boot")
+        )
 
     def _is_owner_gone(self, folder: Path) -> bool:
         """Take the file lock, and wait until it is known whether the previous owner is alive."""
-        began, stamp, status = time.monotonic(), self._stamp(), read_json(folder / "status.json")
+        began, stamp, status = time.monotonic(), self._heartbeat_time(), read_json(folder / "status.json")
         while True:
-            is_free, self.before = self._take(), self._read()
+            is_free, self.previous_owner = self._take_file_lock(), self._read()
             waited = time.monotonic() - began
-            if self._is_elsewhere() and self._stamp() != stamp:
+            if self._is_from_other_boot() and self._heartbeat_time() != stamp:
                 return False
-            if not self._is_elsewhere() or waited > SECONDS_OF_A_LEASE:
+            if not self._is_from_other_boot() or waited > SECONDS_OF_NFS_LEASE:
                 return is_free
             # an older status is that of an attempt before this owner
-            is_later = status.get("time", "?") >= self.before.get("time", "")
-            has_ended = status.get("state", "running") != "running" and (is_later or self.before.get("ended"))
-            if is_free and (has_ended or waited > SECONDS_TO_SEE_A_BEAT):
+            is_later = status.get("time", "?") >= self.previous_owner.get("time", "")
+            has_ended = status.get("state", "running") != "running" and (is_later or self.previous_owner.get("ended"))
+            if is_free and (has_ended or waited > SECONDS_TO_SEE_HEARTBEAT):
                 return True
             if waited < 0.5:
                 text = "%s: looking for up to %.0f s whether its owner, %s, is alive"
-                logging.getLogger(LOGGER).warning(text, folder, SECONDS_TO_SEE_A_BEAT, _describe(self.before))
+                logging.getLogger(LOGGER).warning(
+                    text, folder, SECONDS_TO_SEE_HEARTBEAT, _describe(self.previous_owner)
+                )
             time.sleep(0.5)
 
-    def _stamp(self) -> int:
+    def _heartbeat_time(self) -> int:
         with suppress(OSError), self._file.open() as file:  # NFS looks at the server's attributes when a file is opened
             return os.fstat(file.fileno()).st_mtime_ns
         return 0
 
     def _read(self) -> dict[str, Any]:
         try:
-            found = json.loads(retried(self._file.read_text))
+            found = json.loads(retry(self._file.read_text))
         except (FileNotFoundError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
 
-    def _take(self) -> bool:
+    def _take_file_lock(self) -> bool:
         """Take the file lock. Returns whether no other process has it; without file locks, none has."""
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,8 +126,8 @@ class RunLock:
             return not self._has_locks
         return True
 
-    def _beat(self) -> None:
-        while not self._end.wait(SECONDS_BETWEEN_BEATS):
+    def _touch(self) -> None:
+        while not self._end.wait(SECONDS_BETWEEN_HEARTBEATS):
             with suppress(OSError):  # the storage may hang; then this thread does
                 if read_json(self._file).get("token") == self.token:
                     os.utime(self._file)
@@ -135,7 +138,7 @@ class RunLock:
 
     def close(self) -> None:
         """Release the folder."""
-        self.taken.discard(self)
+        self.held.discard(self)
         self._end.set()
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -153,22 +156,26 @@ def _describe(owner: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Claim:
+class StartDecision:
     """What rank 0 has decided about the run folder. Plain values."""
 
     resume_from: str = ""  # the checkpoint
     is_completed: bool = False  # nothing is left to do, and nothing may be written
-    moved: list[list[str]] = field(default_factory=list)  # folders of an earlier run, each with its new name or NOTHING
+    renamed_folders: list[list[str]] = field(
+        default_factory=list
+    )  # folders of an earlier run, each with its new name or NOTHING
     attempt: int = 1
     token: str = ""  # of the owner
     launch_id: str = ""
     notes: list[str] = field(default_factory=list)  # decisions to log
-    decision: dict[str, Any] = field(default_factory=dict)  # of the mirror: what this attempt owns there
-    apart: list[list[int]] = field(default_factory=list)  # the ranks of each node that has a run folder of its own
+    mirror_decision: dict[str, Any] = field(default_factory=dict)  # of the mirror: what this attempt owns there
+    node_local_ranks: list[list[int]] = field(
+        default_factory=list
+    )  # the ranks of each node that has a run folder of its own
 
 
 @dataclass(frozen=True)
-class Found:
+class ExistingRun:
     """What a start finds in its folder. owner: lock.json of the attempt before."""
 
     config: TrainingConfig
@@ -178,7 +185,7 @@ class Found:
     holds_run: bool  # records or checkpoints
 
     @classmethod
-    def look(cls, config: TrainingConfig, launch_id: str, owner: dict[str, Any]) -> Found:
+    def inspect(cls, config: TrainingConfig, launch_id: str, owner: dict[str, Any]) -> ExistingRun:
         folder, checkpoints = config.run_folder, config.checkpoint_folder
         saved = [*checkpoint.step_checkpoints(checkpoints), *checkpoints.glob(checkpoint.BEST)]
         holds_run = (folder / "metrics.jsonl").exists() or bool(saved)
@@ -223,7 +230,7 @@ class Found:
         checkpoint.verify(path)
         return path, notes + more
 
-    def check(self, path: Path | None, is_replaced: bool, may_restart: bool) -> None:
+    def refuse_to_replace(self, path: Path | None, is_replaced: bool, may_restart: bool) -> None:
         """Raises UserError if the run in the folder must stay as it is.
 
         Args:
@@ -266,7 +273,7 @@ class Found:
                 raise UserError(text)
 
 
-def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) -> tuple[RunLock, Claim]:
+def decide_start(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) -> tuple[RunLock, StartDecision]:
     """On rank 0: lock the folder and decide whether to continue the run in it, once its mirror has fetched it. A folder
     that did not exist before a start that is refused does not exist after it either.
 
@@ -283,41 +290,41 @@ def claim(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) 
     if Path.cwd().is_relative_to(folder.resolve()) or any(folder.glob(f"*/{NAME}")):
         raise UserError(f"run_dir={folder}: contains more than one run's files; give a separate folder, e.g. runs/NAME")
     places = [] if folder.exists() else [folder, checkpoints]
-    new = [[str(place), NOTHING] for place in places if not place.exists()]
+    new = [[str(place), DID_NOT_EXIST] for place in places if not place.exists()]
     try:
-        lock = _lock(folder, checkpoints, host)
+        lock = _open_lock(folder, checkpoints, host)
     except UserError:
         for place, _ in reversed(new):
             with suppress(OSError):  # it has another start's files
                 os.rmdir(place)
         raise
     try:
-        lock, decided = _decide(lock, config, host, launch_id, may_restart)
+        lock, decided = _decide_locked(lock, config, host, launch_id, may_restart)
     except StartError:  # another attempt continues with what has been fetched
         raise
     except UserError:
-        move_back(new)
+        restore_existing_run(new)
         raise
-    if decided.attempt > 1 and not decided.moved:  # restored from the mirror
-        decided = replace(decided, moved=new)
+    if decided.attempt > 1 and not decided.renamed_folders:  # restored from the mirror
+        decided = replace(decided, renamed_folders=new)
     return lock, decided
 
 
-def _decide(
+def _decide_locked(
     lock: RunLock, config: TrainingConfig, host: str, launch_id: str, may_restart: bool
-) -> tuple[RunLock, Claim]:
+) -> tuple[RunLock, StartDecision]:
     """The lock is another one if the folder was moved aside."""
     folder, checkpoints = config.run_folder, config.checkpoint_folder
-    found = Found.look(config, launch_id, lock.before)
+    found = ExistingRun.inspect(config, launch_id, lock.previous_owner)
     decision: dict[str, Any] = {}
     if config.mirror and not found.is_completed:  # extra: companions
         from utils.extras.companions.programs import ask, plan_of
 
         plan = plan_of(config, 0, host, lock.token, launch_id)
         decision = ask("mirror", plan, f"mirror={config.mirror}", "--first")
-        found = Found.look(config, launch_id, decision.get("owner") or lock.before)
+        found = ExistingRun.inspect(config, launch_id, decision.get("owner") or lock.previous_owner)
     if found.is_completed or decision.get("is_completed"):
-        return lock, Claim(is_completed=True)
+        return lock, StartDecision(is_completed=True)
     owner, aside = found.owner, found.owner.get("aside", [])
     moved: list[list[str]] = []
     notes = decision.get("notes", []) + found.mark_killed()
@@ -327,12 +334,12 @@ def _decide(
     if path and is_here:
         path = checkpoints / path.name  # one spelling on all ranks
     is_replaced = found.holds_run and not found.is_continued and not is_here
-    found.check(path, is_replaced, may_restart)
+    found.refuse_to_replace(path, is_replaced, may_restart)
     if is_replaced:
-        moved = move_aside(folder, checkpoints)
+        moved = rename_existing_run(folder, checkpoints)
         lock.close()
-        lock, owner, aside = _lock(folder, checkpoints, host), {}, [name for _, name in moved]
-        text = f"moved the earlier run to {' and '.join(aside)} ({size_of(aside)}); to delete it: rm -r "
+        lock, owner, aside = _open_lock(folder, checkpoints, host), {}, [name for _, name in moved]
+        text = f"moved the earlier run to {' and '.join(aside)} ({describe_size(aside)}); to delete it: rm -r "
         notes.append(text + " ".join(aside))
     # an attempt that was killed before its first record or checkpoint counts too
     is_again = not moved and (found.holds_run or (config.resume_from == "auto" and owner.get("has_trained")))
@@ -340,19 +347,19 @@ def _decide(
     # until `mark_training` a restart of this launch must not continue this run
     inherited = launch_id if found.is_same_launch else ""
     lock.write(launch_id=inherited, attempt=attempt, aside=aside)
-    _remove_partial(folder, checkpoints)
-    return lock, Claim(
+    _remove_temporary_files(folder, checkpoints)
+    return lock, StartDecision(
         resume_from=str(path or ""),
-        moved=moved,
+        renamed_folders=moved,
         attempt=attempt,
         token=lock.token,
         launch_id=launch_id,
         notes=notes,
-        decision=decision,
+        mirror_decision=decision,
     )
 
 
-def _remove_partial(folder: Path, checkpoints: Path) -> None:
+def _remove_temporary_files(folder: Path, checkpoints: Path) -> None:
     """Delete the temporary files of an attempt that was killed."""
     partial = [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"samples/*{TEMPORARY}"), *checkpoints.glob(f"*{TEMPORARY}")]
     for left_over in partial:
@@ -360,14 +367,14 @@ def _remove_partial(folder: Path, checkpoints: Path) -> None:
             shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
 
 
-def _lock(folder: Path, checkpoints: Path, host: str) -> RunLock:
+def _open_lock(folder: Path, checkpoints: Path, host: str) -> RunLock:
     """Create both folders and lock the run's. Raises UserError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         checkpoints.mkdir(parents=True, exist_ok=True)
         return RunLock(folder, host)
     except OSError as error:
-        kind = StartError if may_pass(error) else UserError
+        kind = StartError if is_transient(error) else UserError
         raise kind(f"run_dir={folder}: cannot be written ({error.strerror}); give a writable folder") from None
 
 
@@ -375,9 +382,9 @@ def is_below(path: str, folder: Path) -> bool:
     return Path(path).resolve().is_relative_to(folder.resolve())
 
 
-def sees(folder: Path, token: str) -> bool:
+def is_owner_visible(folder: Path, token: str) -> bool:
     """Whether the owner with this token is visible in the folder here, at once or after some seconds."""
-    ends = time.monotonic() + SECONDS_TO_SEE
+    ends = time.monotonic() + SECONDS_UNTIL_VISIBLE
     while read_json(folder / NAME).get("token") != token:
         if time.monotonic() > ends:
             return False

@@ -62,7 +62,7 @@ def provenance_of(
     found |= result_of(state.model, sampler.dataset, config)  # extra: verify
     for part in state.parts:
         found |= part.provenance
-    found |= state.sharing.provenance | {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
+    found |= state.strategy.provenance | {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
     # for a fork that has deleted some of them: the default, and whether a resume must or may differ
     settings = settings_of(type(config))
     found["fields"] = {setting.name: [to_json(setting.resolved_default), setting.resume] for setting in settings}

@@ -116,8 +116,8 @@ def give_to_nodes(path: Path, run: RunFolder, ctx: DistributedContext) -> Path:
     Returns:
         Its path, which is no link if there are such nodes.
     """
-    if run.claim.apart:  # extra: companions
-        from utils.extras.companions.apart import share
+    if run.start_decision.node_local_ranks:  # extra: companions
+        from utils.extras.companions.node_local import share
 
         return share(path, run, ctx)
     return path

@@ -10,19 +10,19 @@ from pathlib import Path
 import torch
 
 from config import TrainingConfig
-from utils.distributed.collectives import broadcast_json, lowest_rank, on_all_ranks, on_rank_0
+from utils.distributed.collectives import broadcast_json, first_rank_where, on_all_ranks, on_rank_0
 from utils.distributed.context import DistributedContext
-from utils.files import may_pass
+from utils.files import is_transient
 from utils.logger import setup_logger
 from utils.redact import stored
 from utils.run import provenance
 from utils.run.attempt import Attempt
-from utils.run.ending import Ending, watched
+from utils.run.exit import ExitReporter, supervised
 from utils.run.folder import RunFolder
-from utils.run.owner import Claim, claim, sees
+from utils.run.owner import StartDecision, decide_start, is_owner_visible
 from utils.run.resume import give_to_nodes
 from utils.settings.errors import StartError, UserError
-from utils.signals import STOP, began_at
+from utils.signals import STOP, process_start_time
 from utils.table import format_table
 
 MAY_DIFFER = ("data_dir",)  # may be mounted elsewhere on another machine; the data itself is compared later
@@ -38,17 +38,17 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
     Raises:
         UserError: if the run cannot be started or continued.
     """
-    began = began_at()
-    with STOP, watched(config.run_folder, config, ctx) as ending:
+    began = process_start_time()
+    with STOP, supervised(config.run_folder, config, ctx) as exit_reporter:
         check_alike(config, ctx)
-        run = claim_run(config, ctx, ending)
+        run = claim_run(config, ctx, exit_reporter)
         if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
             on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not create it
-        logger = setup_logger(ctx.rank, None if run.claim.is_completed else run.log_file)
-        if run.claim.is_completed:
+        logger = setup_logger(ctx.rank, None if run.start_decision.is_completed else run.log_file)
+        if run.start_decision.is_completed:
             text = "%s: this run is already completed; to train longer, increase --epochs, --max_steps or --patience"
             logger.info(text, run.folder)
-        yield Attempt(config, ctx, run, ending.clock, began, logger, ending.resources)
+        yield Attempt(config, ctx, run, exit_reporter.clock, began, logger, exit_reporter.resources)
     run.close()
 
 
@@ -61,7 +61,7 @@ def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
     facts = settings | code | provenance.versions()
     ranks: list[int] = []  # one of equal ranks, from rank 0
     kinds: list[dict[str, str]] = []
-    while (rank := lowest_rank(facts not in kinds, ctx)) is not None and len(ranks) < MAX_KINDS:
+    while (rank := first_rank_where(facts not in kinds, ctx)) is not None and len(ranks) < MAX_KINDS:
         ranks.append(rank)
         kinds.append(broadcast_json(facts, ctx, rank))
     if len(ranks) == 1:
@@ -73,30 +73,34 @@ def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
     raise UserError(f"{text}\n{format_table([head, *rows])}", ranks[1], ctx.hosts[ranks[1]])
 
 
-def claim_run(config: TrainingConfig, ctx: DistributedContext, ending: Ending) -> RunFolder:
+def claim_run(config: TrainingConfig, ctx: DistributedContext, exit_reporter: ExitReporter) -> RunFolder:
     """The run in its folder. Rank 0 locks it and decides whether to continue the run in it. Raises UserError."""
-    claimed = on_rank_0(lambda: claim(config, ctx.host, ctx.launch.id, ctx.launch.may_restart), ctx)
+    claimed = on_rank_0(lambda: decide_start(config, ctx.host, ctx.launch.id, ctx.launch.may_restart), ctx)
     lock, decided = claimed or (None, None)
-    decided = Claim(**broadcast_json(dataclasses.asdict(decided) if decided else None, ctx))
+    decided = StartDecision(**broadcast_json(dataclasses.asdict(decided) if decided else None, ctx))
     folders = config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts
     run = RunFolder(*folders, decided, lock)
-    ending.report_to(run)  # a start that is refused from here on is undone
+    exit_reporter.report_to(run)  # a start that is refused from here on is undone
     if decided.is_completed:
         return run
     if config.mirror or lock:  # extra: companions
-        from utils.extras.companions.apart import own_folder
-        from utils.extras.companions.beside import Companions
+        from utils.extras.companions.node_local import own_folder
         from utils.extras.companions.programs import plan_of
+        from utils.extras.companions.sidecar import Companions
 
         if config.mirror:
             apart, own_lock = own_folder(config, decided, ctx)
-            decided, lock = dataclasses.replace(decided, apart=apart), lock or own_lock
+            decided, lock = dataclasses.replace(decided, node_local_ranks=apart), lock or own_lock
         run = RunFolder(*folders, decided, lock)
         if lock:
-            more = {"apart": decided.apart, "resume_from": decided.resume_from, "decision": decided.decision}
+            more = {
+                "apart": decided.node_local_ranks,
+                "resume_from": decided.resume_from,
+                "decision": decided.mirror_decision,
+            }
             plan = plan_of(config, ctx.rank, ctx.host, decided.token, decided.launch_id, **more)
             run = RunFolder(*folders, decided, lock, Companions(config, plan, ctx))
-    ending.report_to(run)
+    exit_reporter.report_to(run)
     if run.resume_path and run.resume_path.parent == run.checkpoints:
         give_to_nodes(run.resume_path, run, ctx)
     on_all_ranks(lambda: check_shared(run.folder, decided.token, ctx), ctx)
@@ -108,7 +112,7 @@ def check_shared(folder: Path, token: str, ctx: DistributedContext) -> None:
 
     token: of its owner.
     """
-    if not sees(folder, token):
+    if not is_owner_visible(folder, token):
         remedy = "put the run folder on storage that all nodes share, at the same path"
         remedy += ", or give --mirror"  # extra: companions
         text = f"{ctx.host} does not see what rank 0 on {ctx.hosts[0]} has written there"
@@ -118,6 +122,6 @@ def check_shared(folder: Path, token: str, ctx: DistributedContext) -> None:
         mark.touch()
         mark.unlink()
     except OSError as error:
-        kind = StartError if may_pass(error) else UserError
+        kind = StartError if is_transient(error) else UserError
         text = f"{ctx.host} cannot write there ({error.strerror}); make it writable on all nodes"
         raise kind(f"run_dir={folder}: {text}") from None

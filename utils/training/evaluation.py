@@ -21,10 +21,10 @@ from utils.distributed.context import DistributedContext
 from utils.logger import NAME, show_progress
 from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics
 from utils.rng import seed_evaluation, set_apart
+from utils.training.hooks import ModelHooks
 from utils.training.parts.part import Part
 from utils.training.precision import Precision
 from utils.training.schedule import Progress
-from utils.training.seams import Seams
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Evaluation:
     """Evaluates a model on held-out sets, on all ranks. Its methods raise Stopped if the ranks agree to stop."""
 
     model: nn.Module  # not wrapped in DDP
-    seams: Seams
+    hooks: ModelHooks
     precision: Precision
     ctx: DistributedContext
     parts: Sequence[Part] = ()
@@ -71,7 +71,7 @@ class Evaluation:
         """
         self.model.eval()
         tracker, samples, ctx = MetricTracker(self.ctx.device), 0, self.ctx
-        ranks = loader.sampler.assignment.rank_sum()
+        ranks = loader.sampler.assignment.create_rank_sum()
 
         def seed_function(function: str, samples: Sequence[int]) -> None:
             seed_evaluation(ctx.device, loader.sampler.seed, function, split, samples)
@@ -82,7 +82,7 @@ class Evaluation:
             self.clock.call("compute_loss")
             seed_function("compute_loss", micro_batch.indices)
             with self.precision.autocast():
-                metrics = self.seams.compute_loss(self.model, micro_batch.batch)
+                metrics = self.hooks.compute_loss(self.model, micro_batch.batch)
                 for part in self.parts:
                     part.evaluate(self.model, micro_batch)
             self.clock.enter("evaluation")

@@ -17,9 +17,9 @@ from utils.distributed.dtensor import local
 from utils.logger import count
 from utils.metrics import MetricTracker, check_metrics, choose_best
 from utils.settings.errors import UserError
+from utils.training.ddp_model import WrappedModel
 from utils.training.fingerprint import fingerprint_of
-from utils.training.replicated import Wrapped
-from utils.training.seams import ComputeLoss, Seams
+from utils.training.hooks import ComputeLoss, ModelHooks
 from utils.training.state import TrainState
 
 NOT_AVERAGED = (
@@ -29,11 +29,11 @@ NOT_AVERAGED = (
 
 
 def first_passes(
-    model: Wrapped,
+    model: WrappedModel,
     state: TrainState,
     loader: GlobalBatchLoader,
     held_out: dict[str, GlobalBatchLoader],
-    seams: Seams,
+    hooks: ModelHooks,
     ctx: DistributedContext,
     *,
     best_metric: str,
@@ -53,7 +53,7 @@ def first_passes(
     Raises:
         UserError: if compute_loss returns something invalid, or a parameter got no gradient.
     """
-    compute_loss = seams.compute_loss
+    compute_loss = hooks.compute_loss
     batch, *others = on_all_ranks(loader.sample_batches, ctx)
     # the loss is doubled on every other rank: gradients differ unless they are averaged
     digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)
@@ -62,7 +62,7 @@ def first_passes(
         part.first_passes(lambda: train_twice(state.model, batch, state, compute_loss), batch)
     state.updater.drop_gradients()  # also where a part's passes have failed
     state.sums.running_stats.discard()
-    if state.sharing.has_whole_gradients:
+    if state.strategy.has_whole_gradients:
         require_equal(digest, NOT_AVERAGED, ctx)
     layout = state.sums.metrics.layout
     require_equal(layout, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx)

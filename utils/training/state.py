@@ -20,13 +20,13 @@ from utils.logger import some_of
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics
 from utils.settings.errors import UserError
-from utils.training.interval import Interval, SkippedStep
+from utils.training.gradient_strategy import GradientStrategy
+from utils.training.hooks import ModelHooks
+from utils.training.log_window import LogWindow, SkippedStep
 from utils.training.optimizer import factors_of
-from utils.training.parallel import Sharing
 from utils.training.parts.part import P, Part, find_part
 from utils.training.precision import Precision
 from utils.training.schedule import Progress, Schedule
-from utils.training.seams import Seams
 from utils.training.step_sums import StepSums
 from utils.training.update import Updater
 
@@ -37,22 +37,22 @@ class TrainState:
     def __init__(
         self,
         model: nn.Module,
-        seams: Seams,
+        hooks: ModelHooks,
         config: TrainingConfig,
         precision: Precision,
-        sharing: Sharing | None = None,
+        strategy: GradientStrategy | None = None,
     ) -> None:
         self._config = config
         self.parts: list[Part] = []  # `create_parts` gives them once the model has the buffers that `sums` puts there
         device = device_of(model)
-        self.sharing = sharing or Sharing(config, DistributedContext(0, 0, 1, device))
+        self.strategy = strategy or GradientStrategy(config, DistributedContext(0, 0, 1, device))
         self.model, self.precision = model, precision  # the model is not wrapped in DDP
-        self.schedule = Schedule(config, seams.lr_factor)
-        self.sums = StepSums(model, self.sharing.rank_sum())
+        self.schedule = Schedule(config, hooks.lr_factor)
+        self.sums = StepSums(model, self.strategy.create_rank_sum())
         if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
-        self.updater = Updater(model, seams, config, precision, self.sharing, device)
-        self.interval = Interval(device, self.updater.scaler, self.parts)
+        self.updater = Updater(model, hooks, config, precision, self.strategy, device)
+        self.log_window = LogWindow(device, self.updater.scaler, self.parts)
         self.factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
         self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
 
@@ -85,7 +85,7 @@ class TrainState:
             return
         self.sums.lay_out(metrics)
         # after the metrics, which `commit` adds as the first ones
-        self.interval.lay_out(metrics | {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)})
+        self.log_window.lay_out(metrics | {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)})
         self._first_count = float(metrics["loss"][1])
 
     def plan(self, sampler: GlobalBatchSampler) -> None:
@@ -95,7 +95,7 @@ class TrainState:
             count = max(1.0, self._first_count) * sampler.micro_batches_per_step
             progress.loss_shift = round(math.log2(count))
         # the shift changes no bit of the gradients; `divisor` is 1 for exact sums
-        self._loss_scale.fill_(self.sharing.divisor * 2.0**-progress.loss_shift)
+        self._loss_scale.fill_(self.strategy.divisor * 2.0**-progress.loss_shift)
         self.schedule.plan(sampler)
 
     def show(self, progress: Progress, total_steps: int = 0) -> None:
@@ -138,7 +138,7 @@ class TrainState:
     @property
     def norm(self) -> torch.Tensor:
         """The gradient norm of the step just taken: 0-dimensional, on the device."""
-        return self.interval.norms[-1]
+        return self.log_window.norms[-1]
 
     @property
     def lrs(self) -> list[float]:
@@ -167,9 +167,9 @@ class TrainState:
         norm, is_finite, skipped = self.updater.step(divisor, self.sums.loss, self.progress.step + 1)
         is_scaled, at = self.scaler.is_enabled(), self.progress
         number = SkippedStep(at.step + 1, at.epoch, at.samples_in_epoch, samples)
-        self.interval.note(number, norm, divisor, self.sums.loss if is_scaled else None)
+        self.log_window.record_step(number, norm, divisor, self.sums.loss if is_scaled else None)
         # float16 skips steps to find its scale, and their loss counts
-        self.sums.commit(samples, is_finite, self.interval, self.sums.loss.isfinite() if is_scaled else is_finite)
+        self.sums.commit(samples, is_finite, self.log_window, self.sums.loss.isfinite() if is_scaled else is_finite)
         with torch.no_grad():
             for part in self.parts:
                 part.after_update(self.model, skipped)
@@ -182,8 +182,8 @@ class TrainState:
     def read_skips(self) -> list[SkippedStep]:
         """Count and return the steps that were skipped since the last read, the same on all ranks. Call it before
         `state_dict`. Waits for the device, and adds the norms of the gradients to `interval`."""
-        values = self.interval.finish_read(self.interval.begin_read(), self.progress)
-        self.interval.keep_norms()
+        values = self.log_window.finish_read(self.log_window.begin_read(), self.progress)
+        self.log_window.keep_norms()
         return values.skipped
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class TrainState:
             "model": self.model.state_dict(),
             "ema": {},  # weights beside those of the model
             **self.updater.state_dict(),
-            "progress": dataclasses.asdict(self.progress) | {"interval": self.interval.state()},
+            "progress": dataclasses.asdict(self.progress) | {"interval": self.log_window.state()},
         }
         for part in self.parts:
             part.save(state)
@@ -223,7 +223,7 @@ class TrainState:
         self._load_weights(payload["model"])
         self.updater.load_state_dict(payload)
         progress = dict(payload["progress"])
-        self.interval.load_state(progress.pop("interval"))
+        self.log_window.load_state(progress.pop("interval"))
         for name, value in progress.items():
             setattr(self.progress, name, value)
         for part in self.parts:

@@ -56,7 +56,7 @@ class StepSums:
             self._work.wait()
             self._work = None
 
-    def commit(self, samples: int, is_finite: Tensor, interval: MetricTracker, is_loss_finite: Tensor) -> None:
+    def commit(self, samples: int, is_finite: Tensor, log_window: MetricTracker, is_loss_finite: Tensor) -> None:
         """Add this step to the running statistics and the interval's sums, and begin the next step.
 
         Args:
@@ -65,5 +65,5 @@ class StepSums:
             is_loss_finite: whether its metrics count.
         """
         self.running_stats.commit(samples, is_finite)
-        interval.add(self.metrics, is_loss_finite)
+        log_window.add(self.metrics, is_loss_finite)
         self.metrics.values.zero_()

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from config import TrainingConfig
+from utils.training.ddp_model import explain_unfrozen, explain_unused
+from utils.training.gradient_strategy import GradientStrategy
+from utils.training.hooks import ModelHooks
 from utils.training.optimizer import checked_groups, group_entries, load_optimizer, optimizer_state, prepare
-from utils.training.parallel import Sharing
 from utils.training.precision import Precision
-from utils.training.replicated import thawed_error, unused_error
-from utils.training.seams import Seams
 
 
 class Updater:
@@ -29,20 +29,20 @@ class Updater:
     def __init__(
         self,
         model: nn.Module,
-        seams: Seams,
+        hooks: ModelHooks,
         config: TrainingConfig,
         precision: Precision,
-        sharing: Sharing,
+        strategy: GradientStrategy,
         device: torch.device,
     ) -> None:
-        self._config, self._sharing = config, sharing
+        self._config, self._sharing = config, strategy
         self.zeroes_gradients = False  # in place; else they are dropped
         names = {p: name for name, p in model.named_parameters()}
-        groups, tensors = checked_groups(seams.param_groups(model, config), names), sharing.tensors_of(names)
+        groups, tensors = checked_groups(hooks.param_groups(model, config), names), strategy.optimizer_tensors(names)
         groups = [group | {"params": [tensors[p] for p in group["params"]]} for group in groups]
         self.owners = {tensor: p for p, tensor in tensors.items()}  # of a tensor of the optimizer: the parameter
-        self.optimizer = seams.create_optimizer(groups, config)
-        sharing.check_optimizer(self.optimizer)
+        self.optimizer = hooks.create_optimizer(groups, config)
+        strategy.check_optimizer(self.optimizer)
         self.skips_on_device = prepare(self.optimizer)
         self._created = group_entries(self.optimizer)
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
@@ -81,12 +81,12 @@ class Updater:
             skipped, else 0. 0-dimensional, on the device, the last one where the optimizer's tensors are.
         """
         if thawed := [name for p, name in self._frozen.items() if p.requires_grad]:
-            raise thawed_error(thawed, number)
+            raise explain_unfrozen(thawed, number)
         self._sharing.unscale(self.scaler, self.optimizer, self.owners)
         gradients = [p.grad for p in self._names if p.grad is not None]
         if len(gradients) < len(self._names) and not self._config.find_unused_parameters:
-            raise unused_error([name for p, name in self._names.items() if p.grad is None])
-        norm = self._sharing.norm(gradients) / divisor  # 0 / 0, of an empty global batch, is NaN
+            raise explain_unused([name for p, name in self._names.items() if p.grad is None])
+        norm = self._sharing.gradient_norm(gradients) / divisor  # 0 / 0, of an empty global batch, is NaN
         norm = torch.add(norm, loss, alpha=0)  # 0 times a non-finite loss is NaN
         if self._config.clip_grad_norm:
             divisor = divisor * ((norm + 1e-6) / self._config.clip_grad_norm).clamp(min=1)

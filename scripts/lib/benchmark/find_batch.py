@@ -90,7 +90,7 @@ def two_steps(config: TrainingConfig, ctx: DistributedContext, folder: Path, siz
     if ours.loader.sampler.is_packed:
         micro_batches = 2.0 * ours.state.progress.step
         for batch in ours.loader.sample_batches():  # the largest ones, beside the optimizer's state
-            train_twice(ours.model, batch, ours.state, ours.training.seams.compute_loss)
+            train_twice(ours.model, batch, ours.state, ours.training.hooks.compute_loss)
     seconds /= micro_batches
     checkpoint = sum(tensor.nbytes for tensor in tensors_in(ours.state.state_dict()))
     ours.close()

@@ -31,13 +31,13 @@ from utils.data.loader import create_distributed_dataloader
 from utils.data.sampler import MapDataset
 from utils.data.sets import load_data
 from utils.distributed.dtensor import device_of, local
-from utils.memory import free_memory, is_out_of_memory, let_go
+from utils.memory import drop_traceback, free_memory, is_out_of_memory
 from utils.run.create import create_state
 from utils.settings.errors import UserError
 from utils.table import format_table
 from utils.training.first_passes import train_twice
+from utils.training.hooks import ModelHooks
 from utils.training.parts.weight_average import WeightAverage
-from utils.training.seams import Seams
 from utils.training.state import TrainState
 
 SHARDINGS = ("none", "zero2", "hybrid", "zero3")  # the later ones gather more often
@@ -92,25 +92,25 @@ def measure(
     ctx: of this process alone; its process group no longer exists.
     """
     config = dataclasses.replace(config, **TWO_STEPS, sharding=sharding)
-    seams = Seams.of(train.your_model, config, ctx.device)
+    hooks = ModelHooks.from_module(train.your_model, config, ctx.device)
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     hosts = tuple(f"node{rank // per_node}" for rank in range(ranks))
     size: dict[str, Any] = {"world_size": ranks, "local_world_size": min(ranks, per_node), "hosts": hosts}
     control: Any = weakref.ref(cast(Any, dist.group.WORLD))
     ctx = dataclasses.replace(ctx, **size, device_names=ctx.device_names * ranks, control_ref=control)
     try:
-        state = create_state(seams, config, ctx)
+        state = create_state(hooks, config, ctx)
         loader, sampler = create_distributed_dataloader(data, config, ctx)
         model = wrap_ddp(state.model, config, ctx)
         has_own_hook = False
         has_own_hook = config.reduction == "exact"  # extra: exact
         if isinstance(model, DistributedDataParallel) and not has_own_hook:
             model.register_comm_hook(None, at_once)
-        train_twice(model, loader.sample_batch(), state, seams.compute_loss)
+        train_twice(model, loader.sample_batch(), state, hooks.compute_loss)
         state.plan(sampler)
         parts = {
             "attempt": mock.MagicMock(config=config, ctx=ctx),
-            "seams": seams,
+            "hooks": hooks,
             "state": state,
             "loader": loader,
             "model": model,
@@ -137,7 +137,7 @@ def measure_or_say(*args: Any) -> tuple[dict[str, int], str]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        let_go(error)
+        drop_traceback(error)
         return {}, "does not fit into the memory of this process"
 
 

@@ -50,8 +50,8 @@ class Ours:
         if steps:
             no_limits: dict[str, Any] = {"max_steps": 0, "max_time": 0.0}
             config = dataclasses.replace(config, dataset_size=self.samples, epochs=EPOCHS, **no_limits)
-        if ctx.beats:  # several runs share the process group, and each closes its heartbeats
-            ctx = dataclasses.replace(ctx, beats=ctx.beats.for_next_run())
+        if ctx.heartbeats:  # several runs share the process group, and each closes its heartbeats
+            ctx = dataclasses.replace(ctx, heartbeats=ctx.heartbeats.for_next_run())
         self._ends = ExitStack()
         attempt = self._ends.enter_context(open_run(config, ctx))
         self._nowhere = open(os.devnull, "w")  # closed with the run

@@ -38,7 +38,7 @@ from utils.data.sets import DataSets, load_data
 from utils.distributed.context import DistributedContext
 from utils.files import replace_json
 from utils.rng import seed_device
-from utils.training.seams import Seams
+from utils.training.hooks import ModelHooks
 
 
 def outputs(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def outputs(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
         given = iter(outputs)
         net.forward = lambda *args, **kwargs: next(given)
     with torch.no_grad():
-        metrics = Seams.of(model, sets.config, ctx.device).compute_loss(net, batch)
+        metrics = ModelHooks.from_module(model, sets.config, ctx.device).compute_loss(net, batch)
     if is_first:
         torch.save(outputs, OUTPUTS)
     sums = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from config import TrainingConfig
 from scripts.lib.storage import Storage  # extra: companions
-from utils.run.owner import SECONDS_TO_SEE
+from utils.run.owner import SECONDS_UNTIL_VISIBLE
 from utils.settings.errors import UserError
 
 MAX_BYTES, MAX_SECONDS = 2**28, 2.0  # written to measure the speed
@@ -29,7 +29,7 @@ def create_probe(folder: Path) -> str:
         ) from None
 
 
-def use_folder(probe: Path, name: str, patience: float = SECONDS_TO_SEE) -> None:
+def use_folder(probe: Path, name: str, patience: float = SECONDS_UNTIL_VISIBLE) -> None:
     """On each node: use files as a run does. Raises UserError if that fails or rank 0's probe is not visible."""
     ends = time.monotonic() + patience
     while not probe.exists():

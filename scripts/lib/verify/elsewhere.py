@@ -90,13 +90,13 @@ os.uname, socket.gethostname, platform.node = lambda: machine, lambda: "elsewher
 def factors(asked):
     import model
     from lib.verify.schedule_check import all_factors
-    from utils.training.seams import Seams
+    from utils.training.hooks import ModelHooks
 
     global ahead
     ahead += 1e7  # since the import
     random.seed(1)
     torch.manual_seed(1)
-    return all_factors(Seams.of(model), TrainingConfig(**asked["config"]))
+    return all_factors(ModelHooks.from_module(model), TrainingConfig(**asked["config"]))
 
 
 @functools.cache

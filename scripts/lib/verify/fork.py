@@ -33,7 +33,7 @@ from utils.data.loader import GlobalBatchLoader
 from utils.data.sampler import MapDataset
 from utils.data.sets import ChosenSamples
 from utils.data.transfer import to_device
-from utils.distributed.collectives import all_gather_json, is_of_a_peer, on_all_ranks
+from utils.distributed.collectives import all_gather_json, is_peer_failure, on_all_ranks
 from utils.distributed.context import single_environment
 from utils.distributed.dtensor import full, wrap
 from utils.metrics import MetricTracker
@@ -42,11 +42,11 @@ from utils.report.tensorboard import Board
 from utils.rng import derive_seed, seed_evaluation
 from utils.settings.errors import TrainingError, UserError
 from utils.training.evaluation import Evaluation
+from utils.training.hooks import ModelHooks
 from utils.training.outputs import Outputs
 from utils.training.parts.summary import Summary
 from utils.training.precision import Precision
 from utils.training.schedule import Progress
-from utils.training.seams import Seams
 from utils.training.state import TrainState
 
 ACCUMULATION = 2  # micro-batches of a rank in an optimizer step
@@ -151,7 +151,7 @@ class Fork:
     held_out: MapDataset | None
     ctx: DistributedContext
     folder: Path  # of the short runs; deleted at the end
-    seams: Seams
+    hooks: ModelHooks
     given: TrainingConfig  # with `auto` fields
     new_process: Any = None  # a NewProcess, on rank 0
     dtype: torch.dtype = torch.float32  # of the computations
@@ -249,7 +249,7 @@ class Fork:
     def new_model(self) -> nn.Module:
         """The model at step 0, as assembly.create_state creates it."""
         torch.manual_seed(self.config.seed)
-        return self.seams.create_model(self.config, self.ctx.device)
+        return self.hooks.create_model(self.config, self.ctx.device)
 
     def choose_precision(self) -> None:
         """Compute in float64 if the model can, so that small errors are not taken for rounding. Call on all ranks."""
@@ -262,7 +262,7 @@ class Fork:
                     _, _, batch = self.loader(subset).fetch([0, min(1, len(subset) - 1)])
                     net = self.new_model().train(is_training)
                     with Rounding() as rounding, torch.set_grad_enabled(is_training):
-                        loss = self.seams.compute_loss(net, batch)["loss"][0].sum()
+                        loss = self.hooks.compute_loss(net, batch)["loss"][0].sum()
                     if is_training:
                         loss.backward()
                     if rounding.is_narrow:
@@ -282,7 +282,7 @@ class Fork:
         loader = self.on_all(lambda: assembly.create_evaluation_dataloader(dataset, self.small_config, self.ctx))
         try:
             precision = Precision(self.ctx.device.type, None)
-            return Evaluation(model, self.seams, precision, self.ctx, self.seams.parts).means(loader)
+            return Evaluation(model, self.hooks, precision, self.ctx, self.hooks.parts).means(loader)
         except RuntimeError as error:
             if "evaluation counted" not in str(error):
                 raise
@@ -293,14 +293,14 @@ class Fork:
         of torch as in the evaluation of `split`."""
         loader, tracker = self.loader(subset), MetricTracker(self.ctx.device)
         seed = functools.partial(seed_evaluation, self.ctx.device, self.small_config.seed)
-        summary = self.seams.part(Summary)
-        outputs = Outputs(self.seams.predict, functools.partial(seed, "predict", split))
+        summary = self.hooks.part(Summary)
+        outputs = Outputs(self.hooks.predict, functools.partial(seed, "predict", split))
         for indices in torch.arange(len(subset)).split(self.small_config.batch_size):
             *_, batch = loader.fetch(indices.tolist())
             scramble_global_rngs(noise)  # after the fetch, which seeds them by the samples
             seed("compute_loss", split, indices.tolist())
             with torch.no_grad():
-                tracker.update(self.seams.compute_loss(net, batch))
+                tracker.update(self.hooks.compute_loss(net, batch))
                 if summary:
                     outputs.add(net, batch, indices.tolist())
         found = {"count": len(subset)} | tracker.means()
@@ -312,7 +312,7 @@ class Fork:
         """The summed loss of the first batch of the small set, as in training."""
         batch = to_device(self.loader(self.small_train_set()).sample_batch(), device)
         torch.manual_seed(self.config.seed)  # of what the loss draws
-        return sums(self.seams, model, batch, is_training=True)["loss's sum"].sum().item()
+        return sums(self.hooks, model, batch, is_training=True)["loss's sum"].sum().item()
 
     def short_run(
         self, name: str, is_alone: bool = False, at_end: Callable[[train.Training], Any] = id, **changes: Any
@@ -343,7 +343,7 @@ class Fork:
                 if self.ctx.is_main or not is_alone:
                     outcome = train.train(config, data, after_epoch)
             except (UserError, TrainingError) as error:
-                if isinstance(error, TrainingError) and (error.rank is None or is_of_a_peer(error)):
+                if isinstance(error, TrainingError) and (error.rank is None or is_peer_failure(error)):
                     raise
                 problem = Broken(str(error))
         self.ctx = setup_distributed(self.config)

@@ -39,8 +39,8 @@ from lib.verify.loss_notes import look_at_passes
 from lib.verify.precision_checks import rounding
 from lib.verify.result import notes_last
 from lib.verify.segments_check import check_segments
+from utils.training.hooks import ModelHooks
 from utils.training.parts.loss_terms import LossTerms
-from utils.training.seams import Seams
 
 INTENT = (
     "; please check: depends_on_batch is declared: the loss of a sample may depend on the others in its micro-batch; it"
@@ -106,7 +106,7 @@ def compare_halves(
     fork: Fork, net: nn.Module, is_training: bool, number: int, batches: list[Any], is_comparable: bool = True
 ) -> str:
     """What does not add up. batches: two halves and the whole."""
-    found, cancelled = with_cancelled(lambda: [sums(fork.seams, net, batch, is_training) for batch in batches])
+    found, cancelled = with_cancelled(lambda: [sums(fork.hooks, net, batch, is_training) for batch in batches])
     first, second, whole = found
     for name, value in whole.items():
         # a fork may compute in float32 on purpose
@@ -116,7 +116,7 @@ def compare_halves(
         is_mean = name.endswith("sum") and size > 1e-6 * cancelled and relative_error(parts, 2 * value) <= 0.05
         if is_mean or (difference > tolerance * (size + cancelled) and is_comparable):
             with Advancing():
-                again = sums(fork.seams, net, batches[2], is_training)[name].double()
+                again = sums(fork.hooks, net, batches[2], is_training)[name].double()
             if not torch.equal(value, again):  # it is random, and need not add up
                 if number or name != "loss's sum" or not is_mean_of_draws(fork, net, batches, is_training):
                     continue
@@ -129,7 +129,7 @@ def compare_halves(
 def is_mean_of_draws(fork: Fork, net: nn.Module, batches: list[Any], is_training: bool) -> bool:
     """Whether a random loss of a batch is about half, and not all, of those of its halves."""
     drawn = [
-        [sums(fork.seams, net, batch, is_training)["loss's sum"].double().sum() for batch in batches]
+        [sums(fork.hooks, net, batch, is_training)["loss's sum"].double().sum() for batch in batches]
         for _ in range(DRAWS)
     ]
     first, second, whole = torch.tensor(drawn).T
@@ -157,7 +157,7 @@ def check_repeated(fork: Fork) -> str:
 def compare_repeated(fork: Fork, net: nn.Module, is_training: bool, batches: list[Any], _: bool = True) -> str:
     """What is a mean. batches: of the same samples once, twice and four times."""
     tolerance = ADDING[fork.loss_dtype]
-    found, cancelled = with_cancelled(lambda: [sums(fork.seams, net, batch, is_training) for batch in batches])
+    found, cancelled = with_cancelled(lambda: [sums(fork.hooks, net, batch, is_training) for batch in batches])
     for name in (name for name in found[0] if name.startswith("loss") and name.endswith("sum")):
         one, two, four = (each[name].double() for each in found)
         least = 1.5 * (two - one).norm() + tolerance * four.norm()
@@ -201,16 +201,16 @@ def one_pass(
     count = min(2, fork.small_config.batch_size, len(subset))
     first = min(first, len(subset) - count)
     batch = fork.loader(subset).fetch([*range(first, first + count)])[2]
-    with fresh_seams(fork, config, ranks) as seams:
+    with fresh_hooks(fork, config, ranks) as hooks:
         torch.manual_seed(config.seed)
         with as_rank(0, ranks):  # with weights from a file, other ranks may get them from rank 0
-            net = seams.create_model(config, fork.ctx.device).train(is_training)
+            net = hooks.create_model(config, fork.ctx.device).train(is_training)
         for module in net.modules():  # a single process has nothing to synchronize
             module.training &= not isinstance(module, nn.SyncBatchNorm)
         scramble_global_rngs(seed)
         with as_rank(ranks - 1, ranks), torch.set_grad_enabled(is_training):
-            metrics = seams.compute_loss(net, batch)
-            found.sums, found.after_forward = sums_of(seams, metrics, batch), generators()
+            metrics = hooks.compute_loss(net, batch)
+            found.sums, found.after_forward = sums_of(hooks, metrics, batch), generators()
             found.parameters = {name: p.sum().item() for name, p in net.named_parameters()}
             if is_training and backward_seed is not None:
                 if backward_seed:
@@ -247,7 +247,7 @@ class Recomputing(TorchDispatchMode):
 
 
 @contextmanager
-def fresh_seams(fork: Fork, config: TrainingConfig, ranks: int) -> Iterator[Seams]:
+def fresh_hooks(fork: Fork, config: TrainingConfig, ranks: int) -> Iterator[ModelHooks]:
     """The functions of a new copy of model.py: it may read the number of ranks when it is imported.
 
     config: that these functions see.
@@ -259,7 +259,7 @@ def fresh_seams(fork: Fork, config: TrainingConfig, ranks: int) -> Iterator[Seam
             spec.loader.exec_module(module)
         except Exception:  # some names can be registered only once
             module = your_model
-        yield Seams.of(module, config, fork.ctx.device)
+        yield ModelHooks.from_module(module, config, fork.ctx.device)
 
 
 def check_passes(fork: Fork) -> str:
@@ -328,12 +328,12 @@ def for_a_look(fork: Fork) -> str:
         batch = fork.loader(subset).fetch([*range(count)])[2]
         net.train(is_training)
         with torch.set_grad_enabled(is_training):
-            metrics = fork.seams.compute_loss(net, batch)
+            metrics = fork.hooks.compute_loss(net, batch)
         total, counted = map(torch.as_tensor, metrics["loss"][:2])
         means.append(f"{torch.where(counted == 0, 0.0, total / counted).sum().item():.6g} for {kind} samples")
         counts = {name: torch.as_tensor(entry[1]).double().sum().item() / count for name, entry in metrics.items()}
         others = [f"{name} {each:.6g}" for name, each in counts.items() if not math.isclose(each, counts["loss"])]
-        if fork.seams.part(LossTerms):
+        if fork.hooks.part(LossTerms):
             continue
         if others:
             notes += (

@@ -56,7 +56,7 @@ class Watch(TorchFunctionMode):
         net.eval()  # without dropout and batch statistics
         net.training = is_training
         with self, torch.set_grad_enabled(is_training):
-            metrics = fork.seams.compute_loss(net, batch)
+            metrics = fork.hooks.compute_loss(net, batch)
         for hook in hooks:
             hook.remove()
         for total, count, *_ in metrics.values():

@@ -66,7 +66,7 @@ def parameters(fork: Fork) -> str:
                 f"{shared}: share memory, but are two parameters, so that an update of one changes the other; make them"
                 " one parameter (head.weight = tokens.weight), or give each its own memory"
             )
-        groups = checked_groups(fork.seams.param_groups(net, fork.config), names)
+        groups = checked_groups(fork.hooks.param_groups(net, fork.config), names)
         in_groups = {id(p) for group in groups for p in group["params"]}
         if left_out := [name for name, p in trainable.items() if id(p) not in in_groups]:
             raise Broken(f"{first_three(left_out)}: in no parameter group, never trained; add them to param_groups")
@@ -74,7 +74,7 @@ def parameters(fork: Fork) -> str:
         loader, never = fork.loader(fork.small_train_set(), ctx=fork.ctx), list(trainable)
         for micro_batch in loader.micro_batches(0):
             net.zero_grad()
-            fork.seams.compute_loss(net, micro_batch.batch)["loss"][0].sum().backward()
+            fork.hooks.compute_loss(net, micro_batch.batch)["loss"][0].sum().backward()
             unused = [name for name, p in trainable.items() if p.grad is None]
             if unused and not fork.config.find_unused_parameters:
                 raise Broken(
@@ -126,7 +126,7 @@ def check_outputs(fork: Fork, dataset: MapDataset) -> str:
     could not be compared, if so."""
     net, subset = fork.new_model().eval(), Subset(dataset, spread(64, len(dataset)), fork.dtype)
     fetch = fork.loader(subset).fetch
-    error = check_row_order(partial(fork.seams.predict, net), lambda rows: fetch(rows)[2], len(subset))
+    error = check_row_order(partial(fork.hooks.predict, net), lambda rows: fetch(rows)[2], len(subset))
     if isinstance(error, UserError):  # model.py has no predict
         return str(error)
     return f"{one_line(error)}; define predict in model.py" if error else ""
@@ -176,7 +176,7 @@ def gradient(fork: Fork) -> str:
 
         def groups(*given: Any) -> Any:
             with as_rank(ranks := fork.ctx.world_size, ranks + 1):  # which shows on one rank too
-                return fork.seams.param_groups(*given)
+                return fork.hooks.param_groups(*given)
 
         # the result must not depend on how the same micro-batches are divided
         config = replace(fork.small_config, **plain_settings, grad_accum_steps=ACCUMULATION + 1)

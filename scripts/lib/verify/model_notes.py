@@ -44,7 +44,7 @@ def look_at_weights(fork: Fork) -> str:
 
 def new_model(fork: Fork, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return fork.seams.create_model(replace(fork.config, seed=seed), fork.ctx.device)
+    return fork.hooks.create_model(replace(fork.config, seed=seed), fork.ctx.device)
 
 
 def equal_in_new_model(fork: Fork, parameters: dict[str, Tensor], seed: int) -> list[str]:
@@ -119,7 +119,7 @@ def training_loss(fork: Fork, net: nn.Module) -> float:
     batch = fork.loader(fork.small_train_set()).fetch([*range(fork.small_config.batch_size)])[2]
     with as_rank():
         scramble_global_rngs(0)
-        return fork.seams.compute_loss(copy.deepcopy(net).train(), batch)["loss"][0].sum().item()
+        return fork.hooks.compute_loss(copy.deepcopy(net).train(), batch)["loss"][0].sum().item()
 
 
 def is_frozen(before: nn.Module, after: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from torch.utils.data import Subset
 from lib.values import digest
 from utils.data.changes import are_alike
 from utils.data.sets import identity
-from utils.extras.sketches import sketches  # extra: sketches
+from utils.extras.sketches import sample_fingerprints  # extra: sketches
 
 SECONDS = 120.0  # to wait for it
 NAMES = ("USER", "LOGNAME", "LNAME", "USERNAME", "HOSTNAME")
@@ -79,7 +79,7 @@ def seen(dataset: Any, seed: int) -> Any:
     if dataset is None:
         return None
     found: list[Any] = [identity(dataset), []]
-    found[1] = sketches(Subset(dataset, range(len(dataset))), seed)  # extra: sketches
+    found[1] = sample_fingerprints(Subset(dataset, range(len(dataset))), seed)  # extra: sketches
     return found
 
 

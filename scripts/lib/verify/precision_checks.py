@@ -64,7 +64,7 @@ def forward(
 
     handle = net.register_forward_hook(note)
     try:
-        return found | {"loss": fork.seams.compute_loss(net, batch)["loss"][0].detach().sum().reshape(1)}
+        return found | {"loss": fork.hooks.compute_loss(net, batch)["loss"][0].detach().sum().reshape(1)}
     finally:
         handle.remove()
 

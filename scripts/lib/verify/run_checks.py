@@ -162,7 +162,7 @@ def plain_load(fork: Fork) -> str:
             expected = fork.sharded_loss if has_shards else fork.sample_loss(whole.state.model.cpu(), device)
             saved = checkpoint.read(path)[0] if has_shards else torch.load(path, map_location="cpu", weights_only=True)
             torch.manual_seed(fork.config.seed)
-            loaded = fork.seams.create_model(TrainingConfig(**saved["config"]), device)
+            loaded = fork.hooks.create_model(TrainingConfig(**saved["config"]), device)
             weights = saved["model"]
             weights = complete(weights, saved["provenance"].get(KEY, {}), loaded, {}, "the checkpoint")
             loaded.load_state_dict(weights)

@@ -14,26 +14,26 @@ from lib.verify.fork import Broken, Fork, as_rank, default_dtype
 from lib.verify.new_process import CHANGED, NO_ANSWER
 from utils.distributed.collectives import all_gather_json
 from utils.training import optimizer
+from utils.training.hooks import ModelHooks
 from utils.training.optimizer import checked_groups, factors_of
 from utils.training.schedule import Progress, Schedule
-from utils.training.seams import Seams
 
 Factors = dict[str, float]  # by the name of a group; "" for all groups
 TOTAL, WARMUP = 1000, 100  # of the run whose factors are compared
 
 
-def all_factors(seams: Seams, config: TrainingConfig) -> list[Factors]:
+def all_factors(hooks: ModelHooks, config: TrainingConfig) -> list[Factors]:
     """At five steps and their epochs, in a run of as many epochs as the config has."""
     epochs = min(config.limits[0], TOTAL)
     steps = (0, WARMUP // 2, WARMUP, TOTAL // 2, TOTAL - 1)
     moments = [Progress(step=step, epoch=int(step * epochs / TOTAL)) for step in steps]
-    return [factors_at(seams, config, TOTAL, WARMUP, progress) for progress in moments]
+    return [factors_at(hooks, config, TOTAL, WARMUP, progress) for progress in moments]
 
 
 @default_dtype()
 def schedule(fork: Fork) -> str:
     """The learning rate is a function of the step: the same on all ranks and in repeated calls."""
-    ask = partial(all_factors, fork.seams, fork.config)
+    ask = partial(all_factors, fork.hooks, fork.config)
 
     def check() -> tuple[list[Factors], str]:
         scramble_global_rngs(fork.ctx.rank)
@@ -43,7 +43,7 @@ def schedule(fork: Fork) -> str:
         if not all(math.isfinite(each) and each >= 0 for factor in asked for each in factor.values()):
             raise Broken(f"lr_factor gives {shown(asked)}: must be finite and not negative; fix its formula")
         groups = checked_groups(
-            fork.seams.param_groups(net, fork.config), {p: name for name, p in net.named_parameters()}
+            fork.hooks.param_groups(net, fork.config), {p: name for name, p in net.named_parameters()}
         )
         for factor in asked:
             factors_of(groups, factor.get("", factor))
@@ -67,7 +67,7 @@ def schedule(fork: Fork) -> str:
 
     factors, text = fork.on_all(check)
     note = ""
-    if fork.seams.lr_factor is not optimizer.lr_factor:
+    if fork.hooks.lr_factor is not optimizer.lr_factor:
         note = fork.divided([partial(compare_elsewhere, fork, factors)])[0]
     if any(each != factors for each in all_gather_json(factors, fork.ctx)):
         raise Broken("lr_factor: differs between ranks; make it a function of config, step and progress")
@@ -77,7 +77,7 @@ def schedule(fork: Fork) -> str:
 def factors_of_run(fork: Fork) -> tuple[dict[int, Factors], str]:
     """The factors by step in a run with these flags: at its start, in the warm-up, after it, in the middle and at the
     end. And the length of the run as text."""
-    planned = Schedule(fork.config, fork.seams.lr_factor)
+    planned = Schedule(fork.config, fork.hooks.lr_factor)
     sampler = fork.loader(fork.train_set, fork.config, fork.ctx).sampler
     planned.plan(sampler)
     warmup = planned.warmup_steps
@@ -85,15 +85,15 @@ def factors_of_run(fork: Fork) -> tuple[dict[int, Factors], str]:
     factors = {}
     for step in sorted({0, min(warmup // 2, total - 1), min(warmup, total - 1), total // 2, total - 1}):
         progress = Progress(step=step, epoch=step // sampler.steps_per_epoch)
-        factors[step] = factors_at(fork.seams, fork.config, total, warmup, progress)
+        factors[step] = factors_at(fork.hooks, fork.config, total, warmup, progress)
     length = "without warm-up"
     if warmup:
         length = f"{warmup:,} of them warm-up"
     return factors, f"{plural(total, 'step')}, {length}"
 
 
-def factors_at(seams: Seams, config: TrainingConfig, total: int, warmup: int, progress: Progress) -> Factors:
-    factor = seams.lr_factor(config, progress.step, total, warmup, progress)
+def factors_at(hooks: ModelHooks, config: TrainingConfig, total: int, warmup: int, progress: Progress) -> Factors:
+    factor = hooks.lr_factor(config, progress.step, total, warmup, progress)
     by_name = factor if isinstance(factor, dict) else {"": factor}
     return {name: float(each) for name, each in by_name.items()}
 
@@ -124,5 +124,5 @@ def simulated(fork: Fork, is_resumed: bool) -> list[Factors]:
             progress.note_value(1.0, sign=1)
         if is_resumed and step == total // 2:  # as a checkpoint restores it
             progress = Progress(**json.loads(json.dumps(asdict(progress))))
-        factors.append(factors_at(fork.seams, fork.config, total, total // 20, progress))
+        factors.append(factors_at(fork.hooks, fork.config, total, total // 20, progress))
     return factors

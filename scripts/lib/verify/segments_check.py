@@ -39,7 +39,7 @@ def check_segments(fork: Fork) -> str:
     def losses(*chosen: Tensor) -> Tensor:
         mask = inside & torch.stack([torch.zeros_like(inside), *chosen]).any(0)
         torch.manual_seed(0)  # of what the loss draws
-        found = sums(fork.seams, net, with_other_tokens(batch, ids, inside, mask), is_training=True)
+        found = sums(fork.hooks, net, with_other_tokens(batch, ids, inside, mask), is_training=True)
         return torch.cat(
             [value.double() for name, value in found.items() if name.startswith("loss") and name.endswith("sum")]
         )

@@ -22,9 +22,9 @@ from scripts.companions.follow import Companion, Lines, OtherOwnerError
 from scripts.companions.on_checkpoint import OnCheckpoint
 from training import wait_until
 from utils.checkpoint import format as checkpoint
-from utils.extras.companions import beside as companions_module
 from utils.extras.companions import programs
-from utils.extras.companions.beside import Companions
+from utils.extras.companions import sidecar as companions_module
+from utils.extras.companions.sidecar import Companions
 from utils.files import read_json, replace_json
 from utils.settings.errors import TrainingError
 
@@ -135,7 +135,7 @@ def fake(tmp_path, monkeypatch):
     """A function that replaces the program of `--on_checkpoint`, and starts it. The code finds its plan in `plan`."""
     started = []
     monkeypatch.setattr(programs, "PROGRAMS", tmp_path)
-    monkeypatch.setattr(companions_module, "SECONDS_TO_LEAVE", 0.5)
+    monkeypatch.setattr(companions_module, "SECONDS_TO_DESTROY_GROUPS", 0.5)
 
     def begin(code, **flags):
         head = "import json, os, signal, subprocess, sys, time\nplan = json.load(sys.stdin)\n"

@@ -12,7 +12,7 @@ from config import TrainingConfig
 from ranks import torchrun
 from training import SIZE, wait_until
 from utils.distributed.context import Launch, read_launch
-from utils.extras.companions.beside import Companions
+from utils.extras.companions.sidecar import Companions
 
 TORCHRUN = {
     "RANK": "1",

@@ -23,7 +23,7 @@ from utils.extras.companions import programs
 from utils.extras.companions.programs import OTHER_OWNER, plan_of
 from utils.files import replace_json
 from utils.run.folder import RunFolder
-from utils.run.owner import claim
+from utils.run.owner import decide_start
 from utils.settings.errors import StartError, TrainingError, UserError
 
 WHERE = ["memory", "file"]
@@ -40,8 +40,8 @@ def be_quick(monkeypatch):
 
     monkeypatch.setattr(programs, "ask", ask)
     monkeypatch.setattr(owner_module, "SECONDS_TO_READ_BACK", 0.0)
-    monkeypatch.setattr(mirror_module, "SECONDS_BETWEEN_BEATS", 0.05)
-    monkeypatch.setattr(owner_module, "SECONDS_TO_SEE_A_BEAT", 0.5)
+    monkeypatch.setattr(mirror_module, "SECONDS_BETWEEN_HEARTBEATS", 0.05)
+    monkeypatch.setattr(owner_module, "SECONDS_TO_SEE_HEARTBEAT", 0.5)
     monkeypatch.setattr(mirror_module, "SECONDS_BETWEEN_REQUESTS", 0.02)
     monkeypatch.setattr(mirror_module, "_exit", lambda code: Attempt.lost.append(code) or sys.exit())
 
@@ -69,7 +69,7 @@ class Attempt:
 
     def __init__(self, url, folder, launch_id="", **flags):
         self.config = TrainingConfig(run_dir=str(folder), mirror=url, keep_last=2, **{"resume_from": "auto"} | flags)
-        lock, self.start = claim(self.config, "here", launch_id, False)
+        lock, self.start = decide_start(self.config, "here", launch_id, False)
         self.run = RunFolder(Path(folder), self.config.checkpoint_folder, 0, ("here",), self.start, lock, mock.Mock())
         self.run.begin()
         self.run.mark_training()
@@ -79,7 +79,7 @@ class Attempt:
         self.all.append(self)
 
     def plan(self, launch_id="", apart=()):
-        more = {"resume_from": self.start.resume_from, "decision": self.start.decision, "apart": apart}
+        more = {"resume_from": self.start.resume_from, "decision": self.start.mirror_decision, "apart": apart}
         return plan_of(self.config, 0, "here", self.start.token, launch_id, **more)
 
     def save(self, step, best=False):
@@ -123,7 +123,9 @@ def test_a_run_goes_on_from_its_mirror_in_an_empty_folder(url, tmp_path):
     assert [record["step"] for record in second.run.records("train")] == [10, 20]
     assert not list((tmp_path / "b/checkpoints").glob(".*"))
     second.upload(30).end("completed")
-    lock, start = claim(TrainingConfig(run_dir=str(tmp_path / "c"), mirror=url, resume_from="auto"), "x", "", False)
+    lock, start = decide_start(
+        TrainingConfig(run_dir=str(tmp_path / "c"), mirror=url, resume_from="auto"), "x", "", False
+    )
     assert start.is_completed and not list((tmp_path / "c/checkpoints").iterdir())  # nothing large is fetched
     lock.close()
 
@@ -137,7 +139,7 @@ def test_a_run_that_patience_has_ended_goes_on_from_its_mirror_with_more_patienc
     first.end("completed")
     for name, patience, is_completed in [("b", 2, True), ("c", 1, True), ("d", 3, False)]:
         config = TrainingConfig(run_dir=str(tmp_path / name), mirror=url, resume_from="auto", patience=patience)
-        lock, start = claim(config, "x", name, False)
+        lock, start = decide_start(config, "x", name, False)
         assert start.is_completed == is_completed, name
         lock.close()
 
@@ -326,10 +328,10 @@ def test_a_fresh_start_on_a_run_and_another_run_in_the_folder_are_rejected(url, 
 def test_a_start_that_is_rejected_leaves_no_copy_of_its_mirror(url, tmp_path, kind):
     """Another job of the launch may go on with what has been fetched. A new run keeps its folder, for status.json."""
     first = Attempt(url, tmp_path / "a").upload(10)
-    assert not first.start.moved
+    assert not first.start.renamed_folders
     first.end()
     config = TrainingConfig(run_dir=str(tmp_path / "b"), mirror=url, resume_from="auto")
-    lock, start = claim(config, "here", "", False)
+    lock, start = decide_start(config, "here", "", False)
     run = RunFolder(config.run_folder, config.checkpoint_folder, 0, ("here",), start, lock)
     run.begin()
     assert run.resume_path.exists() and (run.folder / "metrics.jsonl").exists()

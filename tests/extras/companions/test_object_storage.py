@@ -55,7 +55,7 @@ def train_on_its_own_disk(root, *args):
     folder = Path(root, f"node{rank}")
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
-    soon = mock.patch.object(owner, "SECONDS_TO_SEE", 1.0)  # each disk is its own
+    soon = mock.patch.object(owner, "SECONDS_UNTIL_VISIBLE", 1.0)  # each disk is its own
     with soon, mock.patch.dict(tasks.TASKS["images"], {"create_dataset": with_a_test_set}):
         return train_with({}, *args)
 

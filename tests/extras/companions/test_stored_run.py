@@ -21,7 +21,7 @@ from training import wait_until
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.stored import local_checkpoint
-from utils.extras.companions.apart import nodes_apart
+from utils.extras.companions.node_local import nodes_apart
 from utils.files import read_json, replace_json
 from utils.run.owner import RunLock
 from utils.settings.errors import UserError

@@ -15,7 +15,7 @@ from scripts.companions import trackers
 from tasks import train_task
 from training import assert_same_state
 from utils.files import read_json
-from utils.run.owner import claim
+from utils.run.owner import decide_start
 from utils.settings.errors import UserError
 
 PROGRAM = ROOT / "scripts/companions/track.py"
@@ -177,7 +177,7 @@ def test_a_missing_package_is_rejected_before_the_run_folder_is_made(tmp_path, m
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     config = TrainingConfig.from_args(["--track", tracker, "--run_dir", str(tmp_path / "run")])
     with pytest.raises(UserError, match=f"track={tracker}: the package is missing; pip install {tracker}"):
-        claim(config, "host", "", False)
+        decide_start(config, "host", "", False)
     assert not (tmp_path / "run").exists()
 
 

@@ -13,8 +13,8 @@ from config import TrainingConfig
 from ranks import ROOT, is_gone, run_ranks, slow
 from tasks import BUCKETS
 from training import train_flags, wait_until
-from utils.extras.companions import beside, programs
-from utils.extras.companions.beside import Companions
+from utils.extras.companions import programs, sidecar
+from utils.extras.companions.sidecar import Companions
 from utils.files import replace_json
 
 SETTINGS = {"on_checkpoint": "true", "mirror": "", "track": "wandb"}
@@ -63,8 +63,8 @@ for program in FOLLOWED:
 def begin(tmp_path, monkeypatch):
     """A function that starts a companion with this code in a run that trains, and returns its Companions."""
     monkeypatch.setattr(programs, "PROGRAMS", tmp_path)
-    monkeypatch.setattr(beside, "SECONDS_TO_LEAVE", 0.5)
-    monkeypatch.setattr(beside, "SECONDS_TO_SAY", 0.2)
+    monkeypatch.setattr(sidecar, "SECONDS_TO_DESTROY_GROUPS", 0.5)
+    monkeypatch.setattr(sidecar, "SECONDS_TO_SAY", 0.2)
     started = []
 
     def start(name, hang, before="", **flags):
@@ -92,7 +92,7 @@ def end_run(companions, tmp_path, state, seconds, deadline=8):
         ending = threading.Thread(target=companions.leave, daemon=True)
     else:
         replace_json(tmp_path / "run/lock.json", {"token": "t", "has_trained": True, "ended": state})
-        companions._silence = seconds or beside.SECONDS_OF_SILENCE
+        companions._silence = seconds or sidecar.SECONDS_OF_SILENCE
         ending = threading.Thread(target=companions.finish, args=(lambda: None,), daemon=True)
     ending.start()
     ending.join(deadline)
@@ -143,7 +143,7 @@ def put(self, path, name, tick):
     mark("uploaded")
 it.Mirror.put = put
 it.Mirror.beat = lambda self: None
-it.SECONDS_BETWEEN_BEATS = {beats}
+it.SECONDS_BETWEEN_HEARTBEATS = {beats}
 def look(self, state):
     if state:
         self._thread.start()
@@ -165,7 +165,7 @@ Followed.look = look
     ],
 )
 def test_a_mirror_that_uploads_keeps_its_time(tmp_path, begin, monkeypatch, hang_timeout, blocks, tick, beats, is_done):
-    monkeypatch.setattr(beside, "SECONDS_OF_SILENCE", 4)
+    monkeypatch.setattr(sidecar, "SECONDS_OF_SILENCE", 4)
     code = UPLOAD.format(blocks=blocks, tick=tick, beats=beats)
     companions = begin("mirror", code, hang_timeout=hang_timeout)
     wait_until((tmp_path / "begun").exists)
@@ -196,7 +196,7 @@ def test_training_beside_a_program_that_hangs_ends(runs, flags, state):
 @pytest.mark.parametrize("name", ["on_checkpoint", slow("mirror"), slow("track")])
 def test_a_program_that_is_started_again_for_ever_gets_no_more_time(tmp_path, begin, monkeypatch, name):
     """It lives long enough to give a sign of life."""
-    monkeypatch.setattr(beside, "MAX_PAUSE", 0.1)
+    monkeypatch.setattr(sidecar, "MAX_PAUSE", 0.1)
     code = "import threading\nthreading.Timer(0.7, os._exit, [1]).start()\nFollowed.look = lambda *_: False"
     companions = begin(name, code)
     wait_until((tmp_path / "begun").exists)

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from test_checkpoint import payload
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.snapshot import HostMemory
+from utils.checkpoint.pinned_buffers import PinnedBuffers
 from utils.extras.sharding import layout as layouts
 from utils.extras.sharding.layout import FolderLayout
 
@@ -50,11 +50,11 @@ def save_with_failures(folder, places):
     ctx = setup_distributed(TrainingConfig(run_dir=str(folder)))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shards",))
     full = torch.arange(20_100.0).reshape(201, 100)  # not a multiple of the ranks
-    layout, memory, found = FolderLayout(ctx, 2, ctx.is_main), HostMemory(), []
+    layout, memory, found = FolderLayout(ctx, 2, ctx.is_main), PinnedBuffers(), []
     torch.distributed.barrier()
     for number, where in enumerate(places):
         written = payload(step=number) | {"model": {"weight": distribute_tensor(full + number, mesh, [Shard(0)])}}
-        copied, pairs = memory.copy_of(written)
+        copied, pairs = memory.allocate_copy(written)
         for place, tensor in pairs:
             place.copy_(tensor)
         path = checkpoint.step_path(folder, number).with_suffix("")

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from utils.data.changes import are_alike
 from utils.distributed.context import DistributedContext
 from utils.extras import sketches as module
-from utils.extras.sketches import alike_on_all_ranks, sketch_of, sketches
+from utils.extras.sketches import alike_on_all_ranks, fingerprint_of_sample, sample_fingerprints
 
 
 class Samples(Dataset):
@@ -40,8 +40,8 @@ def changed(**others):
 
 @pytest.mark.guarantee("other-samples")
 def test_other_content_is_noticed():
-    found = sketches(Samples(), 0)
-    assert len(found) == 64 and None not in found and found == sketches(Samples(), 0)
+    found = sample_fingerprints(Samples(), 0)
+    assert len(found) == 64 and None not in found and found == sample_fingerprints(Samples(), 0)
     for other in (
         changed(label=lambda index, _: (index + 1) % 10),
         changed(name=lambda index, _: f"sample {index + 1}"),
@@ -50,20 +50,20 @@ def test_other_content_is_noticed():
         changed(x=lambda _, sample: sample["x"] * 1.01),
         changed(more=lambda *_: 1),
     ):
-        assert not are_alike(found, sketches(other, 0))
+        assert not are_alike(found, sample_fingerprints(other, 0))
 
 
 @pytest.mark.guarantee("other-samples")
 def test_what_equal_data_sets_may_differ_in_is_ignored(tmp_path, monkeypatch):
-    found, counter = sketches(Samples(), 0), itertools.count()
+    found, counter = sample_fingerprints(Samples(), 0), itertools.count()
     (tmp_path / "sample 5").touch()
-    assert sketch_of(str(tmp_path / "sample 5")) == sketch_of("sample 5")  # mounted elsewhere
-    assert are_alike(found, sketches(changed(x=lambda _, sample: sample["x"] * (1 + 1e-6)), 0))
-    unsteady = sketches(changed(label=lambda *_: next(counter)), 0)
+    assert fingerprint_of_sample(str(tmp_path / "sample 5")) == fingerprint_of_sample("sample 5")  # mounted elsewhere
+    assert are_alike(found, sample_fingerprints(changed(x=lambda _, sample: sample["x"] * (1 + 1e-6)), 0))
+    unsteady = sample_fingerprints(changed(label=lambda *_: next(counter)), 0)
     assert unsteady == [None] * 64 and are_alike(found, unsteady)
-    assert sketches(changed(x=lambda *_: 1 / 0), 0) == [None] * 64
+    assert sample_fingerprints(changed(x=lambda *_: 1 / 0), 0) == [None] * 64
     monkeypatch.setattr(module, "SECONDS", 0)  # one rank has time for one sample
-    assert sketches(Samples(), 0) == found[:1] and are_alike(found, found[:1])
+    assert sample_fingerprints(Samples(), 0) == found[:1] and are_alike(found, found[:1])
 
 
 def test_training_files_of_known_sizes_are_not_read_and_held_out_ones_are():
@@ -77,6 +77,6 @@ def test_training_files_of_known_sizes_are_not_read_and_held_out_ones_are():
 
 def test_arrays_of_numpy_and_lists_are_compared():
     one, two = numpy.arange(6, dtype=numpy.uint8), numpy.arange(6, dtype=numpy.uint8)[::-1]
-    assert are_alike([sketch_of([one])], [sketch_of([one.copy()])])
-    assert not are_alike([sketch_of([one])], [sketch_of([two])])
-    assert not are_alike([sketch_of(([1.0], "a"))], [sketch_of(([2.0], "a"))])
+    assert are_alike([fingerprint_of_sample([one])], [fingerprint_of_sample([one.copy()])])
+    assert not are_alike([fingerprint_of_sample([one])], [fingerprint_of_sample([two])])
+    assert not are_alike([fingerprint_of_sample(([1.0], "a"))], [fingerprint_of_sample(([2.0], "a"))])

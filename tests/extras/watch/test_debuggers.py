@@ -18,8 +18,8 @@ import utils.extras.watch.watchdog
 from ranks import DEADLINE, launch_variables
 from training import says, wait_until
 from utils.clock import Clock
-from utils.extras.watch.beats import Beats
 from utils.extras.watch.debuggers import is_in_debugger
+from utils.extras.watch.heartbeat import Heartbeats
 from utils.extras.watch.watchdog import Watchdog
 
 
@@ -187,8 +187,10 @@ def test_a_pause_ends_no_rank_and_is_said_once_and_a_hang_after_it_ends_the_run(
     store, stop, clocks, ended, said = dist.HashStore(), Stop(), [Clock(), Clock()], [], []
     watchdogs = []
     for rank, clock in enumerate(clocks):
-        ctx = SimpleNamespace(rank=rank, hosts=("a", "a"), host="a", beats=Beats(store, rank, os.getpid(), "", True))
-        calls = mock.Mock(end=lambda *text: ended.append(text), warn=said.append)
+        ctx = SimpleNamespace(
+            rank=rank, hosts=("a", "a"), host="a", heartbeats=Heartbeats(store, rank, os.getpid(), "", True)
+        )
+        calls = mock.Mock(exit_hung=lambda *text: ended.append(text), warn=said.append)
         clock.begin_step(1)
         clock.enter("forward")
         watchdogs.append(Watchdog(clock, ctx, 0.6, calls))

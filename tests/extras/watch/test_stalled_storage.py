@@ -12,10 +12,10 @@ import torch
 from ranks import run_ranks
 from training import wait_until
 from utils.distributed.context import Launch
-from utils.extras.watch import watch
+from utils.extras.watch import supervisor
 from utils.logger import NAME
 from utils.run import command_line
-from utils.run.ending import Ending
+from utils.run.exit import ExitReporter
 
 
 class Stalled(logging.Handler):
@@ -40,17 +40,17 @@ def stalled():
     logger.removeHandler(handler)
 
 
-def watch_of(folder, ctx):
+def supervisor_of(folder, ctx):
     """Without a thread."""
-    with mock.patch.object(watch, "Watchdog"):
-        return watch.Watch(folder, 300, ctx, Ending(ctx))
+    with mock.patch.object(supervisor, "Watchdog"):
+        return supervisor.WatchdogSupervisor(folder, 300, ctx, ExitReporter(ctx))
 
 
 def test_a_report_does_not_hold_up_the_beats_when_the_storage_stalls(stalled, tmp_path):
-    ctx = SimpleNamespace(rank=0, hosts=("a",), host="a", beats=None, device=torch.device("cpu"))
-    ending, began = watch_of(tmp_path, ctx), time.monotonic()
-    file = ending.report("no progress", "stacks")
-    ending.warn("torchrun does not answer")
+    ctx = SimpleNamespace(rank=0, hosts=("a",), host="a", heartbeats=None, device=torch.device("cpu"))
+    watcher, began = supervisor_of(tmp_path, ctx), time.monotonic()
+    file = watcher.report_hang("no progress", "stacks")
+    watcher.warn("torchrun does not answer")
     assert time.monotonic() - began < 1 and not stalled.texts
     stalled.goes_on.set()
     assert wait_until(lambda: file.exists() and file.read_text()) == "no progress\nstacks\n"
@@ -58,10 +58,10 @@ def test_a_report_does_not_hold_up_the_beats_when_the_storage_stalls(stalled, tm
 
 
 def end_on_stalled_storage(folder):
-    watch.SECONDS_TO_WRITE, command_line.SECONDS_TO_FLUSH = 0.5, 0.5
+    supervisor.SECONDS_TO_WRITE, command_line.SECONDS_TO_FLUSH = 0.5, 0.5
     logging.getLogger(NAME).addHandler(Stalled())
-    ctx = SimpleNamespace(rank=0, hosts=("a",), host="a", beats=None, device=torch.device("cpu"), launch=Launch())
-    watch_of(folder, ctx).end("no progress", 0)
+    ctx = SimpleNamespace(rank=0, hosts=("a",), host="a", heartbeats=None, device=torch.device("cpu"), launch=Launch())
+    supervisor_of(folder, ctx).exit_hung("no progress", 0)
 
 
 def test_a_rank_ends_although_its_log_is_on_storage_that_stalls(tmp_path):

@@ -20,28 +20,28 @@ import utils.clock
 import utils.extras.watch.watchdog
 from training import wait_until
 from utils.clock import Clock
-from utils.distributed.collectives import is_of_a_peer
-from utils.extras.watch.beats import Beats, Place
+from utils.distributed.collectives import is_peer_failure
+from utils.extras.watch.heartbeat import Heartbeats, RankStatus
 from utils.extras.watch.watchdog import Watchdog
 from utils.signals import STOP
 
 HERE = socket.gethostname()
 
 
-def place(step, phase, counter=1, beat=1, pid=100):
-    return Place(beat, counter, step, phase, pid)
+def rank_status(step, phase, counter=1, heartbeat=1, pid=100):
+    return RankStatus(heartbeat, counter, step, phase, pid)
 
 
-def beats_of(store, rank, is_of_rank_0=True):
-    return Beats(store, rank, os.getpid(), "", is_of_rank_0)
+def heartbeats_of(store, rank, is_of_rank_0=True):
+    return Heartbeats(store, rank, os.getpid(), "", is_of_rank_0)
 
 
-def watch(clock, hang_timeout=0.0, end=None, beats=None, hosts=("a",), rank=0, **calls):
+def watch(clock, hang_timeout=0.0, end=None, heartbeats=None, hosts=("a",), rank=0, **calls):
     """A watchdog. Its calls do nothing, apart from those given."""
-    names = ("report", "lose", "preempt", "give_up", "warn")
-    ending = SimpleNamespace(end=end or mock.Mock(), **{name: calls.get(name, mock.Mock()) for name in names})
-    ctx = SimpleNamespace(rank=rank, hosts=hosts, host=hosts[rank], beats=beats)
-    return Watchdog(clock, ctx, hang_timeout, ending)
+    names = ("report_hang", "exit_peer_lost", "exit_preempted", "exit_unreported", "warn")
+    supervisor = SimpleNamespace(exit_hung=end or mock.Mock(), **{name: calls.get(name, mock.Mock()) for name in names})
+    ctx = SimpleNamespace(rank=rank, hosts=hosts, host=hosts[rank], heartbeats=heartbeats)
+    return Watchdog(clock, ctx, hang_timeout, supervisor)
 
 
 @pytest.fixture
@@ -56,11 +56,12 @@ def quick(monkeypatch):
 def test_a_slow_step_is_a_warning_and_a_hang_from_half_of_hang_timeout_on(quick, monkeypatch):
     """Without --hang_timeout, from a minute on (here 2.5 s)."""
     monkeypatch.setattr(utils.extras.watch.watchdog, "FIRST_LIMIT", 2.5)
-    monkeypatch.setattr(Watchdog, "limit", 0.4)
+    monkeypatch.setattr(Watchdog, "report_after", 0.4)
     clock, said, watchdogs = Clock(), {5.0: [], 0.0: []}, []
     for hang_timeout, texts in said.items():
         calls = {
-            name: lambda *text, texts=texts, name=name: texts.append((name, text[0])) for name in ("warn", "report")
+            name: lambda *text, texts=texts, name=name: texts.append((name, text[0]))
+            for name in ("warn", "report_hang")
         }
         watchdogs.append(watch(clock, hang_timeout, **calls))
     for seconds in (0.1, 1.2, 0.0):  # three steps; the last one hangs
@@ -71,7 +72,7 @@ def test_a_slow_step_is_a_warning_and_a_hang_from_half_of_hang_timeout_on(quick,
     for each in watchdogs:
         each.close()
     for texts in said.values():
-        assert [name for name, _ in texts] == ["warn", "warn", "report"]
+        assert [name for name, _ in texts] == ["warn", "warn", "report_hang"]
         found = [re.search(r"rank 0 on a (.*) in forward of (.*) \(process", text).groups() for _, text in texts]
         assert found == [("is slow", "step 2"), ("is slow", "step 3"), ("hangs", "step 3")]
 
@@ -81,7 +82,7 @@ def test_the_limit_is_learned_from_the_steps_and_is_at_least_five_seconds():
     watchdog = watch(clock)
     for durations in ([], [0.1] * 200, [3.0] * 4, [60.0]):  # one slow step in hundreds does not raise the limit
         clock.durations.extend(durations)
-        limits.append(watchdog.limit)
+        limits.append(watchdog.report_after)
     watchdog.close()
     assert limits == [60.0, 5.0, 15.0, 15.0]
 
@@ -89,15 +90,15 @@ def test_the_limit_is_learned_from_the_steps_and_is_at_least_five_seconds():
 @pytest.mark.guarantee("hang")
 def test_other_ranks_see_the_phase_the_step_and_a_beat(quick):
     store, clock = dist.HashStore(), Clock()
-    watchdog, other = watch(clock, beats=beats_of(store, 0)), beats_of(store, 1)
+    watchdog, other = watch(clock, heartbeats=heartbeats_of(store, 0)), heartbeats_of(store, 1)
     clock.begin_step(12)
     clock.enter("backward")
-    first = wait_until(lambda: (seen := other.read([0])[0][0]).phase == "backward" and seen, 5)
+    first = wait_until(lambda: (seen := other.read_statuses([0])[0][0]).phase == "backward" and seen, 5)
     assert (first.step, first.pid) == (12, os.getpid())
-    later = wait_until(lambda: (seen := other.read([0])[0][0]).beat > first.beat and seen, 5)
+    later = wait_until(lambda: (seen := other.read_statuses([0])[0][0]).heartbeat > first.heartbeat and seen, 5)
     assert later.counter == first.counter
     watchdog.close()
-    assert other.read([0, 1])[0][0].phase == "end"
+    assert other.read_statuses([0, 1])[0][0].phase == "end"
 
 
 @pytest.mark.guarantee("hang")
@@ -126,8 +127,8 @@ def test_a_function_of_an_evaluation_may_take_ten_times_hang_timeout(quick):
     for rank, clock in enumerate(clocks):
         clock.begin_step(12)
         clock.enter("evaluation")
-        beats = beats_of(store, rank)
-        watchdogs.append(watch(clock, 0.3, lambda *said: ended.append(said), beats, ("a", "a"), rank))
+        heartbeats = heartbeats_of(store, rank)
+        watchdogs.append(watch(clock, 0.3, lambda *said: ended.append(said), heartbeats, ("a", "a"), rank))
     clocks[0].call("log_images")
     began = time.monotonic()
     text, hanging, _ = wait_until(lambda: ended, 10)[0]
@@ -154,11 +155,11 @@ def test_a_rank_without_progress_ends_when_the_next_rank_is_gone(quick):
     ]
     for number, (host, pid, phase, own, _) in enumerate(cases):
         store, clock = dist.HashStore(), Clock()
-        beats = beats_of(store, 0)
-        beats_of(store, 1).set(place(3, phase, pid=pid))
+        heartbeats = heartbeats_of(store, 0)
+        heartbeats_of(store, 1).set_status(rank_status(3, phase, pid=pid))
         clock.enter(own)
         lose = lambda error, number=number: found.setdefault(number, error.rank)  # noqa: E731
-        watchdogs.append(watch(clock, 60.0, beats=beats, hosts=(HERE, host), lose=lose))
+        watchdogs.append(watch(clock, 60.0, heartbeats=heartbeats, hosts=(HERE, host), exit_peer_lost=lose))
     wait_until(lambda: len(found) >= sum(is_lost for *_, is_lost in cases), 8)
     time.sleep(1.6)
     assert found == {number: 1 for number, (*_, is_lost) in enumerate(cases) if is_lost}
@@ -174,10 +175,10 @@ def test_time_in_which_the_watching_process_was_suspended_does_not_count(quick, 
     monkeypatch.setattr(utils.extras.watch.watchdog, "SECONDS_OF_SILENCE", 2.0)
     for phase in ("backward", "start"):
         store, clock, note = dist.HashStore(), Clock(), lambda *_, phase=phase: ended.add(phase)
-        beats = beats_of(store, 0)
-        beats_of(store, 1).set(place(3, phase))
+        heartbeats = heartbeats_of(store, 0)
+        heartbeats_of(store, 1).set_status(rank_status(3, phase))
         clock.enter(phase)
-        watchdogs.append(watch(clock, 2.0, note, beats, (HERE, "elsewhere"), lose=note))
+        watchdogs.append(watch(clock, 2.0, note, heartbeats, (HERE, "elsewhere"), exit_peer_lost=note))
     time.sleep(0.5)
     jump[0] = 3600.0
     time.sleep(0.75)
@@ -187,7 +188,7 @@ def test_time_in_which_the_watching_process_was_suspended_does_not_count(quick, 
         each.close()
 
 
-class Silent(Beats):
+class Silent(Heartbeats):
     """The process that hosts the store is stopped: a read returns when it continues."""
 
     is_there = False
@@ -196,18 +197,18 @@ class Silent(Beats):
         super().__init__(*args)
         self.goes_on = threading.Event()
 
-    def read(self, ranks):
+    def read_statuses(self, ranks):
         self.goes_on.wait(30)
-        return super().read(ranks)
+        return super().read_statuses(ranks)
 
-    def probe(self):
+    def ping_store_host(self):
         found = Future()
         found.set_result(self.is_there)
         return found
 
 
 def test_steps_may_end_while_the_watchdog_reads_their_durations():
-    """An error would end its thread, and with it the beats."""
+    """An error would end its thread, and with it the heartbeats."""
     clock, is_over, before = Clock(), threading.Event(), sys.getswitchinterval()
     watchdog = watch(clock)
 
@@ -219,7 +220,7 @@ def test_steps_may_end_while_the_watchdog_reads_their_durations():
     trainer.start()
     sys.setswitchinterval(1e-6)
     try:
-        assert all(watchdog.limit >= 5 for _ in range(2000))
+        assert all(watchdog.report_after >= 5 for _ in range(2000))
     finally:
         sys.setswitchinterval(before)
         is_over.set()
@@ -230,15 +231,15 @@ def test_steps_may_end_while_the_watchdog_reads_their_durations():
 def test_a_store_of_torchrun_that_does_not_answer_ends_nothing(quick):
     """Ctrl-Z stops torchrun and not its ranks."""
     store, clock, warned, called = dist.HashStore(), Clock(), [], mock.Mock()
-    beats = Silent(store, 0, os.getpid(), "", False)
-    beats_of(store, 1).set(place(3, "backward"))
+    heartbeats = Silent(store, 0, os.getpid(), "", False)
+    heartbeats_of(store, 1).set_status(rank_status(3, "backward"))
     clock.enter("backward")
-    calls = {"lose": called, "report": called, "warn": warned.append}
-    watchdog = watch(clock, 0.5, called, beats, (HERE, "elsewhere"), **calls)
+    calls = {"exit_peer_lost": called, "report_hang": called, "warn": warned.append}
+    watchdog = watch(clock, 0.5, called, heartbeats, (HERE, "elsewhere"), **calls)
     wait_until(lambda: warned, 5)
     time.sleep(1)
     assert len(warned) == 1 and not called.called
-    beats.goes_on.set()
+    heartbeats.goes_on.set()
     wait_until(lambda: called.called, 8)  # rank 1 is lost
     watchdog.close()
 
@@ -249,25 +250,25 @@ def test_a_store_that_does_not_answer_is_evidence_about_its_host(quick):
     cases = {(False, True): "lost", (False, False): "lost", (True, True): "stopped"}
     for case in cases:
         store, clock = dist.HashStore(), Clock()
-        beats_of(store, 0)
-        beats = Silent(store, 1, os.getpid(), "", case[1])
-        beats.is_there = case[0]
+        heartbeats_of(store, 0)
+        heartbeats = Silent(store, 1, os.getpid(), "", case[1])
+        heartbeats.is_there = case[0]
         clock.enter("backward")
         end = lambda text, hanging, stacks="", case=case: found.setdefault(case, ("stopped", hanging))  # noqa: E731
         lose = lambda error, case=case: found.setdefault(case, ("lost", error.rank))  # noqa: E731
-        watched.append((watch(clock, 1.0, end, beats, ("elsewhere", HERE), 1, lose=lose), beats))
+        watched.append((watch(clock, 1.0, end, heartbeats, ("elsewhere", HERE), 1, exit_peer_lost=lose), heartbeats))
     wait_until(lambda: len(found) == len(cases), 10)
     assert found == {case: (how, 0) for case, how in cases.items()}
-    for watchdog, beats in watched:
-        beats.goes_on.set()
+    for watchdog, heartbeats in watched:
+        heartbeats.goes_on.set()
         watchdog.close()
 
 
 def test_a_store_whose_process_is_gone_names_rank_0(quick):
     store, clock, lost = dist.HashStore(), Clock(), []
-    beats = beats_of(store, 1)
-    with mock.patch.object(Beats, "read", side_effect=dist.DistNetworkError):
-        watchdog = watch(clock, 60.0, beats=beats, hosts=(HERE, HERE), rank=1, lose=lost.append)
+    heartbeats = heartbeats_of(store, 1)
+    with mock.patch.object(Heartbeats, "read_statuses", side_effect=dist.DistNetworkError):
+        watchdog = watch(clock, 60.0, heartbeats=heartbeats, hosts=(HERE, HERE), rank=1, exit_peer_lost=lost.append)
         assert wait_until(lambda: lost, 5)[0].rank == 0
         watchdog.close()
 
@@ -276,7 +277,7 @@ def test_after_a_stop_signal_a_rank_that_stands_before_the_first_step_ends_as_pr
     """Nothing can be lost; it may wait for a rank that does not answer."""
     preempted, ended = [], []
     with STOP:
-        watchdog = watch(Clock(), 60.0, ended.append, preempt=lambda: preempted.append(time.monotonic()))
+        watchdog = watch(Clock(), 60.0, ended.append, exit_preempted=lambda: preempted.append(time.monotonic()))
         began = time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
         assert 2 <= wait_until(lambda: preempted, 8)[0] - began and not ended
@@ -285,10 +286,10 @@ def test_after_a_stop_signal_a_rank_that_stands_before_the_first_step_ends_as_pr
 
 def test_a_rank_without_progress_ends_when_another_one_has_reported_a_failure(quick):
     store, ended = dist.HashStore(), []
-    beats = beats_of(store, 0)
+    heartbeats = heartbeats_of(store, 0)
     for rank, text in ((2, "rank 2 on b ran out of memory"), (1, "a later one")):
-        beats_of(store, rank).report({"text": text, "rank": rank, "host": "b", "is_lost": False})
-    watchdog = watch(Clock(), 60.0, lambda *said: ended.append(said), beats, ("a", "b", "b"))
+        heartbeats_of(store, rank).report_failure({"text": text, "rank": rank, "host": "b", "is_lost": False})
+    watchdog = watch(Clock(), 60.0, lambda *said: ended.append(said), heartbeats, ("a", "b", "b"))
     assert wait_until(lambda: ended, 5)[0] == ("rank 2 on b ran out of memory", None)
     watchdog.close()
 
@@ -296,15 +297,15 @@ def test_a_rank_without_progress_ends_when_another_one_has_reported_a_failure(qu
 def test_the_lowest_live_rank_reports(quick):
     """One report of a hang, not one of each rank."""
     reports, watchdogs, cases = [], [], [(), (0,), (0, 1)]  # the dead ranks
-    with mock.patch.object(Watchdog, "limit", 0.5):
+    with mock.patch.object(Watchdog, "report_after", 0.5):
         for dead in cases:
             store = dist.HashStore()
-            beats = [beats_of(store, rank) for rank in range(3)]
+            heartbeats = [heartbeats_of(store, rank) for rank in range(3)]
             for rank in set(range(3)) - set(dead):
                 clock, report = Clock(), lambda *said, by=(dead, rank): reports.append((*by, said[0]))
                 clock.enter("backward")
-                calls = {"report": report, "warn": report}  # a warning, as nobody is dead
-                watchdogs.append(watch(clock, beats=beats[rank], hosts=(HERE,) * 3, rank=rank, **calls))
+                calls = {"report_hang": report, "warn": report}  # a warning, as nobody is dead
+                watchdogs.append(watch(clock, heartbeats=heartbeats[rank], hosts=(HERE,) * 3, rank=rank, **calls))
         wait_until(lambda: len(reports) >= len(cases), 10)
         time.sleep(1)
     for each in watchdogs:
@@ -316,19 +317,19 @@ def test_the_lowest_live_rank_reports(quick):
 
 def test_ranks_whose_collective_has_failed_find_the_one_that_is_lost(quick):
     store, clocks = dist.HashStore(), [Clock() for _ in range(3)]
-    beats = [beats_of(store, rank) for rank in range(4)]
-    watchdogs = [watch(clocks[k], 60.0, beats=beats[k], hosts=(HERE,) * 4, rank=k) for k in range(3)]
+    heartbeats = [heartbeats_of(store, rank) for rank in range(4)]
+    watchdogs = [watch(clocks[k], 60.0, heartbeats=heartbeats[k], hosts=(HERE,) * 4, rank=k) for k in range(3)]
 
     def find(watchdog):
-        watchdog.stand_down()
-        return watchdog.find_lost()
+        watchdog.disarm()
+        return watchdog.find_lost_rank()
 
     with ThreadPoolExecutor(3) as pool:
         errors = list(pool.map(find, watchdogs))
     for error in errors:
         assert str(error).startswith(f"rank 3 on {HERE} was killed or cut off") and error.rank == 3
-    beats[3].report({"text": "its own error", "rank": 3, "host": HERE, "is_lost": False})
-    assert watchdogs[0].find_lost() is None  # it has said why
+    heartbeats[3].report_failure({"text": "its own error", "rank": 3, "host": HERE, "is_lost": False})
+    assert watchdogs[0].find_lost_rank() is None  # it has said why
     for each in watchdogs:
         each.close()
 
@@ -370,4 +371,4 @@ def test_after_a_stop_signal_a_rank_that_is_blocked_in_c_ends(quick):
     ],
 )
 def test_errors_of_a_collective_whose_peer_is_gone_do_not_blame_this_rank(text, is_lost):
-    assert is_of_a_peer(RuntimeError(text)) == is_lost
+    assert is_peer_failure(RuntimeError(text)) == is_lost

@@ -51,7 +51,7 @@ def ask(name: str, plan: dict[str, Any], title: str, *flags: str) -> dict[str, A
     except ValueError:
         raise StartError(f"{title}: its program ended with exit code {process.returncode}; start again") from None
     if "problem" in answer:
-        raise (StartError if answer["may_pass"] else UserError)(answer["problem"])
+        raise (StartError if answer["is_transient"] else UserError)(answer["problem"])
     return answer
 
 

@@ -12,18 +12,18 @@ from config import TrainingConfig
 from utils.data.loader import GlobalBatchLoader
 from utils.logger import NAME, count
 from utils.settings.errors import UserError
+from utils.training.ddp_model import WrappedModel
 from utils.training.first_passes import evaluate_once, train_twice
-from utils.training.replicated import Wrapped
-from utils.training.seams import Seams
+from utils.training.hooks import ModelHooks
 from utils.training.state import TrainState
 
 
 def compile_all_sizes(
-    model: Wrapped,
+    model: WrappedModel,
     state: TrainState,
     loader: GlobalBatchLoader,
     held_out: dict[str, GlobalBatchLoader],
-    seams: Seams,
+    hooks: ModelHooks,
     config: TrainingConfig,
 ) -> None:
     """Compile the model in passes with every batch size of the run. Raises UserError if torch compiles nothing.
@@ -50,10 +50,10 @@ def compile_all_sizes(
     for kind, source, indices in passes:
         batch, size = source.fetch(indices)[2], len(indices)
         if kind == "training":
-            train_twice(model, batch, state, seams.compute_loss)
+            train_twice(model, batch, state, hooks.compute_loss)
         else:
             for _ in range(2):
-                evaluate_once(batch, state, seams.compute_loss)
+                evaluate_once(batch, state, hooks.compute_loss)
                 for part in state.parts:
                     part.try_evaluation(state.model, state.precision, batch, size, size)
         logger.info("compiled for batches of %d in %s after %.0f s", size, kind, perf_counter() - began)

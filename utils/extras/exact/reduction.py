@@ -21,10 +21,10 @@ from utils.data.sampler import Assignment, MicroBatch
 from utils.distributed.collectives import RankSum
 from utils.extras.exact.tree import ORDER, TreeAllReduce, TreeRankSum, TreeSum, run_of
 from utils.settings.errors import UserError
-from utils.training.parallel import Sharing
-from utils.training.replicated import Replicated, Wrapped, ddp_options, unused_error
+from utils.training.ddp_model import DDPModel, WrappedModel, ddp_options, explain_unused
+from utils.training.gradient_strategy import GradientStrategy
 
-__all__ = ["ORDER", "Exact", "Runs", "rows_of_exact"]
+__all__ = ["ORDER", "ExactStrategy", "Runs", "rows_of_exact"]
 
 
 class Runs(Assignment):
@@ -36,20 +36,20 @@ class Runs(Assignment):
     def together(self, count: int) -> int:
         return max(1, count)
 
-    def rank_sum(self) -> RankSum:
+    def create_rank_sum(self) -> RankSum:
         return TreeRankSum()
 
 
-class Exact(Sharing):
+class ExactStrategy(GradientStrategy):
     """DDP with sums along a tree over micro-batches, which have the same bits on any number of ranks."""
 
     note = ", summed in one order on any number of ranks"
     provenance = {"exact_sums": ORDER}
 
-    def rank_sum(self) -> RankSum:
+    def create_rank_sum(self) -> RankSum:
         return TreeRankSum()
 
-    def wrap(self, model: nn.Module) -> Wrapped:
+    def wrap_model(self, model: nn.Module) -> WrappedModel:
         config = self._config
         if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
             raise UserError("reduction=exact: SyncBatchNorm sums over the ranks by itself; leave out --sync_bn")
@@ -63,10 +63,10 @@ class Exact(Sharing):
             find_unused_parameters=config.find_unused_parameters,
             bucket_cap_mb=config.bucket_cap_mb,
         )
-        return ExactlyReplicated(model, is_static, **options)
+        return ExactDDPModel(model, is_static, **options)
 
 
-class ExactlyReplicated(Replicated):
+class ExactDDPModel(DDPModel):
     """DDP that sums gradients along the tree over micro-batches (tree.py), one process included.
 
     The gradients of each micro-batch but the rank's last are held apart from DDP's. In the last backward pass, DDP's
@@ -109,7 +109,7 @@ class ExactlyReplicated(Replicated):
 
     def _take_gradients(self) -> list[Tensor]:
         if not self.find_unused_parameters and any(p.grad is None for p in self._trained):
-            raise unused_error([name for p, name in self._trained.items() if p.grad is None])
+            raise explain_unused([name for p, name in self._trained.items() if p.grad is None])
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained]
         if self._is_static:
             gradients = [gradient.clone() for gradient in gradients]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.files import may_pass
+from utils.files import is_transient
 from utils.logger import ALIKE, NAME, count
 from utils.packages import import_for
 from utils.settings.errors import UserError
@@ -159,7 +159,7 @@ def read_image(path: Path, channels: int, class_name: str = "") -> Tensor:
             if image is None:
                 image = transforms.pil_to_tensor(_of_8_bits(file, path).convert("L" if channels == 1 else "RGB"))
     except Exception as error:  # for a broken file PIL raises OSError, SyntaxError, ValueError, struct.error, ...
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and may_pass(error)):
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and is_transient(error)):
             raise
         raise UserError(
             f"{path}: cannot be read as an image (class {class_name or path.parent.name}; {error});"

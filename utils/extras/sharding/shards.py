@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from utils.checkpoint import archive
 from utils.checkpoint.archive import MANIFEST
 from utils.checkpoint.format import FileFormat
-from utils.files import read_json, retried
+from utils.files import read_json, retry
 from utils.settings.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class FolderFormat(FileFormat):
         part: (number, readers): compute only every so many-th checksum, as each reader does.
         """
         try:
-            text = retried((path / MANIFEST).read_bytes)
+            text = retry((path / MANIFEST).read_bytes)
             manifest = json.loads(text)
             step, files = int(manifest["step"]), {str(name): str(digest) for name, digest in manifest["files"].items()}
         except FileNotFoundError:

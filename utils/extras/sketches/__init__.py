@@ -39,7 +39,7 @@ def alike_on_all_ranks(
 
     def look() -> list[list[Sketch | None]]:
         known = getattr(sets["train"], "has_sizes", False)
-        return [[] if split == "train" and known else sketches(each, seed) for split, each in sets.items()]
+        return [[] if split == "train" and known else sample_fingerprints(each, seed) for split, each in sets.items()]
 
     mine = on_all_ranks(look, ctx)
     first = broadcast_json(mine, ctx)
@@ -47,7 +47,7 @@ def alike_on_all_ranks(
     return mine
 
 
-def sketches(dataset: MapDataset, seed: int) -> list[Sketch | None]:
+def sample_fingerprints(dataset: MapDataset, seed: int) -> list[Sketch | None]:
     """Sketches of samples that are spread over the data set. None for a sample that cannot be fetched, or that is not
     the same when it is fetched again with the same seed."""
     size, count = len(dataset), min(SAMPLES, len(dataset))
@@ -59,14 +59,14 @@ def sketches(dataset: MapDataset, seed: int) -> list[Sketch | None]:
             break
         batch = MicroBatch(0, 0, [place * size // count], is_padding=False, is_last=True, count=1)
         try:
-            once, again = (sketch_of(fetcher.__getitems__(batch)[1]) for _ in range(2))
+            once, again = (fingerprint_of_sample(fetcher.__getitems__(batch)[1]) for _ in range(2))
             found.append(once if once == again else None)
         except Exception:  # the run meets it when it needs this sample
             found.append(None)
     return found
 
 
-def sketch_of(sample: Any) -> Sketch:
+def fingerprint_of_sample(sample: Any) -> Sketch:
     """A digest of the texts and integers in a sample, then the norm and a random projection of each array of floats,
     pixels or audio. Objects of other kinds are left out."""
     exact: list[Any] = []

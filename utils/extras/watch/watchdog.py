@@ -35,18 +35,18 @@ import torch.distributed as dist
 
 from utils.clock import NO_FUNCTION, STEP_PHASES, Clock
 from utils.distributed.context import DistributedContext
-from utils.extras.watch.beats import Place, state_of, verdict
 from utils.extras.watch.debuggers import is_in_debugger
+from utils.extras.watch.heartbeat import RankStatus, describe_hang, process_state
 from utils.settings.errors import TrainingError
 from utils.signals import STOP
 
 T = TypeVar("T")
 STOPPED = "after a stop signal"
-UNJUDGED = ("start", "end")  # phases that may take long: a rank that beats is not ended
-SECONDS_BETWEEN_BEATS = 0.5
-SECONDS_BETWEEN_LOOKS = 1.0
-SECONDS_OF_A_TICK = 1.0  # at most: after a longer one this process was suspended
-SECONDS_OF_A_LOOK = 2.0  # in which the beat of a live rank changes
+UNTIMED_PHASES = ("start", "end")  # phases that may take long: a rank that beats is not ended
+SECONDS_BETWEEN_HEARTBEATS = 0.5
+SECONDS_BETWEEN_CHECKS = 1.0
+SECONDS_PER_TICK = 1.0  # at most: after a longer one this process was suspended
+SECONDS_TO_OBSERVE = 2.0  # in which the beat of a live rank changes
 SECONDS_TO_ANSWER = 2.0  # for the store
 SECONDS_TO_CONNECT = 10.0  # to its host
 SECONDS_TO_FIND = 20.0  # lost ranks
@@ -68,38 +68,40 @@ class Watchdog:
     Args:
         clock: of this rank.
         hang_timeout: seconds without progress after which the run is ended; 0: never.
-        ending: its methods are called: see `utils.extras.watch.Watch`.
+        supervisor: a `WatchdogSupervisor`, which reports and ends this process.
     """
 
-    def __init__(self, clock: Clock, ctx: DistributedContext, hang_timeout: float, ending: Any) -> None:
-        self._clock, self._hang_timeout, self._ending = clock, hang_timeout, ending
+    def __init__(self, clock: Clock, ctx: DistributedContext, hang_timeout: float, supervisor: Any) -> None:
+        self._clock, self._hang_timeout, self._supervisor = clock, hang_timeout, supervisor
         self._hangs_after = hang_timeout / 2 or FIRST_LIMIT  # a live rank; until then it is slow
-        self._rank, self._hosts, self._beats = ctx.rank, ctx.hosts, cast(Any, ctx.beats)
+        self._rank, self._hosts, self._heartbeats = ctx.rank, ctx.hosts, cast(Any, ctx.heartbeats)
         here = [each for each, host in enumerate(ctx.hosts) if host == ctx.host]
         # each live rank is seen by the one before it, also if a whole host is gone
-        self._next = {(ctx.rank + 1) % len(ctx.hosts), here[(here.index(ctx.rank) + 1) % len(here)], 0} - {ctx.rank}
-        if self._beats is None:
-            self._next = set()
-        self._beat, self._pid = 0, os.getpid()
-        self._known: dict[int, Place] = {}  # the latest place of each rank that was read
-        self._seen: dict[int, tuple[int, float]] = {}  # of the next ranks: the latest beat, and since when it stands
+        self._peers = {(ctx.rank + 1) % len(ctx.hosts), here[(here.index(ctx.rank) + 1) % len(here)], 0} - {ctx.rank}
+        if self._heartbeats is None:
+            self._peers = set()
+        self._heartbeat, self._pid = 0, os.getpid()
+        self._statuses: dict[int, RankStatus] = {}  # the latest place of each rank that was read
+        self._peer_heartbeats: dict[
+            int, tuple[int, float]
+        ] = {}  # of the next ranks: the latest beat, and since when it stands
         self._failure: dict[str, Any] = {}  # the first one
-        self._answer: Future | None = None  # of the store, awaited
-        self._silent_at = math.inf  # since when the store does not answer
+        self._pending_call: Future | None = None  # of the store, awaited
+        self._store_silent_since = math.inf  # since when the store does not answer
         self._is_store_gone = self._has_warned = False
         self._stack = "wrote no stack"
-        self._wanted: Future[TrainingError | None] | None = None  # by the main thread
-        self._time, self._ticked_at = 0.0, time.monotonic()  # seconds in which this process ran
-        self._looked_at, self._asked_at, self._failed_at = -math.inf, math.inf, math.inf
+        self._lost_rank_request: Future[TrainingError | None] | None = None  # by the main thread
+        self._running_time, self._ticked_at = 0.0, time.monotonic()  # seconds in which this process ran
+        self._checked_at, self._stop_requested_at, self._failed_at = -math.inf, math.inf, math.inf
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         # pydevd pauses all other threads with the one that has reached a breakpoint
         self._thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
         self._thread.start()
 
-    def stand_down(self) -> None:
+    def disarm(self) -> None:
         """End nothing from now on: this rank has failed and looks for the cause. The beats continue."""
-        self._hang_timeout, self._failed_at = 0.0, self._time
+        self._hang_timeout, self._failed_at = 0.0, self._running_time
 
     def close(self) -> None:
         """Stop watching: this rank has finished or has reported its failure."""
@@ -108,11 +110,11 @@ class Watchdog:
             self._thread.join()
         self._clock.close()
         self._tick()  # the place that the others see from now on
-        if self._beats:
-            self._beats.close()
+        if self._heartbeats:
+            self._heartbeats.close()
 
     @property
-    def limit(self) -> float:
+    def report_after(self) -> float:
         """Seconds without progress before a report: 5 times the 99th percentile of the step times, at least 5."""
         durations = sorted(self._durations)
         if len(durations) < STEPS_TO_LEARN:
@@ -124,59 +126,66 @@ class Watchdog:
         """Of the latest steps; one that took longer than hang_timeout was suspended."""
         return [min(each, self._hang_timeout or each) for each in tuple(self._clock.durations)]  # which may grow
 
-    def _place(self) -> Place:
+    def _status(self) -> RankStatus:
         clock = self._clock
-        return Place(self._beat, clock.counter, clock.step, clock.phase, self._pid, clock.function)
+        return RankStatus(self._heartbeat, clock.counter, clock.step, clock.phase, self._pid, clock.function)
 
     def _tick(self) -> None:
         """Count the time since the last call, and show that this process runs."""
         now = time.monotonic()
-        self._time += min(SECONDS_OF_A_TICK, now - self._ticked_at)
+        self._running_time += min(SECONDS_PER_TICK, now - self._ticked_at)
         self._ticked_at = now
-        self._beat += 1
-        if self._beats:
+        self._heartbeat += 1
+        if self._heartbeats:
             with suppress(dist.DistError):  # the store is gone: reading it shows the same
-                self._beats.set(self._place())
+                self._heartbeats.set_status(self._status())
 
     def _watch(self) -> None:
         counter, moved_at, dumped, reported, paused = -1, 0.0, -1, (-1, False), -1
-        while not self._stop.wait(SECONDS_BETWEEN_BEATS):
+        while not self._stop.wait(SECONDS_BETWEEN_HEARTBEATS):
             self._tick()
             if STOP.received:
-                self._asked_at = min(self._asked_at, self._time)
-            if self._time - self._failed_at > SECONDS_TO_FAIL:
-                self._ending.give_up()
-            if self._wanted and not self._wanted.done():
-                self._wanted.set_result(self._find_lost())
+                self._stop_requested_at = min(self._stop_requested_at, self._running_time)
+            if self._running_time - self._failed_at > SECONDS_TO_FAIL:
+                self._supervisor.exit_unreported()
+            if self._lost_rank_request and not self._lost_rank_request.done():
+                self._lost_rank_request.set_result(self._find_lost_rank())
             if self._clock.counter == counter and is_in_debugger():
                 if paused != counter:  # since the last look
-                    self._ending.warn(f"rank {self._rank} is paused in a debugger: no rank is ended until it continues")
+                    self._supervisor.warn(
+                        f"rank {self._rank} is paused in a debugger: no rank is ended until it continues"
+                    )
                 paused = self._clock.counter = counter + 1
             if self._clock.counter != counter:
-                counter, moved_at = self._clock.counter, self._time
+                counter, moved_at = self._clock.counter, self._running_time
                 continue
-            standing, limit = self._time - moved_at, self.limit
+            seconds_standing, limit = self._running_time - moved_at, self.report_after
             # the last save counts, however long it takes
-            is_over = self._clock.phase != "save" and self._time - max(moved_at, self._asked_at) > self._seconds_to_stop
+            is_over = (
+                self._clock.phase != "save"
+                and self._running_time - max(moved_at, self._stop_requested_at) > self._seconds_to_stop
+            )
             if self._hang_timeout and is_over:
                 if self._clock.step == 0:
-                    self._ending.preempt()
-                elif not self._look(standing, is_end=True, reason=STOPPED):
-                    moved_at = self._time
-            if self._hang_timeout and standing > SECONDS_TO_SUSPECT:
-                self._look_at_peers()
-            if self._clock.phase in UNJUDGED:
+                    self._supervisor.exit_preempted()
+                elif not self._handle_stall(seconds_standing, is_end=True, reason=STOPPED):
+                    moved_at = self._running_time
+            if self._hang_timeout and seconds_standing > SECONDS_TO_SUSPECT:
+                self._check_peers()
+            if self._clock.phase in UNTIMED_PHASES:
                 continue
             shortest = min(limit, self._hang_timeout or limit)
-            if standing > shortest / 2 and dumped != counter:
+            if seconds_standing > shortest / 2 and dumped != counter:
                 self._dump_stacks()
                 dumped = counter
-            stage = counter, standing > self._hangs_after
-            if standing > limit and reported != stage and self._look(standing, is_end=False):
+            stage = counter, seconds_standing > self._hangs_after
+            if seconds_standing > limit and reported != stage and self._handle_stall(seconds_standing, is_end=False):
                 reported = stage
-            is_over = 0 < self._hang_timeout < standing
-            if is_over and not self._look(standing, is_end=True, reason=f"hang_timeout={self._hang_timeout:g}"):
-                moved_at = self._time
+            is_over = 0 < self._hang_timeout < seconds_standing
+            if is_over and not self._handle_stall(
+                seconds_standing, is_end=True, reason=f"hang_timeout={self._hang_timeout:g}"
+            ):
+                moved_at = self._running_time
 
     @property
     def _seconds_to_stop(self) -> float:
@@ -186,27 +195,27 @@ class Watchdog:
 
     def _wait(self, seconds: float, answer: Future | None = None) -> None:
         """Wait for the seconds, or for the answer, and show meanwhile that this process runs."""
-        ends = self._time + seconds
-        while self._time < ends and not self._stop.is_set() and not (answer and answer.done()):
-            wait_for([answer or Future()], SECONDS_BETWEEN_BEATS / 2)
+        ends = self._running_time + seconds
+        while self._running_time < ends and not self._stop.is_set() and not (answer and answer.done()):
+            wait_for([answer or Future()], SECONDS_BETWEEN_HEARTBEATS / 2)
             self._tick()
 
-    def _answers(self, probe: Future[bool]) -> bool:
+    def _is_answered(self, probe: Future[bool]) -> bool:
         self._wait(SECONDS_TO_CONNECT, probe)
         return probe.done() and probe.result()
 
     # ---- the store ----
 
-    def _ask(self, call: Callable[[], T]) -> T | None:
-        """The answer of a call of `Beats`; None if the store does not answer in time."""
-        is_late = self._answer is not None
-        answer = self._answer = self._answer or self._beats.ask(call)
+    def _call_store(self, call: Callable[[], T]) -> T | None:
+        """The answer of a call of `Heartbeats`; None if the store does not answer in time."""
+        is_late = self._pending_call is not None
+        answer = self._pending_call = self._pending_call or self._heartbeats.submit(call)
         self._wait(SECONDS_TO_ANSWER, answer)
         if not answer.done():
-            self._silent_at = min(self._silent_at, self._time)
-            self._seen.clear()
+            self._store_silent_since = min(self._store_silent_since, self._running_time)
+            self._peer_heartbeats.clear()
             return None
-        self._answer, self._silent_at = None, math.inf
+        self._pending_call, self._store_silent_since = None, math.inf
         try:
             return None if is_late else answer.result()
         except dist.DistNetworkError:
@@ -215,113 +224,113 @@ class Watchdog:
             pass
         return None
 
-    def _read(self, ranks: Iterable[int]) -> dict[int, Place] | None:
+    def _read_statuses(self, ranks: Iterable[int]) -> dict[int, RankStatus] | None:
         """The places of these ranks; None if the store does not answer in time."""
-        if self._beats is None:
-            return {self._rank: self._place()}
-        answer = self._ask(lambda: self._beats.read(ranks))
+        if self._heartbeats is None:
+            return {self._rank: self._status()}
+        answer = self._call_store(lambda: self._heartbeats.read_statuses(ranks))
         if answer is None:
             return None
-        self._known |= answer[0]
+        self._statuses |= answer[0]
         self._failure = answer[1]
         return answer[0]
 
-    def _look_at_the_store(self, silent: float) -> None:
+    def _check_store(self, silent: float) -> None:
         """It does not answer: rank 0, torchrun's agent on its host or that host may be stopped or gone."""
         if self._is_store_gone:
-            self._lose(0)
+            self._exit_peer_lost(0)
         elif silent < SECONDS_OF_SILENCE:
             return
-        elif self._hosts[0] != self._hosts[self._rank] and not self._answers(self._beats.probe()):
-            self._lose(0)
-        elif self._beats.is_of_rank_0:
-            if reason := self._reason(silent):
-                text, _ = verdict(self._known, {0}, self._hosts, silent)
-                self._ending.end(f"{text} ({reason})", 0)
+        elif self._hosts[0] != self._hosts[self._rank] and not self._is_answered(self._heartbeats.ping_store_host()):
+            self._exit_peer_lost(0)
+        elif self._heartbeats.is_hosted_by_rank_0:
+            if reason := self._reason_to_exit(silent):
+                text, _ = describe_hang(self._statuses, {0}, self._hosts, silent)
+                self._supervisor.exit_hung(f"{text} ({reason})", 0)
         elif not self._has_warned:
             self._has_warned = True
             text = "torchrun on %s does not answer (is it stopped?): training continues, but hangs are not found"
-            self._ending.warn(text % self._hosts[0])
+            self._supervisor.warn(text % self._hosts[0])
 
     # ---- other ranks ----
 
-    def find_lost(self) -> TrainingError | None:
+    def find_lost_rank(self) -> TrainingError | None:
         """After a collective failed because a peer is gone: the error for a rank that ended without reporting one.
 
-        Called by the main thread after `stand_down`.
+        Called by the main thread after `disarm`.
         """
-        self._wanted = Future()
+        self._lost_rank_request = Future()
         with suppress(TimeoutError):
-            return self._wanted.result(SECONDS_TO_FIND)
+            return self._lost_rank_request.result(SECONDS_TO_FIND)
         return None
 
-    def _find_lost(self) -> TrainingError | None:
+    def _find_lost_rank(self) -> TrainingError | None:
         self._wait(self._rank * SECONDS_PER_RANK)  # the first answer is for all
-        looked = self._read(range(1)) and not self._failure and self._look_twice(range(len(self._hosts)))
+        observed = self._read_statuses(range(1)) and not self._failure and self._observe(range(len(self._hosts)))
         if self._failure:
             failure = self._failure
             return TrainingError(failure["text"], failure["rank"], failure["host"]) if failure["is_lost"] else None
-        lost = looked[1] if looked else {0} if self._is_store_gone else set()
-        return self._error_of(lost) if lost else None
+        lost = observed[1] if observed else {0} if self._is_store_gone else set()
+        return self._describe_lost(lost) if lost else None
 
-    def _error_of(self, lost: set[int]) -> TrainingError:
-        rank, place = min(lost), self._known.get(min(lost))
-        where = f", last seen in {place.phase} of step {place.step}" if place else ""
+    def _describe_lost(self, lost: set[int]) -> TrainingError:
+        rank, status = min(lost), self._statuses.get(min(lost))
+        where = f", last seen in {status.phase} of step {status.step}" if status else ""
         more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
         remedy = "look for out-of-memory kills (dmesg) or the node's state, then --resume_from auto"
         text = f"rank {rank} on {self._hosts[rank]} was killed or cut off{where}{more}; {remedy}"
-        if place and place.phase == "end":
+        if status and status.phase == "end":
             text = f"rank {rank} on {self._hosts[rank]} has ended; see its log"
         return TrainingError(text, rank, self._hosts[rank])
 
-    def _lose(self, peer: int) -> None:
+    def _exit_peer_lost(self, peer: int) -> None:
         """End this process: a rank is gone. All that are gone are named, if the store answers."""
-        error = self._find_lost() or self._error_of({peer})
+        error = self._find_lost_rank() or self._describe_lost({peer})
         if self._hang_timeout and not self._stop.is_set():
-            self._ending.lose(error)
+            self._supervisor.exit_peer_lost(error)
 
-    def _look_at_peers(self) -> None:
+    def _check_peers(self) -> None:
         """Once a second: end this process if the run has failed or one of the next ranks is gone."""
-        now = self._time
-        if now - self._looked_at < SECONDS_BETWEEN_LOOKS or not self._next:
+        now = self._running_time
+        if now - self._checked_at < SECONDS_BETWEEN_CHECKS or not self._peers:
             return
-        if now - self._looked_at > 2 * SECONDS_OF_A_LOOK:
-            self._seen.clear()  # this rank did not look
-        self._looked_at = now
-        places = self._read(sorted(self._next))
-        if places is None:
-            self._look_at_the_store(self._time - self._silent_at)
+        if now - self._checked_at > 2 * SECONDS_TO_OBSERVE:
+            self._peer_heartbeats.clear()  # this rank did not look
+        self._checked_at = now
+        statuses = self._read_statuses(sorted(self._peers))
+        if statuses is None:
+            self._check_store(self._running_time - self._store_silent_since)
         elif self._failure:
             self._wait(SECONDS_FOR_BLAME / 2)
             if not self._stop.is_set():
-                self._ending.end(self._failure["text"], None)
+                self._supervisor.exit_hung(self._failure["text"], None)
         else:
-            for peer, place in places.items():
-                self._look_at(peer, place)
+            for peer, place in statuses.items():
+                self._check_peer(peer, place)
 
-    def _look_at(self, peer: int, place: Place) -> None:
-        if peer not in self._seen or place.beat != self._seen[peer][0]:
-            self._seen[peer] = place.beat, self._time
+    def _check_peer(self, peer: int, status: RankStatus) -> None:
+        if peer not in self._peer_heartbeats or status.heartbeat != self._peer_heartbeats[peer][0]:
+            self._peer_heartbeats[peer] = status.heartbeat, self._running_time
             return
-        silent = self._time - self._seen[peer][1]
-        if place.phase == "end":
+        silent = self._running_time - self._peer_heartbeats[peer][1]
+        if status.phase == "end":
             if self._clock.phase in STEP_PHASES:  # otherwise this rank may only be the last to finish
-                self._lose(peer)
+                self._exit_peer_lost(peer)
         elif self._hosts[peer] == self._hosts[self._rank]:
-            state = state_of(place.pid)
+            state = process_state(status.pid)
             if state in GONE:
-                self._lose(peer)
-            elif state in SUSPENDED and (reason := self._reason(silent)):
-                looked = self._look_twice(range(len(self._hosts)))
-                if looked and looked[1]:
-                    text, stopped = verdict(*looked[:2], self._hosts, silent)
-                    self._ending.end(f"{text} ({reason})", stopped, self._stacks())
-        elif silent > max(SECONDS_OF_SILENCE, self._hang_timeout * (place.phase == "start")):
-            self._lose(peer)  # at the start a rank may hold the GIL for long
+                self._exit_peer_lost(peer)
+            elif state in SUSPENDED and (reason := self._reason_to_exit(silent)):
+                observed = self._observe(range(len(self._hosts)))
+                if observed and observed[1]:
+                    text, stopped = describe_hang(*observed[:2], self._hosts, silent)
+                    self._supervisor.exit_hung(f"{text} ({reason})", stopped, self._read_stacks())
+        elif silent > max(SECONDS_OF_SILENCE, self._hang_timeout * (status.phase == "start")):
+            self._exit_peer_lost(peer)  # at the start a rank may hold the GIL for long
 
-    def _reason(self, silent: float) -> str:
+    def _reason_to_exit(self, silent: float) -> str:
         """Why the run is ended for a rank that is stopped; empty if it is not."""
-        if self._time - self._asked_at > SECONDS_TO_STOP:
+        if self._running_time - self._stop_requested_at > SECONDS_TO_STOP:
             return STOPPED
         return f"hang_timeout={self._hang_timeout:g}" if silent > self._hang_timeout else ""
 
@@ -331,51 +340,56 @@ class Watchdog:
             faulthandler.dump_traceback(file)
             file.seek(0)
             self._stack = file.read().decode()
-            if self._beats:
-                self._beats.set_stack(self._stack)
+            if self._heartbeats:
+                self._heartbeats.set_stack(self._stack)
 
-    def _look(self, standing: float, is_end: bool, reason: str = "") -> bool:
+    def _handle_stall(self, seconds: float, is_end: bool, reason: str = "") -> bool:
         """Report or end, or leave it to a lower rank. Returns False if some rank may still make progress."""
-        text = f"no progress for {standing:.0f} s ({reason})"
+        text = f"no progress for {seconds:.0f} s ({reason})"
         for ranks in (range(1), range(len(self._hosts)))[self._rank == 0 :]:  # most ranks read one place
-            looked = self._look_twice(ranks)
-            if looked is None:  # the store does not answer
+            observed = self._observe(ranks)
+            if observed is None:  # the store does not answer
                 if reason == STOPPED:
-                    self._ending.end(text, None)
+                    self._supervisor.exit_hung(text, None)
                 return False
-            places, still, is_moving = looked
-            if any(self._rank > rank not in still and place.phase not in UNJUDGED for rank, place in places.items()):
+            statuses, silent, is_moving = observed
+            if any(
+                self._rank > rank not in silent and place.phase not in UNTIMED_PHASES
+                for rank, place in statuses.items()
+            ):
                 if is_end and not is_moving and reason == STOPPED:  # no signal may have reached the lower rank
                     self._wait(SECONDS_FOR_BLAME)
-                    self._ending.end(text, None)
+                    self._supervisor.exit_hung(text, None)
                 return not is_end
         if is_moving:
             return False
-        text, hanging = verdict(places, still, self._hosts, standing)
-        is_in_function = not still and places[hanging].function != NO_FUNCTION
+        text, hanging = describe_hang(statuses, silent, self._hosts, seconds)
+        is_in_function = not silent and statuses[hanging].function != NO_FUNCTION
         if is_end and is_in_function and reason != STOPPED:
-            if standing <= TIMES_IN_A_FUNCTION * self._hang_timeout:
+            if seconds <= TIMES_IN_A_FUNCTION * self._hang_timeout:
                 return True
             reason = f"{TIMES_IN_A_FUNCTION} times {reason}"
         if is_end:
-            self._ending.end(f"{text} ({reason})", hanging, self._stacks())
-        elif still or (standing > self._hangs_after and not is_in_function):
-            self._ending.report(text, self._stacks())
+            self._supervisor.exit_hung(f"{text} ({reason})", hanging, self._read_stacks())
+        elif silent or (seconds > self._hangs_after and not is_in_function):
+            self._supervisor.report_hang(text, self._read_stacks())
         else:
-            self._ending.warn(verdict(places, still, self._hosts, standing, "is slow")[0])
+            self._supervisor.warn(describe_hang(statuses, silent, self._hosts, seconds, "is slow")[0])
         return True
 
-    def _look_twice(self, ranks: range) -> tuple[dict[int, Place], set[int], bool] | None:
+    def _observe(self, ranks: range) -> tuple[dict[int, RankStatus], set[int], bool] | None:
         """The places of these ranks, those whose beat has stopped, and whether any counter moves. None: no answer."""
-        before = self._read(ranks)
-        self._wait(SECONDS_OF_A_LOOK)
-        after = self._read(ranks)
+        before = self._read_statuses(ranks)
+        self._wait(SECONDS_TO_OBSERVE)
+        after = self._read_statuses(ranks)
         if before is None or after is None:
             return None
-        still = {rank for rank in after if after[rank].beat == before[rank].beat and after[rank].phase != "end"}
-        return after, still, any(after[rank].counter != before[rank].counter for rank in after)
+        silent = {
+            rank for rank in after if after[rank].heartbeat == before[rank].heartbeat and after[rank].phase != "end"
+        }
+        return after, silent, any(after[rank].counter != before[rank].counter for rank in after)
 
-    def _stacks(self) -> str:
-        stacks = self._beats and self._ask(lambda: self._beats.stacks(len(self._hosts)))
+    def _read_stacks(self) -> str:
+        stacks = self._heartbeats and self._call_store(lambda: self._heartbeats.read_stacks(len(self._hosts)))
         found = enumerate(stacks) if stacks else [(self._rank, self._stack)]
         return "\n".join(f"--- rank {rank} on {self._hosts[rank]}\n{stack}".rstrip() for rank, stack in found)

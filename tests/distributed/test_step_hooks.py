@@ -16,11 +16,11 @@ from training import difference, train_flags
 from utils.checkpoint import format as checkpoint
 from utils.distributed.dtensor import full
 from utils.settings.errors import UserError
+from utils.training.hooks import ModelHooks
 from utils.training.parts.after_step import AfterStep
 from utils.training.schedule import Progress
-from utils.training.seams import Seams
 
-SEAMS = {"create_model": None, "param_groups": None}
+REQUIRED = {"create_model": None, "param_groups": None}
 EXACT, SHARDED = ("--reduction", "exact"), ("--sharding", "zero3")
 after_stops = pytest.mark.parametrize(
     ("ranks", "flags"), [(2, ("--amp_dtype", "bf16")), slow(2, EXACT), slow(2, SHARDED)]
@@ -82,11 +82,11 @@ def test_stops_and_resumes_do_not_change_what_a_fork_adds(runs, ranks, flags):
 
 @pytest.mark.guarantee("step-loss", "after-step")
 def test_a_loss_that_does_not_ask_costs_nothing():
-    seams = Seams.of(SimpleNamespace(**SEAMS, compute_loss=image_loss))
-    assert seams.parts == () and seams.after_step is None and seams.compute_loss is image_loss
-    assert Seams.of(SimpleNamespace(**SEAMS, compute_loss=ramped_loss)).part(AfterStep)
-    seams = Seams.of(SimpleNamespace(**SEAMS, compute_loss=image_loss, after_step=teach))
-    assert seams.part(AfterStep) and seams.compute_loss is image_loss
+    hooks = ModelHooks.from_module(SimpleNamespace(**REQUIRED, compute_loss=image_loss))
+    assert hooks.parts == () and hooks.after_step is None and hooks.compute_loss is image_loss
+    assert ModelHooks.from_module(SimpleNamespace(**REQUIRED, compute_loss=ramped_loss)).part(AfterStep)
+    hooks = ModelHooks.from_module(SimpleNamespace(**REQUIRED, compute_loss=image_loss, after_step=teach))
+    assert hooks.part(AfterStep) and hooks.compute_loss is image_loss
 
 
 class Ramped(SmallNet):
@@ -101,11 +101,13 @@ def test_a_step_that_is_passed_to_a_compiled_model_compiles_nothing_again(is_num
     torch.compiler.reset()
     counter, net = CompileCounter(), Ramped(False, 10)
     net.compile(backend=counter, dynamic=False)
-    seams = Seams.of(SimpleNamespace(**SEAMS, compute_loss=lambda model, batch, progress: model(batch, progress.step)))
+    hooks = ModelHooks.from_module(
+        SimpleNamespace(**REQUIRED, compute_loss=lambda model, batch, progress: model(batch, progress.step))
+    )
     for step in range(5):
-        seams.part(AfterStep).see_progress(Progress(step=step), 5)
+        hooks.part(AfterStep).see_progress(Progress(step=step), 5)
         batch = torch.randn(2, 3, 8, 8)
-        found = net(batch, step) if is_number else seams.compute_loss(net, batch)
+        found = net(batch, step) if is_number else hooks.compute_loss(net, batch)
         with mock.patch.object(net, "_compiled_call_impl", None):
             torch.testing.assert_close(found, net(batch, torch.tensor(step)))
     assert counter.frame_count == compiled
@@ -142,8 +144,8 @@ def train_groups(flags, names, factor):
         pairs = zip(names, net.head.parameters(), strict=True)
         return [{"params": [p]} | ({"name": name} if name else {}) for name, p in pairs]
 
-    seams = {"param_groups": groups, "lr_factor": lambda *_: factor}
-    with mock.patch.dict(TASKS["thawing"], seams), pytest.raises(UserError) as error:
+    hooks = {"param_groups": groups, "lr_factor": lambda *_: factor}
+    with mock.patch.dict(TASKS["thawing"], hooks), pytest.raises(UserError) as error:
         train_flags(flags, task="thawing")
     return str(error.value)
 

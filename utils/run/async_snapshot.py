@@ -12,7 +12,7 @@ from torch import Tensor
 
 from utils.checkpoint.archive import mapped
 from utils.checkpoint.layouts import Payload
-from utils.checkpoint.snapshot import HostMemory
+from utils.checkpoint.pinned_buffers import PinnedBuffers
 from utils.distributed.collectives import broadcast_json, gather
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local
@@ -22,7 +22,7 @@ from utils.training.fingerprint import of_buffers, of_position, of_weights, show
 from utils.training.state import TrainState
 
 
-class Copier:
+class AsyncSnapshot:
     """Copies the state. All ranks call its methods.
 
     Args:
@@ -38,15 +38,15 @@ class Copier:
         self._state, self._writes, self._meta, self._ctx = state, writes, meta, threads
         self._replicas = [range(shard, threads.world_size, shards) for shard in range(shards)]  # ranks of equal weights
         mapped(meta, lambda tensor: tensor)  # raises now if no checkpoint can hold it; later only values change
-        self._memory = HostMemory()
+        self._buffers = PinnedBuffers()
         if writes:  # now: pinning gigabytes takes seconds. Adam's two tensors and a step per parameter come later
             late = [local(p) for p in state.owners if p.requires_grad and p not in state.optimizer.state]
-            _, pairs = self._memory.copy_of(state.state_dict())
-            self._memory.reserve([*(tensor for _, tensor in pairs), *late, *late, *(torch.empty(()) for _ in late)])
+            _, pairs = self._buffers.allocate_copy(state.state_dict())
+            self._buffers.reserve([*(tensor for _, tensor in pairs), *late, *late, *(torch.empty(()) for _ in late)])
         self._stream = torch.Stream(threads.device) if threads.device.type != "cpu" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._copy: Future[Payload] | None = None  # begun, and not finished
-        self._odd_buffers: int | None = None  # on rank 0: the first rank whose buffers differ from its own
+        self._odd_rank: int | None = None  # on rank 0: the first rank whose buffers differ from its own
 
     def begin(self) -> Future[Payload]:
         """Start to copy the state as it is now. Finish the copy before weights or optimizer state change.
@@ -58,7 +58,7 @@ class Copier:
             UserError: if a checkpoint cannot hold a value of the state.
         """
         state = self._state.state_dict()
-        payload, pairs = self._memory.copy_of(state) if self._writes else (Payload(), [])
+        payload, pairs = self._buffers.allocate_copy(state) if self._writes else (Payload(), [])
         position = of_position(self._state.progress)
         # buffers at once: the next forward pass changes them
         buffers = of_buffers(self._state.model)
@@ -78,11 +78,11 @@ class Copier:
             buffers: `of_buffers` of the step.
             position: `of_position` of the step.
         """
-        digests = self._copy_and_digest(pairs, buffers, event)
-        payload["provenance"]["fingerprint"] = self._compare(digests, position)
+        digests = self._copy_and_fingerprint(pairs, buffers, event)
+        payload["provenance"]["fingerprint"] = self._compare_ranks(digests, position)
         return payload
 
-    def _copy_and_digest(self, pairs: list[tuple[Tensor, Tensor]], buffers: Tensor, event: Any) -> list[int]:
+    def _copy_and_fingerprint(self, pairs: list[tuple[Tensor, Tensor]], buffers: Tensor, event: Any) -> list[int]:
         """The digest of this rank's weights and optimizer state, and that of its buffers."""
         if self._stream:
             torch.accelerator.set_device_index(self._ctx.device)
@@ -96,12 +96,12 @@ class Copier:
                 self._stream.synchronize()
         return digests
 
-    def _compare(self, digests: list[int], position: int) -> str:
+    def _compare_ranks(self, digests: list[int], position: int) -> str:
         """The fingerprint of the state. digests: this rank's, of weights and of buffers."""
         rows = gather(torch.tensor(digests), self._ctx)  # of all ranks, on rank 0
         weights, buffers = zip(*rows, strict=True)
         if self._ctx.is_main:
-            self._odd_buffers = next((rank for rank, each in enumerate(buffers) if each != buffers[0]), None)
+            self._odd_rank = next((rank for rank, each in enumerate(buffers) if each != buffers[0]), None)
         groups = self._replicas if self._ctx.is_main else []
         odd = [ranks[each] for ranks in groups for each in diverged([weights[rank] for rank in ranks])]
         whole = sum(weights[ranks[0]] for ranks in groups)
@@ -123,10 +123,10 @@ class Copier:
             copy.result()
         return time.perf_counter() - began
 
-    def take_odd_buffers(self) -> int | None:
+    def pop_odd_rank(self) -> int | None:
         """After `finish`, on rank 0: the first rank whose persistent buffers differ from rank 0's; None if none does,
         or if it was taken before."""
-        rank, self._odd_buffers = self._odd_buffers, None
+        rank, self._odd_rank = self._odd_rank, None
         return rank
 
     def wait(self, seconds: float) -> None:
@@ -135,7 +135,7 @@ class Copier:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)  # after a failure it may wait for a rank that is gone
-        self._memory.release()
+        self._buffers.release()
 
 
 def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:

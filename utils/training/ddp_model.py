@@ -15,12 +15,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.data.sampler import MicroBatch
-from utils.distributed.collectives import is_of_a_peer
+from utils.distributed.collectives import is_peer_failure
 from utils.logger import some_of
 from utils.settings.errors import TrainingError, UserError
 
 
-class SingleProcess(nn.Module):
+class SingleProcessModel(nn.Module):
     """Stands for DDP on one rank: DDP's buckets would be a second copy of the gradients."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -37,7 +37,7 @@ class SingleProcess(nn.Module):
         return nullcontext()
 
 
-class Replicated(DistributedDataParallel):
+class DDPModel(DistributedDataParallel):
     """DDP whose error names the parameters that the last pass on this rank did not use.
 
     With find_unused_parameters, those that no micro-batch of a step used on any rank have no gradient after it. Padding
@@ -72,13 +72,13 @@ class Replicated(DistributedDataParallel):
             found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             if not found:
                 raise
-            raise unused_error([[*self._trained.values()][int(index)] for index in found[1].split()]) from None
+            raise explain_unused([[*self._trained.values()][int(index)] for index in found[1].split()]) from None
 
 
-Wrapped = Replicated | SingleProcess
+WrappedModel = DDPModel | SingleProcessModel
 
 
-def unused_error(names: list[str]) -> TrainingError:
+def explain_unused(names: list[str]) -> TrainingError:
     """The error for parameters that got no gradient in a step."""
     return TrainingError(
         f"model: {some_of(names)} got no gradient in this step, while other batches use it, and other ranks"
@@ -86,7 +86,7 @@ def unused_error(names: list[str]) -> TrainingError:
     )
 
 
-def thawed_error(names: list[str], step: int) -> UserError:
+def explain_unfrozen(names: list[str], step: int) -> UserError:
     """The error for parameters that are trainable at this step, and were not when the training was assembled."""
     return UserError(
         f"model: {some_of(names)} was frozen at the start and got requires_grad_(True) before step {step},"
@@ -117,7 +117,7 @@ def bucket_megabytes(model: nn.Module, bucket_cap_mb: float) -> float:
     return bucket_cap_mb or min(25.0, max(1.0, size / 2**20 / 4))
 
 
-def compress(model: DistributedDataParallel, name: str, device: torch.device) -> None:
+def register_comm_hook(model: DistributedDataParallel, name: str, device: torch.device) -> None:
     """All-reduce gradients rounded to 16 bits; weights and optimizer keep their type. Raises UserError."""
     hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[name]
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
@@ -125,7 +125,7 @@ def compress(model: DistributedDataParallel, name: str, device: torch.device) ->
         model.register_comm_hook(None, hook)  # raises if this build of torch has no bfloat16
         dist.all_reduce(torch.zeros(1, dtype=dtype, device=device))  # raises if the backend has not
     except (TypeError, ValueError, RuntimeError) as error:
-        if is_of_a_peer(error):
+        if is_peer_failure(error):
             raise
         backend, other = dist.get_backend(), "none" if name == "fp16" else "fp16 or none"
         reason = f"torch {torch.__version__} cannot all-reduce {name} over {backend} ({str(error).splitlines()[0]})"
@@ -134,4 +134,4 @@ def compress(model: DistributedDataParallel, name: str, device: torch.device) ->
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The model without DDP."""
-    return model.module if isinstance(model, Wrapped) else model
+    return model.module if isinstance(model, WrappedModel) else model

@@ -19,10 +19,10 @@ from config import TrainingConfig
 from utils.checkpoint.format import step_checkpoints
 from utils.clock import Clock
 from utils.data.worker import explain, explain_files
-from utils.distributed.collectives import is_of_a_peer, within
+from utils.distributed.collectives import is_peer_failure, run_with_timeout
 from utils.distributed.context import DistributedContext, Launch, read_launch
-from utils.logger import NAME, setup_logger, told
-from utils.memory import is_out_of_memory, let_go
+from utils.logger import NAME, error_text, setup_logger
+from utils.memory import drop_traceback, is_out_of_memory
 from utils.run.command_line import end_now, reject
 from utils.run.failures import explain_memory
 from utils.run.folder import RunFolder
@@ -31,12 +31,12 @@ from utils.run.supervisor import Supervisor
 from utils.settings.errors import TrainingError, UserError
 
 SECONDS_FOR_BLAME = 2.0
-SECONDS_TO_LEAVE = 1.0  # process groups that may wait for a peer: this rank is to be blamed before its peers
+SECONDS_TO_DESTROY_GROUPS = 1.0  # process groups that may wait for a peer: this rank is to be blamed before its peers
 PREEMPTED = 75  # exit code
 
 
 @contextmanager
-def released() -> Iterator[None]:
+def cleaned_up() -> Iterator[None]:
     """After the decorated function, also after an exception, this process has no lock and no process group.
 
     The frames in the traceback lose their values, which would keep the model, the data and the sockets of the groups.
@@ -44,57 +44,57 @@ def released() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for lock in [*RunLock.taken]:
+        for lock in [*RunLock.held]:
             lock.close()
-        let_go(error)
+        drop_traceback(error)
         # NCCL waits for what was begun, and peers may be gone; the next start destroys its groups
         if dist.is_initialized() and (dist.get_world_size() == 1 or "nccl" not in dist.get_backend()):
             with suppress(TimeoutError):
-                within(SECONDS_TO_LEAVE, dist.destroy_process_group)
+                run_with_timeout(SECONDS_TO_DESTROY_GROUPS, dist.destroy_process_group)
         raise
     finally:
         gc.collect()  # what refers to itself: groups, and memory of the device
 
 
 @contextmanager
-def watched(folder: Path, config: TrainingConfig, ctx: DistributedContext) -> Iterator[Ending]:
+def supervised(folder: Path, config: TrainingConfig, ctx: DistributedContext) -> Iterator[ExitReporter]:
     """Watch over all ranks. If one hangs or is gone, the others end. If the block fails, its cause is raised.
 
     folder: for the stacks of ranks that hang.
     """
     setup_logger(ctx.rank)
-    ending = Ending(ctx)
-    ending.resources.callback(ending.clock.close)
-    from utils.extras.watch.watch import Watch  # extra: watch
+    exit_reporter = ExitReporter(ctx)
+    exit_reporter.resources.callback(exit_reporter.clock.close)
+    from utils.extras.watch.supervisor import WatchdogSupervisor  # extra: watch
 
     supervisor = Supervisor()
-    supervisor = Watch(folder, config.hang_timeout, ctx, ending)  # extra: watch
-    ending.resources.callback(supervisor.close)
+    supervisor = WatchdogSupervisor(folder, config.hang_timeout, ctx, exit_reporter)  # extra: watch
+    exit_reporter.resources.callback(supervisor.close)
     try:
-        yield ending
+        yield exit_reporter
     except BaseException as error:
         supervisor.disarm()
-        cause = cause_of(error, ending.run, config, ctx)
+        cause = find_cause(error, exit_reporter.run, config, ctx)
         cause = supervisor.tell_ranks(error, cause)
-        ending.write_failure(cause)
+        exit_reporter.write_failure(cause)
         raise cause from (error if cause is not error else error.__cause__)
     finally:
-        ending.resources.close()
+        exit_reporter.resources.close()
 
 
-def cause_of(
+def find_cause(
     error: BaseException, run: RunFolder | None, config: TrainingConfig, ctx: DistributedContext
 ) -> BaseException:
     """The cause of the error: a loader worker of this rank, its open files or memory, or else the error itself."""
     if text := explain_files(error):
-        let_go(error)  # the descriptors, so that the run folder can be written
+        drop_traceback(error)  # the descriptors, so that the run folder can be written
         return TrainingError(f"rank {ctx.rank}: {text}")
     # the folder is read only if it matters, since its storage may hang
     is_resumed = is_out_of_memory(error) and bool(run and (run.resume_path or step_checkpoints(run.checkpoints)))
     return explain(error, ctx.rank) or explain_memory(error, config, ctx, is_resumed) or error
 
 
-class Ending:
+class ExitReporter:
     """Writes how this process ends to the run, once that is known."""
 
     def __init__(self, ctx: DistributedContext) -> None:
@@ -111,16 +111,16 @@ class Ending:
             self.run.failed(error, self.clock.completed)
 
 
-def for_torchrun(error: Exception) -> Exception:
+def prepare_for_torchrun(error: Exception) -> Exception:
     """The error as torchrun's summary should show it. Waits if another rank failed: the earliest report is blamed."""
     if isinstance(error, UserError):
         error.__cause__ = error.__traceback__ = None  # it shows the sentence
-    elif is_of_a_peer(error) or getattr(error, "rank", None) not in (None, read_launch().rank):
+    elif is_peer_failure(error) or getattr(error, "rank", None) not in (None, read_launch().rank):
         time.sleep(SECONDS_FOR_BLAME)
     return error
 
 
-def leave_after(error: BaseException, code: int = 1) -> NoReturn:
+def exit_with_error(error: BaseException, code: int = 1) -> NoReturn:
     """Log the error and end this process at once, so that no peer is waited for and no thread changes the exit code.
 
     code: the exit code, if the error is not the user's.
@@ -137,12 +137,12 @@ def leave_after(error: BaseException, code: int = 1) -> NoReturn:
     elif user_error or isinstance(error, TrainingError):
         logger.error("%s", error)
         logger.debug("traceback", exc_info=error)
-    elif is_of_a_peer(error):
+    elif is_peer_failure(error):
         reason = str(error).splitlines()[0]
         logger.error("this rank lost its peers (%s): another rank failed first, see its log", reason)
         logger.debug("traceback", exc_info=error)
     else:
         logger.error("this rank failed", exc_info=error)
-        text = f"{type(error).__name__}: {told(error)}"
+        text = f"{type(error).__name__}: {error_text(error)}"
         logger.error("failed: rank %d on %s: %s", launch.rank, socket.gethostname(), text)
     end_now(user_error.exit_code if user_error else code)

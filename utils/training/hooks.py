@@ -25,7 +25,7 @@ from utils.training.signatures import asks_for
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
 REQUIRED = ("create_model", "param_groups", "compute_loss")
 # functions that get the config as an argument anyway, so that it is not bound by its name
-GET_CONFIG = {"check_config", "create_model", "param_groups", "lr_factor", "create_optimizer", "initial_weights"}
+TAKES_CONFIG = {"check_config", "create_model", "param_groups", "lr_factor", "create_optimizer", "initial_weights"}
 CPU = torch.device("cpu")
 
 
@@ -55,7 +55,7 @@ def first_tensor(batch: Any) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class Seams:
+class ModelHooks:
     """The functions of model.py. docs/reference.md says what each gets and returns, and when it is called."""
 
     create_model: Callable[..., nn.Module]
@@ -76,7 +76,9 @@ class Seams:
     parts: tuple[Part, ...] = ()  # those that these functions ask for
 
     @classmethod
-    def of(cls, module: ModuleType, config: TrainingConfig | None = None, device: torch.device = CPU) -> Seams:
+    def from_module(
+        cls, module: ModuleType, config: TrainingConfig | None = None, device: torch.device = CPU
+    ) -> ModelHooks:
         """The functions of model.py, with defaults for missing ones.
 
         Args:
@@ -92,7 +94,7 @@ class Seams:
         if missing:
             raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see docs/reference.md")
         for name, function in functions.items():
-            if config and name not in GET_CONFIG and asks_for(function, "config"):
+            if config and name not in TAKES_CONFIG and asks_for(function, "config"):
                 functions[name] = functools.partial(function, config=config)
         functions = {"predict": predict} | functions  # the part of summarize calls the default too
         parts = parts_of_functions(functions, device)
@@ -113,6 +115,6 @@ def check_model_module(module: ModuleType, config: TrainingConfig, ctx: Distribu
     Raises:
         UserError: on every rank, if a required function is missing, or if check_config raises it on one of them.
     """
-    check_config = Seams.of(module).check_config
+    check_config = ModelHooks.from_module(module).check_config
     if check_config is not None:
         on_all_ranks(functools.partial(check_config, config), ctx)

@@ -18,12 +18,14 @@ from utils.distributed.context import DistributedContext
 from utils.extras.companions.programs import ask, plan_of
 from utils.files import replace_file
 from utils.run.folder import RunFolder
-from utils.run.owner import Claim, RunLock, sees
+from utils.run.owner import RunLock, StartDecision, is_owner_visible
 
 BLOCK_BYTES = 2**24  # of a file that a rank sends to other nodes
 
 
-def own_folder(config: TrainingConfig, claim: Claim, ctx: DistributedContext) -> tuple[list[list[int]], RunLock | None]:
+def own_folder(
+    config: TrainingConfig, start_decision: StartDecision, ctx: DistributedContext
+) -> tuple[list[list[int]], RunLock | None]:
     """The ranks of each node whose run folder is not rank 0's; on its first rank, the folder's lock. Collective.
 
     The first rank also fetches what the mirror has of the node's samples and logs, if the folder has less.
@@ -32,17 +34,19 @@ def own_folder(config: TrainingConfig, claim: Claim, ctx: DistributedContext) ->
         UserError: if another job owns that folder.
     """
     folder = config.run_folder
-    is_apart = ctx.local_rank == 0 and not (claim.is_completed or sees(folder, claim.token))
+    is_apart = ctx.local_rank == 0 and not (
+        start_decision.is_completed or is_owner_visible(folder, start_decision.token)
+    )
     apart = nodes_apart(all_gather_json([ctx.host, ctx.local_rank, is_apart], ctx))
 
     def lock() -> RunLock | None:
         if not is_apart:
             return None
         config.checkpoint_folder.mkdir(parents=True, exist_ok=True)
-        found = RunLock(folder, ctx.host, claim.token)
-        if claim.resume_from:
-            more = {"apart": apart, "resume_from": claim.resume_from}
-            plan = plan_of(config, ctx.rank, ctx.host, claim.token, claim.launch_id, **more)
+        found = RunLock(folder, ctx.host, start_decision.token)
+        if start_decision.resume_from:
+            more = {"apart": apart, "resume_from": start_decision.resume_from}
+            plan = plan_of(config, ctx.rank, ctx.host, start_decision.token, start_decision.launch_id, **more)
             ask("mirror", plan, f"mirror={config.mirror}", "--first")
         return found
 

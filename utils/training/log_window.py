@@ -13,7 +13,7 @@ from utils.metrics import Metrics, MetricTracker
 from utils.training.parts.part import Part
 from utils.training.schedule import Progress
 
-EMPTY = "empty"
+NOTHING_COUNTED = "empty"
 
 
 class SkippedStep(NamedTuple):
@@ -28,10 +28,10 @@ class SkippedStep(NamedTuple):
 
 def is_empty(skipped: list[SkippedStep]) -> bool:
     """Whether some steps were skipped, and all because their loss counted nothing."""
-    return {each.reason for each in skipped} == {EMPTY}
+    return {each.reason for each in skipped} == {NOTHING_COUNTED}
 
 
-class Read:
+class PendingRead:
     """What an interval held after a step, on its way to the host in one copy, for which only `result` waits.
 
     Args:
@@ -59,7 +59,7 @@ class Read:
         return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, self._likes, strict=True)]
 
 
-class IntervalValues(NamedTuple):
+class LogWindowValues(NamedTuple):
     """What was read of an interval, on the host."""
 
     sums: MetricTracker  # of the steps with a finite loss, with the norms of these steps
@@ -68,7 +68,7 @@ class IntervalValues(NamedTuple):
     entries: dict[str, float]  # of the parts, for the train record
 
 
-class Interval(MetricTracker):
+class LogWindow(MetricTracker):
     """The sums of the metrics since the last log point, and what each step since the last read may have skipped.
 
     Args:
@@ -91,14 +91,14 @@ class Interval(MetricTracker):
         super().lay_out(metrics, spare)
         self._sums.lay_out(metrics, spare)
 
-    def note(self, step: SkippedStep, norm: Tensor, divisor: Tensor, loss: Tensor | None) -> None:
+    def record_step(self, step: SkippedStep, norm: Tensor, divisor: Tensor, loss: Tensor | None) -> None:
         """Keep what tells whether a step was skipped: 0-dimensional, on the device. loss: with float16."""
         self._steps.append(step)
         self.norms.append(norm)
         self._divisors.append(divisor)
         self._losses += [] if loss is None else [loss.clone()]
 
-    def begin_read(self, *more: Tensor, is_log_point: bool = False) -> Read:
+    def begin_read(self, *more: Tensor, is_log_point: bool = False) -> PendingRead:
         """Begin to copy the sums, and what each step since the last read may have skipped, to the host.
 
         more: float64 or int64 values to copy too.
@@ -112,11 +112,11 @@ class Interval(MetricTracker):
             if values is not None:
                 tensors.append(values.to(self.values.device))
                 readers.append(part)
-        read = Read([*tensors, *more], self._steps, readers)
+        read = PendingRead([*tensors, *more], self._steps, readers)
         self.norms, self._divisors, self._losses, self._steps = [], [], [], []
         return read
 
-    def finish_read(self, read: Read, progress: Progress) -> IntervalValues:
+    def finish_read(self, read: PendingRead, progress: Progress) -> LogWindowValues:
         """Count in `progress` the steps that were skipped, the same on all ranks. Waits for the copy.
 
         Raises:
@@ -142,10 +142,10 @@ class Interval(MetricTracker):
             elif scale >= 1 and divisor and math.isfinite(loss):  # skipped in float16's search for this scale
                 progress.overflow_steps += 1
             else:
-                skipped.append(step._replace(reason="non-finite" if divisor else EMPTY))
+                skipped.append(step._replace(reason="non-finite" if divisor else NOTHING_COUNTED))
                 progress.skipped_in_row += 1
         progress.skipped_steps += len(skipped)
-        return IntervalValues(sums, skipped, more, entries)
+        return LogWindowValues(sums, skipped, more, entries)
 
     def keep_norms(self) -> None:
         """Add the norms that were read last to the sums, in the middle of an interval, and the skipped steps."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from utils.distributed.collectives import is_of_a_peer, within
+from utils.distributed.collectives import is_peer_failure, run_with_timeout
 from utils.distributed.context import DistributedContext
 from utils.extras.watch.watchdog import Watchdog
 from utils.files import read_json
@@ -26,14 +26,14 @@ from utils.run.supervisor import Supervisor
 from utils.settings.errors import TrainingError
 
 if TYPE_CHECKING:  # which starts a watch
-    from utils.run.ending import Ending
+    from utils.run.exit import ExitReporter
 
 SECONDS_TO_WRITE = 15.0  # to storage that may hang
 SECONDS_TO_TELL = 2.0  # the other ranks, through a store that may hang
 PREEMPTED = 75  # exit code
 
 
-class Watch(Supervisor):
+class WatchdogSupervisor(Supervisor):
     """Ends this process if ranks hang or are gone.
 
     Its methods are called by the watchdog's thread, which must not wait for storage that stalls unless it ends this
@@ -44,34 +44,34 @@ class Watch(Supervisor):
         hang_timeout: seconds without progress after which the run is ended; 0: never.
     """
 
-    def __init__(self, folder: Path, hang_timeout: float, ctx: DistributedContext, ending: Ending) -> None:
+    def __init__(self, folder: Path, hang_timeout: float, ctx: DistributedContext, exit_reporter: ExitReporter) -> None:
         self._folder = folder
         self._ctx = ctx
         self._logger = logging.getLogger(NAME)
-        self._ending = ending
-        self._watchdog = Watchdog(ending.clock, ctx, hang_timeout, self)
+        self._exit_reporter = exit_reporter
+        self._watchdog = Watchdog(exit_reporter.clock, ctx, hang_timeout, self)
 
     def disarm(self) -> None:
-        self._watchdog.stand_down()
+        self._watchdog.disarm()
 
     def close(self) -> None:
         self._watchdog.close()
 
     def tell_ranks(self, error: BaseException, cause: BaseException) -> BaseException:
-        if cause is error and is_of_a_peer(error):
-            cause = self._watchdog.find_lost() or error
-        self.announce(cause, is_lost=cause is not error and isinstance(cause, TrainingError))
+        if cause is error and is_peer_failure(error):
+            cause = self._watchdog.find_lost_rank() or error
+        self.report_failure(cause, is_lost=cause is not error and isinstance(cause, TrainingError))
         return cause
 
-    def _write(self, action: Callable[[], object], seconds: float = SECONDS_TO_WRITE) -> None:
+    def _run_bounded(self, action: Callable[[], object], seconds: float = SECONDS_TO_WRITE) -> None:
         """Run it in a thread, and wait at most this long for it."""
         with suppress(OSError, TrainingError, TimeoutError):
-            within(seconds, action)
+            run_with_timeout(seconds, action)
 
     def warn(self, text: str) -> None:
-        self._write(lambda: self._logger.warning("%s", text), seconds=0.0)
+        self._run_bounded(lambda: self._logger.warning("%s", text), seconds=0.0)
 
-    def report(self, text: str, stacks: str, seconds: float = 0.0) -> Path:
+    def report_hang(self, text: str, stacks: str, seconds: float = 0.0) -> Path:
         """A rank hangs: log it, and write the stacks to a file; wait at most this long."""
         file = self._folder / f"hang-{time.strftime('%Y%m%dT%H%M%S')}.txt"
 
@@ -81,57 +81,59 @@ class Watch(Supervisor):
             if self._folder.is_dir():  # else the file would be below a mount point
                 file.write_text(f"{text}\n{stacks}\n", encoding="utf-8", errors="backslashreplace")
 
-        self._write(write, seconds)
+        self._run_bounded(write, seconds)
         return file
 
-    def end(self, text: str, hanging: int | None, stacks: str = "") -> None:
+    def exit_hung(self, text: str, hanging: int | None, stacks: str = "") -> None:
         """End this process because a rank hangs. hanging: that rank; None if another rank reports it."""
         if hanging is None:
-            self._write(lambda: self._logger.info("this rank ends: %s", text))
+            self._run_bounded(lambda: self._logger.info("this rank ends: %s", text))
             end_now(1)
-        remedy = f"fix what the stacks in {self.report(text, stacks, SECONDS_TO_WRITE)} show"
+        remedy = f"fix what the stacks in {self.report_hang(text, stacks, SECONDS_TO_WRITE)} show"
         remedy += ", or raise --hang_timeout, then --resume_from auto"
-        self._end_with(TrainingError(f"{text}; {remedy}", hanging, self._ctx.hosts[hanging]), f"{stacks}\n")
+        self._exit_with_error(TrainingError(f"{text}; {remedy}", hanging, self._ctx.hosts[hanging]), f"{stacks}\n")
 
-    def lose(self, error: TrainingError) -> None:
+    def exit_peer_lost(self, error: TrainingError) -> None:
         """End this process because a rank is gone."""
-        run, beats = self._ending.run, self._ctx.beats
-        if run and beats and beats.is_of_rank_0 and error.rank == 0:  # rank 0 may have reported why it ended
+        run, heartbeats = self._exit_reporter.run, self._ctx.heartbeats
+        if (
+            run and heartbeats and heartbeats.is_hosted_by_rank_0 and error.rank == 0
+        ):  # rank 0 may have reported why it ended
             with suppress(OSError, TimeoutError):
-                status = within(SECONDS_TO_WRITE, lambda: read_json(run.folder / "status.json"))
+                status = run_with_timeout(SECONDS_TO_WRITE, lambda: read_json(run.folder / "status.json"))
                 if status.get("state") == "failed":
-                    self.end(str(status.get("error")), None)
-        self._write(lambda: self._logger.error("%s", error))
-        self._end_with(error)
+                    self.exit_hung(str(status.get("error")), None)
+        self._run_bounded(lambda: self._logger.error("%s", error))
+        self._exit_with_error(error)
 
-    def preempt(self) -> None:
+    def exit_preempted(self) -> None:
         """End this process, which does not end after a stop signal before the first step."""
         text = "no progress after a stop signal; this rank ends before the first step, so nothing is lost"
-        self._write(lambda: self._logger.info(text))
-        if run := self._ending.run:
-            self._write(lambda: run.status("preempted"))
+        self._run_bounded(lambda: self._logger.info(text))
+        if run := self._exit_reporter.run:
+            self._run_bounded(lambda: run.status("preempted"))
         if self._ctx.launch.is_under_torchrun:
             os.kill(os.getppid(), signal.SIGTERM)  # else it would wait for ranks that do not end, or restart them
         end_now(0 if self._ctx.launch.is_under_torchrun else PREEMPTED)
 
-    def give_up(self) -> None:
+    def exit_unreported(self) -> None:
         """End this process, which has failed and could not report it."""
         end_now(1)
 
-    def announce(self, error: BaseException, is_lost: bool) -> None:
+    def report_failure(self, error: BaseException, is_lost: bool) -> None:
         """Tell the other ranks. is_lost: the error is that of a rank that could not report it."""
-        if beats := self._ctx.beats:
+        if heartbeats := self._ctx.heartbeats:
             rank = getattr(error, "rank", None)
             rank = self._ctx.rank if rank is None else rank
             failure = {"text": str(error), "rank": rank, "host": self._ctx.hosts[rank], "is_lost": is_lost}
-            wait([beats.ask(lambda: beats.report(failure))], SECONDS_TO_TELL)
+            wait([heartbeats.submit(lambda: heartbeats.report_failure(failure))], SECONDS_TO_TELL)
 
-    def _end_with(self, error: TrainingError, stacks: str = "") -> None:
-        self.announce(error, is_lost=True)
+    def _exit_with_error(self, error: TrainingError, stacks: str = "") -> None:
+        self.report_failure(error, is_lost=True)
 
         def write() -> None:
             report_to_torchrun(f"TrainingError: {error}", f"{stacks}TrainingError: {error}", self._ctx.launch)
-            self._ending.write_failure(error)
+            self._exit_reporter.write_failure(error)
 
-        self._write(write)
+        self._run_bounded(write)
         end_now(1)

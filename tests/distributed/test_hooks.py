@@ -19,16 +19,16 @@ from utils.settings.errors import UserError
 FLAGS = "--dataset_size 46 --epochs 2 --no-use_amp --save_every 0".split()
 
 
-def train_with(flags, **seams):
+def train_with(flags, **hooks):
     """Train in a rank with these functions instead of the task's; returns the state or the error."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(TASKS["images"], seams))
-        for name in seams.keys() & {
+        stack.enter_context(mock.patch.dict(TASKS["images"], hooks))
+        for name in hooks.keys() & {
             "lr_factor",
             "create_optimizer",
             "log_images",
         }:  # `using` replaces only existing functions
-            stack.enter_context(mock.patch.object(model, name, seams[name], create=True))
+            stack.enter_context(mock.patch.object(model, name, hooks[name], create=True))
         try:
             return train_flags(flags)["state"]
         except UserError as error:
@@ -113,8 +113,8 @@ def train_signed(flags, bad_step):
         total, count = metrics["loss"]
         return metrics | {"loss": (total * (float("nan") if is_bad else 1.0), count)}
 
-    seams = {"create_optimizer": lambda groups, config: Signed(groups, config.lr), "compute_loss": loss}
-    return train_with(flags, **seams)
+    hooks = {"create_optimizer": lambda groups, config: Signed(groups, config.lr), "compute_loss": loss}
+    return train_with(flags, **hooks)
 
 
 def test_any_optimizer_trains_skips_and_resumes(runs):
@@ -179,7 +179,7 @@ PROBLEMS = {
 
 
 def train_wrongly(flags):
-    return [train_with([*flags, "--overwrite"], **seams) for seams, _ in PROBLEMS.values()]
+    return [train_with([*flags, "--overwrite"], **hooks) for hooks, _ in PROBLEMS.values()]
 
 
 def test_a_violated_contract_is_rejected_in_one_sentence(runs):

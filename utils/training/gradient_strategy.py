@@ -12,23 +12,23 @@ from config import TrainingConfig
 from utils.distributed.collectives import RankSum
 from utils.distributed.context import DistributedContext
 from utils.settings.errors import UserError
-from utils.training.replicated import (
-    Replicated,
-    SingleProcess,
-    Wrapped,
-    compress,
+from utils.training.ddp_model import (
+    DDPModel,
+    SingleProcessModel,
+    WrappedModel,
     ddp_options,
+    register_comm_hook,
 )
 
 Build = Callable[[torch.device], nn.Module]
 Blocks = Callable[[nn.Module], list[nn.Module]]
 
 
-class Sharing:
+class GradientStrategy:
     """One rank: there is nothing to share. The other ways override what they do differently."""
 
     divisor = 1  # by which the wrapped model divides the sum of the gradients of all ranks
-    note = ""  # for the banner
+    banner_note = ""  # for the banner
     provenance: dict[str, Any] = {}
     has_whole_gradients = True  # on each rank, the same on all of them
 
@@ -36,32 +36,32 @@ class Sharing:
         self._config, self._ctx = config, ctx
 
     @staticmethod
-    def choose(config: TrainingConfig, ctx: DistributedContext) -> Sharing:
+    def create(config: TrainingConfig, ctx: DistributedContext) -> GradientStrategy:
         """The way that the settings ask for."""
-        way = Averaged if ctx.world_size > 1 else Sharing
+        strategy = DDPStrategy if ctx.world_size > 1 else GradientStrategy
         if config.reduction == "exact":  # extra: exact
-            from utils.extras.exact.reduction import Exact
+            from utils.extras.exact.reduction import ExactStrategy
 
-            way = Exact
+            strategy = ExactStrategy
         if config.sharding != "none":  # extra: sharding
-            from utils.extras.sharding.sharing import FullySharded
+            from utils.extras.sharding.fsdp_strategy import FSDPStrategy
 
-            way = FullySharded
-        return way(config, ctx)
+            strategy = FSDPStrategy
+        return strategy(config, ctx)
 
-    def build(self, build: Build, blocks: Blocks) -> nn.Module:
+    def build_model(self, create_model: Build, blocks: Blocks) -> nn.Module:
         """The model, not wrapped. build: creates it on a device. Raises UserError."""
-        return build(self._ctx.device)
+        return create_model(self._ctx.device)
 
-    def wrap(self, model: nn.Module) -> Wrapped:
+    def wrap_model(self, model: nn.Module) -> WrappedModel:
         """The model as compute_loss gets it: its backward pass leaves the gradient of all ranks. Raises UserError."""
-        return SingleProcess(model)
+        return SingleProcessModel(model)
 
-    def rank_sum(self) -> RankSum:
+    def create_rank_sum(self) -> RankSum:
         """Forms the sums of a step over micro-batches and ranks."""
         return RankSum()
 
-    def tensors_of(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
+    def optimizer_tensors(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
         """For each parameter the tensor that the optimizer updates, which has its memory on this rank."""
         return {p: p for p in parameters}
 
@@ -74,20 +74,20 @@ class Sharing:
         """Give the optimizer's tensors their gradients, and remove float16's scale. owners: parameters by tensor."""
         scaler.unscale_(optimizer)
 
-    def norm(self, gradients: list[Tensor]) -> Tensor:
+    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
         """The norm over all gradients: 0-dimensional, with the same bits on all ranks."""
         # get_total_norm, which sorts by device, takes five times as long
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
-class Averaged(Sharing):
+class DDPStrategy(GradientStrategy):
     """DDP, which averages the gradients of the ranks, bucket by bucket, beside the backward pass."""
 
     def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
         super().__init__(config, ctx)
         self.divisor = ctx.world_size
 
-    def wrap(self, model: nn.Module) -> Wrapped:
+    def wrap_model(self, model: nn.Module) -> WrappedModel:
         config, ranks = self._config, self._ctx.world_size
         # DDP divides a gradient in its bucket by the ranks, and multiplies another one by 1 / ranks: equal bits only
         # for powers of two, and the first step of an attempt has none in the buckets
@@ -98,14 +98,14 @@ class Averaged(Sharing):
             find_unused_parameters=config.find_unused_parameters,
             bucket_cap_mb=config.bucket_cap_mb,
         )
-        wrapped = Replicated(model, accumulates, **options)
+        wrapped = DDPModel(model, accumulates, **options)
         if config.comm_hook != "none":
-            compress(wrapped, config.comm_hook, self._ctx.device)
+            register_comm_hook(wrapped, config.comm_hook, self._ctx.device)
         return wrapped
 
 
-def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> Wrapped:
+def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> WrappedModel:
     """The model as compute_loss gets it, in DDP unless there is one rank or its parameters are sharded."""
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError("model: has no trainable parameter; leave some with requires_grad=True")
-    return Sharing.choose(config, ctx).wrap(model)
+    return GradientStrategy.create(config, ctx).wrap_model(model)

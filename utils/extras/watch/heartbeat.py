@@ -23,14 +23,14 @@ import torch.distributed as dist
 from utils.clock import NO_FUNCTION, PHASES
 
 T = TypeVar("T")
-NOTHING = "-"
+NO_FAILURE = "-"
 SECONDS_TO_END = 2.0
 
 
-class Place(NamedTuple):
+class RankStatus(NamedTuple):
     """The position of a rank."""
 
-    beat: int  # of the thread that watches
+    heartbeat: int  # of the thread that watches
     counter: int  # number of phases entered
     step: int  # the current optimizer step, from 1
     phase: str
@@ -38,55 +38,55 @@ class Place(NamedTuple):
     function: str = NO_FUNCTION  # of model.py, in which an evaluation is
 
 
-def _answer(future: Future, call: Callable) -> None:
+def _resolve(future: Future, call: Callable) -> None:
     try:
         future.set_result(call())
     except BaseException as error:
         future.set_exception(error)
 
 
-class Beats:
+class Heartbeats:
     """The places of all ranks, the stacks of those that hang, and the first failure.
 
     Args:
         store: empty, and the same on all ranks.
         address: HOST:PORT of the process that hosts the store.
-        is_of_rank_0: rank 0 hosts the store; else torchrun's agent on its node does.
+        is_hosted_by_rank_0: rank 0 hosts the store; else torchrun's agent on its node does.
     """
 
-    def __init__(self, store: dist.Store, rank: int, pid: int, address: str, is_of_rank_0: bool) -> None:
-        self._rank, self._pid, self._address, self.is_of_rank_0 = rank, pid, address, is_of_rank_0
-        self._setting, self._reading = store.clone(), store.clone()
+    def __init__(self, store: dist.Store, rank: int, pid: int, address: str, is_hosted_by_rank_0: bool) -> None:
+        self._rank, self._pid, self._address, self.is_hosted_by_rank_0 = rank, pid, address, is_hosted_by_rank_0
+        self._write_store, self._read_store = store.clone(), store.clone()
         self._calls: queue.SimpleQueue[tuple[Future, Callable] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self.set(Place(0, 0, 0, "start", pid))
+        self.set_status(RankStatus(0, 0, 0, "start", pid))
         self.set_stack("wrote no stack")
         if rank == 0:
-            self._setting.set("failure", NOTHING)
+            self._write_store.set("failure", NO_FAILURE)
 
-    def for_next_run(self) -> Beats:
+    def for_next_run(self) -> Heartbeats:
         """Heartbeats for another run of the same ranks. Each run closes its own when it ends."""
-        return Beats(self._setting, self._rank, self._pid, self._address, self.is_of_rank_0)
+        return Heartbeats(self._write_store, self._rank, self._pid, self._address, self.is_hosted_by_rank_0)
 
-    def set(self, place: Place) -> None:
+    def set_status(self, status: RankStatus) -> None:
         """Returns at once. Raises dist.DistNetworkError if the process that hosts the store is gone."""
-        self._setting.set(str(self._rank), " ".join(map(str, place)))
+        self._write_store.set(str(self._rank), " ".join(map(str, status)))
 
     def set_stack(self, text: str) -> None:
-        self._setting.set(f"stack {self._rank}", text)
+        self._write_store.set(f"stack {self._rank}", text)
 
-    def ask(self, call: Callable[[], T]) -> Future[T]:
+    def submit(self, call: Callable[[], T]) -> Future[T]:
         """The result of one of the calls below, which may hang; it is made in another thread, after earlier ones."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread = threading.Thread(target=self._run_calls, daemon=True)
             self._thread.start()
         future: Future[T] = Future()
         self._calls.put((future, call))
         return future
 
-    def _work(self) -> None:
+    def _run_calls(self) -> None:
         while item := self._calls.get():
-            _answer(*item)
+            _resolve(*item)
             del item  # a thread that ends after the interpreter must not be the last that refers to process groups
 
     def close(self) -> None:
@@ -95,29 +95,29 @@ class Beats:
             self._calls.put(None)
             self._thread.join(SECONDS_TO_END)
             self._thread = None
-        del self._setting, self._reading  # their sockets
+        del self._write_store, self._read_store  # their sockets
 
-    def read(self, ranks: Iterable[int]) -> tuple[dict[int, Place], dict[str, Any]]:
+    def read_statuses(self, ranks: Iterable[int]) -> tuple[dict[int, RankStatus], dict[str, Any]]:
         """The places of these ranks, and the first failure as given to `report`, or nothing."""
         *places, failure = self._get([*map(str, ranks), "failure"])
         found = (
-            Place(int(beat), int(counter), int(step), phase, int(pid), function)
+            RankStatus(int(beat), int(counter), int(step), phase, int(pid), function)
             for beat, counter, step, phase, pid, function in map(str.split, places)
         )
-        return dict(zip(ranks, found, strict=True)), {} if failure == NOTHING else json.loads(failure)
+        return dict(zip(ranks, found, strict=True)), {} if failure == NO_FAILURE else json.loads(failure)
 
-    def stacks(self, ranks: int) -> list[str]:
+    def read_stacks(self, ranks: int) -> list[str]:
         """Of the first `ranks` ranks."""
         return self._get([f"stack {rank}" for rank in range(ranks)])
 
-    def report(self, failure: dict[str, Any]) -> None:
+    def report_failure(self, failure: dict[str, Any]) -> None:
         """Report a failure of this rank or of a lost one. The first one counts."""
-        self._reading.compare_set("failure", NOTHING, json.dumps(failure))
+        self._read_store.compare_set("failure", NO_FAILURE, json.dumps(failure))
 
     def _get(self, keys: list[str]) -> list[str]:
-        return [value.decode() for value in self._reading.multi_get(keys)]
+        return [value.decode() for value in self._read_store.multi_get(keys)]
 
-    def probe(self) -> Future[bool]:
+    def ping_store_host(self) -> Future[bool]:
         """Whether the kernel of the store's host answers: the process that hosts the store is at most stopped."""
         host, _, port = self._address.rpartition(":")
         found: Future[bool] = Future()
@@ -133,7 +133,7 @@ class Beats:
         return found
 
 
-def state_of(pid: int) -> str:
+def process_state(pid: int) -> str:
     """The state of a process on this host, as in /proc: Z and X are gone, T and t stopped. Empty if it is unknown."""
     try:
         os.kill(pid, 0)
@@ -144,8 +144,8 @@ def state_of(pid: int) -> str:
         return ""
 
 
-def verdict(
-    places: dict[int, Place], still: set[int], hosts: tuple[str, ...], seconds: float, how: str = "hangs"
+def describe_hang(
+    statuses: dict[int, RankStatus], silent_ranks: set[int], hosts: tuple[str, ...], seconds: float, how: str = "hangs"
 ) -> tuple[str, int]:
     """One sentence on what blocks the ranks, and the first rank that does.
 
@@ -154,23 +154,23 @@ def verdict(
         still: ranks whose beat has stopped.
         how: what a live rank that holds up the others does.
     """
-    if still:
-        hanging = min(still)
+    if silent_ranks:
+        hanging = min(silent_ranks)
         named = [
             f"rank {rank} on {hosts[rank]} was stopped, killed or cut off"
-            + (f", last seen in {at.phase} of step {at.step} (process {at.pid})" if (at := places.get(rank)) else "")
-            for rank in sorted(still)
+            + (f", last seen in {at.phase} of step {at.step} (process {at.pid})" if (at := statuses.get(rank)) else "")
+            for rank in sorted(silent_ranks)
         ]
     else:
         known = {
             rank: (place.step, place.function == NO_FUNCTION, PHASES.index(place.phase))
-            for rank, place in places.items()
+            for rank, place in statuses.items()
         }
         last = [rank for rank, where in known.items() if where == min(known.values())]
-        hanging, place = last[0], places[last[0]]
+        hanging, place = last[0], statuses[last[0]]
         where = f"in {place.phase} of step {place.step}"
         where += f", in {place.function} of model.py" if place.function != NO_FUNCTION else ""
-        named = [f"rank {rank} on {hosts[rank]} {how} {where} (process {places[rank].pid})" for rank in last]
+        named = [f"rank {rank} on {hosts[rank]} {how} {where} (process {statuses[rank].pid})" for rank in last]
         if len(last) == len(known) > 1:
             named = [f"all ranks are slow {where}"]
             if how == "hangs":

@@ -11,39 +11,45 @@ import torch.distributed as dist
 from training import wait_until
 from utils.distributed import rendezvous
 from utils.distributed.context import Launch
-from utils.extras.watch.beats import Beats, Place, verdict
+from utils.extras.watch.heartbeat import Heartbeats, RankStatus, describe_hang
 
 HOSTS = ("a", "a", "b", "b")
 
 
-def place(step, phase, counter=1, beat=1, pid=100):
-    return Place(beat, counter, step, phase, pid)
+def rank_status(step, phase, counter=1, heartbeat=1, pid=100):
+    return RankStatus(heartbeat, counter, step, phase, pid)
 
 
-WAITING = dict.fromkeys(range(4), place(7, "backward"))
+WAITING = dict.fromkeys(range(4), rank_status(7, "backward"))
+READING = dict.fromkeys(range(4), rank_status(7, "data"))
 
 
 @pytest.mark.guarantee("hang")
 @pytest.mark.parametrize(
-    ("places", "still", "text", "hanging"),
+    ("statuses", "silent", "text", "hanging"),
     [
         (WAITING, {2}, "rank 2 on b was stopped, killed or cut off, last seen in backward of step 7 (process 100)", 2),
-        ({0: place(7, "backward")}, {3}, "rank 3 on b was stopped, killed or cut off", 3),
-        (WAITING | {3: place(7, "data")}, set(), "rank 3 on b hangs in data of step 7 (process 100)", 3),
+        ({0: rank_status(7, "backward")}, {3}, "rank 3 on b was stopped, killed or cut off", 3),
+        (WAITING | {3: rank_status(7, "data")}, set(), "rank 3 on b hangs in data of step 7 (process 100)", 3),
         (
-            dict.fromkeys(range(4), place(8, "data")) | {1: place(7, "update")},
+            dict.fromkeys(range(4), rank_status(8, "data")) | {1: rank_status(7, "update")},
             set(),
             "rank 1 on a hangs in update of step",
             1,
         ),
         (WAITING, set(), "all ranks wait in backward of step 7: the network", 0),
-        (dict.fromkeys(range(4), place(7, "data")), set(), "all ranks wait in data of step 7: the storage, or the", 0),
+        (
+            dict.fromkeys(range(4), rank_status(7, "data")),
+            set(),
+            "all ranks wait in data of step 7: the storage, or the",
+            0,
+        ),
         (
             # the others evaluate, or save the best checkpoint
             {
-                0: place(7, "evaluation")._replace(function="log_images"),
-                1: place(7, "save"),
-                2: place(7, "evaluation"),
+                0: rank_status(7, "evaluation")._replace(function="log_images"),
+                1: rank_status(7, "save"),
+                2: rank_status(7, "evaluation"),
             },
             set(),
             "rank 0 on a hangs in evaluation of step 7, in log_images of model.py (process 100)",
@@ -51,17 +57,17 @@ WAITING = dict.fromkeys(range(4), place(7, "backward"))
         ),
     ],
 )
-def test_the_rank_that_holds_up_the_others_is_named(places, still, text, hanging):
-    found, rank = verdict(places, still, HOSTS, 6.2)
+def test_the_rank_that_holds_up_the_others_is_named(statuses, silent, text, hanging):
+    found, rank = describe_hang(statuses, silent, HOSTS, 6.2)
     assert found.startswith(f"no progress for 6 s: {text}") and rank == hanging
 
 
 @pytest.mark.parametrize(
-    ("places", "still", "text"),
+    ("statuses", "silent", "text"),
     [
-        (WAITING | {3: place(7, "data")}, set(), "rank 3 on b is slow in data of step 7 (process 100)"),
+        (WAITING | {3: rank_status(7, "data")}, set(), "rank 3 on b is slow in data of step 7 (process 100)"),
         (
-            WAITING | {rank: place(7, "data", pid=rank) for rank in (1, 3)},
+            WAITING | {rank: rank_status(7, "data", pid=rank) for rank in (1, 3)},
             set(),
             "rank 1 on a is slow in data of step 7 (process 1); rank 3 on b is slow in data of step 7 (process 3)",
         ),
@@ -69,8 +75,8 @@ def test_the_rank_that_holds_up_the_others_is_named(places, still, text, hanging
         (WAITING, {2}, "rank 2 on b was stopped, killed or cut off, last seen in backward of step 7 (process 100)"),
     ],
 )
-def test_a_live_rank_that_may_only_be_slow_does_not_hang_yet(places, still, text):
-    assert verdict(places, still, HOSTS, 6.2, "is slow")[0] == f"no progress for 6 s: {text}"
+def test_a_live_rank_that_may_only_be_slow_does_not_hang_yet(statuses, silent, text):
+    assert describe_hang(statuses, silent, HOSTS, 6.2, "is slow")[0] == f"no progress for 6 s: {text}"
 
 
 class Held:
@@ -82,9 +88,9 @@ class Held:
 
 def test_the_thread_refers_to_nothing_that_a_call_needed_and_has_ended_after_close():
     """One that is left at the interpreter's exit frees process groups there, which aborts the process."""
-    beats, held = Beats(dist.HashStore(), 0, os.getpid(), "", True), Held()
+    beats, held = Heartbeats(dist.HashStore(), 0, os.getpid(), "", True), Held()
     alive, before = weakref.ref(held), set(threading.enumerate())
-    assert beats.ask(held.read).result(5) == 1
+    assert beats.submit(held.read).result(5) == 1
     del held
     wait_until(lambda: alive() is None, 5)
     (thread,) = set(threading.enumerate()) - before
@@ -104,6 +110,6 @@ def test_the_thread_refers_to_nothing_that_a_call_needed_and_has_ended_after_clo
 )
 def test_the_address_of_the_heartbeats_is_that_of_the_store(monkeypatch, launch, init_method, address, is_of_rank_0):
     made = mock.Mock()
-    monkeypatch.setattr("utils.extras.watch.beats.Beats", made)
+    monkeypatch.setattr("utils.extras.watch.heartbeat.Heartbeats", made)
     rendezvous.start_heartbeats(launch, dist.HashStore(), "nonce", init_method)
     assert made.call_args.args[3:] == (address, is_of_rank_0)

@@ -16,11 +16,11 @@ from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import group_of, local
 from utils.extras.sharding.model import ELEMENTWISE, build_sharded
 from utils.settings.errors import UserError
-from utils.training.parallel import Blocks, Build, Sharing
-from utils.training.replicated import SingleProcess, Wrapped
+from utils.training.ddp_model import SingleProcessModel, WrappedModel
+from utils.training.gradient_strategy import Blocks, Build, GradientStrategy
 
 
-class Sharded(SingleProcess):
+class FSDPModel(SingleProcessModel):
     """Stands for DDP if FSDP shards the parameters: it reduces the gradients of each micro-batch."""
 
     module: Any
@@ -30,24 +30,24 @@ class Sharded(SingleProcess):
         return nullcontext()
 
 
-class FullySharded(Sharing):
+class FSDPStrategy(GradientStrategy):
     """FSDP, which sums gradients: each rank keeps and updates shards, in tensors of its own."""
 
     has_whole_gradients = False
 
     def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
         super().__init__(config, ctx)
-        self.note = f", sharded ({config.sharding}{', in host memory' * config.cpu_offload})"
+        self.banner_note = f", sharded ({config.sharding}{', in host memory' * config.cpu_offload})"
 
     _group: dist.ProcessGroup | None = None  # the ranks that hold the shards of a parameter
 
-    def build(self, build: Build, blocks: Blocks) -> nn.Module:
-        return build_sharded(build, blocks, self._config, self._ctx)
+    def build_model(self, create_model: Build, blocks: Blocks) -> nn.Module:
+        return build_sharded(create_model, blocks, self._config, self._ctx)
 
-    def wrap(self, model: nn.Module) -> Wrapped:
-        return Sharded(model)
+    def wrap_model(self, model: nn.Module) -> WrappedModel:
+        return FSDPModel(model)
 
-    def tensors_of(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
+    def optimizer_tensors(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
         parameters = list(parameters)
         self._group = group_of(parameters)
         return {p: nn.Parameter(local(p.detach()), p.requires_grad) for p in parameters}
@@ -73,8 +73,8 @@ class FullySharded(Sharing):
             for found in scaler._found_inf_per_device(optimizer).values():
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
 
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        return norm_over(self._group, super().norm(gradients))
+    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
+        return norm_over(self._group, super().gradient_norm(gradients))
 
 
 def norm_over(group: dist.ProcessGroup | None, norm: Tensor) -> Tensor:

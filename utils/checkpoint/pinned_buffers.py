@@ -18,7 +18,7 @@ from utils.logger import NAME
 ALIGNMENT = 64  # bytes
 
 
-class HostMemory:
+class PinnedBuffers:
     """One buffer, used for one checkpoint after the other.
 
     For tensors on a GPU it is page-locked, so that copies run at full bus speed and overlap the computation. torch's
@@ -26,9 +26,9 @@ class HostMemory:
     """
 
     def __init__(self) -> None:
-        self._buffer, self._is_locked = mmap.mmap(-1, 1), False
+        self._buffer, self._is_pinned = mmap.mmap(-1, 1), False
         self._sizes: list[tuple] = []  # of the latest payload
-        self._places: list[Tensor] = []  # for its tensors
+        self._views: list[Tensor] = []  # for its tensors
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
         """Allocate space for copies of these tensors at the same time, unless there is enough."""
@@ -40,12 +40,12 @@ class HostMemory:
         self._buffer = mmap.mmap(-1, size)
         if any(tensor.is_cuda for tensor in tensors):
             code = torch.cuda.cudart().cudaHostRegister(_address(self._buffer), size, 0)
-            self._is_locked = _has_succeeded(code)
-            if not self._is_locked:
+            self._is_pinned = _has_succeeded(code)
+            if not self._is_pinned:
                 text = "%.1f GB of host memory cannot be pinned: checkpoints are copied more slowly"
                 logging.getLogger(NAME).warning(text, size / 1e9)
 
-    def copy_of(self, payload: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
+    def allocate_copy(self, payload: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
         """The payload with its tensors in this memory, and a pair for each: the memory and the tensor to copy into it.
 
         Tied tensors stay one. Of a sharded tensor it holds this rank's rows, as they are saved (`dtensor.rows_of`).
@@ -58,12 +58,12 @@ class HostMemory:
         sizes = [key[1:] for key in tensors]
         if sizes != self._sizes:  # making the places takes a millisecond
             self.reserve(tensors.values())
-            self._sizes, self._places = sizes, [*self._divide(tensors.values())]
-        places = dict(zip(tensors, self._places, strict=True))
+            self._sizes, self._views = sizes, [*self._create_views(tensors.values())]
+        places = dict(zip(tensors, self._views, strict=True))
         copied = mapped(payload, lambda value: rows_of(value, places[_key(local(value))]))
         return copied, [(places[key], tensor) for key, tensor in tensors.items()]
 
-    def _divide(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    def _create_views(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         start = 0
         for tensor in tensors:
             place = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -75,10 +75,10 @@ class HostMemory:
             start += _padded_bytes(tensor)
 
     def release(self) -> None:
-        if self._is_locked:
+        if self._is_pinned:
             _has_succeeded(torch.cuda.cudart().cudaHostUnregister(_address(self._buffer)))
-        self._buffer, self._is_locked = mmap.mmap(-1, 1), False
-        self._sizes, self._places = [], []
+        self._buffer, self._is_pinned = mmap.mmap(-1, 1), False
+        self._sizes, self._views = [], []
 
 
 def _address(buffer: mmap.mmap) -> int:
