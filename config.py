@@ -89,10 +89,10 @@ class Yours(Settings):
 def nearest_multiples(config: TrainingConfig) -> str:
     """The micro-batch and its multiples next to global_batch_size. Empty if global_batch_size is a multiple."""
     name, size = config.micro_batch
-    rest = config.global_batch_size % size
-    if not rest:
+    remainder = config.global_batch_size % size
+    if not remainder:
         return ""
-    low = config.global_batch_size - rest
+    low = config.global_batch_size - remainder
     multiples = [str(multiple) for multiple in (low, low + size) if multiple]
     return f"{name}={size}; give {' or '.join(multiples)}"
 

@@ -55,9 +55,9 @@ class SyntheticImageDataset(InMemoryImages):
         generator.manual_seed(derive_seed("synthetic", seed, split))
         labels = torch.arange(num_samples) % num_classes
         images = torch.empty(num_samples, in_channels, image_size, image_size, dtype=torch.uint8)
-        for some, label in zip(images.split(256), labels.split(256), strict=True):  # floats of a few samples at a time
-            noise = torch.randn(some.shape, generator=generator)
-            some.copy_((128 + 20 * patterns[label] + 45 * noise).clamp_(0, 255))
+        for chunk, label in zip(images.split(256), labels.split(256), strict=True):  # floats of a few samples at a time
+            noise = torch.randn(chunk.shape, generator=generator)
+            chunk.copy_((128 + 20 * patterns[label] + 45 * noise).clamp_(0, 255))
         classes = [f"class_{k}" for k in range(num_classes)]
         super().__init__(images, labels, classes, (0.5,) * in_channels, (0.2,) * in_channels, split)
 

@@ -50,7 +50,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
     )
     beats = start_heartbeats(launch, store, launch_nonce, config.init_method)
     control = create_groups(launch, store, backend, device, timeout=config.timeout)
-    hosts = tuple(each["host"] for each in rank_infos)
+    hosts = tuple(info["host"] for info in rank_infos)
     return DistributedContext(
         rank=launch.rank,
         local_rank=launch.local_rank,
@@ -58,8 +58,8 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         device=device,
         local_world_size=hosts.count(rank_info["host"]),
         hosts=hosts,
-        device_names=tuple(each["device"] for each in rank_infos),
-        fast_bf16=all(each["bf16"] for each in rank_infos),
+        device_names=tuple(info["device"] for info in rank_infos),
+        fast_bf16=all(info["bf16"] for info in rank_infos),
         launch=launch,
         control_ref=weakref.ref(control),
         heartbeats=beats,

@@ -77,7 +77,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     configs = [TrainingConfig.from_args(flags)]
     for changes in options.against:
         configs.append(TrainingConfig.from_args(shlex.split(changes), configs[0].to_dict()))
-    if options.mode == "speed" and any(each.batch_tokens for each in configs):  # extra: lengths
+    if options.mode == "speed" and any(config.batch_tokens for config in configs):  # extra: lengths
         parser.error("--batch_tokens: its epochs cannot be cut to --steps steps; see tokens_per_s in a run's records")
     return options, flags
 

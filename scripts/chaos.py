@@ -113,8 +113,8 @@ class Chaos:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
         self.faults += 1
-        whose = "" if kind.endswith("torchrun") else f" (rank {rank})"
-        self.say(f"fault {self.faults}: {kind}{whose}, step {step}")
+        rank_text = "" if kind.endswith("torchrun") else f" (rank {rank})"
+        self.say(f"fault {self.faults}: {kind}{rank_text}, step {step}")
         launch.wait(END_S)
 
     def report(self) -> int:

@@ -106,8 +106,8 @@ def read(source: Path, use_ema: bool | None = None) -> tuple[dict[str, Any], dic
     saved["config"] = {name: value for name, value in config.items() if name not in PLACES}
     saved |= {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
     saved[KEY] = payload["provenance"].get(KEY, {})
-    places = {name: value for name, value in config.items() if name in PLACES}
-    return saved, places | {"init_from": "", "resume_from": ""}
+    local_fields = {name: value for name, value in config.items() if name in PLACES}
+    return saved, local_fields | {"init_from": "", "resume_from": ""}
 
 
 def example(config: TrainingConfig, payload: dict[str, Any]) -> tuple[nn.Module, tuple, TrainingConfig]:
@@ -138,7 +138,7 @@ def export_program(saved: dict[str, Any], net: nn.Module, inputs: tuple, target:
     """
     net.load_state_dict(saved["model"])
     batch = torch.export.Dim("batch")
-    shapes = tree_map(lambda each: {0: batch} if isinstance(each, Tensor) and each.ndim else None, inputs)
+    shapes = tree_map(lambda leaf: {0: batch} if isinstance(leaf, Tensor) and leaf.ndim else None, inputs)
     program = torch.export.export(net, inputs, dynamic_shapes=shapes)
     for module in program.graph_module.modules():
         for node in getattr(getattr(module, "graph", None), "nodes", ()):
@@ -195,8 +195,8 @@ def check_loads(data: bytes) -> None:
 def as_safetensors(saved: dict[str, Any]) -> bytes:
     """The weights, and the rest as JSON in the metadata. Raises UserError."""
     save = import_for("format=safetensors", "safetensors.torch").save
-    if others := [name for name, value in saved["model"].items() if not isinstance(value, Tensor)]:
-        raise UserError(f"format=safetensors: holds tensors only, and {others[0]} is none; use --format weights")
+    if non_tensors := [name for name, value in saved["model"].items() if not isinstance(value, Tensor)]:
+        raise UserError(f"format=safetensors: holds tensors only, and {non_tensors[0]} is none; use --format weights")
     # a tied weight once for each of its names: the format has no shared memory
     weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in saved["model"].items()}
     data: bytes = save(weights, {name: json.dumps(value) for name, value in saved.items() if name != "model"})
@@ -208,7 +208,7 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} {['batch', *value.shape[1:]]}".replace("'", "")
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name!r}: {describe(each)}" for name, each in value.items()) + "}"
+        return "{" + ", ".join(f"{name!r}: {describe(item)}" for name, item in value.items()) + "}"
     return f"[{', '.join(map(describe, value))}]" if isinstance(value, list | tuple) else repr(value)
 
 
@@ -239,7 +239,7 @@ def count_channels(saved: dict[str, Any]) -> int:
 def has_image_filters(saved: dict[str, Any]) -> bool:
     """Whether the data has a mean and std for each channel, and a weight is a convolution of so many channels."""
     channels = count_channels(saved)
-    return channels > 0 and any(each.ndim == 4 and each.shape[1] == channels for each in saved["model"].values())
+    return channels > 0 and any(weight.ndim == 4 and weight.shape[1] == channels for weight in saved["model"].values())
 
 
 def takes_images(inputs: tuple, channels: int) -> bool:
@@ -299,12 +299,12 @@ def main() -> int:
     out, has_code = options.out, options.format in ("torch.export", "onnx")
     try:
         source = local_checkpoint(options.checkpoint)
-        saved, places = read(source, options.ema)
+        saved, local_fields = read(source, options.ema)
         if out.exists() and out.samefile(source):
             raise UserError(f"{out}: is the checkpoint itself; give another name for the export")
         out.parent.mkdir(parents=True, exist_ok=True)
-        places["compile"] = "off"  # extra: compile
-        config = TrainingConfig(**saved["config"] | places | {"backend": "gloo"})  # on the CPU
+        local_fields["compile"] = "off"  # extra: compile
+        config = TrainingConfig(**saved["config"] | local_fields | {"backend": "gloo"})  # on the CPU
         check_only_saved(options, saved[KEY], has_code)
         if unsaved := saved.pop(KEY):
             torch.manual_seed(config.seed)
@@ -343,7 +343,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     if not has_code:
-        print(f"left out of its config, as places and commands of this machine: {', '.join(places)}")
+        print(f"left out of its config, as places and commands of this machine: {', '.join(local_fields)}")
     code = usage(options, saved, shapes, is_image_model, is_classifier)
     if options.only_saved:
         print(f"left out of its weights; create_model must give these: {', '.join(unsaved)}")

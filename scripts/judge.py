@@ -121,10 +121,10 @@ class Judge:
         if a.fork != b.fork and (reason := difference(a.fork, b.fork)):
             raise UserError(reason)
         self.notes += notes_on(a.fork, b.fork)
-        for name, what in UNCOMPARED.items():
+        for name, unrecorded in UNCOMPARED.items():
             if name in settings:
                 paths = " and ".join(path or "none" for path in settings[name])
-                self.notes.append(f"{name}: A and B have {paths}; {what} was not compared")
+                self.notes.append(f"{name}: A and B have {paths}; {unrecorded} was not compared")
 
     def checked_metric(self) -> str:
         """--metric or the sides' best_metric; "auto" is settled by the first evaluation. Raises UserError."""
@@ -132,10 +132,10 @@ class Judge:
 
         metric = self.options.metric
         if not metric:
-            asked = {side.settings.get("best_metric", "auto") for side in self.sides}
-            if len(asked) > 1:
-                raise UserError(f"best_metric: A and B have {' and '.join(sorted(asked))}; give --metric")
-            metric = asked.pop()
+            best_metrics = {side.settings.get("best_metric", "auto") for side in self.sides}
+            if len(best_metrics) > 1:
+                raise UserError(f"best_metric: A and B have {' and '.join(sorted(best_metrics))}; give --metric")
+            metric = best_metrics.pop()
         if problem := metric_name(metric):
             raise UserError(f"metric={metric}: {problem}")
         if metric != "auto":
@@ -191,7 +191,7 @@ class Judge:
             # alternating, so that a machine that becomes slower or warmer is no advantage of one side
             for side in self.sides if len(pairs) % 2 == 0 else self.sides[::-1]:
                 run = side.train(self.out, seed, self.options.ranks, has_samples=is_first)
-                earlier = [other[side.name] for other in pairs]
+                earlier = [earlier_pair[side.name] for earlier_pair in pairs]
                 if earlier and run.provenance.get("code") != earlier[0].provenance.get("code"):
                     raise UserError(f"{side.name}: its code was changed between seeds; give another --out")
                 if note := side.check_weights(self.out, run, earlier):
@@ -259,9 +259,9 @@ class Judge:
 
     def note_collapses(self, side: str, values: list[float]) -> None:
         """Note the runs of a side whose values are far worse than those of its other seeds."""
-        for place in collapsed(values, self.sign):
+        for index in collapsed(values, self.sign):
             self.notes.append(
-                f"{side}, seed {self.seeds[place]}: {self.name} is {values[place]:.6g}, far worse than with the other"
+                f"{side}, seed {self.seeds[index]}: {self.name} is {values[index]:.6g}, far worse than with the other"
                 f" seeds; the mean depends on how often {side} collapses, which {len(values)} seeds hardly show"
             )
 
@@ -277,9 +277,9 @@ class Judge:
     def note_earlier(self, metric: str, sentence: str) -> None:
         """Note results of these runs by other metrics: who takes the best of several is misled."""
         results = self.record["judged"]
-        others = [f"{name}: {result}" for name, result in results if name != metric]
-        if others:
-            text = f"judged before by {', '.join(others)}; choosing among results makes an interval too narrow"
+        other_results = [f"{name}: {result}" for name, result in results if name != metric]
+        if other_results:
+            text = f"judged before by {', '.join(other_results)}; choosing among results makes an interval too narrow"
             self.notes.append(text)
         if [metric, sentence] not in results:
             results.append([metric, sentence])

@@ -132,8 +132,8 @@ def check(options: argparse.Namespace, out: Path) -> None:
 def choose(data: dict[str, Any], split: str) -> Any:
     """Raises UserError."""
     if data.get(split) is None:
-        known = [name for name, each in data.items() if each is not None]
-        raise UserError(f"split={split}: the data has {', '.join(known)}; choose one of these")
+        available = [name for name, dataset in data.items() if dataset is not None]
+        raise UserError(f"split={split}: the data has {', '.join(available)}; choose one of these")
     return data[split]
 
 

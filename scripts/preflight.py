@@ -27,8 +27,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TrainingConfig, str]:
     """The config from train.py's flags, and the file given with --json."""
     parser = argparse.ArgumentParser(prog="preflight.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--json", default="", metavar="FILE")
-    own, flags = parser.parse_known_args(argv)
-    return TrainingConfig.from_args(flags), own.json
+    options, flags = parser.parse_known_args(argv)
+    return TrainingConfig.from_args(flags), options.json
 
 
 if __name__ == "__main__":
@@ -75,19 +75,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     ctx = setup_distributed(config)
     steps = Steps(config, ctx)
     check(config, ctx, steps)
-    is_failed = any(each.level == verdict.FAILURE for each in steps.findings)
+    is_failed = any(finding.level == verdict.FAILURE for finding in steps.findings)
     if ctx.is_main:
         print("", table(steps.measured), "", *steps.findings, conclusion(steps, time.monotonic() - began), sep="\n")
         if json_file:
-            found = [dataclasses.asdict(each) for each in steps.findings]
-            replace_json(Path(json_file), {"measured": steps.measured, "findings": found})
+            findings = [dataclasses.asdict(finding) for finding in steps.findings]
+            replace_json(Path(json_file), {"measured": steps.measured, "findings": findings})
     cleanup_distributed()
     return int(is_failed)
 
 
 def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None:
     """Run all steps; those that use model and data only if all ranks have the same code, settings and data."""
-    facts, found = steps.take("facts", gather, ctx), steps.findings
+    facts, findings = steps.take("facts", gather, ctx), steps.findings
     if not facts:
         return  # a finding says why
     nodes = verdict.nodes_of(facts)
@@ -122,13 +122,15 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
 
     if steps.take("same code", check_alike, config, ctx):
         versions = ", ".join(f"{name} {version}" for name, version in provenance.versions().items() if version)
-        found += verdict.findings("same code", f"the same code, settings and versions on all ranks ({versions})")
+        findings += verdict.findings("same code", f"the same code, settings and versions on all ranks ({versions})")
         if samples := steps.take("data", load, seconds=config.timeout):
-            found += verdict.findings("data", f"the same {samples[0]:,} samples on all ranks")
+            findings += verdict.findings("data", f"the same {samples[0]:,} samples on all ranks")
             if workers := steps.take("loader", read_batches, seconds=MAX_SECONDS_OF_MODEL):
-                found += verdict.findings("loader", f"reads batches with {count(workers[0], 'worker')} per rank")
+                findings += verdict.findings("loader", f"reads batches with {count(workers[0], 'worker')} per rank")
             sizes = steps.take("model", create, seconds=MAX_SECONDS_OF_MODEL)
-    found += verdict.host_names(facts) + verdict.network(facts) + verdict.devices(facts) + verdict.shared_memory(facts)
+    findings += (
+        verdict.host_names(facts) + verdict.network(facts) + verdict.devices(facts) + verdict.shared_memory(facts)
+    )
     run, checkpoints = config.run_folder.absolute(), config.checkpoint_folder.absolute()
     if not checkpoints.is_relative_to(run):
         check_folder(run, leaders, 0, config, ctx, steps)
@@ -138,26 +140,26 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
     if config.mirror:  # extra: companions
         use = functools.partial(storage.use_mirror, config.mirror, checkpoint)
         if used := steps.take("mirror", lambda: use() if ctx.is_main else None, seconds=MAX_SECONDS_OF_MODEL):
-            found += verdict.mirror(used[0], checkpoint, config.save_every_minutes, config.mirror)
+            findings += verdict.mirror(used[0], checkpoint, config.save_every_minutes, config.mirror)
 
     if len(nodes) > 1:
         times = steps.take("clocks", lambda: [all_gather_json(None, ctx), time.time()][1])  # all at the same moment
         if times:
-            found += verdict.clocks({rank: times[rank] - times[0] for rank in leaders}, facts)
+            findings += verdict.clocks({rank: times[rank] - times[0] for rank in leaders}, facts)
         pairs = steps.take("links", links.measure_pairs, leaders, ctx)
-        found += verdict.links([pair for each in pairs or [] for pair in each], facts)
+        findings += verdict.links([pair for rank_pairs in pairs or [] for pair in rank_pairs], facts)
     if ctx.world_size > 1:
         number = min(rates.MESSAGE, sizes[0]["gradient"] if sizes else rates.MESSAGE)
         if seconds := steps.take("all-reduce", rates.all_reduce_seconds, number, ctx.device):
             text = f"{verdict.size(number)} over {ctx.world_size} ranks in {1e3 * max(seconds):.2f} ms"
-            found += verdict.findings("all-reduce", text)
+            findings += verdict.findings("all-reduce", text)
 
     precision = Precision.choose(
         use_amp=config.use_amp, amp_dtype=config.amp_dtype, device=ctx.device, fast_bf16=ctx.fast_bf16
     )
     dtype = precision.dtype or torch.float32
     if speeds := steps.take("speed", rates.device_speed, ctx.device, dtype):
-        found += verdict.speed("speed", [each / 1e9 for each in speeds], "GFLOP/s", facts)
+        findings += verdict.speed("speed", [speed / 1e9 for speed in speeds], "GFLOP/s", facts)
 
 
 def check_folder(
@@ -179,8 +181,8 @@ def check_folder(
             steps.findings += verdict.findings("shared folder", f"{folder}: {how} on every node")
         measure = functools.partial(storage.measure, probe, checkpoint, config)
         if checkpoint and (disk := steps.take("disk", lambda: measure() if ctx.is_main else None)):
-            kept, where = config.keep_last + 2, f"{folder} on {ctx.hosts[0]}"
-            steps.findings += verdict.disk(disk[0], checkpoint, kept, config.save_every_minutes, where)
+            kept, location = config.keep_last + 2, f"{folder} on {ctx.hosts[0]}"
+            steps.findings += verdict.disk(disk[0], checkpoint, kept, config.save_every_minutes, location)
     finally:
         if creates:
             shutil.rmtree(probe, ignore_errors=True)
@@ -203,7 +205,8 @@ def table(measured: dict[str, Any]) -> str:
 
 def conclusion(steps: Steps, seconds: float) -> str:
     ok, warnings, failures = (
-        sum(each.level == level for each in steps.findings) for level in (verdict.OK, verdict.WARNING, verdict.FAILURE)
+        sum(finding.level == level for finding in steps.findings)
+        for level in (verdict.OK, verdict.WARNING, verdict.FAILURE)
     )
     left = [name for name in ("data", "loader", "model") if name not in steps.measured]
     counts = f"{ok} OK, {warnings} warning{'s' * (warnings != 1)}, {failures} failure{'s' * (failures != 1)}"

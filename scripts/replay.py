@@ -106,7 +106,9 @@ def main() -> int:
 
 def needed(step: int, steps: list[int], best: int) -> list[int]:
     """The checkpoints that are needed: the latest before the step, and the step's own."""
-    return [each for each in steps if each < step][-1:] + [each for each in steps if each == step]
+    return [saved_step for saved_step in steps if saved_step < step][-1:] + [
+        saved_step for saved_step in steps if saved_step == step
+    ]
 
 
 @contextlib.contextmanager
@@ -175,8 +177,8 @@ def replay(ours: Ours, options: argparse.Namespace, start: Path | None) -> bool:
     """Train to the step, examine it, go on to the next record. Returns whether everything equals the run's."""
     state, first, target = ours.state, ours.state.progress.step, options.step
     records = read_lines(options.run / "metrics.jsonl")
-    theirs = [r for *_, r in records if r.get("kind") == "train" and r["step"] > first]
-    end = min((r["step"] for r in theirs if r["step"] >= target), default=target)
+    run_records = [r for *_, r in records if r.get("kind") == "train" and r["step"] > first]
+    end = min((r["step"] for r in run_records if r["step"] >= target), default=target)
     print(f"step {target} of {options.run}, replayed from {start.name if start else 'the start'}", flush=True)
     step = look_at(ours, target)
     show(step)
@@ -192,8 +194,8 @@ def replay(ours: Ours, options: argparse.Namespace, start: Path | None) -> bool:
         )
         print(f"state after the step, compared with {path.name}: {text}")
     go_on(ours, end)
-    mine = {r["step"]: r for r in ours.training.attempt.run.records("train")}
-    is_equal = show_records([(r, mine[r["step"]]) for r in theirs if r["step"] <= end])
+    replay_records = {r["step"]: r for r in ours.training.attempt.run.records("train")}
+    is_equal = show_records([(r, replay_records[r["step"]]) for r in run_records if r["step"] <= end])
     if options.dump:
         replace_file(options.dump, lambda file: torch.save(vars(step), file))
         print(f"wrote {options.dump}")
@@ -210,9 +212,9 @@ def look_at(ours: Ours, target: int) -> Step:
     plan = [first := next(planned), *itertools.islice(planned, first.count - 1)]
     plain_commit = StepSums.commit
 
-    def commit(sums: StepSums, *rest: Any) -> None:
+    def commit(sums: StepSums, *args: Any) -> None:
         step.loss, step.norm = (sums.loss / sums.loss_count).item(), state.norm.item()
-        plain_commit(sums, *rest)
+        plain_commit(sums, *args)
 
     def note(*_: Any) -> None:
         step.used = copies({name: p.grad for name, p in state.model.named_parameters()})
@@ -277,66 +279,66 @@ def examine(step: Step, plan: list[MicroBatch], ours: Ours) -> None:
 
     count, gradients_are_finite = 0.0, True
     if terms:
-        batches = [loader.fetch(each.indices, epoch)[2] for each in plan]
+        batches = [loader.fetch(planned.indices, epoch)[2] for planned in plan]
         terms.divide_by(torch.stack([terms.counts(batch) for batch in batches]).sum(0))
         count = 1.0
-    for micro_batch in sorted(plan, key=lambda each: each.number):
-        where, batch = f"micro-batch {micro_batch.number}", loader.fetch(micro_batch.indices, epoch)[2]
+    for micro_batch in sorted(plan, key=lambda planned: planned.number):
+        label, batch = f"micro-batch {micro_batch.number}", loader.fetch(micro_batch.indices, epoch)[2]
         step.indices += micro_batch.indices
         step.micro_batches.append(micro_batch.indices)
         step.outputs.append([])
         step.batches.append(map_tensors(lambda tensor: tensor.cpu(), batch))
         model.train()
-        with watching(model, batch, step.places, where, step.outputs[-1]):
+        with watching(model, batch, step.places, label, step.outputs[-1]):
             total, counted = loss_of(batch, micro_batch)
         step.micro_losses.append(total.item())
         total.backward()
         count += float(counted)
         if not total.isfinite():
-            step.places.setdefault(where, "in compute_loss, after the model")
+            step.places.setdefault(label, "in compute_loss, after the model")
         if gradients_are_finite and not is_finite([p.grad for p in model.parameters()]):
             gradients_are_finite = False
-            step.places.setdefault(where, explain_backward(functools.partial(loss_of, batch, micro_batch)))
+            step.places.setdefault(label, explain_backward(functools.partial(loss_of, batch, micro_batch)))
     step.gradients = {name: p.grad.cpu() / count for name, p in model.named_parameters() if p.grad is not None}
     model.load_state_dict(step.before)
     model.eval()
     for index in step.indices:
-        where, batch = f"sample {index}", loader.fetch([index], epoch)[2]
-        with torch.no_grad(), ours.state.precision.autocast(), watching(model, batch, step.places, where):
+        label, batch = f"sample {index}", loader.fetch([index], epoch)[2]
+        with torch.no_grad(), ours.state.precision.autocast(), watching(model, batch, step.places, label):
             total, counted = hooks.compute_loss(model, batch)["loss"][:2]
         counted = torch.as_tensor(counted)
         step.losses.append(torch.where(counted == 0, 0.0, total / counted).sum().item())
         if not is_finite(total):
-            step.places.setdefault(where, "in compute_loss, after the model")
+            step.places.setdefault(label, "in compute_loss, after the model")
 
 
 def is_finite(value: Any) -> bool:
-    return all(each.isfinite().all() for each in tensors_in(value) if each.is_floating_point())
+    return all(tensor.isfinite().all() for tensor in tensors_in(value) if tensor.is_floating_point())
 
 
 @contextlib.contextmanager
 def watching(
-    model: nn.Module, batch: Any, places: dict[str, str], where: str, outputs: list[tuple[str, int]] | None = None
+    model: nn.Module, batch: Any, origins: dict[str, str], label: str, outputs: list[tuple[str, int]] | None = None
 ) -> Iterator[None]:
     """Note the first module of the forward pass whose output is not finite, and in `outputs` all of them."""
     if not is_finite(batch):
-        places[where] = "in the batch itself, before the model"
+        origins[label] = "in the batch itself, before the model"
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         if outputs is not None:
             name = f"{names[module] or 'the model'} ({type(module).__name__})"
             outputs.append((name, fingerprint_of("output", tensors_in(output))))
         if not is_finite(output):
-            place = "in" if is_finite(inputs) else "before"
-            places.setdefault(where, f"{place} {names[module] or 'the model'} ({type(module).__name__})")
+            relation = "in" if is_finite(inputs) else "before"
+            origins.setdefault(label, f"{relation} {names[module] or 'the model'} ({type(module).__name__})")
 
     names = {module: name for name, module in model.named_modules()}
     hooks = [module.register_forward_hook(hook) for module in names]
     try:
         yield
     finally:
-        for each in hooks:
-            each.remove()
+        for handle in hooks:
+            handle.remove()
 
 
 def explain_backward(loss: Callable[[], tuple[Tensor, Any]]) -> str:
@@ -354,7 +356,7 @@ def show(step: Step) -> None:
     samples = f"{len(step.indices)} samples in {len(step.micro_batches)} micro-batches"
     print(f"epoch {step.epoch + 1}, {samples}, learning rate {step.lrs[0]:.6g}")
     print(f"loss {step.loss:.9g}, gradient norm {step.norm:.9g}")
-    worst = sorted(zip(step.losses, step.indices, strict=True), key=lambda each: (math.isfinite(each[0]), -each[0]))
+    worst = sorted(zip(step.losses, step.indices, strict=True), key=lambda pair: (math.isfinite(pair[0]), -pair[0]))
     print("largest losses of samples, in evaluation mode with the weights before the step:")
     print(format_table([["sample", "loss"], *([index, f"{loss:.6g}"] for loss, index in worst[:SHOWN])]))
     norms = {name: gradient.double().norm().item() for name, gradient in step.gradients.items()}
@@ -364,24 +366,24 @@ def show(step: Step) -> None:
     print(format_table([["parameter", "norm", "norm of the weights"], *rows]))
     if step.places:
         print("values that are not finite arise:")
-        print(format_table([["in", "where"], *([where, place] for where, place in step.places.items())]))
+        print(format_table([["in", "where"], *([label, origin] for label, origin in step.places.items())]))
 
 
 def differing_state(path: Path, state: dict[str, Any]) -> list[str]:
     """The names of the values that are not bitwise equal to those in a checkpoint."""
     both = [comparable(payload) for payload in (checkpoint.read(path)[0], state)]
-    saved, mine = (leaves({key: value for key, value in each.items() if key != "progress"}) for each in both)
-    return [name for name in saved if digest(saved[name]) != digest(mine.get(name))]
+    saved, current = (leaves({key: value for key, value in contents.items() if key != "progress"}) for contents in both)
+    return [name for name in saved if digest(saved[name]) != digest(current.get(name))]
 
 
 def show_records(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
     """Compare records of the run with those of the replay. Returns whether they are equal."""
     gaps: dict[str, float] = {}
-    for theirs, mine in pairs:
-        for name, value in theirs.items():
-            if name not in TIMES and value != mine.get(name):
-                is_number = isinstance(value, float) and isinstance(mine.get(name), float)
-                gap = abs(value - mine[name]) / max(abs(value), 1e-30) if is_number else math.inf
+    for run_record, replay_record in pairs:
+        for name, value in run_record.items():
+            if name not in TIMES and value != replay_record.get(name):
+                is_number = isinstance(value, float) and isinstance(replay_record.get(name), float)
+                gap = abs(value - replay_record[name]) / max(abs(value), 1e-30) if is_number else math.inf
                 gaps[name] = max(gap, gaps.get(name, 0.0))
     if not pairs:
         print("the run has no record of this step or later ones to compare with")

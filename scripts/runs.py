@@ -81,8 +81,8 @@ def may_run(folder: Path) -> bool:
     """Whether the run's owner may be alive: it holds the file lock, or is elsewhere and touches lock.json."""
     try:
         with open(folder / ".lock", "rb") as file:  # asks for the lock without taking it
-            asked = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-            is_held = struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK
+            request = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+            is_held = struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, request))[0] != fcntl.F_UNLCK
         is_here = read_json(folder / "lock.json").get("boot") == BOOT.read_text().strip()
         is_fresh = time.time() - (folder / "lock.json").stat().st_mtime < SECONDS_OF_A_LEASE
     except OSError:  # no lock, as in a copy; or not Linux
@@ -95,17 +95,17 @@ def find_runs(sources: list[str], choose: Callable[[list[int], int], list[int]] 
 
     choose: the checkpoints that are needed (utils.checkpoint.stored.local_run).
     """
-    found: dict[Path, str] = {}
+    titles: dict[Path, str] = {}
     for source in sources:
         if "://" in source:  # extra: companions
             from scripts.lib.stored import local_run  # only here: not every run is at a URL
 
-            found[local_run(source, choose or (lambda steps, best: []))] = source
+            titles[local_run(source, choose or (lambda steps, best: []))] = source
             continue
-        found |= {file.parent: "" for file in sorted(Path(source).glob("**/status.json"))}
-    if not found:
+        titles |= {file.parent: "" for file in sorted(Path(source).glob("**/status.json"))}
+    if not titles:
         raise UserError(f"{' '.join(sources)}: has no run (a folder with a status.json); give a run folder")
-    return [RunInfo(folder, title) for folder, title in found.items()]
+    return [RunInfo(folder, title) for folder, title in titles.items()]
 
 
 def metric_of(runs: list[RunInfo]) -> str:
@@ -117,13 +117,13 @@ def metric_of(runs: list[RunInfo]) -> str:
 def sort(runs: list[RunInfo], by: str) -> list[RunInfo]:
     """Sort by a setting or a metric of the best evaluation: numbers, text, then runs without it. Raises UserError."""
     values = {id(run): {**run.config, **(run.summary.get("best") or {})}.get(by) for run in runs}
-    known = [run for run in runs if values[id(run)] is not None]
-    if not known:
+    with_value = [run for run in runs if values[id(run)] is not None]
+    if not with_value:
         raise UserError(
             f"sort={by}: no run has that setting or metric; give a setting, or a metric of the eval records"
         )
-    known.sort(key=lambda run: (isinstance(values[id(run)], str), values[id(run)]))  # auto after all numbers
-    return known + [run for run in runs if values[id(run)] is None]
+    with_value.sort(key=lambda run: (isinstance(values[id(run)], str), values[id(run)]))  # auto after all numbers
+    return with_value + [run for run in runs if values[id(run)] is None]
 
 
 def labels(runs: list[RunInfo]) -> list[str]:
@@ -171,7 +171,7 @@ def plot(runs: list[RunInfo], metric: str, title: str = "") -> str:
             ranks = event.get("world_size")
             words = f"resumed on {ranks} rank{'s' * (ranks != 1)}" if ranks else "resumed"
             marks.append((event["step"], words, look["color"]))
-    if not any(each.points for each in series):
+    if not any(curve.points for curve in series):
         raise UserError(NO_RECORDS.format(metric))
     y_range = (0.0, 1.0) if metric in ("top1", "top5", "accuracy") else None
     label = AXES.get(metric, metric)
@@ -186,7 +186,8 @@ def weights_digests(folder: Path) -> dict[str, str]:
 
     path, _ = checkpoint.best_or_latest(folder, prefers_best=False)
     weights = {
-        name: each.flatten().contiguous().view(torch.uint8) for name, each in checkpoint.read(path)[0]["model"].items()
+        name: weight.flatten().contiguous().view(torch.uint8)
+        for name, weight in checkpoint.read(path)[0]["model"].items()
     }
     return {name: hashlib.sha256(weights[name].numpy()).hexdigest() for name in sorted(weights)}
 
@@ -196,19 +197,19 @@ def compare(runs: list[RunInfo]) -> dict[str, Any]:
     UserError."""
     if len(runs) < 2:
         raise UserError("compare: needs two runs; give their folders")
-    first, *others = digests = [weights_digests(run.folder) for run in runs]
+    first, *other_digests = digests = [weights_digests(run.folder) for run in runs]
     differences = []
-    for name in dict.fromkeys(name for each in digests for name in each):
-        pairs = zip(runs[1:], others, strict=True)
-        if other := [run.title for run, each in pairs if each.get(name) != first.get(name)]:
-            differences.append({"weight": name, "runs": other})
+    for name in dict.fromkeys(name for run_digests in digests for name in run_digests):
+        pairs = zip(runs[1:], other_digests, strict=True)
+        if differing := [run.title for run, run_digests in pairs if run_digests.get(name) != first.get(name)]:
+            differences.append({"weight": name, "runs": differing})
     named = [
         {
             "run": run.title,
-            "weights": hashlib.sha256(json.dumps(each).encode()).hexdigest(),
+            "weights": hashlib.sha256(json.dumps(run_digests).encode()).hexdigest(),
             "restarts": run.summary.get("restarts"),
         }
-        for run, each in zip(runs, digests, strict=True)
+        for run, run_digests in zip(runs, digests, strict=True)
     ]
     return {"equal": not differences, "differences": differences, "runs": named}
 
@@ -219,12 +220,12 @@ def diverge(sources: list[str], may_replay: bool) -> bool:  # extra: replay
 
     if len(sources) != 2:
         raise UserError("diverge: needs two runs; give their folders")
-    if all(os.path.isfile(each) for each in sources):
+    if all(os.path.isfile(source) for source in sources):
         text, is_equal = of_dumps([*map(Path, sources)])
     else:
-        a, b = (find_runs([each], (lambda steps, best: steps) if may_replay else None)[0] for each in sources)
-        one, other = labels([a, b])
-        text, is_equal = report(a, b, differing_settings([a, b]), (one, other), may_replay)
+        a, b = (find_runs([source], (lambda steps, best: steps) if may_replay else None)[0] for source in sources)
+        label_a, label_b = labels([a, b])
+        text, is_equal = report(a, b, differing_settings([a, b]), (label_a, label_b), may_replay)
     print(text)
     return is_equal
 
@@ -291,15 +292,15 @@ def show(options: argparse.Namespace) -> int:
         page = report.page(shown, differing_settings(runs))
         options.html.write_text(page, encoding="utf-8", errors="backslashreplace")
         say(f"wrote {options.html}")
-    found = compare(runs) if options.compare else {}
+    comparison = compare(runs) if options.compare else {}
     if options.json:
-        print(listing.as_json(found) if found else listing.listing(runs))
-    elif found:
-        for each in found["runs"]:
-            restarts = "-" if each["restarts"] is None else each["restarts"]
-            print(f"{each['run']}: weights {each['weights'][:16]}, restarts: {restarts}")
-        print("the weights are bitwise equal" if found["equal"] else "the weights DIFFER")
-    return int(not found.get("equal", True))
+        print(listing.as_json(comparison) if comparison else listing.listing(runs))
+    elif comparison:
+        for entry in comparison["runs"]:
+            restarts = "-" if entry["restarts"] is None else entry["restarts"]
+            print(f"{entry['run']}: weights {entry['weights'][:16]}, restarts: {restarts}")
+        print("the weights are bitwise equal" if comparison["equal"] else "the weights DIFFER")
+    return int(not comparison.get("equal", True))
 
 
 if __name__ == "__main__":

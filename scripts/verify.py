@@ -140,9 +140,9 @@ def prepare(config: TrainingConfig) -> Fork:
     device.choose_kernels = functools.partial(device.choose_kernels, has_tf32=False)  # for the short runs too
     gc.freeze()  # each short run begins with a collection, which need not look at what is imported
     ctx = setup_distributed(config)
-    found = provenance.collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit)
+    collected = provenance.collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit)
     RESULT.values |= {"ranks": ctx.world_size}
-    RESULT.values |= {name: found[name] for name in ("git_commit", "git_dirty", "versions")}
+    RESULT.values |= {name: collected[name] for name in ("git_commit", "git_dirty", "versions")}
     sys.stdout = Once(OUT if ctx.is_main else None)
     token = all_gather_json(time.time_ns(), ctx)[0]
     folder = config.run_folder.parent / f".verify-{token:x}"
@@ -218,8 +218,8 @@ class Report:
 
     def check_fields(self, read: set[str]) -> None:
         """Call after all checks. read: the fields that the fork's code has read meanwhile."""
-        known, given = read | mentioned_fields(), self._fork.given
-        unread = [setting for setting in fields_of_yours() if setting.name not in known]
+        used_fields, given = read | mentioned_fields(), self._fork.given
+        unread = [setting for setting in fields_of_yours() if setting.name not in used_fields]
         names = []
         for setting in unread:
             # those of the shipped model and data may stand in a fork without them, unless they are given
@@ -238,7 +238,7 @@ class Report:
             self._note("code", False, text, time.monotonic())
         broken = self.broken
         is_passed = not broken and len(self._outcomes) == self._checks
-        found = {
+        report = {
             "passed": is_passed,
             "time": provenance.now(),
             "ranks": ctx.world_size,
@@ -253,10 +253,10 @@ class Report:
             "not_checked": [part for check in RESULT.values["checks"] for part in check["not_checked"]],
         }
         if self._prints:
-            replace_json(verified.VERIFIED, found)
-        which = f"; broken: {', '.join(broken)}" if broken else ""
+            replace_json(verified.VERIFIED, report)
+        broken_text = f"; broken: {', '.join(broken)}" if broken else ""
         held = len(self._outcomes) - len(broken)
-        text = f"{held} of {self._checks} invariants hold{which}"
+        text = f"{held} of {self._checks} invariants hold{broken_text}"
         if not_checked := RESULT.values["not_checked"]:
             text += f"; not checked: {plural(not_checked, 'part')}"
         self._print(f"{text}; wrote {os.path.relpath(verified.VERIFIED)}")

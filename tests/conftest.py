@@ -60,8 +60,8 @@ def pytest_runtest_makereport(item, call):
     if DELETED and report.failed:
         names = "|".join(["-", *(name for fields in DELETED.values() for name in fields)])
         uses = rf"this fork has no extra \w+|(?:keyword argument|no attribute) '(?:{names})'"
-        if found := re.search(uses, report.longreprtext + report.capstderr):
-            report.outcome, report.longrepr = "skipped", (*item.location[:2], found[0])
+        if match := re.search(uses, report.longreprtext + report.capstderr):
+            report.outcome, report.longrepr = "skipped", (*item.location[:2], match[0])
     return report
 
 

@@ -21,13 +21,13 @@ def instructions() -> list[tuple[str, str]]:
 
 def copies() -> list[tuple[list[Path], str]]:
     """The sources and the target of each COPY. Raises AssertionError for a source that does not exist."""
-    found = []
-    for _, words in (each for each in instructions() if each[0] == "COPY"):
+    pairs = []
+    for _, words in (instruction for instruction in instructions() if instruction[0] == "COPY"):
         *sources, target = words.split()
         paths = [path for source in sources for path in sorted(ROOT.glob(source.rstrip("/")))]
         assert len(paths) >= len(sources), words
-        found.append((paths, target))
-    return found
+        pairs.append((paths, target))
+    return pairs
 
 
 def copy_into(folder: Path) -> None:

@@ -158,10 +158,10 @@ class Recorder(TorchDispatchMode):
 
     def take(self):
         """What was recorded since the last call."""
-        found = vars(self).get("found")
+        previous = vars(self).get("found")
         self.launches, self.copies, self.races, self.unkept = defaultdict(Counter), [], [], []
         self.found = {"launches": self.launches, "copies": self.copies, "races": self.races, "unkept": self.unkept}
-        return found
+        return previous
 
     @contextlib.contextmanager
     def within(self, part):
@@ -186,40 +186,40 @@ class Recorder(TorchDispatchMode):
         result = None if name.startswith("_fused_") else func(*args, **kwargs)  # they have no kernel without values
         if func.is_view or not name.isidentifier():  # that of a collective has a namespace
             return result
-        given = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-        changes = [each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
-        written, read = tensors_of([given.get(each) for each in changes] or result), tensors_of([args, kwargs])
+        given = {arg.name: value for arg, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        changes = [arg.name for arg in func._schema.arguments if arg.alias_info and arg.alias_info.is_write]
+        written, read = tensors_of([given.get(key) for key in changes] or result), tensors_of([args, kwargs])
         for tensor in () if changes else written:  # new memory
             self._written[storage(tensor)] = (Stream.current[-1], 0)
             self.kept[storage(tensor)].clear()
             self.pinned.discard(storage(tensor))
-        is_copy = name in COPIES and len({each.device for each in (*read, *written)}) > 1
+        is_copy = name in COPIES and len({leaf.device for leaf in (*read, *written)}) > 1
         if is_copy:
-            is_pinned = all(each.device.type != "cpu" or storage(each) in self.pinned for each in read)
+            is_pinned = all(leaf.device.type != "cpu" or storage(leaf) in self.pinned for leaf in read)
             is_async = given.get("non_blocking") and (is_pinned or written[0].device.type == "cpu")
             to = "to device" if written[0].device.type == DEVICE else "to host"
             self.copies.append([self.part, name, to, "async" if is_async else "waits"])
-        elif name not in NO_LAUNCH and any(each.device.type == DEVICE for each in written):
+        elif name not in NO_LAUNCH and any(leaf.device.type == DEVICE for leaf in written):
             self.launches[self.part][name] += 1
         if name not in NO_LAUNCH:
             self._order(name, read, written)
         return result
 
     def _order(self, name, read, written):
-        mine = Stream.current[-1]
+        current = Stream.current[-1]
         Stream.operators += 1
-        for tensor in (each for each in read if each.device.type == DEVICE):
-            stream, number = self._written.get(storage(tensor), (mine, 0))
-            if number > mine.seen[stream] and stream is not mine:
+        for tensor in (leaf for leaf in read if leaf.device.type == DEVICE):
+            stream, number = self._written.get(storage(tensor), (current, 0))
+            if number > current.seen[stream] and stream is not current:
                 self.races.append([self.part, name])
-            elif stream is not mine and mine not in self.kept[storage(tensor)]:
+            elif stream is not current and current not in self.kept[storage(tensor)]:
                 self.unkept.append([self.part, name])
         for tensor in written:
-            self._written[storage(tensor)] = (mine, Stream.operators)
+            self._written[storage(tensor)] = (current, Stream.operators)
 
 
 def tensors_of(tree):
-    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def storage(tensor):
@@ -228,12 +228,12 @@ def storage(tensor):
 
 def moved(module, device=None, memory_format=torch.preserve_format, **_):
     """nn.Module.to, which would swap tensors that FakeTensorMode refers to."""
-    for each in module.modules():
-        for name, p in each._parameters.items():
+    for submodule in module.modules():
+        for name, p in submodule._parameters.items():
             layout = memory_format if p is not None and p.ndim == 4 else torch.preserve_format
-            each._parameters[name] = p if p is None else nn.Parameter(p.detach().to(device, memory_format=layout))
-        for name, buffer in each._buffers.items():
-            each._buffers[name] = buffer.to(device)
+            submodule._parameters[name] = p if p is None else nn.Parameter(p.detach().to(device, memory_format=layout))
+        for name, buffer in submodule._buffers.items():
+            submodule._buffers[name] = buffer.to(device)
     return module
 
 
@@ -291,21 +291,21 @@ def made_of_stubs(recorder):
 def autocast():
     """The casts of MiniResNet's operators, which torch has for the devices that it knows. Returns what keeps them."""
     key, keys = "AutocastPrivateUse1", torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-    rest, mine = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    rest, library = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     rest.fallback(torch.library.fallthrough_kernel, key)
 
     def cast(function, dtype):
         def casting(*args):
-            args = [each.to(dtype) if isinstance(each, torch.Tensor) else each for each in args]
+            args = [value.to(dtype) if isinstance(value, torch.Tensor) else value for value in args]
             with torch._C._ExcludeDispatchKeyGuard(keys):
                 return function(*args)
 
         return casting
 
     for name in ("conv2d", "linear"):
-        mine.impl(name, cast(getattr(torch.ops.aten, name), torch.bfloat16), key)
-    mine.impl("log_softmax.int", cast(torch.ops.aten.log_softmax.int, torch.float32), key)
-    return rest, mine
+        library.impl(name, cast(getattr(torch.ops.aten, name), torch.bfloat16), key)
+    library.impl("log_softmax.int", cast(torch.ops.aten.log_softmax.int, torch.float32), key)
+    return rest, library
 
 
 def main():
@@ -313,16 +313,16 @@ def main():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     recorder, _casts = Recorder(), autocast()
     made_of_stubs(recorder)
-    found = {"plain": run(recorder), "more": run(recorder, *MORE)}
+    traces = {"plain": run(recorder), "more": run(recorder, *MORE)}
     with batches_are_graphs():
-        found["graphs"] = run(recorder)
+        traces["graphs"] = run(recorder)
     for name, (owner, function, fault) in FAULTS.items():
         with mock.patch.object(owner, function, fault):
             try:
-                found[name] = run(recorder)
+                traces[name] = run(recorder)
             except DataDependentOutputException as error:
-                found[name] = f"read: {error}"
-    print(json.dumps(found))
+                traces[name] = f"read: {error}"
+    print(json.dumps(traces))
 
 
 def run(recorder, *flags):
@@ -332,8 +332,8 @@ def run(recorder, *flags):
     clock = Clock(ctx.device)
     loader, _ = create_distributed_dataloader(dataset.create_dataset(config, "train"), config, ctx, clock)
     held_out = create_evaluation_dataloader(dataset.create_dataset(config, "val"), config, ctx, clock)
-    for each in (loader, held_out):
-        planned(each.sampler)
+    for data_loader in (loader, held_out):
+        planned(data_loader.sampler)
     with Fake(allow_non_fake_inputs=True), recorder:
         return train_and_save(recorder, loader, {"val": held_out}, config, ctx)
 
@@ -390,9 +390,9 @@ def train_and_save(recorder, loader, held_out, config, ctx):
     Evaluation(state.model, hooks, state.precision, ctx, state.parts).records(
         "val", held_out["val"], state.weights(), state.progress
     )
-    found = {"first step": steps[0], "step": steps[-1], "log point": log_point, "evaluation": recorder.take()}
+    trace = {"first step": steps[0], "step": steps[-1], "log point": log_point, "evaluation": recorder.take()}
     recorder.part = "checkpoint"
-    return found | {"checkpoint": save(recorder, state, attempt)}
+    return trace | {"checkpoint": save(recorder, state, attempt)}
 
 
 def save(recorder, state, attempt):

@@ -15,9 +15,9 @@ from pathlib import Path
 
 def python() -> str:
     """A Python that has fusepy, in this environment or in FUSE_PYTHON; "" if there is none or no FUSE here."""
-    for each in [sys.executable, os.environ.get("FUSE_PYTHON")] if os.path.exists("/dev/fuse") else []:
-        if each and not subprocess.run([each, "-c", "import fuse"], capture_output=True).returncode:
-            return each
+    for interpreter in [sys.executable, os.environ.get("FUSE_PYTHON")] if os.path.exists("/dev/fuse") else []:
+        if interpreter and not subprocess.run([interpreter, "-c", "import fuse"], capture_output=True).returncode:
+            return interpreter
     return ""
 
 
@@ -34,9 +34,9 @@ def serve(folder: Path, mount: str, bytes_per_second: float) -> None:
             return getattr(self, name)(str(folder) + path, *args)
 
         def getattr(self, path, handle=None):
-            found = os.lstat(path)
+            stats = os.lstat(path)
             names = "st_atime st_ctime st_gid st_mode st_mtime st_nlink st_size st_uid".split()
-            return {name: getattr(found, name) for name in names}
+            return {name: getattr(stats, name) for name in names}
 
         def readdir(self, path, handle):
             return [".", "..", *os.listdir(path)]
@@ -67,8 +67,8 @@ def serve(folder: Path, mount: str, bytes_per_second: float) -> None:
             os.symlink(target, path)
 
         def statfs(self, path):
-            found = os.statvfs(path)
-            return {name: getattr(found, name) for name in dir(found) if name.startswith("f_") and name != "f_fsid"}
+            stats = os.statvfs(path)
+            return {name: getattr(stats, name) for name in dir(stats) if name.startswith("f_") and name != "f_fsid"}
 
         truncate = staticmethod(lambda path, length, handle=None: os.truncate(path, length))
         mkdir, rmdir, unlink, readlink, chmod = map(

@@ -26,14 +26,14 @@ class Guarantee:
 
 
 def read_guarantees() -> list[Guarantee]:
-    found, section = [], ""
+    rows, section = [], ""
     for line in (ROOT / "docs/guarantees.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             section = line.removeprefix("## ")
         elif line.startswith("| ") and not line.startswith("| key |"):
             row, *marker = re.split("(?=<!-- extra: )", line)
-            found.append(Guarantee(section, *(cell.strip() for cell in row.strip("|").split(" | ")), *marker))
-    return found
+            rows.append(Guarantee(section, *(cell.strip() for cell in row.strip("|").split(" | ")), *marker))
+    return rows
 
 
 GUARANTEES = read_guarantees()
@@ -41,12 +41,12 @@ GUARANTEES = read_guarantees()
 
 def marked(items: list) -> list[tuple[str, ...]]:
     """(key, "default" or "slow", node id) of each test that carries a key."""
-    found = set()
+    marks = set()
     for item in items:
         kind = "slow" if item.get_closest_marker("slow") else "default"
         for mark in item.iter_markers("guarantee"):
-            found |= {(key, kind, item.nodeid) for key in mark.args or ["(none)"]}
-    return sorted(found)
+            marks |= {(key, kind, item.nodeid) for key in mark.args or ["(none)"]}
+    return sorted(marks)
 
 
 def pytest_collection_finish(session) -> None:
@@ -64,8 +64,8 @@ def collect() -> list[tuple[str, ...]]:
 
 def written(text: str) -> str:
     """The text of the page with a renewed table: the rows of the section "What a run survives", without their keys."""
-    shown = [each for each in GUARANTEES if each.section == "What a run survives"]
-    rows = [f"| {each.subject} | {each.promise} |{each.marker}" for each in shown]
+    shown = [guarantee for guarantee in GUARANTEES if guarantee.section == "What a run survives"]
+    rows = [f"| {guarantee.subject} | {guarantee.promise} |{guarantee.marker}" for guarantee in shown]
     table = "\n".join(["| what happens | what follows |", "|---|---|", *rows])
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"

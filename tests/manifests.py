@@ -17,9 +17,9 @@ VERSIONS = ("1.31", "1.37")  # the oldest version with all fields, and the newes
 def documents():
     """All manifests, by kind."""
     yaml = package("yaml")
-    found = [each for file in sorted(FOLDER.glob("*.yaml")) for each in yaml.safe_load_all(file.read_text())]
-    assert len(found) == len({each["kind"] for each in found}) == 6
-    return {each["kind"]: each for each in found}
+    loaded = [document for file in sorted(FOLDER.glob("*.yaml")) for document in yaml.safe_load_all(file.read_text())]
+    assert len(loaded) == len({document["kind"] for document in loaded}) == 6
+    return {document["kind"]: document for document in loaded}
 
 
 def validate(document):
@@ -27,8 +27,8 @@ def validate(document):
     if document["apiVersion"].startswith("trainer.kubeflow.org/"):
         models = package("kubeflow_trainer_api.models")
         model = getattr(models, f"TrainerV1alpha1{document['kind']}").from_dict(document)
-        known = json.loads(json.dumps(model.to_dict(), default=str))  # a model drops unknown fields
-        assert document["kind"] in ("TrainingRuntime", "TrainJob") and known == document, "has an unknown field"
+        parsed = json.loads(json.dumps(model.to_dict(), default=str))  # a model drops unknown fields
+        assert document["kind"] in ("TrainingRuntime", "TrainJob") and parsed == document, "has an unknown field"
     else:
         for version in VERSIONS:
             package("kubernetes_validate").validate(document, version, strict=True)
@@ -56,8 +56,8 @@ def job_of_the_trainer(runtime, train_job):
 
 def both() -> list[dict]:
     """The Job that a cluster would run, from each of the two manifests."""
-    found = documents()
-    return [found["Job"], job_of_the_trainer(found["TrainingRuntime"], found["TrainJob"])]
+    by_kind = documents()
+    return [by_kind["Job"], job_of_the_trainer(by_kind["TrainingRuntime"], by_kind["TrainJob"])]
 
 
 def started(job, index):
@@ -65,11 +65,11 @@ def started(job, index):
     container = job["spec"]["template"]["spec"]["containers"][0]
     fields = {INDEX: str(index), "metadata.labels['batch.kubernetes.io/controller-uid']": "5fcf6d81"}
     env = {}
-    for each in container["env"]:  # in order: a later variable cannot be expanded
-        if "value" in each:
-            env[each["name"]] = filled(each["value"], env)
+    for entry in container["env"]:  # in order: a later variable cannot be expanded
+        if "value" in entry:
+            env[entry["name"]] = filled(entry["value"], env)
         else:
-            env[each["name"]] = fields[each["valueFrom"]["fieldRef"]["fieldPath"]]
+            env[entry["name"]] = fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
     return [filled(word, env) for word in container["command"] + container["args"]], env
 
 

@@ -52,7 +52,7 @@ MUTATIONS = [
     Mutation('send_error', 'queue.put((number, (micro_batch, kind(explain_files(error) or text))))', 'queue.put((number, (micro_batch, kind(text))))', 'open-files'),
     Mutation('asks_for_more', 'new_limits = *limits_of(values), values["patience"] or math.inf', 'new_limits = *limits_of(values), old_patience or math.inf', 'schedule-end'),
     Mutation('single_environment', 'return {name: value for name, value in os.environ.items() if not OF_A_RANK.fullmatch(name)}', 'return dict(os.environ)', 'command'),  # extra: companions
-    Mutation('compare_evaluated', 'line, is_other = compare_data(before[split], here[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),
+    Mutation('compare_evaluated', 'line, is_other = compare_data(before[split], current[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),
     Mutation('best_name', 'return path.stem if best.is_dir() else path.name', 'return ""', 'keep-last'),
     Mutation('decide_start', 'restore_existing_run(new)', 'pass', 'mirror-owner'),  # extra: companions
     Mutation('RunFolder._is_undone', 'restore_existing_run(moved)', 'pass', 'mirror-owner'),  # extra: companions
@@ -64,7 +64,7 @@ MUTATIONS = [
     Mutation('_of_8_bits', 'file = Image.alpha_composite(Image.new("RGBA", file.size, "white"), file).convert("RGB")', 'file = file.convert("RGB")', 'image-levels'),  # extra: images
     Mutation('kind_of', 'return HIDDEN if name.startswith(".") or name in OF_TOOLS else os.path.splitext(name)[1].lower()', 'return os.path.splitext(name)[1].lower()', 'splits'),  # extra: images
     Mutation('check_splits', 'if not val.exists():', 'if False:', 'splits'),  # extra: images
-    Mutation('check_labels', 'shown = "".join(each for each in label if unicodedata.category(each) != "Cf")  # marks without width', 'shown = label', 'labels'),  # extra: images
+    Mutation('check_labels', 'shown = "".join(char for char in label if unicodedata.category(char) != "Cf")  # marks without width', 'shown = label', 'labels'),  # extra: images
     Mutation('read_config', 'problems += read.problems', 'pass', 'config'),
     Mutation('read_config', 'sources = {name: f"{file}: " for name in in_file if name not in given}', 'sources = dict[str, str]()', 'config'),
     Mutation('find_conflicts', 'config = _valid_part(config, missing)', 'pass', 'config'),
@@ -77,11 +77,11 @@ MUTATIONS = [
     Mutation('expand', 'return os.path.expanduser(os.path.expandvars(path))', 'return path', 'paths'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].add_(other.values[:size])', 'no-silence'),
     Mutation('LogWindow.finish_read', 'sums.sum_of("skipped_steps").add_(len(norms) - len(finite))', 'pass', 'no-silence'),
-    Mutation('AsyncSnapshot._compare_ranks', 'self._odd_rank = next((rank for rank, each in enumerate(buffers) if each != buffers[0]), None)', 'pass', 'other-buffers'),
+    Mutation('AsyncSnapshot._compare_ranks', 'self._odd_rank = next((rank for rank, digest in enumerate(buffers) if digest != buffers[0]), None)', 'pass', 'other-buffers'),
     Mutation('StoredRun.checkpoints', 'names = [*owner.get("inherits", []), *self.names(f"{latest:08d}/manifests")]', 'names = [name for name in self.names() if "/manifests/" in name]', 'mirror-owner'),  # extra: companions
-    Mutation('StoredRun.fetch', 'if archive.verify(place / part).digest != file["sha256"]:', 'if False:', 'mirror-resume'),  # extra: companions
+    Mutation('StoredRun.fetch', 'if archive.verify(staging / part).digest != file["sha256"]:', 'if False:', 'mirror-resume'),  # extra: companions
     Mutation('StoredRun.restore_own_records', 'self._restore(name, path)', 'pass', 'mirror-resume'),  # extra: companions
-    Mutation('Uploads._is_a_node_behind', 'return any(each.get("step", -1) < step or (state and not each.get("state")) for each in self._of_nodes())', 'return False', 'mirror-resume'),  # extra: companions
+    Mutation('Uploads._is_a_node_behind', 'return any(node.get("step", -1) < step or (state and not node.get("state")) for node in self._of_nodes())', 'return False', 'mirror-resume'),  # extra: companions
     Mutation('Mirror.end', 'if status.get("state") == "failed" and self.read_json(name):  # else the earlier records count', 'if status.get("state") == "failed":', 'mirror-resume'),  # extra: companions
     Mutation('Mirror.end', 'self.write_json(f"owners/{self.generation:08d}.beat", {"state": "ended"})', 'pass', 'mirror-owner'),  # extra: companions
     Mutation('share', '_send(path / name, 0 if is_whole else number, run, ctx)', '_send(path / name, 0, run, ctx)', 'mirror-resume'),  # extra: companions
@@ -103,10 +103,10 @@ MUTATIONS = [
     Mutation('_totals', 'products *= _keys(device)[first : first + len(products)]', 'pass', 'fingerprint'),
     Mutation('_totals', 'totals[device] += products.sum() * (derive_seed(name, block) | 1)', 'totals[device] += products.sum()', 'fingerprint'),
     Mutation('_pieces', 'first = own_rows(owner)[0]', 'pass', 'fingerprint'),
-    Mutation('changed_bits', 'if saved not in (None, each)', 'if False', 'fingerprint'),
+    Mutation('changed_bits', 'if saved not in (None, bits)', 'if False', 'fingerprint'),
     Mutation('fingerprint', 'dist.all_reduce(total, group=group)', 'pass', 'fingerprint'),
-    Mutation('first_gap', 'if "fingerprint" in names or (names and not one.keys() & other.keys() & {"fingerprint"}):', 'if names:', 'diverge'),  # extra: replay and reports
-    Mutation('content', 'places = unequal(mine, its)', 'places = unequal(mine, mine)', 'diverge'),  # extra: replay and reports
+    Mutation('first_gap', 'if "fingerprint" in names or (names and not record_a.keys() & record_b.keys() & {"fingerprint"}):', 'if names:', 'diverge'),  # extra: replay and reports
+    Mutation('content', 'positions = unequal(tensor_a, tensor_b)', 'positions = unequal(tensor_a, tensor_a)', 'diverge'),  # extra: replay and reports
     Mutation('DDPModel.accumulating', 'with nullcontext() if micro_batch.is_last else self.no_sync():', 'with self.no_sync() if micro_batch.is_last else nullcontext():', 'gradient'),
     Mutation('TrainState.plan', 'self._loss_scale.fill_(self.strategy.divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
     Mutation('TrainState.update_if_finite', 'divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.sums.loss_count, float(samples)) * 2.0**-self.progress.loss_shift', 'gradient'),
@@ -120,23 +120,23 @@ MUTATIONS = [
     Mutation('AfterStep.after_update', 'self._after_step(model, self.view, (1 - skipped).double())', 'self._after_step(model, self.view, torch.ones_like(skipped).double())', 'after-step'),
     Mutation('StepView.fill', 'self.samples_seen.fill_(progress.samples_seen)', 'self.samples_seen.fill_(progress.samples_in_epoch)', 'step-loss'),
     Mutation('LossTerms._begun', 'work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None', 'work = None', 'terms'),
-    Mutation('LossTerms._begun', 'counts[each.number] = self.counts(each.batch)', 'counts[0] += self.counts(each.batch)', 'terms'),
+    Mutation('LossTerms._begun', 'counts[fetched_batch.number] = self.counts(fetched_batch.batch)', 'counts[0] += self.counts(fetched_batch.batch)', 'terms'),
     Mutation('LossTerms.divide_by', 'self._counts, self._divisors = counts, torch.where(counts > 0, counts, math.inf)', 'self._counts, self._divisors = counts, counts', 'terms'),
     Mutation('LossTerms.mean', 'return (sums / self._divisors).sum()', 'return sums.sum() / self._divisors.mean()', 'terms'),
     Mutation('LossTerms.after_forward', 'return metrics | {"loss": (self.mean(sums), self._one if number == 0 else 0.0)} | terms', 'return metrics | {"loss": (self.mean(sums), self._one)} | terms', 'terms'),
-    Mutation('LossTerms.finish_read', 'self.check(counted, found)', 'pass', 'terms'),
+    Mutation('LossTerms.finish_read', 'self.check(counted, actual)', 'pass', 'terms'),
     Mutation('TermMeans.__call__', 'quotients = torch.where(count == 0, total, total / count)  # a sum that is not finite stays so', 'quotients = total / count.sum()', 'terms'),
     Mutation('compute_gradient', 'state.backward(loss_sum, micro_batch.is_padding)', 'state.backward(loss_sum, False)', 'gradient'),
-    Mutation('Budget.pack', 'if (length if length > longest else longest) * count > self.tokens or count > most:', 'if (length if length > longest else longest) * count >= self.tokens or count > most:', 'lengths'),  # extra: lengths
+    Mutation('Budget.pack', 'if (length if length > longest else longest) * count > self.tokens or count > max_samples:', 'if (length if length > longest else longest) * count >= self.tokens or count > max_samples:', 'lengths'),  # extra: lengths
     Mutation('Budget.pack', 'if count > 1:', 'if count > 2:', 'lengths'),  # extra: lengths
     Mutation('BudgetSampler._pack', 'part.sort(stable=True, descending=number % 2 == 1).indices + number * window', 'part.sort(stable=True).indices + number * window', 'lengths'),  # extra: lengths
-    Mutation('BudgetSampler.micro_batches', 'number = sizes.index(min(sizes)) if is_padding else mine[k]', 'number = 0 if is_padding else mine[k]', 'lengths'),  # extra: lengths
-    Mutation('BudgetSampler.micro_batches', 'passes = math.ceil(count / self.num_replicas) if self.assignment.is_padded else max(1, len(mine))', 'passes = max(1, len(mine))', 'lengths'),  # extra: lengths
-    Mutation('balanced', 'places = [(hand, ranks - 1 - rank if turn % 2 else rank) for turn, hand in enumerate(hands)]', 'places = [(hand, rank) for turn, hand in enumerate(hands)]', 'lengths'),  # extra: lengths
+    Mutation('BudgetSampler.micro_batches', 'number = sizes.index(min(sizes)) if is_padding else numbers[k]', 'number = 0 if is_padding else numbers[k]', 'lengths'),  # extra: lengths
+    Mutation('BudgetSampler.micro_batches', 'passes = math.ceil(count / self.num_replicas) if self.assignment.is_padded else max(1, len(numbers))', 'passes = max(1, len(numbers))', 'lengths'),  # extra: lengths
+    Mutation('balanced', 'dealt = [(hand, ranks - 1 - rank if turn % 2 else rank) for turn, hand in enumerate(hands)]', 'dealt = [(hand, rank) for turn, hand in enumerate(hands)]', 'lengths'),  # extra: lengths
     Mutation('Schedule.plan', 'total = epochs * sampler.steps_per_epoch', 'total = progress.step + sampler.steps_left(progress.epoch, progress.samples_in_epoch, epochs)', 'lengths'),  # extra: lengths
     Mutation('Schedule.factor_at', 'step = min(step, length - 1)  # epochs may have a few more steps than the first one', 'pass', 'lengths'),  # extra: lengths
     Mutation('read_lengths', 'return lengths.tobytes()', 'return lengths[::-1].tobytes()', 'lengths'),  # extra: lengths
-    Mutation('first_passes', 'on_all_ranks(lambda: [train_twice(model, each, state, compute_loss) for each in others], ctx)', 'pass', 'lengths'),  # extra: lengths
+    Mutation('first_passes', 'on_all_ranks(lambda: [train_twice(model, other_batch, state, compute_loss) for other_batch in other_batches], ctx)', 'pass', 'lengths'),  # extra: lengths
     Mutation('GlobalBatchSampler.micro_batches', 'count = math.ceil(len(entries) / size)', 'count = max(1, len(entries) // size)', 'order'),
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm.cpu() < math.inf', 'no-reads'),
     Mutation('Updater.step', 'divisor = divisor * ((norm + 1e-6) / self._config.clip_grad_norm).clamp(min=1)', 'divisor = divisor * ((2 * norm + 1e-6) / self._config.clip_grad_norm).clamp(min=1)', 'weights'),
@@ -161,7 +161,7 @@ MUTATIONS = [
     Mutation('mix', 'torch.default_generator.manual_seed(seed)', 'pass', 'samples'),  # extra: images
     Mutation('first_passes', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss), ctx)', 'unwrapped'),
     Mutation('Updater.step', 'if thawed := [name for p, name in self._frozen.items() if p.requires_grad]:', 'if thawed := []:', 'thawed'),
-    Mutation('alike_on_all_ranks', 'require_equal(first if all(map(are_alike, mine, first)) else mine, sentence, ctx)', 'pass', 'other-samples'),  # extra: sketches
+    Mutation('alike_on_all_ranks', 'require_equal(first if all(map(are_alike, local_sketches, first)) else local_sketches, sentence, ctx)', 'pass', 'other-samples'),  # extra: sketches
     Mutation('compare', '(wrong if is_other else may).extend([line] if line else [])', 'may.extend([line] if line else [])', 'other-samples'),  # extra: sketches
     Mutation('_is_alike', 'return all(abs(a - b) <= TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))', 'return True', 'other-samples'),  # extra: sketches
     Mutation('RunningStats.add', 'self._sum.add_(self._latest, alpha=samples)', 'self._sum.add_(self._latest)', 'batchnorm'),
@@ -180,9 +180,9 @@ MUTATIONS = [
     Mutation('Schedule.is_evaluation_due', 'return is_due and progress.evaluated_step != progress.step', 'return is_due', 'evaluation-by-steps'),
     Mutation('validate', 'training.model.train()', 'pass', 'evaluation-by-steps'),
     Mutation('train_one_epoch', 'if schedule.is_patience_over:', 'if False:', 'evaluation-by-steps'),
-    Mutation('complete', 'wrong = sorted(name for name in names if ours.get(name) != theirs[name])', 'wrong = []', 'unsaved'),
-    Mutation('complete', 'names = saved.keys() | (here.keys() & weights.keys())', 'names = saved.keys()', 'unsaved'),
-    Mutation('left_out', 'if trained := [name for name, parameter in found.items() if parameter.requires_grad]:', 'if trained := []:', 'unsaved'),
+    Mutation('complete', 'wrong = sorted(name for name in names if ours.get(name) != expected[name])', 'wrong = []', 'unsaved'),
+    Mutation('complete', 'names = saved.keys() | (current.keys() & weights.keys())', 'names = saved.keys()', 'unsaved'),
+    Mutation('left_out', 'if trained := [name for name, parameter in unsaved.items() if parameter.requires_grad]:', 'if trained := []:', 'unsaved'),
     Mutation('WeightAverage.after_load', 'self.load_state_dict(payload["ema"] or payload["model"])', 'self.load_state_dict(payload["model"])', 'resume'),
     Mutation('in_order', 'order = torch.tensor([index for part in parts for index in part["indices"]]).argsort()', 'order = torch.arange(sum(len(part["indices"]) for part in parts))', 'summary'),
     Mutation('Outputs.add', 'if not is_padding:', 'if True:', 'summary'),
@@ -190,8 +190,8 @@ MUTATIONS = [
     Mutation('Summary.try_evaluation', 'check_size(bytes_of(outputs) / size * samples)', 'pass', 'summary'),
     Mutation('Updater.load_state_dict', 'if self.scaler.is_enabled() and payload["scaler"]:', 'if False:', 'resume'),
     Mutation('load_optimizer', 'restore_entries(optimizer, saved.get("changed_in_groups", []), names)', 'pass', 'resume'),
-    Mutation('load_optimizer', 'optimizer.load_state_dict(own | others | {"state": states})', 'optimizer.load_state_dict(own | others | {"state": {}})', 'resume'),
-    Mutation('load_optimizer', 'others = {key: saved[key] for key in own.keys() & saved.keys() if key != "param_groups"}', 'others = {}', 'resume'),
+    Mutation('load_optimizer', 'optimizer.load_state_dict(state_dict | other_entries | {"state": states})', 'optimizer.load_state_dict(state_dict | other_entries | {"state": {}})', 'resume'),
+    Mutation('load_optimizer', 'other_entries = {key: saved[key] for key in state_dict.keys() & saved.keys() if key != "param_groups"}', 'other_entries = {}', 'resume'),
     Mutation('take_weights', 'if is_other_model or 2 * len(fitting) < len(in_started):', 'if is_other_model:', 'plain-load'),
     Mutation('match_names', 'short = name.removeprefix(prefix)', 'short = name', 'plain-load'),
     Mutation('WeightAverage.__init__', 'self._copies = {value: full_precision(source) for value, source in sources.items()}', 'self._copies = {value: source.clone() for value, source in sources.items()}', 'weights'),
@@ -232,15 +232,15 @@ MUTATIONS = [
     Mutation('train_one_epoch', 'reporter.step_done(samples, indices)', 'reporter.step_done(samples + 0 * int(metrics["loss"][0].item()), indices)', 'no-reads'),
     Mutation('ddp_options', '"gradient_as_bucket_view": True,', '"gradient_as_bucket_view": False,', 'buckets'),
     Mutation('ddp_options', 'return no_buffers | {', 'return {', 'collectives'),
-    Mutation('setup_distributed', 'fast_bf16=all(each["bf16"] for each in rank_infos),', 'fast_bf16=any(each["bf16"] for each in rank_infos),', 'precision'),
-    Mutation('describe_hang', 'last = [rank for rank, where in known.items() if where == min(known.values())]', 'last = [rank for rank, where in known.items() if where == max(known.values())]', 'hang'),  # extra: watch
+    Mutation('setup_distributed', 'fast_bf16=all(info["bf16"] for info in rank_infos),', 'fast_bf16=any(info["bf16"] for info in rank_infos),', 'precision'),
+    Mutation('describe_hang', 'last = [rank for rank, reached in progress.items() if reached == min(progress.values())]', 'last = [rank for rank, reached in progress.items() if reached == max(progress.values())]', 'hang'),  # extra: watch
     Mutation('RunFolder.rewind', 'if record.get("event") in BEGINNINGS:', 'if False:', 'goodput'),
     Mutation('RunFolder.now', 'return iso(self._clock_at_0 + time.monotonic())', 'return iso()', 'clock-jump'),
     Mutation('RunFolder.check_owner', 'if token != self.start_decision.token:', 'if False:', 'one-owner'),
     Mutation('RunLock._take_file_lock', 'fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].copy_(other.values[:size])', 'weights'),
     Mutation('Updater.step', 'self.optimizer.found_inf = skipped', 'self.optimizer.found_inf = self.zero', 'not-finite'),
-    Mutation('compare_data', 'if before["identity"] != here["identity"]:', 'if False:', 'must-match'),
+    Mutation('compare_data', 'if before["identity"] != current["identity"]:', 'if False:', 'must-match'),
     Mutation('end_workers', 'child.kill()', 'pass', 'clean-exit'),
     Mutation('compute_loss', 'return {"loss": (loss, len(labels)), "top1": (count_correct(logits, labels), len(labels))}', 'return {"loss": (loss / len(labels), len(labels)), "top1": (count_correct(logits, labels), len(labels))}', 'shipped-loss'),
     Mutation('StepSums.lay_out', 'self.running_stats.sum_into(self.metrics.values[len(self.metrics.values) - self.running_stats.size :])', 'pass', 'batchnorm'),
@@ -251,7 +251,7 @@ MUTATIONS = [
     Mutation('check_interfaces', 'if variable.startswith("GLOO") and given.startswith(("^", "=")):', 'if False:', 'misconfigured'),  # extra: launcher
     Mutation('launch', 'create_folders(config, has_run=is_training and plan.nodes.most > 1)', 'create_folders(config)', 'nodes'),  # extra: launcher
     Mutation('read_nodes', 'if rank >= most:', 'if rank > most:', 'misconfigured'),  # extra: launcher
-    Mutation('main', 'is_failed = any(each.level == verdict.FAILURE for each in steps.findings)', 'is_failed = False', 'preflight'),  # extra: preflight
+    Mutation('main', 'is_failed = any(finding.level == verdict.FAILURE for finding in steps.findings)', 'is_failed = False', 'preflight'),  # extra: preflight
     Mutation('main', 'return 0 if is_passed else 1', 'return 0', 'verify'),  # extra: verify
     Mutation('read', 'kind = choose_weights(payload, use_ema, source)', 'kind = "model"', 'export'),
     Mutation('merge', 'if part.fullmatch(left.name):', 'if left.name.startswith(f"{out.name}.rank"):', 'predict'),
@@ -262,7 +262,7 @@ MUTATIONS = [
     Mutation('build_sharded', 'group.set_gradient_divide_factor(1.0)', 'pass', 'sharding'),  # extra: sharding
     Mutation('norm_over', 'return torch.linalg.vector_norm(norms)', 'return norm', 'sharding'),  # extra: sharding
     Mutation('build_sharded', 'group.reshard()', 'pass', 'sharding'),  # extra: sharding
-    Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(mine))', 'passes = max(1, len(mine))', 'sharding'),  # extra: sharding
+    Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(numbers))', 'passes = max(1, len(numbers))', 'sharding'),  # extra: sharding
     Mutation('optimizer_state', 'key: wrap(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value', 'key: value', 'sharded-resume'),  # extra: sharding
     Mutation('FolderLayout.write', 'self._on_all(lambda: self._prepare(path, folder, payload), path, payload)', 'self._prepare(path, folder, payload)', 'sharded-save'),  # extra: sharding
     Mutation('FolderFormat.verify', 'if archive.verify(path / name, is_hashed=number % part[1] == part[0]) != (step, files[name]):', 'if archive.verify(path / name).step != step:', 'sharded-damage'),  # extra: sharding
@@ -326,10 +326,10 @@ def is_caught(mutation: Mutation, origin: Path, tests: list[str]) -> bool:
         path, text = mutated(mutation, copy)
         path.write_text(text, encoding="utf-8")
         began = time.monotonic()
-        code, said = run_tests(copy, tests)
+        code, output = run_tests(copy, tests)
         seconds = time.monotonic() - began
-    failed = re.search(r"^FAILED (\S+)", said, re.M) if code == 1 else None
-    how = f"caught    {failed[1]}" if failed else f"SURVIVED  exit code {code}\n{said[-2000:]}"
+    failed = re.search(r"^FAILED (\S+)", output, re.M) if code == 1 else None
+    how = f"caught    {failed[1]}" if failed else f"SURVIVED  exit code {code}\n{output[-2000:]}"
     print(f"[{mutation.breaks}] {mutation.title}\n    {how} ({seconds:.0f} s)", flush=True)
     return failed is not None
 
@@ -339,10 +339,14 @@ def main() -> int:
     parser.add_argument("text", nargs="*", help="only faults that contain one of these texts")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="faults tried at once")
     options = parser.parse_args()
-    chosen = [each for each in MUTATIONS if any(text in each.title + each.breaks for text in options.text or [""])]
-    keys = {each.breaks for each in chosen}
-    found = [(key, test) for key, kind, test in collect() if key in keys and kind == "default"]
-    tests = sorted({test for _, test in found})
+    chosen = [
+        mutation
+        for mutation in MUTATIONS
+        if any(text in mutation.title + mutation.breaks for text in options.text or [""])
+    ]
+    keys = {mutation.breaks for mutation in chosen}
+    pairs = [(key, test) for key, kind, test in collect() if key in keys and kind == "default"]
+    tests = sorted({test for _, test in pairs})
     has_xdist = importlib.util.find_spec("xdist") is not None
     parallel = ["-n", str(options.jobs + 1), "--dist", "loadfile"] if has_xdist else []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPoolExecutor(options.jobs) as threads:
@@ -350,11 +354,13 @@ def main() -> int:
         for command in ("init -q", "add -A"):  # tests need a git repository, as in a clone
             subprocess.run(["git", *command.split()], cwd=origin, check=True)
         print(f"{len(tests)} tests of {len(keys)} guarantees, without a fault ...", flush=True)
-        code, said = run_tests(origin, tests, *parallel)
+        code, output = run_tests(origin, tests, *parallel)
         if code:
-            print(f"the tests fail without a fault; fix them first\n{said[-3000:]}")
+            print(f"the tests fail without a fault; fix them first\n{output[-3000:]}")
             return 1
-        own = [[test for key, test in reversed(found) if key == each.breaks] for each in chosen]  # tests/unit first
+        own = [
+            [test for key, test in reversed(pairs) if key == mutation.breaks] for mutation in chosen
+        ]  # tests/unit first
         caught = [*threads.map(is_caught, chosen, [origin] * len(chosen), own)]
     print(f"{sum(caught)} of {len(chosen)} faults were caught")
     return 0 if chosen and all(caught) else 1

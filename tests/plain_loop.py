@@ -66,7 +66,7 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False, packed
     norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)] or [torch.zeros(1)]
     before, means = ([torch.empty_like(s) for s in statistics] for _ in range(2))
-    size = (each := config.batch_size) * micro_batches_per_step
+    size = (batch_size := config.batch_size) * micro_batches_per_step
     used = len(data) - config.drop_last * (len(data) % size)
     per_epoch, (most_epochs, most_steps) = len(packed[0]) if packed else math.ceil(used / size), config.limits
     total = int(min(most_epochs * per_epoch, most_steps))
@@ -77,7 +77,9 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False, packed
     after_step = torch.no_grad()(with_config(hooks.get("after_step", lambda *_: None), config))
     for epoch in range(math.ceil(total / per_epoch)):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(number("order", config.seed, epoch)))
-        for parts in packed[epoch] if packed else [w.split(each) for w in order[:used].split(size)[: total - step - 1]]:
+        for parts in (
+            packed[epoch] if packed else [w.split(batch_size) for w in order[:used].split(size)[: total - step - 1]]
+        ):
             seen, step, count, loss_of_step = epoch * used + (step + 1) % per_epoch * size, step + 1, 0.0, 0.0
             now = {"step": step, "total_steps": total, "epoch": epoch, "samples_seen": seen}
             view = Progress(**{name: torch.full((), value, device=device) for name, value in now.items()})
@@ -88,7 +90,7 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False, packed
             counts = sum(map(Counter, map(counts_of, batches)), Counter())
             for m, (chosen, batch) in enumerate(zip(parts, batches, strict=True)):
                 torch._foreach_copy_(statistics, before)  # each micro-batch moves those before the step
-                [each.manual_seed(number("step", config.seed, step, m)) for each in generators]
+                [generator.manual_seed(number("step", config.seed, step, m)) for generator in generators]
                 loss = loss_of(model, batch, **more)["loss"]
                 if counts:  # of the global batch, without terms that counted nothing
                     loss = sum(loss[name][2] * loss[name][0] / n for name, n in counts.items()), 1 / len(parts)

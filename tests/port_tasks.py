@@ -184,8 +184,8 @@ class Policy(nn.Module):
 
 
 def log_probability(net, tokens):
-    found = net(tokens[:, :-1]).log_softmax(2)
-    return found.gather(2, tokens[:, 1:, None]).squeeze(2).sum(1)
+    log_probs = net(tokens[:, :-1]).log_softmax(2)
+    return log_probs.gather(2, tokens[:, 1:, None]).squeeze(2).sum(1)
 
 
 def preference_loss(net, pairs):

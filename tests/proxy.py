@@ -58,18 +58,18 @@ class Handler(BaseHTTPRequestHandler):
         server = http.client.HTTPConnection("127.0.0.1", proxy.port)
         server.request(self.command, self.path, body, dict(self.headers))
         response = server.getresponse()
-        found = response.status, dict(response.getheaders()), response.read()
+        reply = response.status, dict(response.getheaders()), response.read()
         server.close()
         if "list-type=2" in self.path:
             if fault == "stale":
-                found = proxy.lists.get(self.path, found)
+                reply = proxy.lists.get(self.path, reply)
             else:
-                proxy.lists[self.path] = found
+                proxy.lists[self.path] = reply
         if callable(fault):
             fault()
         if fault == "lose":
             return self.hang_up()
-        self.reply(*found, is_cut=fault == "cut")
+        self.reply(*reply, is_cut=fault == "cut")
 
     def reply(self, status: int, headers: dict[str, str], body: bytes, is_cut: bool = False) -> None:
         self.send_response_only(status)

@@ -208,12 +208,12 @@ def marked(program: subprocess.Popen) -> list[int]:
     def has_mark(process: Path) -> bool:
         return program.mark in (process / "environ").read_bytes().split(b"\0")
 
-    found, is_its = [], program.is_mine if isinstance(program, WarmLaunch) else has_mark
+    pids, is_its = [], program.is_mine if isinstance(program, WarmLaunch) else has_mark
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if is_its(process) and int(process.name) != os.getpid():
-                found.append(int(process.name))
-    return found
+                pids.append(int(process.name))
+    return pids
 
 
 class WarmLaunch:

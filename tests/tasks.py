@@ -149,8 +149,8 @@ def teach(net, progress, taken):
     """The weights' bound comes first, so that the order of after_step and the average matters."""
     for weight in net.student.parameters():
         weight.clamp_(-0.3, 0.3)
-    for mine, its in zip(net.teacher.parameters(), net.student.parameters(), strict=True):
-        mine.lerp_(its, 0.1 * taken)
+    for teacher, student in zip(net.teacher.parameters(), net.student.parameters(), strict=True):
+        teacher.lerp_(student, 0.1 * taken)
     net.clock.add_((progress.step + 100 * progress.epoch) * taken)
 
 

@@ -116,10 +116,10 @@ class Runs:
 def wait_until(what: Callable[[], object], seconds: float = 60.0) -> object:
     """Wait until what() is true; returns its value."""
     ends = time.monotonic() + seconds
-    while not (found := what()):
+    while not (result := what()):
         assert time.monotonic() < ends, f"not true within {seconds} s"
         time.sleep(0.01)
-    return found
+    return result
 
 
 def wait_for_step(run: Path, rank: int, step: int) -> int:
@@ -129,15 +129,15 @@ def wait_for_step(run: Path, rank: int, step: int) -> int:
     """
     status = run / "status.json"
     wait_until(lambda: read_json(status).get("step", 0) >= step, 120)
-    found = {}
+    parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             words, environ = ((folder / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
             is_of_run = any(word.endswith(b"train.py") for word in words[:3]) and os.fsencode(run) in words
-            name = "RANK" if any(each.startswith(b"RANK=") for each in environ) else "SLURM_PROCID"
+            name = "RANK" if any(variable.startswith(b"RANK=") for variable in environ) else "SLURM_PROCID"
             if is_of_run and f"{name}={rank}".encode() in environ:
-                found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    return next((pid for pid, parent in found.items() if parent not in found), 0)
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    return next((pid for pid, parent in parents.items() if parent not in parents), 0)
 
 
 def assert_same_state(a: dict, b: dict) -> None:
@@ -155,9 +155,9 @@ def difference(a, b, path=""):
     """Where two nested structures of dicts, lists and tensors differ, compared bitwise."""
     if isinstance(a, dict) and isinstance(b, dict):
         keys = a.keys() | b.keys()
-        return [found for key in keys for found in difference(a.get(key), b.get(key), f"{path}/{key}")]
+        return [entry for key in keys for entry in difference(a.get(key), b.get(key), f"{path}/{key}")]
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return [found for k, (x, y) in enumerate(zip(a, b, strict=True)) for found in difference(x, y, f"{path}/{k}")]
+        return [entry for k, (x, y) in enumerate(zip(a, b, strict=True)) for entry in difference(x, y, f"{path}/{k}")]
     is_same = torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
     return [] if is_same else [path]
 
@@ -169,6 +169,6 @@ def says(text: str, pattern: str) -> None:
 
 def attempts_in(folder: Path) -> list[AttemptTimes]:
     """The attempts of a run, from its files."""
-    records = [each for *_, each in read_lines(folder / "metrics.jsonl") if isinstance(each.get("step"), int)]
+    records = [record for *_, record in read_lines(folder / "metrics.jsonl") if isinstance(record.get("step"), int)]
     status = read_json(folder / "status.json")
     return attempts_of(records, status.get("time"), status.get("step"))

@@ -74,9 +74,9 @@ class Clock:
         function. Those of an accelerator are its own, and the function waits until it has reached this call."""
         spent, before = self.spent(), self._taken
         self._taken = spent
-        data, forward, *others = (spent[phase] - before[phase] for phase in STEP_PHASES)
+        data, forward, *other_phases = (spent[phase] - before[phase] for phase in STEP_PHASES)
         if self._events is None:
-            return lambda: (data + forward + sum(others), data, forward)
+            return lambda: (data + forward + sum(other_phases), data, forward)
         self._mark_device("update")
         events, self._events = self._events, self._events[-1:]  # which is where the next interval begins
 

@@ -51,7 +51,7 @@ def replace_file(
     """Let `write` fill a temporary file next to `path`; fsync it, rename it and fsync the folder.
 
     Args:
-        may_appear: called just before the rename; an exception aborts the write.
+        before_rename: called just before the rename; an exception aborts the write.
         is_flushed: False skips fsync.
 
     Raises:
@@ -90,17 +90,17 @@ def replace_json(path: Path, value: Any, is_flushed: bool = True) -> None:
 def finite(value: Any) -> Any:
     """The value with None in place of non-finite numbers, which JSON lacks."""
     if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The dict in a JSON file; an empty one if it cannot be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
-        return found if isinstance(found, dict) else {}
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        return content if isinstance(content, dict) else {}
     except (OSError, ValueError):
         return {}
 
@@ -159,8 +159,8 @@ def read_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes, dict[st
 def cut_lines(path: Path, is_kept: Callable[[dict], bool], is_settled: Callable[[dict], bool]) -> None:
     """Drop records. All up to the last one for which `is_settled` is true are kept, and the search begins there."""
     end, kept, size = 0, [], path.stat().st_size if path.exists() else 0
-    for place in range(size - BLOCK, -BLOCK, -BLOCK):
-        end = end or next((at for at, _, each in islice(read_lines(path, max(0, place)), 20) if is_settled(each)), 0)
+    for start in range(size - BLOCK, -BLOCK, -BLOCK):
+        end = end or next((at for at, _, entry in islice(read_lines(path, max(0, start)), 20) if is_settled(entry)), 0)
     for offset, line, record in read_lines(path, end):
         if is_kept(record) and offset == end:
             end += len(line)

@@ -26,10 +26,10 @@ BAR_WIDTH = 24
 COLUMNS = 120  # maximum width of a line
 
 
-def some_of(names: list[str], most: int = 3) -> str:
+def some_of(names: list[str], limit: int = 3) -> str:
     """The first names as text, and how many more there are: "a, b, c and 4 more"."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    others_text = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + others_text
 
 
 class _FileFormatter(logging.Formatter):
@@ -182,10 +182,10 @@ def has_terminal(logger: logging.Logger) -> bool:
     return any(isinstance(handler, _ConsoleHandler) and handler.stream.isatty() for handler in logger.handlers)
 
 
-def show_progress(logger: logging.Logger, step: int, total_steps: int, label: str, more: str = "") -> None:
+def show_progress(logger: logging.Logger, step: int, total_steps: int, label: str, suffix: str = "") -> None:
     """Show a progress bar, if this logger writes to a terminal."""
     filled = BAR_WIDTH * step // max(1, total_steps)
-    bar = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {label} {step}/{total_steps}{more}"
+    bar = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {label} {step}/{total_steps}{suffix}"
     for handler in logger.handlers:
         if isinstance(handler, _ConsoleHandler) and handler.level == logging.INFO:
             handler.show_bar(bar[: shutil.get_terminal_size().columns - 1])  # a wrapped one could not be replaced

@@ -37,10 +37,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def drop_traceback(error: BaseException) -> None:
     """Free the local variables in the tracebacks of the error and of those in whose handlers it was raised."""
-    each: BaseException | None = error
-    while each:
-        traceback.clear_frames(each.__traceback__)
-        each = each.__context__
+    exception: BaseException | None = error
+    while exception:
+        traceback.clear_frames(exception.__traceback__)
+        exception = exception.__context__
 
 
 def free_memory() -> int | None:
@@ -55,9 +55,9 @@ def free_memory() -> int | None:
         limits.append(int((cgroup / "memory.max").read_text()) - used)
     if sys.platform == "linux":
         for number, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-            most = resource.getrlimit(number)[0]
-            if most != resource.RLIM_INFINITY:
-                limits.append(most - own_memory(name))
+            limit = resource.getrlimit(number)[0]
+            if limit != resource.RLIM_INFINITY:
+                limits.append(limit - own_memory(name))
     return max(0, min(limits)) if limits else None
 
 

@@ -33,8 +33,8 @@ class TermMeans:
         """A term that counted nothing adds nothing, and is NaN by itself."""
         quotients = torch.where(count == 0, total, total / count)  # a sum that is not finite stays so
         loss = quotients.sum() if count.any() else torch.tensor(math.nan)
-        each = torch.where(count == 0, math.nan, quotients).tolist()
-        return {"loss": loss.item()} | {f"loss/{name}": value for name, value in zip(self.names, each, strict=True)}
+        means = torch.where(count == 0, math.nan, quotients).tolist()
+        return {"loss": loss.item()} | {f"loss/{name}": value for name, value in zip(self.names, means, strict=True)}
 
 
 def is_metric_name(name: Any) -> bool:
@@ -68,13 +68,13 @@ def check_metrics(metrics: Any) -> Metrics:
         if not problem:
             total, count, *finish = metrics["loss"]
             counts, ndim = torch.as_tensor(count).reshape(-1).tolist(), 0
-            if any(isinstance(each, TermMeans) for each in finish):
+            if any(isinstance(function, TermMeans) for function in finish):
                 ndim = 1
             if not isinstance(total, Tensor) or total.ndim != ndim or not total.is_floating_point():
                 problem = "returned a loss whose sum is not a 0-dimensional float tensor"
             elif torch.as_tensor(count).ndim != ndim:
                 problem = "returned a loss whose count is not one number"
-            elif not all(math.isfinite(each) and each >= 0 for each in counts):
+            elif not all(math.isfinite(number) and number >= 0 for number in counts):
                 problem = f"returned a loss with a count of {', '.join(map(str, counts))}"
     if problem:
         raise UserError(f"model.compute_loss: {problem}; return sums and their counts, e.g. {EXAMPLE}")
@@ -105,7 +105,7 @@ class MetricTracker:
     @property
     def layout(self) -> dict[str, list[int]]:
         """The shape of each sum and count."""
-        return {key: list(place.shape) for key, place in self.state().items()}
+        return {key: list(tensor.shape) for key, tensor in self.state().items()}
 
     def lay_out(self, metrics: Metrics, spare: int = 0) -> None:
         """Allocate zeros for metrics of these names and shapes, followed by `spare` more numbers."""
@@ -131,14 +131,14 @@ class MetricTracker:
             self.lay_out(metrics)
         is_same = metrics.keys() == self._places.keys()
         for name, entry in metrics.items() if is_same else ():
-            for place, value in zip(self._places[name], entry[:2], strict=True):
-                is_same = is_same and (not isinstance(value, Tensor) or value.shape == place.shape)
+            for accumulator, value in zip(self._places[name], entry[:2], strict=True):
+                is_same = is_same and (not isinstance(value, Tensor) or value.shape == accumulator.shape)
                 if is_same:
-                    place.add_(value.detach() if isinstance(value, Tensor) else value)
+                    accumulator.add_(value.detach() if isinstance(value, Tensor) else value)
         if not is_same:
-            found = {name: [list(getattr(part, "shape", ())) for part in entry[:2]] for name, entry in metrics.items()}
+            shapes = {name: [list(getattr(part, "shape", ())) for part in entry[:2]] for name, entry in metrics.items()}
             raise UserError(
-                f"model.compute_loss: returned metrics of names and shapes {found}, earlier {self.layout}; return"
+                f"model.compute_loss: returned metrics of names and shapes {shapes}, earlier {self.layout}; return"
                 " the same for every batch, with a count of 0 if there is nothing to count"
             )
 
@@ -147,7 +147,7 @@ class MetricTracker:
 
         is_added: 0-dimensional bool, on the device. torch.where, not a product, since NaN * 0 is NaN.
         """
-        size = sum(place.numel() for places in other._places.values() for place in places)
+        size = sum(tensor.numel() for pair in other._places.values() for tensor in pair)
         self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))
 
     def means(self) -> dict[str, float]:
@@ -155,11 +155,13 @@ class MetricTracker:
 
         A function may return a dict of numbers, which are reported as `name/key`. Reads from the device once.
         """
-        places = [place for pair in self._places.values() for place in pair]
-        parts = self.values.cpu()[: sum(place.numel() for place in places)].split([place.numel() for place in places])
-        found = [part.view(place.shape) for part, place in zip(parts, places, strict=True)]
+        tensors = [tensor for pair in self._places.values() for tensor in pair]
+        parts = self.values.cpu()[: sum(tensor.numel() for tensor in tensors)].split(
+            [tensor.numel() for tensor in tensors]
+        )
+        host_tensors = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
         means: dict[str, float] = {}
-        for name, total, count in zip(self._places, found[::2], found[1::2], strict=True):
+        for name, total, count in zip(self._places, host_tensors[::2], host_tensors[1::2], strict=True):
             finish = self._finish.get(name)
             if isinstance(finish, TermMeans):
                 means |= finish(total, count)
@@ -178,9 +180,9 @@ class MetricTracker:
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Load sums and counts; metrics whose name or shape changed start at 0."""
         self.values.zero_()
-        for key, place in self.state().items():
-            if key in state and state[key].shape == place.shape:
-                place.copy_(state[key])
+        for key, tensor in self.state().items():
+            if key in state and state[key].shape == tensor.shape:
+                tensor.copy_(state[key])
 
 
 def _reported(name: str, quotient: Tensor, finish: Callable[[Any], Any] | None) -> dict[str, float]:
@@ -197,26 +199,28 @@ def _reported(name: str, quotient: Tensor, finish: Callable[[Any], Any] | None) 
     except OverflowError:  # exp of a loss that blew up
         value = math.inf
     if isinstance(value, dict):
-        return {f"{name}/{key}": float(each) for key, each in value.items()}
+        return {f"{name}/{key}": float(number) for key, number in value.items()}
     return {name: float(value)}
 
 
-def choose_best(asked: str, names: list[str]) -> tuple[str, int]:
+def choose_best(best_metric: str, names: list[str]) -> tuple[str, int]:
     """The metric that selects the best checkpoint, and 1 if higher is better, -1 if lower is better.
 
     Args:
-        asked: `best_metric` of the config: auto, min:NAME or max:NAME; NAME alone if its direction is known.
+        best_metric: `best_metric` of the config: auto, min:NAME or max:NAME; NAME alone if its direction is known.
         names: the metrics that an evaluation reports; none if there is no held-out set.
     """
     if not names:
         return "loss", KNOWN_DIRECTIONS["loss"]
-    direction, _, name = asked.rpartition(":")
+    direction, _, name = best_metric.rpartition(":")
     if name == "auto":
         name = "top1" if "top1" in names else "loss"
     if name not in names:
-        raise UserError(f"best_metric={asked}: is not reported by an evaluation; choose one of {', '.join(names)}")
+        raise UserError(
+            f"best_metric={best_metric}: is not reported by an evaluation; choose one of {', '.join(names)}"
+        )
     if not direction and name not in KNOWN_DIRECTIONS:
-        raise UserError(f"best_metric={asked}: needs a direction; give min:{name} or max:{name}")
+        raise UserError(f"best_metric={best_metric}: needs a direction; give min:{name} or max:{name}")
     return name, {"min": -1, "max": 1}.get(direction) or KNOWN_DIRECTIONS[name]
 
 

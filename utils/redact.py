@@ -31,6 +31,6 @@ def redacted(text: str) -> str:
 
 def stored(config: TrainingConfig) -> dict[str, Any]:
     """The config as it is written to files."""
-    found = config.to_dict()
-    found["on_checkpoint"] = redacted(config.on_checkpoint)  # extra: companions
-    return found
+    settings = config.to_dict()
+    settings["on_checkpoint"] = redacted(config.on_checkpoint)  # extra: companions
+    return settings

@@ -101,4 +101,4 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 def diverged(digests: list[int]) -> list[int]:
     """The ranks whose digest differs from the most common one; of two ranks that differ, the second."""
     usual = statistics.mode(digests)  # of equally common ones the first
-    return [rank for rank, each in enumerate(digests) if each != usual]
+    return [rank for rank, digest in enumerate(digests) if digest != usual]

@@ -64,8 +64,8 @@ class StopSignals:
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     self._before[number] = signal.signal(number, self._handle)
             self._sockets = socket.socketpair()
-            for each in self._sockets:
-                each.setblocking(False)
+            for sock in self._sockets:
+                sock.setblocking(False)
             self._wakeup_before = signal.set_wakeup_fd(self._sockets[1].fileno(), warn_on_full_buffer=False)
         return self
 
@@ -100,11 +100,11 @@ def catch_stop_signals() -> None:
 
 def restore_signals() -> None:
     """Undo `catch_stop_signals`: stop signals end this process, also one that has come since."""
-    came = STOP.received
+    received = STOP.received
     if STOP.are_caught:
         STOP.__exit__()
-    if came:
-        os.kill(os.getpid(), signal.Signals[came])
+    if received:
+        os.kill(os.getpid(), signal.Signals[received])
 
 
 def process_start_time() -> float:

@@ -95,8 +95,8 @@ class Companion:
 
     def delete_copies(self) -> None:
         """Delete what a kill or an end has left of `kept`."""
-        for place in self.checkpoints.glob(f"*.{self.name}{TEMPORARY}"):
-            shutil.rmtree(place, ignore_errors=True)
+        for copy_folder in self.checkpoints.glob(f"*.{self.name}{TEMPORARY}"):
+            shutil.rmtree(copy_folder, ignore_errors=True)
 
     def has_begun(self) -> bool:
         """Whether the run folder is at the step from which this attempt trains."""
@@ -122,12 +122,12 @@ class Companion:
             OSError: if the checkpoint is gone, or there is no room for a copy.
         """
         self.delete_copies()
-        place = self.checkpoints / f"{path.name}.{self.name}{TEMPORARY}"
-        place.mkdir()
+        copy_folder = self.checkpoints / f"{path.name}.{self.name}{TEMPORARY}"
+        copy_folder.mkdir()
         try:
             for file in [*path.iterdir()] if path.is_dir() else [path]:
-                link(file, place / file.name)
-            yield place if path.is_dir() else place / path.name
+                link(file, copy_folder / file.name)
+            yield copy_folder if path.is_dir() else copy_folder / path.name
         finally:
             self.delete_copies()
 
@@ -151,7 +151,7 @@ class Lines:
 
     def new(self) -> list[dict[str, Any]]:
         """The records since the last call, without a line that is being written."""
-        found: list[dict[str, Any]] = []
+        records: list[dict[str, Any]] = []
         with suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._end - len(self._last))
             if file.read(len(self._last)) != self._last:
@@ -161,8 +161,8 @@ class Lines:
                 if line.endswith(b"\n"):
                     self._end, self._last = self._end + len(line), line
                     with suppress(ValueError):
-                        found.append(json.loads(line))
-        return found
+                        records.append(json.loads(line))
+        return records
 
 
 def watch(plan: dict[str, Any], leave: Callable[[], object]) -> None:
@@ -190,11 +190,11 @@ def answer(action: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
     setup_logger(0)
     watch(plan, lambda: None)
     try:
-        found = action(plan)
+        result = action(plan)
     except UserError as error:
-        found = {"problem": str(error), "is_transient": isinstance(error, StartError)}
-    os.write(out, json.dumps(found).encode())
-    sys.exit(2 if "problem" in found else 0)
+        result = {"problem": str(error), "is_transient": isinstance(error, StartError)}
+    os.write(out, json.dumps(result).encode())
+    sys.exit(2 if "problem" in result else 0)
 
 
 def read_plan() -> dict[str, Any]:

@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 from config import asks_for_more
 from scripts.companions.follow import SECONDS_TO_LEAVE, Companion, Lines, OtherOwnerError, answer, follow, read_plan
-from scripts.companions.owner import SECONDS_BETWEEN_BEATS, Mirror
+from scripts.companions.owner import SECONDS_BETWEEN_HEARTBEATS, Mirror
 from scripts.lib.stored import SECONDS_BETWEEN_LINES, files_of
 from utils.checkpoint import format as checkpoint
 from utils.extras.companions.programs import OTHER_OWNER
@@ -49,18 +49,18 @@ def decide(plan: dict[str, Any]) -> dict[str, Any]:
     mirror = Mirror(config["mirror"])
     is_same_launch = mirror.check_is_free(plan["launch_id"])
     is_continued = is_same_launch or config["resume_from"] == "auto"
-    valid, here = mirror.checkpoints(), checkpoint.step_checkpoints(checkpoints)
+    valid, local_paths = mirror.checkpoints(), checkpoint.step_checkpoints(checkpoints)
     if valid and not is_continued:
         raise UserError(
             f"mirror={mirror.url}: holds a run already; add --resume_from auto to continue it, or give another --mirror"
         )
     run_id = read_json(folder / MIRRORED).get("run", "") if is_continued else ""
-    if valid and (here or (folder / "metrics.jsonl").exists()) and run_id != mirror.run_id:
+    if valid and (local_paths or (folder / "metrics.jsonl").exists()) and run_id != mirror.run_id:
         raise UserError(f"run_dir={folder}: holds another run than mirror={mirror.url}; give another --run_dir")
     decision: dict[str, Any] = {"notes": []}
     if valid:
         replace_json(folder / MIRRORED, {"url": mirror.url, "run": mirror.run_id})  # first: a kill may follow
-    if valid and valid[-1]["step"] > max(map(checkpoint.step_of, here), default=-1):
+    if valid and valid[-1]["step"] > max(map(checkpoint.step_of, local_paths), default=-1):
         decision["owner"] = mirror.restore_records(folder)
         saved = read_json(folder / "config.json")
         has_more = asks_for_more(config, saved)
@@ -120,7 +120,7 @@ class Uploads(Companion):
         apart, rank = plan["apart"], plan["rank"]
         self._nodes = [ranks[0] for ranks in apart]
         self._of_node = next((files_of(ranks) for ranks in apart if ranks[0] == rank), set[str]())
-        self._of_others = files_of(each for ranks in apart for each in ranks) - self._of_node
+        self._of_others = files_of(global_rank for ranks in apart for global_rank in ranks) - self._of_node
         self._there: dict[str, dict[str, str]] = {}  # uploaded checkpoints: the checksums of their files
         self._records: dict[Path, tuple[int, int]] = {}  # uploaded ones: bytes and time
         self._lines, self._best, self._is_new = Lines(self.folder / "metrics.jsonl"), -1, True
@@ -150,7 +150,7 @@ class Uploads(Companion):
             if self._uploading and stands > SECONDS_TO_WARN and not self._is_warned:
                 self._is_warned, text = True, "mirror=%s: the upload of %s has made no progress for %.0f s"
                 self.log.warning(text + "; training continues", self.mirror.url, self._uploading, stands)
-            self._end.wait(SECONDS_BETWEEN_BEATS)
+            self._end.wait(SECONDS_BETWEEN_HEARTBEATS)
 
     def leave(self) -> None:
         self._end.set()
@@ -165,8 +165,8 @@ class Uploads(Companion):
             return self._look_on_node(state)
         if self._is_new:  # what earlier attempts have uploaded
             replace_json(self.folder / MIRRORED, {"url": self.mirror.url, "run": self.mirror.run_id})
-            for each in self.mirror.checkpoints():
-                self._there[each["name"]] = {name: file["sha256"] for name, file in each["files"].items()}
+            for manifest in self.mirror.checkpoints():
+                self._there[manifest["name"]] = {name: file["sha256"] for name, file in manifest["files"].items()}
         has_changed, before, self._state = self._is_new, self._best, state
         for record in self._lines.new():
             self._best = record["step"] if record.get("event") == "best" else self._best
@@ -199,7 +199,7 @@ class Uploads(Companion):
         return [self.mirror.read_json(self.mirror.own(f"nodes/{rank}.json")) for rank in self._nodes]
 
     def _is_a_node_behind(self, step: int, state: str = "") -> bool:
-        return any(each.get("step", -1) < step or (state and not each.get("state")) for each in self._of_nodes())
+        return any(node.get("step", -1) < step or (state and not node.get("state")) for node in self._of_nodes())
 
     def _upload(self, path: Path) -> None:
         mirror, began = self.mirror, time.monotonic()
@@ -213,7 +213,7 @@ class Uploads(Companion):
             while wanted - (sizes := mirror.names(mirror.own(""))).keys() or self._is_a_node_behind(step):
                 if checkpoint.digests(path) not in ({}, digests):
                     return  # saved again meanwhile
-                if any(each.get("lacks") == path.name for each in self._of_nodes()):
+                if any(node_status.get("lacks") == path.name for node_status in self._of_nodes()):
                     self._there[path.name] = digests  # superseded there before its parts were uploaded
                     return
                 self._wait_for_nodes()

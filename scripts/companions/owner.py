@@ -18,7 +18,7 @@ from utils.checkpoint import format as checkpoint
 from utils.logger import NAME
 from utils.settings.errors import UserError
 
-SECONDS_BETWEEN_BEATS, SECONDS_TO_SEE_A_BEAT = 10.0, 30.0
+SECONDS_BETWEEN_HEARTBEATS, SECONDS_TO_SEE_HEARTBEAT = 10.0, 30.0
 SECONDS_TO_READ_BACK = 2.0  # a claim: not every object storage can create an object only if it is absent
 
 
@@ -44,20 +44,22 @@ class Mirror(StoredRun):
         self.run_id = owner.get("run", "")
         if not latest or (launch_id and owner.get("launch_id") == launch_id):
             return bool(latest)
-        beat, ends = self.read_json(name), time.monotonic() + SECONDS_TO_SEE_A_BEAT
+        beat, ends = self.read_json(name), time.monotonic() + SECONDS_TO_SEE_HEARTBEAT
         if beat.get("state", "running") == "running":
-            who = f"a job on {owner.get('host', '?')} since {owner.get('time', '?')}"
+            owner_text = f"a job on {owner.get('host', '?')} since {owner.get('time', '?')}"
             text = "%s: looking for up to %.0f s whether its owner, %s, is alive"
-            logging.getLogger(NAME).warning(text, self.url, SECONDS_TO_SEE_A_BEAT, who)
+            logging.getLogger(NAME).warning(text, self.url, SECONDS_TO_SEE_HEARTBEAT, owner_text)
             while time.monotonic() < ends:
-                time.sleep(SECONDS_TO_SEE_A_BEAT / 20)
+                time.sleep(SECONDS_TO_SEE_HEARTBEAT / 20)
                 if self.read_json(name) != beat:
-                    raise UserError(f"mirror={self.url}: is in use by {who}; end that job or give another --mirror")
+                    raise UserError(
+                        f"mirror={self.url}: is in use by {owner_text}; end that job or give another --mirror"
+                    )
         return False
 
     def claim(self, token: str, launch_id: str, host: str, run_id: str) -> None:
         """Become the owner: the generation after that of `check_is_free`. Raises UserError if another job is faster."""
-        inherits = [each["manifest"] for each in self.checkpoints()]
+        inherits = [manifest["manifest"] for manifest in self.checkpoints()]
         generation = self._seen + 1
         name, self.run_id = f"owners/{generation:08d}.json", self.run_id or run_id or uuid.uuid4().hex
         owner = {"token": token, "run": self.run_id, "launch_id": launch_id, "host": host, "time": now()}
@@ -107,13 +109,13 @@ class Mirror(StoredRun):
 
     def prune(self, keep_last: int, keep_every: int, best: int) -> None:
         """Delete superseded checkpoints and what else no reader considers. best: the step of the best checkpoint."""
-        valid = {each["step"]: each for each in self.checkpoints()}
+        valid = {manifest["step"]: manifest for manifest in self.checkpoints()}
         if not valid:  # the storage lists what was there some time ago
             return
         gone = checkpoint.superseded(valid, keep_last, keep_every)
-        kept = [each for step, each in valid.items() if step not in gone or step == best]
-        used = {each["manifest"] for each in kept}
-        used |= {file["object"] for each in kept for file in each["files"].values()}
+        kept = [manifest for step, manifest in valid.items() if step not in gone or step == best]
+        used = {manifest["manifest"] for manifest in kept}
+        used |= {file["object"] for manifest in kept for file in manifest["files"].values()}
         every = self.names()
         has_records = self.own("records/status.json") in every
 

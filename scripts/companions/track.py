@@ -44,14 +44,14 @@ def name_of(text: str) -> str:
 
 def numbers(group: str, values: dict[str, Any]) -> dict[str, float]:
     """The numbers of a record as `GROUP/NAME`. The step is the last one: a tracker that has it has all others."""
-    found: dict[str, float] = {}
+    scalars: dict[str, float] = {}
     for name, value in sorted(values.items(), key=lambda item: item[0] == "step"):
         key = name_of(f"{group}/{name}")
         if isinstance(value, dict):
-            found |= numbers(key, value)
+            scalars |= numbers(key, value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[key] = value
-    return found
+            scalars[key] = value
+    return scalars
 
 
 class Track(Companion):
@@ -98,7 +98,7 @@ class Track(Companion):
         """
         try:
             tracker = self._tracker or self._open()
-            records = [each for each in self._lines.new() if each["kind"] in ("train", "eval")]
+            records = [record for record in self._lines.new() if record["kind"] in ("train", "eval")]
             for at in range(0, len(records), ROWS):
                 self._send(tracker, records[at : at + ROWS])
                 self.show_life()

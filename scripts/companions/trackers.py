@@ -58,18 +58,20 @@ class Wandb(Tracker):
         mode, url = (getattr(wandb.setup().settings, name) for name in ("mode", "base_url"))
         if mode in ("online", "shared"):  # a try to begin without a network would leave a folder
             reach(url)
-        more = wandb.Settings(**{name: value for name, value in WANDB.items() if name in wandb.Settings.model_fields})
-        place = {"project": self.project, "dir": os.environ.get("WANDB_DIR") or self.folder}
-        self._run = run = wandb.init(id=self.id, name=self.name, resume="allow", settings=more, **place)
+        settings = wandb.Settings(
+            **{name: value for name, value in WANDB.items() if name in wandb.Settings.model_fields}
+        )
+        init_args = {"project": self.project, "dir": os.environ.get("WANDB_DIR") or self.folder}
+        self._run = run = wandb.init(id=self.id, name=self.name, resume="allow", settings=settings, **init_args)
         run.config.update(self.settings, allow_val_change=True)
         rows = [dict(run.summary)] if run.resumed else []
         if run.offline:  # where `resume` has no effect
             files = Path(run.settings.wandb_dir).glob(f"offline-run-*-{self.id}/*.wandb")
             rows = [row for file in files for row in offline_rows(file)]
-        found = last_steps(rows) or (sent if run.offline or run.resumed else {})
-        last = [*(int(row.get("_step", -1)) for row in rows), *found.values()]
-        self._row = max([run.step, *(each + 1 for each in last)])
-        return found
+        stored_steps = last_steps(rows) or (sent if run.offline or run.resumed else {})
+        last = [*(int(row.get("_step", -1)) for row in rows), *stored_steps.values()]
+        self._row = max([run.step, *(step + 1 for step in last)])
+        return stored_steps
 
     def send(self, rows: Rows) -> None:
         for step, values in rows:
@@ -92,10 +94,10 @@ class Mlflow(Tracker):
 
         self._client = client = MlflowClient()
         project = client.get_experiment_by_name(self.project)
-        place = project.experiment_id if project else client.create_experiment(self.project)
+        experiment_id = project.experiment_id if project else client.create_experiment(self.project)
         words = [f"{name} = '{self.id}'" for name in ("attributes.run_id", "tags.key")]  # or begun, but not noted
-        found = [run for each in words for run in client.search_runs([place], each)]
-        run = found[0] if found else client.create_run(place, run_name=self.name, tags={"key": self.id})
+        runs = [run for query in words for run in client.search_runs([experiment_id], query)]
+        run = runs[0] if runs else client.create_run(experiment_id, run_name=self.name, tags={"key": self.id})
         self.id = run.info.run_id
         client.update_run(self.id, status="RUNNING")
         params = [
@@ -109,7 +111,7 @@ class Mlflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        values = [Metric(name, value, now, step) for step, found in rows for name, value in found.items()]
+        values = [Metric(name, value, now, step) for step, scalars in rows for name, value in scalars.items()]
         for at in range(0, len(values), 1000):
             self._client.log_batch(self.id, metrics=values[at : at + 1000])
 
@@ -137,14 +139,14 @@ class Trackio(Tracker):
 
         if url := os.environ.get("TRACKIO_SERVER_URL"):
             reach(url.partition("?")[0])  # Trackio would keep what it cannot send
-        place = {"project": self.project, "name": self.id, "resume": "allow", "embed": False}
-        run = trackio.init(**place, config=self.settings, auto_log_cpu=False, auto_log_gpu=False)
+        init_args = {"project": self.project, "name": self.id, "resume": "allow", "embed": False}
+        run = trackio.init(**init_args, config=self.settings, auto_log_cpu=False, auto_log_gpu=False)
         for step, values in rows:
             run.log(values, step=step)
         run.finish()  # else a thread sends them later; it prints errors
         for step, values in rows[-1:] if self._is_local else []:
-            found = trackio.SQLiteStorage.get_metric_values(self.project, self.id, [*values][-1], step=step)
-            if not found:
+            stored_values = trackio.SQLiteStorage.get_metric_values(self.project, self.id, [*values][-1], step=step)
+            if not stored_values:
                 raise OSError(f"Trackio has not stored step {step}")
 
     def close(self, state: str, step: int, summary: dict[str, float]) -> None:
@@ -166,13 +168,13 @@ def reach(url: str) -> None:
 
 def last_steps(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """The last step of each group: the largest of its values called `step`."""
-    found: dict[str, int] = {}
+    steps: dict[str, int] = {}
     for row in rows:
         for name, value in row.items():
             group, _, last = name.rpartition("/")
             if group and last == "step":
-                found[group] = max(found.get(group, -1), int(value))
-    return found
+                steps[group] = max(steps.get(group, -1), int(value))
+    return steps
 
 
 def offline_rows(file: Path) -> Iterator[dict[str, Any]]:

@@ -41,9 +41,9 @@ def settings(a: Any, b: Any, names: list[str]) -> list[list[Any]]:
     """Rows of what differs in settings, versions, code and machines."""
     rows = [[name, a.config.get(name, "-"), b.config.get(name, "-")] for name in names]
     for name in ORIGIN:
-        before, here = (of_origin(run.provenance, name) for run in (a, b))
-        if before != here:
-            rows.append([name, before, here])
+        before, after = (of_origin(run.provenance, name) for run in (a, b))
+        if before != after:
+            rows.append([name, before, after])
     return rows
 
 
@@ -53,7 +53,7 @@ def of_origin(provenance: dict[str, Any], name: str) -> str:
         value = sorted({rank["device"] for rank in provenance.get("ranks", [])})
     if isinstance(value, list):
         return ", ".join(value)
-    return " ".join(f"{key} {each}" for key, each in value.items()) if isinstance(value, dict) else str(value)
+    return " ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
 
 
 def records_of(run: Any) -> dict[int, dict[str, Any]]:
@@ -78,21 +78,28 @@ def first_gap(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]], has_me
     if not steps:
         raise UserError("diverge: no step has a train record in both runs; give runs with the same --log_interval")
     for step in steps:
-        one, other = a[step], b[step]
-        names = {name for name in one.keys() & other.keys() if one[name] != other[name]} - {*TIMES, "time"}
+        record_a, record_b = a[step], b[step]
+        names = {name for name in record_a.keys() & record_b.keys() if record_a[name] != record_b[name]} - {
+            *TIMES,
+            "time",
+        }
         names = names if has_means else names & {"fingerprint", "samples", "lr"}
-        if "fingerprint" in names or (names and not one.keys() & other.keys() & {"fingerprint"}):
+        if "fingerprint" in names or (names and not record_a.keys() & record_b.keys() & {"fingerprint"}):
             order = sorted(names, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
-            return Gap(equal, step, [[name, text_of(name, one, other), text_of(name, other, one)] for name in order])
+            return Gap(
+                equal,
+                step,
+                [[name, text_of(name, record_a, record_b), text_of(name, record_b, record_a)] for name in order],
+            )
         equal = step
     return Gap(equal, 0, [])
 
 
-def text_of(name: str, record: dict[str, Any], other: dict[str, Any]) -> str:
+def text_of(name: str, record: dict[str, Any], other_record: dict[str, Any]) -> str:
     if name != "samples":
         return str(record[name])
-    own = sorted({*record[name]} - {*other[name]})
-    return f"{len(own)} of its own: {', '.join(map(str, own[:5]))}"
+    own_samples = sorted({*record[name]} - {*other_record[name]})
+    return f"{len(own_samples)} of its own: {', '.join(map(str, own_samples[:5]))}"
 
 
 def narrowed(a: Any, b: Any, gap: Gap) -> tuple[int, int, list[Any]]:
@@ -104,11 +111,11 @@ def narrowed(a: Any, b: Any, gap: Gap) -> tuple[int, int, list[Any]]:
     low, high, prints = gap.equal, gap.step, [records_of(run)[gap.step].get("fingerprint") for run in (a, b)]
     while steps := [step for step in sorted(kept[0].keys() & kept[1].keys()) if low < step < high]:
         middle = steps[len(steps) // 2]
-        found = [checkpoint.read(each[middle])[0]["provenance"].get("fingerprint") for each in kept]
-        if found[0] == found[1]:
+        fingerprints = [checkpoint.read(paths[middle])[0]["provenance"].get("fingerprint") for paths in kept]
+        if fingerprints[0] == fingerprints[1]:
             low = middle
         else:
-            high, prints = middle, found
+            high, prints = middle, fingerprints
     return low, high, prints
 
 
@@ -121,19 +128,19 @@ def replayed(a: Any, b: Any, gap: Gap, names: tuple[str, str]) -> str:
     steps = [step for step in sorted(again[0].keys() & again[1].keys()) if step > low]
     step = next((step for step in steps if again[0][step]["fingerprint"] != again[1][step]["fingerprint"]), 0)
     if step:
-        one, other = (replay.dump_of(run.folder, step) for run in (a, b))
-        return f"{until(step - 1)}; in step {step} {compare(one, other, names).text}"
+        dump_a, dump_b = (replay.dump_of(run.folder, step) for run in (a, b))
+        return f"{until(step - 1)}; in step {step} {compare(dump_a, dump_b, names).text}"
     odd = [k for k in (0, 1) if prints[k] != again[k][high]["fingerprint"]]
-    where = f"step {high}" if high == low + 1 else f"steps {low + 1} to {high}"
+    step_range = f"step {high}" if high == low + 1 else f"steps {low + 1} to {high}"
     dumps = "compare dumps of scripts/replay.py that were made where the runs were"
     if len(odd) > 1:
         causes = "sums of several ranks without --reduction exact, other machines or versions"
-        return f"here the replays of {where} are equal, and repeat neither run ({causes}); {dumps}"
+        return f"here the replays of {step_range} are equal, and repeat neither run ({causes}); {dumps}"
     run, name = (a, b)[odd[0]], names[odd[0]]
     is_alone = high == low + 1 and run.config.get("log_interval") == 1
     cause = cause_of(records_of(run)[high], again[odd[0]][high]) if is_alone else ""
     causes = "a fault that came once, or another machine or version"
-    return f"{until(low)}; in {where} {name} did what its replay here does not{cause} ({causes}); {dumps}"
+    return f"{until(low)}; in {step_range} {name} did what its replay here does not{cause} ({causes}); {dumps}"
 
 
 def until(step: int) -> str:
@@ -159,7 +166,8 @@ def compare(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Fou
         names = (f"{names[0]} (on {a['host']})", f"{names[1]} (on {b['host']})")
     checks: Iterable[Callable[..., Found | None]] = (state, samples, content, outputs, gradients, used, update)
     return next(
-        (found for check in checks if (found := check(a, b, names))), Found("", "nothing that a dump holds differs")
+        (difference for check in checks if (difference := check(a, b, names))),
+        Found("", "nothing that a dump holds differs"),
     )
 
 
@@ -172,14 +180,14 @@ def unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.shape != b.shape or a.dtype != b.dtype:
         return torch.zeros(1, dtype=torch.int64)
     size = a.element_size()
-    one, other = (each.contiguous().reshape(-1).view(torch.uint8).reshape(-1, size) for each in (a, b))
-    return (one != other).any(1).nonzero().flatten()
+    bytes_a, bytes_b = (tensor.contiguous().reshape(-1).view(torch.uint8).reshape(-1, size) for tensor in (a, b))
+    return (bytes_a != bytes_b).any(1).nonzero().flatten()
 
 
-def shown(tensors: dict[str, Any], others: dict[str, Any], names: list[str]) -> str:
-    one, other, size = tensors.get(names[0]), others.get(names[0]), ""
-    if one is not None and other is not None:
-        size = f" ({len(unequal(one, other)):,} of {plural(one.numel(), 'value')})"
+def shown(tensors: dict[str, Any], other_tensors: dict[str, Any], names: list[str]) -> str:
+    tensor_a, tensor_b, size = tensors.get(names[0]), other_tensors.get(names[0]), ""
+    if tensor_a is not None and tensor_b is not None:
+        size = f" ({len(unequal(tensor_a, tensor_b)):,} of {plural(tensor_a.numel(), 'value')})"
     return names[0] + size + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
@@ -190,47 +198,49 @@ def state(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found
 
 
 def samples(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found | None:
-    sizes = [[len(each) for each in dump["micro_batches"]] for dump in (a, b)]
+    sizes = [[len(indices) for indices in dump["micro_batches"]] for dump in (a, b)]
     if sizes[0] != sizes[1]:
         return Found("samples", f"the micro-batches have {sizes[0]} samples in {names[0]} and {sizes[1]} in {names[1]}")
-    for number, (one, other) in enumerate(zip(a["micro_batches"], b["micro_batches"], strict=True)):
-        for place, (mine, its) in enumerate(zip(one, other, strict=False)):
-            if mine != its:
-                where = f"sample {place} of micro-batch {number}"
-                return Found("samples", f"{where} is {mine:,} in {names[0]} and {its:,} in {names[1]}")
+    for number, (indices_a, indices_b) in enumerate(zip(a["micro_batches"], b["micro_batches"], strict=True)):
+        for position, (index_a, index_b) in enumerate(zip(indices_a, indices_b, strict=False)):
+            if index_a != index_b:
+                sample = f"sample {position} of micro-batch {number}"
+                return Found("samples", f"{sample} is {index_a:,} in {names[0]} and {index_b:,} in {names[1]}")
     return None
 
 
 def content(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found | None:
-    for number, (one, other) in enumerate(zip(a["batches"], b["batches"], strict=True)):
+    for number, (batch_a, batch_b) in enumerate(zip(a["batches"], b["batches"], strict=True)):
         indices = a["micro_batches"][number]
-        for mine, its in zip(tensors_in(one), tensors_in(other), strict=False):
-            places = unequal(mine, its)
-            if not len(places):
+        for tensor_a, tensor_b in zip(tensors_in(batch_a), tensors_in(batch_b), strict=False):
+            positions = unequal(tensor_a, tensor_b)
+            if not len(positions):
                 continue
-            if mine.shape != its.shape or mine.dtype != its.dtype:
-                kinds = [f"{each.dtype} {list(each.shape)}" for each in (mine, its)]
+            if tensor_a.shape != tensor_b.shape or tensor_a.dtype != tensor_b.dtype:
+                kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (tensor_a, tensor_b)]
                 return Found("content", f"micro-batch {number} is {kinds[0]} in {names[0]}, {kinds[1]} in {names[1]}")
-            whose = f"micro-batch {number}"
-            if mine.ndim and len(mine) == len(indices):
-                rows = sorted({*(places // (mine.numel() // len(mine))).tolist()})
-                more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-                whose = f"sample {indices[rows[0]]:,}{more}"
-            gap = (mine.double() - its.double()).abs().max().item()
-            text = f"the content of {whose} differs between {names[0]} and {names[1]}"
-            return Found("content", f"{text}: {len(places):,} of {mine.numel():,} values, by at most {gap:.3g}")
+            subject = f"micro-batch {number}"
+            if tensor_a.ndim and len(tensor_a) == len(indices):
+                rows = sorted({*(positions // (tensor_a.numel() // len(tensor_a))).tolist()})
+                and_more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+                subject = f"sample {indices[rows[0]]:,}{and_more}"
+            gap = (tensor_a.double() - tensor_b.double()).abs().max().item()
+            text = f"the content of {subject} differs between {names[0]} and {names[1]}"
+            return Found("content", f"{text}: {len(positions):,} of {tensor_a.numel():,} values, by at most {gap:.3g}")
     return None
 
 
 def outputs(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found | None:
     """Of modules, and the losses."""
-    for number, (one, other) in enumerate(zip(a["outputs"], b["outputs"], strict=True)):
-        for (mine, bits), (its, others) in zip(one, other, strict=False):
-            if mine != its:
-                return Found("module", f"micro-batch {number} runs {mine} in {names[0]} and {its} in {names[1]}")
-            if bits != others:
+    for number, (outputs_a, outputs_b) in enumerate(zip(a["outputs"], b["outputs"], strict=True)):
+        for (module, bits), (other_module, other_bits) in zip(outputs_a, outputs_b, strict=False):
+            if module != other_module:
                 return Found(
-                    "module", f"the output of {mine} differs first, for micro-batch {number} with equal inputs"
+                    "module", f"micro-batch {number} runs {module} in {names[0]} and {other_module} in {names[1]}"
+                )
+            if bits != other_bits:
+                return Found(
+                    "module", f"the output of {module} differs first, for micro-batch {number} with equal inputs"
                 )
     for number, (loss, its_loss) in enumerate(zip(a["micro_losses"], b["micro_losses"], strict=True)):
         if repr(loss) != repr(its_loss):
@@ -253,22 +263,24 @@ def used(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found 
     wrong = different(a.get("used", {}), b.get("used", {}))[::-1]
     if not wrong:
         return None
-    which = shown(a["used"], b["used"], wrong)
-    text = f"the gradient of {which} that the optimizer gets differs; computed again outside of the step it is equal"
+    subject = shown(a["used"], b["used"], wrong)
+    text = f"the gradient of {subject} that the optimizer gets differs; computed again outside of the step it is equal"
     return Found("gradient", f"{text}: look at what sums or changes gradients")
 
 
 def update(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found | None:
     if a["lrs"] != b["lrs"]:
-        mine, its = next(pair for pair in zip(a["lrs"], b["lrs"], strict=True) if pair[0] != pair[1])
-        return Found("learning rate", f"the learning rate is {mine:.9g} in {names[0]} and {its:.9g} in {names[1]}")
+        lr_a, lr_b = next(pair for pair in zip(a["lrs"], b["lrs"], strict=True) if pair[0] != pair[1])
+        return Found("learning rate", f"the learning rate is {lr_a:.9g} in {names[0]} and {lr_b:.9g} in {names[1]}")
     wrong = different(a["after"], b["after"])
     moments = different(a.get("moments", {}), b.get("moments", {}))
     if not (wrong or moments):
         return None
-    which = shown(a["after"], b["after"], wrong) if wrong else shown(a["moments"], b["moments"], moments)
-    which = which if wrong else f"the optimizer's {which}"
-    return Found("update", f"the update of {which} differs, with equal gradients (before clipping) and learning rates")
+    subject = shown(a["after"], b["after"], wrong) if wrong else shown(a["moments"], b["moments"], moments)
+    subject = subject if wrong else f"the optimizer's {subject}"
+    return Found(
+        "update", f"the update of {subject} differs, with equal gradients (before clipping) and learning rates"
+    )
 
 
 def report(a: Any, b: Any, names: list[str], labels: tuple[str, str], may_replay: bool) -> tuple[str, bool]:
@@ -290,5 +302,5 @@ def report(a: Any, b: Any, names: list[str], labels: tuple[str, str], may_replay
 def of_dumps(paths: list[Path]) -> tuple[str, bool]:
     """The report on two dumps of scripts/replay.py."""
     a, b = (torch.load(path, weights_only=True) for path in paths)
-    found = compare(a, b, (paths[0].name, paths[1].name))
-    return f"in step {a['number']} {found.text}", not found.kind
+    difference = compare(a, b, (paths[0].name, paths[1].name))
+    return f"in step {a['number']} {difference.text}", not difference.kind

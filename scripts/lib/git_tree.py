@@ -117,13 +117,13 @@ def require_same_after_checkout(root: Path, names: list[str]) -> None:
 
 def untracked_content(root: Path, folder: str, tracked: Iterable[str]) -> list[str]:
     """Files and links in a folder that git does not restore, without Python's bytecode."""
-    known = set(tracked)
+    tracked_paths = set(tracked)
     paths = []
     for parent, folders, files in os.walk(root / folder):
         links = [name for name in folders if (Path(parent) / name).is_symlink()]
         folders[:] = [name for name in folders if name != "__pycache__" and name not in links]
         for name in (*files, *links):
             path = f"{(Path(parent) / name).relative_to(root)}"
-            if path not in known:
+            if path not in tracked_paths:
                 paths.append(path)
     return sorted(paths)

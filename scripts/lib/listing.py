@@ -24,7 +24,7 @@ def facts(run: Any) -> dict[str, Any]:
     """All keys are always there. A value is None if it is not known, or of another type in a damaged file."""
     status, origin, state = run.status, run.provenance, kept(run.status, "state", str)
     summary = run.summary if run.summary.get("state") == state else {}  # else that of an earlier attempt
-    train: dict[str, Any] = next((each for each in reversed(run.records) if each["kind"] == "train"), {})
+    train: dict[str, Any] = next((record for record in reversed(run.records) if record["kind"] == "train"), {})
     began, until = (run.attempts[0].started_at, run.attempts[-1].until) if run.attempts else (0.0, 0.0)
     first = datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds") if began else None
     has_ended = state not in (None, "starting", "running")
@@ -47,7 +47,7 @@ def facts(run: Any) -> dict[str, Any]:
         "best_epoch": kept(summary, "best_epoch", int),
         "best": kept(summary, "best", dict) or {},
         "final": kept(summary, "final", dict) or {},
-        "test": [each for each in tests if isinstance(each, dict)],
+        "test": [result for result in tests if isinstance(result, dict)],
         "settings": run.config,
         "git_commit": kept(origin, "git_commit", str),
         "git_dirty": kept(origin, "git_dirty", bool),

@@ -92,16 +92,16 @@ def move(base: str, fork: str, template: str) -> Moved:
         fork: that of the fork.
         template: that of the newer template.
     """
-    old, own, new = statements(base), statements(fork), statements(template)
+    old, forked, new = statements(base), statements(fork), statements(template)
     block = {name: statement.lines for name, statement in new.items() if statement.is_yours}
-    deleted = {name for name, statement in old.items() if statement.is_yours and name not in own}
-    changed = {name: each for name, each in own.items() if name not in old or each.code != old[name].code}
+    deleted = {name for name, statement in old.items() if statement.is_yours and name not in forked}
+    changed = {name: stmt for name, stmt in forked.items() if name not in old or stmt.code != old[name].code}
     rare = {name for name, statement in new.items() if "rare=True" in statement.code}
     for name in changed:
         if RARE.match(name):
             rare.update(re.findall(r"['\"](\w+)['\"]", name))
     added: list[str] = []
-    left_out = [f"the deleted {name}" for name, each in old.items() if not each.is_yours and name not in own]
+    left_out = [f"the deleted {name}" for name, stmt in old.items() if not stmt.is_yours and name not in forked]
     for name, statement in changed.items():
         if RARE.match(name) and statement.is_yours:
             continue
@@ -134,10 +134,10 @@ def as_rare(statement: Statement) -> list[str]:
 
 def with_block(template: str, lines: list[str]) -> str:
     """The config.py of the template with these lines in its block."""
-    before, rest = template.split(BEGIN, 1)
-    mark, rest = rest.split("\n", 1)
+    before, remainder = template.split(BEGIN, 1)
+    mark, remainder = remainder.split("\n", 1)
     block = "".join(f"{line}\n" for line in lines)
-    return f"{before}{BEGIN}{mark}\n{block}{END}{rest.split(END, 1)[1]}"
+    return f"{before}{BEGIN}{mark}\n{block}{END}{remainder.split(END, 1)[1]}"
 
 
 def comments_of(text: str) -> set[str]:
@@ -149,23 +149,23 @@ def comments_of(text: str) -> set[str]:
 
 def marks_of(lines: list[str]) -> tuple[int, int]:
     """The numbers, from 0, of the lines with the two marks."""
-    found = []
+    line_numbers = []
     for mark in (BEGIN, END):
         numbers = [number for number, line in enumerate(lines) if line.startswith(mark)]
         if not numbers:
             fail(f"config.py has no line that begins with {mark.strip()!r}; put the mark back and commit, then merge")
-        found.append(numbers[0])
-    return found[0], found[1]
+        line_numbers.append(numbers[0])
+    return line_numbers[0], line_numbers[1]
 
 
 def statements(text: str) -> dict[str, Statement]:
     """The statements of a config.py, and those of its classes, by the name that each defines or by its text."""
     lines = text.splitlines()
     begin, end = marks_of(lines)
-    found = {}
+    by_name = {}
     for node in ast.parse(text).body:
         if not isinstance(node, ast.ClassDef):
-            found[name_of(node)] = Statement(node, [], False)
+            by_name[name_of(node)] = Statement(node, [], False)
             continue
         first = node.lineno
         for member in node.body:
@@ -173,12 +173,12 @@ def statements(text: str) -> dict[str, Statement]:
             if is_yours:
                 first = max(first, begin + 1)
             last = member.end_lineno or first
-            own = [line for line in lines[first:last] if line.strip() and not OF_EXTRA.match(line)]
+            member_lines = [line for line in lines[first:last] if line.strip() and not OF_EXTRA.match(line)]
             first = last
             is_docstring = isinstance(member, ast.Expr) and isinstance(member.value, ast.Constant)
             if not is_docstring:
-                found[name_of(member)] = Statement(member, own, is_yours)
-    return found
+                by_name[name_of(member)] = Statement(member, member_lines, is_yours)
+    return by_name
 
 
 def name_of(statement: ast.stmt) -> str:

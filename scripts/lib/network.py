@@ -16,7 +16,7 @@ SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # Linux: an interface's address an
 
 def resolve(name: str) -> list[str]:
     """The addresses of a name. Raises socket.gaierror."""
-    return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
+    return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
 
 
 def is_loopback(address: str) -> bool:
@@ -42,17 +42,17 @@ def own_address_to(address: str) -> str:
 
 def addresses() -> dict[str, str]:
     """Each interface's IPv4 address with its prefix length, {"eth0": "10.0.0.1/24"}; empty if not on Linux."""
-    found = {}
-    with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    by_interface = {}
+    with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         import fcntl
 
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # no address
                 query = name.encode().ljust(256, b"\0")
                 codes = (SIOCGIFADDR, SIOCGIFNETMASK)
-                address, mask = (socket.inet_ntoa(fcntl.ioctl(asked, code, query)[20:24]) for code in codes)
-                found[name] = f"{address}/{ipaddress.ip_network(f'0.0.0.0/{mask}').prefixlen}"
-    return found
+                address, mask = (socket.inet_ntoa(fcntl.ioctl(sock, code, query)[20:24]) for code in codes)
+                by_interface[name] = f"{address}/{ipaddress.ip_network(f'0.0.0.0/{mask}').prefixlen}"
+    return by_interface
 
 
 def interface_of(address: str) -> str:
@@ -62,7 +62,7 @@ def interface_of(address: str) -> str:
             words = line.split()
             if ipaddress.IPv6Address(int(words[0], 16)) == ipaddress.IPv6Address(address.split("%")[0]):
                 return words[5]
-    return next((name for name, each in addresses().items() if each.split("/")[0] == address), "")
+    return next((name for name, cidr in addresses().items() if cidr.split("/")[0] == address), "")
 
 
 def check_interfaces(env: dict[str, str]) -> None:
@@ -79,7 +79,7 @@ def check_interfaces(env: dict[str, str]) -> None:
             continue
         is_exact = variable.startswith("GLOO") or given.startswith("=")  # NCCL matches prefixes
         for name in given.removeprefix("=").split(","):
-            if not any(each == name or (not is_exact and each.startswith(name)) for each in existing):
+            if not any(interface == name or (not is_exact and interface.startswith(name)) for interface in existing):
                 raise UserError(
                     f"{variable}={given}: {socket.gethostname()} has no interface {name} (it has"
                     f" {', '.join(existing)}); give one of them, or unset it to use the route to node 0"

@@ -47,10 +47,10 @@ def run(command: Sequence[object], seconds: float | None = None, **options: Any)
 
 def children_of(pid: int) -> list[int]:
     """The running child processes; empty on a system without /proc."""
-    found = []
+    pids = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, parent = file.read_text().rpartition(")")[2].split()[:2]
             if int(parent) == pid and state != "Z":
-                found.append(int(file.parent.name))
-    return found
+                pids.append(int(file.parent.name))
+    return pids

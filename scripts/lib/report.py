@@ -59,15 +59,15 @@ def page(runs: dict[str, Any], differing: list[str]) -> str:
 
 def headline(run: Any, line: timeline.Timeline) -> dict[str, str]:
     """The headline figures of a run; if it is not completed, those so far."""
-    status, summary, found = run.status, run.summary, accounts(run)
+    status, summary, seconds = run.status, run.summary, accounts(run)
     is_current = summary.get("state") == status.get("state")
     summary = summary if is_current else {}
     train = [record for record in run.records if record["kind"] == "train"]
-    last, waited = train[-1] if train else {}, found["training"] + found["data_wait"]
+    last, waited = train[-1] if train else {}, seconds["training"] + seconds["data_wait"]
     metric, final = summary.get("best_metric"), summary.get("final") or {}
     rate = summary.get("samples_per_s") or last.get("samples_per_s")
     wall = summary.get("wall_s") or line.until - line.began
-    tested = [each for record in summary.get("test") or [] for each in record.items()]
+    tested = [item for record in summary.get("test") or [] for item in record.items()]
     values = {
         "state": status.get("state", "unknown"),
         "epochs": status.get("epoch"),
@@ -77,12 +77,12 @@ def headline(run: Any, line: timeline.Timeline) -> dict[str, str]:
         **{f"test {name}": value for name, value in tested if name not in RESERVED},
         "training loss": last.get("loss"),
         "wall time": duration(wall) if wall else None,
-        "goodput": f"{found['training'] / sum(found.values()):.0%}" if waited else None,
+        "goodput": f"{seconds['training'] / sum(seconds.values()):.0%}" if waited else None,
         "restarts": summary.get("restarts", line.attempts - 1 if line.attempts else None),
-        "recomputed": duration(found["recomputed"]) if found["recomputed"] else None,
+        "recomputed": duration(seconds["recomputed"]) if seconds["recomputed"] else None,
         "skipped steps": summary.get("skipped_steps"),
         "samples/s": f"{rate:,.0f}" if rate else None,
-        "data wait": f"{found['data_wait'] / waited:.1%}" if waited else None,
+        "data wait": f"{seconds['data_wait'] / waited:.1%}" if waited else None,
         "peak memory": f"{last['peak_memory_bytes'] / 2**30:.2f} GiB" if last.get("peak_memory_bytes") else None,
         "ranks": summary.get("world_size") or run.provenance.get("world_size"),
         "last update": str(status.get("time", ""))[:19].replace("T", " ") if status.get("state") == "running" else None,
@@ -92,35 +92,35 @@ def headline(run: Any, line: timeline.Timeline) -> dict[str, str]:
 
 def accounts(run: Any) -> dict[str, float]:
     """Seconds by account, from the summary if it is current, else up to the last sign of life."""
-    found: dict[str, Any] = accounts_of(run.attempts)
+    seconds: dict[str, Any] = accounts_of(run.attempts)
     if run.summary.get("state") == run.status.get("state"):
-        found |= {name: (run.summary.get("time") or {}).get(f"{name}_s") for name in ACCOUNTS}
-    return {name: value if isinstance(value, int | float) else 0.0 for name, value in found.items()}
+        seconds |= {name: (run.summary.get("time") or {}).get(f"{name}_s") for name in ACCOUNTS}
+    return {name: value if isinstance(value, int | float) else 0.0 for name, value in seconds.items()}
 
 
 def times(run: Any) -> dict[str, str]:
-    found = accounts(run)
-    total = sum(found.values())
-    return {name.replace("_", " "): f"{duration(s)} ({s / total:.1%})" for name, s in found.items() if total}
+    seconds = accounts(run)
+    total = sum(seconds.values())
+    return {name.replace("_", " "): f"{duration(s)} ({s / total:.1%})" for name, s in seconds.items() if total}
 
 
 def provenance(run: Any) -> dict[str, Any]:
-    found = {
+    entries = {
         name: value
         for name, value in run.provenance.items()
         if name not in ("ranks", "identity", "content", "sketches", "held_out", "classes")
     }
-    devices = sorted({str(each.get("device")) for each in run.provenance.get("ranks") or []})
-    command = found.pop("command", None)
+    devices = sorted({str(rank.get("device")) for rank in run.provenance.get("ranks") or []})
+    command = entries.pop("command", None)
     first = {"folder": str(run.folder), "command": " ".join(map(str, command)) if command else None, "devices": devices}
-    return {name.replace("_", " "): value for name, value in (first | found).items() if value not in (None, [])}
+    return {name.replace("_", " "): value for name, value in (first | entries).items() if value not in (None, [])}
 
 
 def show(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.5g}"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {each}" for key, each in value.items() if each != "")
+        return ", ".join(f"{key} {item}" for key, item in value.items() if item != "")
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return value if isinstance(value, str) else f"{value:,}" if type(value) is int else json.dumps(value)
@@ -145,8 +145,11 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def by_run(values: dict[str, dict[str, Any]]) -> str:
     """A table with a column per run. Empty if no run has a value."""
-    names = list(dict.fromkeys(name for each in values.values() for name in each))
-    cell = {run: {name: show(each[name]) if name in each else "" for name in names} for run, each in values.items()}
+    names = list(dict.fromkeys(name for run_values in values.values() for name in run_values))
+    cell = {
+        run: {name: show(run_values[name]) if name in run_values else "" for name in names}
+        for run, run_values in values.items()
+    }
     rows = ([name, *(cell[run][name] for run in values)] for name in names)
     return table(["", *values], rows) if names else ""
 
@@ -159,18 +162,22 @@ def curves(runs: dict[str, Any]) -> str:
     for record in (record for run in runs.values() for record in run.records if record.get("step_s")):
         record[DATA_WAIT] = 100 * (record.get("data_wait_s") or 0.0) / record["step_s"]
         record[STEP_TIME] = record["step_s"]
-    found = {kind: [r for run in runs.values() for r in run.records if r["kind"] == kind] for kind in ("eval", "train")}
-    present = dict.fromkeys(name for records in found.values() for record in records for name in record)
+    by_kind = {
+        kind: [r for run in runs.values() for r in run.records if r["kind"] == kind] for kind in ("eval", "train")
+    }
+    present = dict.fromkeys(name for records in by_kind.values() for record in records for name in record)
     names = [name for name in present if name not in (*OF_TRAINING, *RESERVED)]
     chosen = [run.summary.get("best_metric") for run in runs.values()]
     names.sort(key=lambda name: (name != "loss", name not in chosen))
     names[OPEN_PLOTS - 1 : OPEN_PLOTS - 1] = OF_TRAINING[:1]  # the data wait is always among the first
     names += OF_TRAINING[1:]
     plots = [text for name in names if (text := plot(runs, name))]
-    few, more = (f'<div class="plots">{"".join(some)}</div>' for some in (plots[:OPEN_PLOTS], plots[OPEN_PLOTS:]))
-    rest = folded(f"{len(plots) - OPEN_PLOTS} more plots", more) if len(plots) > OPEN_PLOTS else ""
+    few, remaining = (
+        f'<div class="plots">{"".join(group)}</div>' for group in (plots[:OPEN_PLOTS], plots[OPEN_PLOTS:])
+    )
+    folded_plots = folded(f"{len(plots) - OPEN_PLOTS} more plots", remaining) if len(plots) > OPEN_PLOTS else ""
     how = "<p>Solid: evaluation. Dashed: training.</p>" * (len(runs) > 1)  # a single run has a legend
-    return how + few + rest if plots else "<p>No records yet.</p>"
+    return how + few + folded_plots if plots else "<p>No records yet.</p>"
 
 
 def plot(runs: dict[str, Any], name: str) -> str:
@@ -195,7 +202,7 @@ def plot(runs: dict[str, Any], name: str) -> str:
         marks += [(step, "resumed" * (n == 0), look) for n, step in enumerate(resumed)]
     if not series:
         return ""
-    highest = max(y for each in series for _, y in each.points if y is not None)
+    highest = max(y for curve in series for _, y in curve.points if y is not None)
     y_range = (0.0, 1.0) if name in ("top1", "top5", "accuracy") else None
     if name in OF_TRAINING and highest > 0:
         y_range = (0.0, rounded_up(highest))
@@ -210,9 +217,9 @@ def rounded_up(value: float) -> float:
 
 def points(records: list[dict[str, Any]], name: str) -> list[tuple[float, float | None]]:
     """About MAX_POINTS of a curve at most; None where the value was not finite. Empty if no record has a number."""
-    found = [(r["step"], r[name] if isinstance(r[name], int | float) else None) for r in records if name in r]
-    found = found[: -1 : -(-len(found) // MAX_POINTS) or 1] + found[-1:]
-    return found if any(y is not None for _, y in found) else []
+    pairs = [(r["step"], r[name] if isinstance(r[name], int | float) else None) for r in records if name in r]
+    pairs = pairs[: -1 : -(-len(pairs) // MAX_POINTS) or 1] + pairs[-1:]
+    return pairs if any(y is not None for _, y in pairs) else []
 
 
 # ---- timeline ----
@@ -235,7 +242,7 @@ def timelines(lines: dict[str, timeline.Timeline]) -> str:
     events = [(name, line, event) for name, line in lines.items() for event in line.events]
     routine = ("checkpoint", "best")
     listed = [
-        event_table([each for each in events if (each[2]["event"] in routine) == is_routine], len(lines) > 1)
+        event_table([entry for entry in events if (entry[2]["event"] in routine) == is_routine], len(lines) > 1)
         for is_routine in (False, True)
     ]
     without = "<p>No attempt times are recorded: the run was written by an earlier version, or has not started training"
@@ -246,15 +253,18 @@ def timelines(lines: dict[str, timeline.Timeline]) -> str:
 
 def slow_ranks(lines: dict[str, timeline.Timeline]) -> str:
     """A table of the ranks that were slow, the slowest first. Empty if none was: only these are recorded by rank."""
-    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    by_rank: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for name, line in lines.items():
         for event in (event for event in line.events if event["event"] == "straggler"):
             key = (name, *(show(event.get(part, "")) for part in ("rank", "host", "cause")))
-            found.setdefault(key, []).append(event)
-    rows = [(max(each.get("times") or 0.0 for each in some), len(some), key) for key, some in found.items()]
+            by_rank.setdefault(key, []).append(event)
+    rows = [
+        (max(straggler.get("times") or 0.0 for straggler in stragglers), len(stragglers), key)
+        for key, stragglers in by_rank.items()
+    ]
     head = ["run", "rank", "host", "cause", "intervals", "step time, x median rank, at most"]
     return (
-        table(head, ([*key, show(count), show(most)] for most, count, key in sorted(rows, reverse=True)))
+        table(head, ([*key, show(count), show(worst)] for worst, count, key in sorted(rows, reverse=True)))
         if rows
         else ""
     )
@@ -263,10 +273,12 @@ def slow_ranks(lines: dict[str, timeline.Timeline]) -> str:
 def event_table(events: list[tuple[str, timeline.Timeline, dict[str, Any]]], has_names: bool) -> str:
     rows = []
     for name, line, event in events[-MAX_EVENTS:]:
-        at, more = event["at"], {key: value for key, value in event.items() if value not in ("", None, [])}
-        more = {key: value for key, value in more.items() if key not in NOT_DETAILS}
-        more |= {"checkpoint": str(more["checkpoint"]).rpartition("/")[2]} if "checkpoint" in more else {}
-        text = event.get("text") or ", ".join(f"{key.replace('_', ' ')} {show(value)}" for key, value in more.items())
+        at, details = event["at"], {key: value for key, value in event.items() if value not in ("", None, [])}
+        details = {key: value for key, value in details.items() if key not in NOT_DETAILS}
+        details |= {"checkpoint": str(details["checkpoint"]).rpartition("/")[2]} if "checkpoint" in details else {}
+        text = event.get("text") or ", ".join(
+            f"{key.replace('_', ' ')} {show(value)}" for key, value in details.items()
+        )
         since = duration(at - line.began) if at and line.began else ""
         when = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at else ""
         row = [

@@ -34,7 +34,7 @@ def check_row_order(
     try:
         batch = predict(fetch(rows))
         again, ordered = predict(fetch(sorted(rows))), sorted(range(len(rows)), key=rows.__getitem__)
-        is_moved = are_moved([([*again[name]], [each[k] for k in ordered]) for name, each in batch.items()])
+        is_moved = are_moved([([*again[name]], [output[k] for k in ordered]) for name, output in batch.items()])
     except Exception as error:  # the caller may reject these outputs
         return error
     if is_moved:
@@ -50,35 +50,35 @@ def are_moved(outputs: list[tuple[list[Tensor], list[Tensor]]]) -> bool:
     """Whether a permutation of the rows fits and the identity does not. outputs: the rows found and expected."""
     count = len(outputs[0][0])
     near, far = torch.ones(count, count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
-    for found, expected in outputs:
-        found, expected = ([each.detach().cpu().double() for each in rows] for rows in (found, expected))
-        distance, between = distances(found, expected), distances(expected, expected)
+    for actual, expected in outputs:
+        actual, expected = ([row.detach().cpu().double() for row in rows] for rows in (actual, expected))
+        distance, between = distances(actual, expected), distances(expected, expected)
         spread = between.sum() / max(1, count * (count - 1))
-        size = torch.stack([each.abs().mean() for each in expected]).mean()
+        size = torch.stack([row.abs().mean() for row in expected]).mean()
         rounding = size * (1e-5 if outputs[0][0][0].dtype.itemsize > 2 else 0.02)
         near &= distance <= NEAR * spread + rounding
         far |= distance.diagonal() > FAR * spread + rounding
     return bool(far.any()) and can_match(near)
 
 
-def distances(rows: list[Tensor], others: list[Tensor]) -> Tensor:
+def distances(rows: list[Tensor], other_rows: list[Tensor]) -> Tensor:
     """[B, B]: mean absolute differences of rows, of the part that both have where padding differs."""
 
     def between(a: Tensor, b: Tensor) -> float:
         common = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
         return (a[common] - b[common]).abs().mean().item()
 
-    return torch.tensor([[between(a, b) for b in others] for a in rows])
+    return torch.tensor([[between(a, b) for b in other_rows] for a in rows])
 
 
 def can_match(fits: Tensor) -> bool:
     """Whether each row can get a column of its own that fits it. fits: bool [B, B]."""
     owner: dict[int, int] = {}  # of each column
 
-    def give(row: int, asked: set[int]) -> bool:
-        for column in set(fits[row].nonzero().flatten().tolist()) - asked:
-            asked.add(column)
-            if column not in owner or give(owner[column], asked):
+    def give(row: int, visited: set[int]) -> bool:
+        for column in set(fits[row].nonzero().flatten().tolist()) - visited:
+            visited.add(column)
+            if column not in owner or give(owner[column], visited):
                 owner[column] = row
                 return True
         return False

@@ -37,16 +37,16 @@ class Storage:
         self.title = title or self.url
         url_to_fs = import_for(self.title, "fsspec.core").url_to_fs  # only here: not every run needs it
         protocol = url.partition("://")[0]
-        known = import_for(self.title, "fsspec.registry").known_implementations.get(protocol, {})
-        module = known.get("class", "").rpartition(".")[0]
+        implementation = import_for(self.title, "fsspec.registry").known_implementations.get(protocol, {})
+        module = implementation.get("class", "").rpartition(".")[0]
         if module and find_spec(module.partition(".")[0]):
             import_for(self.title, module)
         try:
             options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
             self._files, self._root = url_to_fs(self.url, **options)
         except ImportError:
-            package = known.get("class", "").partition(".")[0]
-            raise UserError(f"{self.title}: {known.get('err')}; pip install {package}") from None
+            package = implementation.get("class", "").partition(".")[0]
+            raise UserError(f"{self.title}: {implementation.get('err')}; pip install {package}") from None
         except ValueError:
             raise UserError(f"{self.title}: {protocol} is unknown to fsspec; give s3://, gs:// or az://") from None
         self._is_local = bool(options)
@@ -78,7 +78,7 @@ class Storage:
                 return self._files.find(f"{self._root}/{folder}".rstrip("/"), detail=True)
             return {}
 
-        return {name[len(self._root) + 1 :]: each["size"] for name, each in sorted(self._ask(find).items())}
+        return {name[len(self._root) + 1 :]: info["size"] for name, info in sorted(self._ask(find).items())}
 
     def read_json(self, name: str) -> dict[str, Any]:
         """The dict in an object; an empty one if there is none or it is damaged."""
@@ -89,8 +89,8 @@ class Storage:
             return b""
 
         try:
-            found = json.loads(self._ask(read))
-            return found if isinstance(found, dict) else {}
+            content = json.loads(self._ask(read))
+            return content if isinstance(content, dict) else {}
         except json.JSONDecodeError:
             return {}
 

@@ -49,9 +49,9 @@ class StoredRun(Storage):
         latest = self.latest()
         owner = self.read_json(f"owners/{latest:08d}.json")
         names = [*owner.get("inherits", []), *self.names(f"{latest:08d}/manifests")]
-        found = [self.read_json(name) | {"manifest": name} for name in names]
-        found = [each for each in found if "files" in each]  # others were deleted
-        return sorted(found, key=lambda each: (each["step"], each["manifest"][:8], each["time"]))
+        manifests = [self.read_json(name) | {"manifest": name} for name in names]
+        manifests = [manifest for manifest in manifests if "files" in manifest]  # others were deleted
+        return sorted(manifests, key=lambda manifest: (manifest["step"], manifest["manifest"][:8], manifest["time"]))
 
     def restore_records(self, folder: Path) -> dict[str, Any]:
         """Fetch the run's files other than checkpoints. Returns the content of its lock.json, which is not replaced."""
@@ -70,9 +70,9 @@ class StoredRun(Storage):
 
     def _records(self) -> dict[str, tuple[str, int]]:
         """The files of the latest generation that has records: their names in the run folder, as objects, and bytes."""
-        found = {name: size for name, size in self.names().items() if name[8:17] == "/records/"}
-        latest = max((name[:9] for name in found if name.endswith("/records/status.json")), default="-")
-        return {name[17:]: (name, size) for name, size in found.items() if name.startswith(latest)}
+        sizes = {name: size for name, size in self.names().items() if name[8:17] == "/records/"}
+        latest = max((name[:9] for name in sizes if name.endswith("/records/status.json")), default="-")
+        return {name[17:]: (name, size) for name, size in sizes.items() if name.startswith(latest)}
 
     def _restore(self, name: str, path: Path) -> None:
         data = self._ask(partial(self._files.cat_file, f"{self._root}/{name}"), TRIES)
@@ -87,8 +87,8 @@ class StoredRun(Storage):
         Returns:
             Its path (None: there is none), and why later ones were skipped.
         """
-        valid, notes = {each["step"]: each for each in self.checkpoints()}, []
-        for number in sorted((each for each in valid if each > step), reverse=True):
+        valid, notes = {manifest["step"]: manifest for manifest in self.checkpoints()}, []
+        for number in sorted((valid_step for valid_step in valid if valid_step > step), reverse=True):
             try:
                 path = self.fetch(valid[number], folder)
             except StartError:
@@ -107,42 +107,42 @@ class StoredRun(Storage):
 
     def fetch(self, manifest: dict[str, Any], folder: Path) -> Path:
         """A checkpoint, under its name in this folder. Raises UserError if it is damaged."""
-        place, path = folder / f"{FETCHED}{Path(manifest['manifest']).stem}", folder / manifest["name"]
+        staging, path = folder / f"{FETCHED}{Path(manifest['manifest']).stem}", folder / manifest["name"]
         digests = {name: file["sha256"] for name, file in manifest["files"].items()}
         with suppress(UserError):
             if checkpoint.digests(path) == digests and checkpoint.verify(path):
                 return path
-        for other in folder.glob(f"{FETCHED}*"):
-            if other != place:
-                shutil.rmtree(other, ignore_errors=True)
-        place.mkdir(exist_ok=True)
+        for stale in folder.glob(f"{FETCHED}*"):
+            if stale != staging:
+                shutil.rmtree(stale, ignore_errors=True)
+        staging.mkdir(exist_ok=True)
         source, log = f"{self.url}/{manifest['manifest']}", logging.getLogger(NAME)
-        total, said = sum(file["bytes"] for file in manifest["files"].values()), time.monotonic()
-        done = sum(each.stat().st_size for each in place.iterdir())
+        total, logged_at = sum(file["bytes"] for file in manifest["files"].values()), time.monotonic()
+        done = sum(entry.stat().st_size for entry in staging.iterdir())
 
         def tick(count: int) -> None:
-            nonlocal done, said
+            nonlocal done, logged_at
             done += count
-            if time.monotonic() - said > SECONDS_BETWEEN_LINES:
-                said = time.monotonic()
+            if time.monotonic() - logged_at > SECONDS_BETWEEN_LINES:
+                logged_at = time.monotonic()
                 log.info("fetching %s: %.0f of %.0f MB", source, done / 1e6, total / 1e6)
 
         try:
             for part, file in manifest["files"].items():
-                self.get(file["object"], place / part, file["bytes"], tick)
-                if archive.verify(place / part).digest != file["sha256"]:
+                self.get(file["object"], staging / part, file["bytes"], tick)
+                if archive.verify(staging / part).digest != file["sha256"]:
                     raise UserError("another checksum")
         except StartError:
             raise
         except UserError:
-            shutil.rmtree(place)
+            shutil.rmtree(staging)
             raise UserError(f"{source}: {file['object']} is missing or damaged; give another checkpoint") from None
         if path.suffix:
-            (place / part).replace(path)
-            place.rmdir()
+            (staging / part).replace(path)
+            staging.rmdir()
         else:
-            replace_json(place / archive.MANIFEST, {"step": manifest["step"], "files": digests})
-            checkpoint.replace_folder(place, path)
+            replace_json(staging / archive.MANIFEST, {"step": manifest["step"], "files": digests})
+            checkpoint.replace_folder(staging, path)
         log.info("fetched %s (%.0f MB)", source, total / 1e6)
         return path
 
@@ -158,7 +158,7 @@ def _write(data: bytes, file: BinaryIO) -> None:
 
 def best_step(records: Path, last: int | None = None) -> int:
     """The step of the best checkpoint, of those up to this step; -1: there is none."""
-    events = [each["step"] for *_, each in read_lines(records) if each.get("event") == "best"]
+    events = [record["step"] for *_, record in read_lines(records) if record.get("event") == "best"]
     return next((step for step in reversed(events) if last is None or step <= last), -1)
 
 
@@ -180,14 +180,14 @@ def local_run(source: str, choose: Callable[[list[int], int], Iterable[int]] = l
     checkpoints.mkdir(parents=True, exist_ok=True)
     with (folder.parent / "lock").open("w") as lock:  # the ranks of a node share the copy
         fcntl.flock(lock, fcntl.LOCK_EX)
-        valid = {each["step"]: each for each in run.checkpoints()}
+        valid = {manifest["step"]: manifest for manifest in run.checkpoints()}
         run.restore_records(folder)
         if not (folder / "status.json").exists():
             raise UserError(f"{source}: holds no run; give the URL that its --mirror had")
         best = best_step(folder / "metrics.jsonl")
         best = best if best in valid else -1
         for path in checkpoint.step_checkpoints(checkpoints):
-            if path.name not in {each["name"] for each in valid.values()}:
+            if path.name not in {manifest["name"] for manifest in valid.values()}:
                 checkpoint.remove(path)
         for step in choose(list(valid), best):
             path = run.fetch(valid[step], checkpoints)
@@ -217,8 +217,8 @@ def local_checkpoint(source: str) -> Path:
         step = archive.STEP_NAME.fullmatch(name)
         wanted = int(step[1]) if step else best if best >= 0 or name else max(steps, default=-1)
         if wanted not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise UserError(f"{source}: is not there; the run has checkpoints of these steps: {there}")
+            available = ", ".join(map(str, steps)) or "none"
+            raise UserError(f"{source}: is not there; the run has checkpoints of these steps: {available}")
         chosen.append(wanted)
         return chosen
 
@@ -231,14 +231,14 @@ def _local_file(url: str) -> Path:
     folder, _, name = url.rpartition("/")
     storage = Storage(folder, url)
     size, version = storage.version(name)
-    place = _copies(url)
-    path = place / hashlib.sha256(version.encode()).hexdigest()[:16] / name
-    place.mkdir(parents=True, exist_ok=True)
-    with (place / "lock").open("w") as lock:
+    cache_folder = _copies(url)
+    path = cache_folder / hashlib.sha256(version.encode()).hexdigest()[:16] / name
+    cache_folder.mkdir(parents=True, exist_ok=True)
+    with (cache_folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            for other in place.glob("*/"):
-                shutil.rmtree(other)
+            for stale in cache_folder.glob("*/"):
+                shutil.rmtree(stale)
             path.parent.mkdir()
             part = path.with_name(f"{FETCHED}{name}")
             storage.get(name, part, size, lambda count: None)

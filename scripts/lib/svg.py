@@ -53,8 +53,8 @@ def line_plot(
     `marks` are vertical lines: (x, text, color). tips: for a plot in an HTML page, whose points have tooltips and whose
     y axis is logarithmic if it covers more than two decades.
     """
-    points = [(x, y) for each in series for x, y in each.points if y is not None]
-    legend = [each for each in series if each.name]
+    points = [(x, y) for curve in series for x, y in curve.points if y is not None]
+    legend = [curve for curve in series if curve.name]
     top = 36 + 20 * bool(title) + 18 * len(legend)
     height, bottom = top + HEIGHT + BOTTOM, top + HEIGHT
     low, high = y_range or (min(y for _, y in points), max(y for _, y in points))
@@ -92,25 +92,25 @@ def line_plot(
             _line(left, top, left, bottom, f'stroke="{color}" stroke-dasharray="1 3"'),
             _text(left, top - 4 - 13 * is_raised, words, "middle", f'style="fill:{color}"'),
         ]
-    for each in series:
-        look = f'stroke="{each.color}" stroke-width="{each.width}" opacity="{each.opacity:g}" fill="none"'
-        dashes = ' stroke-dasharray="4 3"' if each.is_dashed else ""
-        stretches = itertools.groupby(each.points, lambda point: point[1] is not None)
-        for stretch in (found for is_number, found in stretches if is_number):
+    for curve in series:
+        look = f'stroke="{curve.color}" stroke-width="{curve.width}" opacity="{curve.opacity:g}" fill="none"'
+        dashes = ' stroke-dasharray="4 3"' if curve.is_dashed else ""
+        stretches = itertools.groupby(curve.points, lambda point: point[1] is not None)
+        for stretch in (group for is_number, group in stretches if is_number):
             path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in stretch if y is not None)
             parts.append(f'<polyline points="{path}" {look}{dashes}/>')
-        for x, y in each.points if each.has_markers or tips else []:
+        for x, y in curve.points if curve.has_markers or tips else []:
             if y is not None:
-                fill = "white" if each.is_dashed else each.color
-                look = f'r="3.5" fill="{fill}" stroke="{each.color}"' if each.has_markers else 'r="5" opacity="0"'
-                tip = f"<title>{escape(each.tip)}, {escape(x_label)} {x:,g}: {y:.5g}</title>" if tips else ""
+                fill = "white" if curve.is_dashed else curve.color
+                look = f'r="3.5" fill="{fill}" stroke="{curve.color}"' if curve.has_markers else 'r="5" opacity="0"'
+                tip = f"<title>{escape(curve.tip)}, {escape(x_label)} {x:,g}: {y:.5g}</title>" if tips else ""
                 parts.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" {look}>{tip}</circle>')
-    for k, each in enumerate(legend):
+    for k, curve in enumerate(legend):
         y = 20 + 20 * bool(title) + 18 * k
-        dashes = ' stroke-dasharray="4 3"' if each.is_dashed else ""
-        look = f'stroke="{each.color}" stroke-width="{each.width}" opacity="{each.opacity:g}"{dashes}'
+        dashes = ' stroke-dasharray="4 3"' if curve.is_dashed else ""
+        look = f'stroke="{curve.color}" stroke-width="{curve.width}" opacity="{curve.opacity:g}"{dashes}'
         parts.append(_line(LEFT, y, LEFT + 24, y, look))
-        parts.append(_text(LEFT + 30, y + 4, each.name, "start"))
+        parts.append(_text(LEFT + 30, y + 4, curve.name, "start"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -123,8 +123,8 @@ def _short(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def _text(x: float, y: float, words: str, anchor: str = "middle", more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(words)}</text>'
+def _text(x: float, y: float, words: str, anchor: str = "middle", attributes: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {attributes}>{escape(words)}</text>'
 
 
 def _line(x: float, y: float, to_x: float, to_y: float, look: str) -> str:

@@ -29,9 +29,9 @@ def terminal(command: str, output: Iterable[str]) -> str:
     ]
     for number, line in enumerate(lines):
         text = line if len(line) <= COLUMNS else f"{line[: COLUMNS - 1]}…"
-        place = f'x="{EDGE}" y="{(number + 2) * LINE + EDGE / 2:g}" textLength="{len(text) * LETTER:.1f}"'
+        geometry = f'x="{EDGE}" y="{(number + 2) * LINE + EDGE / 2:g}" textLength="{len(text) * LETTER:.1f}"'
         color = "#ddd" if number else COLORS[5]
-        parts.append(f'<text {place} fill="{color}" xml:space="preserve">{escape(text)}</text>' if text else "")
+        parts.append(f'<text {geometry} fill="{color}" xml:space="preserve">{escape(text)}</text>' if text else "")
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

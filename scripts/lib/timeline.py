@@ -45,21 +45,21 @@ def timeline(
 ) -> Timeline:
     """Build the timeline from the attempts, the times of the records, and the errors in the logs."""
     records = [record | {"at": seconds_of(record.get("time"))} for record in records]
-    found = Timeline(events=[r for r in records if r["kind"] == "event" and r["event"] not in ROUTINE])
+    result = Timeline(events=[r for r in records if r["kind"] == "event" and r["event"] not in ROUTINE])
     if not attempts:
-        return found
-    found.began, found.attempts = attempts[0].started_at, len(attempts)
+        return result
+    result.began, result.attempts = attempts[0].started_at, len(attempts)
     errors, is_failed = errors_in(folder / "logs"), status.get("state") == "failed"
     for k, attempt in enumerate(attempts):
         later = attempts[k + 1 :]
         next_start = later[0].started_at if later else float("inf")
         own_errors = [(at, text) for at, text in errors if attempt.started_at <= at < next_start]
         end, lost_from, kept_step = attempt.until, attempt.lost_from, attempt.kept_step
-        found.until, where = end, f"attempt {k + 1}, steps {attempt.first['step']} to {attempt.step}"
+        result.until, label = end, f"attempt {k + 1}, steps {attempt.first['step']} to {attempt.step}"
         is_lost = lost_from < end
-        add = found.segments.append
+        add = result.segments.append
         add((attempt.started_at, attempt.training_from, "start_up", f"attempt {k + 1}: start-up"))
-        add((attempt.training_from, lost_from, "training", where))
+        add((attempt.training_from, lost_from, "training", label))
         for r in attempt.records:
             at, span = seconds_of(r.get("time")), r.get("seconds") or 0.0
             if at and r.get("event") == "evaluation":
@@ -67,28 +67,28 @@ def timeline(
             elif at and r.get("event") == "checkpoint":
                 add((at - span, at, "checkpoints", f"checkpoint of step {r['step']}, {span:.1f} s"))
         if is_lost:
-            add((lost_from, end, "recomputed", f"{where}: the steps after {kept_step} were lost"))
+            add((lost_from, end, "recomputed", f"{label}: the steps after {kept_step} were lost"))
         if later:
             add((end, next_start, "down", f"not running for {duration(next_start - end)}"))
         if own_errors or is_lost or (is_failed and not later):
             text = own_errors[0][1] if own_errors else "" if later else status.get("error")
             text = text or f"ended at about step {attempt.step} without an error in the logs: it was killed"
             text = f"attempt {k + 1}: {text}" + f"; the steps after {kept_step} were lost" * is_lost
-            found.events.append({"event": "fault", "step": None, "at": end, "text": text})
-    found.events.sort(key=lambda event: event["at"] or found.began)
-    return found
+            result.events.append({"event": "fault", "step": None, "at": end, "text": text})
+    result.events.sort(key=lambda event: event["at"] or result.began)
+    return result
 
 
 def errors_in(logs: Path) -> list[tuple[float, str]]:
     """The time and text of the errors in the ranks' log files, the earliest first."""
-    found = []
+    errors = []
     files = sorted(logs.glob("rank*.log"), key=lambda file: (len(file.name), file.name))[:LOGS_READ]
     for file in files:
         with file.open(encoding="utf-8", errors="replace") as lines:
             for match in map(ERROR.match, lines):
                 if match and (at := seconds_of(match[1])):
-                    found.append((at, match[4]))
-    return sorted(found)
+                    errors.append((at, match[4]))
+    return sorted(errors)
 
 
 def picture(lines: dict[str, Timeline]) -> str:
@@ -97,7 +97,7 @@ def picture(lines: dict[str, Timeline]) -> str:
     if not lines:
         return ""
     last = max(line.until - line.began for line in lines.values()) or 1.0
-    unit, unit_name = next(each[1:] for each in UNITS if last >= each[0])
+    unit, unit_name = next(entry[1:] for entry in UNITS if last >= entry[0])
     height, scale = ROW * len(lines) + 42, (WIDTH - 2 * LEFT) / last
     parts = [f'<svg class="timeline" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">']
     for value, words in ticks(last / unit):
@@ -118,9 +118,9 @@ def picture(lines: dict[str, Timeline]) -> str:
             if width == 1.0 and (phase, round(x)) in drawn:
                 continue  # a long run has thousands of short ones
             drawn.add((phase, round(x)))
-            place = f'x="{x:.1f}" y="{y + (BAR - 7) * is_beside}" width="{width:.1f}"'
-            place += f' height="{7 if is_beside else BAR}"'
-            parts.append(f'<rect class="{phase}" {place}><title>{escape(text)}</title></rect>')
+            geometry = f'x="{x:.1f}" y="{y + (BAR - 7) * is_beside}" width="{width:.1f}"'
+            geometry += f' height="{7 if is_beside else BAR}"'
+            parts.append(f'<rect class="{phase}" {geometry}><title>{escape(text)}</title></rect>')
         seen: set[tuple[str, int]] = set()
         for event in line.events:
             x = LEFT + ((event["at"] or line.began) - line.began) * scale

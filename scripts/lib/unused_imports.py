@@ -196,15 +196,15 @@ def remove_names(lines: list[str], statement: ast.stmt, aliases: list[ast.alias]
     empty: set[int] = set()
     for number in {alias.lineno - 1 for alias in aliases}:
         line = lines[number].encode()
-        here = [alias for alias in (*aliases, *kept_names) if alias.lineno - 1 == number]
-        begin = min(alias.col_offset for alias in here)
-        end = max(alias.end_col_offset or 0 for alias in here)
-        kept = [line[alias.col_offset : alias.end_col_offset] for alias in kept_names if alias in here]
-        rest = line[end:] if kept else re.sub(rb"^\s*,", b"", line[end:])
-        if not kept and not line[:begin].strip() and re.match(rb"\s*(#|\Z)", rest):
+        line_aliases = [alias for alias in (*aliases, *kept_names) if alias.lineno - 1 == number]
+        begin = min(alias.col_offset for alias in line_aliases)
+        end = max(alias.end_col_offset or 0 for alias in line_aliases)
+        kept = [line[alias.col_offset : alias.end_col_offset] for alias in kept_names if alias in line_aliases]
+        remainder = line[end:] if kept else re.sub(rb"^\s*,", b"", line[end:])
+        if not kept and not line[:begin].strip() and re.match(rb"\s*(#|\Z)", remainder):
             empty.add(number)
         else:
-            lines[number] = (line[:begin] + b", ".join(kept) + rest).decode()
+            lines[number] = (line[:begin] + b", ".join(kept) + remainder).decode()
     return empty
 
 

@@ -132,7 +132,7 @@ class ContentPickler(pickle.Pickler):
         elif isinstance(value, set | frozenset):
             content = b"%d" % len(value)
             if self.depth < SETS:  # a set may hold objects that have the set
-                content = "".join(sorted(digest(each, self.unseen, self.depth + 1) for each in value)).encode()
+                content = "".join(sorted(digest(item, self.unseen, self.depth + 1) for item in value)).encode()
         elif is_array(value):
             content = f"{value.dtype} {value.shape}".encode() + value.tobytes()
         if content is None:
@@ -173,8 +173,8 @@ def padded_rows(nested: Tensor) -> Tensor:
     if not rows:
         return torch.zeros(0)
     result = rows[0].new_zeros(len(rows), *map(max, zip(*(row.shape for row in rows), strict=True)))
-    for row, place in zip(rows, result, strict=True):
-        place[tuple(map(slice, row.shape))] = row
+    for row, padded_row in zip(rows, result, strict=True):
+        padded_row[tuple(map(slice, row.shape))] = row
     return result
 
 
@@ -233,8 +233,8 @@ def shown(value: Tensor) -> str:
     return f"{value.item():.6g}" if value.numel() == 1 else f"{value.double().sum().item():.6g} in total"
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
 def sums(hooks: ModelHooks, net: nn.Module, batch: Any, is_training: bool) -> dict[str, Tensor]:

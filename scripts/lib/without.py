@@ -56,7 +56,7 @@ Fields = dict[str, dict[str, Any]]  # default by name, by extra
 def is_cut(names: str, cut: set[str]) -> bool:
     """Whether what this marker stands at is deleted."""
     words = names.split(" or ")
-    return all(not cut.isdisjoint(each.split(" and ")) for each in words)
+    return all(not cut.isdisjoint(alternative.split(" and ")) for alternative in words)
 
 
 def extras_of(files: Files) -> dict[str, str]:
@@ -76,9 +76,9 @@ def without(files: Files, cut: set[str]) -> tuple[Files, Fields]:
     if SETTINGS in left:
         left[SETTINGS] = without_entries(left[SETTINGS], cut)
     fields = fields_of(files, cut)
-    gone = {field for each in fields.values() for field in each}
+    gone = {field for extra_fields in fields.values() for field in extra_fields}
     deleted = files.keys() - left.keys()
-    deleted |= {f"{Path(each).parent}" for each in deleted} - {f"{Path(each).parent}" for each in left}
+    deleted |= {f"{Path(path).parent}" for path in deleted} - {f"{Path(path).parent}" for path in left}
     for name in left:
         if TEMPLATE_PAGES.fullmatch(name):
             rows_of = gone if name != PAGE else set[str]()  # a row there is about an extra
@@ -107,10 +107,10 @@ def cut_text(name: str, text: str, cut: set[str]) -> str:
     if "extra: " not in text or name.endswith(".patch"):  # whose lines are those of other files
         return text
     lines = split_lines(text)
-    places = places_of_markers(name, text)
-    deleted = lines_of_blocks(lines, cut, places)
+    comment_lines = places_of_markers(name, text)
+    deleted = lines_of_blocks(lines, cut, comment_lines)
     marked = set()
-    for number in places - deleted:
+    for number in comment_lines - deleted:
         marker = MARKER.search(lines[number].rstrip("\n"))
         if marker and is_cut(marker[1], cut):
             marked.add(number)
@@ -131,19 +131,19 @@ def cut_text(name: str, text: str, cut: set[str]) -> str:
 def places_of_markers(name: str, text: str) -> set[int]:
     """The numbers, from 0, of the lines with a comment of this kind of file: a string may quote a marker."""
     comment = "<!--" if name.endswith(".md") else "#"
-    places = {number for number, line in enumerate(split_lines(text)) if comment in line}
+    comment_lines = {number for number, line in enumerate(split_lines(text)) if comment in line}
     if name.endswith(".py"):
         with suppress(SyntaxError, tokenize.TokenError):  # no Python; a marker in it is refused
-            places &= comments_of(text)
-    return places
+            comment_lines &= comments_of(text)
+    return comment_lines
 
 
-def lines_of_blocks(lines: list[str], cut: set[str], places: set[int]) -> set[int]:
+def lines_of_blocks(lines: list[str], cut: set[str], comment_lines: set[int]) -> set[int]:
     """The numbers, from 0, of the lines between the two marks of blocks, with the marks."""
     deleted = set()
     open_until = None
     for number, line in enumerate(lines):
-        begin = ALONE.match(line.rstrip("\n")) if number in places else None
+        begin = ALONE.match(line.rstrip("\n")) if number in comment_lines else None
         if not open_until and begin and is_cut(begin[1], cut) and _ends("".join(lines[number:]), begin[1]):
             open_until = re.compile(END.format(begin[1]))
         if open_until:
@@ -162,10 +162,10 @@ def lines_of_statements(name: str, text: str, markers: Iterable[int]) -> set[int
         if lines[number].lstrip().startswith("#"):
             deleted.add(number)
             continue
-        here = [(last - first, first, last) for first, last, ends in spans if number in ends]
-        if not here:
+        candidates = [(last - first, first, last) for first, last, ends in spans if number in ends]
+        if not candidates:
             fail(f"{name}:{number + 1}: no statement begins or ends here; move the marker")
-        _, first, last = max(here)
+        _, first, last = max(candidates)
         deleted |= set(range(first, last + 1))
     return deleted
 
@@ -216,22 +216,25 @@ def spans_of(text: str) -> list[tuple[int, int, set[int]]]:
 
 def _spans(node: ast.AST) -> Iterator[tuple[int, int, set[int]]]:
     if isinstance(node, ast.stmt):
-        decorators = [each.lineno for each in getattr(node, "decorator_list", [])]
+        decorators = [decorator.lineno for decorator in getattr(node, "decorator_list", [])]
         first, last = min([node.lineno, *decorators]), node.end_lineno or node.lineno
         yield first, last, {first, node.lineno} | (set() if hasattr(node, "body") else {last})
     elements: list = []
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-        elements = [(each, each) for each in node.elts]
+        elements = [(element, element) for element in node.elts]
     elif isinstance(node, ast.Dict):
         elements = [(key or value, value) for key, value in zip(node.keys, node.values, strict=True)]
     elif isinstance(node, ast.Call):
-        elements = [(each, each) for each in (*node.args, *node.keywords)]
+        elements = [(argument, argument) for argument in (*node.args, *node.keywords)]
     elif isinstance(node, ast.arguments):
         positional = [*node.posonlyargs, *node.args]
         defaults = [None] * (len(positional) - len(node.defaults)) + [*node.defaults] + [*node.kw_defaults]
-        elements = [(each, end or each) for each, end in zip([*positional, *node.kwonlyargs], defaults, strict=True)]
+        elements = [
+            (parameter, end or parameter)
+            for parameter, end in zip([*positional, *node.kwonlyargs], defaults, strict=True)
+        ]
     elif isinstance(node, ast.ImportFrom):
-        elements = [(each, each) for each in node.names]
+        elements = [(alias, alias) for alias in node.names]
     yield from ((first.lineno, last.end_lineno, {first.lineno, last.end_lineno}) for first, last in elements)
 
 
@@ -242,15 +245,15 @@ def fields_of(files: Files, cut: set[str]) -> Fields:
 
 def defaults_of(settings: str) -> dict[str, Any]:
     """The default of each setting that this file declares."""
-    found = {}
+    defaults = {}
     for node in ast.walk(ast.parse(settings)):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.value, ast.Call):
             continue
         function = ast.unparse(node.value.func)
         if function in ("setting", "yours"):
             default = node.value.args[1 if function == "setting" else 0]  # `setting` begins with the group
-            found[ast.unparse(node.target)] = ast.literal_eval(default)
-    return found
+            defaults[ast.unparse(node.target)] = ast.literal_eval(default)
+    return defaults
 
 
 def without_entries(text: str, cut: set[str]) -> str:
@@ -274,7 +277,7 @@ def unlinked(page: str, text: str, gone: set[str]) -> str:
     def shown(link: re.Match) -> str:
         target = os.path.normpath(Path(page).parent / link[2]) if link[2] and "://" not in link[2] else page
         is_gone = target in gone or (
-            any(each.startswith(f"{target}/") for each in gone) and not (ROOT / target).exists()
+            any(path.startswith(f"{target}/") for path in gone) and not (ROOT / target).exists()
         )
         return link[1] if is_gone else link[0]
 
@@ -349,11 +352,11 @@ def dangling(files: Files, left: Files) -> list[str]:
     for importer, text in left.items():
         for module, name in imports_of(importer, text):
             paths = [f"{root}{module.replace('.', '/')}{end}" for root in roots for end in ends]
-            there = [path for path in paths if path in files]
-            if there and left.keys().isdisjoint(there):
-                problems.append(f"{importer} imports {there[0]}")
-            elif there and name in deleted_names.get(there[0], ()):
-                problems.append(f"{importer} imports {name} of {there[0]}")
+            existing = [path for path in paths if path in files]
+            if existing and left.keys().isdisjoint(existing):
+                problems.append(f"{importer} imports {existing[0]}")
+            elif existing and name in deleted_names.get(existing[0], ()):
+                problems.append(f"{importer} imports {name} of {existing[0]}")
     return problems
 
 
@@ -400,12 +403,12 @@ def bound_names(module: ast.Module) -> set[str]:
 
 def sizes(files: Files) -> Counter[str]:
     """Lines of Python and shell by part of the template."""
-    found = Counter[str]()
+    line_counts = Counter[str]()
     for name, text in files.items():
         if name.endswith((".py", ".sh", ".sbatch", ".yaml", ".css")):
             top = name.split("/")[0] if "/" in name else "core"
-            found[{"utils": "core"}.get(top, top)] += len(text.splitlines())
-    return Counter({name: found[name] for name in ("core", "scripts", "tests")})
+            line_counts[{"utils": "core"}.get(top, top)] += len(text.splitlines())
+    return Counter({name: line_counts[name] for name in ("core", "scripts", "tests")})
 
 
 def promises(files: Files) -> dict[str, str]:
@@ -522,7 +525,7 @@ def main(words: list[str]) -> None:
     files = read_files(ROOT)
     if PROJECT not in files or PAGE not in files:
         fail(f"git has no {PROJECT} or no {PAGE} here; restore them, add and commit all files, {SO_THAT}")
-    known = extras_of(files)
+    extras = extras_of(files)
     if words[:1] == ["--list"]:
         show_list(files)
     elif words[:1] == ["--merge"] and len(words) == 2:
@@ -532,11 +535,11 @@ def main(words: list[str]) -> None:
         if names & KERNEL:
             name = min(names & KERNEL)
             fail(f"{name}: is part of the kernel now, at no cost if unused; leave out this name ({PAGE})")
-        if wrong := names - known.keys():
-            fail(f"{min(wrong)}: is not an extra; give some of {', '.join(known)}")
+        if wrong := names - extras.keys():
+            fail(f"{min(wrong)}: is not an extra; give some of {', '.join(extras)}")
         require_clean(ROOT, ".")
         gone = recorded(files[PROJECT]).keys()
-        names = (known.keys() - names if words[0] == "--all-but" else names) - gone
+        names = (extras.keys() - names if words[0] == "--all-but" else names) - gone
         delete(names) if names else print("these are already deleted")
     else:
         fail("give the names of extras to delete, or --list to see them (docs/extras.md)")

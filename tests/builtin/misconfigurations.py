@@ -27,8 +27,8 @@ class Setup:
     def __init__(self, nodes: Nodes, folder: Path) -> None:
         self.nodes, self.folder = nodes, folder
         self.storage, self.data = folder / "storage", folder / "data"
-        for each in (self.storage, self.data):
-            each.mkdir()
+        for new_folder in (self.storage, self.data):
+            new_folder.mkdir()
         path = f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
         common = {"PATH": path, "NNODES": str(len(nodes)), "NPROC_PER_NODE": "1", "MASTER_ADDR": "node0"}
         self.env = [common | {"NODE_RANK": str(number)} for number in range(len(nodes))]
@@ -89,7 +89,7 @@ def closed(*ports: str) -> Callable[[Setup], None]:
 
     def condition(setup: Setup) -> None:
         rules = ["add pref 9 lookup local", "del pref 0"]  # the rule for local addresses is first by default
-        for rule in [*rules, *(f"add pref 5 iif eth0 ipproto tcp dport {each} blackhole" for each in ports)]:
+        for rule in [*rules, *(f"add pref 5 iif eth0 ipproto tcp dport {port} blackhole" for port in ports)]:
             setup.nodes[0].do("ip", "rule", *rule.split())
 
     return condition
@@ -145,8 +145,8 @@ def other_time(setup: Setup) -> None:
 def other_environment(setup: Setup) -> None:
     """On node1 a Python without torch is first in PATH, and the checkout has no .venv."""
     folder, nothing = setup.folder / "python", setup.folder / "nothing"
-    for each in (folder, nothing):
-        each.mkdir()
+    for new_folder in (folder, nothing):
+        new_folder.mkdir()
     if (ROOT / ".venv").exists():
         setup.nodes[1].bind(nothing, ROOT / ".venv")
     for name in ("python3", "python"):
@@ -185,8 +185,10 @@ class Row:
     def is_in(self, text: str, is_named: bool = True) -> bool:
         """Whether a line has the message and a fix, and it or the next three lines have the words of `of`."""
         pattern = ".*".join(map(re.escape, self.sees.split("...")))
-        found = re.finditer(rf"^.*{pattern}.*\n(.*\n){{0,3}}", text, re.MULTILINE)
-        return any("; " in each[0] and all(word in each[0] for word in self.of.split() if is_named) for each in found)
+        matches = re.finditer(rf"^.*{pattern}.*\n(.*\n){{0,3}}", text, re.MULTILINE)
+        return any(
+            "; " in match[0] and all(word in match[0] for word in self.of.split() if is_named) for match in matches
+        )
 
 
 # fmt: off

@@ -145,8 +145,8 @@ def hub_images(folder):
     datasets = pytest.importorskip("datasets")
     image_folder(folder / "images")
     for split in ("train", "val"):
-        found = datasets.load_dataset("imagefolder", data_dir=str(folder / "images" / split), split="train")
-        found.save_to_disk(str(folder / split))
+        loaded = datasets.load_dataset("imagefolder", data_dir=str(folder / "images" / split), split="train")
+        loaded.save_to_disk(str(folder / split))
 
 
 def timm_images(folder):

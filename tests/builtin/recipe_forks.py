@@ -46,10 +46,10 @@ class Target:
     @classmethod
     def of(cls, name: str) -> "Target":
         last = (RECIPES / f"{name}.md").read_text().splitlines()[-1]
-        found = TARGET.match(last)
-        assert found, f"{name}.md ends with {last!r}, not with a target as {TARGET.pattern}"
+        match = TARGET.match(last)
+        assert match, f"{name}.md ends with {last!r}, not with a target as {TARGET.pattern}"
         kinds = {"bound": float, "steps": int, "flags": lambda text: (text or "").split(), "measured": float}
-        return cls(**{key: kinds.get(key, str)(value) for key, value in found.groupdict().items()})
+        return cls(**{key: kinds.get(key, str)(value) for key, value in match.groupdict().items()})
 
     def is_met(self, value: float) -> bool:
         return value > self.bound if self.side == "above" else value < self.bound

@@ -75,15 +75,15 @@ def test_no_answer_names_a_flag_that_the_fork_has_deleted(deleted):
     left = FIELDS - deleted
     for names, text in ROWS:
         for name in names.split():
-            found = answer(name, left)
-            said = found.removeprefix(f"--{name}: ")
-            named = {*re.findall(r"--(?:no-)?(\w+)", re.sub(r"\w+\.py --\S+", "", said))}
+            reply = answer(name, left)
+            message = reply.removeprefix(f"--{name}: ")
+            named = {*re.findall(r"--(?:no-)?(\w+)", re.sub(r"\w+\.py --\S+", "", message))}
             is_about_deleted = bool(flags_in(text) & deleted)
-            assert not named & deleted, found
-            assert "see --help" not in said and ("yours" in said) <= (is_about_deleted or "yours" in text), found
+            assert not named & deleted, reply
+            assert "see --help" not in message and ("yours" in message) <= (is_about_deleted or "yours" in text), reply
             meant = re.fullmatch(r"`--(\w+)`", text.split("; ")[0])
             if meant and not is_about_deleted:
-                assert said.startswith(f"is not known; did you mean --{meant[1]}?")
+                assert message.startswith(f"is not known; did you mean --{meant[1]}?")
 
 
 @pytest.mark.parametrize(

@@ -52,14 +52,14 @@ def test_torchvisions_command_for_resnet50_works_once_the_flags_are_named_as_the
     with pytest.raises(SystemExit) as ended:
         TrainingConfig.from_args(RESNET50.split())
     assert ended.value.code == 2
-    known = {flag: f": is not known; did you mean {here}?" for flag, here in HERE.items() if here}
-    known["--lr-warmup-method"] = (
+    expected = {flag: f": is not known; did you mean {our_flag}?" for flag, our_flag in HERE.items() if our_flag}
+    expected["--lr-warmup-method"] = (
         ": is not a flag here; the warm-up is linear from 1 / steps; write lr_factor in model.py for another"
     )
     answers = capsys.readouterr().err.splitlines()
     assert len(answers) == len(HERE)
     for flag, answer in zip(HERE, answers, strict=True):
-        assert answer.startswith(f"{flag}{known[flag]}"), answer
+        assert answer.startswith(f"{flag}{expected[flag]}"), answer
     given = [pair.split() for pair in RESNET50[2:].split("--")]
     words = {f"--{name}": value[0] if value else "" for name, *value in given}
     named = {HERE.get(flag, flag): value for flag, value in words.items()} | {"--schedule": "cosine"}

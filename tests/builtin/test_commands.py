@@ -55,7 +55,7 @@ def run(folder, command):
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(each, marks=pytest.mark.slow if any(part in each for part in SLOW) else ()) for each in COMMANDS],
+    [pytest.param(line, marks=pytest.mark.slow if any(part in line for part in SLOW) else ()) for line in COMMANDS],
 )
 def test_each_command_works_as_it_stands(folder, command):
     """The files that it names are written, and its runs are completed."""

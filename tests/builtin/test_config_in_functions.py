@@ -83,8 +83,8 @@ def fork(tmp_path_factory):
     folder = copy_repository(tmp_path_factory.mktemp("fork"))
     with (folder / "model.py").open("a") as file:
         file.write(FUNCTIONS)
-    found = called(folder, "train.py", RUN)
-    assert found == {(name, "10") for name in f"{STEP} {EVALUATION} log_images".split()}
+    calls = called(folder, "train.py", RUN)
+    assert calls == {(name, "10") for name in f"{STEP} {EVALUATION} log_images".split()}
     return folder
 
 
@@ -92,6 +92,6 @@ def fork(tmp_path_factory):
 def test_functions_that_ask_for_the_config_get_what_the_data_have_resolved(fork, case):
     """The command line says auto, and the training set has 10 classes."""
     names, *command = case
-    found = called(fork, *command)
-    assert {name for name, _ in found} >= {*names.split()}
-    assert {number for _, number in found} == {"10"}
+    calls = called(fork, *command)
+    assert {name for name, _ in calls} >= {*names.split()}
+    assert {number for _, number in calls} == {"10"}

@@ -57,12 +57,12 @@ def test_a_drill_of_steps_that_fail_hang_and_leave_processes_behind(tmp_path):
     (tmp_path / "test_slow.py").write_text(TESTS)
     out = tmp_path / "report"
     ended = launch([sys.executable, "-c", DRILL, out, SLEEPS, FAILS, tmp_path / "test_slow.py"], cwd=ROOT)
-    found = json.loads((out / "drill.json").read_text())
+    steps = json.loads((out / "drill.json").read_text())
     expected = {"hangs": "FAILED", "tests": "FAILED", "fails": "FAILED", "orphan": "ok", "last": "ok"}
-    assert {name: step["outcome"] for name, step in found.items()} == expected, ended.text
+    assert {name: step["outcome"] for name, step in steps.items()} == expected, ended.text
     assert ended.code == 1 and ended.left == 0
-    assert found["hangs"]["finished"] == found["orphan"]["finished"] == 7 and found["last"]["text"] == "all is well"
-    assert list(found["tests"]["tests"].values()) == ["PASSED"]
+    assert steps["hangs"]["finished"] == steps["orphan"]["finished"] == 7 and steps["last"]["text"] == "all is well"
+    assert list(steps["tests"]["tests"].values()) == ["PASSED"]
     assert all(re.search(rf"\n{name} +{outcome} ", ended.out) for name, outcome in expected.items())
     printed, errors = ((out / f"drill.{kind}").read_text() for kind in ("out", "err"))
     assert len(printed) < 1_600_000 and "the message" in printed
@@ -113,10 +113,10 @@ def test_every_step_runs_and_its_figures_are_written(tmp_path):
     for what, skipped in (("first", {"tests"}), ("full", {"compiled"})):
         words = ["scripts/test.sh", "--cuda", what, "--out", tmp_path, "--data_dir", tmp_path / "none"]
         ended = launch(words, env={"CUDA_TEST_ON_CPU": "1"}, cwd=ROOT, deadline=310)
-        found = json.loads((tmp_path / f"{what}.json").read_text())
+        steps = json.loads((tmp_path / f"{what}.json").read_text())
         skipped = set() if torch.cuda.is_available() else skipped  # the tests of CUDA
-        assert {name for name, step in found.items() if step["outcome"] != "ok"} == skipped, ended.text
+        assert {name for name, step in steps.items() if step["outcome"] != "ok"} == skipped, ended.text
         assert ended.code == (3 if skipped else 0), ended.text
-    assert found["checkpoint"]["bytes"] > 4e7 and "8" in found["loops"]["batches"]
+    assert steps["checkpoint"]["bytes"] > 4e7 and "8" in steps["loops"]["batches"]
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert len(files) <= 8 and all(file.stat().st_size < 16 * 2**20 for file in files)

@@ -43,11 +43,11 @@ def test_a_batch_has_the_crops_of_its_samples_among_all_copies_of_the_set():
 def test_a_subset_transforms_a_batch_without_work_per_sample_of_the_set(monkeypatch):
     whole = SyntheticImageDataset(400, image_size=8)
     whole.augment = "crop"
-    some = choose_samples(whole, 300, seed=1)
-    expected = whole.device_transform(whole.__getitems__([some.indices[7]]), 1, 2, torch.tensor([some.indices[7]]))
-    batch, made = some.__getitems__([7]), []
+    subset = choose_samples(whole, 300, seed=1)
+    expected = whole.device_transform(whole.__getitems__([subset.indices[7]]), 1, 2, torch.tensor([subset.indices[7]]))
+    batch, made = subset.__getitems__([7]), []
     monkeypatch.setattr(torch, "tensor", lambda values, **_: made.append(values))
-    assert torch.equal(some.device_transform(batch, 1, 2, torch.arange(7, 8))[0], expected[0]) and not made
+    assert torch.equal(subset.device_transform(batch, 1, 2, torch.arange(7, 8))[0], expected[0]) and not made
 
 
 def test_cifar10_that_cannot_be_downloaded_is_rejected_and_leaves_no_folder(tmp_path, monkeypatch):

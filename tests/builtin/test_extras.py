@@ -44,21 +44,21 @@ def copy(folder):
 
 
 def cut(folder, *names):
-    found = run(folder, "scripts/without.sh", *names)
+    output = run(folder, "scripts/without.sh", *names)
     commit(folder, f"without {' '.join(names)}")
-    return found
+    return output
 
 
 def fingerprints(folder, runs):
     """After 20 steps on 1 and on 2 ranks."""
-    found = []
+    values = []
     for ranks in (1, 2):
         where = f"{folder.name}{ranks}"
         words = [*STEPS, "--backend", "gloo", "--run_dir", runs.folder(where)]
         ended = forks.run(folder, ranks, "train.py", *words)
         assert ended.code == 0, ended.text
-        found.append(runs.records(where, "train")[-1]["fingerprint"])
-    return found
+        values.append(runs.records(where, "train")[-1]["fingerprint"])
+    return values
 
 
 def continued(first, then, runs, *flags, ranks=0):
@@ -125,8 +125,8 @@ def test_what_is_left_continues_runs_of_the_whole_template_and_is_continued_by_i
         assert continued(first, then, runs).code == 0
         assert runs.records(f"from-{first.name}", "train")[-1]["fingerprint"] == whole[0]
     exact = continued(ROOT, folder, runs, "--reduction", "exact")
-    said = "changed: reduction: the checkpoint has reduction=exact, and this fork has no such flag (docs/extras.md)"
-    assert exact.code == 0 and said in exact.text, exact.text
+    message = "changed: reduction: the checkpoint has reduction=exact, and this fork has no such flag (docs/extras.md)"
+    assert exact.code == 0 and message in exact.text, exact.text
     sharded = continued(ROOT, folder, runs, "--sharding", "zero3", ranks=2)
     assert sharded.code and "is a folder, and this fork has no extra sharding; give another" in sharded.text
 
@@ -164,7 +164,7 @@ def marked_lines(path):
 
 def test_the_kernel_names_an_extra_only_in_marked_lines():
     fields = without.fields_of(without.read_files(ROOT), set(EXTRAS))
-    names = "|".join(name for each in fields.values() for name in each)
+    names = "|".join(name for field_names in fields.values() for name in field_names)
     named = re.compile(rf"utils\.extras|config\.({names})\b|\b({names})=|[\"' -]({names})[\"' ,]")
     total = 0
     for path in CORE:
@@ -187,7 +187,7 @@ def test_bad_names_and_a_changed_tree_are_refused_and_a_deletion_can_be_undone(t
         assert f"{name}: is part of the kernel now" in run(folder, "scripts/without.sh", name, code=2)
     name = next(iter(EXTRAS))
     listed = run(folder, "scripts/without.sh", "--list")
-    assert all(re.search(rf"^{each} +\d+ +\d+ +\d+  \S", listed, re.M) for each in EXTRAS)
+    assert all(re.search(rf"^{extra_name} +\d+ +\d+ +\d+  \S", listed, re.M) for extra_name in EXTRAS)
     printed = run(folder, "scripts/without.sh", name)
     assert "commit or stash them first" in run(folder, "scripts/without.sh", name, code=2)
     run(folder, "bash", "-c", printed.split("to undo this: ")[1])
@@ -199,14 +199,14 @@ def test_bad_names_and_a_changed_tree_are_refused_and_a_deletion_can_be_undone(t
 
 def contents(folder):
     """The hash and the mode of each file, without git's own and bytecode; links as they are."""
-    found = {}
+    entries = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.is_symlink():
-            found[name] = os.readlink(path)
+            entries[name] = os.readlink(path)
         elif path.is_file() and not name.startswith(".git/") and "__pycache__" not in name:
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mode
-    return found
+            entries[name] = hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mode
+    return entries
 
 
 @pytest.fixture(scope="module")
@@ -335,14 +335,14 @@ REFUSED = {  # what is done to a fork, and the answer to a deletion of `watch` t
 }
 
 
-@pytest.mark.parametrize(("change", "said"), [pytest.param(*case, id=name) for name, case in REFUSED.items()])
-def test_nothing_changes_where_git_could_not_undo_it(small_fork, change, said):
+@pytest.mark.parametrize(("change", "pattern"), [pytest.param(*case, id=name) for name, case in REFUSED.items()])
+def test_nothing_changes_where_git_could_not_undo_it(small_fork, change, pattern):
     fork = small_fork
     run(fork.parent, "bash", "-c", "git init -q other && cd other && git commit -q --allow-empty -m first")
     run(fork, "bash", "-ec", change)
     before = contents(fork)
     printed = run(fork, "scripts/without.sh", "watch", code=2)
-    assert re.search(said, printed) and len(printed.splitlines()) == 1, printed
+    assert re.search(pattern, printed) and len(printed.splitlines()) == 1, printed
     assert contents(fork) == before
 
 
@@ -532,12 +532,12 @@ def ref_and_worktrees(fork):
     return run(fork, "git", "rev-parse", "HEAD"), run(fork, "git", "worktree", "list"), contents(fork)
 
 
-@pytest.mark.parametrize(("change", "said", "remedy"), UNMERGED.values(), ids=UNMERGED)
-def test_a_merge_that_cannot_begin_says_what_to_do(cut_fork, change, said, remedy):
+@pytest.mark.parametrize(("change", "pattern", "remedy"), UNMERGED.values(), ids=UNMERGED)
+def test_a_merge_that_cannot_begin_says_what_to_do(cut_fork, change, pattern, remedy):
     run(cut_fork, "bash", "-ec", change)
     before = ref_and_worktrees(cut_fork)
     printed = run(cut_fork, "scripts/without.sh", "--merge", "template-2", code=2)
-    assert re.search(said, printed) and len(printed.splitlines()) == 1, printed
+    assert re.search(pattern, printed) and len(printed.splitlines()) == 1, printed
     assert ref_and_worktrees(cut_fork) == before
     run(cut_fork, "bash", "-ec", remedy)
     assert run(cut_fork, "scripts/without.sh", "--merge", "template-2") == "merged template-2\n"
@@ -565,18 +565,18 @@ def test_a_fork_in_a_folder_takes_a_newer_template_into_that_folder(cut_fork):
     assert "Version 2" in (fork / "model.py").read_text()
 
 
-def add_failing_hook(fork, name, said):
+def add_failing_hook(fork, name, command):
     hook = fork / ".git/hooks" / name
-    hook.write_text(f"#!/bin/sh\n{said}\nexit 1\n")
+    hook.write_text(f"#!/bin/sh\n{command}\nexit 1\n")
     hook.chmod(0o755)
     return hook
 
 
-@pytest.mark.parametrize(("said", "reason"), [("", "exit status 1"), ("echo lint failed", "lint failed")])
+@pytest.mark.parametrize(("command", "reason"), [("", "exit status 1"), ("echo lint failed", "lint failed")])
 @pytest.mark.parametrize("name", ["pre-commit", slow("prepare-commit-msg"), slow("commit-msg")])
-def test_a_merge_that_a_hook_refuses_can_be_undone_and_ended(cut_fork, name, said, reason):
+def test_a_merge_that_a_hook_refuses_can_be_undone_and_ended(cut_fork, name, command, reason):
     before = ref_and_worktrees(cut_fork)
-    hook = add_failing_hook(cut_fork, name, said)
+    hook = add_failing_hook(cut_fork, name, command)
     remedy = "the merge is staged: git commit completes it, git merge --abort undoes it"
     assert f"{reason}; {remedy}" in run(cut_fork, "scripts/without.sh", "--merge", "template-2", code=2)
     run(cut_fork, "git", "merge", "--abort")
@@ -678,5 +678,5 @@ def test_the_readme_has_the_sizes_of_forks():
         names = set(words.strip("`").split()) - {"nothing"}
         names = EXTRAS.keys() - names if "--all-but" in names else names
         left = without.sizes(without.without(files, set(names))[0]).values()
-        found = [f"{round(lines, -2):,}" for lines in left]
-        assert all(abs(int(a.replace(",", "")) - b) <= 100 for a, b in zip(shown, left, strict=True)), (words, found)
+        rounded = [f"{round(lines, -2):,}" for lines in left]
+        assert all(abs(int(a.replace(",", "")) - b) <= 100 for a, b in zip(shown, left, strict=True)), (words, rounded)

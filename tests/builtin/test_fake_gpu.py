@@ -23,15 +23,15 @@ def fake_gpu():
 @pytest.mark.parametrize("flags", ["plain", "more", "graphs"])
 def test_the_loop_waits_for_the_device_nowhere_between_two_log_points(fake_gpu, flags):
     """Data set, side stream, both passes, update, an evaluation and a checkpoint; only the latter reads."""
-    found = fake_gpu[flags]
+    trace = fake_gpu[flags]
     images_labels_indices = [["augmentation", "_to_copy", "to device", "async"]] * 3
-    assert found["step"]["copies"] == images_labels_indices
-    assert found["first step"]["copies"] and not [copy for copy in found["first step"]["copies"] if copy[3] == "waits"]
-    assert not [copy for copy in found["evaluation"]["copies"] if copy[2] == "to host"]
+    assert trace["step"]["copies"] == images_labels_indices
+    assert trace["first step"]["copies"] and not [copy for copy in trace["first step"]["copies"] if copy[3] == "waits"]
+    assert not [copy for copy in trace["evaluation"]["copies"] if copy[2] == "to host"]
     buffers_then_the_rest = [["checkpoint", "_foreach_copy_", "to host", "async"]] * 2
-    assert found["checkpoint"]["copies"] == buffers_then_the_rest
-    assert not any(found[part]["races"] for part in ("step", "evaluation", "checkpoint"))
-    assert not any(found[part]["unkept"] for part in ("step", "evaluation"))
+    assert trace["checkpoint"]["copies"] == buffers_then_the_rest
+    assert not any(trace[part]["races"] for part in ("step", "evaluation", "checkpoint"))
+    assert not any(trace[part]["unkept"] for part in ("step", "evaluation"))
 
 
 def test_a_log_point_is_one_copy_that_does_not_wait(fake_gpu):

@@ -154,14 +154,16 @@ def test_what_is_installed_is_said_before_and_which_folders_run(tmp_path, words,
     for name in ("python", "shellcheck"):
         (tmp_path / name).write_text(STUB)
         (tmp_path / name).chmod(0o755)
-    there = [folder for folder in folders if (ROOT / "tests" / folder).is_dir()]
+    existing = [folder for folder in folders if (ROOT / "tests" / folder).is_dir()]
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "LACKS": lacks, "CI": ""}
     ended = launch(["bash", "scripts/test.sh", *words], cwd=ROOT, env=env, deadline=60)
     assert ended.code == 0, ended.text
-    said, asked = (re.findall(pattern, ended.out) for pattern in (r"installing .*: (.*)\. Ctrl-C", r"pip: .*txt (.*)"))
-    assert [each.strip() for each in said] == [each.strip() for each in asked] == [installed] * bool(installed)
-    assert not said or ended.out.index("installing") < ended.out.index("pip:")
+    announced, requested = (
+        re.findall(pattern, ended.out) for pattern in (r"installing .*: (.*)\. Ctrl-C", r"pip: .*txt (.*)")
+    )
+    assert [text.strip() for text in announced] == [text.strip() for text in requested] == [installed] * bool(installed)
+    assert not announced or ended.out.index("installing") < ended.out.index("pip:")
     files = re.findall(r"(?: |=)(tests/\w+/\w+\.py)", ended.out)
     assert all((ROOT / file).is_file() for file in files)
     assert ("tests/distributed/test_kernel.py" in files) == (words == ["--fork"])
-    assert re.findall(r" tests/(\w+)(?= |$)", ended.out.split("pytest: ")[1].splitlines()[0]) == there
+    assert re.findall(r" tests/(\w+)(?= |$)", ended.out.split("pytest: ")[1].splitlines()[0]) == existing

@@ -57,6 +57,6 @@ def test_loader_workers_do_not_ask_for_cuda(tmp_path, script):
     forks = tmp_path / "forks"
     words = [sys.executable, "-c", PROGRAM, forks, ROOT / script, *flags, "--run_dir", tmp_path / "run"]
     ended = launch(words, cwd=tmp_path)
-    asked = {file.name: file.read_text() for file in tmp_path.glob("forks.*")}
-    assert ended.code == 0 and not asked, json.dumps(asked, indent=1) + ended.text
+    cuda_queries = {file.name: file.read_text() for file in tmp_path.glob("forks.*")}
+    assert ended.code == 0 and not cuda_queries, json.dumps(cuda_queries, indent=1) + ended.text
     assert len(forks.read_text()) >= 2

@@ -7,14 +7,14 @@ from utils.settings.deleted_extras import deleted_extras
 
 def test_each_key_of_the_page_has_a_default_test_and_each_marker_a_key_of_the_page(request):
     keys = [row.key for row in GUARANTEES]
-    found = marked(request.config.collected)
-    if not {key for key, kind, _ in found if kind == "default"}.issuperset(keys):
-        found = collect()  # pytest was started on some tests only
-    checked = {key for key, kind, _ in found if kind == "default"}
+    marks = marked(request.config.collected)
+    if not {key for key, kind, _ in marks if kind == "default"}.issuperset(keys):
+        marks = collect()  # pytest was started on some tests only
+    checked = {key for key, kind, _ in marks if kind == "default"}
     assert [key for key in keys if key not in checked] == [], "no default test carries these keys in a marker"
     assert len(set(keys)) == len(keys)
     if not deleted_extras():  # with which rows of the page go
-        assert [words for words in found if words[0] not in keys] == [], "a marker's key is not on docs/guarantees.md"
+        assert [words for words in marks if words[0] not in keys] == [], "a marker's key is not on docs/guarantees.md"
         assert len(keys) > 70
 
 

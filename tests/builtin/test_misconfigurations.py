@@ -51,7 +51,7 @@ def test_a_misconfiguration_is_reported_in_time_with_the_node_and_a_fix(names, t
         wait_until(is_over, SECONDS)
         assert all(speakers()), f"{names}:\n" + "\n--------\n".join(map(text, programs))
         if code is not None:
-            wait_until(lambda: code in [program.poll() for each in speakers() for program in each], SECONDS)
+            wait_until(lambda: code in [program.poll() for group in speakers() for program in group], SECONDS)
 
 
 @pytest.mark.guarantee("misconfigured")  # extra: preflight
@@ -61,8 +61,8 @@ def test_preflight_finds_nothing_on_correct_nodes(tmp_path):
     with Nodes(2) as nodes:
         for ended in [finish(program) for program in Setup(nodes, tmp_path).start("--preflight")]:
             assert ended.code == 0, ended.text
-            found = [row.name for row in TABLE if row.code != 0 and row.is_in(ended.text, is_named=False)]  # 0: speed
-            assert not found, ended.text
+            names = [row.name for row in TABLE if row.code != 0 and row.is_in(ended.text, is_named=False)]  # 0: speed
+            assert not names, ended.text
 
 
 def test_docs_troubleshooting_has_these_rows():

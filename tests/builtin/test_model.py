@@ -45,9 +45,9 @@ def test_the_loss_is_a_sum_and_metrics_are_sums_and_counts():
     model.eval()
     with torch.no_grad():
         metrics = compute_loss(model, (images, labels), config)
-        each = [compute_loss(model, (images[k : k + 1], labels[k : k + 1]), config)["loss"][0] for k in range(6)]
+        losses = [compute_loss(model, (images[k : k + 1], labels[k : k + 1]), config)["loss"][0] for k in range(6)]
     loss, count = metrics.pop("loss")
-    torch.testing.assert_close(loss, torch.stack(each).sum())
+    torch.testing.assert_close(loss, torch.stack(losses).sum())
     assert set(metrics) == {"top1", "top5"} and metrics["top1"][1] == 6
     torch.testing.assert_close(loss, F.cross_entropy(model(images), labels, reduction="sum"))  # not smoothed
     model.train()
@@ -202,14 +202,14 @@ def test_shown_images_hold_the_pixels_of_each_picture(monkeypatch):
     monkeypatch.setattr(Image, "new", lambda *words: drawn.append(new(*words)) or drawn[-1])
     shown = model.log_images(nn.Flatten(), (torch.rand(18, 1, 4, 4), torch.arange(18)))["predictions"]
     assert shown.shape == (16, 3, 144, 128) and shown.dtype == torch.uint8 and shown.float().std() > 20
-    pictures = [each for each in drawn if each.size == (128, 144)]  # PIL itself makes others
-    for picture, found in zip(pictures, shown, strict=True):
+    pictures = [image for image in drawn if image.size == (128, 144)]  # PIL itself makes others
+    for picture, pixels in zip(pictures, shown, strict=True):
         places = [(x, y) for x in range(0, 128, 3) for y in range(144)]
-        assert all(picture.getpixel((x, y)) == tuple(found[:, y, x].tolist()) for x, y in places)
+        assert all(picture.getpixel((x, y)) == tuple(pixels[:, y, x].tolist()) for x, y in places)
 
 
 def test_images_of_mixed_batches_show_the_class_with_the_largest_share():
     images, labels = torch.rand(4, 1, 4, 4), torch.tensor([3, 0, 9, 5])
     shares = 0.7 * nn.functional.one_hot(labels, 10) + 0.3 * nn.functional.one_hot(labels.flip(0), 10)
-    mixed, plain = (model.log_images(nn.Flatten(), (images, each))["predictions"] for each in (shares, labels))
+    mixed, plain = (model.log_images(nn.Flatten(), (images, targets))["predictions"] for targets in (shares, labels))
     assert torch.equal(mixed, plain)

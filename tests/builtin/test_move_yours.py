@@ -126,8 +126,8 @@ def test_what_cannot_be_moved_is_listed(old, new, note):
 
 
 def git(folder, *words, code=0):
-    who = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
-    ended = subprocess.run(["git", *who, *words], cwd=folder, capture_output=True, text=True)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    ended = subprocess.run(["git", *identity, *words], cwd=folder, capture_output=True, text=True)
     assert ended.returncode == code, ended.stdout + ended.stderr
 
 
@@ -187,5 +187,5 @@ def test_a_merge_whose_config_py_cannot_be_used_says_what_is_missing(tmp_path, m
     lost = OLD.replace(END, f"    a: int = yours(4, 'a', even)\n{END}")
     monkeypatch.setattr(move_yours, "show", {"base": OLD, "HEAD": lost, "MERGE_HEAD": NEW}.get)
     assert move_yours.main() == 1
-    said = capsys.readouterr().out
-    assert "cannot be used yet (NameError: name " in said and "; import or define at its top what is missing" in said
+    out = capsys.readouterr().out
+    assert "cannot be used yet (NameError: name " in out and "; import or define at its top what is missing" in out

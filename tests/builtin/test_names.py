@@ -54,7 +54,7 @@ ALSO = ["</dev/zero >/dev/full 2>/dev/full", "<&- >&- 2>&-", "</dev/zero >&- 2>/
 
 
 @pytest.mark.parametrize(
-    "channels", ["<&- >/dev/full 2>&-", *(pytest.param(each, marks=pytest.mark.slow) for each in ALSO)]
+    "channels", ["<&- >/dev/full 2>&-", *(pytest.param(redirection, marks=pytest.mark.slow) for redirection in ALSO)]
 )
 def test_no_output_channel_ends_a_run(runs, channels):
     words = runs.words("run", "--dataset_size", 16, "--epochs", 1, "--num_workers", 1, "--log_interval", 1)

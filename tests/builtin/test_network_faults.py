@@ -51,7 +51,7 @@ def test_a_port_scanner_during_the_start_delays_it_at_most(tmp_path):
         wait_until(lambda: "waiting for node 1 of 2" in printed(first))
         second = launch(nodes[1], 1, *flags)
         ended = [finish(program, 120) for program in (first, second)]
-    assert [each.code for each in ended] == [0, 0], "".join(each.text for each in ended)
+    assert [result.code for result in ended] == [0, 0], "".join(result.text for result in ended)
     assert "Traceback" not in ended[0].err, ended[0].err
 
 
@@ -67,7 +67,7 @@ def test_two_launches_that_cross(tmp_path):
         assert other.code == 2 and "MASTER_PORT=29500: is in use on node0" in other.err, other.text
         second = launch(nodes[1], 1, *flags, tmp_path / "a")
         ended = [finish(program, 120) for program in (first, second, crossing)]
-    assert [each.code for each in ended] == [0, 0, 1], "\n--------\n".join(each.text for each in ended)
+    assert [result.code for result in ended] == [0, 0, 1], "\n--------\n".join(result.text for result in ended)
     assert (tmp_path / "a/summary.json").exists() and not [*(tmp_path / "b").iterdir()]
 
 
@@ -82,7 +82,7 @@ def test_dns_that_changes_while_a_node_waits(tmp_path):
         wait_until(lambda: "no machine has that address" in printed(programs[1]))
         hosts.write_text(right)
         ended = [finish(program, 120) for program in programs]
-    assert [each.code for each in ended] == [0, 0], "".join(each.text for each in ended)
+    assert [result.code for result in ended] == [0, 0], "".join(result.text for result in ended)
 
 
 @pytest.mark.slow
@@ -100,5 +100,5 @@ def test_a_firewall_that_closes_in_the_middle_of_the_run(tmp_path):
         assert re.search("exit code 1; attempt 2", printed(programs[0])), printed(programs[0])
         nodes[0].do("ip", "rule", "del", "pref", "5")
         ended = [finish(program, 240) for program in programs]
-    assert [each.code for each in ended] == [0, 0], "".join(each.text for each in ended)
+    assert [result.code for result in ended] == [0, 0], "".join(result.text for result in ended)
     assert difference_from_one_node(tmp_path, 6) == []

@@ -78,6 +78,6 @@ def test_a_lost_pod_is_replaced_and_the_run_is_completed(pod, number, lost, how)
         node.do("ip", "address", "add", f"{node.address}/24", "dev", "eth0")
         publish(nodes, job)
         pods[lost] = start_pod(node, job, lost, app, shared, env)
-        ended = [finish(each, 240) for each in pods]
-    assert [each.code for each in ended] == [0, 0], "".join(each.text for each in ended)
+        ended = [finish(program, 240) for program in pods]
+    assert [result.code for result in ended] == [0, 0], "".join(result.text for result in ended)
     assert "attempt 2 of 101 starts" in ended[1 - lost].err and '"restarts": 1' in (run / "summary.json").read_text()

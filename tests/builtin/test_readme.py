@@ -41,8 +41,8 @@ FIELDS = {f"--{name}" for name in TrainingConfig.__dataclass_fields__} | {"--con
 
 def own_address() -> str:
     """An address of this machine that other nodes could reach."""
-    found = [address.split("/")[0] for name, address in addresses().items() if name != "lo"]
-    return found[0] if found else pytest.skip("this machine has no address besides the loopback address")
+    candidates = [address.split("/")[0] for name, address in addresses().items() if name != "lo"]
+    return candidates[0] if candidates else pytest.skip("this machine has no address besides the loopback address")
 
 
 def test_every_documented_command_has_valid_flags():
@@ -50,8 +50,8 @@ def test_every_documented_command_has_valid_flags():
     seen = 0
     for line in (line for line in LINES if re.search("train.py|scripts/|tests/comparison/", line)):
         if "launch.sh" in line:
-            here = line.replace("MASTER_ADDR=node0", f"MASTER_ADDR={own_address()}")
-            ended = launch(["bash", "-c", f"{here} --dry-run"], env={**ENV, "NPROC_PER_NODE": "8"})
+            command = line.replace("MASTER_ADDR=node0", f"MASTER_ADDR={own_address()}")
+            ended = launch(["bash", "-c", f"{command} --dry-run"], env={**ENV, "NPROC_PER_NODE": "8"})
             expected = "--node-rank=1" if "--hosts" in line else "torchrun --nproc-per-node=8 --nnodes=2"
             assert ended.code == 0 and expected in ended.out, line
         elif "slurm.sbatch" in line:
@@ -170,8 +170,8 @@ def test_the_readmes_commands_work_in_order_in_an_empty_environment(tmp_path):
     if launch(["env", "-i", f"PATH={path}", "python3", "-c", "import torch"]).code == 0:
         lack("the interpreter outside of this environment has torch")
     ended, clone = run_pasted(tmp_path, path, [], (), 1700)
-    said, made = ended.out.index("Installing torch, torchvision"), ended.out.index(f"environment: {clone}/.venv")
-    assert said < made
+    install_at, made = ended.out.index("Installing torch, torchvision"), ended.out.index(f"environment: {clone}/.venv")
+    assert install_at < made
     assert "11 of 11 invariants hold" in ended.out  # extra: verify
 
 
@@ -213,7 +213,7 @@ def test_the_table_of_docs_configuration_matches_the_dataclass():
     page = PAGES[ROOT / "docs" / "configuration.md"]
     rows = [page.split(BEGIN)[1].split(END)[0].strip(), table()]
     if IS_CUT:  # which deletes rows, and not what others say about them
-        rows = [re.findall(r"^(?:#.*|\| `--\w+`)", each, re.MULTILINE) for each in rows]
+        rows = [re.findall(r"^(?:#.*|\| `--\w+`)", text, re.MULTILINE) for text in rows]
     assert rows[0] == rows[1], "run python tests/builtin/config_table.py"
 
 
@@ -231,9 +231,9 @@ def anchors(text):
 
 def test_flags_of_other_trainers_are_answered_with_flags_that_exist():
     page = (ROOT / "docs/coming-from.md").read_text()
-    here = {match for line in page.splitlines() for match in re.findall(r"^\| .* \| `(--\w+)", line)}
-    assert len(here) > 50 or IS_CUT
-    assert here - {f"--{name}" for fields in DELETED.values() for name in fields} <= FIELDS
+    suggested = {match for line in page.splitlines() for match in re.findall(r"^\| .* \| `(--\w+)", line)}
+    assert len(suggested) > 50 or IS_CUT
+    assert suggested - {f"--{name}" for fields in DELETED.values() for name in fields} <= FIELDS
 
 
 def test_every_link_leads_to_a_file_or_a_heading_and_every_page_is_linked():
@@ -278,7 +278,7 @@ def test_messages_in_docs_troubleshooting_exist_in_the_code():
         r"\| `([^`]+)` \|(?:<!--.*)?$", unusual, re.MULTILINE
     )
     files = [path for pattern in ("*.py", "utils/**/*.py") for path in ROOT.glob(pattern)]
-    found = {text for path in files for text in messages(path)}
+    texts = {text for path in files for text in messages(path)}
     patterns = {row: re.compile(".*".join(map(re.escape, row.split("..."))), re.DOTALL) for row in rows}
     assert len(rows) > 24 or IS_CUT
-    assert not [row for row, each in patterns.items() if not any(map(each.search, found))]
+    assert not [row for row, regex in patterns.items() if not any(map(regex.search, texts))]

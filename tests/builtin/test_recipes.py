@@ -168,7 +168,7 @@ def test_the_fingerprint_of_many_files_is_short_and_follows_their_listing(tmp_pa
     code = next(text for text in blocks_of(name, "python") if text.startswith("# dataset.py"))
     exec(compile(code, name, "exec"), fork := {})
     config = mock.Mock(data_dir=str(tmp_path), num_classes=4, crop_size=8)
-    found = []
+    fingerprints = []
     for change in (
         lambda: None,
         lambda: None,
@@ -176,8 +176,8 @@ def test_the_fingerprint_of_many_files_is_short_and_follows_their_listing(tmp_pa
     ):
         change()
         fork.get("prepare_data", lambda config: None)(config)
-        found.append(fork["create_dataset"](config, "train").fingerprint)
-    assert found[0] == found[1] != found[2] and {*map(len, found)} == {64}
+        fingerprints.append(fork["create_dataset"](config, "train").fingerprint)
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2] and {*map(len, fingerprints)} == {64}
 
 
 @pytest.mark.slow
@@ -204,8 +204,8 @@ def test_auc_and_f1_of_the_tabular_recipe_are_those_of_scikit_learns_formulas(tm
         pairs = scores[labels == 1][:, None] - scores[labels == 0][None, :]
         return ((pairs > 0).double() + (pairs == 0) / 2).mean().item()
 
-    found = scores >= 0.5
-    hits = (found & (labels == 1)).sum().item()
-    assert evaluated["f1"] == 2 * hits / (found.sum().item() + labels.sum().item())  # sklearn.metrics.f1_score
+    predicted = scores >= 0.5
+    hits = (predicted & (labels == 1)).sum().item()
+    assert evaluated["f1"] == 2 * hits / (predicted.sum().item() + labels.sum().item())  # sklearn.metrics.f1_score
     assert evaluated["auc"] == pytest.approx(auc((scores * 1000).floor()), abs=1e-4)  # a score may be at a bin's edge
     assert evaluated["auc"] == pytest.approx(auc(scores), abs=2e-3) and evaluated["auc"] > 0.9

@@ -40,13 +40,13 @@ def section(title):
 
 def entries(title):
     """{name: (arguments of each form, text)} of the functions in a section."""
-    found = {}
+    by_name = {}
     for block in section(title).split("\n### ")[1:]:
         heading, _, text = block.partition("\n")
         if heading.startswith("`"):
             forms = re.findall(r"`(\w+)(?:\(([^)]*)\)| = True)`", heading)
-            found[forms[0][0]] = ([arguments.split(", ") if arguments else [] for _, arguments in forms], text)
-    return found
+            by_name[forms[0][0]] = ([arguments.split(", ") if arguments else [] for _, arguments in forms], text)
+    return by_name
 
 
 def rows(text):
@@ -57,22 +57,22 @@ def rows(text):
 
 def names_read(paths):
     """The attributes of data sets that code asks for: getattr, hasattr, and those used directly."""
-    found = set()
+    attribute_names = set()
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             loops = {
-                loop.target.id: {each.value for each in loop.iter.elts if isinstance(each, ast.Constant)}
+                loop.target.id: {constant.value for constant in loop.iter.elts if isinstance(constant, ast.Constant)}
                 for loop in getattr(node, "generators", [])
                 if isinstance(loop.target, ast.Name) and isinstance(loop.iter, ast.Tuple)
             }
             for call in ast.walk(node) if loops else [node]:
                 if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("getattr", "hasattr"):
-                    whose, name = call.args[0], call.args[1]
-                    if ast.unparse(whose).split(".")[-1] in OF_SETS:
-                        found |= {name.value} if isinstance(name, ast.Constant) else loops.get(name.id, set())
+                    target, name = call.args[0], call.args[1]
+                    if ast.unparse(target).split(".")[-1] in OF_SETS:
+                        attribute_names |= {name.value} if isinstance(name, ast.Constant) else loops.get(name.id, set())
             if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("dataset"):
-                found.add(node.attr)
-    return {name for name in found if not name.startswith("_") or name.startswith("__getitem")} - INTERNAL
+                attribute_names.add(node.attr)
+    return {name for name in attribute_names if not name.startswith("_") or name.startswith("__getitem")} - INTERNAL
 
 
 def test_the_page_has_every_function_of_model_py_and_no_other():
@@ -90,9 +90,9 @@ def test_the_page_has_every_method_and_attribute_of_a_data_set_and_no_other():
 @pytest.mark.parametrize("title", ["Functions of model.py", "Functions of dataset.py", "Methods of a data set"])
 def test_an_entry_says_what_it_gets_and_returns_when_it_is_called_its_default_and_its_errors(title):
     for name, (_, text) in entries(title).items():
-        found = [part for part in PARTS if re.search(rf"^- {part}: \S", text, re.MULTILINE)]
-        assert found == re.findall(rf"^- ({'|'.join(PARTS)}): ", text, re.MULTILINE), name
-        missing = {*PARTS} - {*found}
+        present = [part for part in PARTS if re.search(rf"^- {part}: \S", text, re.MULTILINE)]
+        assert present == re.findall(rf"^- ({'|'.join(PARTS)}): ", text, re.MULTILINE), name
+        missing = {*PARTS} - {*present}
         allowed = {"Errors"} | ({"Default"} if name in (*REQUIRED, *DATA_FUNCTIONS, "__getitem__") else set())
         assert missing <= allowed | ({"Gets"} if name == "depends_on_batch" else set()), name
 
@@ -100,7 +100,7 @@ def test_an_entry_says_what_it_gets_and_returns_when_it_is_called_its_default_an
 def code_of(name):
     """The code that a heading must fit: the default, the shipped function, or a method of the shipped data set."""
     own = [vars(model).get(name), vars(dataset).get(name), vars(ImageDataset).get(name)]
-    return [each for each in (getattr(ModelHooks, name, None), *own) if inspect.isfunction(each)]
+    return [candidate for candidate in (getattr(ModelHooks, name, None), *own) if inspect.isfunction(candidate)]
 
 
 def test_the_arguments_are_those_of_the_code():
@@ -108,9 +108,9 @@ def test_the_arguments_are_those_of_the_code():
     for title in ("Functions of model.py", "Functions of dataset.py", "Methods of a data set"):
         for name, (forms, _) in entries(title).items():
             for function in code_of(name):
-                found = [each for each in inspect.signature(function).parameters if each != "self"]
+                arguments = [argument for argument in inspect.signature(function).parameters if argument != "self"]
                 # find_blocks calls itself, and calls what it gets a module
-                assert found in forms or (name == "blocks" and len(found) == 1), (name, found)
+                assert arguments in forms or (name == "blocks" and len(arguments) == 1), (name, arguments)
                 compared += 1
     assert compared >= 14
 
@@ -184,8 +184,8 @@ def test_the_settings_of_the_page_can_be_declared_as_it_shows():
     block = "\n".join(examples) + "\nwidth: int = yours(64, 'width', multiple_of_eight)\n"
     names = {"dataclass": dataclasses.dataclass} | vars(config)
     exec(f"@dataclass(frozen=True, kw_only=True)\nclass Mine(TrainingConfig):\n{textwrap.indent(block, '    ')}", names)
-    mine = names["Mine"]
-    assert mine(hardest=1, margin=0.2).hardest == 1
+    config_class = names["Mine"]
+    assert config_class(hardest=1, margin=0.2).hardest == 1
     for values, expected in (({"hardest": 1}, "hardest=1: needs a margin"), ({"width": 7}, "width=7: is not a mul")):
         with pytest.raises(config.UserError, match=expected):
-            mine(**values)
+            config_class(**values)

@@ -76,15 +76,15 @@ def test_compare_says_whether_the_weights_are_bitwise_equal(two_runs):
 def test_compare_lists_the_weights_that_differ_as_json(two_runs, tmp_path):
     slow, fast = (two_runs.folder(name) for name in ("slow", "fast"))
     ended = run_script("runs.py", "--compare", slow, fast, fast, "--json")
-    found, weights = json.loads(ended.out), two_runs.last("slow")["model"]
-    assert ended.code == 1 and not found["equal"] and [each["run"] for each in found["runs"]] == [str(slow), str(fast)]
-    changed = [name for name, each in weights.items() if not torch.equal(each, two_runs.last("fast")["model"][name])]
-    assert {each["weight"] for each in found["differences"]} == {*changed} and 0 < len(changed) < len(weights)
-    assert all(each["runs"] == [str(fast)] for each in found["differences"])
+    report, weights = json.loads(ended.out), two_runs.last("slow")["model"]
+    assert ended.code == 1 and not report["equal"] and [row["run"] for row in report["runs"]] == [str(slow), str(fast)]
+    changed = [name for name, value in weights.items() if not torch.equal(value, two_runs.last("fast")["model"][name])]
+    assert {row["weight"] for row in report["differences"]} == {*changed} and 0 < len(changed) < len(weights)
+    assert all(row["runs"] == [str(fast)] for row in report["differences"])
     shutil.copytree(fast, tmp_path / "fast")
     ended = run_script("runs.py", "--compare", fast, tmp_path / "fast", "--json")
-    found = json.loads(ended.out)
-    assert (ended.code, found["equal"], found["differences"]) == (0, True, [])
+    report = json.loads(ended.out)
+    assert (ended.code, report["equal"], report["differences"]) == (0, True, [])
     for file in (tmp_path / "fast/checkpoints").rglob("*.pt"):
         file.write_bytes(file.read_bytes()[:-100])
     ended = run_script("runs.py", "--compare", fast, tmp_path / "fast", "--json")
@@ -92,15 +92,15 @@ def test_compare_lists_the_weights_that_differ_as_json(two_runs, tmp_path):
 
 
 def test_the_list_has_the_results_and_settings_of_real_runs(two_runs):
-    found = json.loads(run_script("runs.py", two_runs.root, "--json").out)
-    assert [each["settings"]["lr"] for each in found] == [0.05, 0.01]
-    for each in found:
-        summary = json.loads((two_runs.folder(Path(each["run"]).name) / "summary.json").read_text())
+    rows = json.loads(run_script("runs.py", two_runs.root, "--json").out)
+    assert [row["settings"]["lr"] for row in rows] == [0.05, 0.01]
+    for row in rows:
+        summary = json.loads((two_runs.folder(Path(row["run"]).name) / "summary.json").read_text())
         assert all(
-            each[name] == summary[name] for name in ("wall_s", "samples_per_s", "best_value", "final", "restarts")
+            row[name] == summary[name] for name in ("wall_s", "samples_per_s", "best_value", "final", "restarts")
         )
-        assert (each["state"], each["epochs"], each["world_size"]) == ("completed", 2, 1)
-        assert None not in (each["started"], each["ended"], each["git_commit"]) and each["started"] < each["ended"]
+        assert (row["state"], row["epochs"], row["world_size"]) == ("completed", 2, 1)
+        assert None not in (row["started"], row["ended"], row["git_commit"]) and row["started"] < row["ended"]
 
 
 @pytest.mark.guarantee("export")
@@ -186,7 +186,7 @@ def test_safetensors_have_a_tied_weight_under_each_name_and_only_tensors():
     load = pytest.importorskip("safetensors.torch").load
     weight = torch.arange(6.0).view(2, 3).T  # not contiguous
     loaded = load(as_safetensors({"model": {"tokens": weight, "head": weight}, "config": {"lr": 0.1}}))
-    assert loaded.keys() == {"tokens", "head"} and all(torch.equal(each, weight) for each in loaded.values())
+    assert loaded.keys() == {"tokens", "head"} and all(torch.equal(tensor, weight) for tensor in loaded.values())
     with pytest.raises(UserError, match="count is none"):
         as_safetensors({"model": {"tokens": weight, "count": 3}})
 

@@ -48,10 +48,10 @@ def test_no_file_of_a_run_has_the_secret_of_its_command_and_exports_have_no_path
         ended = finish(WarmLaunch(0, ROOT / "scripts" / name, rest))
         assert ended.code == 0, ended.text
     files = [file for file in tmp_path.rglob("*") if file.is_file() and file != got]
-    found = [name for file in files for name, data in contents(file) if SECRET.encode() in data]
+    leaks = [name for file in files for name, data in contents(file) if SECRET.encode() in data]
     names = {file.name for file in files}
     assert {"config.json", "provenance.json", "code.zip", "report.html", "step_00000008.pt", "rank0.log"} <= names
-    assert any(name.startswith("events.out") for name in names) and found == []
+    assert any(name.startswith("events.out") for name in names) and leaks == []
 
     for name in ("a.pt", "a.pt2"):
         for place in (str(tmp_path), str(ROOT)):

@@ -20,8 +20,8 @@ KNOWN = [
 @pytest.mark.parametrize(("name", "blocks", "kind"), KNOWN)
 def test_the_blocks_of_known_models_are_found(name, blocks, kind):
     with torch.device("meta"):
-        found = find_blocks(models.get_model(name, weights=None))
-    assert sum(type(block).__name__ == kind for block in found) == blocks
+        model_blocks = find_blocks(models.get_model(name, weights=None))
+    assert sum(type(block).__name__ == kind for block in model_blocks) == blocks
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

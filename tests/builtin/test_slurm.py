@@ -139,7 +139,7 @@ def test_one_task_of_an_array_is_requeued(cluster, slow_repository, tmp_path):
     cluster.run("scancel", "--batch", "--signal=USR1", last)
     cluster.wait_for(last, "PENDING", *ENDED, deadline=60)
     time.sleep(3)  # the other task would end
-    assert [(each["JobState"], each["Restarts"]) for each in map(cluster.job, (last, other))] == [
+    assert [(job_info["JobState"], job_info["Restarts"]) for job_info in map(cluster.job, (last, other))] == [
         ("PENDING", "1"),
         ("RUNNING", "0"),
     ]

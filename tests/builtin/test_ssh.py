@@ -83,17 +83,17 @@ def test_ctrl_c_saves_and_stops_the_launch_on_all_hosts(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hosts", "flags", "code", "said"),
+    ("hosts", "flags", "code", "message"),
     [
         ("root@node0,node1", ["--dataset_size", 80, "--epochs", 1], 0, "completed: 1 epoch"),
         ("node0,node1", ["--dataset", "imagefolder", "--data_dir", "/nowhere"], 2, "data_dir=/nowhere: has no"),
         ("node0,node9", [], 1, "launch.sh: node9: no connection; check that `ssh node9 true` works"),
     ],
 )
-def test_the_exit_code_is_that_of_the_job(tmp_path, hosts, flags, code, said):
+def test_the_exit_code_is_that_of_the_job(tmp_path, hosts, flags, code, message):
     with Cluster(tmp_path) as nodes:
         ended = finish(nodes.launch("--run_dir", tmp_path / "run", *flags, hosts=hosts), 120)
-    assert (ended.code, ended.left) == (code, 0) and said in ended.text, ended.text
+    assert (ended.code, ended.left) == (code, 0) and message in ended.text, ended.text
 
 
 @pytest.mark.slow

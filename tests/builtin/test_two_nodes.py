@@ -60,12 +60,12 @@ def test_two_nodes_train_the_same_as_one(tmp_path):
         wait_until(lambda: LATE.encode() in os.pread(second.files[1].fileno(), 2**16, 0))
         first = as_documented(nodes[0], 0, *flags)
         ended = [finish(program, 240) for program in (first, second)]
-    assert [each.code for each in ended] == [0, 0], ended[0].text + ended[1].text
+    assert [result.code for result in ended] == [0, 0], ended[0].text + ended[1].text
     assert "[node0 0] " in ended[0].out and "GLOO_SOCKET_IFNAME=eth0" in ended[0].err
     assert difference_from_one_node(tmp_path, 1) == []
-    said = "".join(line for each in ended for line in each.text.splitlines(keepends=True) if LATE not in line)
+    output = "".join(line for result in ended for line in result.text.splitlines(keepends=True) if LATE not in line)
     # a rank may really be slower than the median while other tests use the cores
-    assert {row.name for row in TABLE if row.is_in(said, is_named=False)} <= {"busy node"}
+    assert {row.name for row in TABLE if row.is_in(output, is_named=False)} <= {"busy node"}
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_two_nodes_measure_the_speed_into_one_report(tmp_path):
     with Nodes(2) as nodes:
         flags = ["--scaling", tmp_path / "s.json", "--run_dir", tmp_path / "run"]
         ended = [finish(program, 240) for program in [launch(node, k, *flags) for k, node in enumerate(nodes)]]
-    assert [each.code for each in ended] == [0, 0], ended[0].text + ended[1].text
+    assert [result.code for result in ended] == [0, 0], ended[0].text + ended[1].text
     (job,) = json.loads((tmp_path / "s.json").read_text())["measured"]
     assert job["ranks"] == 2 and [*job["rows"]] == ["as given", "without communication"]
     assert {path.name for path in tmp_path.iterdir()} == {"s.json", "run.launch"}
@@ -100,7 +100,7 @@ def test_a_lost_node_returns_and_the_result_is_bitwise_equal(tmp_path, how):
             programs[1].wait(20)
             programs[1] = launch(nodes[1], 1, *flags, LAUNCH_RETRIES="4")  # as a scheduler would
         ended = [finish(program, 240) for program in programs]
-    assert [each.code for each in ended] == [0, 0], "".join(each.text for each in ended)
+    assert [result.code for result in ended] == [0, 0], "".join(result.text for result in ended)
     assert difference_from_one_node(tmp_path, 6) == []
 
 
@@ -117,7 +117,7 @@ def test_nodes_join_and_leave_while_the_global_batch_stays_the_same(tmp_path):
         wait_for_step(run, 2, 15)
         programs[2].terminate()
         ended = [finish(program, 240) for program in programs[:2]]
-    assert [each.code for each in ended] == [0, 0], "".join(each.text for each in ended)
+    assert [result.code for result in ended] == [0, 0], "".join(result.text for result in ended)
     samples = Runs(tmp_path).samples("run")
     for epoch in range(8):
         global_batches = [samples.pop(14 * epoch + k) for k in range(1, 15)]

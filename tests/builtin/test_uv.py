@@ -47,11 +47,11 @@ def test_uv_takes_torch_for_cpus_from_pytorchs_index(tmp_path):
         subprocess.run([sys.executable, "-m", "uv", "lock"], cwd=tmp_path / "fork", check=True, timeout=120)
     finally:
         server.shutdown()
-    found = {}
+    versions = {}
     for extra in ("cpu", "gpu"):
         words = f"uv export --frozen --no-hashes --no-emit-project --extra {extra}".split()
         ended = subprocess.run(
             [sys.executable, "-m", *words], cwd=tmp_path / "fork", check=True, timeout=120, stdout=subprocess.PIPE
         )
-        found[extra] = re.search(r"^torch==(\S+)", ended.stdout.decode(), re.MULTILINE)[1]
-    assert found["cpu"] == "99.0+cpu" and found["gpu"].startswith("2.")
+        versions[extra] = re.search(r"^torch==(\S+)", ended.stdout.decode(), re.MULTILINE)[1]
+    assert versions["cpu"] == "99.0+cpu" and versions["gpu"].startswith("2.")

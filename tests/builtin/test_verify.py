@@ -34,15 +34,15 @@ def outcomes(text):
 
 def same_in_json(fork, ended):
     """What --json FILE holds is what was printed."""
-    found = json.loads((fork / "found.json").read_text())
-    assert {each["name"]: each["result"].replace("skipped", "BROKEN") for each in found["checks"]} == outcomes(
+    report = json.loads((fork / "found.json").read_text())
+    assert {check["name"]: check["result"].replace("skipped", "BROKEN") for check in report["checks"]} == outcomes(
         ended.out
     )
-    assert all(f" {each['text']}" in ended.out for each in found["checks"])
-    broken = [each for each in found["checks"] if each["result"] == "BROKEN"]
-    assert all(each["fix"] and each["text"].endswith(f"; {each['fix']}") for each in broken)
-    assert (found["result"], found["exit_code"]) == (("broken", 1) if broken else ("ok", 0)), ended.text
-    return found["exit_code"] == ended.code and f"\n{found['text']}; wrote verified.json" in ended.out
+    assert all(f" {check['text']}" in ended.out for check in report["checks"])
+    broken = [check for check in report["checks"] if check["result"] == "BROKEN"]
+    assert all(check["fix"] and check["text"].endswith(f"; {check['fix']}") for check in broken)
+    assert (report["result"], report["exit_code"]) == (("broken", 1) if broken else ("ok", 0)), ended.text
+    return report["exit_code"] == ended.code and f"\n{report['text']}; wrote verified.json" in ended.out
 
 
 @pytest.mark.guarantee("ranks-alike", "verify")
@@ -51,11 +51,11 @@ def test_the_template_passes_and_runs_report_it_until_a_file_changes(tmp_path):
     ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, "--json", "found.json", *GIVEN)
     assert ended.code == 0 and same_in_json(fork, ended), ended.text
     assert outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok") and list(outcomes(ended.out)) == INVARIANTS
-    found = json.loads((fork / "verified.json").read_text())
-    assert found["passed"] and found["ranks"] == 2 and list(found["invariants"]) == INVARIANTS
-    assert {"train.py", "model.py", "dataset.py", "config.py", "utils/data/loader.py"} <= found["code"].keys()
+    report = json.loads((fork / "verified.json").read_text())
+    assert report["passed"] and report["ranks"] == 2 and list(report["invariants"]) == INVARIANTS
+    assert {"train.py", "model.py", "dataset.py", "config.py", "utils/data/loader.py"} <= report["code"].keys()
     assert re.search(r"^ok +schedule +10 steps, without warm-up: lr_factor is 1 at step 0", ended.out, re.MULTILINE)
-    assert found["flags"] == [*FLAGS, *GIVEN] and found["versions"]["torch"]
+    assert report["flags"] == [*FLAGS, *GIVEN] and report["versions"]["torch"]
     assert not list((fork / "runs").iterdir())  # the short runs were deleted
 
     def train(*flags):
@@ -64,8 +64,8 @@ def test_the_template_passes_and_runs_report_it_until_a_file_changes(tmp_path):
         origin = json.loads((fork / "runs" / "one" / "provenance.json").read_text())
         return re.search(r"^  verify +(.*)", ended.out, re.MULTILINE)[1], origin["verified"]
 
-    said, is_verified = train(*GIVEN)
-    assert is_verified and said.startswith("verified with this code: MiniResNet on SyntheticImageDataset, 2 rank")
+    message, is_verified = train(*GIVEN)
+    assert is_verified and message.startswith("verified with this code: MiniResNet on SyntheticImageDataset, 2 rank")
     with (fork / "utils/training/optimizer.py").open("a") as file:
         file.write("# mine\n")
     assert train() == ("changed since scripts/verify.py was run: utils/training/optimizer.py", False)
@@ -76,7 +76,7 @@ def test_every_fault_can_be_planted_in_todays_code():
     need("patch")
     commands = {path.stem: [*PATCH, "-N", "--dry-run", "-i", path] for path in FAULTS}
     ended = {name: subprocess.run(words, cwd=ROOT, capture_output=True, text=True) for name, words in commands.items()}
-    failed = {name: each.stdout + each.stderr for name, each in ended.items() if each.returncode}
+    failed = {name: result.stdout + result.stderr for name, result in ended.items() if result.returncode}
     assert ended and not failed
 
 
@@ -111,8 +111,11 @@ def test_a_fault_in_a_fork_is_named_with_a_fix(tmp_path, patch):
         line = re.search(rf"^BROKEN  {name} .*", ended.out, re.MULTILINE)[0]
         assert ": " in line and "; " in line  # what was seen: the cause; the fix
         assert " skipped: " not in line, ended.text  # because of another fault
-    found = json.loads((fork / "verified.json").read_text())
-    assert not found["passed"] and [name for name, each in found["invariants"].items() if not each["passed"]] == broken
+    report = json.loads((fork / "verified.json").read_text())
+    assert (
+        not report["passed"]
+        and [name for name, invariant in report["invariants"].items() if not invariant["passed"]] == broken
+    )
 
 
 ADDED = {  # to model.py

@@ -79,16 +79,16 @@ def problems(fork, is_repeated=False):
     checks = [partial(loss_checks.check_adding, number=number) for number in range(3)]
     if is_repeated:
         checks = [loss_checks.check_repeated]
-    found = []
+    messages = []
     for check in (*checks, loss_checks.for_a_look, rounding, model_checks.evaluation, data_checks.content):
         try:
             text = check(fork)
-            for known in ("the data in a new process (is not asked)", "there is no held-out set"):
-                text = text.replace(f"not checked: {known}", "")
+            for reason in ("the data in a new process (is not asked)", "there is no held-out set"):
+                text = text.replace(f"not checked: {reason}", "")
             assert "not checked" not in text, text
         except Broken as problem:
-            found.append(str(problem))
-    return found
+            messages.append(str(problem))
+    return messages
 
 
 # ---- small differences of large sums ----
@@ -100,14 +100,14 @@ def squared(model, x, y):
 
 def free_energy(model, batch):
     x, y = batch
-    found = (model(x) + 1e4 - 1e-3).float()
-    return {"loss": (found.sum() - (model(x) + 1e4).float().sum() + squared(model, x, y) * 0.01, len(x))}
+    energy = (model(x) + 1e4 - 1e-3).float()
+    return {"loss": (energy.sum() - (model(x) + 1e4).float().sum() + squared(model, x, y) * 0.01, len(x))}
 
 
 def free_energy_mean(model, batch):
     x, y = batch
-    found = (model(x) + 100).float()
-    return {"loss": (found.mean() - (model(x) + 100).float().mean() + squared(model, x, y) / len(x), len(x))}
+    energy = (model(x) + 100).float()
+    return {"loss": (energy.mean() - (model(x) + 100).float().mean() + squared(model, x, y) / len(x), len(x))}
 
 
 def bias(model, batch, cast=torch.Tensor.float, reduce=torch.sum):
@@ -208,8 +208,8 @@ def test_a_repeated_sum_of_a_small_difference_is_no_mean(sound):
 
 def test_what_torch_has_to_compile_is_called_without_a_look_at_its_sums():
     x = torch.randn(1, 1, 4, 8)
-    found, cancelled = with_cancelled(lambda: flex_attention(x, x, x).sum() - 1e3)
-    assert torch.equal(found, flex_attention(x, x, x).sum() - 1e3) and not cancelled
+    total, cancelled = with_cancelled(lambda: flex_attention(x, x, x).sum() - 1e3)
+    assert torch.equal(total, flex_attention(x, x, x).sum() - 1e3) and not cancelled
     assert with_cancelled(lambda: x.abs().sum() - x.abs().sum() + 1e-3)[1] > 1
 
 
@@ -233,7 +233,7 @@ class Tagged(Rows):
 
     def collate(self, samples):
         tags, y = zip(*samples, strict=True)
-        return torch.cat(tags), self.places(torch.tensor([len(each) for each in tags])), torch.stack(y)
+        return torch.cat(tags), self.places(torch.tensor([len(sample_tags) for sample_tags in tags])), torch.stack(y)
 
     def places(self, counts):
         return counts.cumsum(0) - counts
@@ -308,7 +308,7 @@ class Padded(Several):
     def collate(self, samples):
         tags, y = zip(*samples, strict=True)
         padded = nn.utils.rnn.pad_sequence(tags, batch_first=True)
-        return padded, torch.tensor([len(each) for each in tags]), torch.stack(y)
+        return padded, torch.tensor([len(sample_tags) for sample_tags in tags]), torch.stack(y)
 
 
 class OfPadded(Bags):
@@ -325,8 +325,8 @@ class OfGraphs(Bags):
 
 class OfOrdered(Bags):
     def forward(self, x, order, count):
-        found = self.net(x[order])
-        return torch.empty_like(found).index_copy(0, order, found)
+        output = self.net(x[order])
+        return torch.empty_like(output).index_copy(0, order, output)
 
 
 def of_parts(model, batch, power=0):
@@ -373,8 +373,8 @@ def test_samples_that_are_mixed_on_the_device_add_up_where_they_are_joined(is_me
         x, y = batch
         return {"loss": (squared(model, x, y) / len(x) ** is_mean, len(x))}
 
-    found = problems(fork_of(loss, data=Neighbours, predict=lambda model, batch: {"value": model(batch[0])}))
-    assert len(found) == 3 * is_mean, found
+    texts = problems(fork_of(loss, data=Neighbours, predict=lambda model, batch: {"value": model(batch[0])}))
+    assert len(texts) == 3 * is_mean, texts
 
 
 ALL_PARTS = [*product(PARTS, [False, True], [2, 4])]
@@ -388,14 +388,14 @@ DEFAULT = [("a tag for each sample", False, 4)]
 def test_tensors_that_are_as_long_as_the_batch_may_be_no_rows(kind, is_repeated, size):
     data, model = PARTS[kind]
 
-    def found(power):
+    def problems_with(power):
         loss = partial(of_parts, power=power)
         return problems(fork_of(loss, data, lambda *_: model(), size=size, predict=predict_parts), is_repeated)
 
-    assert not found(0)
+    assert not problems_with(0)
     # the joined tags of repeated samples are all of the first ones, which is no mean
     is_hidden = is_repeated and kind == "the sample of each tag"
-    assert is_hidden or [text for text in found(1) if loss_checks.IS_MEAN in text]
+    assert is_hidden or [text for text in problems_with(1) if loss_checks.IS_MEAN in text]
 
 
 def test_a_bag_that_gets_the_tags_of_another_sample_is_found():

@@ -70,7 +70,7 @@ CASES = {  # what is put in place of a name in DATA, and the sentence
 
 @pytest.mark.parametrize("kind", CASES)
 def test_data_that_depend_on_the_attempt_are_found(tmp_path, kind, monkeypatch):
-    changes, said = CASES[kind]
+    changes, expected = CASES[kind]
     code = DATA
     for name in ("CREATED", "SIZE", "FETCHED", "ORDERED", "TRANSFORMED"):
         code = code.replace(name, changes.get(name, "0"))
@@ -87,12 +87,12 @@ def test_data_that_depend_on_the_attempt_are_found(tmp_path, kind, monkeypatch):
     (folder / "train.jsonl").write_text("{}\n")
     torch.set_default_dtype(torch.float64)
     fork = replace(fork, dtype=torch.float64)
-    if said is BROKEN:
+    if expected is BROKEN:
         with pytest.raises(Broken, match=BROKEN):
             data_checks.compare_continued(fork)
     else:
-        found = data_checks.compare_continued(fork)
-        assert said in found if said else found == "", found
+        text = data_checks.compare_continued(fork)
+        assert expected in text if expected else text == "", text
     assert torch.get_default_dtype() == torch.float64
 
 

@@ -192,8 +192,8 @@ def test_ranks_with_another_order_of_a_set_are_told_so(tmp_path):
     (fork / "model.py").write_text(MODEL)
     env = {"PYTHONPATH": str(fork), "PYTHONHASHSEED": "random"}
     ended = torchrun(3, *FLAGS, script="scripts/verify.py", cwd=fork, env=env)
-    said = "hold different data; sort what create_dataset makes from a set, the environment or the clock"
-    assert ended.code == 1 and said in ended.text, ended.text
+    message = "hold different data; sort what create_dataset makes from a set, the environment or the clock"
+    assert ended.code == 1 and message in ended.text, ended.text
 
 
 BY_EPOCH = "\ndef lr_factor(config, step, total_steps, warmup_steps, progress):\n    return 0.5 ** progress.epoch\n"

@@ -31,7 +31,7 @@ NOT_IN_TRAINING = NOISE.replace("torch.randn_like(batch[0])", "torch.randn_like(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("code", "ranks", "broken", "said"),
+    ("code", "ranks", "broken", "message"),
     [
         (NOISE, 2, None, "please check: loss depends on random numbers: the same ones for each eval_batch_size"),
         (NOISE, 0, None, "please check: loss depends on random numbers"),
@@ -44,13 +44,13 @@ NOT_IN_TRAINING = NOISE.replace("torch.randn_like(batch[0])", "torch.randn_like(
         (OF_NUMPY, 2, "evaluation", "random numbers of Python or numpy"),
     ],
 )
-def test_draws_in_an_evaluation_are_a_note_unless_they_are_not_keyed(tmp_path, code, ranks, broken, said):
+def test_draws_in_an_evaluation_are_a_note_unless_they_are_not_keyed(tmp_path, code, ranks, broken, message):
     fork = copy_repository(tmp_path)
     with (fork / "model.py").open("a") as file:
         file.write(code)
     ended = forks.run(fork, ranks, "scripts/verify.py", *FLAGS)
     (line,) = re.findall("^(?:ok    |BROKEN)  evaluation .*", ended.out, re.MULTILINE)
-    assert said in line, ended.text
+    assert message in line, ended.text
     if broken:
         assert line.startswith("BROKEN")
     else:

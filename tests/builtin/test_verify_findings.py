@@ -158,8 +158,8 @@ def test_validation_rows_that_are_trained_on_are_found(tmp_path, splitting, outc
     (fork / "dataset.py").write_text(SPLIT.replace("SPLITTING", splitting))
     (fork / "model.py").write_text(LINEAR.replace("OUTPUT", "self.net(x)").replace("PREDICTED", "model(x)"))
     ended = forks.run(fork, 0, "scripts/verify.py", *FLAGS)
-    found = outcomes(ended.out)
-    assert found.pop("content") == outcome and set(found.values()) == {"ok"}, ended.text
+    results = outcomes(ended.out)
+    assert results.pop("content") == outcome and set(results.values()) == {"ok"}, ended.text
     assert text in re.search("^.* +content .*", ended.out, re.MULTILINE)[0], ended.text
 
 
@@ -259,10 +259,10 @@ def test_a_loss_that_depends_on_the_batch_is_declared_and_a_mean_or_a_penalty_is
     tmp_path, compute_loss, outcome, text
 ):
     ended = forks.run(fork_with(tmp_path, compute_loss), 0, "scripts/verify.py", *FLAGS)
-    found = outcomes(ended.out)
-    assert found["loss"] == outcome and text in re.search("^.* +loss .*", ended.out, re.MULTILINE)[0], ended.text
+    results = outcomes(ended.out)
+    assert results["loss"] == outcome and text in re.search("^.* +loss .*", ended.out, re.MULTILINE)[0], ended.text
     if outcome == "ok":
-        assert ended.code == 0 and set(found.values()) == {"ok"}, ended.text
+        assert ended.code == 0 and set(results.values()) == {"ok"}, ended.text
         assert ended.out.count("a line of the model") <= 1  # printed in each of dozens of passes
 
 
@@ -341,9 +341,9 @@ def test_data_created_in_float32_are_compared_in_float32():
     ctx = DistributedContext(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     sets = load_data(dataset, config, ctx)
     (held_out,) = sets.held_out.values()
-    found = [seen(each, config.seed) for each in (sets.train, held_out)]
+    observed = [seen(data, config.seed) for data in (sets.train, held_out)]
     fork = mock.Mock(config=config, train_set=sets.train, held_out=held_out)
-    fork.new_process.answer.return_value = found, ""
+    fork.new_process.answer.return_value = observed, ""
     with default_dtype(torch.float64):
         with default_dtype():
             assert data_checks.compare_elsewhere(fork) == ""
@@ -366,6 +366,6 @@ def test_positions_in_a_batch_are_no_values_of_a_sample(rows, alone, is_found):
     subset, plan = SimpleNamespace(indices=[*range(4)]), [[0, 1, 2, 3]]
     labels = torch.tensor([7, 5, 6, 4])
     collated = {0: [labels, torch.tensor(rows)]}
-    each = {index: [labels[index : index + 1], torch.tensor([alone])] for index in range(4)}
+    by_index = {index: [labels[index : index + 1], torch.tensor([alone])] for index in range(4)}
     with pytest.raises(data_checks.Broken, match="differs between a batch and alone") if is_found else nullcontext():
-        data_checks.check_rows(subset, plan, collated, each)
+        data_checks.check_rows(subset, plan, collated, by_index)

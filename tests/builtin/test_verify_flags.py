@@ -113,5 +113,5 @@ def test_the_note_on_few_ranks_is_in_the_singular_for_one(ranks, note):
     fork = mock.MagicMock(ctx=mock.Mock(world_size=ranks, is_main=True), train_set=[0], dtype="torch.float64")
     with mock.patch.object(verify, "OUT", io.StringIO()) as out:
         verify.Report(fork, [], 11)
-    found = out.getvalue()
-    assert "1 sample, on" in found and (note in found if note else "note" not in found)
+    output = out.getvalue()
+    assert "1 sample, on" in output and (note in output if note else "note" not in output)

@@ -33,9 +33,9 @@ raise ValueError(f"in the parent of {codes}")
 
 
 def read(file):
-    found = json.loads(file.read_text())
-    assert sorted(found) == sorted(KEYS) and found["version"] == 1
-    return found
+    report = json.loads(file.read_text())
+    assert sorted(report) == sorted(KEYS) and report["version"] == 1
+    return report
 
 
 def earlier(folder):
@@ -69,10 +69,10 @@ def test_why_it_could_not_run_is_in_the_file_and_the_exit_code_is_2(tmp_path, ra
         ended = torchrun(ranks, *words, script="scripts/verify.py", cwd=fork, env=own)
     else:
         ended = launch([sys.executable, "scripts/verify.py", *words], cwd=fork, env=own)
-    found = read(file)
-    assert (found["result"], found["exit_code"], found["checks"]) == ("could not run", 2, []), ended.text
-    assert reason in found["text"] and ended.code == (1 if ranks else 2), (found, ended.text)
-    assert [each.name for each in tmp_path.glob("*.json*")] == ["found.json"]
+    report = read(file)
+    assert (report["result"], report["exit_code"], report["checks"]) == ("could not run", 2, []), ended.text
+    assert reason in report["text"] and ended.code == (1 if ranks else 2), (report, ended.text)
+    assert [path.name for path in tmp_path.glob("*.json*")] == ["found.json"]
 
 
 @pytest.mark.parametrize("ranks", [0, slow(2)])
@@ -135,10 +135,10 @@ def test_an_interruption_is_in_the_file_with_the_checks_so_far(tmp_path, ranks, 
     if is_killed and not ranks:
         assert not file.exists()
         return
-    found = read(file)
-    assert (found["result"], found["exit_code"], ended.code) == ("could not run", 2, 1 if ranks else 2), ended.text
-    checked = [each["name"] for each in found["checks"]]
-    assert found["text"] and checked == INVARIANTS[: len(checked)] and (len(checked) >= 5) == (when == "schedule ")
+    report = read(file)
+    assert (report["result"], report["exit_code"], ended.code) == ("could not run", 2, 1 if ranks else 2), ended.text
+    checked = [check["name"] for check in report["checks"]]
+    assert report["text"] and checked == INVARIANTS[: len(checked)] and (len(checked) >= 5) == (when == "schedule ")
 
 
 @pytest.mark.parametrize(

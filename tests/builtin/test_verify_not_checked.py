@@ -69,13 +69,13 @@ def verify(folder, data, model, packages=None):
     ],
 )
 def test_a_part_that_was_not_checked_is_named_and_counted(tmp_path, data, model, parts):
-    found, ended = verify(tmp_path, data, model)
-    assert ended.code == 0 and found["result"] == "ok", ended.text
-    named = {check["name"]: check["not_checked"] for check in found["checks"] if check["not_checked"]}
+    report, ended = verify(tmp_path, data, model)
+    assert ended.code == 0 and report["result"] == "ok", ended.text
+    named = {check["name"]: check["not_checked"] for check in report["checks"] if check["not_checked"]}
     assert named.keys() == parts.keys(), ended.text
     for name, texts in named.items():
         assert len(texts) == 1 and texts[0].startswith(parts[name]), texts
-    assert found["not_checked"] == len(parts)
+    assert report["not_checked"] == len(parts)
     counted = {0: "", 1: "; not checked: 1 part"}.get(len(parts), f"; not checked: {len(parts)} parts")
     assert f"invariants hold{counted}; wrote" in ended.out, ended.text
 
@@ -98,5 +98,5 @@ def test_a_package_with_dates_of_its_own_does_not_end_the_new_process(tmp_path, 
     package = tmp_path / "site-packages" / name
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(DATED)
-    found, ended = verify(tmp_path, f"import {name}\n{DATA}", MODEL, package.parent)
-    assert ended.code == 0 and found["not_checked"] == 0, ended.text
+    report, ended = verify(tmp_path, f"import {name}\n{DATA}", MODEL, package.parent)
+    assert ended.code == 0 and report["not_checked"] == 0, ended.text

@@ -26,6 +26,6 @@ def test_plain_words_everywhere():
         if path.suffix in BINARY or path.name in ("test_words.py", "LICENSE", "constraints.txt"):
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if found := PATTERN.search(NAMES.sub("", line)):
-                wrong.append(f"{name}:{number}: {found[0]}: {line.strip()[:100]}")
+            if match := PATTERN.search(NAMES.sub("", line)):
+                wrong.append(f"{name}:{number}: {match[0]}: {line.strip()[:100]}")
     assert not wrong, "\n".join(wrong)

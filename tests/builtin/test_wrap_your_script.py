@@ -45,7 +45,7 @@ def fork(tmp_path_factory):
     folder = copy_repository(tmp_path_factory.mktemp("fork"))
     texts = {}
     for name, edit in EDITS:
-        added = AS_IT_IS.sub(lambda found: CLASSES[found[1]], "\n".join(lines_of(edit, "+")))
+        added = AS_IT_IS.sub(lambda match: CLASSES[match[1]], "\n".join(lines_of(edit, "+")))
         texts[name] = f"{texts.get(name, '')}{added}\n"
     config = (folder / "config.py").read_text()
     mark = next(line for line in config.splitlines(keepends=True) if line.startswith(BLOCK))

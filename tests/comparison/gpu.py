@@ -137,7 +137,7 @@ def run(what: str, plan: dict[str, Step], out: Path, data_dir: str) -> int:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a step leaves behind becomes a child of this process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a step that is late is aborted
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the step too
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     rows = [["step", "result", "", "seconds"]]
     ends_all = time.monotonic() + TOTAL.get(what, sum(step.limit for step in plan.values()))
     ends = time.monotonic()
@@ -149,10 +149,10 @@ def run(what: str, plan: dict[str, Step], out: Path, data_dir: str) -> int:
         else:
             outcome, text, figures = run_step(name, step.command, limit, out / what, data_dir)
         seconds = time.monotonic() - began
-        found[name] = {"outcome": outcome, "text": text, "seconds": round(seconds, 1), **figures}
+        results[name] = {"outcome": outcome, "text": text, "seconds": round(seconds, 1), **figures}
         rows.append([name, outcome, text, f"{seconds:.0f}"])
         print(f"{outcome:<8} {name:<11} {text}  [{seconds:.0f} s]", flush=True)
-        replace_json(out / f"{what}.json", found)  # after each step: a machine may be taken away
+        replace_json(out / f"{what}.json", results)  # after each step: a machine may be taken away
     print("", format_table(rows, [3]), f"wrote {out}", sep="\n")
     outcomes = [row[1] for row in rows[1:]]
     return 1 if "FAILED" in outcomes else 3 if "skipped" in outcomes else 0
@@ -190,8 +190,8 @@ def run_step(name: str, command: list[str], limit: float, log: Path, data_dir: s
     is_skipped = figures.pop("skipped", False)
     if code == 0:
         return "skipped" if is_skipped or re.search(r"\d+ skipped", text) else "ok", text, figures
-    for kind, each in zip(("stdout", "stderr"), texts, strict=True):
-        print("\n".join([f"---- {name}: the end of {kind}", *each.splitlines()[-25:]]), flush=True)
+    for kind, output in zip(("stdout", "stderr"), texts, strict=True):
+        print("\n".join([f"---- {name}: the end of {kind}", *output.splitlines()[-25:]]), flush=True)
     why = f"did not end in {limit:.0f} s" if code is None else f"exit code {code}"
     return "FAILED", f"{why}: {text}" if text else why, figures
 
@@ -224,7 +224,7 @@ def send(number: int, pids: list[int]) -> None:
 
 def descendants(pid: int) -> list[int]:
     children = children_of(pid)
-    return [*children, *(each for child in children for each in descendants(child))]
+    return [*children, *(descendant for child in children for descendant in descendants(child))]
 
 
 def take(file: Path, start: int) -> str:
@@ -258,11 +258,11 @@ def changes_of(figures: dict[str, Any]) -> str:
 
 def summary_of(out: str) -> str:
     """The line of pytest or verify.py that says how many passed; else the last one."""
-    found = re.findall(
+    summaries = re.findall(
         r"^=* ?(\d+ (?:passed|failed|skipped|deselected)[^=]*?) =*$|^(\d+ of \d+ invariants hold.*)", out, re.M
     )
     lines = out.rstrip().splitlines()
-    return "".join(found[-1]) if found else lines[-1] if lines else ""
+    return "".join(summaries[-1]) if summaries else lines[-1] if lines else ""
 
 
 if __name__ == "__main__":

@@ -48,45 +48,45 @@ SECONDS_OF_A_MODE = 25
 
 def facts(note: Note) -> str:
     """What a figure depends on, and what may be missing."""
-    found: dict[str, Any] = {"versions": provenance.versions(), "time": provenance.now(), "host": socket.gethostname()}
+    info: dict[str, Any] = {"versions": provenance.versions(), "time": provenance.now(), "host": socket.gethostname()}
     commands = {"nvidia-smi": "nvidia-smi", "compiler": f"{os.environ.get('CC', 'cc')} --version"}
     commands |= {"disk": f"df -h {ROOT} {FOLDER} /dev/shm", "free": "free -g", "cpu": "lscpu"}
     for name, command in commands.items():
         try:
             done = subprocess.run(command.split(), capture_output=True, text=True, timeout=5)
-            found[name] = (done.stdout or done.stderr).strip()
+            info[name] = (done.stdout or done.stderr).strip()
         except (OSError, subprocess.TimeoutExpired) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-        print(f"---- {name}\n{found[name]}", flush=True)
-        note(found)
+            info[name] = f"{type(error).__name__}: {error}"
+        print(f"---- {name}\n{info[name]}", flush=True)
+        note(info)
     for file in ("/proc/self/cgroup", "/etc/hosts", "/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/memory.max"):
-        found[file] = Path(file).read_text() if Path(file).exists() else "missing"
-    found["has_headers"] = Path(sysconfig.get_paths()["include"], "Python.h").exists()
-    found["packages"] = [name for name in ("triton", "numpy", "PIL", "xdist") if importlib.util.find_spec(name)]
+        info[file] = Path(file).read_text() if Path(file).exists() else "missing"
+    info["has_headers"] = Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    info["packages"] = [name for name in ("triton", "numpy", "PIL", "xdist") if importlib.util.find_spec(name)]
     try:
-        found["own address"] = socket.gethostbyname(found["host"])
+        info["own address"] = socket.gethostbyname(info["host"])
     except OSError as error:
-        found["own address"] = str(error)
-    found |= {"python": sys.version, "kernel": platform.release(), "cpus": usable_cpus(), "free_memory": free_memory()}
-    found["device"] = "cpu" if IS_TINY else torch.cuda.get_device_name()
-    print(json.dumps(found, indent=1), flush=True)
-    note(found)
-    compiler = "a C compiler" if " " in found["compiler"].partition("\n")[0] and shutil.which("cc") else "no C compiler"
-    room = f"{found['cpus']} CPUs, {gigabytes(found['free_memory'] or 0)} free"
-    return f"{found['device']}, torch {torch.__version__}, Python {platform.python_version()}, {room}, {compiler}"
+        info["own address"] = str(error)
+    info |= {"python": sys.version, "kernel": platform.release(), "cpus": usable_cpus(), "free_memory": free_memory()}
+    info["device"] = "cpu" if IS_TINY else torch.cuda.get_device_name()
+    print(json.dumps(info, indent=1), flush=True)
+    note(info)
+    compiler = "a C compiler" if " " in info["compiler"].partition("\n")[0] and shutil.which("cc") else "no C compiler"
+    room = f"{info['cpus']} CPUs, {gigabytes(info['free_memory'] or 0)} free"
+    return f"{info['device']}, torch {torch.__version__}, Python {platform.python_version()}, {room}, {compiler}"
 
 
 def modes(note: Note) -> str:
     """train.py for 40 steps in each mode, in one process, then 40 steps that may not wait for the device."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, flags in MODES.items():
-        found[name] = one_mode(name, lambda flags=flags: forty_steps(flags.split()))
-        note({"modes": found})
-    found["no wait for the device"] = one_mode("waits", waits)
-    note({"modes": found})
-    if failed := [f"{name} ({each['error']})" for name, each in found.items() if "error" in each]:
-        raise RuntimeError(f"{len(failed)} of {len(found)} modes failed: {'; '.join(failed)}")
-    return f"{len(found)} modes, {sum(each['seconds'] for each in found.values()):.0f} s"
+        results[name] = one_mode(name, lambda flags=flags: forty_steps(flags.split()))
+        note({"modes": results})
+    results["no wait for the device"] = one_mode("waits", waits)
+    note({"modes": results})
+    if failed := [f"{name} ({result['error']})" for name, result in results.items() if "error" in result]:
+        raise RuntimeError(f"{len(failed)} of {len(results)} modes failed: {'; '.join(failed)}")
+    return f"{len(results)} modes, {sum(result['seconds'] for result in results.values()):.0f} s"
 
 
 def one_mode(name: str, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -100,14 +100,14 @@ def one_mode(name: str, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     signal.signal(signal.SIGALRM, late)
     signal.alarm(SECONDS_OF_A_MODE)
     try:
-        found = action()
+        measured = action()
     except Exception as error:
         traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        measured = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
     finally:
         signal.alarm(0)
         cleanup_distributed()
-    return found | {"seconds": round(time.monotonic() - began, 2)}
+    return measured | {"seconds": round(time.monotonic() - began, 2)}
 
 
 def forty_steps(flags: list[str]) -> dict[str, Any]:

@@ -52,20 +52,20 @@ def ceilings(note: Note) -> str:
     size = 2**20 if IS_TINY else 2**28
     x = torch.empty(size, device=device)
     y = torch.empty_like(x)
-    found = {"copy_bytes_per_s": 8 * size / best(lambda: y.copy_(x), device)}
+    limits = {"copy_bytes_per_s": 8 * size / best(lambda: y.copy_(x), device)}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        found[f"matmul_{str(dtype)[6:]}_flops"] = speed.peak_flops(device, dtype, seconds=0.1 if IS_TINY else 0.5)
+        limits[f"matmul_{str(dtype)[6:]}_flops"] = speed.peak_flops(device, dtype, seconds=0.1 if IS_TINY else 0.5)
     for batch in BATCHES:
         images = torch.randn(batch, 64, 32, 32, device=device).to(memory_format=torch.channels_last)
         conv = torch.nn.Conv2d(64, 64, 3, padding=1, bias=False).to(device, memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16), torch.no_grad():
             seconds = best(lambda conv=conv, images=images: conv(images), device)
-        found[f"conv64_bf16_batch_{batch}_flops"] = 2 * batch * 64 * 64 * 9 * 32 * 32 / seconds
+        limits[f"conv64_bf16_batch_{batch}_flops"] = 2 * batch * 64 * 64 * 9 * 32 * 32 / seconds
     launch = torch.zeros((), device=device)
-    found["launch_s"] = timed(lambda: [launch.add_(1) for _ in range(1000)], device) / 1000
-    note(found)
-    shown = [f"copy {found['copy_bytes_per_s'] / 1e12:.2f} TB/s", f"launch {1e6 * found['launch_s']:.1f} us"]
-    shown += [f"{name.removesuffix('_flops')} {value / 1e12:.3g}" for name, value in found.items() if "_flops" in name]
+    limits["launch_s"] = timed(lambda: [launch.add_(1) for _ in range(1000)], device) / 1000
+    note(limits)
+    shown = [f"copy {limits['copy_bytes_per_s'] / 1e12:.2f} TB/s", f"launch {1e6 * limits['launch_s']:.1f} us"]
+    shown += [f"{name.removesuffix('_flops')} {value / 1e12:.3g}" for name, value in limits.items() if "_flops" in name]
     return ", ".join(shown) + " TFLOP/s"
 
 
@@ -77,7 +77,7 @@ def best(action: Callable[[], object], device: torch.device, tries: int = 10) ->
 def loops(note: Note) -> str:
     """The loops in turns, at the largest batch size and at smaller ones while there is time; then equal losses."""
     ctx = setup_distributed(TrainingConfig.from_args([*COMMON]))
-    found: dict[str, Any] = {"batches": {}}
+    measured: dict[str, Any] = {"batches": {}}
     for size in reversed(BATCHES):
         began = time.time()
         config = TrainingConfig.from_args([*COMMON, "--batch_size", str(size)])
@@ -88,9 +88,9 @@ def loops(note: Note) -> str:
         peak = speed.peak_flops(ctx.device, dtype or torch.float32, seconds=0.2)
         rows = comparison.run(rounds, print)
         about = {"rounds": rounds, "steps": STEPS, "flops_per_sample": flops, "peak_flops": peak}
-        found["batches"][size] = about | {"rows": rows}
+        measured["batches"][size] = about | {"rows": rows}
         print(f"batch {size}, {STEPS} steps, n = {rounds} rounds\n{speed.table(rows, flops, peak)}", flush=True)
-        note(found)
+        note(measured)
         if ENDS - time.time() < 2 * (time.time() - began):
             break
     cleanup_distributed()
@@ -101,8 +101,8 @@ def loops(note: Note) -> str:
     cleanup_distributed()
     if equal["equal"] < equal["intervals"]:
         raise RuntimeError(f"losses of template and plain loop, with --deterministic: {equal}")
-    ratios = {size: each["rows"][speed.TEMPLATE]["wall_over_bare"] for size, each in found["batches"].items()}
-    rates = {size: each["rows"][speed.TEMPLATE]["samples_per_s"] for size, each in found["batches"].items()}
+    ratios = {size: result["rows"][speed.TEMPLATE]["wall_over_bare"] for size, result in measured["batches"].items()}
+    rates = {size: result["rows"][speed.TEMPLATE]["samples_per_s"] for size, result in measured["batches"].items()}
     return "over the bare loop: " + ", ".join(
         f"{ratio:.3f} at {size} ({rates[size]:,.0f} images/s)" for size, ratio in ratios.items()
     )
@@ -111,7 +111,7 @@ def loops(note: Note) -> str:
 def profile(note: Note) -> str:
     """20 steps at the smallest and the largest batch: a table of kernels of both, and a trace of the first."""
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * (not IS_TINY)
-    key, found, steps = "cpu" if IS_TINY else "cuda", {}, 2 if IS_TINY else 20
+    key, by_size, steps = "cpu" if IS_TINY else "cuda", {}, 2 if IS_TINY else 20
     (OUT / "kernels.txt").write_text("")
     for size in (BATCHES[0], BATCHES[-1]):
         config = TrainingConfig.from_args([*COMMON, "--batch_size", str(size), "--log_interval", "1000"])
@@ -123,9 +123,9 @@ def profile(note: Note) -> str:
         with open(OUT / "kernels.txt", "a") as file:
             table = events.table(sort_by=f"self_{key}_time_total", row_limit=60, max_name_column_width=90)
             file.write(f"batch {size}, {steps} steps in {seconds:.4f} s (profiled)\n{table}\n")
-        kernels = [each for each in profiler.events() if "CUDA" in str(each.device_type)]
-        busy = sum(each.time_range.elapsed_us() for each in kernels)
-        found[size] = {
+        kernels = [event for event in profiler.events() if "CUDA" in str(event.device_type)]
+        busy = sum(event.time_range.elapsed_us() for event in kernels)
+        by_size[size] = {
             "step_s": seconds / steps,
             "kernels_per_step": len(kernels) / steps,
             "busy_us_per_step": busy / steps,
@@ -137,11 +137,11 @@ def profile(note: Note) -> str:
                 trace.unlink()
         ours.close()
         cleanup_distributed()
-        note({"profile": found})
+        note({"profile": by_size})
     return "; ".join(
-        f"batch {size}: {each['kernels_per_step']:.0f} kernels, {each['busy_us_per_step']:.0f} us busy of"
-        f" {1e6 * each['step_s']:.0f} us a step"
-        for size, each in found.items()
+        f"batch {size}: {result['kernels_per_step']:.0f} kernels, {result['busy_us_per_step']:.0f} us busy of"
+        f" {1e6 * result['step_s']:.0f} us a step"
+        for size, result in by_size.items()
     )
 
 
@@ -207,20 +207,20 @@ def save(note: Note) -> str:
     path = checkpoint.step_path(run.checkpoints, step)
     began = time.perf_counter()
     saved = state_of(checkpoint.read(path)[0])
-    found = {"bytes": path.stat().st_size, "blocked_s": blocked_s, "written_s": written_s}
-    found |= {"read_s": time.perf_counter() - began, "step_s": plain_s, "step_during_s": during_s}
-    note(found)
+    measured = {"bytes": path.stat().st_size, "blocked_s": blocked_s, "written_s": written_s}
+    measured |= {"read_s": time.perf_counter() - began, "step_s": plain_s, "step_during_s": during_s}
+    note(measured)
     if len(saved) != len(expected) or not all(map(torch.equal, expected, saved)):
         raise RuntimeError(f"{path}: does not hold the state at the save")
     began = time.perf_counter()
     with open(FOLDER / "reference.pt", "wb") as file:
         torch.save(ours.state.state_dict(), file)
         os.fsync(file.fileno())
-    note(found | {"torch_save_s": (reference := time.perf_counter() - began)})
+    note(measured | {"torch_save_s": (reference := time.perf_counter() - began)})
     ours.close()
     cleanup_distributed()
-    text = f"{found['bytes'] / 1e9:.2f} GB blocked training for {1000 * blocked_s:.0f} ms, was on the disk after"
-    return f"{text} {written_s:.1f} s and read in {found['read_s']:.1f} s; torch.save and fsync: {reference:.1f} s"
+    text = f"{measured['bytes'] / 1e9:.2f} GB blocked training for {1000 * blocked_s:.0f} ms, was on the disk after"
+    return f"{text} {written_s:.1f} s and read in {measured['read_s']:.1f} s; torch.save and fsync: {reference:.1f} s"
 
 
 def state_of(payload: dict[str, Any]) -> list[torch.Tensor]:
@@ -231,7 +231,7 @@ def compile_modes(note: Note) -> str:  # extra: compile
     """The median step of an epoch in each mode, and the seconds until the first step."""
     if not IS_TINY and not shutil.which(os.environ.get("CC") or "gcc"):
         raise Skipped("torch.compile needs a C compiler, and there is none")
-    size, found, steps = BATCHES[1], {}, min(STEPS, 20)
+    size, by_mode, steps = BATCHES[1], {}, min(STEPS, 20)
     for mode in ("off",) if IS_TINY else ("reduce-overhead", "off", "default"):  # a CPU compiles for minutes
         flags = ["--batch_size", str(size), "--compile", mode, "--hang_timeout", "0"]
         config = TrainingConfig.from_args([*COMMON, *flags])
@@ -244,9 +244,9 @@ def compile_modes(note: Note) -> str:  # extra: compile
         log = ours.training.attempt.run.log_file.read_text()
         ours.close()
         cleanup_distributed()
-        found[mode] = {"start_s": start_s, "step_s": step_s, "skipped_graphs": "without CUDA graphs" in log}
-        note({"batch_size": size, "modes": found})
-    shown = ", ".join(f"{mode} {1000 * each['step_s']:.2f} ms" for mode, each in found.items())
+        by_mode[mode] = {"start_s": start_s, "step_s": step_s, "skipped_graphs": "without CUDA graphs" in log}
+        note({"batch_size": size, "modes": by_mode})
+    shown = ", ".join(f"{mode} {1000 * result['step_s']:.2f} ms" for mode, result in by_mode.items())
     return f"batch {size}: {shown}"
 
 
@@ -262,11 +262,11 @@ def main(name: str) -> None:
     steps: dict[str, Callable[[Note], str]] = {"checkpoint": save}
     steps["compile"] = compile_modes  # extra: compile
     steps |= {"facts": gpu_first.facts, "modes": gpu_first.modes}
-    file, found = FOLDER / "found.json", dict[str, Any]()
+    file, noted = FOLDER / "found.json", dict[str, Any]()
 
     def note(figures: dict[str, Any]) -> None:
-        found.update(figures)
-        replace_json(file, found)
+        noted.update(figures)
+        replace_json(file, noted)
 
     try:
         note({"text": (steps.get(name) or globals()[name])(note)})

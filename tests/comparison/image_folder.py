@@ -69,7 +69,7 @@ def main() -> None:
     sets = load_data(dataset, config, ctx)
     config, data = sets.config, sets.train
     loader, _ = create_distributed_dataloader(data, config, ctx)
-    theirs = ImageFolder(str(options.folder / "train"), preset(config, data.mean.tolist(), data.std.tolist()))
+    ref_set = ImageFolder(str(options.folder / "train"), preset(config, data.mean.tolist(), data.std.tolist()))
 
     def our_batches() -> Iterable:
         for epoch in range(10**6):
@@ -77,16 +77,16 @@ def main() -> None:
 
     def their_batches() -> Iterable:
         while True:
-            yield from DataLoader(theirs, config.batch_size, shuffle=True, num_workers=options.workers, drop_last=True)
+            yield from DataLoader(ref_set, config.batch_size, shuffle=True, num_workers=options.workers, drop_last=True)
 
     print(f"torch {torch.__version__}, torchvision {torchvision.__version__}, {options.workers} workers, {flags}")
-    found = []
+    pairs = []
     for number in range(options.rounds):
         turns = [our_batches, their_batches][:: 1 if number % 2 else -1]
-        rates = {each: rate(each(), config.batch_size, options.batches) for each in turns}
-        found.append((rates[our_batches], rates[their_batches]))
-        print("ours {:,.0f}, theirs {:,.0f} images/s, ratio {:.2f}".format(*found[-1], found[-1][0] / found[-1][1]))
-    ratios = [ours / other for ours, other in found]
+        rates = {make_batches: rate(make_batches(), config.batch_size, options.batches) for make_batches in turns}
+        pairs.append((rates[our_batches], rates[their_batches]))
+        print("ours {:,.0f}, theirs {:,.0f} images/s, ratio {:.2f}".format(*pairs[-1], pairs[-1][0] / pairs[-1][1]))
+    ratios = [ours / other for ours, other in pairs]
     print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), n={len(ratios)}")
     loader.close()
     cleanup_distributed()

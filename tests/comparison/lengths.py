@@ -38,9 +38,9 @@ def speech(folder):
     """480 utterances, most of 3 to 4 s. Returns their frames."""
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     seconds = [rng.gauss(3.5, 0.5) if rng.random() < 0.84 else rng.uniform(0.3, 3) for _ in range(480)]
-    waveforms = [torch.randn(int(16_000 * min(6, max(0.3, each))), generator=generator) for each in seconds]
+    waveforms = [torch.randn(int(16_000 * min(6, max(0.3, duration))), generator=generator) for duration in seconds]
     torch.save({"waveforms": waveforms, "texts": ["a rank" for _ in waveforms]}, folder / "train.pt")
-    return [1 + len(each) // 160 for each in waveforms]
+    return [1 + len(waveform) // 160 for waveform in waveforms]
 
 
 def text(folder):
@@ -75,9 +75,9 @@ def compare(name, make, size, rounds):
             for way in list(forks) if turn % 2 else reversed(forks):
                 rates[way].append(mean * samples_per_s(forks[way], *flags[way]))
     print(f"{name}: {size} samples of {mean:.0f} on average, N = {budget}, n = {rounds}")
-    for way, found in rates.items():
-        ratio = statistics.median(a / b for a, b in zip(found, rates["sorted"], strict=True))
-        print(f"  {way:8} {statistics.median(found):10,.0f} per second, {ratio:.2f} of sorted", flush=True)
+    for way, speeds in rates.items():
+        ratio = statistics.median(a / b for a, b in zip(speeds, rates["sorted"], strict=True))
+        print(f"  {way:8} {statistics.median(speeds):10,.0f} per second, {ratio:.2f} of sorted", flush=True)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def measure(
             )
             model.train()
             records.append({"kind": "eval", "step": step, "epoch": epoch, **means})
-            (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+            (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
             say(f"epoch {epoch}, {time.monotonic() - began:.0f} s: {json.dumps(means)}")
         replace_json(run / "status.json", {"state": "running", "step": step, "epoch": epoch}, is_flushed=False)
     held_out.close()

@@ -63,13 +63,13 @@ def main(words: list[str] | None = None) -> int:
 
     about = facts(ctx, config) | {"rounds": options.rounds, "steps": options.steps, "task": " ".join(flags)}
     say(", ".join(f"{name} {value}" for name, value in about.items()))
-    with tempfile.TemporaryDirectory(prefix="comparison-") as mine:
-        folder = Path(broadcast_json(mine, ctx))
-        found = (plain_run if options.plain_run else speed).measure(options, config, ctx, folder, say)
+    with tempfile.TemporaryDirectory(prefix="comparison-") as temp_folder:
+        folder = Path(broadcast_json(temp_folder, ctx))
+        measured = (plain_run if options.plain_run else speed).measure(options, config, ctx, folder, say)
     if options.json and ctx.is_main:
-        replace_json(options.json, about | found)
+        replace_json(options.json, about | measured)
     cleanup_distributed()
-    equality = found.get("equality", {"equal": 0, "intervals": 0})
+    equality = measured.get("equality", {"equal": 0, "intervals": 0})
     return 0 if equality["equal"] == equality["intervals"] else 1
 
 

@@ -69,32 +69,32 @@ class Comparison:
     def run(self, rounds: int, report: Callable[[str], object] = lambda text: None) -> dict[str, dict[str, Any]]:
         """Take all turns, and end the run. Returns the figures of each loop by name."""
         candidates, device = list(self.candidates.values()), self._ctx.device
-        for each in candidates:
+        for variant in candidates:
             before = allocated(device)
-            each.epoch()
-            self._held[each.name] += allocated(device) - before
-        counted = {each.name: count(each.epoch, device, self._held[each.name]) for each in candidates}
+            variant.epoch()
+            self._held[variant.name] += allocated(device) - before
+        counted = {variant.name: count(variant.epoch, device, self._held[variant.name]) for variant in candidates}
         before = self.ours.spent()
         take_turns(candidates, rounds, device, report)
         spent = {phase: seconds - before[phase] for phase, seconds in self.ours.spent().items() if phase in STEP_PHASES}
         self.ours.close()
         plain, bare, rows = self.candidates[PLAIN], self.candidates[BARE], {}
-        for each in candidates:
-            rows[each.name] = {
-                "step_s": each.seconds() / self.steps,
-                "cpu_s": each.seconds("cpu") / self.steps,
-                "wall_over_bare": each.ratio(bare),
-                "cpu_over_bare": each.ratio(bare, "cpu"),
-                "wall_over_plain": each.ratio(plain),
-                "cpu_over_plain": each.ratio(plain, "cpu"),
-                "control_wall": each.control(),
-                "control_cpu": each.control("cpu"),
-                "warning": each.warning("wall", "cpu"),
-                "samples_per_s": self.ours.samples / each.seconds(),
-                "collectives_per_step": counted[each.name]["collectives"] / self.steps,
-                "peak_memory_bytes": counted[each.name]["peak_memory"],
-                "turns_wall_s": each.wall,
-                "turns_cpu_s": each.cpu,
+        for variant in candidates:
+            rows[variant.name] = {
+                "step_s": variant.seconds() / self.steps,
+                "cpu_s": variant.seconds("cpu") / self.steps,
+                "wall_over_bare": variant.ratio(bare),
+                "cpu_over_bare": variant.ratio(bare, "cpu"),
+                "wall_over_plain": variant.ratio(plain),
+                "cpu_over_plain": variant.ratio(plain, "cpu"),
+                "control_wall": variant.control(),
+                "control_cpu": variant.control("cpu"),
+                "warning": variant.warning("wall", "cpu"),
+                "samples_per_s": self.ours.samples / variant.seconds(),
+                "collectives_per_step": counted[variant.name]["collectives"] / self.steps,
+                "peak_memory_bytes": counted[variant.name]["peak_memory"],
+                "turns_wall_s": variant.wall,
+                "turns_cpu_s": variant.cpu,
             }
         rows[TEMPLATE]["data_wait"] = spent["data"] / sum(spent.values())
         return rows
@@ -105,10 +105,10 @@ class Comparison:
         if self._ctx.world_size > 1 or not (self._ctx.device.type == "cpu" or self.config.deterministic):
             return {"intervals": 0, "equal": 0}
         every, records = self.config.log_interval, self.ours.training.attempt.run.records("train")
-        found = [record["loss"] for record in records]
-        pieces = [self._plain_losses[k : k + every] for k in range(0, len(found) * every, every)]
+        losses = [record["loss"] for record in records]
+        pieces = [self._plain_losses[k : k + every] for k in range(0, len(losses) * every, every)]
         plain = [sum(loss.item() for loss, _ in piece) / sum(weight for _, weight in piece) for piece in pieces]
-        return {"intervals": len(found), "equal": sum(a == b for a, b in zip(found, plain, strict=True))}
+        return {"intervals": len(losses), "equal": sum(a == b for a, b in zip(losses, plain, strict=True))}
 
 
 def measure(
@@ -144,7 +144,7 @@ def host_cost(config: TrainingConfig, ctx: DistributedContext, steps: int, round
     with costless_task():
         comparison = Comparison(tiny, ctx, HOST_STEPS * steps, folder)
         rows = comparison.run(HOST_ROUNDS * rounds)
-    template, plain, bare = (each.rounds("cpu") for each in comparison.candidates.values())
+    template, plain, bare = (variant.rounds("cpu") for variant in comparison.candidates.values())
     per_step = 1e6 / (2 * comparison.steps)  # a round is two turns
     return {
         "template_us": 1e6 * rows[TEMPLATE]["cpu_s"],

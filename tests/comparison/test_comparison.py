@@ -33,18 +33,18 @@ def measured(file):
 @pytest.mark.slow
 def test_one_rank_ends_with_equal_losses_and_a_json(tmp_path):
     ((code, out),) = run_ranks(1, measured, tmp_path / "b.json")
-    found = json.loads((tmp_path / "b.json").read_text())
-    assert code == 0 and list(found["rows"]) == list(speed.NAMES), out
-    assert found["equality"] == {"intervals": 4, "equal": 4}  # 16 steps, 4 per interval
-    assert [found["rows"][name]["collectives_per_step"] for name in speed.NAMES[:2]] == [0, 0]
+    report = json.loads((tmp_path / "b.json").read_text())
+    assert code == 0 and list(report["rows"]) == list(speed.NAMES), out
+    assert report["equality"] == {"intervals": 4, "equal": 4}  # 16 steps, 4 per interval
+    assert [report["rows"][name]["collectives_per_step"] for name in speed.NAMES[:2]] == [0, 0]
     assert all(
         row["step_s"] > 0 and row["samples_per_s"] > 0 and len(row["turns_cpu_s"]) == 2
-        for row in found["rows"].values()
+        for row in report["rows"].values()
     )
-    assert found["flops_per_sample"] > 1e4 and found["peak_flops"] > 1e9
+    assert report["flops_per_sample"] > 1e4 and report["peak_flops"] > 1e9
     assert "losses of template and plain loop: 4 of 4 log intervals are bit-identical" in out
     assert "us over the bare loop" in out and "us over the plain loop" in out
-    assert found["rows"]["bare loop"]["wall_over_bare"] == found["rows"]["plain loop"]["cpu_over_plain"] == 1
+    assert report["rows"]["bare loop"]["wall_over_bare"] == report["rows"]["plain loop"]["cpu_over_plain"] == 1
 
 
 @pytest.mark.slow
@@ -92,8 +92,8 @@ def test_losses_equal_the_plain_loops_bitwise_and_a_difference_is_detected(tmp_p
 @pytest.mark.parametrize(("device", "is_deterministic", "ranks"), [("cuda", False, 1), ("cpu", True, 2)])
 def test_losses_that_need_not_be_equal_are_not_compared(device, is_deterministic, ranks):
     ctx, config = SimpleNamespace(world_size=ranks, device=torch.device(device)), config_of([])
-    its = SimpleNamespace(_ctx=ctx, config=dataclasses.replace(config, deterministic=is_deterministic))
-    assert speed.Comparison.equality(its) == {"intervals": 0, "equal": 0}
+    comparison = SimpleNamespace(_ctx=ctx, config=dataclasses.replace(config, deterministic=is_deterministic))
+    assert speed.Comparison.equality(comparison) == {"intervals": 0, "equal": 0}
 
 
 @pytest.mark.slow
@@ -109,9 +109,9 @@ def test_the_plain_run_has_the_curve_of_a_run(tmp_path):
         [r for *_, r in read_lines(f / "metrics.jsonl") if r["kind"] == "eval"] for f in (runs.folder("ours"), folder)
     )
     assert [r["step"] for r in plain] == [6, 12] and [r["step"] for r in ours] == [6, 12, 13]
-    for mine, its in zip(ours, plain, strict=False):
-        assert (its["epoch"], its["count"], its["top1"]) == (mine["epoch"], mine["count"], mine["top1"])
-        assert its["loss"] == pytest.approx(mine["loss"], rel=1e-4)  # float32 sums in another order on two ranks
+    for expected, row in zip(ours, plain, strict=False):
+        assert (row["epoch"], row["count"], row["top1"]) == (expected["epoch"], expected["count"], expected["top1"])
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-4)  # float32 sums in another order on two ranks
     ended = finish(WarmLaunch(0, ROOT / "tests/comparison/run.py", words))
     assert ended.code == 2 and "exists; give a new folder" in ended.text
 

@@ -38,10 +38,10 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, kwargs = func.name().removeprefix("aten::"), kwargs or {}
         out = None if name.startswith("_fused") else func(*args, **kwargs)  # has no kernel without values
-        tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
         is_copy = name in ("_to_copy", "copy_")
-        tensors = [each for each in tensors if is_copy or each.ndim or each.is_meta]  # else a kernel gets the number
-        if len({each.device for each in tensors}) > 1:
+        tensors = [leaf for leaf in tensors if is_copy or leaf.ndim or leaf.is_meta]  # else a kernel gets the number
+        if len({leaf.device for leaf in tensors}) > 1:
             is_asynchronous = is_copy and (kwargs.get("non_blocking") or args[2:] == (True,))
             self.copies += is_asynchronous
             self.found += () if is_asynchronous else (name,)

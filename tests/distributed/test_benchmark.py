@@ -107,30 +107,30 @@ def whole_run(folder):
         config = config_of(SMALL)
         ours = Ours(config, setup_distributed(config), folder, steps=4)
         ours.epoch()
-        found = {"steps": ours.state.progress.step, "files": {path.name for path in folder.iterdir()}}
-        found["records"] = [record["step"] for record in ours.training.attempt.run.records("train")]
-        found |= {
+        observed = {"steps": ours.state.progress.step, "files": {path.name for path in folder.iterdir()}}
+        observed["records"] = [record["step"] for record in ours.training.attempt.run.records("train")]
+        observed |= {
             "has_writer": ours.training.checkpoints._writes,
             "is_watched": any(thread.name == "watchdog" for thread in threading.enumerate()),
         }
         ours.close()
     cleanup_distributed()
-    return found
+    return observed
 
 
 def test_the_measured_run_is_complete(tmp_path):
     """It has records, logs, status, watchdog and checkpoints."""
-    (found,) = run_ranks(1, whole_run, tmp_path / "run")
-    assert found["steps"] == 4 and found["files"] >= {"metrics.jsonl", "status.json", "config.json", "logs"}
-    assert found["records"] == [4] and found["has_writer"] and found["is_watched"]
+    (observed,) = run_ranks(1, whole_run, tmp_path / "run")
+    assert observed["steps"] == 4 and observed["files"] >= {"metrics.jsonl", "status.json", "config.json", "logs"}
+    assert observed["records"] == [4] and observed["has_writer"] and observed["is_watched"]
 
 
 def test_a_measured_run_has_each_sample_once_where_the_data_repeats_them(monkeypatch):
     """It is cut to a number of steps by `dataset_size`."""
     data = mock.Mock(spec_set=["with_replacement", "epoch_order"])
     monkeypatch.setattr(ours.train.your_data, "create_dataset", lambda config, split: data)
-    found = ours.data_without_repeats().create_dataset(config_of(SMALL), "train")
-    assert found is data and not data.with_replacement
+    created = ours.data_without_repeats().create_dataset(config_of(SMALL), "train")
+    assert created is data and not data.with_replacement
     assert sorted(data.epoch_order(0, 1, 5).tolist()) == list(range(5))
 
 

@@ -75,7 +75,7 @@ def test_training_goes_on_while_the_best_checkpoint_is_written(runs, fails_at, b
 
 def train_and_look(words):
     """What best.pt links to after step 7, if the checkpoint of step 4 is on the disk after step 6."""
-    found, started, plain_done, plain_start = [], [], Reporter.step_done, Writer.start
+    link_targets, started, plain_done, plain_start = [], [], Reporter.step_done, Writer.start
 
     def start_writing(self, *args):
         plain_start(self, *args)
@@ -86,7 +86,7 @@ def train_and_look(words):
         if self._state.progress.step == 6:
             wait(started, 10)
         elif self._state.progress.step == 7:
-            found.append(os.readlink(self._run.checkpoints / "best.pt"))
+            link_targets.append(os.readlink(self._run.checkpoints / "best.pt"))
 
     with (
         mock.patch.object(Writer, "start", start_writing),
@@ -94,7 +94,7 @@ def train_and_look(words):
         mock.patch.object(assembly, "Consensus", EagerConsensus),
     ):
         train_flags(words)
-    return found
+    return link_targets
 
 
 @pytest.mark.guarantee("keep-last")
@@ -105,16 +105,16 @@ def test_best_is_linked_before_the_next_save_or_evaluation(runs):
 
 def evaluate_longer_than_the_write(words):
     """Whether best.pt is linked right after the evaluation."""
-    found, plain = [], Checkpoints.save_best
+    was_linked, plain = [], Checkpoints.save_best
 
     def save_best(self):
         self._wait()  # the checkpoint that was begun before the evaluation is on the disk, and reported
         plain(self)
-        found.append(self._is_linked)
+        was_linked.append(self._is_linked)
 
     with mock.patch.object(Checkpoints, "save_best", save_best):
         train_flags(words)
-    return found
+    return was_linked
 
 
 @pytest.mark.guarantee("keep-last")
@@ -161,9 +161,9 @@ def test_a_metric_with_a_slash_in_its_name_selects_the_best_checkpoint(runs):
     flags = "--dataset_size 40 --epochs 3 --lr 0.02 --no-use_amp --num_workers 0 --best_metric".split()
     runs.train(2, "plain", *flags, "max:top1")
     run_ranks(2, train_slashed, runs.words("slashed", *BUCKETS, *flags, "max:rewards/accuracy"))
-    plain, found = (runs.json(name, "summary.json") for name in ("plain", "slashed"))
-    assert found["best_metric"] == "rewards/accuracy"
-    assert (found["best_value"], found["best_epoch"]) == (plain["best_value"], plain["best_epoch"])
-    assert [each["rewards/accuracy"] for each in runs.records("slashed", "eval")] == [
-        each["top1"] for each in runs.records("plain", "eval")
+    plain, actual = (runs.json(name, "summary.json") for name in ("plain", "slashed"))
+    assert actual["best_metric"] == "rewards/accuracy"
+    assert (actual["best_value"], actual["best_epoch"]) == (plain["best_value"], plain["best_epoch"])
+    assert [record["rewards/accuracy"] for record in runs.records("slashed", "eval")] == [
+        record["top1"] for record in runs.records("plain", "eval")
     ]

@@ -25,8 +25,8 @@ def changed(plain, split, share, attributes):
     def create(config, name):
         data = plain(config, "val" if name == "predict" else name)
         if data and name == split:
-            some = round(share * len(data))
-            data.lines[:some] = [(line + 1) % 16 for line in data.lines[:some]]
+            count = round(share * len(data))
+            data.lines[:count] = [(line + 1) % 16 for line in data.lines[:count]]
         for key, value in attributes.items() if data else ():
             setattr(data, key, value)
         return data
@@ -36,8 +36,8 @@ def changed(plain, split, share, attributes):
 
 def run_again(words, is_predicted, *changes):
     """Evaluate or predict with changed data. Returns the error and what is logged about changes."""
-    said = []
-    logging.setLogRecordFactory(lambda *args, **more: said.append(logging.LogRecord(*args, **more)) or said[-1])
+    records = []
+    logging.setLogRecordFactory(lambda *args, **more: records.append(logging.LogRecord(*args, **more)) or records[-1])
     create = {"create_dataset": changed(TASKS["lines"]["create_dataset"], *changes)}
     error = ""
     with mock.patch.dict(TASKS["lines"], create):
@@ -45,7 +45,7 @@ def run_again(words, is_predicted, *changes):
             run_main(predict, "lines", tokens, words) if is_predicted else train_flags(words, task="lines")
         except UserError as problem:
             error = str(problem)
-    texts = [record.getMessage() for record in said]
+    texts = [record.getMessage() for record in records]
     return error, [text for text in texts if text.startswith("changed: ")]
 
 
@@ -54,7 +54,7 @@ ALL = "the {0} set has samples that differ from the checkpoint's: {1} of {1} com
 
 @pytest.mark.guarantee("must-match")
 @pytest.mark.parametrize(
-    ("flags", "split", "share", "attributes", "error", "said"),
+    ("flags", "split", "share", "attributes", "error", "change"),
     [
         ([], "val", 1, {}, ALL.format("val", 7), None),
         ([], "val", 0.25, {}, None, "the val set has samples that differ from the checkpoint's: 2 of 7 compared ones"),
@@ -69,30 +69,30 @@ ALL = "the {0} set has samples that differ from the checkpoint's: {1} of {1} com
         slow(["--split", "predict"], "predict", 1, {}, None, None),
     ],
 )
-def test_other_data_than_the_checkpoints_is_an_error_or_said(runs, flags, split, share, attributes, error, said):
+def test_other_data_than_the_checkpoints_is_an_error_or_said(runs, flags, split, share, attributes, error, change):
     runs.train(1, "run", *FLAGS, task="lines")
     is_predicted = "--split" in flags
     words = runs.words("run", *FLAGS, "--eval_only", *flags)
     if is_predicted:
         words = [runs.checkpoints("run")[-1], "--out", runs.root / "out.pt", *flags]
-    for found, texts in run_ranks(2, run_again, words, is_predicted, split, share, attributes):
-        assert found.startswith(error) if error else not found, found
-        assert len(texts) == (said is not None) and all(text.startswith(f"changed: {said}") for text in texts)
+    for actual_error, texts in run_ranks(2, run_again, words, is_predicted, split, share, attributes):
+        assert actual_error.startswith(error) if error else not actual_error, actual_error
+        assert len(texts) == (change is not None) and all(text.startswith(f"changed: {change}") for text in texts)
 
 
 def export_again(words, *changes):
     """Export with changed data. Returns what is printed about it."""
     create = {"create_dataset": changed(TASKS["lines"]["create_dataset"], *changes)}
-    with mock.patch.dict(TASKS["lines"], create), contextlib.redirect_stderr(io.StringIO()) as said:
+    with mock.patch.dict(TASKS["lines"], create), contextlib.redirect_stderr(io.StringIO()) as stderr:
         run_main(export, "lines", tokens, words)
-    return said.getvalue()
+    return stderr.getvalue()
 
 
 def test_an_export_says_that_its_inputs_are_others(runs):
     runs.train(1, "run", *FLAGS, task="lines")
     words = [runs.checkpoints("run")[-1], runs.root / "out.pt"]
-    some = "changed: the train set has samples that differ"
-    for share, expected in ((0, ""), (0.25, some), (1, ALL.format("train", 40))):
-        [said] = run_ranks(1, export_again, words, "train", share, {})
-        assert said.startswith(expected) and bool(said) == bool(share), said
+    message = "changed: the train set has samples that differ"
+    for share, expected in ((0, ""), (0.25, message), (1, ALL.format("train", 40))):
+        [output] = run_ranks(1, export_again, words, "train", share, {})
+        assert output.startswith(expected) and bool(output) == bool(share), output
     assert (runs.root / "out.pt").exists()

@@ -61,12 +61,12 @@ def give_best(runs, is_saved_metric=True, **progress):
 def test_settings_without_a_validation_set_are_said_at_the_start_and_at_the_end(runs):
     words = runs.words("run", *FLAGS, "--best_metric", "max:nonsense")
     run_ranks(2, train_changed, words, {"splits": []}, ("loss",))
-    said = [
-        f"{each}: has no effect, since there is no validation set; leave it out"
-        for each in ("patience=9", "best_metric=max:nonsense")
+    expected = [
+        f"{setting}: has no effect, since there is no validation set; leave it out"
+        for setting in ("patience=9", "best_metric=max:nonsense")
     ]
-    assert runs.json("run", "summary.json")["warnings"] == said
-    assert all(runs.log("run").count(f"WARNING {line}") == 2 for line in said)
+    assert runs.json("run", "summary.json")["warnings"] == expected
+    assert all(runs.log("run").count(f"WARNING {line}") == 2 for line in expected)
 
 
 VAL = {"splits": ["val"]}
@@ -135,7 +135,7 @@ CASES = {  # data and metrics before and after, more flags, the lines of changes
 @pytest.mark.guarantee("changed-settings")
 @pytest.mark.parametrize("case", CASES)
 def test_a_best_value_counts_only_if_it_was_measured_on_the_same(runs, case):
-    before, here, metrics, metrics_here, flags, changes, is_kept = CASES[case]
+    before, current, metrics, metrics_here, flags, changes, is_kept = CASES[case]
     run_ranks(2, train_changed, runs.words("run", *FLAGS), before, metrics)
     is_loss = "top1" not in metrics
     unbeatable = -9.0 if is_loss else 9.0
@@ -144,7 +144,7 @@ def test_a_best_value_counts_only_if_it_was_measured_on_the_same(runs, case):
         saved = runs.last("run")["progress"]
         assert saved["best_metric"] == ("min:loss" if is_loss else "max:top1")
         give_best(runs, best_value=unbeatable, evaluations_since_best=5)
-    run_ranks(2, train_changed, runs.words("run", *LONGER, *flags), here, metrics_here)
+    run_ranks(2, train_changed, runs.words("run", *LONGER, *flags), current, metrics_here)
     [resumed] = runs.events("run", "resumed")
     lines = ["epochs=3: the checkpoint has epochs=2", *changes]
     if has_best and not is_kept:
@@ -155,7 +155,7 @@ def test_a_best_value_counts_only_if_it_was_measured_on_the_same(runs, case):
     progress, summary = runs.last("run")["progress"], runs.json("run", "summary.json")
     if is_kept:
         assert summary["best_value"] == unbeatable and progress["evaluations_since_best"] > 5
-    elif "val" in here["splits"]:
+    elif "val" in current["splits"]:
         assert abs(summary["best_value"]) < 9 and progress["evaluations_since_best"] < 3
         assert summary["best"] and (runs.folder("run") / "checkpoints" / "best.pt").exists()
     else:
@@ -166,11 +166,11 @@ def test_a_best_value_counts_only_if_it_was_measured_on_the_same(runs, case):
 
 @pytest.mark.guarantee("changed-settings")
 @pytest.mark.parametrize(
-    ("asked", "asked_here", "is_kept"),
+    ("metric", "asked_here", "is_kept"),
     [("auto", "auto", False), ("max:top1", "max:top1", True), ("top1", "top1", True), ("top1", "max:top1", False)],
 )
-def test_a_checkpoint_without_the_metrics_name_keeps_the_best_value_if_it_was_named(runs, asked, asked_here, is_kept):
-    run_ranks(2, train_changed, runs.words("run", *FLAGS, "--best_metric", asked), VAL, TOP1)
+def test_a_checkpoint_without_the_metrics_name_keeps_the_best_value_if_it_was_named(runs, metric, asked_here, is_kept):
+    run_ranks(2, train_changed, runs.words("run", *FLAGS, "--best_metric", metric), VAL, TOP1)
     give_best(runs, is_saved_metric=False, best_value=9.0)
     run_ranks(2, train_changed, runs.words("run", *LONGER, "--best_metric", asked_here), VAL, TOP1)
     assert (runs.json("run", "summary.json")["best_value"] == 9.0) is is_kept

@@ -195,9 +195,9 @@ def accumulated(flags, used):
             with wrapped.accumulating(micro_batch):
                 x = torch.randn(2, 64, generator=torch.Generator().manual_seed(9 * step + 3 * number + ctx.rank))
                 wrapped(x, parts).backward()
-            found = [p.grad for p in model.parameters() if p.grad is not None]
-            outside = [g.nbytes for g in found if g.untyped_storage().data_ptr() not in buckets]
-            beside.append((sum(outside), sum(g.nbytes for g in found)))
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            outside = [g.nbytes for g in grads if g.untyped_storage().data_ptr() not in buckets]
+            beside.append((sum(outside), sum(g.nbytes for g in grads)))
         gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
     cleanup_distributed()
     return beside, gradients
@@ -222,9 +222,9 @@ def test_accumulated_gradients_lie_in_the_buckets_and_a_layer_without_use_has_no
     for (beside, gradients), (usual, expected) in zip(kept, plain, strict=True):
         assert [size for _, size in beside[3:]] == [LAYER * count for count in sizes]
         assert usual[4][0] == LAYER * sizes[1] and [outside for outside, _ in beside[3:]] == [0, 0, 0]
-        for ours, theirs in zip(gradients, expected, strict=True):
-            for a, b in zip(ours, theirs, strict=True):
+        for ours, reference in zip(gradients, expected, strict=True):
+            for a, b in zip(ours, reference, strict=True):
                 assert (a is None) == (b is None) and (
                     a is None or torch.equal(a.view(torch.int32), b.view(torch.int32))
                 )
-            assert [each is None for each in ours] == [k >= 2 * sizes[2] for k in range(6)]
+            assert [grad is None for grad in ours] == [k >= 2 * sizes[2] for k in range(6)]

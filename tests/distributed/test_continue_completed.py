@@ -71,14 +71,14 @@ ENDS = (NOTHING_LEFT, "patience: ", "this run is already completed")
 def train_and_continue(first, folder, continuations):
     """Train, and continue copies of the run. Returns what each continuation has said."""
     train_flags(first)
-    said = []
+    logged = []
     for number, words in enumerate(continuations):
         shutil.copytree(folder, folder.with_name(f"copy{number}"), symlinks=True)
         with mock.patch.object(logging.Logger, "handle") as handle:
             train_flags(words)
         lines = [call.args[0].getMessage() for call in handle.call_args_list]
-        said.append([line for line in lines if any(text in line for text in ENDS)])
-    return said
+        logged.append([line for line in lines if any(text in line for text in ENDS)])
+    return logged
 
 
 @pytest.mark.parametrize("ended_by", CASES)
@@ -87,12 +87,12 @@ def test_a_completed_run_goes_on_if_what_has_ended_it_changes(runs, ended_by):
     words = [
         runs.words(f"copy{number}", *FLAGS, *more, "--resume_from", "auto") for number, (more, *_) in enumerate(resumes)
     ]
-    said = run_ranks(1, train_and_continue, runs.words("run", *FLAGS, *flags), runs.folder("run"), words)[0]
+    logged = run_ranks(1, train_and_continue, runs.words("run", *FLAGS, *flags), runs.folder("run"), words)[0]
     assert runs.json("run", "summary.json")["steps"] == steps
     for number, (more, last, line) in enumerate(resumes):
         summary = runs.json(f"copy{number}", "summary.json")
         assert (summary["state"], summary["steps"]) == ("completed", last), more
-        assert len(said[number]) == bool(line) and all(each.endswith(line) for each in said[number]), (more, said)
+        assert len(logged[number]) == bool(line) and all(text.endswith(line) for text in logged[number]), (more, logged)
 
 
 @pytest.mark.guarantee("schedule-end")

@@ -26,27 +26,27 @@ def test_draws_and_pixels_equal_those_on_the_cpu():
     assert torch.equal(*drawn)
     assert torch.equal(draw_integers(drawn[0], 7), draw_integers(drawn[1].cuda(), 7).cpu())
     assert torch.equal(draw_uniform(drawn[0]), draw_uniform(drawn[1].cuda()).cpu())
-    for known, n in ((indices, 0), (indices % 1000, 1000)):  # with n, the crops of the epoch are drawn at once
-        here, there = (
-            augment_images(images.to(device), "crop", 36, 3, 5, known.to(device), n).cpu() for device in ("cpu", "cuda")
+    for ids, n in ((indices, 0), (indices % 1000, 1000)):  # with n, the crops of the epoch are drawn at once
+        on_cpu, on_cuda = (
+            augment_images(images.to(device), "crop", 36, 3, 5, ids.to(device), n).cpu() for device in ("cpu", "cuda")
         )
-        assert torch.equal(here, there)
+        assert torch.equal(on_cpu, on_cuda)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_equal_those_on_the_cpu(workers):
     """Pinned, and transformed in the side stream; labels and pixels are bitwise equal."""
-    found = []
+    by_device = []
     for device in ("cpu", "cuda"):
         ctx = DistributedContext(0, 0, 1, torch.device(device, 0) if device == "cuda" else torch.device(device))
         config = TrainingConfig(batch_size=16, num_workers=workers)
         loader, _ = create_distributed_dataloader(Images(100, "train"), config, ctx)
         micro_batches = [m for epoch in (0, 1) for m in loader.micro_batches(epoch)]
         assert all(tensor.device.type == device for m in micro_batches for tensor in m.batch)
-        found.append([tensor.cpu() for m in micro_batches for tensor in m.batch])
+        by_device.append([tensor.cpu() for m in micro_batches for tensor in m.batch])
         loader.close()
-    for here, there in zip(*found, strict=True):  # normalization may be fused to one rounding
-        torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-6)
+    for on_cpu, on_cuda in zip(*by_device, strict=True):  # normalization may be fused to one rounding
+        torch.testing.assert_close(on_cpu, on_cuda, rtol=1e-6, atol=1e-6)
 
 
 def test_a_snapshot_is_pinned_and_holds_the_state():

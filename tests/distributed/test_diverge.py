@@ -107,10 +107,10 @@ def swapped_samples():
     plain = GlobalBatchSampler.order
 
     def order(sampler, epoch):
-        found = plain(sampler, epoch).clone()
+        permutation = plain(sampler, epoch).clone()
         if epoch == 0 and sampler.shuffle:
-            found[[13, 43]] = found[[43, 13]]
-        return found
+            permutation[[13, 43]] = permutation[[43, 13]]
+        return permutation
 
     return mock.patch.object(GlobalBatchSampler, "order", order)
 
@@ -147,14 +147,14 @@ def diverge(*words):
 def plant_and_find(planted, words_of, folders):
     """Train run a, and b with each of these differences. What is found with a replay."""
     tasks.train_task("images", words_of["a"])
-    found = {}
+    outcomes = {}
     for name in planted:
         plant = PLANTS[name][0]
         with plant():
             tasks.train_task("images", words_of[name])
         with replaying(folders[name], plant):
-            found[name] = diverge(folders["a"], folders[name], "--replay")
-    return found
+            outcomes[name] = diverge(folders["a"], folders[name], "--replay")
+    return outcomes
 
 
 PLANTS = {
@@ -196,10 +196,10 @@ def test_planted_differences_are_found_at_their_step_with_their_kind(runs, plant
     words_of = {name: runs.words(name, *WORDS, "--log_interval", INTERVALS.get(name, 5)) for name in names}
     words_of["a"] = runs.words("a", *WORDS, "--log_interval", 1)
     folders = {name: runs.folder(name) for name in names}
-    (found,) = run_ranks(1, plant_and_find, planted, words_of, folders, deadline=300)
+    (outcomes,) = run_ranks(1, plant_and_find, planted, words_of, folders, deadline=300)
     steps = dict.fromkeys(PLANTS, 1) | {"swap": 2} | dict.fromkeys(("rate", "bit", "used", "moment"), STEP)
     steps["pixel"] = next(step for step, samples in runs.samples("a").items() if SAMPLE in samples)
-    for name, (code, text) in found.items():
+    for name, (code, text) in outcomes.items():
         line = text.splitlines()[-1]
         until = f"until step {steps[name] - 1}" if steps[name] > 1 else "at the start"
         assert code == 1 and line.startswith(f"replay: equal {until}; in step {steps[name]} "), text
@@ -229,8 +229,8 @@ def test_a_fault_that_came_once_is_told_from_a_difference_that_a_replay_has_too(
     code, text = diverge(runs.folder("a"), runs.folder("b"))
     assert code == 1 and "records: equal until step 5; in that of step 6 differ:\n" in text, text
     ((code, text),) = run_ranks(1, diverge_with_replays, runs.folder("a"), runs.folder("b"))
-    said = "in step 6 b did what its replay here does not: loss and gradient norm are repeated, and weights or"
-    assert code == 1 and said in text, text
+    message = "in step 6 b did what its replay here does not: loss and gradient norm are repeated, and weights or"
+    assert code == 1 and message in text, text
 
 
 def train_longer_and_replay(words, folder):
@@ -278,11 +278,11 @@ def test_dumps_of_two_machines_are_compared_without_the_runs(tmp_path, step):
         torch.save(state | where, tmp_path / f"{name}.pt")
     with mock.patch("sys.stderr") as errors:
         code, text = diverge(tmp_path / "a.pt", tmp_path / "b.pt")
-    said = (
+    message = (
         "in step 3 the content of sample 8,113 differs between a.pt (on nodeA) and b.pt (on nodeB): 1 of 24 values, by"
     )
     if step == 3:
-        assert (code, text) == (1, f"{said} at most 0.5")
+        assert (code, text) == (1, f"{message} at most 0.5")
     else:
         assert code == 2 and not errors.write.called, text
         assert text == "diverge: dumps of steps 3 and 4; give two of the same step"

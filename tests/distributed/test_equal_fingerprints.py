@@ -13,9 +13,11 @@ SMALL = "--dataset_size 48 --epochs 1 --log_interval 1 --global_batch_size 16".s
 
 
 def fingerprints(runs, name):
-    found = {record["step"]: record["fingerprint"] for record in runs.records(name, "train")}
-    assert all(len(each) == 16 and int(each, 16) for each in found.values()) and len({*found.values()}) == len(found)
-    return found
+    by_step = {record["step"]: record["fingerprint"] for record in runs.records(name, "train")}
+    assert all(len(value) == 16 and int(value, 16) for value in by_step.values()) and len({*by_step.values()}) == len(
+        by_step
+    )
+    return by_step
 
 
 def complaints(runs, name):

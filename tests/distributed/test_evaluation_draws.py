@@ -78,16 +78,16 @@ def test_draws_are_the_same_on_any_number_of_ranks_and_in_eval_only(runs, loss, 
             again = [*words, "--reduction", "exact", "--eval_only", "--eval_batch_size", size]
             run_ranks(3 - ranks % 2, train_drawing, again, loss)
             file = next(runs.folder(f"on{ranks}").glob("eval-*.json"))
-            [found] = json.loads(file.read_text())["records"]
-            assert (found in records) == is_equal
+            [actual] = json.loads(file.read_text())["records"]
+            assert (actual in records) == is_equal
             file.unlink()
         run_ranks(ranks, train_drawing, [*words, "--eval_only"], loss)
-        [found] = runs.json(f"on{ranks}", file.name)["records"]
-        expected = next(record for record in records if record["step"] == found["step"])
+        [actual] = runs.json(f"on{ranks}", file.name)["records"]
+        expected = next(record for record in records if record["step"] == actual["step"])
         names = ["loss"]
         names += ["in_order"]
         for name in names:
-            assert found[name] == pytest.approx(expected[name], rel=1e-12)
+            assert actual[name] == pytest.approx(expected[name], rel=1e-12)
 
 
 def predict_drawing(words):
@@ -98,19 +98,19 @@ def test_predict_py_draws_what_summarize_has_seen(runs):
     run_ranks(1, train_drawing, runs.words("run", *FLAGS), noisy_loss)
     for ranks in (1, 2):
         run_ranks(ranks, predict_drawing, [runs.checkpoints("run")[-1], "--out", runs.root / "out.pt"])
-        found = summarize(torch.load(runs.root / "out.pt", weights_only=True))
-        assert found["in_order"].item() == runs.records("run", "eval")[-1]["in_order"]
+        summary = summarize(torch.load(runs.root / "out.pt", weights_only=True))
+        assert summary["in_order"].item() == runs.records("run", "eval")[-1]["in_order"]
 
 
 def train_watching(flags):
     """Train, and return whether each evaluation left torch's generator as it was, and what log_images was given."""
-    plain, found, seen, at = train.validate, [], [], []
+    plain, unchanged, seen, at = train.validate, [], [], []
 
     def validate(training):
         before = torch.random.get_rng_state()
         at.append(training.state.progress.step)
         plain(training)
-        found.append(torch.equal(torch.random.get_rng_state(), before))
+        unchanged.append(torch.equal(torch.random.get_rng_state(), before))
 
     def log_images(net, batch):
         seen.append((net.training, len(batch[1]), at[-1], torch.rand(()).item()))
@@ -121,7 +121,7 @@ def train_watching(flags):
         mock.patch.multiple(model, create=True, log_images=log_images),
     ):
         train_drawing(flags, noisy_loss)
-    return found, seen
+    return unchanged, seen
 
 
 @pytest.mark.guarantee("eval-only")
@@ -129,10 +129,10 @@ def test_training_draws_the_same_with_and_without_evaluations(runs):
     """log_images is called on rank 0, in evaluation mode, with the same random numbers in each evaluation."""
     for name, every in (("with", "1"), ("without", "9")):
         words = runs.words(name, *FLAGS, "--eval_every", every, "--num_workers", 0, "--log_interval", 1)
-        (found, seen), (_, of_rank_1) = run_ranks(2, train_watching, words)
+        (unchanged, seen), (_, of_rank_1) = run_ranks(2, train_watching, words)
         steps = [6, 12] if name == "with" else [12]
         assert [(mode, step) for mode, _, step, _ in seen] == [(False, step) for step in steps] and not of_rank_1
-        assert len({draw for *_, draw in seen}) == 1 and all(found) and len(found) == len(steps)
+        assert len({draw for *_, draw in seen}) == 1 and all(unchanged) and len(unchanged) == len(steps)
     assert [len(runs.records(name, "eval")) for name in ("with", "without")] == [2, 1]
     assert runs.records("with", "train")[-1]["fingerprint"] == runs.records("without", "train")[-1]["fingerprint"]
 

@@ -75,9 +75,9 @@ def test_a_checkpoint_is_flushed_before_the_rename_and_the_folder_before_it_coun
     file = rf"\d+<{checkpoints}/step_\d+\.pt\.[^/>]+\.tmp>"
     order = [rf"write\({file}", rf"fsync\({file}\) += 0", r'openat\(.*/lock\.json"', r"rename\w*\("]
     order += [rf"fsync\(\d+<{checkpoints}>\) += 0"]
-    found = [[number for number, line in enumerate(calls) if re.match(pattern, line)] for pattern in order]
-    assert all(found), f"{order}\n" + "\n".join(calls)
-    places = [found[0][-1], *(each[0] for each in found[1:])]
+    positions = [[number for number, line in enumerate(calls) if re.match(pattern, line)] for pattern in order]
+    assert all(positions), f"{order}\n" + "\n".join(calls)
+    places = [positions[0][-1], *(numbers[0] for numbers in positions[1:])]
     assert places == sorted(places), "\n".join(calls)
 
 

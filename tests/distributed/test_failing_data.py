@@ -123,8 +123,8 @@ def test_one_slow_step_is_called_slow_and_training_continues(runs, ranks):  # ex
         WarmLaunch(ranks, runs.program(ONE_SLOW_BATCH), runs.words("run", *"--dataset_size 200 --epochs 1".split()))
     )
     assert (ended.code, ended.left) == (0, 0), ended.text
-    said = rf"WARN.*no progress for \d s: rank {min(ranks, 1)} on \S+ is slow in forward of step \d+ \(process \d+\)\n"
-    assert len(re.findall(said, runs.log("run"))) == ended.text.count("no progress") == 1, ended.text
+    regex = rf"WARN.*no progress for \d s: rank {min(ranks, 1)} on \S+ is slow in forward of step \d+ \(process \d+\)\n"
+    assert len(re.findall(regex, runs.log("run"))) == ended.text.count("no progress") == 1, ended.text
     assert " hangs " not in ended.text and not list(runs.folder("run").glob("hang-*"))
 
 
@@ -157,5 +157,5 @@ except TrainingError as error:
 def test_a_dev_shm_that_fills_up_is_named_as_the_cause():
     code = mounting("-t", "tmpfs", "-o", "size=2m", "tmpfs", "/dev/shm") + OVERFLOWS
     ended = launch([sys.executable, "-c", code], deadline=60)
-    said = r"rank 0: .*shared memory.*\. If .*, give the job more memory or a larger --shm-size, or"
-    assert re.match(said, ended.out), ended.text
+    regex = r"rank 0: .*shared memory.*\. If .*, give the job more memory or a larger --shm-size, or"
+    assert re.match(regex, ended.out), ended.text

@@ -71,13 +71,13 @@ def test_the_split_of_a_data_set_of_another_library_is_that_it_was_created_for(r
     assert {record["split"] for record in runs.records("run", "eval")} == {"val"}
 
 
-def train_split(flags, found):
+def train_split(flags, by_split):
     """A random split without a generator, as in a LightningDataModule; this rank's generators have another state."""
     torch.manual_seed(int(os.environ["RANK"])), random.seed(torch.initial_seed()), numpy.random.seed(1)
 
     def create(config, split):
         order = random.sample(range(46), 46), torch.randperm(46).tolist(), numpy.random.permutation(46).tolist()
-        found.setdefault(split, order)
+        by_split.setdefault(split, order)
         parts = dict(
             zip(
                 ("train", "val"),
@@ -85,10 +85,10 @@ def train_split(flags, found):
                 strict=True,
             )
         )
-        found[f"{split} rows"] = sorted(parts[split].indices) if split in parts else []
+        by_split[f"{split} rows"] = sorted(parts[split].indices) if split in parts else []
         return parts.get(split)
 
-    return train_with(flags, create_dataset=create), found
+    return train_with(flags, create_dataset=create), by_split
 
 
 def test_a_random_split_is_the_same_for_each_split_and_on_each_rank(runs):

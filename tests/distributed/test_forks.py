@@ -39,12 +39,12 @@ class Numbers(torch.utils.data.Dataset):
 def fork_after_collectives(folder, forks, waits=True):
     """How many of a rank's loader workers hung. waits: False takes out the wait of utils/signals.py."""
     dist.init_process_group("gloo")
-    rank, is_over, found = dist.get_rank(), threading.Event(), []
+    rank, is_over, writes = dist.get_rank(), threading.Event(), []
     saved = payload(10) | {"model": {f"weight{k}": torch.randn(40_000) for k in range(300)}}
 
     def write():
         while not is_over.is_set():
-            found.append(archive.write(folder / f"rank{rank}.pt", saved))
+            writes.append(archive.write(folder / f"rank{rank}.pt", saved))
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -58,7 +58,7 @@ def fork_after_collectives(folder, forks, waits=True):
             dist.all_gather(more, torch.ones(100))
             batches = iter(loader)  # forks
         try:
-            assert [each.item() for each in batches] == [0.0, 64.0]
+            assert [batch.item() for batch in batches] == [0.0, 64.0]
         except RuntimeError as error:
             assert "timed out" in str(error), error
             hung += 1
@@ -68,14 +68,14 @@ def fork_after_collectives(folder, forks, waits=True):
     writer.join()
     dist.barrier()
     dist.destroy_process_group()
-    return hung, len(found)
+    return hung, len(writes)
 
 
 @pytest.mark.slow
 def test_no_worker_hangs_that_is_forked_after_a_collective_while_a_checkpoint_is_written(tmp_path):
-    found = run_ranks(2, fork_after_collectives, tmp_path, FORKS // 2, deadline=1500)
-    assert [hung for hung, _ in found] == [0, 0]
-    assert min(written for _, written in found) > 10
+    results = run_ranks(2, fork_after_collectives, tmp_path, FORKS // 2, deadline=1500)
+    assert [hung for hung, _ in results] == [0, 0]
+    assert min(written for _, written in results) > 10
 
 
 WITH_A_GROUP_THAT_IS_GARBAGE = """

@@ -45,14 +45,14 @@ def check_against_the_kernel(runs, attempts, task, flags):
         if next_ranks != ranks:
             is_stopped = runs.json("run", "status.json")["state"] == "preempted"
             until = runs.last("run")["progress"]["step"] if is_stopped else TO_END
-            found = run_ranks(ranks, kernel_run, task, runs.words("run", *flags), runs.folder("kernel.pt"), until)[0]
-    run, where = runs.last("run"), found["where"]
+            expected = run_ranks(ranks, kernel_run, task, runs.words("run", *flags), runs.folder("kernel.pt"), until)[0]
+    run, where = runs.last("run"), expected["where"]
     evaluated = [record for record in runs.records("run", "eval") if record["weights"] == "model"]
-    groups = [[group["lr"] for group in each["optimizer"]["param_groups"]] for each in (run, found)]
+    groups = [[group["lr"] for group in payload["optimizer"]["param_groups"]] for payload in (run, expected)]
     assert groups[0] == groups[1] and run["progress"]["step"] == where["step"]
     for name in ("model", "scaler"):
-        assert difference(run[name], found[name]) == []
-    assert difference(run["optimizer"]["state"], found["optimizer"]["state"]) == []
+        assert difference(run[name], expected[name]) == []
+    assert difference(run["optimizer"]["state"], expected["optimizer"]["state"]) == []
     means = [{name: record[name] for name in where["evaluations"][0]} for record in evaluated]
     assert means == where["evaluations"]
 

@@ -69,14 +69,14 @@ def lines(runs, name):
 @pytest.mark.guarantee("files")
 @pytest.mark.parametrize(("flags", "expected"), CASES)
 def test_records_read_later_are_those_read_at_once_and_precede_their_checkpoints(runs, flags, expected):
-    found = {}
+    results = {}
     for name in ("later", "at-once"):
         words = runs.words(name, *FLAGS, *flags.split())
-        found[name] = run_ranks(2, train_and_watch, words, name == "at-once")
+        results[name] = run_ranks(2, train_and_watch, words, name == "at-once")
     assert lines(runs, "later") == lines(runs, "at-once")
     every = int(flags.split()[1])
-    for read, saved in found["later"]:  # on both ranks
+    for read, saved in results["later"]:  # on both ranks
         assert read | expected == read and all(after - point <= 4 for point, after in read.items())
         assert saved and all(recorded == step // every * every or step == 26 for step, recorded in saved)
-    for read, _ in found["at-once"]:
+    for read, _ in results["at-once"]:
         assert all(point == after for point, after in read.items())

@@ -69,17 +69,17 @@ def estimated(words, cases):
 
 
 def counted(words):
-    found, plain = [], train.train_one_epoch
+    counts, plain = [], train.train_one_epoch
 
     def epoch(training):
-        found.append([*memory.count(training.state, lambda: plain(training)).values()])
+        counts.append([*memory.count(training.state, lambda: plain(training)).values()])
         return training.consensus.flush()
 
     # 20 MB at a log point, of any model; the peak of this one is less than that
     no_fingerprint = mock.patch.object(utils.report.reporter, "fingerprint", lambda state: torch.tensor(0))
     with mock.patch.object(train, "train_one_epoch", epoch), mock.patch.dict(TASKS, {"layers": TASK}), no_fingerprint:
         train_flags(words, task="layers")
-    return found[0]
+    return counts[0]
 
 
 SHARDED = [(2, "zero2"), (4, "zero2"), (4, "zero3")]
@@ -104,26 +104,26 @@ SHARDED = [(2, "zero2"), (4, "zero2"), (4, "zero3")]
 )
 def test_one_process_finds_the_bytes_of_real_ranks(runs, flags, cases):
     words = ["--epochs", "1", "--max_steps", "2", "--optimizer", "adamw", "--num_workers", "0", *flags.split()]
-    found = run_ranks(1, estimated, runs.words("estimate", *words), cases)[0]
-    for (ranks, sharding), estimate in zip(cases, found, strict=True):
-        here = run_ranks(ranks, counted, runs.words(f"{sharding}-{ranks}", *words, "--sharding", sharding))
-        most = [max(column) for column in zip(*here, strict=True)]
+    estimates = run_ranks(1, estimated, runs.words("estimate", *words), cases)[0]
+    for (ranks, sharding), estimate in zip(cases, estimates, strict=True):
+        measured = run_ranks(ranks, counted, runs.words(f"{sharding}-{ranks}", *words, "--sharding", sharding))
+        most = [max(column) for column in zip(*measured, strict=True)]
         print(flags, ranks, sharding, estimate, most)
         assert estimate == pytest.approx(most, abs=400), (ranks, sharding)
 
 
 def shown(words):
     """What --sharding-memory prints: with enough memory, with little, and if nothing can be allocated."""
-    texts, found, plain = [], [], memory.count
+    texts, counts, plain = [], [], memory.count
 
     def measure(*args):
-        found.append(plain(*args))
-        return found[-1]
+        counts.append(plain(*args))
+        return counts[-1]
 
     with mock.patch.dict(TASKS, {"layers": TASK}), using("layers"):
         config = TrainingConfig.from_args(words)
         full = mock.Mock(side_effect=torch.OutOfMemoryError)
-        for room, count in ((10**12, measure), (10**6, lambda *_: found.pop(0)), (10**12, full)):
+        for room, count in ((10**12, measure), (10**6, lambda *_: counts.pop(0)), (10**12, full)):
             facts, lines = {"memory": room, "used": 0}, []
             with mock.patch.multiple(memory, count=count, memory=lambda device, facts=facts: facts):
                 memory.show(config, setup_distributed(config), [1, 2], lines.append)

@@ -37,11 +37,11 @@ def test_a_run_whose_length_came_from_minutes_goes_on_with_max_steps(runs):
     runs.train_with_stops(2, "run", *FLAGS, "--max_steps", "8", stops=(4,), goes_on=False)
     give(runs, "run", minutes=0.02)
     before = files_of(runs, "run")
-    found = run_ranks(2, error_of, runs.words("run", *FLAGS, "--resume_from", "auto"))
-    said = "resume_from: the run was started with --minutes 0.02, which was removed. Add --max_steps 8."
-    assert found == [said] * 2 and files_of(runs, "run") == before
+    errors = run_ranks(2, error_of, runs.words("run", *FLAGS, "--resume_from", "auto"))
+    message = "resume_from: the run was started with --minutes 0.02, which was removed. Add --max_steps 8."
+    assert errors == [message] * 2 and files_of(runs, "run") == before
     runs.train(2, "run", *FLAGS, "--max_steps", "8", "--resume_from", "auto")
     runs.assert_same("whole", "run")
     [resumed] = runs.events("run", "resumed")
-    said = "minutes=0.02 of the checkpoint is ignored, since minutes was removed. max_steps is used."
-    assert resumed["changed"] == [said]
+    message = "minutes=0.02 of the checkpoint is ignored, since minutes was removed. max_steps is used."
+    assert resumed["changed"] == [message]

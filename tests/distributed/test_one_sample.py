@@ -41,15 +41,15 @@ class Frozen(nn.BatchNorm1d):
 
 def starts(cases):
     """What each start says: the error, or the state at the end."""
-    found = []
+    outcomes = []
     for norm, words in cases:
         model = {"create_model": lambda config, device, norm=norm: Normalized(NORMS[norm]()).to(device)}
         with mock.patch.dict(TASKS["plain"], model):
             try:
-                found.append(train_flags(words, task="plain")["state"])
+                outcomes.append(train_flags(words, task="plain")["state"])
             except UserError as error:
-                found.append(str(error))
-    return found
+                outcomes.append(str(error))
+    return outcomes
 
 
 CASES = [  # norm, flags, samples of an epoch, what a start says
@@ -77,8 +77,8 @@ def test_a_batch_norm_that_would_get_one_sample_is_rejected_at_the_start_and_no_
         (norm, runs.words(f"run{k}", "--epochs", 1, "--num_workers", 0, *flags.split()))
         for k, (norm, flags, _) in enumerate(CASES)
     ]
-    for found in run_ranks(ranks, starts, words):
-        for text, (norm, flags, expected) in zip(found, CASES, strict=True):
+    for outcomes in run_ranks(ranks, starts, words):
+        for text, (norm, flags, expected) in zip(outcomes, CASES, strict=True):
             assert text.startswith(expected) and len(text.splitlines()) == 1, (norm, flags, text)
             if expected != "completed":
                 assert "; use another batch size, --drop_last or another normalization" in text
@@ -88,11 +88,11 @@ def test_a_batch_norm_that_would_get_one_sample_is_rejected_at_the_start_and_no_
 
 def penalized(net, batch):
     images = batch[0].detach().requires_grad_(net.training)
-    found = image_loss(net, (images, batch[1]))
+    metrics = image_loss(net, (images, batch[1]))
     if not net.training:
-        return found
-    (slope,) = torch.autograd.grad(found["loss"][0], images, create_graph=True)
-    return found | {"loss": (found["loss"][0] + slope.square().sum(), len(images))}
+        return metrics
+    (slope,) = torch.autograd.grad(metrics["loss"][0], images, create_graph=True)
+    return metrics | {"loss": (metrics["loss"][0] + slope.square().sum(), len(images))}
 
 
 def train_penalized(flags):

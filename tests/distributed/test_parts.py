@@ -52,7 +52,7 @@ def moments_of_a_run(flags):
     recorders = [Recorder(0, calls), Recorder(1, calls)]
     with using("images"), mock.patch.object(create, "create_parts", lambda *args: [*create_parts(*args), *recorders]):
         train.train(TrainingConfig.from_args(flags))
-    first, second = ([name for number, name in calls if number == each] for each in (0, 1))
+    first, second = ([name for number, name in calls if number == index] for index in (0, 1))
     assert first == second
     in_order = [number for number, name in calls if name != "close"]  # close: also from the end of the list
     assert in_order == [0, 1] * (len(in_order) // 2)
@@ -87,8 +87,8 @@ def test_the_page_lists_the_moments_and_the_parts_that_use_them():
     kinds = [kind for kind in vars(parts_module).values() if inspect.isclass(kind) and issubclass(kind, Part)]
     assert [name for name, _ in rows] == MOMENTS
     for name, shown in rows:
-        found = {kind.__name__ for kind in kinds if kind is not Part and name in vars(kind)}
-        assert {*re.findall(r"`(\w+)`", shown)} == found, name
+        class_names = {kind.__name__ for kind in kinds if kind is not Part and name in vars(kind)}
+        assert {*re.findall(r"`(\w+)`", shown)} == class_names, name
 
 
 def example_of_the_page():

@@ -52,9 +52,9 @@ def functions_of_a_stop(completed, stopped):
     """Those that only a run calls that is stopped."""
     code, usual = called_in(completed, stops=False)
     assert code == 0
-    code, found = called_in(stopped, stops=True)
+    code, called = called_in(stopped, stops=True)
     assert code == 75
-    return sorted(found - usual)
+    return sorted(called - usual)
 
 
 @pytest.mark.slow

@@ -56,9 +56,9 @@ def test_a_path_of_windows_is_an_error_and_makes_no_folder(places, tmp_path, cap
     before = [*tmp_path.rglob("*")]
     with pytest.raises(SystemExit) as ended:
         train_flags([f"--{name}={path}", "--backend", "gloo"])
-    said = capsys.readouterr().err.strip()
+    output = capsys.readouterr().err.strip()
     assert ended.value.code == 2 and [*tmp_path.rglob("*")] == before
-    assert said == f"{name}={path}: is a path of Windows; write it as Linux has it (in WSL C: is /mnt/c)"
+    assert output == f"{name}={path}: is a path of Windows; write it as Linux has it (in WSL C: is /mnt/c)"
 
 
 @pytest.mark.guarantee("paths")
@@ -76,12 +76,12 @@ def test_an_unknown_name_is_an_error_and_makes_no_folder(places, tmp_path, capsy
     before = [*tmp_path.rglob("*")]
     with pytest.raises(SystemExit) as ended:
         train_flags([f"--{name}={path}", "--backend", "gloo"])
-    said = capsys.readouterr().err.strip()
-    assert ended.value.code == 2 and [*tmp_path.rglob("*")] == before and len(said.splitlines()) == 1
+    output = capsys.readouterr().err.strip()
+    assert ended.value.code == 2 and [*tmp_path.rglob("*")] == before and len(output.splitlines()) == 1
     if name == "config":
-        assert said.startswith(f"config={path}: cannot be read ")
+        assert output.startswith(f"config={path}: cannot be read ")
     else:
-        assert said == f"{name}={path}: {UNKNOWN[path]} is not known here; write the path in full"
+        assert output == f"{name}={path}: {UNKNOWN[path]} is not known here; write the path in full"
 
 
 def train_in_other_homes(flags, folder):

@@ -47,22 +47,22 @@ def predict_lines(words):
 
 def test_outputs_of_different_shapes_are_a_list_in_sample_order(runs):
     runs.train(1, "run", *LINES, task="lines")
-    checkpoint, found = runs.checkpoints("run")[-1], []
+    checkpoint, outputs = runs.checkpoints("run")[-1], []
     for ranks in (1, 2, 4):  # in the last step only one rank has a sample
         out = runs.root / f"{ranks}.pt"
         run_ranks(ranks, predict_lines, [checkpoint, "--split", "train", "--out", out])
-        found.append(torch.load(out, weights_only=True))
+        outputs.append(torch.load(out, weights_only=True))
     described = {"checkpoint": str(checkpoint), "weights": "model", "split": "train", "samples": 9}
     assert runs.json("", "4.pt.json") == described | {"precision": "float32"} and len([*runs.root.glob("*.pt*")]) == 6
     net = TokenModel().eval()
     net.load_state_dict(runs.last("run")["model"])
-    rows = [[*each.values()] for each in found]
-    for one, *others in zip(*(zip(*each, strict=True) for each in rows), strict=True):
+    rows = [[*output.values()] for output in outputs]
+    for one, *others in zip(*(zip(*row, strict=True) for row in rows), strict=True):
         assert all(torch.equal(*pair) for other in others for pair in zip(one, other, strict=True))
         ids, logits, first = one
         torch.testing.assert_close(net(ids[None])[0], logits)
         assert torch.equal(logits[0], first)
-    assert [type(each) for each in found[0].values()] == [list, list, torch.Tensor] and len(rows[0][0]) == 9
+    assert [type(column) for column in outputs[0].values()] == [list, list, torch.Tensor] and len(rows[0][0]) == 9
     lengths = [len(line) for line in create_lines(mock.Mock(image_size=8, dataset_size=9), "train").lines]
     assert [len(ids) for ids in rows[0][0]] == [max(lengths[k // 2 * 2 :][:2]) for k in range(9)]
 

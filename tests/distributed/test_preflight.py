@@ -52,9 +52,9 @@ def test_healthy_ranks_pass_and_the_run_folder_is_left_unchanged(tmp_path):
     for name in CHECKS.split(","):
         says(out, rf"\n(OK|warning) +{name} ")  # speeds depend on the load of the machine
     says(out, r"preflight: go: \d+ OK, \d warnings?, 0 failures in \d+ s\n")
-    found = json.loads(file.read_text())
-    assert len(found["measured"]["facts"]) == 2
-    assert [each["name"] for each in found["findings"]] == CHECKS.split(",")
+    report = json.loads(file.read_text())
+    assert len(report["measured"]["facts"]) == 2
+    assert [finding["name"] for finding in report["findings"]] == CHECKS.split(",")
     file.unlink()
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -72,12 +72,12 @@ def test_one_process_needs_no_launcher(tmp_path):
 def test_what_object_storage_cannot_do_is_a_finding(tmp_path, monkeypatch):
     url = f"file://{tmp_path}/bucket/a"
     assert storage.use_mirror(url, 10**6)["is_exclusive"]
-    unconditional = lambda self, *each: self.write_json(*map(str, each))  # noqa: E731
+    unconditional = lambda self, *args: self.write_json(*map(str, args))  # noqa: E731
     monkeypatch.setattr(storage.Storage, "create", unconditional)
     (finding,) = verdict.mirror(storage.use_mirror(url, 10**6) | {"to": 1e6}, 10**6, 10.0, url)
     says(str(finding), rf"warning +mirror +{url}: cannot create an object only if it is absent.*; start one at a time")
-    found = {"to": 1e6, "from": 1e6, "is_exclusive": True}
-    (finding,) = verdict.mirror(found, 10**9, 10.0, url)
+    measured = {"to": 1e6, "from": 1e6, "is_exclusive": True}
+    (finding,) = verdict.mirror(measured, 10**9, 10.0, url)
     says(str(finding), r"at 1\.0 MB/s the upload of a checkpoint takes 1000 s.*; raise --save_every_minutes")
     monkeypatch.setattr(storage.Storage, "names", lambda self: {})  # it lists late
     with pytest.raises(UserError, match="what was written is not what is read or listed; give another storage"):
@@ -108,9 +108,9 @@ def test_invalid_flags_are_rejected(capsys):
 @pytest.mark.guarantee("preflight")
 def test_different_flags_and_code_are_listed_and_two_nodes_are_measured(tmp_path):
     odd = partial(run_preflight, of_last=("--lr", "0.2"), code_of_last={"model.py": "another"})
-    found = run_ranks(3, odd, [*QUICK, "--run_dir", str(tmp_path / "run")])
-    out = found[0][1]
-    assert [code for code, _ in found] == [1] * 3, out
+    results = run_ranks(3, odd, [*QUICK, "--run_dir", str(tmp_path / "run")])
+    out = results[0][1]
+    assert [code for code, _ in results] == [1] * 3, out
     says(out, r"\nFAILURE +same code +the ranks differ in code, settings or versions; give all nodes the same ones")
     says(out, r"\nlr +0\.1 +0\.2\nmodel\.py +\w{8} +another\n")
     says(out, r"\nFAILURE +host names +2 nodes have the host name \S+, .*; rename them")
@@ -127,8 +127,8 @@ def hangs(flags):
 
 @pytest.mark.slow
 def test_a_hanging_rank_is_named_without_waiting_for_it(tmp_path):
-    said = r"FAILURE  \S+ \(rank 1\) did not reach 'end of facts' in 4 s; check it"
-    with pytest.raises(AssertionError, match=said):
+    pattern = r"FAILURE  \S+ \(rank 1\) did not reach 'end of facts' in 4 s; check it"
+    with pytest.raises(AssertionError, match=pattern):
         run_ranks(3, hangs, [*QUICK, "--run_dir", str(tmp_path / "run"), "--timeout", "4"])
 
 
@@ -148,6 +148,6 @@ def loads_nothing(flags):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_storage_that_hangs_is_named_without_waiting_for_it(tmp_path, ranks):
-    said = "FAILURE  no rank finished 'loader' in 4 s; check the storage and the data set's code"
-    with pytest.raises(AssertionError, match=said):
+    message = "FAILURE  no rank finished 'loader' in 4 s; check the storage and the data set's code"
+    with pytest.raises(AssertionError, match=message):
         run_ranks(ranks, loads_nothing, [*QUICK, "--run_dir", str(tmp_path / "run")])

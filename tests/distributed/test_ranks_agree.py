@@ -29,8 +29,8 @@ def train_on_lines(words, changed_ranks, share=0.5):  # extra: sketches
     def create(config, split):
         data = plain(config, split)
         if data and split == "train" and int(os.environ["RANK"]) in changed_ranks:
-            some = int(share * len(data))
-            data.lines[:some] = [(line + 1) % 16 for line in data.lines[:some]]
+            count = int(share * len(data))
+            data.lines[:count] = [(line + 1) % 16 for line in data.lines[:count]]
         return data
 
     with mock.patch.dict(TASKS["lines"], {"create_dataset": create}):
@@ -78,16 +78,16 @@ def test_overwrite_with_a_bad_flag_leaves_the_run_unchanged(runs):
 
 def train_two_runs(words, folder):
     """For each of two runs in this process: whether the store has what this rank told in the earlier run."""
-    plain, found = ddp_utils.exchange_rank_info, []
+    plain, stored = ddp_utils.exchange_rank_info, []
 
     def exchange_rank_info(launch, store, rank_info, **options):
-        found.append(store.check([f"rank_info/{launch.rank}"]))
+        stored.append(store.check([f"rank_info/{launch.rank}"]))
         return plain(launch, store, rank_info, **options)
 
     with mock.patch.object(ddp_utils, "exchange_rank_info", exchange_rank_info):
         for name in "ab":
             assert train_flags([*words, "--run_dir", str(folder / name)])["state"] == "completed"
-    return found
+    return stored
 
 
 @pytest.mark.guarantee("one-process")
@@ -169,8 +169,8 @@ def train_without_labels(words):
         return data
 
     def loss(net, batch):
-        found = image_loss(net, batch)
-        return found | {"loss": (found["loss"][0], (batch[1] >= 0).sum())}
+        metrics = image_loss(net, batch)
+        return metrics | {"loss": (metrics["loss"][0], (batch[1] >= 0).sum())}
 
     with mock.patch.dict(TASKS["images"], {"create_dataset": create, "compute_loss": loss}):
         return train_flags(words)["state"]
@@ -197,16 +197,16 @@ class OwnBuffers(tasks.SmallNet):
     def forward(self, x):
         features = self.features(x).flatten(1)
         if self.training:
-            found, rank = features.detach().mean(0), int(os.environ["RANK"])
-            self.mine += found
+            batch_mean, rank = features.detach().mean(0), int(os.environ["RANK"])
+            self.mine += batch_mean
             if self.kind == "integers":
                 self.seen += rank
             elif self.kind == "shapes":
                 self.queue = torch.cat([self.queue, features.detach()])[-8 * (2 + rank) :]
             elif self.kind == "alike":
-                torch.distributed.all_reduce(found)
+                torch.distributed.all_reduce(batch_mean)
             if self.kind in ("floats", "alike"):
-                self.means += found
+                self.means += batch_mean
         return self.head(features)
 
 
@@ -223,7 +223,7 @@ def test_buffers_that_a_rank_updates_by_itself_are_an_event_at_each_save_and_a_w
     flags = "--dataset_size 64 --epochs 2 --num_workers 1".split()
     assert run_ranks(2, train_with_buffers, runs.words("run", *flags), kind) == ["completed"] * 2
     saved = [event["step"] for event in runs.events("run", "checkpoint")]
-    found = [(event["step"], event["rank"]) for event in runs.events("run", "buffers_differ")]
-    assert len(saved) == 2 and found == ([] if kind == "alike" else [(step, 1) for step in saved])
+    differing = [(event["step"], event["rank"]) for event in runs.events("run", "buffers_differ")]
+    assert len(saved) == 2 and differing == ([] if kind == "alike" else [(step, 1) for step in saved])
     text = r"buffers: rank 1 on \S+ has other values in persistent buffers than rank 0. Rank 0's are saved"
     assert len(re.findall(text, runs.log("run"))) == (kind != "alike")

@@ -57,10 +57,10 @@ def load_on_nodes(root, nodes):
         before = bytes_read()
         try:
             payload = load_checkpoint(Path(root) / ctx.host / "step_00000010.pt", ctx)
-            found = sum(tensor.double().sum().item() for tensor in payload["model"].values())
+            result = sum(tensor.double().sum().item() for tensor in payload["model"].values())
         except UserError as error:
-            found = str(error)
-        return found, bytes_read() - before
+            result = str(error)
+        return result, bytes_read() - before
 
 
 @pytest.mark.guarantee("damaged")
@@ -75,7 +75,7 @@ def test_a_checkpoint_is_verified_once_per_node_and_damage_on_one_node_is_notice
     copy = Path(shutil.copy(path, tmp_path / "node1"))
     total, size = sum(tensor.double().sum().item() for tensor in state.model.state_dict().values()), path.stat().st_size
     ranks = run_ranks(4, load_on_nodes, tmp_path, 2)
-    assert [found for found, _ in ranks] == [total] * 4
+    assert [value for value, _ in ranks] == [total] * 4
     assert [round(count / size, 1) for _, count in ranks] == [1, 0, 1, 0]
     with copy.open("r+b") as file:  # one bit of a weight
         file.seek(size // 2)
@@ -98,4 +98,4 @@ def test_a_loaded_state_uses_no_memory_of_the_file(tmp_path):
     state.load_state_dict(payload)
     del payload
     assert path.name not in maps.read_text()
-    assert difference(*(each.state_dict()["optimizer"]["state"] for each in (state, written))) == []
+    assert difference(*(training_state.state_dict()["optimizer"]["state"] for training_state in (state, written))) == []

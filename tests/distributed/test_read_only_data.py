@@ -102,8 +102,8 @@ def test_a_folder_that_cannot_be_written_needs_what_is_missing_by_hand(tmp_path,
                 data.mkdir()
             for name in content:
                 (data / name).mkdir(parents=True)
-    for said in run_ranks(2, load, cases):
-        for (code, data, _), text in zip(cases, said, strict=True):
+    for texts in run_ranks(2, load, cases):
+        for (code, data, _), text in zip(cases, texts, strict=True):
             if not parts:
                 assert isinstance(text, int)
                 continue

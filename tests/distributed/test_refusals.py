@@ -50,7 +50,7 @@ subprocess.run(["ip", "address", "delete", "127.0.0.1/8", "dev", "lo"], check=Tr
 
 
 @pytest.mark.parametrize(
-    ("code", "name", "found"),
+    ("code", "name", "reason"),
     [
         (NO_LOOPBACK, "", r"interface for: \[127.0.0.1\]"),
         (NO_LOOPBACK, "lo", "address for: lo"),
@@ -58,14 +58,14 @@ subprocess.run(["ip", "address", "delete", "127.0.0.1/8", "dev", "lo"], check=Tr
         ("", "nic7", "address for: nic7"),
     ],
 )
-def test_a_process_without_an_interface_for_gloo_says_so_and_has_lost_no_peers(runs, code, name, found):
+def test_a_process_without_an_interface_for_gloo_says_so_and_has_lost_no_peers(runs, code, name, reason):
     if code and os.geteuid():
         lack("only root may create a network")
     env = {"GLOO_SOCKET_IFNAME": name} if name else {}
     ended = finish(WarmLaunch(0, runs.program(code), runs.words("run"), env))
     assert ended.code == 1 and "peers" not in ended.text, ended.text
     fix = r"bring up .* \(ip link set lo up\), or .* GLOO_SOCKET_IFNAME \(lo if it has only ::1\)"
-    says(ended.text, rf"gloo: (Unable to find|Cannot resolve) {found}\W*; {fix}")
+    says(ended.text, rf"gloo: (Unable to find|Cannot resolve) {reason}\W*; {fix}")
 
 
 # ---- before any process group ----
@@ -90,7 +90,7 @@ def test_incomplete_torchrun_variables_are_rejected(monkeypatch, variables, prob
 
 
 @pytest.mark.parametrize(
-    ("backend", "gpus", "found"),
+    ("backend", "gpus", "expected"),
     [
         ("auto", 0, ("gloo", torch.device("cpu"))),
         ("auto", 8, ("nccl", torch.device("cuda", 3))),
@@ -99,11 +99,11 @@ def test_incomplete_torchrun_variables_are_rejected(monkeypatch, variables, prob
         ("mpi", 0, "backend=mpi: this build of torch has no mpi; choose one of .*gloo"),
     ],
 )
-def test_the_backend_and_device_follow_the_hardware(monkeypatch, backend, gpus, found):
+def test_the_backend_and_device_follow_the_hardware(monkeypatch, backend, gpus, expected):
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name != "mpi")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    with pytest.raises(UserError, match=found) if isinstance(found, str) else contextlib.nullcontext():
-        assert choose_device(backend, local_rank=3) == found
+    with pytest.raises(UserError, match=expected) if isinstance(expected, str) else contextlib.nullcontext():
+        assert choose_device(backend, local_rank=3) == expected
 
 
 def test_an_init_method_without_rank_variables_is_rejected():
@@ -161,7 +161,7 @@ def test_bf16_needs_fast_hardware_on_every_rank():
 
 
 def storage_fails_on(rank, codes):
-    found = []
+    exit_codes = []
     with group() as ctx:
         for code in codes:
 
@@ -171,8 +171,8 @@ def storage_fails_on(rank, codes):
 
             with pytest.raises(UserError) as error:
                 on_all_ranks(action, ctx)
-            found.append(error.value.exit_code)
-    return found
+            exit_codes.append(error.value.exit_code)
+    return exit_codes
 
 
 def test_after_an_error_of_the_storage_another_attempt_may_succeed():
@@ -257,22 +257,22 @@ def test_an_unused_parameter_is_named(runs, ranks):
 
 def train_without_ddp(flags, changes):
     """Train with a loss that calls the unwrapped model; returns the error for each change of the flags."""
-    plain, found = TASKS["images"]["compute_loss"], []
+    plain, errors = TASKS["images"]["compute_loss"], []
     without = {"compute_loss": lambda net, batch: plain(getattr(net, "module", net), batch)}
     for change in changes:
         with mock.patch.dict(TASKS["images"], without), pytest.raises(UserError) as error:
             train_flags([*flags, "--overwrite", *change])
-        found.append(str(error.value))
-    return found
+        errors.append(str(error.value))
+    return errors
 
 
 @pytest.mark.guarantee("unwrapped")
 def test_a_forward_pass_that_bypasses_ddp_is_an_error_before_the_first_step(runs):
-    said = r"compute_loss: \S+ \(rank 1\) and \S+ \(rank 0\) have different gradients .*; call the model that compute"
+    regex = r"compute_loss: \S+ \(rank 1\) and \S+ \(rank 0\) have different gradients .*; call the model that compute"
     changes = [], ["--reduction", "exact"], ["--comm_hook", "bf16"]
     for texts in run_ranks(2, train_without_ddp, runs.words("run", "--dataset_size", 16), changes):
         for text in texts:
-            assert re.match(said, text), text
+            assert re.match(regex, text), text
 
 
 def test_nccl_without_cuda_is_reported_once_by_two_ranks(runs):
@@ -380,10 +380,10 @@ def test_a_process_of_multiprocessing_ends_with_its_workers(tmp_path):
 
 def share_with_details():
     dist.set_debug_level(dist.DebugLevel.DETAIL)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), group():
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr), group():
         DistributedDataParallel(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
-    return said.getvalue()
+    return stderr.getvalue()
 
 
 def test_a_debug_level_with_which_torch_crashes_is_lowered_and_said():

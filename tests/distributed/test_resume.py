@@ -33,7 +33,7 @@ def test_max_steps_ends_a_run_as_completed_and_more_steps_continue_it(runs):
     assert runs.records("steps", "eval")[-1]["step"] == 13 and runs.records("steps", "train")[-1]["lr"] < 0.01
     progress = runs.last("steps")["progress"]  # a run that continues here keeps the evaluation
     assert (progress["step"], progress["evaluated_step"]) == (13, 13)
-    assert progress["best_value"] == max(each["top1"] for each in runs.records("steps", "eval"))
+    assert progress["best_value"] == max(entry["top1"] for entry in runs.records("steps", "eval"))
     last = runs.checkpoints("steps")[-1]
     runs.train(2, "steps", *flags, 13, "--resume_from", last)  # nothing left to do
     assert [record["step"] for record in runs.records("steps", "eval")] == [10, 13]
@@ -77,11 +77,11 @@ def test_all_ranks_stop_after_the_same_step_when_one_reaches_the_time_limit(runs
 
 
 @pytest.mark.guarantee("stop")
-@pytest.mark.parametrize(("asked", "stopped"), [(2, 3), (4, 4)])
-def test_a_stop_request_takes_effect_one_step_later_but_within_the_epoch(runs, asked, stopped):
+@pytest.mark.parametrize(("requested", "stopped"), [(2, 3), (4, 4)])
+def test_a_stop_request_takes_effect_one_step_later_but_within_the_epoch(runs, requested, stopped):
     """A vote in flight at the end of an epoch is flushed; otherwise the run would stop in the next epoch."""
     flags = runs.words("run", *"--dataset_size 32 --epochs 2 --eval_every 0 --no-use_amp".split())
-    assert run_ranks(2, train_task, "images", flags, torch.float32, [asked], False) == ["preempted"] * 2
+    assert run_ranks(2, train_task, "images", flags, torch.float32, [requested], False) == ["preempted"] * 2
     assert runs.last("run")["progress"]["step"] == stopped
 
 

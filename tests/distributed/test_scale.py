@@ -195,14 +195,14 @@ def measure(runs, ranks, is_fake):
     show(ranks, "rank 0", first)
     if not others:
         return first, None
-    most = {part: tuple(max(each[part][k] for each in others) for k in (0, 1)) for part in TIMES}
+    most = {part: tuple(max(counts[part][k] for counts in others) for k in (0, 1)) for part in TIMES}
     show(ranks, "others", most)
     return first, most
 
 
-def show(ranks, who, rows):
+def show(ranks, label, rows):
     cells = [f"{part}: {operations:g} operations, {size:,.0f} bytes" for part, (operations, size) in rows.items()]
-    print(f"{ranks:5} ranks, {who}: {'; '.join(cells)}")
+    print(f"{ranks:5} ranks, {label}: {'; '.join(cells)}")
 
 
 @pytest.mark.parametrize(("few", "many", "is_fake"), [(2, 4, False), (256, 1024, True), slow(8, 32, False)])
@@ -229,9 +229,9 @@ def count_sockets(ranks_in_a_mesh):
         ctx = ddp_utils.setup_distributed(TrainingConfig(backend="gloo"))
     assert first_rank_where(ctx.rank > 2, ctx) == 3 and broadcast_json(ctx.rank, ctx, 5) == 5
     files = Path("/proc/self/fd")
-    found = sum(os.readlink(file).startswith("socket") for file in files.iterdir() if file.is_symlink())
+    sockets = sum(os.readlink(file).startswith("socket") for file in files.iterdir() if file.is_symlink())
     ddp_utils.cleanup_distributed()
-    return found
+    return sockets
 
 
 @pytest.mark.slow

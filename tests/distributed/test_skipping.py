@@ -37,4 +37,4 @@ def test_a_resume_between_the_skip_and_its_log_point_records_it_once(runs):
     assert skips == runs.events("run", "skipped_step") and runs.json("run", "summary.json")["skipped_steps"] == 1
     assert "(1 skipped: non-finite loss or gradient)" in runs.log("run")
     train, *evaluated = runs.records("run", "train") + runs.records("run", "eval")
-    assert [each["loss"] is None for each in (train, *evaluated)] == [False] * 3 and train["skipped_steps"] == 1
+    assert [entry["loss"] is None for entry in (train, *evaluated)] == [False] * 3 and train["skipped_steps"] == 1

@@ -83,22 +83,22 @@ CASES = [  # what fails, flags, what the start says ("completed": nothing)
 
 def starts(cases):
     """What each start says: the error with its notes, or the state at the end."""
-    said = []
+    outcomes = []
     for functions, words in cases:
         with mock.patch.dict(TASKS["plain"], FUNCTIONS[functions]):
             try:
-                said.append(train_flags(words, task="plain")["state"])
+                outcomes.append(train_flags(words, task="plain")["state"])
             except Exception as error:
-                said.append(error_text(error))
-    return said
+                outcomes.append(error_text(error))
+    return outcomes
 
 
 @pytest.mark.guarantee("smallest")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_error_of_the_smallest_micro_batch_ends_the_start(runs, ranks):
     words = [(name, runs.words(f"run{k}", *FLAGS, *flags.split())) for k, (name, flags, _) in enumerate(CASES)]
-    for said in run_ranks(ranks, starts, words):
-        for text, case in zip(said, CASES, strict=True):
+    for outcomes in run_ranks(ranks, starts, words):
+        for text, case in zip(outcomes, CASES, strict=True):
             assert case[-1] in text, (case, text)
     for k, (*_, expected) in enumerate(CASES):
         assert bool(runs.checkpoints(f"run{k}")) == (expected == "completed")

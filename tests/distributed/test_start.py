@@ -47,7 +47,7 @@ def touch(path, plain=Path.touch):
 
 def unlike(words, folder):
     """For each case: this rank's error, the rank that it names, and whether there was a run folder."""
-    rank, found, provenance = int(os.environ["RANK"]), [], utils.run.start.provenance
+    rank, errors, provenance = int(os.environ["RANK"]), [], utils.run.start.provenance
     torch_2_11 = provenance.versions() | {"torch": "2.11.0"}
     changed = provenance.code_digests() | {"train.py": "0123456789"}
     patches = {
@@ -56,25 +56,25 @@ def unlike(words, folder):
         "read-only": mock.patch.object(Path, "touch", touch),
     }
     for what, _, odd in UNLIKE:
-        here = [*words, *(["--lr", "0.7"] if (what, rank) == ("config", 2) else [])]
+        flags = [*words, *(["--lr", "0.7"] if (what, rank) == ("config", 2) else [])]
         if what == "folder":
-            here = [*here, "--run_dir", "run"]
+            flags = [*flags, "--run_dir", "run"]
             os.chdir(folder / str(min(rank, 1)))
         if (what, rank) == ("limit", 1):
             resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
         fault = patches[what] if what in patches and rank == odd else contextlib.nullcontext()
         with fault, pytest.raises(UserError) as error:
-            train_flags(here)
-        found.append((str(error.value), error.value.rank, (folder / "run").exists()))
-    return found
+            train_flags(flags)
+        errors.append((str(error.value), error.value.rank, (folder / "run").exists()))
+    return errors
 
 
 @pytest.mark.guarantee("alike")
 def test_every_rank_raises_an_error_with_the_differences(runs):
     for name in ("0", "1"):
         (runs.root / name).mkdir()
-    for found in run_ranks(3, unlike, runs.words("run", "--dataset_size", 16, "--epochs", 1), runs.root):
-        for (what, pattern, odd), (text, rank, is_made) in zip(UNLIKE, found, strict=True):
+    for errors in run_ranks(3, unlike, runs.words("run", "--dataset_size", 16, "--epochs", 1), runs.root):
+        for (what, pattern, odd), (text, rank, is_made) in zip(UNLIKE, errors, strict=True):
             assert re.search(pattern, text) and rank == odd, (what, text, rank)
             assert not is_made or what not in ("config", "versions", "code")  # before the folder is locked
 
@@ -95,10 +95,10 @@ def test_a_run_that_a_start_has_moved_aside_is_moved_back_if_a_rank_cannot_write
 
 def exchange(sizes):
     ctx = train.setup_distributed(TrainingConfig(backend="gloo"))
-    found = [all_gather_json({"rank": ctx.rank, "text": "ö" * (size * (ctx.rank + 1) // 4)}, ctx) for size in sizes]
+    gathered = [all_gather_json({"rank": ctx.rank, "text": "ö" * (size * (ctx.rank + 1) // 4)}, ctx) for size in sizes]
     sums = [all_reduce_scalar(float(ctx.rank + 1), op) for op in ("mean", "sum", "min", "max")]
     train.cleanup_distributed()
-    return found, sums
+    return gathered, sums
 
 
 def test_every_rank_receives_the_messages_and_the_sums_of_all_ranks():

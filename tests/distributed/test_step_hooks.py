@@ -77,7 +77,7 @@ def test_stops_and_resumes_do_not_change_what_a_fork_adds(runs, ranks, flags):
     assert [record["ramp"] for record in evaluated] == pytest.approx([ramp for ramp in ramps for _ in "ab"])
     runs.train(ranks, "whole", *flags, "--eval_only", "--resume_from", runs.folder("whole"), task="joint")
     name = f"eval-{runs.checkpoints('whole')[-1].stem}.json"
-    assert [each["ramp"] for each in runs.json("whole", name)["records"]] == pytest.approx(ramps[1:] * 2, rel=1e-6)
+    assert [entry["ramp"] for entry in runs.json("whole", name)["records"]] == pytest.approx(ramps[1:] * 2, rel=1e-6)
 
 
 @pytest.mark.guarantee("step-loss", "after-step")
@@ -107,9 +107,9 @@ def test_a_step_that_is_passed_to_a_compiled_model_compiles_nothing_again(is_num
     for step in range(5):
         hooks.part(AfterStep).see_progress(Progress(step=step), 5)
         batch = torch.randn(2, 3, 8, 8)
-        found = net(batch, step) if is_number else hooks.compute_loss(net, batch)
+        actual = net(batch, step) if is_number else hooks.compute_loss(net, batch)
         with mock.patch.object(net, "_compiled_call_impl", None):
-            torch.testing.assert_close(found, net(batch, torch.tensor(step)))
+            torch.testing.assert_close(actual, net(batch, torch.tensor(step)))
     assert counter.frame_count == compiled
     torch.compiler.reset()
 

@@ -71,8 +71,8 @@ def test_a_summary_is_that_of_the_whole_set_in_order_and_the_same_bits_on_any_nu
     summary, chosen = runs.json(last, "summary.json"), [r["in_order"] for r in first if r["weights"] == "ema"]
     assert (summary["best_metric"], summary["best_value"]) == ("in_order", max(chosen)) and len(set(chosen)) > 1
     run_ranks(worlds[-1], train_scores, runs.words(last, *flags, "--eval_only"))
-    found = runs.json(last, "eval-best.json")["records"]
-    assert found[-1]["in_order"] == max(chosen)
+    evaluations = runs.json(last, "eval-best.json")["records"]
+    assert evaluations[-1]["in_order"] == max(chosen)
 
 
 def tokens(net, lines):
@@ -100,9 +100,9 @@ def fails(outputs):
 
 def growing(net, batch):
     """Returns little for the first batch."""
-    found = scores(net, batch)
+    outputs = scores(net, batch)
     width = 1 if batch[1][0] == 0 else 100
-    return found | {"score": found["score"][:, None].expand(-1, width)}
+    return outputs | {"score": outputs["score"][:, None].expand(-1, width)}
 
 
 def late(outputs):
@@ -131,12 +131,12 @@ LIMITS = {"size": 100, "total": 2000}  # bytes: of the set, estimated from a bat
 
 
 def train_wrongly(flags, folder):
-    found = []
+    outcomes = []
     for name, (function, _) in PROBLEMS.items():
         hooks = {"predict": growing if name == "total" else scores, "summarize": function}
         with mock.patch.object(parts_summary, "MAX_BYTES", LIMITS.get(name, 2**30)):
-            found.append(train_summarizing([*flags, "--run_dir", f"{folder}/{name}"], **hooks))
-    return found
+            outcomes.append(train_summarizing([*flags, "--run_dir", f"{folder}/{name}"], **hooks))
+    return outcomes
 
 
 @pytest.mark.guarantee("summary")

@@ -93,7 +93,7 @@ BROKEN = {  # functions of model.py, and the error
 
 def train_broken(flags, case):
     changed = {**TASKS["terms"], **BROKEN[case][0]}
-    with mock.patch.dict(TASKS, terms={name: each for name, each in changed.items() if each}):
+    with mock.patch.dict(TASKS, terms={name: value for name, value in changed.items() if value}):
         with pytest.raises(UserError) as error:
             train_flags(flags, task="terms")
         return str(error.value)
@@ -104,10 +104,10 @@ def train_broken(flags, case):
 def test_a_count_that_lies_and_missing_terms_are_errors(runs, case):
     """The first batch is checked before the first step, and every step before its record and its checkpoint."""
     flags = runs.words("run", "--dataset_size", 40, "--epochs", 1, "--save_every_steps", 1)
-    found = run_ranks(2 if "later" in case else 1, train_broken, flags, case)
-    assert all(BROKEN[case][1] in each for each in found), found
+    errors = run_ranks(2 if "later" in case else 1, train_broken, flags, case)
+    assert all(BROKEN[case][1] in error for error in errors), errors
     if "later" in case:
-        assert len(set(found)) == 1 and runs.checkpoints("run") == []
+        assert len(set(errors)) == 1 and runs.checkpoints("run") == []
 
 
 @pytest.mark.guarantee("terms")

@@ -101,7 +101,7 @@ def train_all(flags):
 
 def use_scripts(folder, path, shift):
     """What predict.py and export.py write, what replay.py prints, and the errors."""
-    found = {}
+    outputs = {}
     words = {
         "predict": [predict, path, "--out", folder / f"p{shift}.pt"],
         "export": [export, path, folder / f"e{shift}.pt"],
@@ -119,10 +119,10 @@ def use_scripts(folder, path, shift):
         ):
             try:
                 script.main()
-                found[name] = printed.getvalue()
+                outputs[name] = printed.getvalue()
             except UserError as error:
-                found[name] = str(error)
-    return found
+                outputs[name] = str(error)
+    return outputs
 
 
 @pytest.mark.guarantee("unsaved")
@@ -131,10 +131,10 @@ def test_scripts_complete_a_checkpoint_and_reject_another_trunk(runs):
     for name, train in (("run", train_frozen), ("all", train_all)):
         assert run_ranks(2, train, runs.words(name, *flags, "--global_batch_size", 16)) == ["completed"] * 2
     path, everything = runs.checkpoints("run")[-1], runs.last("all")[EXPORTED]
-    (found,) = run_ranks(1, use_scripts, runs.root, path, 0.0)
-    assert "bitwise equal" in found["replay"] and "differ" not in found["replay"]  # extra: replay
+    (outputs,) = run_ranks(1, use_scripts, runs.root, path, 0.0)
+    assert "bitwise equal" in outputs["replay"] and "differ" not in outputs["replay"]  # extra: replay
     exported = torch.load(runs.root / "e0.0.pt", weights_only=True)
-    assert difference(exported["model"], everything) == [] and "unsaved" not in exported, found["export"]
+    assert difference(exported["model"], everything) == [] and "unsaved" not in exported, outputs["export"]
     predicted = torch.load(runs.root / "p0.0.pt", weights_only=True)["logits"]
     net = SmallNet(True, 10).eval()
     net.load_state_dict(everything)
@@ -142,8 +142,8 @@ def test_scripts_complete_a_checkpoint_and_reject_another_trunk(runs):
         data = TASKS["images"]["create_dataset"](mock.Mock(dataset_size=46), "val")
         expected = net(data.device_transform(data.__getitems__([*range(10)]), 42, 0, None)[0])
     torch.testing.assert_close(predicted, expected)
-    (found,) = run_ranks(1, use_scripts, runs.root, path, 0.5)
-    assert all(OTHER in text for text in found.values()), found
+    (outputs,) = run_ranks(1, use_scripts, runs.root, path, 0.5)
+    assert all(OTHER in text for text in outputs.values()), outputs
     assert not [*runs.root.glob("?0.5.pt*")]
 
 
@@ -224,9 +224,9 @@ def test_another_trunk_is_rejected_and_the_same_one_needs_no_copy(runs):
 def test_frozen_weights_in_an_average_of_more_bits_are_compared_in_the_dtype_of_the_model():
     """A checkpoint of a 16-bit model from before is_saved was defined has them in its average, too."""
     net = torch.nn.Linear(2, 2).bfloat16()
-    here = digests({"weight": net.weight})
+    model_digests = digests({"weight": net.weight})
     average = {name: value.float() for name, value in net.state_dict().items()}
-    assert complete(average, {}, net, here, "the checkpoint").keys() == average.keys()
+    assert complete(average, {}, net, model_digests, "the checkpoint").keys() == average.keys()
     average["weight"] = average["weight"] + 1
     with pytest.raises(UserError, match="was trained with other values of weight than create_model gives"):
-        complete(average, {}, net, here, "the checkpoint")
+        complete(average, {}, net, model_digests, "the checkpoint")

@@ -68,7 +68,7 @@ def test_the_loss_of_an_interval_is_that_of_its_finite_steps_and_skipped_ones_ar
 
 
 def counted(runs):
-    return [(each["step"], each["loss"], each.get("skipped_steps")) for each in runs.records("run", "train")]
+    return [(record["step"], record["loss"], record.get("skipped_steps")) for record in runs.records("run", "train")]
 
 
 @pytest.mark.guarantee("no-silence")
@@ -83,7 +83,7 @@ def test_training_without_targets_is_said_and_in_the_summary(runs):
         "evaluation: loss: never finite",
         "best_metric=top1: was never finite, so there is no best.pt",
     ]
-    assert all(any(line in each and "WARNING" in each for each in log.splitlines()) for line in summary["warnings"])
+    assert all(any(line in text and "WARNING" in text for text in log.splitlines()) for line in summary["warnings"])
 
 
 def test_too_many_steps_without_targets_end_the_run_as_such(runs):

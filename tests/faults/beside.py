@@ -54,7 +54,7 @@ class Mirrored:
         self.drill.let_go()
 
     def steps(self) -> list[int]:
-        return [each["step"] for each in Mirror(self.url).checkpoints()]
+        return [manifest["step"] for manifest in Mirror(self.url).checkpoints()]
 
     def has_all(self) -> None:
         """The last checkpoint there is that of the run, which equals the one without a fault."""
@@ -138,7 +138,7 @@ def disk_full(drill: Drill) -> None:
     disk.make_room()
     drill.run_on()
     drill.has_completed(job)
-    assert [each["step"] for each in Mirror(url).checkpoints()][-1] == 50
+    assert [manifest["step"] for manifest in Mirror(url).checkpoints()][-1] == 50
     drill.no_partial_files()
     drill.is_whole(2, *RUN, code=LARGE)
 

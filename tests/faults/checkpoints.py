@@ -76,7 +76,7 @@ def newest_unreadable(drill: Drill) -> None:
     path = step_path(stopped_at_30(drill), 30)
     code = "while not os.path.exists(f'{FOLDER}/traced'):\n    time.sleep(0.01)\n"
     job = drill.start(2, *RUN, "--resume_from", "auto", code=code)
-    for pid in job.wait_for(lambda: len(found := job.children(job.program.pid)) == 2 and found):
+    for pid in job.wait_for(lambda: len(pids := job.children(job.program.pid)) == 2 and pids):
         tracing(drill, pid, "-f", "-qq", "-P", path, "-e", "trace=read,mmap", "-e", "inject=read:error=EIO")
     (drill.folder / "traced").touch()
     unread = r"step_00000030\.pt: cannot be read in three tries \(Input/output error\); repair the storage"

@@ -19,7 +19,7 @@ STOPPED = r"no progress for 1\d s: rank 1 on \S+ hangs in data of step \d+ \(pro
 @fault("loader worker killed", 2, signal.SIGKILL, rf"rank 1: {DIED}", is_default=True, guarantees="worker-killed")
 @fault("loader worker of one rank killed", 1, signal.SIGKILL, rf"rank 0: {DIED}", guarantees="worker-killed")
 @fault("loader worker hangs", 2, signal.SIGSTOP, STOPPED, guarantees="hang")  # extra: watch
-def worker_fails(drill: Drill, ranks: int, number: int, said: str) -> None:
+def worker_fails(drill: Drill, ranks: int, number: int, pattern: str) -> None:
     """The signal goes to a worker of the last rank. A rank that takes a batch from a stopped worker waits on the
     worker's socket, and the watchdog ends it."""
     flags = [*RUN]
@@ -28,5 +28,5 @@ def worker_fails(drill: Drill, ranks: int, number: int, said: str) -> None:
     worker = next(child for child in job.children(job.pid(ranks - 1)) if os.getsid(child) != child)
     os.kill(worker, number)
     drill.let_go()
-    drill.fails(job, said, rank=ranks - 1, seconds=90)
+    drill.fails(job, pattern, rank=ranks - 1, seconds=90)
     drill.resumes(ranks, *RUN)

@@ -18,8 +18,8 @@ IS_ROOT = os.geteuid() == 0
 def mounting(*words: object) -> str:
     """Lines that give each rank its own mount, which no other process sees."""
     need("unshare")
-    mine = ["unshare", *([] if IS_ROOT else ["--map-root-user"]), "-m"]
-    if launch([*mine, "true"]).code:
+    prefix = ["unshare", *([] if IS_ROOT else ["--map-root-user"]), "-m"]
+    if launch([*prefix, "true"]).code:
         lack("this machine allows no mount namespaces")
     unshared = 0x20000 if IS_ROOT else 0x10020000  # CLONE_NEWNS, CLONE_NEWUSER
     return (

@@ -142,8 +142,8 @@ class Job:
         """Wait until what() is true; fails if the launch ends or after `seconds`."""
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
-            if found := what():
-                return found
+            if result := what():
+                return result
             if self.program.poll() is not None:
                 break
             time.sleep(0.005)
@@ -174,12 +174,12 @@ class Job:
 
     def children(self, pid: int) -> list[int]:
         """The children of a process: DataLoader workers."""
-        found = []
+        pids = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
-                    found.append(int(stat.parent.name))
-        return found
+                    pids.append(int(stat.parent.name))
+        return pids
 
     def writer(self) -> int:
         """The thread of rank 0 that writes checkpoints, from the first one on: it alone has a niceness."""
@@ -356,8 +356,8 @@ class Drill:
         folder = self.folder / "run"
 
         def files() -> dict[str, bytes]:
-            found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-            return {name: path.read_bytes() for name, path in found.items() if not name.startswith(("logs/", *but))}
+            paths = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+            return {name: path.read_bytes() for name, path in paths.items() if not name.startswith(("logs/", *but))}
 
         before = files()
         yield

@@ -78,7 +78,7 @@ def rank_stopped(drill: Drill, phase: str, rank: int) -> None:
     sentence, *stacks = report.read_text().splitlines()
     stopped = rf"was stopped, killed or cut off, last seen in \w+ of step \d+ \(process {pid}\)"
     assert re.fullmatch(rf"no progress for \d+ s: rank {rank} on {HOST} {stopped}", sentence), sentence
-    heads = [f"--- rank {each} on {socket.gethostname()}" for each in range(2)]
+    heads = [f"--- rank {number} on {socket.gethostname()}" for number in range(2)]
     assert [line for line in stacks if line.startswith("--- rank")] == heads
     assert stacks.count("wrote no stack") == 1 and stacks[stacks.index("wrote no stack") - 1] == heads[rank], stacks
     assert took < LEAST_LIMIT + 15  # 4 s on a quiet machine
@@ -159,8 +159,8 @@ def rank_stopped_without_a_run(drill: Drill, program: str) -> None:
         pid = job.wait_for(lambda: next((pid for pid in job.members() if process_state(pid) == "T"), 0))
         job.wait_for(lambda: "hang_timeout=4" in job.text())
         os.kill(pid, signal.SIGKILL)  # the launcher would wait for 30 s
-        said = rf"no progress for \d+ s: {STOPPED_AT_THE_START} \(hang_timeout=4\)"
-        text = drill.fails(job, said, has_status=False)
+        pattern = rf"no progress for \d+ s: {STOPPED_AT_THE_START} \(hang_timeout=4\)"
+        text = drill.fails(job, pattern, has_status=False)
         assert Path(re.search(r"the stacks of all ranks: (\S+)", text)[1]).exists()
         (drill.folder / "run/stopped").unlink()
 
@@ -216,8 +216,8 @@ def store_lost(drill: Drill, how: str, seconds: float) -> None:
     job.signal(0, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     drill.let_go()
     began = time.monotonic()
-    said = rf"rank 0 on {HOST} was {'killed or' if how == 'killed' else 'stopped, killed or'} cut off"
-    drill.fails(job, said, rank=0, seconds=100)
+    pattern = rf"rank 0 on {HOST} was {'killed or' if how == 'killed' else 'stopped, killed or'} cut off"
+    drill.fails(job, pattern, rank=0, seconds=100)
     assert time.monotonic() - began < seconds  # torchrun ends a stopped rank after 30 s
     drill.resumes(2, *RUN)
 

@@ -68,7 +68,7 @@ def idle_steps(drill: Drill, ranks: int = 2) -> list[int]:
     digests = {}
     for step, when, digest in map(json.loads, files[0].read_text().splitlines()):
         digests.setdefault(step, {})[when] = digest
-    return [step for step, found in digests.items() if found["before"] == found["after"]]
+    return [step for step, pair in digests.items() if pair["before"] == pair["after"]]
 
 
 @fault("NaN loss", changed_loss("(1, 8)", NAN), [1, 8], is_default=True, guarantees="batchnorm not-finite")
@@ -103,8 +103,8 @@ def nan_for_good(drill: Drill) -> None:
     drill.fails(
         job, r"the last \d+ optimizer steps, up to step \d+, had a non-finite loss or gradient; look at their samples"
     )
-    found = re.search(r"the last (\d+) optimizer steps, up to step (\d+),", drill.json("status.json")["error"])
-    skipped, step = map(int, found.groups())
+    match = re.search(r"the last (\d+) optimizer steps, up to step (\d+),", drill.json("status.json")["error"])
+    skipped, step = map(int, match.groups())
     assert skipped == step - 6 and 10 <= step < 15  # log_interval
     assert step <= max(drill.runs.samples("run")) <= step + READ_AFTER
 
@@ -126,7 +126,7 @@ def update_and_change(self, global_batch):
 TrainState.update_if_finite = update_and_change
 """
     job = drill.start(3, *SAVING, code=code)
-    said = rf"rank 1 on {HOST}: has different weights or optimizer state than the other ranks, so nothing was saved;"
-    drill.fails(job, said, rank=1)
+    pattern = rf"rank 1 on {HOST}: has different weights or optimizer state than the other ranks, so nothing was saved;"
+    drill.fails(job, pattern, rank=1)
     assert 0 < int(drill.runs.checkpoints("run")[-1].stem.removeprefix("step_")) <= 10
     drill.resumes(3, *SAVING)

@@ -20,10 +20,10 @@ NO_LOCKS = "import fcntl\nfcntl.lockf = lambda *args: None\n"  # as on storage w
 @fault("second job from a host of the same name", REBOOTED + NO_LOCKS, guarantees="one-owner")
 def second_job(drill: Drill, code: str) -> None:
     job = drill.held(2, 20, *RUN)
-    who = rf"process {job.pid(0)} on {HOST} since \S+, for \d+\.\d min"
+    holder = rf"process {job.pid(0)} on {HOST} since \S+, for \d+\.\d min"
     second = drill.start(2, *RUN, "--resume_from", "auto", code=code).end()
     assert (second.code, second.left) == (1, 0) and job.program.poll() is None
-    says(second.text, rf"run_dir={job.folder}: is in use by {who}; end that job or give another --run_dir")
+    says(second.text, rf"run_dir={job.folder}: is in use by {holder}; end that job or give another --run_dir")
     drill.let_go()
     drill.has_completed(job)
     drill.is_whole(2, *RUN)

@@ -35,13 +35,13 @@ def killed_under_defaults(drill: Drill) -> None:
     drill.resumes(2, *run)
 
 
-def rank_killed_at_12(drill: Drill, said: str = "", **options: object) -> None:  # extra: watch
+def rank_killed_at_12(drill: Drill, pattern: str = "", **options: object) -> None:  # extra: watch
     drill.fork(2, *RUN, "--max_steps", 1)
     # the ranks of a run that replaces another are watched too
     job = drill.held(2, 12, *RUN, "--overwrite", checkpoint_of=10, **options)
     job.signal(1, signal.SIGKILL)
     drill.let_go()
-    drill.fails(job, KILLED.format(1), said, rank=1)
+    drill.fails(job, KILLED.format(1), pattern, rank=1)
     drill.resumes(2, *RUN)
 
 
@@ -94,9 +94,9 @@ def relaunches_in_vain(drill: Drill) -> None:
     flags = (
         "--dataset_size 78 --epochs 2 --save_every 0 --save_every_steps 5 --num_workers 1 --resume_from auto".split()
     )
-    said = "failed: rank 1 on .*KeyError: 'a bug of the fork'"
+    pattern = "failed: rank 1 on .*KeyError: 'a bug of the fork'"
     for _ in range(2):
-        drill.fails(drill.start(2, *flags, code=FAILS_AT_7), "'a bug of the fork'", said, rank=1)
+        drill.fails(drill.start(2, *flags, code=FAILS_AT_7), "'a bug of the fork'", pattern, rank=1)
         assert drill.json("status.json")["step"] == 6
     (drill.folder / "fixed").touch()
     drill.completes(2, *flags, code=FAILS_AT_7)

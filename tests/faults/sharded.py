@@ -114,13 +114,13 @@ DAMAGES = (
 def damaged(drill: Drill, damages: tuple[tuple[Callable[[Path], None], str], ...]) -> None:
     whole = stopped_at_30(drill)
     shutil.copytree(drill.folder / "run", drill.folder / "before")
-    for damage, said in damages:
+    for damage, pattern in damages:
         shutil.rmtree(drill.folder / "run")
         shutil.copytree(drill.folder / "before", drill.folder / "run")
         damage(whole / "step_00000030")
         drill.resumes(2, *ZERO3)
         assert drill.events("resumed")[-1]["step"] == 20
-        says(drill.runs.log("run"), said)
+        says(drill.runs.log("run"), pattern)
 
 
 @fault("malicious part", guarantees="sharded-damage")

@@ -43,8 +43,8 @@ def port_taken(drill: Drill) -> None:
 def peer_missing(drill: Drill) -> None:
     """Two of three ranks start; under torchrun, which has its own store, one of two hangs before it connects."""
     first, second = (job.end() for job in by_hand(drill, 3, free_port(), "--timeout", 10))
-    found = [first.code, first.left, second.code, second.left]
-    assert found == [1, 0, 1, 0], f"{found}\n{first.text}{second.text}"
+    outcomes = [first.code, first.left, second.code, second.left]
+    assert outcomes == [1, 0, 1, 0], f"{outcomes}\n{first.text}{second.text}"
     says(first.err, r"rank 2 of 3: did not start within 10 s; check its output, then start all")
     code = "import signal\nif RANK == 1:\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n    time.sleep(600)\n"
     job = drill.start(2, *RUN, "--timeout", 5, code=code)
@@ -56,13 +56,13 @@ def peer_missing(drill: Drill) -> None:
 @fault("other config than the checkpoint's", is_default=True, guarantees="must-match")
 def other_config(drill: Drill) -> None:
     drill.stopped(13, *RUN)
-    said = (
+    pattern = (
         r"seed=7: the checkpoint has seed=42\nbatch_size=2: the checkpoint has batch_size=4\n(?s:.*)resume_from: these"
         r" must match; give them as they were"
     )
     with drill.unchanged(*LOOKED):
         other = ("--resume_from", "auto", "--seed", 7, "--batch_size", 2)
-        drill.fails(drill.start(2, *RUN, *other, code=NOTES_LOADS), said, has_status=False)
+        drill.fails(drill.start(2, *RUN, *other, code=NOTES_LOADS), pattern, has_status=False)
     assert not (drill.folder / "loaded").exists()
     drill.completes(2, *RUN, "--resume_from", "auto", code=NOTES_LOADS)
     assert (drill.folder / "loaded").exists()
@@ -85,7 +85,7 @@ def launcher_killed_at_the_start(drill: Drill) -> None:
     """Before the ranks have executed a line, and while they import torch."""
     for is_late in (False, True):
         job = drill.start(2, *RUN, is_real=True)
-        ranks = job.wait_for(lambda job=job: len(found := job.children(job.program.pid)) == 2 and found)
+        ranks = job.wait_for(lambda job=job: len(pids := job.children(job.program.pid)) == 2 and pids)
         for maps in (Path(f"/proc/{pid}/maps") for pid in ranks if is_late):
             job.wait_for(lambda maps=maps: "libtorch" in maps.read_text())
         job.signal_launcher(signal.SIGKILL)

@@ -61,8 +61,8 @@ def disk_full(drill: Drill) -> None:
     disk, job = held_on_a_disk(drill, LARGE)
     disk.fill(leave=5)
     drill.let_go(is_slow=True)
-    said = not_written(20, "No space left on device") + SPACE + "; training continues"
-    job.wait_for(lambda: re.search(said, job.text()))
+    pattern = not_written(20, "No space left on device") + SPACE + "; training continues"
+    job.wait_for(lambda: re.search(pattern, job.text()))
     job.wait_for_step(22)
     assert are_whole(job) == [10]
     disk.make_room()
@@ -77,8 +77,8 @@ def no_inodes(drill: Drill) -> None:
     job = disk.held(2, 14, *flags, code=LARGE, checkpoint_of=12)
     disk.take_inodes()
     drill.let_go()
-    said = not_written(r"\d\d", "No space left on device") + NO_INODES + "; training continues"
-    job.wait_for(lambda: len(re.findall(said, job.text())) > 7)
+    pattern = not_written(r"\d\d", "No space left on device") + NO_INODES + "; training continues"
+    job.wait_for(lambda: len(re.findall(pattern, job.text())) > 7)
     disk.make_room()
     drill.has_completed(job)
     assert are_whole(job)[-1] == 50
@@ -133,7 +133,7 @@ def records_on_a_full_disk(drill: Drill) -> None:
     assert [record["step"] for record in drill.runs.records("run", "train")] == steps
     lines = (job.folder / "logs/rank0.log").read_text().splitlines()
     assert [line for line in lines if not re.match(r"\d{4}-\d\d-\d\dT[\d:.]+Z 0 \S+ ", line)] == []
-    assert [int(found[1]) for line in lines if (found := re.search(r" \| step (\d+)/100 \| ", line))] == steps
+    assert [int(match[1]) for line in lines if (match := re.search(r" \| step (\d+)/100 \| ", line))] == steps
     events = EventAccumulator(str(job.folder / "tensorboard"))
     events.Reload()
     # TensorBoard starts a new file, without the lost records
@@ -154,11 +154,11 @@ def goes_away(drill: Drill, is_unmounted: bool) -> None:
     while job.folder.exists() and not is_unmounted:  # status.json may be written meanwhile
         subprocess.run(["rm", "-rf", disk.seen / "run"], capture_output=True)
     drill.let_go(is_slow=True)
-    said = (
+    pattern = (
         not_written("30", "No such file or directory")
         + r"it needs 8\.0 MB, its folder cannot be accessed \(No such file or directory\)"
     )
-    drill.fails(job, said + ".*" + FOR_GOOD, has_status=False)
+    drill.fails(job, pattern + ".*" + FOR_GOOD, has_status=False)
     left = list(disk.seen.rglob("*"))
     assert left == [], left
 
@@ -233,8 +233,8 @@ def ends_without(drill: Drill, job: Job, is_asked: bool, rank: int) -> None:
     if is_asked:
         job.signal_launcher(signal.SIGTERM)
     latest = r"the latest checkpoint is \S+/checkpoints/step_00000010\S*; repair the storage, then --resume_from auto"
-    said = rf"{NO_PROGRESS} \(rank {rank} on {HOST}\), so training ends; {latest}"
-    drill.fails(job, said, rank=rank)
+    pattern = rf"{NO_PROGRESS} \(rank {rank} on {HOST}\), so training ends; {latest}"
+    drill.fails(job, pattern, rank=rank)
 
 
 def on_fuse(drill: Drill, bytes_per_second: float) -> Path:
@@ -290,9 +290,9 @@ def final_save_on_a_full_disk(drill: Drill, is_emptied: bool) -> None:
     disk, job = held_on_a_disk(drill, LARGE, 44, 40)
     disk.fill(leave=1)
     drill.let_go()
-    said = not_written(50, "No space left on device") + SPACE
+    pattern = not_written(50, "No space left on device") + SPACE
     if is_emptied:
-        job.wait_for(lambda: re.search(said, job.text()))
+        job.wait_for(lambda: re.search(pattern, job.text()))
         time.sleep(1)
         disk.make_room()
         drill.has_completed(job)

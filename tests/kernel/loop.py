@@ -109,21 +109,21 @@ class Kernel:
     def train_one_epoch(self, until: float) -> None:
         state, plan = self.state, self.plan
         self.model.train()
-        for each in plan.micro_batches(state.epoch, state.start):
+        for micro_batch in plan.micro_batches(state.epoch, state.start):
             if state.step >= until:
                 return
-            batch = plan.batch(each.indices, state.epoch)
-            with nullcontext() if each.is_last or self.ranks == 1 else self.model.no_sync():
-                seed_device(CPU, "step", self.config.seed, state.step, each.number)
+            batch = plan.batch(micro_batch.indices, state.epoch)
+            with nullcontext() if micro_batch.is_last or self.ranks == 1 else self.model.no_sync():
+                seed_device(CPU, "step", self.config.seed, state.step, micro_batch.number)
                 with state.autocast():
                     metrics = self.compute_loss(self.model, batch)
-                if not each.is_padding:
-                    state.add(metrics, len(each.indices))
-                if each.is_last:
+                if not micro_batch.is_padding:
+                    state.add(metrics, len(micro_batch.indices))
+                if micro_batch.is_last:
                     state.start_reduce()
-                state.backward(metrics["loss"][0], each.is_padding)
-            if each.is_last:
-                state.update(each.samples, self.factor())
+                state.backward(metrics["loss"][0], micro_batch.is_padding)
+            if micro_batch.is_last:
+                state.update(micro_batch.samples, self.factor())
                 if self.config.eval_every_steps and state.step % self.config.eval_every_steps == 0:
                     self.evaluate()
 
@@ -146,13 +146,13 @@ class Kernel:
             return
         self.evaluated = state.step
         self.model.eval()
-        for each in self.held_out.micro_batches(0):
-            batch = self.held_out.batch(each.indices)
-            seed_device(CPU, "evaluation", self.config.seed, "compute_loss", "val", each.indices[0])
+        for micro_batch in self.held_out.micro_batches(0):
+            batch = self.held_out.batch(micro_batch.indices)
+            seed_device(CPU, "evaluation", self.config.seed, "compute_loss", "val", micro_batch.indices[0])
             with state.autocast():
                 metrics = self.compute_loss(state.model, batch)
             sums = sums or Sums(metrics)
-            if not each.is_padding:
+            if not micro_batch.is_padding:
                 sums.add(metrics)
         if self.ranks > 1:
             dist.all_reduce(sums.values)

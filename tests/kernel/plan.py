@@ -59,10 +59,10 @@ class Plan:
         for first in range(start, self.samples_per_epoch, whole):
             window = order[first : first + whole]
             parts = [part.tolist() for part in window.split(self.size)]
-            mine = range(self.rank, len(parts), self.ranks)
-            for number in mine or [0]:
-                is_last = not mine or number == mine[-1]
-                yield MicroBatch(number, parts[number], not mine, is_last, len(window))
+            numbers = range(self.rank, len(parts), self.ranks)
+            for number in numbers or [0]:
+                is_last = not numbers or number == numbers[-1]
+                yield MicroBatch(number, parts[number], not numbers, is_last, len(window))
 
     def batch(self, indices: list[int], epoch: int = 0) -> Any:
         """The samples as the model gets them: what the data set draws is a function of (seed, epoch, indices)."""

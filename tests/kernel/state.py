@@ -56,7 +56,7 @@ class RunningStatistics:
         self.kept, self.kept_counts = self.now(), [count.clone() for count in self.counts]
 
     def restore(self) -> None:
-        for buffer, kept in zip(self.buffers, self.kept.split([len(each) for each in self.buffers]), strict=True):
+        for buffer, kept in zip(self.buffers, self.kept.split([len(tensor) for tensor in self.buffers]), strict=True):
             buffer.copy_(kept)
         for count, kept in zip(self.counts, self.kept_counts, strict=True):
             count.copy_(kept)

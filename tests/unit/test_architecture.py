@@ -70,18 +70,18 @@ def imports(path):
 
 def module_level_imports(path):
     """The modules of the core that are imported when this one is."""
-    found = set()
+    names = set()
     inside = [*tree(path).body]
     while inside:
         node = inside.pop()
         if isinstance(node, ast.ImportFrom) and node.module:
             members = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= members & MODULES.keys() or {node.module}
+            names |= members & MODULES.keys() or {node.module}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.If | ast.Try | ast.With) and "TYPE_CHECKING" not in ast.unparse(node).split("\n")[0]:
             inside += [*node.body, *getattr(node, "orelse", [])]
-    return found & MODULES.keys() - {name_of(path)}
+    return names & MODULES.keys() - {name_of(path)}
 
 
 def name_of(path):
@@ -102,17 +102,17 @@ def test_no_modules_import_each_other_in_a_circle():
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_at_module_level_point_down(path):
     """Only what puts a run or the example together imports extras."""
-    here = package(name_of(path))
-    others = {name for name in module_level_imports(path) if package(name) != here}
-    if here in ("utils.assembly", "utils.example"):
+    source = package(name_of(path))
+    others = {name for name in module_level_imports(path) if package(name) != source}
+    if source in ("utils.assembly", "utils.example"):
         others = {name for name in others if package(name) != "utils.extras"}
-    assert not [name for name in others if LAYERS[package(name)] >= LAYERS[here]]
+    assert not [name for name in others if LAYERS[package(name)] >= LAYERS[source]]
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_down_or_stay_in_their_package(path):
-    here = package(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    upward = {name for name in imports(path) if package(name) != here and LAYERS[package(name)] >= LAYERS[here]}
+    source = package(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    upward = {name for name in imports(path) if package(name) != source and LAYERS[package(name)] >= LAYERS[source]}
     assert not {name for name in upward if package(name) != "utils.extras"}
 
 
@@ -158,15 +158,15 @@ def test_no_object_has_more_than_fifteen_attributes():
     more = {"Watchdog": 26, "RunFolder": 21}
     for path in CORE:
         for node in (node for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)):
-            if not any("dataclass" in ast.unparse(each) for each in node.decorator_list):
-                found = {
-                    each.attr
-                    for each in ast.walk(node)
-                    if isinstance(each, ast.Attribute)
-                    and isinstance(each.ctx, ast.Store)
-                    and ast.unparse(each.value) == "self"
+            if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+                attributes = {
+                    child.attr
+                    for child in ast.walk(node)
+                    if isinstance(child, ast.Attribute)
+                    and isinstance(child.ctx, ast.Store)
+                    and ast.unparse(child.value) == "self"
                 }
-                assert len(found) <= more.get(node.name, 15), (path, node.name)
+                assert len(attributes) <= more.get(node.name, 15), (path, node.name)
 
 
 def test_no_function_is_over_80_lines_and_no_constructor_has_more_than_seven_parameters():

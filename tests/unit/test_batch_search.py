@@ -25,7 +25,7 @@ class Machine:
 @pytest.mark.parametrize(("memory", "bend"), [(1_005, 0.0), (5_000, 0.05), (100_000, 0.05)])
 def test_the_search_comes_within_5_percent(memory, bend):
     machine = Machine(memory, bend)
-    best = max(each.size for each in search(machine, 32, 1_000_000, str) if each.outcome == FITS)
+    best = max(candidate.size for candidate in search(machine, 32, 1_000_000, str) if candidate.outcome == FITS)
     right = max(size for size in range(1, memory) if Machine(memory, bend)(size).outcome == FITS)
     assert best <= right <= best * 1.05 + 1
     assert machine.tried <= 20

@@ -89,14 +89,14 @@ def test_the_banner_has_the_momentum_with_the_memory_of_torch(momenta, frozen, u
 
 @pytest.mark.parametrize(("momentum", "updates"), [(0.1, 4), (0.01, 3), (0.5, 2)])
 def test_that_momentum_gives_the_statistics_of_torch_in_as_many_updates(momentum, updates):
-    theirs = nn.BatchNorm1d(2, momentum=momentum)
+    reference = nn.BatchNorm1d(2, momentum=momentum)
     ours = nn.BatchNorm1d(2, momentum=1 - (1 - momentum) ** updates)
     stats, batch = RunningStats(ours), torch.randn(8, 2) + 1
     for _ in range(updates):
-        theirs(batch)
+        reference(batch)
     step(ours, stats, *[batch] * updates)
-    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
-    torch.testing.assert_close(ours.running_var, theirs.running_var)
+    torch.testing.assert_close(ours.running_mean, reference.running_mean)
+    torch.testing.assert_close(ours.running_var, reference.running_var)
 
 
 def test_a_cumulative_average_is_rejected():

@@ -175,9 +175,9 @@ def test_changed_files_are_named_up_to_twenty_and_rejected_from_one_percent_on()
 def test_half_of_the_samples_may_differ_or_all_if_the_code_has_changed():
     before = origin(sketches=[[k, 1.0, 0.5] for k in range(4)])
     for number in range(5):
-        here = origin(sketches=[[k + 10 * (k < number), 1.0, 0.5] for k in range(4)])
+        current = origin(sketches=[[k + 10 * (k < number), 1.0, 0.5] for k in range(4)])
         for is_same_code in (False, True):
-            line, is_other = compare_data(before, here, {}, is_same_code)
+            line, is_other = compare_data(before, current, {}, is_same_code)
             assert is_other == (is_same_code and number > 2) and bool(line) == (number > 0)
     assert compare_data(before, origin(sketches=[None] * 4), {}, True) == ("", False)
 
@@ -237,14 +237,14 @@ def test_a_field_that_this_fork_has_deleted_counts_if_it_is_not_at_its_default(r
 def test_a_removed_setting_of_a_checkpoint_is_ignored_at_its_default_and_said_otherwise(name):
     default, needed = REMOVED[name].default, REMOVED[name].needs
     saved = payload(**({needed: 9} if needed else {}))
-    here = TrainingConfig.from_args([], saved["config"])
+    current = TrainingConfig.from_args([], saved["config"])
     saved["config"][name] = default
     saved["provenance"]["fields"] = {name: [default, "free"]}
-    assert compare(saved, here, origin()) == []
+    assert compare(saved, current, origin()) == []
     saved["config"][name] = default + 5
     answer = f"{needed} is used." if needed else REMOVED[name].instead
-    said = f"{name}={default + 5} of the checkpoint is ignored, since {name} was removed. {answer}"
-    assert compare(saved, here, origin()) == [said]
+    message = f"{name}={default + 5} of the checkpoint is ignored, since {name} was removed. {answer}"
+    assert compare(saved, current, origin()) == [message]
     if needed:
         started = f"the run was started with --{name} {default + 5:g}, which was removed"
         with pytest.raises(UserError, match=f"^resume_from: {re.escape(started)}. Add --{needed} 9.$"):
@@ -252,8 +252,8 @@ def test_a_removed_setting_of_a_checkpoint_is_ignored_at_its_default_and_said_ot
 
 
 def test_a_best_value_of_another_metric_or_of_other_weights_is_dropped():
-    saved, here = payload(best_metric="loss"), {"held_out": {}}
-    assert compare_best(saved, TrainingConfig(best_metric="loss"), here, "min:loss") == ([], True)
-    assert compare_best(saved, TrainingConfig(), here, "min:loss") == ([], False)
+    saved, current = payload(best_metric="loss"), {"held_out": {}}
+    assert compare_best(saved, TrainingConfig(best_metric="loss"), current, "min:loss") == ([], True)
+    assert compare_best(saved, TrainingConfig(), current, "min:loss") == ([], False)
     averaged = TrainingConfig(best_metric="loss", ema_decay=0.9)
-    assert compare_best(saved, averaged, here, "min:loss") == ([], False)
+    assert compare_best(saved, averaged, current, "min:loss") == ([], False)

@@ -50,10 +50,10 @@ def test_a_copy_is_in_memory_that_is_used_again_and_its_file_holds_the_state(tmp
         for _, tensor in pairs:
             tensor.zero_()
         write(path, copied)
-        found = checkpoint.read(path)[0]
-        assert all(torch.equal(found["model"][name], tensor) for name, tensor in before.items())
-        assert found["model"]["conv"].stride() == before["conv"].stride() and found["ema"]["counter"] == step
-        assert found["ema"]["nothing"].shape == (0, 3) and found["config"] == written["config"]
+        loaded = checkpoint.read(path)[0]
+        assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in before.items())
+        assert loaded["model"]["conv"].stride() == before["conv"].stride() and loaded["ema"]["counter"] == step
+        assert loaded["ema"]["nothing"].shape == (0, 3) and loaded["config"] == written["config"]
     assert len(places) == 1
 
 
@@ -118,7 +118,7 @@ def test_memory_for_a_gpu_is_pinned_once_without_rounding_and_a_failure_is_a_war
     monkeypatch.setattr(torch, "zeros", lambda *_, device: cleared.append(device))
     memory = PinnedBuffers()
     for _ in range(2):
-        memory.reserve([torch.empty(each).as_subclass(OnGPU) for each in (33, 1000, 70_000)])
+        memory.reserve([torch.empty(length).as_subclass(OnGPU) for length in (33, 1000, 70_000)])
     assert sizes == [192 + 4032 + 280_000] and cleared == ["cuda"] * (not is_possible)
     assert ("cannot be pinned: checkpoints are copied more slowly" in caplog.text) is not is_possible
     memory.release()

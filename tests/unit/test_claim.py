@@ -347,9 +347,9 @@ def test_the_start_after_an_attempt_that_left_the_state_running_writes_how_it_en
         with pytest.raises(UserError, match=IS_HELD):
             open_run(config)
     moved = Path(f"{config.run_folder}.1")
-    found = read_json((moved if "overwrite" in changes else config.run_folder) / "status.json")
+    actual = read_json((moved if "overwrite" in changes else config.run_folder) / "status.json")
     killed = {"state": "failed", "error": "every rank was killed", "rank": 0, "host": "here"}
-    assert found == before | (killed if state == "running" else {})
+    assert actual == before | (killed if state == "running" else {})
 
 
 def test_a_folder_that_has_only_the_status_of_a_completed_run_holds_no_run(tmp_path):

@@ -39,7 +39,7 @@ class Device:
 
 @pytest.mark.parametrize("is_read_later", [False, True])
 def test_intervals_have_the_seconds_of_the_device_also_the_first_one_and_one_with_an_evaluation(is_read_later):
-    device, found = Device(), []
+    device, intervals = Device(), []
     with (
         mock.patch.object(torch, "Event", device.event),
         mock.patch("utils.clock.time.perf_counter", lambda: device.host),
@@ -48,26 +48,26 @@ def test_intervals_have_the_seconds_of_the_device_also_the_first_one_and_one_wit
         for number in range(1, 13):
             device.step(clock, number)
             if number % 4 == 0:
-                found.append(clock.take())
+                intervals.append(clock.take())
                 if not is_read_later:
                     device.host = max(device.done, device.host)  # as a read at once would make it
             if number == 6:
                 device.evaluate(clock)
-        assert [each()[::2] for each in found] == [(12.0, 4.0)] * 3
+        assert [interval()[::2] for interval in intervals] == [(12.0, 4.0)] * 3
 
 
 def test_without_an_accelerator_the_seconds_are_those_of_the_host():
     now = [0.0]
     with mock.patch("utils.clock.time.perf_counter", lambda: now[0]):
-        clock, found = Clock(torch.device("cpu")), []
+        clock, intervals = Clock(torch.device("cpu")), []
         for number in range(1, 5):
             clock.begin_step(number)
             for phase, seconds in (("data", 2.0), ("forward", 3.0), ("backward", 4.0), ("update", 5.0)):
                 clock.enter(phase)
                 now[0] += seconds
             if number % 2 == 0:
-                found.append(clock.take())
+                intervals.append(clock.take())
             if number == 3:
                 clock.enter("evaluation")
                 now[0] += 100.0
-        assert [each() for each in found] == [(28.0, 4.0, 6.0)] * 2
+        assert [interval() for interval in intervals] == [(28.0, 4.0, 6.0)] * 2

@@ -264,8 +264,8 @@ def test_problems_of_a_file_are_listed_with_the_others_and_name_the_file(tmp_pat
 def test_no_problem_is_a_consequence_of_what_could_not_be_read(tmp_path, capsys, flags, text):
     (tmp_path / "run.toml").write_text(text)
     words = flags.split() + (["--config", str(tmp_path / "run.toml")] if text else [])
-    said = rejection(capsys, *words)
-    assert not re.search("needs batch_tokens|needs sharding|is not below", said), said
+    output = rejection(capsys, *words)
+    assert not re.search("needs batch_tokens|needs sharding|is not below", output), output
 
 
 def test_a_secret_that_a_run_did_not_store_is_refused_in_what_is_given_and_not_in_what_is_saved(tmp_path, capsys):
@@ -273,8 +273,8 @@ def test_a_secret_that_a_run_did_not_store_is_refused_in_what_is_given_and_not_i
     assert TrainingConfig.from_args([], saved)
     file = tmp_path / "run.toml"
     file.write_text('on_checkpoint = "cmd [redacted]"')
-    said = rejection(capsys, "--config", str(file))
-    assert said.startswith(f"{file}: on_checkpoint: [redacted] stands for a secret that a run did not store; give")
+    output = rejection(capsys, "--config", str(file))
+    assert output.startswith(f"{file}: on_checkpoint: [redacted] stands for a secret that a run did not store; give")
 
 
 def test_defaults_of_deleted_extras_in_a_file_are_left_out(tmp_path, monkeypatch):
@@ -327,8 +327,8 @@ def test_defaults_then_file_then_flags(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('epochs = 3\nbatch-size = 16\nuse_amp = false\nnum_workers = "auto"\nlr = 1\n')
     config = of(f"--config {file} --epochs 4")
-    found = (config.epochs, config.batch_size, config.use_amp, config.num_workers, config.lr, type(config.lr))
-    assert found == (4, 16, False, "auto", 1.0, float)
+    values = (config.epochs, config.batch_size, config.use_amp, config.num_workers, config.lr, type(config.lr))
+    assert values == (4, 16, False, "auto", 1.0, float)
 
 
 @pytest.mark.parametrize(

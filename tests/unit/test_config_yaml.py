@@ -48,14 +48,14 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path, capsys, suffix):
     }[suffix]
     file = tmp_path / f"run.{suffix}"
     file.write_text(text)
-    said = rejection(capsys, "--config", str(file))
-    named = [line.removeprefix(f"{file}: ").replace(":", " ").split()[0] for line in said.strip().splitlines()]
+    output = rejection(capsys, "--config", str(file))
+    named = [line.removeprefix(f"{file}: ").replace(":", " ").split()[0] for line in output.strip().splitlines()]
     expected = {
         "yaml": "epcohs optim unknown_x lr seed",
         "toml": "epcohs unknown_x optim",
         "json": "epcohs optim unknown_x lr",
     }
-    assert named == expected[suffix].split(), said
+    assert named == expected[suffix].split(), output
 
 
 @pytest.mark.guarantee("config")

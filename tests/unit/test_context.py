@@ -66,7 +66,7 @@ def test_the_rendezvous_is_on_the_first_node_of_the_step(monkeypatch, nodes, fir
 
 def test_each_step_of_each_job_has_its_own_port(monkeypatch):
     steps = [{"JOB_ID": str(job), "STEP_ID": str(step)} for job in range(995, 1005) for step in range(5)]
-    ports = {int(launched(monkeypatch, **each).address.split(":")[-1]) for each in steps}
+    ports = {int(launched(monkeypatch, **variables).address.split(":")[-1]) for variables in steps}
     assert len(ports) == 50 and all(20000 <= port < 30000 for port in ports)
 
 

@@ -24,11 +24,11 @@ CTX = DistributedContext(0, 0, 1, torch.device("cpu"))
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Valid checkpoints of one run, by step, and one of a model with other shapes."""
-    path, state, found = tmp_path_factory.mktemp("valid") / "c.pt", small_state(), {}
-    for name, each, step in ((10, state, 10), (20, state, 20), (30, state, 30), ("other", small_state(8, seed=1), 7)):
-        archive.write(path, payload_of(each, step))
-        found[name] = path.read_bytes()
-    return found
+    path, state, contents = tmp_path_factory.mktemp("valid") / "c.pt", small_state(), {}
+    for name, saved, step in ((10, state, 10), (20, state, 20), (30, state, 30), ("other", small_state(8, seed=1), 7)):
+        archive.write(path, payload_of(saved, step))
+        contents[name] = path.read_bytes()
+    return contents
 
 
 def flip(data, rng, count):
@@ -123,8 +123,8 @@ def test_no_corrupt_checkpoint_is_loaded_and_the_previous_one_is_found(kind, cou
     for number in range(count):
         corrupt(path, kind, random.Random(f"{kind} {number}"), files)
         assert all(is_rejected(way, path) for way in ways), number
-        found, (reason,) = checkpoint.latest_valid(tmp_path)
-        assert found == older == checkpoint.best_or_latest(tmp_path, prefers_best=False)[0] and str(path) in reason
+        latest, (reason,) = checkpoint.latest_valid(tmp_path)
+        assert latest == older == checkpoint.best_or_latest(tmp_path, prefers_best=False)[0] and str(path) in reason
 
 
 def test_a_valid_checkpoint_of_another_model_does_not_fit(tmp_path):

@@ -44,12 +44,12 @@ class Crossings(TorchDispatchMode):
         result = None if name == "_fused_sgd_" else func(*args, **kwargs)  # has no kernel without values
         rows = [(args, kwargs, result)]
         if name.startswith("_foreach"):  # a row of each list at a time
-            rows = zip(*[each for each in (*args, result) if isinstance(each, list | tuple)], strict=True)
+            rows = zip(*[sequence for sequence in (*args, result) if isinstance(sequence, list | tuple)], strict=True)
         for row in rows:
-            tensors = [each for each in tree_leaves(row) if isinstance(each, torch.Tensor)]
+            tensors = [leaf for leaf in tree_leaves(row) if isinstance(leaf, torch.Tensor)]
             if not name.startswith("_fused"):
-                tensors = [each for each in tensors if each.ndim or each.is_cuda or each is result]
-            if len({each.device for each in tensors}) > 1:
+                tensors = [leaf for leaf in tensors if leaf.ndim or leaf.is_cuda or leaf is result]
+            if len({leaf.device for leaf in tensors}) > 1:
                 self.found.append(name)
         return result
 
@@ -67,8 +67,8 @@ def crossings(monkeypatch):
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     for module in (training_state, step_sums):  # with --cpu_offload parameters are not there
         monkeypatch.setattr(module, "device_of", lambda model: CUDA)
-    with FakeTensorMode(), Crossings() as found:
-        yield found
+    with FakeTensorMode(), Crossings() as mode:
+        yield mode
 
 
 def prepared(device="cuda", dtype=None, **changes):
@@ -116,7 +116,7 @@ def test_a_step_reads_nothing_from_the_device(crossings, optimizer, device, dtyp
         payload = state.state_dict()
         keys = ["model"]
         keys += ["ema"]
-        assert all({each.device.type for each in payload[key].values()} == {"cuda", device} for key in keys)
+        assert all({tensor.device.type for tensor in payload[key].values()} == {"cuda", device} for key in keys)
 
 
 def test_the_rehearsal_notices_a_mix_of_devices(crossings, monkeypatch):

@@ -88,12 +88,12 @@ def test_the_banner_names_tf32_if_the_hardware_has_it(monkeypatch):
     ],
 )
 def test_an_offloaded_optimizer_uses_the_cores(monkeypatch, kind, threads, flags, expected):  # extra: sharding
-    found = []
+    counts = []
     monkeypatch.setattr(sharding, "usable_cpus", lambda: 32)
-    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
     ctx = DistributedContext(0, 0, 4, torch.device(kind), local_world_size=4, launch=Launch(threads=threads))
     sharding.use_cores(TrainingConfig.from_args(["--sharding", "zero2", *flags]), ctx)
-    assert found == expected
+    assert counts == expected
 
 
 @pytest.mark.parametrize(("flags", "expected"), [([], "nccl"), (["--cpu_offload"], "cpu:gloo,cuda:nccl")])
@@ -110,7 +110,7 @@ def test_offloaded_shards_get_a_backend_on_the_cpu_too(monkeypatch, kernels, fla
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_the_bits_of_an_optimizer_step_do_not_depend_on_the_number_of_threads(name):
-    found, values = [], torch.randn(2, 300_001, generator=torch.Generator().manual_seed(0))
+    results, values = [], torch.randn(2, 300_001, generator=torch.Generator().manual_seed(0))
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         parameter = torch.nn.Parameter(values[0].clone())
@@ -118,9 +118,9 @@ def test_the_bits_of_an_optimizer_step_do_not_depend_on_the_number_of_threads(na
         for _ in range(2):
             parameter.grad = values[1].clone()
             optimizer.step()
-        found.append(parameter.detach())
+        results.append(parameter.detach())
     torch.set_num_threads(1)  # as in conftest.py
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 @pytest.mark.guarantee("unused")

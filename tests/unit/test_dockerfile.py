@@ -62,8 +62,8 @@ def test_all_packages_that_a_run_needs_are_installed(tmp_path):
     env = {"PATH": PATH, "PIP_DRY_RUN": "1", "PIP_NO_INDEX": "1", **ARGUMENTS, "CONSTRAINTS": ""}
     ended = launch(["sh", "-c", run], cwd=tmp_path, env=env)
     assert ended.code == 0, ended.text
-    asked = set(re.findall(r"already satisfied: (\w+)[>=<][^ ]* in .*\(from -r", ended.out))
-    assert asked == {"torch", "torchvision", "tensorboard"}, ended.text
+    required = set(re.findall(r"already satisfied: (\w+)[>=<][^ ]* in .*\(from -r", ended.out))
+    assert required == {"torch", "torchvision", "tensorboard"}, ended.text
     assert (tmp_path / ARGUMENTS["CONSTRAINTS"]).exists()
     env |= {"TORCH_INDEX": "https://a.b/c", "CONSTRAINTS": "constraints.txt"}
     ended = launch(["sh", "-c", "set -x; " + run], cwd=tmp_path, env=env)

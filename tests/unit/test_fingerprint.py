@@ -27,7 +27,7 @@ def test_one_flipped_bit_anywhere_is_seen(dtype):
     values = torch.randint(0, 256, (6 * torch.empty(0, dtype=dtype).element_size(),), dtype=torch.uint8)
     tensors, seen = [torch.randn(7), values.view(dtype).reshape(3, 2), torch.tensor(True)], set()
     before = of(*tensors)
-    assert of(*[each.clone() for each in tensors]) == before
+    assert of(*[tensor.clone() for tensor in tensors]) == before
     for byte in range(len(values)):
         for bit in range(8):
             values[byte] ^= 1 << bit
@@ -38,8 +38,8 @@ def test_one_flipped_bit_anywhere_is_seen(dtype):
 
 def test_the_digest_on_the_device_is_the_fingerprint_of_the_values():
     tensor, cpu = torch.randn(7, 5).t(), torch.device("cpu")
-    found = digest_of("test", [tensor], cpu)
-    assert found.shape == () and found.item() == of(tensor) == digest_of("test", [tensor.contiguous()], cpu)
+    digest = digest_of("test", [tensor], cpu)
+    assert digest.shape == () and digest.item() == of(tensor) == digest_of("test", [tensor.contiguous()], cpu)
     assert digest_of("test", [torch.empty(0)], cpu) == 0
 
 
@@ -53,8 +53,8 @@ def test_exchanged_values_tensors_and_signs_are_seen():
     far = torch.randn(KEYS + 9)  # the keys of later positions are products
     other = far.clone()
     other[3], other[KEYS + 3] = far[KEYS + 3], far[3]
-    found = [of(a, b), of(b, a), of(swapped, b), of(signs, b), of(a.T, b), of(far), of(other)]
-    assert len({*found}) == len(found)
+    fingerprints = [of(a, b), of(b, a), of(swapped, b), of(signs, b), of(a.T, b), of(far), of(other)]
+    assert len({*fingerprints}) == len(fingerprints)
     assert fingerprint_of("weights", [a]) != fingerprint_of("buffers", [a])
 
 
@@ -77,7 +77,7 @@ class LargestResult(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **kwargs or {})
-        memory = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        memory = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
         if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in memory:  # no view
             self.bytes = max(self.bytes, result.untyped_storage().nbytes())
         return result
@@ -90,7 +90,7 @@ def test_no_temporary_is_larger_than_a_chunk(chunk):
     tensors = [torch.ones(3, 2_000_000), torch.ones(1000, 6_000).T, torch.ones(100, dtype=torch.float64)]
     with mock.patch.dict(fingerprint.CHUNKS, cpu=chunk), LargestResult() as largest:
         of(*tensors)
-    assert largest.bytes == 8 * chunk < 4 * min(each.numel() for each in tensors[:2])
+    assert largest.bytes == 8 * chunk < 4 * min(tensor.numel() for tensor in tensors[:2])
 
 
 @pytest.mark.guarantee("fingerprint")
@@ -110,10 +110,10 @@ def test_weights_and_state_of_the_optimizer_count_and_the_order_of_groups_does_n
     before = int(of_weights(trained([net.bias], [net.weight])))
     state = trained([net.weight, net.bias])
     assert int(of_weights(state)) == before
-    found = set()
+    fingerprints = set()
     for tensor in (net.weight, *state.optimizer.state[net.bias].values()):
         flat = tensor.detach().view(-1).view(torch.int32)
         flat[0] ^= 1
-        found.add(int(of_weights(state)))
+        fingerprints.add(int(of_weights(state)))
         flat[0] ^= 1
-    assert len(found) == 4 and before not in found
+    assert len(fingerprints) == 4 and before not in fingerprints

@@ -102,12 +102,12 @@ def test_each_second_is_counted_once_over_restarts(tmp_path, monkeypatch, name):
     for number, attempt in enumerate(attempts):
         story.now += GAP * (number > 0)
         story.attempt(*attempt)
-    found = attempts_in(tmp_path / "run")
-    accounts = accounts_of(found)
+    loaded = attempts_in(tmp_path / "run")
+    accounts = accounts_of(loaded)
     assert list(accounts) == list(ACCOUNTS)
     assert [*accounts.values()] == pytest.approx(expected, abs=2e-3)
     assert sum(expected) == story.now  # from the first start to the end
-    assert found[0].started_at == FIRST and found[0].first["samples_seen"] == 4 * attempts[0][0]
+    assert loaded[0].started_at == FIRST and loaded[0].first["samples_seen"] == 4 * attempts[0][0]
 
 
 def test_records_of_an_earlier_version_are_left_out(tmp_path, monkeypatch):

@@ -34,8 +34,8 @@ def dry_run(cluster, job, index):
     """Run launch.sh --dry-run as in this pod; returns how it ended, and the pod's variables."""
     words, env = started(job, index)
     script = ROOT / Path(words[0]).relative_to("/app")
-    mine = {"PATH": PATH, "CUDA_VISIBLE_DEVICES": "", **env}
-    ended = cluster[index].run(script, *words[1:], "--wait", 1, "--dry-run", env=mine)
+    pod_env = {"PATH": PATH, "CUDA_VISIBLE_DEVICES": "", **env}
+    ended = cluster[index].run(script, *words[1:], "--wait", 1, "--dry-run", env=pod_env)
     assert ended.code == 0, ended.text
     return ended, env
 
@@ -58,23 +58,25 @@ def test_manifests_and_the_job_of_a_trainjob_follow_the_published_schemas():
 
 
 def test_names_in_the_manifests_are_consistent(cluster):
-    found = documents()
-    service, spec = found["Service"], found["Job"]["spec"]
-    name, pod = found["Job"]["metadata"]["name"], spec["template"]["spec"]
+    by_kind = documents()
+    service, spec = by_kind["Service"], by_kind["Job"]["spec"]
+    name, pod = by_kind["Job"]["metadata"]["name"], spec["template"]["spec"]
     assert service["metadata"]["name"] == pod["subdomain"]
     # the label that the Job controller sets
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
-    line, env = torchrun_line(cluster, found["Job"], 0)
+    line, env = torchrun_line(cluster, by_kind["Job"], 0)
     assert env["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
     assert given(line, "--master-port") == str(service["spec"]["ports"][0]["port"])
     assert env["NNODES"] == str(spec["completions"])
-    assert found["TrainJob"]["spec"]["runtimeRef"]["name"] == found["TrainingRuntime"]["metadata"]["name"]
-    assert found["TrainJob"]["spec"]["runtimeRef"]["kind"] == "TrainingRuntime"
-    wishes = found["TrainJob"]["spec"]["trainer"]
+    assert by_kind["TrainJob"]["spec"]["runtimeRef"]["name"] == by_kind["TrainingRuntime"]["metadata"]["name"]
+    assert by_kind["TrainJob"]["spec"]["runtimeRef"]["kind"] == "TrainingRuntime"
+    wishes = by_kind["TrainJob"]["spec"]["trainer"]
     assert str(wishes["numProcPerNode"]) == wishes["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
-    assert found["Job"]["metadata"]["name"] != found["TrainJob"]["metadata"]["name"]  # each has a Service of its name
-    runs = {TrainingConfig.from_args(flags_of(cluster, each)).run_dir for each in both()}
+    assert (
+        by_kind["Job"]["metadata"]["name"] != by_kind["TrainJob"]["metadata"]["name"]
+    )  # each has a Service of its name
+    runs = {TrainingConfig.from_args(flags_of(cluster, manifest)).run_dir for manifest in both()}
     assert len(runs) == 2
 
 
@@ -123,7 +125,7 @@ def outcome(rules, code, conditions=()):
     """What the Job controller does with a failed pod: the action of the first matching rule, else Count."""
     for rule in rules:
         is_code = code in rule.get("onExitCodes", {}).get("values", [])
-        if is_code or any(each["type"] in conditions for each in rule.get("onPodConditions", [])):
+        if is_code or any(condition["type"] in conditions for condition in rule.get("onPodConditions", [])):
             return rule["action"]
     return "Count"
 
@@ -149,8 +151,8 @@ def test_pods_satisfy_the_restricted_profile_and_run_as_the_images_user(job):
     assert rights["fsGroup"] == rights["runAsGroup"] > 0
     assert json.loads(image["ENTRYPOINT"]) == container["command"][:1]
     policy = documents()["NetworkPolicy"]["spec"]
-    mine = policy["podSelector"]["matchLabels"]
-    assert mine.items() <= job["spec"]["template"]["metadata"]["labels"].items()
+    selector = policy["podSelector"]["matchLabels"]
+    assert selector.items() <= job["spec"]["template"]["metadata"]["labels"].items()
     # pods of one job may connect to each other
-    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": mine}}]}]
+    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": selector}}]}]
     assert pod["enableServiceLinks"] is False

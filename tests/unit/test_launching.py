@@ -165,11 +165,11 @@ CASES = [
 @pytest.mark.parametrize("more", CASES)
 def test_each_node_creates_the_run_folder_before_its_ranks_look_for_it(plan, monkeypatch, tmp_path, more):
     """An NFS client remembers for up to 30 s that rank 0's folder does not exist."""
-    found, run = [], tmp_path / "run"
-    monkeypatch.setattr(program.Launch, "run", lambda self: found.append(run.is_dir()) or 0)
+    exists, run = [], tmp_path / "run"
+    monkeypatch.setattr(program.Launch, "run", lambda self: exists.append(run.is_dir()) or 0)
     variables = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "NPROC_PER_NODE": "1"}
     assert program.main(["--run_dir", str(run), *more], variables) == 0
-    assert found == {"": [True], "--dry-run": [], "--preflight": [False]}["".join(more)] and run.is_dir() == (not more)
+    assert exists == {"": [True], "--dry-run": [], "--preflight": [False]}["".join(more)] and run.is_dir() == (not more)
 
 
 def test_debug_records_collectives_into_the_runs_folder(plan):
@@ -215,13 +215,13 @@ def test_a_host_is_connected_again_only_if_it_was_connected_before(tmp_path, mon
 
 def test_all_attempts_have_node_0s_id(tmp_path, monkeypatch):
     """Otherwise the second attempt takes the run in the folder for another launch's. Node 0 itself gets its own."""
-    found = []
-    monkeypatch.setattr(supervise, "find_nodes", lambda *args: found.append(args[2]) or "of node 0")
+    launch_ids = []
+    monkeypatch.setattr(supervise, "find_nodes", lambda *args: launch_ids.append(args[2]) or "of node 0")
     nodes = Nodes(1, 2, -1, "a", 29500, "c10d")
     plan = planning.Plan(["true"], {}, nodes, tmp_path, retries=0, patience=0, is_training=False)
     env = {"LAUNCH_ID": "own", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error"), "PATH": os.environ["PATH"]}
     launch = supervise.Launch(plan, env)
-    assert [launch._attempt(is_first) for is_first in (True, False)] == [0, 0] and found == ["own", "of node 0"]
+    assert [launch._attempt(is_first) for is_first in (True, False)] == [0, 0] and launch_ids == ["own", "of node 0"]
 
 
 SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
@@ -229,7 +229,7 @@ SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
 
 @pytest.mark.guarantee("misconfigured")
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "pattern"),
     [
         ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR: is not set, with NNODES=2; give"),
         (
@@ -260,8 +260,8 @@ SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
         ({"MASTER_PORT": "http"}, "MASTER_PORT=http: is not an integer"),
     ],
 )
-def test_invalid_variables_are_rejected(plan, variables, said):
-    with pytest.raises(UserError, match=f"^{said}"):
+def test_invalid_variables_are_rejected(plan, variables, pattern):
+    with pytest.raises(UserError, match=f"^{pattern}"):
         plan(**({"NPROC_PER_NODE": "1"} | variables))
 
 
@@ -274,7 +274,7 @@ OLD, SAVED, FAILED = (
 
 @pytest.mark.guarantee("exit-codes")
 @pytest.mark.parametrize(
-    ("torchruns", "status", "message", "code", "said"),
+    ("torchruns", "status", "message", "code", "expected"),
     [
         (0, '{"state": "completed"}', "", 0, ""),
         (1, OLD, "UserError: lr=x: is not a number", 2, ""),
@@ -288,12 +288,12 @@ OLD, SAVED, FAILED = (
     ],
 )
 def test_the_exit_code_of_an_attempt_follows_from_what_the_run_wrote(
-    tmp_path, capsys, torchruns, status, message, code, said
+    tmp_path, capsys, torchruns, status, message, code, expected
 ):
     file = tmp_path / "status.json"
     file.write_text(status)
     error = {"message": {"message": message}}
     assert exit_code(torchruns, file, json.loads(OLD), error, is_alone=True) == code
     printed = capsys.readouterr().err
-    assert said in printed and bool(said) == bool(printed)
+    assert expected in printed and bool(expected) == bool(printed)
     assert ("running" in status) == ('"failed"' in file.read_text() and status != FAILED)

@@ -42,25 +42,25 @@ def sampler_of(data, rank=0, world_size=1, batch_size=4, per_step=0, **options):
 
 def test_the_sampler_is_a_distributed_sampler_of_this_ranks_indices():
     ranks = [sampler_of(30, rank, 2) for rank in (0, 1)]
-    assert all(isinstance(each, DistributedSampler) for each in ranks)
-    indices = [list(each) for each in ranks]
+    assert all(isinstance(sampler, DistributedSampler) for sampler in ranks)
+    indices = [list(sampler) for sampler in ranks]
     assert sorted(indices[0] + indices[1]) == list(range(30))
-    assert [len(each) for each in ranks] == [len(each) for each in indices]
+    assert [len(sampler) for sampler in ranks] == [len(part) for part in indices]
     ranks[0].set_epoch(1)
     assert list(ranks[0]) != indices[0]
 
 
 def test_one_order_of_four_bytes_a_sample_is_in_memory(monkeypatch):
-    each, plain, held = sampler_of(1000), torch.randperm, []
+    sampler, plain, held = sampler_of(1000), torch.randperm, []
 
     def randperm(n, **options):
-        held.append(each._order)
+        held.append(sampler._order)
         return plain(n, **options)
 
     monkeypatch.setattr(torch, "randperm", randperm)
     for epoch in (0, 1):
         generator = torch.Generator().manual_seed(derive_seed("order", 0, epoch))
-        assert torch.equal(each.order(epoch), plain(1000, generator=generator).int())
+        assert torch.equal(sampler.order(epoch), plain(1000, generator=generator).int())
     assert held == [None, None] and sampler_of(1000, shuffle=False).order(0).dtype == torch.int32
 
 
@@ -82,8 +82,8 @@ def changed(**attributes):
 
 
 def test_a_data_set_can_define_its_own_order():
-    each = sampler_of(Ordered(), batch_size=2, per_step=2)
-    indices = [m.indices for m in each.micro_batches(1)]
+    sampler = sampler_of(Ordered(), batch_size=2, per_step=2)
+    indices = [m.indices for m in sampler.micro_batches(1)]
     assert indices == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 0]]
 
 
@@ -103,11 +103,11 @@ def test_a_subset_keeps_the_order_that_its_data_set_gives_the_whole_set(size, co
     data = Ordered()
     data.epoch_order = lambda seed, epoch, n: [(7 * k + epoch) % n + n * (k % copies) for k in range(n)]
     data.copies = copies
-    some = choose_samples(data, size, seed=1)
+    subset = choose_samples(data, size, seed=1)
     for epoch in (0, 3):
-        order = sampler_of(some).order(epoch).tolist()
-        wanted = [index for index in data.epoch_order(0, epoch, 10) if index % 10 in some.indices]
-        assert [some.indices[place % size] + 10 * (place // size) for place in order] == wanted
+        order = sampler_of(subset).order(epoch).tolist()
+        wanted = [index for index in data.epoch_order(0, epoch, 10) if index % 10 in subset.indices]
+        assert [subset.indices[place % size] + 10 * (place // size) for place in order] == wanted
         assert sorted(place % size for place in order) == list(range(size))
 
 
@@ -156,11 +156,11 @@ def epochs_of(dataset, world_size, workers):
     """{index: sample} of two epochs of all ranks together; the workers of the first epoch are kept."""
     config = TrainingConfig(batch_size=3, num_workers=workers)
     ranks = [create_distributed_dataloader(dataset, config, context(rank, world_size))[0] for rank in range(world_size)]
-    found = [{}, {}]
-    for epoch, samples in enumerate(found):
+    by_epoch = [{}, {}]
+    for epoch, samples in enumerate(by_epoch):
         for m in (m for loader in ranks for m in loader.micro_batches(epoch)):
             samples |= {} if m.is_padding else dict(zip(m.indices, map(tuple, m.batch.tolist()), strict=True))
-    return found
+    return by_epoch
 
 
 @pytest.mark.guarantee("samples")
@@ -189,11 +189,11 @@ def test_a_subset_of_a_set_without_getitems_is_seeded_sample_by_sample():
 
 
 def test_each_iteration_of_a_loader_is_a_new_epoch():
-    loader, each = create_distributed_dataloader(Images(20, "train"), TrainingConfig(batch_size=8), context())
+    loader, sampler = create_distributed_dataloader(Images(20, "train"), TrainingConfig(batch_size=8), context())
     assert len(loader) == 3
     first, second = ([labels.tolist() for _, labels in loader] for _ in range(2))
     assert len(first) == 3 and first != second
-    each.set_epoch(0)
+    sampler.set_epoch(0)
     assert [labels.tolist() for _, labels in loader] == first
     images, labels = next(iter(loader))
     assert images.dtype == torch.float32 and images.shape == (8, 3, 8, 8) and labels.dtype == torch.int64

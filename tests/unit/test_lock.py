@@ -51,8 +51,8 @@ def hold(folder, connection):
 
 @pytest.mark.guarantee("one-owner")
 def test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_block(tmp_path):
-    ours, theirs = CONTEXT.Pipe()
-    owner = CONTEXT.Process(target=hold, args=(tmp_path, theirs))
+    ours, child_end = CONTEXT.Pipe()
+    owner = CONTEXT.Process(target=hold, args=(tmp_path, child_end))
     owner.start()
     try:
         token = ours.recv()
@@ -70,8 +70,8 @@ def test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_bl
 @pytest.mark.guarantee("one-owner")
 def test_a_file_lock_that_outlives_its_machine_is_waited_for(tmp_path, monkeypatch, quick):
     """As on NFS, where the server keeps it for a while. The machine is this one before a reboot."""
-    ours, theirs = CONTEXT.Pipe()
-    owner = CONTEXT.Process(target=hold, args=(tmp_path, theirs))
+    ours, child_end = CONTEXT.Pipe()
+    owner = CONTEXT.Process(target=hold, args=(tmp_path, child_end))
     owner.start()
     try:
         token = ours.recv()
@@ -142,8 +142,8 @@ def test_an_owner_that_cannot_be_read_is_not_one_that_is_missing(tmp_path, monke
 def test_the_process_and_the_token_in_the_lock_are_those_of_the_owner(tmp_path, quick):
     (tmp_path / "lock.json").write_text('{"token": "before", "host": "here", "pid": 1, "time": "before", "attempt": 3}')
     lock = RunLock(tmp_path, "here", token="mine")
-    found = json.loads((tmp_path / "lock.json").read_text())
-    assert (found["pid"], found["token"], found["attempt"]) == (os.getpid(), "mine", 3) and found["time"] != "before"
+    saved = json.loads((tmp_path / "lock.json").read_text())
+    assert (saved["pid"], saved["token"], saved["attempt"]) == (os.getpid(), "mine", 3) and saved["time"] != "before"
     assert lock.previous_owner["pid"] == 1
 
 

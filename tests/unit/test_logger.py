@@ -63,7 +63,7 @@ def test_a_training_line_has_position_metrics_speed_and_time_left(capsys):
     assert line(targets_per_s=81_234.4, data_wait_s=0) == f"{begin} | {rate} | {left} | 81,234 targets/s | {memory}"
     assert line(step=640).endswith(f"{rate} | data wait 10% | {memory}") and "loss not finite" in line(loss=None)
     many = {f"metric_{k}": 0.5 for k in range(9)}
-    assert len(found := line(4, many, 1e7, **many)) <= 120 and "metric_1" in found and left in found
+    assert len(output := line(4, many, 1e7, **many)) <= 120 and "metric_1" in output and left in output
 
 
 def test_an_epoch_line_has_each_split_and_kind_of_weights(capsys):
@@ -81,8 +81,8 @@ def test_an_epoch_line_has_each_split_and_kind_of_weights(capsys):
 def test_an_evaluation_whose_loss_is_not_finite_is_a_warning_also_with_eval_only(capsys, loss):
     record = {"kind": "eval", "epoch": 3, "step": 9, "split": "val", "weights": "model", "loss": loss, "count": 4}
     log_epoch_summary(setup_logger(0), [record, record | {"weights": "ema"}], 3.0, is_best=False)
-    said = f"evaluation of val: the loss is {loss}. To find the sample, write all outputs with scripts/predict.py."
-    assert capsys.readouterr().out.count(said) == 1
+    message = f"evaluation of val: the loss is {loss}. To find the sample, write all outputs with scripts/predict.py."
+    assert capsys.readouterr().out.count(message) == 1
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -102,8 +102,8 @@ def test_a_progress_bar_only_on_a_terminal(monkeypatch, is_terminal):
     "speak", [lambda logger: logger.info("a line"), lambda logger: show_progress(logger, 3, 12, "step")]
 )
 def test_a_run_continues_when_its_terminal_closes(monkeypatch, speak):
-    ours, its = os.openpty()
-    with os.fdopen(its, "w") as terminal:
+    ours, tty_fd = os.openpty()
+    with os.fdopen(tty_fd, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
         logger = setup_logger(0)
         os.close(ours)

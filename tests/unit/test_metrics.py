@@ -55,7 +55,7 @@ def test_a_function_maps_sums_and_counts_of_any_shape_to_one_or_several_numbers(
     hits, union = torch.tensor([1, 0, 0]), torch.tensor([2, 4, 0])  # three classes, the last one without a pixel
     for _ in range(2):
         metrics = {"miou": (hits, union, lambda iou: iou.nanmean())}
-        metrics["recall"] = (hits, union, lambda each: {"first": each[0], "last": each[2]})
+        metrics["recall"] = (hits, union, lambda values: {"first": values[0], "last": values[2]})
         metrics["confusion"] = (torch.eye(2), 2, lambda matrix: {"00": matrix[0, 0], "01": matrix[0, 1]})
         tracker.update(metrics)
     means = tracker.means()
@@ -137,7 +137,7 @@ def test_two_metrics_of_one_name_are_refused(is_first):
 
 
 @pytest.mark.parametrize(
-    ("asked", "names", "expected"),
+    ("requested", "names", "expected"),
     [
         ("auto", ["loss", "top1", "top5"], ("top1", 1)),
         ("auto", ["loss", "perplexity"], ("loss", -1)),
@@ -148,8 +148,8 @@ def test_two_metrics_of_one_name_are_refused(is_first):
         ("max:loss", ["loss"], ("loss", 1)),
     ],
 )
-def test_the_metric_and_direction_that_select_the_best_checkpoint(asked, names, expected):
-    assert choose_best(asked, names) == expected
+def test_the_metric_and_direction_that_select_the_best_checkpoint(requested, names, expected):
+    assert choose_best(requested, names) == expected
 
 
 def test_a_metric_of_unknown_direction_needs_min_or_max():

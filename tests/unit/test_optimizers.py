@@ -210,15 +210,15 @@ def test_optimizers_of_other_packages_survive_a_resume(package, name):
 def test_only_what_has_changed_since_the_creation_travels():
     payload = saved(train_steps(make(SHAPES["number"]), range(2)))
     names = [["0.weight", "2.weight"], ["0.bias", "1.weight", "1.bias", "2.bias"]]
-    expected = [{"names": each, "entries": {"count": 2}} for each in names]
+    expected = [{"names": group_names, "entries": {"count": 2}} for group_names in names]
     assert payload["optimizer"]["changed_in_groups"] == expected
     state = resumed(lambda groups: Counting(groups, count_number, eps=0.25, foreach=True), payload)
     for group in state.optimizer.param_groups:
         assert (group["count"], group["eps"], group["foreach"]) == (2, 0.25, True)
 
 
-@pytest.mark.parametrize(("before", "here"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
-def test_a_fused_optimizer_goes_on_with_weights_of_another_type(before, here):
+@pytest.mark.parametrize(("before", "after"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_fused_optimizer_goes_on_with_weights_of_another_type(before, after):
     def create(groups):
         return torch.optim.AdamW(groups, lr=0.01, fused=True)
 
@@ -227,12 +227,12 @@ def test_a_fused_optimizer_goes_on_with_weights_of_another_type(before, here):
         like = payload["model"][p]
         moments = {"exp_avg": torch.ones_like(like), "exp_avg_sq": torch.ones_like(like)}
         payload["optimizer"]["state"][number] = {"step": torch.tensor(3.0), **moments}
-    state = make(create, dtype=here)
+    state = make(create, dtype=after)
     state.load_state_dict(payload)
     for p in state.model.parameters():
         p.grad = torch.ones_like(p)
     state.optimizer.step()
-    assert all(each["exp_avg"].dtype is here for each in state.optimizer.state.values())
+    assert all(entry["exp_avg"].dtype is after for entry in state.optimizer.state.values())
 
 
 def test_entries_that_are_set_at_each_start_never_travel():
@@ -241,7 +241,7 @@ def test_entries_that_are_set_at_each_start_never_travel():
         return 1
 
     payload = saved(train_steps(make(lambda groups: Counting(groups, advance)), range(1)))
-    assert [each["entries"] for each in payload["optimizer"]["changed_in_groups"]] == [{"differentiable": True}] * 2
+    assert [entry["entries"] for entry in payload["optimizer"]["changed_in_groups"]] == [{"differentiable": True}] * 2
 
 
 def by_layer(net):
@@ -249,13 +249,13 @@ def by_layer(net):
 
 
 @pytest.mark.parametrize(
-    ("before", "here"),
+    ("before", "after"),
     [(two_groups, by_layer), (by_layer, two_groups), (two_groups, lambda net: [{"params": net.parameters()}])],
 )
-def test_an_entry_without_a_group_is_an_error_that_names_it(before, here):
+def test_an_entry_without_a_group_is_an_error_that_names_it(before, after):
     payload = saved(train_steps(make(SHAPES["number"], before), range(2)))
     with pytest.raises(UserError, match="has 'count' for the group of .*, and no group has the same parameters now; "):
-        resumed(SHAPES["number"], payload, here)
+        resumed(SHAPES["number"], payload, after)
 
 
 def test_groups_in_another_order_or_without_entries_may_be_divided_otherwise():

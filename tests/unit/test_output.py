@@ -56,9 +56,9 @@ def test_a_process_prints_whatever_its_streams_are_and_no_file_gets_their_number
     command = f"set -o pipefail; exec </dev/zero; {sys.executable} {tmp_path}/speak.py {channels}"
     ended = launch(["bash", "-c", command], env={"PYTHONPATH": str(ROOT)})
     assert ended.code == 0 and "Traceback" not in ended.text, ended.text
-    found = (tmp_path / "found").read_text()
-    assert found.endswith("True child") and "raw" not in found, found
-    assert [f"'{os.devnull}'" in found, "printed" in ended.out] == ["&-" in channels, ended.out != ""], found
+    output = (tmp_path / "found").read_text()
+    assert output.endswith("True child") and "raw" not in output, output
+    assert [f"'{os.devnull}'" in output, "printed" in ended.out] == ["&-" in channels, ended.out != ""], output
 
 
 @pytest.mark.parametrize("env", LOCALES, ids=str)
@@ -113,9 +113,9 @@ def test_at_most_64_images_are_a_grid_on_tensorboard(tmp_path, shape, rows, colu
     if not rows:
         assert not events.Tags()["images"]
         return
-    [found] = events.Images("val/few")
-    grid = np.array(Image.open(io.BytesIO(found.encoded_image_string)))
-    assert found.step == 3 and grid.shape == (2 * rows, 3 * columns, 3)
+    [event] = events.Images("val/few")
+    grid = np.array(Image.open(io.BytesIO(event.encoded_image_string)))
+    assert event.step == 3 and grid.shape == (2 * rows, 3 * columns, 3)
     for place in range(rows * columns):
         row, column = 2 * (place // columns), 3 * (place % columns)
         expected = images[place, :channels] if place < shape[0] else torch.zeros(channels, 2, 3, dtype=torch.uint8)

@@ -47,24 +47,24 @@ def samplers(n, ranks, size, per_step, way="every-nth", is_padded=False, **optio
     """Those of all ranks."""
     options |= {"batch_size": size, "micro_batches_per_step": per_step, "seed": 1}
     world = [WAYS[way](rank, ranks, is_padded) for rank in range(ranks)]
-    return [GlobalBatchSampler(range(n), assignment=each, **options) for each in world]
+    return [GlobalBatchSampler(range(n), assignment=assignment, **options) for assignment in world]
 
 
 def check_steps(all_steps, expected, size):
     """The ranks compute the expected micro-batches of each step together, each once. Yields those of each rank."""
-    assert {len(each) for each in all_steps} == {len(expected)}
-    for each, entries in zip(zip(*all_steps, strict=True), expected, strict=True):
-        mine = [step.mine for step in each]
-        assert {step.samples for step in each} == {len(entries)}
-        computed = [m for own in mine for m in own if not m.is_padding]
-        found = {m.number: m.indices for m in computed}
-        assert len(found) == len(computed) and [*chain(*(found[k] for k in sorted(found)))] == entries
-        assert all(len(found[k]) == size for k in sorted(found)[:-1])
-        for own in mine:
+    assert {len(rank_steps) for rank_steps in all_steps} == {len(expected)}
+    for steps, entries in zip(zip(*all_steps, strict=True), expected, strict=True):
+        by_rank = [step.mine for step in steps]
+        assert {step.samples for step in steps} == {len(entries)}
+        computed = [m for own in by_rank for m in own if not m.is_padding]
+        by_number = {m.number: m.indices for m in computed}
+        assert len(by_number) == len(computed) and [*chain(*(by_number[k] for k in sorted(by_number)))] == entries
+        assert all(len(by_number[k]) == size for k in sorted(by_number)[:-1])
+        for own in by_rank:
             assert [m.is_last for m in own] == [False] * (len(own) - 1) + [True]  # at least one
             assert [m.is_padding for m in own] == sorted(m.is_padding for m in own)
             assert all(1 <= len(m.indices) <= size for m in own)  # padding has samples, as all have
-        yield mine, found
+        yield by_rank, by_number
 
 
 @pytest.mark.guarantee("order", "gradient")
@@ -86,24 +86,24 @@ def test_any_ranks_compute_the_same_global_batches(
     generator = torch.Generator().manual_seed(number("order", 1, epoch))
     order = torch.randperm(n, generator=generator).tolist() if shuffle else [*range(n)]
     order = order[: n // whole * whole] if drop else order
-    assert all(each.order(epoch).tolist() == order and each.samples_per_epoch == len(order) for each in world)
+    assert all(sampler.order(epoch).tolist() == order and sampler.samples_per_epoch == len(order) for sampler in world)
     start = round(position * len(order))  # of a run that had another global batch, too
     expected = [order[at : at + whole] for at in range(start, len(order), whole)]
     left = len(expected) + max(0, later) * math.ceil(len(order) / whole) if later >= 0 else 0
-    assert {each.steps_left(epoch, start, epoch + 1 + later) for each in world} == {left}
-    for mine, found in check_steps([steps_of(each, epoch, start) for each in world], expected, size):
-        assert sorted(found) == [*range(len(found))]
-        assert {m.count for own in mine for m in own} == {len(found)}
-        lengths, most = [len(own) for own in mine], math.ceil(len(found) / ranks)
+    assert {sampler.steps_left(epoch, start, epoch + 1 + later) for sampler in world} == {left}
+    for by_rank, by_number in check_steps([steps_of(sampler, epoch, start) for sampler in world], expected, size):
+        assert sorted(by_number) == [*range(len(by_number))]
+        assert {m.count for own in by_rank for m in own} == {len(by_number)}
+        lengths, most = [len(own) for own in by_rank], math.ceil(len(by_number) / ranks)
         if is_padded:
             assert {*lengths} == {most}
         if way == "runs":
             assert max(lengths) <= most  # consecutive ones: which, test_tree.py checks
-            runs = [[m.number for m in own if not m.is_padding] for own in mine]
+            runs = [[m.number for m in own if not m.is_padding] for own in by_rank]
             assert all(run == [*range(run[0], run[0] + len(run))] for run in runs if run)
         else:  # a collective that takes one micro-batch meets `timeout`
             assert max(lengths) == most and max(lengths) - min(lengths) <= 1
-            assert all(m.is_padding or m.number % ranks == r for r, own in enumerate(mine) for m in own)
+            assert all(m.is_padding or m.number % ranks == r for r, own in enumerate(by_rank) for m in own)
 
 
 @EXAMPLES
@@ -117,12 +117,12 @@ def test_any_ranks_compute_the_same_global_batches(
 )
 def test_the_smallest_micro_batch_is_that_of_the_run(n, size, ranks, per_step, drop, max_steps):
     world = samplers(n, ranks, size, per_step, drop_last=drop)
-    steps = [steps_of(each, 0)[: max_steps or None] for each in world]
+    steps = [steps_of(sampler, 0)[: max_steps or None] for sampler in world]
     computed = [m.indices for rank in steps for step in rank for m in step.mine if not m.is_padding]
     expected = min(computed, key=len, default=[])
     if len(expected) == max(map(len, computed), default=0):
         expected = []  # all are equally large
-    assert [each.smallest(max_steps) for each in world] == [[expected] if expected else []] * ranks
+    assert [sampler.smallest(max_steps) for sampler in world] == [[expected] if expected else []] * ranks
 
 
 @pytest.mark.guarantee("exact-ranks")
@@ -137,21 +137,21 @@ def test_an_evaluation_has_equally_many_passes_on_all_ranks(n, size, ranks, way)
         sampler = create_evaluation_dataloader(range(n), config, ctx).sampler
         passes = list(sampler.micro_batches(0))
         assert len(passes) == sampler.passes_per_epoch == math.ceil(math.ceil(n / size) / ranks)
-        mine = {m.indices[0] // size: m for m in passes if not m.is_padding}
-        assert all(m.indices == [*range(k * size, min(n, (k + 1) * size))] for k, m in mine.items())
+        by_number = {m.indices[0] // size: m for m in passes if not m.is_padding}
+        assert all(m.indices == [*range(k * size, min(n, (k + 1) * size))] for k, m in by_number.items())
         if way == "runs":
             assert (
-                [m.number for m in mine.values()]
-                == [*mine]
-                == [*range(min(mine, default=0), max(mine, default=-1) + 1)]
+                [m.number for m in by_number.values()]
+                == [*by_number]
+                == [*range(min(by_number, default=0), max(by_number, default=-1) + 1)]
             )
-        assert not numbers.keys() & mine.keys()
-        numbers |= mine
+        assert not numbers.keys() & by_number.keys()
+        numbers |= by_number
     assert len(numbers) == math.ceil(n / size)
 
 
 @pytest.mark.guarantee("order")
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_the_order_of_an_epoch_is_its_own_if_the_samples_are_shuffled(shuffle):
-    [each] = samplers(40, 1, 4, 1, shuffle=shuffle)
-    assert len({tuple(each.order(epoch).tolist()) for epoch in range(4)}) == (4 if shuffle else 1)
+    [sampler] = samplers(40, 1, 4, 1, shuffle=shuffle)
+    assert len({tuple(sampler.order(epoch).tolist()) for epoch in range(4)}) == (4 if shuffle else 1)

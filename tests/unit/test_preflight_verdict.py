@@ -14,19 +14,19 @@ GB = 10**9
 
 def facts_of(ranks=(), nodes=2, **changes):
     """Two ranks per node, identical except for `changes` on the given ranks."""
-    found = []
+    facts = []
     for rank in range(2 * nodes):
         node = rank // 2
         fact = {"host": f"node{node}", "machine": f"m{node}", "address": f"10.0.0.{node + 1}/24", "interface": "eth0"}
         fact |= {"device": "H200", "driver": "550", "threads": 1, "memory": 100 * GB, "used": GB, "shm": GB}
-        found.append(fact | (changes if rank in ranks else {}))
-    return found
+        facts.append(fact | (changes if rank in ranks else {}))
+    return facts
 
 
-def one(level, found, *parts):
+def one(level, findings, *parts):
     """There is one finding, with this level and these texts."""
-    assert [each.level for each in found] == [level], found
-    assert all(part in found[0].text for part in parts), found[0].text
+    assert [entry.level for entry in findings] == [level], findings
+    assert all(part in findings[0].text for part in parts), findings[0].text
 
 
 is_ok, warns, fails = (functools.partial(one, level) for level in (OK, WARNING, FAILURE))
@@ -43,15 +43,15 @@ def test_host_names_and_networks():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "level", "said"),
+    ("seconds", "level", "text"),
     [
         (0.4, OK, "within 0.40 s"),
         (0.6, WARNING, "the clock of node1 is 0.6 s ahead of that of node0"),
         (-6.0, FAILURE, "6.0 s behind that of node0; logs and goodput depend on both"),
     ],
 )
-def test_clocks(seconds, level, said):
-    one(level, verdict.clocks({0: 0.0, 2: seconds}, facts_of()), said)
+def test_clocks(seconds, level, text):
+    one(level, verdict.clocks({0: 0.0, 2: seconds}, facts_of()), text)
 
 
 def test_devices_and_their_speed():
@@ -81,8 +81,8 @@ def test_an_unusable_run_folder(tmp_path):
 
 def test_space_and_speed_for_checkpoints():
     def disk(free=10 * GB, speed=GB, replaced=0, minutes=10.0):
-        found = {"free": free, "speed": speed, "replaced": replaced}
-        return verdict.disk(found, GB, 5, minutes, "/runs/a on node0")
+        measured = {"free": free, "speed": speed, "replaced": replaced}
+        return verdict.disk(measured, GB, 5, minutes, "/runs/a on node0")
 
     is_ok(disk(), "10.0 GB free of 5.0 GB needed")
     fails(disk(free=4 * GB), "/runs/a on node0: 4.0 GB free, 5 checkpoints of 1.0 GB need 5.0 GB; free space")

@@ -8,9 +8,9 @@ from utils.run import provenance
 
 
 def test_only_code_imported_from_the_repository_counts():
-    found = provenance.code_digests()
-    assert "utils/run/provenance.py" in found
-    assert not [name for name in found if name.startswith(("tests/", "scripts/", ".venv"))]
+    digests = provenance.code_digests()
+    assert "utils/run/provenance.py" in digests
+    assert not [name for name in digests if name.startswith(("tests/", "scripts/", ".venv"))]
 
 
 def test_the_code_is_archived_with_any_date_and_without_secrets(tmp_path, monkeypatch):

@@ -28,8 +28,8 @@ def long_records(folder, steps, late=()):
         for step in range(1, steps + 1):
             record = {"kind": "train", "epoch": 0, "step": step, "loss": step / 7, "lr": 0.1, "grad_norm": 1 / step}
             file.write(json.dumps(record) + "\n")
-            for each in dict(late).get(step, ()):
-                file.write(json.dumps({"kind": "event", "event": "checkpoint", "step": each}) + "\n")
+            for late_step in dict(late).get(step, ()):
+                file.write(json.dumps({"kind": "event", "event": "checkpoint", "step": late_step}) + "\n")
         file.write('{"kind": "train", "epoch": 0, "st')
 
 

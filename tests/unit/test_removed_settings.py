@@ -37,7 +37,7 @@ def test_a_file_with_the_default_is_read_and_with_another_value_the_user_is_told
 
     def write(value, **more):
         values = {name: value, "lr": 0.5} | more
-        lines = [f"{key}: {each}" if kind == "yaml" else f"{key} = {each}" for key, each in values.items()]
+        lines = [f"{key}: {content}" if kind == "yaml" else f"{key} = {content}" for key, content in values.items()]
         file.write_text(json.dumps(values) if kind == "json" else "\n".join(lines))
 
     notes = []

@@ -82,10 +82,10 @@ def test_a_master_addr_without_this_node_0_is_an_error(monkeypatch, is_open):
     """Another program answers there, or nothing does."""
     monkeypatch.setattr(rendezvous, "ERROR_PATIENCE_S", 0.0)
     monkeypatch.setattr(rendezvous, "ANSWER_S", 0.2)
-    said = "but to another program" if is_open else "connection refused"
+    cause = "but to another program" if is_open else "connection refused"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         zero = replace(TWO, rank=0, is_host=True, port=silent.getsockname()[1])
-        with contextlib.nullcontext() if is_open else silent, pytest.raises(UserError, match=f"does not lead.*{said}"):
+        with contextlib.nullcontext() if is_open else silent, pytest.raises(UserError, match=f"does not lead.*{cause}"):
             if not is_open:
                 silent.close()
             join(zero, "zero", "job-7", 60, 5)
@@ -128,15 +128,15 @@ def test_all_nodes_find_each_other_and_return_node_0s_id(backend):
 def test_a_wrong_number_is_an_error_that_names_the_host(monkeypatch):
     monkeypatch.setattr(rendezvous, "ERROR_PATIENCE_S", 0.0)
     with hosting(replace(TWO, least=3, most=3, rank=0)) as host:
-        mine = replace(TWO, least=3, most=3, port=port_of(host))
+        setup = replace(TWO, least=3, most=3, port=port_of(host))
         with pytest.raises(NodesMissing, match="for nodes 0, 2 of 3;"):
-            join(mine, "first", "own", 0, 5)
+            join(setup, "first", "own", 0, 5)
         with pytest.raises(UserError, match="NODE_RANK=1: is already used by .*; give .* another"):
-            join(mine, "second", "own", 60, 5)
+            join(setup, "second", "own", 60, 5)
         with pytest.raises(UserError, match="NNODES=2: node 0 on .* was started with NNODES=3; give all nodes"):
-            join(replace(mine, least=2, most=2), "third", "own", 60, 5)
+            join(replace(setup, least=2, most=2), "third", "own", 60, 5)
         with pytest.raises(UserError, match="NODE_RANK=-1: is outside NNODES=3"):  # c10d there, static here
-            join(replace(mine, rank=-1), "fourth", "own", 60, 5)
+            join(replace(setup, rank=-1), "fourth", "own", 60, 5)
 
 
 def test_what_a_port_scanner_sends_neither_prints_nor_refuses_a_node(capfd):
@@ -152,8 +152,8 @@ def test_what_a_port_scanner_sends_neither_prints_nor_refuses_a_node(capfd):
         random.Random(0).randbytes(999),
     ]
     with hosting(replace(TWO, rank=0)) as host:
-        said = b"".join(send(host, line) for line in odd)
-        assert b"job-7" not in said and b'"go"' not in said and not host._present
+        answers = b"".join(send(host, line) for line in odd)
+        assert b"job-7" not in answers and b'"go"' not in answers and not host._present
         host.answer("zero", 0, "node0")
         assert join(replace(TWO, port=port_of(host)), "one", "own", 20, 5) == "job-7"
     assert capfd.readouterr().err == ""

@@ -102,22 +102,22 @@ def test_the_page_is_complete_self_contained_and_escaped(tmp_path, page):
         forge(tmp_path / "a" / HOSTILE.replace("/", "|"), config={"lr": 0.1, HOSTILE: HOSTILE}, metric="<i>f1</i>"),
         forge(tmp_path / "b", config={"lr": 0.2}, state="failed", error=HOSTILE),
     ]
-    found = page(*folders)
-    text = " ".join(found.text)
-    assert not {"script", "b", "i"} & {*found.tags} and text.count(HOSTILE) == 8  # error, settings, commands
-    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|src=|@import|url\(", found.source)
-    assert found.loaded == ["data:,"]  # the icon
+    report = page(*folders)
+    text = " ".join(report.text)
+    assert not {"script", "b", "i"} & {*report.tags} and text.count(HOSTILE) == 8  # error, settings, commands
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|src=|@import|url\(", report.source)
+    assert report.loaded == ["data:,"]  # the icon
     assert HOSTILE.replace("/", "|") in text and "node7" in text and "<i>f1</i>" in text
-    for picture in re.findall("<svg.*?</svg>", found.source, re.DOTALL):
+    for picture in re.findall("<svg.*?</svg>", report.source, re.DOTALL):
         ET.fromstring(picture)
 
 
 def test_several_runs_are_in_columns_with_the_settings_that_differ_first(tmp_path, page):
-    found = page(*(forge(tmp_path / f"run{k}", config={"seed": 1, "lr": k / 10}) for k in (1, 2, 3)))
-    part = found.source.split("<h2>Configuration</h2>")[1]
+    report = page(*(forge(tmp_path / f"run{k}", config={"seed": 1, "lr": k / 10}) for k in (1, 2, 3)))
+    part = report.source.split("<h2>Configuration</h2>")[1]
     before = part.split("<details>")[0]
     assert "lr" in before and "0.1" in before and "0.3" in before and "seed" not in before and "seed" in part
-    assert found.source.count("<th>run2</th>") == 5  # figures, times, settings twice, provenance
+    assert report.source.count("<th>run2</th>") == 5  # figures, times, settings twice, provenance
 
 
 @pytest.mark.parametrize(
@@ -129,14 +129,14 @@ def test_several_runs_are_in_columns_with_the_settings_that_differ_first(tmp_pat
     ],
 )
 def test_the_timeline_shows_each_attempt_and_its_lost_steps(tmp_path, page, attempts, lost, down):
-    found = page(forge(tmp_path / "run", attempts))
-    rows = re.findall(r'<rect class="(\w+)" x="\S+" y="\S+" width="(\S+)" height="\d+"><title>', found.source)
+    report = page(forge(tmp_path / "run", attempts))
+    rows = re.findall(r'<rect class="(\w+)" x="\S+" y="\S+" width="(\S+)" height="\d+"><title>', report.source)
     kinds = [kind for kind, _ in rows]
     assert [kinds.count(kind) for kind in ("start_up", "recomputed", "down")] == [len(attempts), lost, down]
     assert all(float(width) > 0 for _, width in rows)
-    assert found.source.count('class="straggler"') == 2  # in the picture and in its legend
-    assert f"{len(attempts)} attempt" in " ".join(found.text)
-    assert len(re.findall(r"it was killed; the steps after \d were lost</td>", found.source)) == lost
+    assert report.source.count('class="straggler"') == 2  # in the picture and in its legend
+    assert f"{len(attempts)} attempt" in " ".join(report.text)
+    assert len(re.findall(r"it was killed; the steps after \d were lost</td>", report.source)) == lost
 
 
 def test_the_error_of_an_attempt_comes_from_the_logs(tmp_path, page):
@@ -150,10 +150,10 @@ def test_the_error_of_an_attempt_comes_from_the_logs(tmp_path, page):
 
 
 def test_non_finite_values_are_gaps_in_the_curves(tmp_path, page):
-    found = page(forge(tmp_path / "run", values=(0.5, 0.4, None, 0.3, 0.2), metric="rmse"))
-    loss = re.search("<svg.*?</svg>", found.source, re.DOTALL)[0]
+    report = page(forge(tmp_path / "run", values=(0.5, 0.4, None, 0.3, 0.2), metric="rmse"))
+    loss = re.search("<svg.*?</svg>", report.source, re.DOTALL)[0]
     assert [line.count(",") for line in re.findall('points="(.*?)"', loss)] == [2, 2, 2, 2]
-    assert "run, evaluation, optimizer step 20: 0.2" in found.tips and not re.search(r"\bnan\b|None", found.source)
+    assert "run, evaluation, optimizer step 20: 0.2" in report.tips and not re.search(r"\bnan\b|None", report.source)
     assert ">rmse<" in page(forge(tmp_path / "none", values=(None,), metric="rmse"), tmp_path / "run").source
 
 
@@ -190,14 +190,14 @@ def test_each_metric_and_the_step_time_have_a_plot(tmp_path, page):
     ]
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("".join(f"\n{json.dumps(record)}" for record in more) + "\n")
-    found = page(folder)
-    pictures = [each for each in re.findall("<svg.*?</svg>", found.source, re.DOTALL) if "optimizer step<" in each]
-    by_name = {re.search(r">([^<]*)</text>(?!.*rotate)", each[each.index("rotate") :])[1]: each for each in pictures}
+    report = page(folder)
+    pictures = [plot for plot in re.findall("<svg.*?</svg>", report.source, re.DOTALL) if "optimizer step<" in plot]
+    by_name = {re.search(r">([^<]*)</text>(?!.*rotate)", plot[plot.index("rotate") :])[1]: plot for plot in pictures}
     names = ["loss", "top1", "only_training", "only_evaluation", "step time, s (mean of the ranks)"]
     assert not [name for name in names if name not in by_name]
     for name, lines, dashed in (("loss", 2, 1), ("only_training", 1, 0), ("only_evaluation", 1, 0)):
         lines_of = re.findall("<polyline.*", by_name[name])
-        assert (len(lines_of), sum("dasharray" in each for each in lines_of)) == (lines, dashed)
+        assert (len(lines_of), sum("dasharray" in line for line in lines_of)) == (lines, dashed)
 
 
 @pytest.mark.parametrize("stragglers", [[], [(3, 1.8), (1, 2.5), (3, 4.0)]])

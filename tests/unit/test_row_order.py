@@ -33,18 +33,18 @@ def padded(samples):
 
 
 def packed_as_given(samples):
-    return pack_padded_sequence(padded(samples), [len(each) for each in samples], True, enforce_sorted=False)
+    return pack_padded_sequence(padded(samples), [len(sample) for sample in samples], True, enforce_sorted=False)
 
 
 def beside_others(net, batch):
     """An output that depends on the mean of its batch."""
-    found = net(batch)
-    return found + found.mean(0)
+    outputs = net(batch)
+    return outputs + outputs.mean(0)
 
 
 def noisy(net, batch):
-    found = net(batch)
-    return found + torch.randn(found.shape)
+    outputs = net(batch)
+    return outputs + torch.randn(outputs.shape)
 
 
 PLAIN = lambda net, batch: net(batch)  # noqa: E731
@@ -52,7 +52,7 @@ COLLATES = {  # (collate, predict, whether the order changes)
     "packed": (lambda samples: pack_sequence(by_length(samples)), PLAIN, True),
     "padded": (lambda samples: padded(by_length(samples)), PLAIN, True),
     "shortest first": (lambda samples: padded(by_length(samples)[::-1]), PLAIN, True),
-    "by value": (lambda samples: padded(sorted(samples, key=lambda each: each.sum())), PLAIN, True),
+    "by value": (lambda samples: padded(sorted(samples, key=lambda sample: sample.sum())), PLAIN, True),
     "reversed": (lambda samples: packed_as_given(samples[::-1]), PLAIN, True),
     "two exchanged": (lambda samples: packed_as_given([*samples[1::-1], *samples[2:]]), PLAIN, True),
     "shuffled": (lambda samples: padded([samples[k] for k in torch.randperm(len(samples))]), PLAIN, True),

@@ -42,8 +42,8 @@ def forge(folder, config, metric="rmse", values=(), state="completed"):
     ]
     (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "tra']))  # truncated, as by a kill
     if state == "completed":
-        found = {"best_metric": metric, "best_value": values[-1], "best": {metric: values[-1]}}
-        (folder / "summary.json").write_text(json.dumps(found | {"final": {metric: values[-1]}, "wall_s": 60}))
+        result = {"best_metric": metric, "best_value": values[-1], "best": {metric: values[-1]}}
+        (folder / "summary.json").write_text(json.dumps(result | {"final": {metric: values[-1]}, "wall_s": 60}))
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_a_run_without_a_live_owner_was_killed(tmp_path, boot, seconds, is_locke
     folder = tmp_path / "run"
     forge(folder, {}, state="running")
     if boot:
-        here = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        (folder / "lock.json").write_text(json.dumps({"boot": here if boot == "here" else boot}))
+        current_boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        (folder / "lock.json").write_text(json.dumps({"boot": current_boot if boot == "here" else boot}))
         os.utime(folder / "lock.json", (time.time() - seconds,) * 2)
         (folder / ".lock").touch()
     with contextlib.ExitStack() as stack:

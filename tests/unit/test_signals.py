@@ -60,15 +60,15 @@ def test_a_signal_sets_a_flag_and_the_handlers_are_restored():
 
 
 def test_a_signal_counts_for_a_run_that_begins_later_until_nobody_catches_it(monkeypatch):
-    found = []
-    monkeypatch.setattr(sys, "unraisablehook", found.append)
+    errors = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
     with STOP:
         with STOP:
             pass
         gc.collect()
         os.kill(os.getpid(), signal.SIGUSR1)
         with STOP:
-            assert STOP.received == "SIGUSR1" and not found
+            assert STOP.received == "SIGUSR1" and not errors
     assert STOP.received == ""
 
 
@@ -200,7 +200,7 @@ def test_a_rank_of_a_live_torchrun_starts_whatever_is_around_them(tmp_path, abov
 @pytest.mark.guarantee("launcher-killed")
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal of Linux")
 @pytest.mark.parametrize("when", ["before the import", "after the import", "later"])
-@pytest.mark.parametrize("above", [each for each in ABOVE if each != "process 1 of a container"])
+@pytest.mark.parametrize("above", [name for name in ABOVE if name != "process 1 of a container"])
 def test_a_rank_whose_torchrun_is_killed_ends_however_early_that_was(tmp_path, above, when):
     if "container" in above and os.geteuid():
         pytest.skip("needs root")

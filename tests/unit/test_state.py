@@ -128,9 +128,9 @@ def test_weights_that_a_part_adds_are_those_of_the_checkpoint():
     state = make(model=nn.Linear(3, 1), **AVERAGED)
     state.parts.append(Shrunk(state.model))
     payload = copy.deepcopy(state.state_dict())
-    for each in (payload, payload | {"ema": {}}):
-        weights = state.weights_of(each)
-        assert list(weights) == [name for name in ("model", "ema", "shrunk") if each[name]]
+    for saved in (payload, payload | {"ema": {}}):
+        weights = state.weights_of(saved)
+        assert list(weights) == [name for name in ("model", "ema", "shrunk") if saved[name]]
         with weights["shrunk"]:
             assert same(state.model.state_dict(), payload["shrunk"])
 
@@ -155,7 +155,7 @@ def test_a_non_finite_gradient_changes_nothing(optimizer, bad, steps_before):
     assert not same(before["model"], after["model"])
     assert all(value.isfinite().all() for value in after["model"].values())
     skipped = state.read_skips()
-    assert [each.step for each in skipped] == bad_steps and state.progress.skipped_steps == len(bad_steps)
+    assert [skip.step for skip in skipped] == bad_steps and state.progress.skipped_steps == len(bad_steps)
     assert state.progress.step == bad_steps[-1] + 1 and state.progress.skipped_in_row == 0
     assert state.read_skips() == []
 
@@ -166,7 +166,7 @@ def test_a_non_finite_loss_with_finite_gradients_changes_nothing():
     step(state)
     before = snapshot(state)
     step(state, more_loss=float("inf"))
-    assert same(before, snapshot(state)) and [each.step for each in state.read_skips()] == [2]
+    assert same(before, snapshot(state)) and [skip.step for skip in state.read_skips()] == [2]
 
 
 @pytest.mark.guarantee("thawed")
@@ -245,11 +245,11 @@ def test_after_a_resume_patience_has_what_is_counted_and_what_is_left(step, best
     progress = state.progress
     progress.best_metric, progress.step = "max:top1", step
     progress.best_value, progress.evaluations_since_best = best_value, counted
-    found = state.schedule.warnings
-    assert len(found) == len(expected)
-    assert all(line.startswith(begin) for line, begin in zip(found, expected, strict=True))
+    warnings = state.schedule.warnings
+    assert len(warnings) == len(expected)
+    assert all(line.startswith(begin) for line, begin in zip(warnings, expected, strict=True))
     progress.step = 100
-    assert state.schedule.warnings == found  # at the end it is the same
+    assert state.schedule.warnings == warnings  # at the end it is the same
 
 
 def test_patience_counts_evaluations_without_a_better_value():
@@ -288,8 +288,8 @@ def test_momenta_are_restored_to_their_parameters_in_any_order_of_groups(optimiz
         torch.manual_seed(1)
         step(state)
     assert same(other.model.state_dict(), source.model.state_dict())
-    for mine, its in zip(other.model.parameters(), source.model.parameters(), strict=True):
-        assert same(other.optimizer.state[mine], source.optimizer.state[its])
+    for param, source_param in zip(other.model.parameters(), source.model.parameters(), strict=True):
+        assert same(other.optimizer.state[param], source.optimizer.state[source_param])
 
 
 def test_a_checkpoint_whose_optimizer_has_other_parameters_is_rejected():
@@ -399,7 +399,7 @@ def test_a_parameter_in_no_group_keeps_its_value_and_collects_no_gradient():
 
 
 def test_the_mean_gradient_norm_does_not_depend_on_where_a_resume_divides_an_interval():
-    found = set()
+    norms = set()
     for cut in range(12):
         state = make(lr=0.01)
         for number in range(12):
@@ -408,5 +408,5 @@ def test_the_mean_gradient_norm_does_not_depend_on_where_a_resume_divides_an_int
             if number == cut:
                 state.read_skips()  # as a save does
         state.read_skips()
-        found.add(state.log_window.means()["grad_norm"])
-    assert len(found) == 1
+        norms.add(state.log_window.means()["grad_norm"])
+    assert len(norms) == 1

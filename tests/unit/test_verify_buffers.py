@@ -19,23 +19,23 @@ def with_buffer(value, is_persistent):
 
 @pytest.mark.parametrize("values", [(3, 4), (3.0, 4.0), ([3.0], [3.0, 3.0])])
 def test_persistent_buffers_have_to_be_equal_and_others_may_differ(values):
-    ours, theirs = (with_buffer(value, is_persistent=False) for value in values)
-    assert compare_buffers(ours, theirs, rounding=1e-6) == ", 2 buffers too"  # BatchNorm's mean and variance
-    ours, theirs = (with_buffer(value, is_persistent=True) for value in values)
+    ours, reference = (with_buffer(value, is_persistent=False) for value in values)
+    assert compare_buffers(ours, reference, rounding=1e-6) == ", 2 buffers too"  # BatchNorm's mean and variance
+    ours, reference = (with_buffer(value, is_persistent=True) for value in values)
     with pytest.raises(Broken, match="^own: "):
-        compare_buffers(ours, theirs, rounding=1e-6)
+        compare_buffers(ours, reference, rounding=1e-6)
     assert compare_buffers(ours, ours, rounding=1e-6) == ", 3 buffers too"
 
 
 @pytest.mark.parametrize(("mean", "is_found"), [(1e-9, False), (1e-3, True)])
 def test_a_mean_that_is_zero_but_for_rounding_is_no_difference(mean, is_found):
-    ours, theirs = nn.Sequential(nn.BatchNorm1d(2)), nn.Sequential(nn.BatchNorm1d(2))
+    ours, reference = nn.Sequential(nn.BatchNorm1d(2)), nn.Sequential(nn.BatchNorm1d(2))
     ours[0].running_mean += mean
     with pytest.raises(Broken, match="running_mean: ") if is_found else nullcontext():
-        compare_buffers(ours, theirs, rounding=1e-6)
+        compare_buffers(ours, reference, rounding=1e-6)
 
 
 def test_the_counter_of_batchnorm_is_left_out():
-    ours, theirs = nn.Sequential(nn.BatchNorm1d(2)), nn.Sequential(nn.BatchNorm1d(2))
+    ours, reference = nn.Sequential(nn.BatchNorm1d(2)), nn.Sequential(nn.BatchNorm1d(2))
     ours[0].num_batches_tracked += 1
-    compare_buffers(ours, theirs, rounding=1e-6)
+    compare_buffers(ours, reference, rounding=1e-6)

@@ -123,7 +123,7 @@ def test_a_sum_that_overflows_in_batches_of_the_run_is_found(metric, size, expec
         with pytest.raises(UserError, match=expected):
             look_at_passes(fork)
     else:
-        assert expected in (found := look_at_passes(fork)) and bool(found) == bool(expected)
+        assert expected in (note := look_at_passes(fork)) and bool(note) == bool(expected)
 
 
 EQUAL = "please check: {} have equal sums and counts"
@@ -169,8 +169,8 @@ def precision(logits, y):
     ],
 )
 def test_two_metrics_that_are_always_equal_are_a_note(metric, expected):
-    found = look_at_passes(fork_of(linear, classify(metric)))
-    assert expected in found and bool(found) == bool(expected)
+    note = look_at_passes(fork_of(linear, classify(metric)))
+    assert expected in note and bool(note) == bool(expected)
 
 
 class Sequence(nn.Module):
@@ -247,8 +247,8 @@ def classes_second(model, batch):
 
 
 def gathered(model, batch):
-    found = model(batch[0])[:, :-1].log_softmax(-1).gather(2, batch[0][:, 1:, None])
-    return {"loss": (-found.sum(), found.numel())}
+    log_probs = model(batch[0])[:, :-1].log_softmax(-1).gather(2, batch[0][:, 1:, None])
+    return {"loss": (-log_probs.sum(), log_probs.numel())}
 
 
 def masked(model, batch):
@@ -313,8 +313,8 @@ UNSHIFTED = "shift the targets by one, or mask"
     ],
 )
 def test_a_model_of_sequences_that_sees_its_targets_is_a_note(create, loss, expected):
-    found = look_at_passes(fork_of(create, loss, TOKENS))
-    assert expected in found and bool(found) == bool(expected)
+    note = look_at_passes(fork_of(create, loss, TOKENS))
+    assert expected in note and bool(note) == bool(expected)
 
 
 X, NOISE, PRICE = draw(200, 6), draw(200, 1, seed=1), draw(200, seed=2)
@@ -323,8 +323,8 @@ BINARY = Rows(torch.cat([X, (PRICE > 0)[:, None]], 1), (PRICE > 0).long())
 
 
 def regress(model, batch):
-    found = model(batch[0])[:, 0]
-    return {"loss": (F.mse_loss(found, batch[1], reduction="sum"), len(found))}
+    predicted = model(batch[0])[:, 0]
+    return {"loss": (F.mse_loss(predicted, batch[1], reduction="sum"), len(predicted))}
 
 
 def by_hand(model, batch):
@@ -400,8 +400,8 @@ SPARSE[spread(48, 200)[10], 5] = 1.0
     ],
 )
 def test_a_target_among_the_inputs_is_a_note(create, loss, data, expected):
-    found = look_at_passes(fork_of(create, loss, data))
-    assert expected in found and bool(found) == bool(expected)
+    note = look_at_passes(fork_of(create, loss, data))
+    assert expected in note and bool(note) == bool(expected)
 
 
 CODE = """
@@ -529,8 +529,8 @@ SEED, TIE = "drawn from a seed in the code", "but are two parameters"
     ],
 )
 def test_weights_of_a_fixed_seed_and_broken_ties_are_notes(create, expected):
-    found = look_at_weights(fork_of(create, None))
-    assert expected in found and bool(found) == bool(expected)
+    note = look_at_weights(fork_of(create, None))
+    assert expected in note and bool(note) == bool(expected)
 
 
 class Kept(nn.BatchNorm1d):
@@ -653,8 +653,8 @@ def test_statistics_that_move_in_frozen_layers_or_never_are_notes(create, expect
     for number in range(3):
         net(draw(4, 8, seed=number).double())
     fork.trainings["whole"] = types.SimpleNamespace(state=types.SimpleNamespace(model=net))
-    found = look_at_statistics(fork)
-    assert re.search(expected, found) and bool(found) == bool(expected)
+    note = look_at_statistics(fork)
+    assert re.search(expected, note) and bool(note) == bool(expected)
 
 
 def refuses(at):
@@ -683,5 +683,5 @@ def test_a_look_that_fails_is_no_finding(look, create, what):
     fork = fork_of(create, classify(lambda x, y: {}))
     if look is look_at_statistics:
         fork.trainings["whole"] = types.SimpleNamespace(state=types.SimpleNamespace(model=fork.new_model()))
-    found = look(fork)
-    assert found.startswith(f"; not checked: {what}") and found.endswith("(RuntimeError: no second model)"), found
+    note = look(fork)
+    assert note.startswith(f"; not checked: {what}") and note.endswith("(RuntimeError: no second model)"), note

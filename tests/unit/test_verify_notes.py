@@ -55,9 +55,9 @@ SCALINGS = {  # from values to scaled ones, and the note
 
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_a_set_that_is_scaled_by_itself_is_recognized(kind):
-    scale, said = SCALINGS[kind]
+    scale, expected = SCALINGS[kind]
     first, second = (scales([(row, 1) for row in scale(rows)]) for rows in (ROWS[:500], ROWS[500:]))
-    assert {each for _, each in first & second} == ({said} if said else set())
+    assert {text for _, text in first & second} == ({expected} if expected else set())
 
 
 class Windows(torch.utils.data.Dataset):
@@ -76,9 +76,9 @@ class Windows(torch.utils.data.Dataset):
 @pytest.mark.parametrize("convert", [lambda x: x, lambda x: x.numpy()])
 @pytest.mark.parametrize("kind", ["standard", "limits", "plain", "limits of training"])
 def test_a_table_of_which_samples_are_windows_is_looked_at(kind, convert):
-    scale, said = SCALINGS[kind]
+    scale, expected = SCALINGS[kind]
     first, second = (scales(Windows(convert(scale(rows)))) for rows in (ROWS[:500], ROWS[500:]))
-    assert {each for _, each in first & second} == ({said} if said else set())
+    assert {text for _, text in first & second} == ({expected} if expected else set())
 
 
 def test_a_table_that_takes_long_to_read_is_not_looked_at(monkeypatch):
@@ -181,8 +181,8 @@ def test_samplers_that_nothing_reads_are_named(tmp_path, monkeypatch, kind, is_s
     monkeypatch.setattr(notes, "modules_of_yours", lambda: [module])
     monkeypatch.setattr(notes, "your_data", module)
     data = module.Rows()
-    found = unread_samplers(torch.utils.data.Subset(data, [0, 2]) if is_subset else data)
-    assert found == expected
+    unread = unread_samplers(torch.utils.data.Subset(data, [0, 2]) if is_subset else data)
+    assert unread == expected
 
 
 def test_a_data_set_of_any_kind_has_no_samplers():

@@ -215,8 +215,8 @@ def digests():
     """By kind, of two tensors. The other process has other memory."""
     wasted = [torch.zeros(99 + number) for number in range(999 * LATER)]
     whole = torch.arange(8.0)
-    found = {kind: [digest(make(whole[2:6] + number)) for number in (0, 1)] for kind, make in KINDS.items()}
-    return found if wasted or not LATER else None
+    by_kind = {kind: [digest(make(whole[2:6] + number)) for number in (0, 1)] for kind, make in KINDS.items()}
+    return by_kind if wasted or not LATER else None
 
 
 @pytest.fixture(scope="module")
@@ -231,8 +231,8 @@ def pairs():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_objects_of_two_processes_have_one_digest_and_others_another(pairs, kind):
-    here, there = pairs[0][kind], pairs[1][kind]
-    assert here == there and here[0] != here[1]
+    first, second = pairs[0][kind], pairs[1][kind]
+    assert first == second and first[0] != first[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -69,9 +69,9 @@ SETS = {  # training and held-out samples, and how many of these are noted
 @pytest.mark.parametrize("kind", SETS)
 def test_samples_that_differ_by_one_value_are_noted(kind):
     train, held_out, count = SETS[kind]
-    said = overlap(SimpleNamespace(train_set=train, held_out=held_out))
-    assert ("in all values but" in said) == (count > 0) and "are trained on" not in said, said
-    assert not count or re.search(rf"please check: {count} held-out samples \(rows .*\) equal training samples", said)
+    note = overlap(SimpleNamespace(train_set=train, held_out=held_out))
+    assert ("in all values but" in note) == (count > 0) and "are trained on" not in note, note
+    assert not count or re.search(rf"please check: {count} held-out samples \(rows .*\) equal training samples", note)
 
 
 class Augmented(list):
@@ -94,8 +94,8 @@ def test_an_augmentation_that_leaves_some_samples_as_they_are_hides_no_copies():
     same, others = rows(50, 1), rows(50, 2, 1000)
     with pytest.raises(Broken, match="are trained on"):
         overlap(SimpleNamespace(train_set=Augmented(rows(200, 1)), held_out=same))
-    said = overlap(SimpleNamespace(train_set=Augmented(rows(200, 1)), held_out=rows(50, 1, 1000)))
-    assert "50 held-out samples (rows " in said and "in all values but '2'" in said
+    note = overlap(SimpleNamespace(train_set=Augmented(rows(200, 1)), held_out=rows(50, 1, 1000)))
+    assert "50 held-out samples (rows " in note and "in all values but '2'" in note
     for train, held_out in ((Augmented(rows(200, 1)), others), (Noisy(rows(200, 1)), rows(50, 1, 1000))):
-        said = overlap(SimpleNamespace(train_set=train, held_out=held_out))
-        assert said == "; not checked: whether held-out samples are training samples, which are augmented"
+        note = overlap(SimpleNamespace(train_set=train, held_out=held_out))
+        assert note == "; not checked: whether held-out samples are training samples, which are augmented"

@@ -81,8 +81,8 @@ class Node:
 
 def circle_of_objects(t):
     objects = [SimpleNamespace(number=number, t=t) for number in range(30)]
-    for each in objects:
-        each.all = objects
+    for member in objects:
+        member.all = objects
     return objects[0]
 
 
@@ -111,10 +111,10 @@ def first(samples):
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_an_unknown_object_from_a_worker_has_the_digest_of_the_same_object_here(kind):
     make, t = UNKNOWN[kind], torch.arange(8.0)[2:6]  # a view: the pickle of its storage is larger
-    here = {"x": torch.ones(2), "meta": make(t)}
-    (moved,) = DataLoader([here], num_workers=1, collate_fn=first)
-    assert digest(here) == digest(moved) == digest({"x": torch.ones(2), "meta": make(t.clone())})
-    assert digest(here) != digest({"x": torch.ones(2), "meta": make(t + 1)}) or kind == "Enum"
+    sample = {"x": torch.ones(2), "meta": make(t)}
+    (moved,) = DataLoader([sample], num_workers=1, collate_fn=first)
+    assert digest(sample) == digest(moved) == digest({"x": torch.ones(2), "meta": make(t.clone())})
+    assert digest(sample) != digest({"x": torch.ones(2), "meta": make(t + 1)}) or kind == "Enum"
 
 
 @pytest.mark.parametrize("content", [["a", "b"], ["b", "a"]])

@@ -420,7 +420,7 @@ def test_a_checkpoint_that_was_saved_again_is_taken_with_a_warning(tmp_path, cap
 
 
 @pytest.mark.parametrize(
-    ("here", "expected"),
+    ("class_names", "expected"),
     [
         (
             ["cat", "dog", "fox"],
@@ -443,13 +443,13 @@ def test_a_checkpoint_that_was_saved_again_is_taken_with_a_warning(tmp_path, cap
     ],
 )
 @pytest.mark.parametrize("is_edited", [False, True])
-def test_other_class_names_are_a_warning(here, expected, is_edited, tmp_path, caplog):
+def test_other_class_names_are_a_warning(class_names, expected, is_edited, tmp_path, caplog):
     path = tmp_path / "c.pt"
     archive.write(path, payload())
     if is_edited:
         torch.save(torch.load(path, weights_only=True), path)
     weights = load_weights(path)
     caplog.clear()
-    warn_of_other_classes(weights, argparse.Namespace(classes=here), "c.pt")
+    warn_of_other_classes(weights, argparse.Namespace(classes=class_names), "c.pt")
     texts = [record.getMessage() for record in caplog.records]
     assert texts == ([f"init_from: {expected}"] if expected else [])

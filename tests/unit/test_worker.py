@@ -245,10 +245,10 @@ class Reduced:
 
 
 def deep():
-    found = []
+    nested = []
     for _ in range(100_000):
-        found = [found]
-    return SimpleNamespace(found=found)
+        nested = [nested]
+    return SimpleNamespace(found=nested)
 
 
 class OfAFunction:

@@ -60,9 +60,9 @@ def mapped(value: Any, function: Callable[[Tensor], Any], name: str = "") -> Any
         if kind in tensors or is_sharded(value):
             return function(value)
         if kind in (dict, OrderedDict) and all(type(key) in PLAIN for key in value):
-            return {key: walk(each, f"{name}.{key}" if name else str(key)) for key, each in value.items()}
+            return {key: walk(item, f"{name}.{key}" if name else str(key)) for key, item in value.items()}
         if kind in (list, tuple):
-            return kind([walk(each, f"{name}[{number}]") for number, each in enumerate(value)])
+            return kind([walk(item, f"{name}[{number}]") for number, item in enumerate(value)])
         raise UserError(
             f"{name}: a checkpoint cannot hold this {kind.__module__}.{kind.__qualname__}; "
             "use tensors, numbers and text, in lists and in dicts whose keys are numbers or text"

@@ -75,8 +75,8 @@ def step_of(path: Path) -> int:
 
 def step_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    found = [path for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: (step_of(path), path.name))
+    paths = [path for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: (step_of(path), path.name))
 
 
 def verify(path: Path, part: tuple[int, int] = (0, 1)) -> Trailer:
@@ -137,12 +137,12 @@ def best_or_latest(path: Path, prefers_best: bool) -> tuple[Path, list[str]]:
     if not path.is_dir() or STEP_NAME.fullmatch(path.name) or (path / MANIFEST).exists():
         return path, []
     named = Path(read_json(path / "config.json").get("checkpoint_dir", path))
-    folder = next(each for each in (path / "checkpoints", named, path) if each.is_dir())
+    folder = next(candidate for candidate in (path / "checkpoints", named, path) if candidate.is_dir())
     best = folder / BEST
-    found, notes = (best, []) if prefers_best and best.exists() else latest_valid(folder)
-    if found is None:
+    checkpoint_path, notes = (best, []) if prefers_best and best.exists() else latest_valid(folder)
+    if checkpoint_path is None:
         raise UserError(f"{path}: holds no checkpoint; give the path of one, e.g. RUN/checkpoints/step_00000100.pt")
-    return found, [*notes, f"{path}: takes {found}"]
+    return checkpoint_path, [*notes, f"{path}: takes {checkpoint_path}"]
 
 
 def superseded(steps: Iterable[int], keep_last: int, keep_every: int = 0) -> list[int]:

@@ -59,19 +59,19 @@ class PinnedBuffers:
         if sizes != self._sizes:  # making the places takes a millisecond
             self.reserve(tensors.values())
             self._sizes, self._views = sizes, [*self._create_views(tensors.values())]
-        places = dict(zip(tensors, self._views, strict=True))
-        copied = mapped(payload, lambda value: rows_of(value, places[_key(local(value))]))
-        return copied, [(places[key], tensor) for key, tensor in tensors.items()]
+        views = dict(zip(tensors, self._views, strict=True))
+        copied = mapped(payload, lambda value: rows_of(value, views[_key(local(value))]))
+        return copied, [(views[key], tensor) for key, tensor in tensors.items()]
 
     def _create_views(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         start = 0
         for tensor in tensors:
-            place = torch.empty(tensor.shape, dtype=tensor.dtype)
+            view = torch.empty(tensor.shape, dtype=tensor.dtype)
             if tensor.numel():  # a storage of its own, as torch.save wants; dense, in the tensor's own memory format
                 stride = torch.empty_like(tensor, device="meta").stride()
                 flat = torch.frombuffer(self._buffer, dtype=tensor.dtype, count=tensor.numel(), offset=start)
-                place = flat.as_strided(tensor.shape, stride)
-            yield place
+                view = flat.as_strided(tensor.shape, stride)
+            yield view
             start += _padded_bytes(tensor)
 
     def release(self) -> None:
@@ -90,8 +90,8 @@ def _padded_bytes(tensor: Tensor) -> int:
 
 
 def _key(tensor: Tensor) -> tuple:
-    place = tensor.data_ptr() if tensor.numel() else 0
-    return place, tensor.dtype, tensor.shape, tensor.stride()
+    address = tensor.data_ptr() if tensor.numel() else 0
+    return address, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _has_succeeded(code: Any) -> bool:

@@ -54,9 +54,9 @@ class Weights(dict[str, "Tensor"]):
 
 def describe_unread(path: Path, begin: bytes, error: Exception) -> str:
     """The message for a file that torch.load refuses: what it is instead. begin: its first 512 bytes."""
-    known = f"{begin.decode('latin-1')}\0error {error}"
+    begin_and_error = f"{begin.decode('latin-1')}\0error {error}"
     for pattern, text in OTHER_FILES.items():
-        if match := re.match(pattern, known, re.DOTALL):
+        if match := re.match(pattern, begin_and_error, re.DOTALL):
             return f"init_from={path}: " + text.format(*match.groups(), path=path)
     return f"init_from={path}: is truncated, damaged or not written by torch.save; give another"
 
@@ -89,11 +89,11 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     if not inner:
         return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
     if len(inner) > 1:
-        known = [name for name in STATE_DICTS if name in inner]
-        if not known:
+        known_names = [name for name in STATE_DICTS if name in inner]
+        if not known_names:
             return {}
-        LOGGER.info("init_from: takes %r of %s, out of %.300s", known[0], path, list(inner))
-        return inner[known[0]]
+        LOGGER.info("init_from: takes %r of %s, out of %.300s", known_names[0], path, list(inner))
+        return inner[known_names[0]]
     return next(iter(inner.values()))
 
 
@@ -116,28 +116,30 @@ def take_weights(
     """
     import torch
 
-    own = model.state_dict()
-    weights = match_names(weights, own, source)
-    fitting = {name: value for name, value in weights.items() if name in own and own[name].shape == value.shape}
-    missing = [name for name in own if name not in fitting]
+    state_dict = model.state_dict()
+    weights = match_names(weights, state_dict, source)
+    fitting = {
+        name: value for name, value in weights.items() if name in state_dict and state_dict[name].shape == value.shape
+    }
+    missing = [name for name in state_dict if name not in fitting]
     extra = [name for name in weights if name not in fitting]
     # Tensors are counted, since one new embedding or head may have most of the numbers. A file that is used but for its
     # head may start a larger model: its other parts are new, and get no tensor at all. The names of two parts differ in
     # their first component, after the letters that all names share.
-    shared = len(commonprefix(list(own)))  # noqa: RUF071
-    parts = {name: name[shared:].partition(".")[0] for name in own}
+    shared = len(commonprefix(list(state_dict)))  # noqa: RUF071
+    parts = {name: name[shared:].partition(".")[0] for name in state_dict}
     started = {parts[name] for name in fitting}
-    in_started = [name for name in own if parts[name] in started]
-    is_other_model = 2 * len(fitting) < len(own) and 6 * len(extra) >= len(weights)
+    in_started = [name for name in state_dict if parts[name] in started]
+    is_other_model = 2 * len(fitting) < len(state_dict) and 6 * len(extra) >= len(weights)
     if is_other_model or 2 * len(fitting) < len(in_started):
         raise UserError(
-            f"init_from={source}: {len(fitting)} of its {len(weights)} tensors fit the model, which has {len(own)}."
-            f" Only in the file: {some_of(extra, 5) or 'none'}. Only in the model: {some_of(missing, 5)}. Give weights"
-            " of this model, or rename them in initial_weights of model.py"
+            f"init_from={source}: {len(fitting)} of its {len(weights)} tensors fit the model, which has"
+            f" {len(state_dict)}. Only in the file: {some_of(extra, 5) or 'none'}. Only in the model:"
+            f" {some_of(missing, 5)}. Give weights of this model, or rename them in initial_weights of model.py"
         )
     needed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if must_be_whole:
-        needed = [name for name in own if own[name].is_floating_point()]
+        needed = [name for name in state_dict if state_dict[name].is_floating_point()]
     needed = [name for name in needed if name not in given]
     if random := [name for name in missing if name in needed]:
         raise UserError(
@@ -147,34 +149,34 @@ def take_weights(
         for name, value in fitting.items():
             is_dense = value.layout is torch.strided  # of a sparse tensor torch does not tell
             # a buffer of the model may be infinite, such as a mask
-            if is_dense and not value.isfinite().all() and own[name].isfinite().all():
+            if is_dense and not value.isfinite().all() and state_dict[name].isfinite().all():
                 raise UserError(f"init_from={source}: {name} has values that are not finite; give weights without NaN")
-        own.update(fitting)  # which has the versions of its modules (MNASNet asks for its own)
-        model.load_state_dict(own)
+        state_dict.update(fitting)  # which has the versions of its modules (MNASNet asks for its own)
+        model.load_state_dict(state_dict)
     except (NotImplementedError, RuntimeError) as error:  # of tensors that are sharded, quantized or without values
         raise UserError(
             f"init_from={source}: cannot be loaded ({' '.join(str(error).split()):.200}); save whole, dense tensors"
         ) from None
     text = "init_from: loaded %d of %d tensors from %s; kept from create_model: %s; not used: %s"
     names = (", ".join(missing) or "none", ", ".join(extra) or "none")
-    LOGGER.info(text, len(fitting), len(own), source, *names)
+    LOGGER.info(text, len(fitting), len(state_dict), source, *names)
 
 
-def match_names(weights: dict[str, Tensor], own: dict[str, Any], source: str) -> dict[str, Tensor]:
+def match_names(weights: dict[str, Tensor], state_dict: dict[str, Any], source: str) -> dict[str, Tensor]:
     """Give the weights the model's names, if these differ by wrappers anywhere and by one prefix of all of them.
 
-    own: the state dict of the model.
+    state_dict: that of the model.
     """
     for wrappers in WRAPPERS:
-        theirs = {re.sub(wrappers, "", name): name for name in weights}
-        ours = {re.sub(wrappers, "", name): name for name in own}
-        if len(theirs) == len(weights) and len(ours) == len(own):
+        weight_names = {re.sub(wrappers, "", name): name for name in weights}
+        ours = {re.sub(wrappers, "", name): name for name in state_dict}
+        if len(weight_names) == len(weights) and len(ours) == len(state_dict):
             break
-    prefix = _common_prefix(theirs, ours)
+    prefix = _common_prefix(weight_names, ours)
     matched = {}
-    for name, original in theirs.items():
+    for name, original in weight_names.items():
         short = name.removeprefix(prefix)
-        if short in theirs:
+        if short in weight_names:
             short = name
         matched[ours.get(short, original)] = weights[original]
     if matched.keys() != weights.keys():
@@ -182,25 +184,25 @@ def match_names(weights: dict[str, Tensor], own: dict[str, Any], source: str) ->
     return matched
 
 
-def _common_prefix(theirs: Iterable[str], ours: Iterable[str]) -> str:
+def _common_prefix(weight_names: Iterable[str], ours: Iterable[str]) -> str:
     """What most of our names have in front of them in the file; nothing if two prefixes fit equally."""
     counts: Counter[str] = Counter()
-    for name in theirs:
-        prefix, rest = "", name
-        while rest:
-            if rest in ours:
+    for name in weight_names:
+        prefix, suffix = "", name
+        while suffix:
+            if suffix in ours:
                 counts[prefix] += 1
-            part, _, rest = rest.partition(".")
+            part, _, suffix = suffix.partition(".")
             prefix += f"{part}."
-    most = max(counts.values(), default=0)
-    prefixes = [prefix for prefix in counts if counts[prefix] == most]
+    highest = max(counts.values(), default=0)
+    prefixes = [prefix for prefix in counts if counts[prefix] == highest]
     return prefixes[0] if len(prefixes) == 1 else ""
 
 
 def warn_of_other_classes(weights: dict[str, Tensor], train_set: Any, source: str) -> None:
     """Warn if the checkpoint of these weights had other classes, or had them in another order."""
-    saved, here = list(getattr(weights, "classes", ())), list(getattr(train_set, "classes", ()))
-    differing = [pair for pair in zip_longest(saved, here, fillvalue="") if pair[0] != pair[1]]
-    if differing and saved and here:
+    saved, current = list(getattr(weights, "classes", ())), list(getattr(train_set, "classes", ()))
+    differing = [pair for pair in zip_longest(saved, current, fillvalue="") if pair[0] != pair[1]]
+    if differing and saved and current:
         text = "init_from: %d class names of %s differ from those of the data. The first is %r there and %r here."
         LOGGER.log(ALIKE, text, len(differing), source, *differing[0])

@@ -36,7 +36,7 @@ class Writer:
     Args:
         write: writes the payload; called in the thread. Its last argument is called when bytes were written.
         is_waiting: whether `write` waits for another rank, which looks at its own progress.
-        whose: the rank and host that errors name.
+        rank_and_host: the rank and host that errors name.
         latest: the checkpoint that the run starts from.
     """
 
@@ -45,11 +45,11 @@ class Writer:
         write: Callable[[Path, Payload, Call], object],
         is_waiting: Callable[[], bool],
         limits: Limits,
-        whose: tuple[int, str],
+        rank_and_host: tuple[int, str],
         latest: Path | None,
     ) -> None:
         self._write, self._is_waiting, self._limits = write, is_waiting, limits
-        self._whose, self._latest = whose, latest
+        self._whose, self._latest = rank_and_host, latest
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_be_nice)
         self.path, self.copy = Path(), Future[Payload]()  # of the last write
         self._writing: Future[float | None] | None = None  # in progress; returns its seconds

@@ -19,36 +19,38 @@ Sketch = list[int | float]  # of one sample: a digest, then a norm and a project
 
 
 def compare_data(
-    before: dict[str, Any], here: dict[str, Any], files: dict[str, Any], is_same_code: bool, split: str = "training"
+    before: dict[str, Any], current: dict[str, Any], files: dict[str, Any], is_same_code: bool, split: str = "training"
 ) -> tuple[str, bool]:
     """What has changed in a set, in one line or none, and whether it is another data set."""
     names = {kind: ", ".join(files.get(kind, [])) for kind in ("missing", "new", "resized")}
-    if before["identity"] != here["identity"]:
+    if before["identity"] != current["identity"]:
         text = f"the {split} set differs from the checkpoint's (names, number or labels)"
         text += f"; new: {names['new']}" if names["new"] else ""
         remedy = "put them back, or readable copies of other images under these names"
         return text + (f"; missing: {names['missing']}: {remedy}" if names["missing"] else ""), True
-    if before["content"] != here["content"]:
+    if before["content"] != current["content"]:
         text = f"the {split} set has files of another size than in the checkpoint"
         number, total = files.get("count", (0, 0))
         if not number:
             return f"{text} (the run folder has no list of their names)", False
         return f"{text}: {number:,} of {total:,} ({names['resized']})", number > max(1, MAX_OF_FILES * total)
-    return compare_samples(before, here, split, is_same_code)
+    return compare_samples(before, current, split, is_same_code)
 
 
-def compare_samples(before: dict[str, Any], here: dict[str, Any], split: str, is_same_code: bool) -> tuple[str, bool]:
+def compare_samples(
+    before: dict[str, Any], current: dict[str, Any], split: str, is_same_code: bool
+) -> tuple[str, bool]:
     """What has changed in the samples of a set since a checkpoint, in one line or none, and whether it is another.
 
     Only samples of which both have a sketch are compared: there are none if one of them was made by a fork without the
     extra `sketches`.
     """
     number, differing = 0, 0
-    for one, other in zip(before["sketches"], here["sketches"], strict=False):
-        if one is None or other is None:
+    for old_sketch, new_sketch in zip(before["sketches"], current["sketches"], strict=False):
+        if old_sketch is None or new_sketch is None:
             continue
         number += 1
-        if not _is_alike(one, other):
+        if not _is_alike(old_sketch, new_sketch):
             differing += 1
     if not differing:
         return "", False
@@ -56,28 +58,28 @@ def compare_samples(before: dict[str, Any], here: dict[str, Any], split: str, is
     return text, is_same_code and differing > MAX_OF_SAMPLES * number
 
 
-def are_alike(some: list[Sketch | None], others: list[Sketch | None]) -> bool:
+def are_alike(sketches_a: list[Sketch | None], sketches_b: list[Sketch | None]) -> bool:
     """Whether the samples of which both lists have a sketch, in the same places, are equal up to rounding."""
-    return all(a is None or b is None or _is_alike(a, b) for a, b in zip(some, others, strict=False))
+    return all(a is None or b is None or _is_alike(a, b) for a, b in zip(sketches_a, sketches_b, strict=False))
 
 
-def _is_alike(one: Sketch, other: Sketch) -> bool:
-    if (one[0], len(one)) != (other[0], len(other)):
+def _is_alike(sketch_a: Sketch, sketch_b: Sketch) -> bool:
+    if (sketch_a[0], len(sketch_a)) != (sketch_b[0], len(sketch_b)):
         return False
-    pairs = list(zip(one[1:], other[1:], strict=True))
+    pairs = list(zip(sketch_a[1:], sketch_b[1:], strict=True))
     norms = [max(pair) for pair in pairs[::2] for _ in range(2)]
     return all(abs(a - b) <= TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))
 
 
-def changed_files(before: bytes, here: bytes) -> dict[str, Any]:
+def changed_files(before: bytes, current: bytes) -> dict[str, Any]:
     """How the files in two listings differ, with up to 20 names of each kind."""
-    if not before or before == here:
+    if not before or before == current:
         return {}
-    old, new = (dict(row.rpartition(b" ")[::2] for row in each.split(b"\0")[1:-1]) for each in (before, here))
+    old, new = (dict(row.rpartition(b" ")[::2] for row in listing.split(b"\0")[1:-1]) for listing in (before, current))
     resized = [name for name, size in old.items() if new.get(name, size) != size]
     kinds = {"missing": old.keys() - new.keys(), "new": new.keys() - old.keys(), "resized": resized}
-    some = {kind: [*sorted(names)[:MAX_NAMES], *[b"..."] * (len(names) > MAX_NAMES)] for kind, names in kinds.items()}
-    shown = {kind: [name.decode(errors="replace") for name in names] for kind, names in some.items()}
+    capped = {kind: [*sorted(names)[:MAX_NAMES], *[b"..."] * (len(names) > MAX_NAMES)] for kind, names in kinds.items()}
+    shown = {kind: [name.decode(errors="replace") for name in names] for kind, names in capped.items()}
     return shown | {"count": (len(resized), len(old))}
 
 

@@ -118,7 +118,9 @@ class GlobalBatchLoader:
         for indices in self.largest():
             _, collated, batch = self.fetch(indices)
             batches.append(batch)
-            dense = [each for each in tensors_in(collated) if each.layout == torch.strided]  # others have no storage
+            dense = [
+                tensor for tensor in tensors_in(collated) if tensor.layout == torch.strided
+            ]  # others have no storage
             storages = {tensor.untyped_storage().data_ptr() for tensor in dense}
             # of the batches that workers have fetched, that of this step and the one before, which is freed later
             held = self.num_workers and PREFETCHED * self.num_workers + 2
@@ -153,8 +155,8 @@ class GlobalBatchLoader:
                 worker.join()
 
     def __iter__(self) -> Iterator[Any]:
-        here = self.micro_batches(self.sampler.epoch, self.sampler.start)
-        yield from (micro_batch.batch for micro_batch in here if not micro_batch.is_padding)
+        micro_batches = self.micro_batches(self.sampler.epoch, self.sampler.start)
+        yield from (micro_batch.batch for micro_batch in micro_batches if not micro_batch.is_padding)
         self.sampler.set_epoch(self.sampler.epoch + 1)
 
     def __len__(self) -> int:

@@ -136,8 +136,8 @@ class GlobalBatchSampler(DistributedSampler):
 
     def steps_left(self, epoch: int, start: int, epochs: float) -> float:
         """Optimizer steps from sample `start` of an epoch to the end of a run of so many epochs."""
-        here = math.ceil((self.samples_per_epoch - start) / self.global_batch_size)
-        return max(0, here) + max(0, epochs - epoch - 1) * self.steps_per_epoch if epoch < epochs else 0
+        left_in_epoch = math.ceil((self.samples_per_epoch - start) / self.global_batch_size)
+        return max(0, left_in_epoch) + max(0, epochs - epoch - 1) * self.steps_per_epoch if epoch < epochs else 0
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         super().set_epoch(epoch)
@@ -178,11 +178,11 @@ class GlobalBatchSampler(DistributedSampler):
         for first in range(start, len(order), self.global_batch_size):
             entries = order[first : first + self.global_batch_size]
             count = math.ceil(len(entries) / size)
-            mine = self.assignment.numbers(self.rank, count)
-            passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(mine))
+            numbers = self.assignment.numbers(self.rank, count)
+            passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(numbers))
             for k in range(passes):
-                is_padding = k >= len(mine)
-                number = (mine[0] if mine else 0) if is_padding else mine[k]
+                is_padding = k >= len(numbers)
+                number = (numbers[0] if numbers else 0) if is_padding else numbers[k]
                 indices = entries[number * size :][:size].tolist()
                 yield MicroBatch(epoch, number, indices, is_padding, k == passes - 1, count, len(entries))
 

@@ -60,8 +60,10 @@ def load_data(data_module: ModuleType, config: TrainingConfig, ctx: DistributedC
     differ += " create_dataset makes from a set, the environment or the clock"
     listed = [split for split, dataset in sets.items() if hasattr(dataset, "use_listing")]
     require_equal(listed, differ, ctx)
-    for each in (sets[split] for split in listed):
-        each.use_listing(read_once(each.folder, functools.partial(getattr, each, "listing"), differ, ctx))
+    for listed_set in (sets[split] for split in listed):
+        listed_set.use_listing(
+            read_once(listed_set.folder, functools.partial(getattr, listed_set, "listing"), differ, ctx)
+        )
     if listed and ctx.is_main:
         sets[listed[0]].log_listed([sets[split] for split in listed])
 
@@ -72,16 +74,16 @@ def load_data(data_module: ModuleType, config: TrainingConfig, ctx: DistributedC
 
     sets = on_all_ranks(check, ctx)
     config = on_all_ranks(lambda: with_auto(config, sets["train"]), ctx)
-    seen = [[split, identity(each)] for split, each in sets.items()]
+    seen = [[split, identity(dataset)] for split, dataset in sets.items()]
     require_equal(seen, differ, ctx)
     from utils.extras.sketches import alike_on_all_ranks  # extra: sketches
 
     sketches: list[list] = [[] for _ in sets]
     sketches = alike_on_all_ranks(sets, config.seed, differ, ctx)  # extra: sketches
-    files = [each.listing if split in listed else b"" for split, each in sets.items()]
+    files = [dataset.listing if split in listed else b"" for split, dataset in sets.items()]
     content = {
-        split: {"identity": own, "content": hashlib.sha256(listing).hexdigest()[:16], "sketches": some}
-        for (split, own), listing, some in zip(seen, files, sketches, strict=True)
+        split: {"identity": set_identity, "content": hashlib.sha256(listing).hexdigest()[:16], "sketches": set_sketches}
+        for (split, set_identity), listing, set_sketches in zip(seen, files, sketches, strict=True)
     }
     train = content.pop("train")
     return DataSets(sets.pop("train"), sets, config, train | {"held_out": content}, files[0])
@@ -139,9 +141,9 @@ class ChosenSamples(Subset):
     def _order_of_chosen(self, seed: int, epoch: int, n: int) -> Tensor:
         whole = len(self.dataset)
         order = torch.as_tensor(self.dataset.epoch_order(seed, epoch, whole), dtype=torch.int64)
-        places = torch.full((whole,), -1).index_copy_(0, self._chosen, torch.arange(n))
-        found = places[order % whole] + order // whole * n
-        return found[places[order % whole] >= 0]
+        positions = torch.full((whole,), -1).index_copy_(0, self._chosen, torch.arange(n))
+        new_order = positions[order % whole] + order // whole * n
+        return new_order[positions[order % whole] >= 0]
 
     def _transform(self, batch: Any, seed: int, epoch: int, indices: Tensor) -> Any:
         self._of_copies = self._of_copies.to(indices.device)  # once
@@ -169,17 +171,17 @@ def choose_samples(dataset: Any, size: int, seed: int) -> MapDataset:
 
 def identity(dataset: MapDataset) -> str:
     """The number of samples and a hash of names and labels: of the data set's own fingerprint, or else of `targets`."""
-    own = getattr(dataset, "fingerprint", None)
+    hash_input = getattr(dataset, "fingerprint", None)
     with suppress(TypeError, ValueError, RuntimeError):  # `targets` of other kinds than numbers
-        own = torch.as_tensor(getattr(dataset, "targets", [])).tolist() if own is None else own
-    return f"{len(dataset):,} samples, {derive_seed(own):016x}"
+        hash_input = torch.as_tensor(getattr(dataset, "targets", [])).tolist() if hash_input is None else hash_input
+    return f"{len(dataset):,} samples, {derive_seed(hash_input):016x}"
 
 
 def split_of(dataset: MapDataset, split: str) -> str:
     """The name of its split for records: its own, as of an only held-out folder "test". Other libraries use the
     attribute for objects of their own (datasets.NamedSplit), which do not count."""
-    own = getattr(dataset, "split", split)
-    return own if type(own) is str else split
+    own_split = getattr(dataset, "split", split)
+    return own_split if type(own_split) is str else split
 
 
 def kind_of(dataset: MapDataset) -> str:
@@ -190,5 +192,5 @@ def kind_of(dataset: MapDataset) -> str:
 
 def describe(dataset: MapDataset) -> dict[str, Any]:
     """The properties of a training set that an export or a resume needs."""
-    found = {name: torch.as_tensor(getattr(dataset, name, [])).tolist() for name in ("mean", "std")}
-    return {"identity": identity(dataset), "classes": list(getattr(dataset, "classes", []))} | found
+    mean_and_std = {name: torch.as_tensor(getattr(dataset, name, [])).tolist() for name in ("mean", "std")}
+    return {"identity": identity(dataset), "classes": list(getattr(dataset, "classes", []))} | mean_and_std

@@ -50,14 +50,14 @@ def sample_name(dataset: Any, index: int) -> str:
 def add_samples(error: Exception, dataset: Any, indices: Sequence[int], action: Any = None) -> None:
     """Add a note to the error with its samples and their files: the first one for whose position the action fails; or
     one that only fails beside the first; or all."""
-    places = range(len(indices))
-    some: Sequence[int] = places
-    for some in [*([k] for k in places), *([0, k] for k in places[1:]), places] if action else ():
+    positions = range(len(indices))
+    subset: Sequence[int] = positions
+    for subset in [*([k] for k in positions), *([0, k] for k in positions[1:]), positions] if action else ():
         try:
-            action(some)
+            action(subset)
         except Exception:
             break
-    note = ", ".join(sample_name(dataset, indices[k]) for k in some[:8])
+    note = ", ".join(sample_name(dataset, indices[k]) for k in subset[:8])
     if note not in getattr(error, "__notes__", []):  # a data set around this one may have added it
         error.add_note(note)
     if isinstance(error, StopIteration):  # would look like the end of the data
@@ -92,7 +92,9 @@ class Fetcher(Dataset):
             return micro_batch, error
         except Exception as error:
             if self._is_batched:
-                add_samples(error, self._dataset, indices, lambda some: self._batch(epoch, [indices[k] for k in some]))
+                add_samples(
+                    error, self._dataset, indices, lambda subset: self._batch(epoch, [indices[k] for k in subset])
+                )
             else:
                 add_samples(error, self._dataset, [indices[len(samples)]])
             if not isinstance(error, OSError) or not is_transient(error):
@@ -120,7 +122,7 @@ class Fetcher(Dataset):
             return micro_batch, error
         except Exception as error:
             is_listed = isinstance(samples, list) and len(samples) == len(micro_batch.indices)  # else a batch already
-            again = (lambda some: self._collate_samples([samples[k] for k in some])) if is_listed else None
+            again = (lambda subset: self._collate_samples([samples[k] for k in subset])) if is_listed else None
             add_samples(error, self._dataset, micro_batch.indices, again)
             raise
 

@@ -56,7 +56,7 @@ def gather(row: Tensor, ctx: DistributedContext) -> list[list[Any]]:
         return [row.tolist()]
     rows = [torch.empty_like(row) for _ in range(ctx.world_size)] if ctx.rank == 0 else None
     dist.gather(row, rows, group=ctx.control)
-    return [each.tolist() for each in rows or [row]]
+    return [tensor.tolist() for tensor in rows or [row]]
 
 
 def first_rank_where(condition: bool, ctx: DistributedContext) -> int | None:
@@ -103,7 +103,7 @@ def require_equal(value: Any, sentence: str, ctx: DistributedContext) -> None:
     """
     text = json.dumps(value)
     if rank := first_rank_where(text != broadcast_json(text, ctx), ctx):
-        other, first = (f"{ctx.hosts[each]} (rank {each})" for each in (rank, 0))
+        other, first = (f"{ctx.hosts[number]} (rank {number})" for number in (rank, 0))
         raise UserError(sentence.format(other=other, first=first), rank, ctx.hosts[rank])
 
 
@@ -139,12 +139,12 @@ def read_once(folder: Path, read: Callable[[], bytes], sentence: str, ctx: Distr
     """
     status, number = on_all_ranks(lambda: (folder.stat(), os.statvfs(folder).f_fsid), ctx)
     host = os.major(status.st_dev) and ctx.host  # a network file system has no device
-    places = all_gather_json([host, number, status.st_ino, status.st_ctime_ns], ctx)
-    reader = places.index(places[ctx.rank])
+    folder_ids = all_gather_json([host, number, status.st_ino, status.st_ctime_ns], ctx)
+    reader = folder_ids.index(folder_ids[ctx.rank])
     data = on_all_ranks(lambda: read() if reader == ctx.rank else b"", ctx)
-    found = all_gather_json([len(data), hashlib.sha256(data).hexdigest()], ctx)
-    require_equal(found[reader], sentence, ctx)
-    buffer = bytearray(data or found[0][0])
+    digests = all_gather_json([len(data), hashlib.sha256(data).hexdigest()], ctx)
+    require_equal(digests[reader], sentence, ctx)
+    buffer = bytearray(data or digests[0][0])
     if ctx.world_size > 1 and buffer:
         dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), 0, group=ctx.control)
     return bytes(buffer)

@@ -96,9 +96,9 @@ def read_launch() -> Launch:
                 raise UserError(f"{name}={size}: mpirun would start {size} runs of one rank; start with {how}")
         return launch
     if missing:
-        there = [name for name in names if name not in missing]
+        present = [name for name in names if name not in missing]
         raise UserError(
-            f"{' and '.join(missing)}: not set, while {' and '.join(there)} is; start with torchrun, or set all of"
+            f"{' and '.join(missing)}: not set, while {' and '.join(present)} is; start with torchrun, or set all of"
             f" {', '.join(names)}"
         )
     try:

@@ -125,7 +125,8 @@ def raise_file_limit(world_size: int, workers: int, tensors: int = 0) -> None:
     need = FILES + FILES_PER_RANK * world_size + FILES_PER_WORKER * workers + tensors
     if soft != resource.RLIM_INFINITY and soft < need:
         how = f"ulimit -n {need}, LimitNOFILE, --ulimit"
-        way = f"raise it ({how})"
+        remedy = f"raise it ({how})"
         if tensors:
-            way = f"{tensors} of them for tensors from loader workers; use fewer --num_workers (0 needs none), or {way}"
-        raise UserError(f"open files: the limit is {soft}, but about {need} are needed; {way}")
+            fewer = "use fewer --num_workers (0 needs none)"
+            remedy = f"{tensors} of them for tensors from loader workers; {fewer}, or {remedy}"
+        raise UserError(f"open files: the limit is {soft}, but about {need} are needed; {remedy}")

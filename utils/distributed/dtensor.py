@@ -39,9 +39,9 @@ def shard_of(value: Any, like: Any) -> Any:
 def own_rows(value: Any) -> tuple[int, int]:
     """The first row of a sharded tensor that this rank has, and how many it has."""
     mesh, rows = value.device_mesh, value.shape[0]
-    most = -(-rows // mesh.get_group("shards").size())  # per rank, as in torch.chunk
-    first = min(rows, most * mesh.get_local_rank("shards"))
-    return first, min(most, rows - first)
+    rows_per_rank = -(-rows // mesh.get_group("shards").size())  # per rank, as in torch.chunk
+    first = min(rows, rows_per_rank * mesh.get_local_rank("shards"))
+    return first, min(rows_per_rank, rows - first)
 
 
 def rows_of(value: Tensor, shard: Tensor) -> Any:

@@ -60,7 +60,7 @@ def _connect(url: str, launch: Launch, timeout: timedelta) -> dist.Store:
         meet = functools.partial(dist.rendezvous, url, launch.rank, waited_for, timeout=timeout)
         store, _, _ = run_with_timeout(timeout.total_seconds() + 5, lambda: next(meet()))
     except (dist.DistError, ValueError, RuntimeError, TimeoutError) as error:
-        where = launch.master if url == "env://" else url
+        address = launch.master if url == "env://" else url
         reason = "no answer"
         if str(error):
             reason = str(error).splitlines()[0]  # without the C++ stack
@@ -69,7 +69,7 @@ def _connect(url: str, launch: Launch, timeout: timedelta) -> dist.Store:
             remedy = "check that rank 0 is running and its address is correct"
         if "EADDRINUSE" in reason:
             remedy = "another program uses the port (ss -ltnp shows it); end it, or give all ranks another MASTER_PORT"
-        raise StartError(f"rank {launch.rank}: rendezvous at {where} failed ({reason}); {remedy}") from None
+        raise StartError(f"rank {launch.rank}: rendezvous at {address} failed ({reason}); {remedy}") from None
     store.set_timeout(timeout)
     return store
 
@@ -99,7 +99,7 @@ def exchange_rank_info(
     missing, counted, launch_nonce = _read_answer(store, keys, timeout)
     if not counted:
         raise _did_not_start(missing, timeout, launch.world_size)
-    rank_infos = [each for each, ranks in counted for _ in range(ranks)]
+    rank_infos = [info for info, ranks in counted for _ in range(ranks)]
     _raise_problems(rank_infos, backend)
     return rank_infos, launch_nonce
 
@@ -145,14 +145,14 @@ def _did_not_start(missing: list[int], timeout: float, world_size: int) -> Start
 
 def _raise_problems(rank_infos: list[dict[str, Any]], backend: str) -> None:
     """Raise the problem of the first rank that has one, or that some ranks have no GPU. All ranks raise the same."""
-    problems = {each["problem"] for each in rank_infos}
-    for rank, each in enumerate(rank_infos):
-        if each["problem"]:
-            text = each["problem"]
+    problems = {info["problem"] for info in rank_infos}
+    for rank, rank_info in enumerate(rank_infos):
+        if rank_info["problem"]:
+            text = rank_info["problem"]
             if len(problems) > 1:
-                text += f" (rank {rank} on {each['host']})"
-            raise UserError(text, rank, each["host"])
-    bare = [rank for rank, each in enumerate(rank_infos) if each["device"] == "cpu"]
+                text += f" (rank {rank} on {rank_info['host']})"
+            raise UserError(text, rank, rank_info["host"])
+    bare = [rank for rank, info in enumerate(rank_infos) if info["device"] == "cpu"]
     if backend == "auto" and 0 < len(bare) < len(rank_infos):
         hosts = ", ".join(sorted({rank_infos[rank]["host"] for rank in bare}))
         text = "has no CUDA device while other ranks have one; fix it, leave it out, or use --backend gloo"

@@ -51,8 +51,8 @@ def crops_of(draws: Tensor, padding: int, width: int) -> Tensor:
 @functools.partial(once_per_stream, kept=2)  # the next epoch's first batches are prefetched
 def crops_of_epoch(seed: int, epoch: int, n: int, padding: int, width: int, device: torch.device) -> Tensor:
     """`crops_of` all samples: for each batch it would launch 27 kernels."""
-    some = torch.arange(n, device=device).split(2**17)  # bounds what is in memory beside the table
-    return torch.cat([crops_of(sample_draws(seed, epoch, indices, 3), padding, width) for indices in some])
+    chunks = torch.arange(n, device=device).split(2**17)  # bounds what is in memory beside the table
+    return torch.cat([crops_of(sample_draws(seed, epoch, indices, 3), padding, width) for indices in chunks])
 
 
 _numbers = once_per_stream(lambda count, device: torch.arange(count, device=device))
@@ -83,4 +83,4 @@ def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 def _scale_and_shift(mean: Tensor, std: Tensor, _: Any, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """On the device once: a copy would wait for all work queued there."""
     pair = [1 / (255 * std), mean / std]
-    return [each.to(device, torch.promote_types(each.dtype, dtype)).view(-1, 1, 1) for each in pair]
+    return [tensor.to(device, torch.promote_types(tensor.dtype, dtype)).view(-1, 1, 1) for tensor in pair]

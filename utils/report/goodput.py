@@ -27,47 +27,49 @@ def attempts_of(records: list[dict[str, Any]], time: Any, step: Any) -> list[Att
 
     time, step: of status.json; the first event of the next attempt has those of the others, and their state.
     """
-    found: list[AttemptTimes] = []
-    own: list[dict[str, Any]] = []
+    attempts: list[AttemptTimes] = []
+    attempt_records: list[dict[str, Any]] = []
     kept, state = math.inf, ""
     for record in reversed(records):
         if record.get("event") not in ("started", "resumed") or "seconds" not in record:
-            own.append(record)
+            attempt_records.append(record)
             continue
         trains = seconds_of(record["time"])
         began = trains - record["seconds"]
-        times = [trains, *(seconds_of(each.get("time")) for each in own)]
-        saves = [each for each in own if each.get("event") == "checkpoint" and each["step"] == kept]
-        starts = [seconds_of(each.get("time")) - each.get("seconds", 0.0) for each in saves]
+        times = [trains, *(seconds_of(entry.get("time")) for entry in attempt_records)]
+        saves = [entry for entry in attempt_records if entry.get("event") == "checkpoint" and entry["step"] == kept]
+        starts = [seconds_of(save.get("time")) - save.get("seconds", 0.0) for save in saves]
         until, step = max(*times, seconds_of(time)), step if isinstance(step, int) else record["step"]
         is_lost = step > kept or (bool(starts) and state in ("running", "failed"))
         lost_from = max(starts or times) if is_lost else until
-        found.append(AttemptTimes(record, own[::-1], min(began, trains), trains, lost_from, until, step, kept))
-        kept, own = min(kept, record["step"]), []
+        attempts.append(
+            AttemptTimes(record, attempt_records[::-1], min(began, trains), trains, lost_from, until, step, kept)
+        )
+        kept, attempt_records = min(kept, record["step"]), []
         time, step, state = (record.get(f"previous_{name}") for name in ("time", "step", "state"))
-    return found[::-1]
+    return attempts[::-1]
 
 
 def accounts_of(attempts: list[AttemptTimes]) -> dict[str, float]:
     """The seconds in each account. Their sum is the time from the first start to the end of the last attempt."""
-    found, ended = dict.fromkeys(ACCOUNTS, 0.0), math.inf
-    for each in attempts:
-        left, step = each.lost_from - each.training_from, each.first["step"]
-        for record in each.records:
+    accounts, ended = dict.fromkeys(ACCOUNTS, 0.0), math.inf
+    for attempt in attempts:
+        left, step = attempt.lost_from - attempt.training_from, attempt.first["step"]
+        for record in attempt.records:
             noted = {"checkpoints": record.get("blocked_s", 0.0) + record.get("waited_s", 0.0)}
             if record["kind"] == "train":
                 noted["data_wait"], step = record.get("data_wait_s", 0.0) * (record["step"] - step), record["step"]
             elif record.get("event") == "evaluation":
                 noted["evaluation"] = record.get("seconds", 0.0)
             for name, seconds in noted.items():
-                found[name] += min(seconds, left)
+                accounts[name] += min(seconds, left)
                 left -= min(seconds, left)
-        found["training"] += left
-        found["start_up"] += each.training_from - each.started_at
-        found["recomputed"] += each.until - each.lost_from
-        found["down"] += max(0.0, each.started_at - ended)
-        ended = each.until
-    return found
+        accounts["training"] += left
+        accounts["start_up"] += attempt.training_from - attempt.started_at
+        accounts["recomputed"] += attempt.until - attempt.lost_from
+        accounts["down"] += max(0.0, attempt.started_at - ended)
+        ended = attempt.until
+    return accounts
 
 
 def seconds_of(text: Any) -> float:

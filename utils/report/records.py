@@ -49,7 +49,7 @@ class LogPoint:
             **logged,
             "data_wait_s": waited / self.steps,
             "step_s": seconds / self.steps,
-            "peak_memory_bytes": int(max(each[3] for each in ranks)),
+            "peak_memory_bytes": int(max(row[3] for row in ranks)),
         }
 
 

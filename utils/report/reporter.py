@@ -78,12 +78,12 @@ class Reporter:
             run.warn("changed: %s", line)
         for line in self._state.schedule.warnings:
             run.warn("%s", line)
-        where = {"epoch": progress.epoch_number, "step": progress.step, "samples_seen": progress.samples_seen}
+        position = {"epoch": progress.epoch_number, "step": progress.step, "samples_seen": progress.samples_seen}
         if run.resume_path:
             source = {"checkpoint": str(run.resume_path), "changed": differences}
         else:
             source = {"weights": shown(of_parameters(self._state.model))}  # do runs with other seeds start elsewhere?
-        run.mark_beginning(self._attempt.began, where, world_size=self._ctx.world_size, **source)
+        run.mark_beginning(self._attempt.began, position, world_size=self._ctx.world_size, **source)
 
     # ---- training ----
 
@@ -112,7 +112,7 @@ class Reporter:
         self.catch_up()
         state, progress, lr = self._state, self._state.progress, self._config.lr * self._state.factor
         every = self._config.log_interval
-        rates = {"lr": lr} | ({"lr_of_groups": state.lrs} if any(each != lr for each in state.lrs) else {})
+        rates = {"lr": lr} | ({"lr_of_groups": state.lrs} if any(group_lr != lr for group_lr in state.lrs) else {})
         self._unwritten = LogPoint(
             at={"epoch": progress.epoch_number, "step": progress.step} | rates,
             samples=self._samples,

@@ -30,9 +30,10 @@ def slowest(ranks: list[dict[str, float]]) -> tuple[int, float, str]:
     Args:
         ranks: the seconds of each rank in "data" and "compute", without waits for other ranks.
     """
-    totals = [each["data"] + each["compute"] for each in ranks]
+    totals = [seconds["data"] + seconds["compute"] for seconds in ranks]
     rank = max(range(len(totals)), key=totals.__getitem__)
     excess = {
-        part: ranks[rank][part] - statistics.median_low(each[part] for each in ranks) for part in ("data", "compute")
+        part: ranks[rank][part] - statistics.median_low(seconds[part] for seconds in ranks)
+        for part in ("data", "compute")
     }
     return rank, totals[rank] / max(1e-9, statistics.median_low(totals)), max(excess, key=excess.__getitem__)

@@ -33,7 +33,9 @@ def summary_of(
     wall = max(1e-9, sum(accounts.values()))
     trained = accounts["training"] + accounts["data_wait"]  # counts each step once
     # the run may have begun with the checkpoint of another one
-    samples = progress.samples_seen - min((each.first["samples_seen"] for each in attempts), default=0)
+    samples = progress.samples_seen - min(
+        (attempt_times.first["samples_seen"] for attempt_times in attempts), default=0
+    )
     rate = samples / trained if trained else 0.0
     evaluations = _evaluations(records, test, [*state.weights()][-1])
     best: dict[str, Any] = next((r for r in reversed(evaluations) if r["step"] == progress.best_step), {})
@@ -64,27 +66,29 @@ def summary_of(
         *state.schedule.warnings,
         *_warnings(summary, evaluations, empty_steps(records), bool(progress.best_metric)),
     ]
-    warnings = [each for each in warnings if each]
+    warnings = [warning for warning in warnings if warning]
     return summary | ({"test": test} if test else {}) | ({"warnings": warnings} if warnings else {})
 
 
 def empty_steps(records: list[dict[str, Any]]) -> int:
     """The number of steps that were skipped because their loss counted nothing."""
-    return sum(each.get("reason") == NOTHING_COUNTED for each in records)
+    return sum(record.get("reason") == NOTHING_COUNTED for record in records)
 
 
 def _evaluations(records: list[dict[str, Any]], test: list[dict[str, Any]], weights: str) -> list[dict[str, Any]]:
     """Those of the weights that select the best checkpoint."""
-    found = [each for each in records if each["kind"] == "eval" and each["weights"] == weights and each not in test]
+    evaluations = [
+        record for record in records if record["kind"] == "eval" and record["weights"] == weights and record not in test
+    ]
     # the others are tests at the end of an earlier, shorter run
-    return [each for each in found if each["split"] == "val"] or found
+    return [record for record in evaluations if record["split"] == "val"] or evaluations
 
 
 def _warnings(
     summary: dict[str, Any], evaluations: list[dict[str, Any]], empty_steps: int, has_validation: bool
 ) -> list[str]:
     """What the run has not done although it ends without an error; empty texts for the rest."""
-    never = ", ".join(name for name in summary["final"] if all(each.get(name) is None for each in evaluations))
+    never = ", ".join(name for name in summary["final"] if all(record.get(name) is None for record in evaluations))
     is_empty = 0 < summary["steps"] == empty_steps
     has_no_best = has_validation and evaluations and summary["best_value"] is None
     return [
@@ -130,11 +134,11 @@ def end_text(
         f" {summary['samples_per_s']:,.0f} samples/s, peak memory {summary['peak_memory_bytes'] / 2**30:.2f} GiB",
         f"time: {duration(total)} ({parts}){goodput}{restarts}",
     ]
-    whose = ""  # the weights that selected the best checkpoint
+    weights_note = ""  # the weights that selected the best checkpoint
     if is_averaged:
-        whose = " (averaged weights)"
+        weights_note = " (averaged weights)"
     if summary["best_value"] is not None:
-        best = f"{summary['best_metric']} {summary['best_value']:.4f}{whose}"
+        best = f"{summary['best_metric']} {summary['best_value']:.4f}{weights_note}"
         lines.append(f"best: {best} in epoch {summary['best_epoch']}")
     if summary["state"] == "preempted":
         change = "with --resume_from auto" + " instead of --overwrite" * overwrite

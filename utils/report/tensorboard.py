@@ -42,11 +42,11 @@ class Board:
                 # purge_step hides what an earlier attempt wrote beyond this step; its thread flushes, as a flush here
                 # would wait for it
                 purge_step = self._step + 1 if self._step else None
-                place = str(self._folder)
-                if not place.isprintable():  # it writes no files below a name that is not UTF-8
+                log_dir = str(self._folder)
+                if not log_dir.isprintable():  # it writes no files below a name that is not UTF-8
                     self._folder.mkdir(exist_ok=True)
-                    place = f"/proc/self/fd/{os.open(self._folder, os.O_RDONLY)}"
-                self._writer = SummaryWriter(place, purge_step=purge_step, flush_secs=1)
+                    log_dir = f"/proc/self/fd/{os.open(self._folder, os.O_RDONLY)}"
+                self._writer = SummaryWriter(log_dir, purge_step=purge_step, flush_secs=1)
             attrgetter(method)(self._writer)(*values)
         except Exception as error:
             if isinstance(error, OSError) and "torch.utils.tensorboard" in sys.modules:  # of the disk
@@ -69,8 +69,10 @@ class Board:
             raise TypeError(f"returned a {type(images).__name__}; return {{name: uint8 [B, 3, H, W]}}")
         for name, batch in images.items():
             if not isinstance(batch, Tensor) or batch.dtype != torch.uint8 or batch.ndim != 4:
-                what = f"{batch.dtype} {list(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
-                raise TypeError(f"{name} is {what}; return uint8 [B, 3, H, W]")
+                description = (
+                    f"{batch.dtype} {list(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+                )
+                raise TypeError(f"{name} is {description}; return uint8 [B, 3, H, W]")
             channels = 3 if batch.shape[1] >= 3 else 1
             shown = batch[:IMAGES, :channels].cpu()
             if len(shown):

@@ -40,7 +40,7 @@ class Terminal:
             limits.reverse()
         shorter = "" if math.inf in config.limits else f" ({' ends the run before '.join(limits)})"
         micro_batches = math.ceil(sampler.micro_batches_per_step / ctx.world_size)  # of this rank in a step
-        where = f"step {progress.step}, epoch {progress.epoch + 1}, {progress.samples_in_epoch:,}"
+        position = f"step {progress.step}, epoch {progress.epoch + 1}, {progress.samples_in_epoch:,}"
         versions = provenance["versions"]
         gradients = ""
         if ctx.world_size > 1 and state.strategy.has_whole_gradients:
@@ -63,7 +63,7 @@ class Terminal:
             "checkpoints": saves,
             "verify": provenance.get("verification"),
             "versions": ", ".join(f"{name} {versions[name]}" for name in ("torch", "cuda", "nccl") if name in versions),
-            "resumed": run.resume_path and f"{run.resume_path}: {where} of {sampler.samples_per_epoch:,} samples",
+            "resumed": run.resume_path and f"{run.resume_path}: {position} of {sampler.samples_per_epoch:,} samples",
         }
         self._logger.info("%s", "\n".join(f"  {name:<11}  {value}" for name, value in decided.items() if value))
 
@@ -71,13 +71,13 @@ class Terminal:
         """Move the progress bar."""
         if not self._has_bar:
             return
-        more = ""
+        suffix = ""
         if latest := self._latest:
             seconds = latest["step_s"] * max(0, self._total_steps - step)
             ends = time.strftime("%a %H:%M" if seconds > 12 * 3600 else "%H:%M", time.localtime(time.time() + seconds))
-            more = f" | loss {show(latest['loss'])} | {latest['samples_per_s']:,.0f} samples/s"
-            more += f" | {duration(seconds)} left, until {ends}"
-        show_progress(self._logger, step, max(step, self._total_steps), "step", more)
+            suffix = f" | loss {show(latest['loss'])} | {latest['samples_per_s']:,.0f} samples/s"
+            suffix += f" | {duration(seconds)} left, until {ends}"
+        show_progress(self._logger, step, max(step, self._total_steps), "step", suffix)
 
     def interval(self, record: dict[str, Any], metrics: Iterable[str], targets_per_s: float, is_empty: bool) -> None:
         """Show a train record.
@@ -95,12 +95,12 @@ class Terminal:
         waited = record["data_wait_s"] / (record["step_s"] or math.inf)
         # the first interval includes the start of the workers
         if self._intervals == 2 and waited > MAX_DATA_WAIT and not getattr(dataset, "in_memory", False):
-            other = ""
+            alternative = ""
             if getattr(dataset, "cacheable", False):  # extra: cache
-                other = " or --cache ram"
+                alternative = " or --cache ram"
             text = "data loading takes %.0f%% of the time: try more --num_workers (now %d per rank, with %d CPUs)%s"
             cpus = usable_cpus() // ctx.local_world_size
-            self._attempt.run.warn(text, 100 * waited, self._loader.num_workers, cpus, other)
+            self._attempt.run.warn(text, 100 * waited, self._loader.num_workers, cpus, alternative)
 
 
 def _model_line(config: TrainingConfig, state: TrainState) -> str:
@@ -119,21 +119,21 @@ def _data_line(loader: GlobalBatchLoader, held_out: dict[str, GlobalBatchLoader]
     dropped = len(loader.dataset) - loader.sampler.samples_per_epoch
     line = f"{kind_of(loader.dataset)}, {len(loader.dataset):,} training samples"
     line += f" ({dropped} dropped, different ones in each epoch)" * (dropped > 0)
-    splits = {split_of(each.dataset, split): len(each.dataset) for split, each in held_out.items()}
-    more = ", which also selects the best checkpoint" * ("val" in held_out and list(splits) == ["test"])
-    line += "".join(f", {size:,} for evaluation ({split}{more})" for split, size in splits.items())
+    splits = {split_of(eval_loader.dataset, split): len(eval_loader.dataset) for split, eval_loader in held_out.items()}
+    role = ", which also selects the best checkpoint" * ("val" in held_out and list(splits) == ["test"])
+    line += "".join(f", {size:,} for evaluation ({split}{role})" for split, size in splits.items())
     classes = getattr(loader.dataset, "classes", ())
     return line + (f", {len(classes):,} classes" if classes else "")
 
 
 def _batch_line(field: str, size: int, micro_batches: int, ranks: int) -> str:
     """64 per rank x 2 accumulation x 4 ranks = 512 global."""
-    each = math.ceil(micro_batches / ranks)
+    passes = math.ceil(micro_batches / ranks)
     unit = "" if field == "batch_size" else " tokens at most"
     end = f"{count(ranks, 'rank')} = {micro_batches * size} global{unit}"
-    if micro_batches == each * ranks:
-        return f"{size} per rank x {each} accumulation x {end}"
-    return f"{micro_batches} x {size} on {end} ({1 - micro_batches / (each * ranks):.0%} of the ranks' time is idle)"
+    if micro_batches == passes * ranks:
+        return f"{size} per rank x {passes} accumulation x {end}"
+    return f"{micro_batches} x {size} on {end} ({1 - micro_batches / (passes * ranks):.0%} of the ranks' time is idle)"
 
 
 def _batchnorm_line(momenta: list[float], updates: int) -> str:

@@ -62,9 +62,9 @@ class AsyncSnapshot:
         position = of_position(self._state.progress)
         # buffers at once: the next forward pass changes them
         buffers = of_buffers(self._state.model)
-        places = {buffer.data_ptr() for buffer in self._state.model.buffers()}
-        _copy_all([pair for pair in pairs if pair[1].data_ptr() in places])
-        later = [pair for pair in pairs if pair[1].data_ptr() not in places]
+        addresses = {buffer.data_ptr() for buffer in self._state.model.buffers()}
+        _copy_all([pair for pair in pairs if pair[1].data_ptr() in addresses])
+        later = [pair for pair in pairs if pair[1].data_ptr() not in addresses]
         event = torch.accelerator.current_stream().record_event() if self._stream else None
         self._copy = self._thread.submit(self._complete, payload | self._meta, later, buffers, position, event)
         return self._copy
@@ -101,15 +101,15 @@ class AsyncSnapshot:
         rows = gather(torch.tensor(digests), self._ctx)  # of all ranks, on rank 0
         weights, buffers = zip(*rows, strict=True)
         if self._ctx.is_main:
-            self._odd_rank = next((rank for rank, each in enumerate(buffers) if each != buffers[0]), None)
+            self._odd_rank = next((rank for rank, digest in enumerate(buffers) if digest != buffers[0]), None)
         groups = self._replicas if self._ctx.is_main else []
-        odd = [ranks[each] for ranks in groups for each in diverged([weights[rank] for rank in ranks])]
+        odd = [ranks[index] for ranks in groups for index in diverged([weights[rank] for rank in ranks])]
         whole = sum(weights[ranks[0]] for ranks in groups)
         odd, fingerprint = broadcast_json([sorted(odd), shown(whole + buffers[0] + position)], self._ctx)
         if odd:
-            whose = ", ".join(f"rank {rank} on {self._ctx.hosts[rank]}" for rank in odd)
+            odd_text = ", ".join(f"rank {rank} on {self._ctx.hosts[rank]}" for rank in odd)
             raise TrainingError(
-                f"{whose}: has different weights or optimizer state than the other ranks, so nothing was saved; look"
+                f"{odd_text}: has different weights or optimizer state than the other ranks, so nothing was saved; look"
                 " for faulty memory or code that treats ranks differently (scripts/verify.py), then --resume_from auto",
                 odd[0],
                 self._ctx.hosts[odd[0]],

@@ -56,8 +56,8 @@ class Checkpoints:
             self._layout = FolderLayout(threads, shards, run.leads_node)
         meta = {"config": stored(config), "provenance": provenance | {"total_steps": state.schedule.total_steps}}
         self._copier = AsyncSnapshot(state, self._writes, meta, shards, threads)
-        limits, whose = Limits(SECONDS_TO_WARN, SECONDS_WITHOUT, SECONDS_AFTER_STOP), (ctx.rank, ctx.host)
-        self._writer = Writer(self._write, lambda: self._layout.is_waiting, limits, whose, run.resume_path)
+        limits, rank_and_host = Limits(SECONDS_TO_WARN, SECONDS_WITHOUT, SECONDS_AFTER_STOP), (ctx.rank, ctx.host)
+        self._writer = Writer(self._write, lambda: self._layout.is_waiting, limits, rank_and_host, run.resume_path)
         is_own = run.resume_path and run.resume_path.resolve().parent == run.checkpoints.resolve()
         self._saved_step = state.progress.step if is_own else -1
         # whether best.pt links to a new best; None: there is none, or all ranks know. They set and clear it together
@@ -127,8 +127,8 @@ class Checkpoints:
 
     def weights(self) -> dict[str, AbstractContextManager]:
         """`TrainState.weights`, which complete the copy before the model gets other weights than its own."""
-        found = self._state.weights()
-        return {kind: context if kind == "model" else self._after_copy(context) for kind, context in found.items()}
+        contexts = self._state.weights()
+        return {kind: context if kind == "model" else self._after_copy(context) for kind, context in contexts.items()}
 
     @contextmanager
     def _after_copy(self, context: AbstractContextManager) -> Iterator[None]:

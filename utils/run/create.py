@@ -38,8 +38,8 @@ def create_state(
         torch.manual_seed(config.seed)
         model = hooks.create_model(config, device)
         if config.init_from and not is_resumed and device.type != "meta":
-            own = hooks.initial_weights
-            weights = own(config) if own else load_weights(local_checkpoint(config.init_from))
+            initial_weights = hooks.initial_weights
+            weights = initial_weights(config) if initial_weights else load_weights(local_checkpoint(config.init_from))
             warn_of_other_classes(weights, train_set, config.init_from)
             weights = match_names(weights, model.state_dict(), config.init_from)
             weights, given = checked(weights, model, hooks.is_saved, config.init_from)

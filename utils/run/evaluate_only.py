@@ -43,8 +43,8 @@ def _evaluate(config: TrainingConfig, ctx: DistributedContext, model: ModuleType
     is_published = bool(config.init_from)
     path = Path(config.init_from or config.resume_from)
     if not is_published:
-        place = config.checkpoint_folder if config.resume_from in ("", "auto") else path
-        path, _ = on_all_ranks(lambda: best_or_latest(place, not config.resume_from), ctx)
+        source = config.checkpoint_folder if config.resume_from in ("", "auto") else path
+        path, _ = on_all_ranks(lambda: best_or_latest(source, not config.resume_from), ctx)
     sets = load_data(data, config, ctx)
     config = sets.config
     hooks = ModelHooks.from_module(model, config, ctx.device)
@@ -65,9 +65,9 @@ def _evaluate(config: TrainingConfig, ctx: DistributedContext, model: ModuleType
         began = time.perf_counter()
         weights = state.weights_of(payload)
         with closing(on_all_ranks(partial(create_evaluation_dataloader, dataset, config, ctx), ctx)) as loader:
-            found = evaluation.records(split, loader, weights, progress)
-        log_epoch_summary(logger, found, time.perf_counter() - began, is_best=False)
-        records += found
+            split_records = evaluation.records(split, loader, weights, progress)
+        log_epoch_summary(logger, split_records, time.perf_counter() - began, is_best=False)
+        records += split_records
     kind = list(state.weights_of(payload))[-1]
     outcome: dict[str, Any] = {
         "checkpoint": config.init_from or str(path),

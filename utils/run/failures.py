@@ -22,7 +22,7 @@ def explain_memory(
     text = next(iter(str(error).splitlines()), type(error).__name__)
     drop_traceback(error)
     is_of_device = isinstance(error, torch.OutOfMemoryError) or "CUDA" in text
-    place = f"{ctx.device_names[ctx.rank]} ({ctx.device})" if is_of_device else "memory"
+    resource = f"{ctx.device_names[ctx.rank]} ({ctx.device})" if is_of_device else "memory"
     ways: list[str] = []
     ways += ["--activation_checkpointing"] * (not config.activation_checkpointing)  # extra: compile
     if not is_of_device:
@@ -34,7 +34,7 @@ def explain_memory(
     if flags and not is_resumed:
         ways.insert(0, f"{flags} (the same global batch; scripts/benchmark.py --find-batch shows what fits)")
     ways.append("a smaller model or image size")
-    return TrainingError(f"rank {ctx.rank} on {ctx.host} ran out of {place}: {text}; use {' or '.join(ways)}")
+    return TrainingError(f"rank {ctx.rank} on {ctx.host} ran out of {resource}: {text}; use {' or '.join(ways)}")
 
 
 def halved(name: str, size: int, global_size: int) -> str:

@@ -85,8 +85,8 @@ class RunFolder:
         if self._lock:
             self._check()
             claim = self.start_decision
-            known = {"launch_id": claim.launch_id, "attempt": claim.attempt}
-            self._lock.write(**known, has_trained=True, **values)
+            identity = {"launch_id": claim.launch_id, "attempt": claim.attempt}
+            self._lock.write(**identity, has_trained=True, **values)
         self._moved = []
 
     def mark_training(self) -> None:
@@ -147,29 +147,29 @@ class RunFolder:
         """The time as in records."""
         return iso(self._clock_at_0 + time.monotonic())
 
-    def mark_beginning(self, began: float, where: dict[str, int], **values: Any) -> None:
+    def mark_beginning(self, began: float, position: dict[str, int], **values: Any) -> None:
         """Write the first event of this attempt, which no later one drops, and the status.
 
         Args:
             began: when its process started, by time.monotonic.
-            where: epoch, step and samples_seen.
+            position: epoch, step and samples_seen.
         """
         before = {f"previous_{name}": value for name, value in self._status.pop("previous", {}).items()}
-        first = where | values | before | {"seconds": round(time.monotonic() - began, 3), "time": self.now()}
+        first = position | values | before | {"seconds": round(time.monotonic() - began, 3), "time": self.now()}
         self._first = [{"kind": "event", "event": BEGINNINGS[bool(self.resume_path)]} | first]
         if self.is_main and (self.folder / "metrics.jsonl").exists():
             self._append("metrics.jsonl", *self._first)  # else with the next record: a run without one begins again
             self._first = []
-        self.status("running", **where)
+        self.status("running", **position)
         self._status_at = -math.inf  # the first step is written at once
 
     def record_skipped(self, skipped: list[SkippedStep], sampler: GlobalBatchSampler) -> None:
         """Record skipped optimizer steps, with the samples of their global batches."""
-        for each in skipped:
-            indices = sampler.order(each.epoch)[each.first : each.first + each.samples].tolist()
-            self.event("skipped_step", each.step, epoch=each.epoch + 1, indices=indices, reason=each.reason)
+        for skip in skipped:
+            indices = sampler.order(skip.epoch)[skip.first : skip.first + skip.samples].tolist()
+            self.event("skipped_step", skip.step, epoch=skip.epoch + 1, indices=indices, reason=skip.reason)
         if skipped:
-            steps = some_of([str(each.step) for each in skipped], 5)
+            steps = some_of([str(skipped_step.step) for skipped_step in skipped], 5)
             text = "skipped %s with a non-finite loss or gradient: %s"
             text = "skipped %s without targets: %s" if is_empty(skipped) else text
             self.warn(text, count(skipped, "optimizer step"), steps)
@@ -181,8 +181,8 @@ class RunFolder:
         self._check()
         if name not in self._files:
             self._files[name] = LinesFile(self.folder / name)
-        for each in records:
-            self._files[name].append(json.dumps(each))
+        for record in records:
+            self._files[name].append(json.dumps(record))
 
     def record_samples(self, epoch: int, step: int, indices: list[int]) -> None:
         """Append the samples that this rank computed in a committed step to its own file, on every rank."""
@@ -191,11 +191,13 @@ class RunFolder:
     def begin(self) -> None:
         """Write to status.json that an attempt is running."""
         before = read_json(self.folder / "status.json") if self.start_decision.attempt > 1 else {}
-        where = {"epoch": 0, "step": 0, "samples_seen": 0, "checkpoint": None} | before
-        kept = {name: where[name] for name in ("epoch", "step", "samples_seen", "checkpoint")}
+        status = {"epoch": 0, "step": 0, "samples_seen": 0, "checkpoint": None} | before
+        kept = {name: status[name] for name in ("epoch", "step", "samples_seen", "checkpoint")}
         # of the last attempt that began to train: this one may not
-        own = {name: before[name] for name in ("state", "step", "time") if name in before}
-        self.status("running", **kept, previous=before.get("previous") or own, error=None, rank=None, host=None)
+        last_attempt = {name: before[name] for name in ("state", "step", "time") if name in before}
+        self.status(
+            "running", **kept, previous=before.get("previous") or last_attempt, error=None, rank=None, host=None
+        )
         self._status_before = before if self.is_main else {}
 
     def progress(self, **values: Any) -> None:
@@ -254,12 +256,12 @@ class RunFolder:
         if status.get("state") != "running":
             return
         rank, host = getattr(error, "rank", None), getattr(error, "host", None)
-        where = {"rank": self.rank, "host": self.host} if rank is None else {"rank": rank, "host": host}
+        origin = {"rank": self.rank, "host": self.host} if rank is None else {"rank": rank, "host": host}
         latest = self._written or status.get("checkpoint")
         reached = {"step": max(step, status.get("step", 0)), "checkpoint": latest}
-        status |= {"state": "failed", "error": error_text(error)} | reached | where | {"time": self.now()}
-        said = "the run failed after step %d; its latest checkpoint is %s"
-        logging.getLogger(LOGGER).info(said, reached["step"], latest or "missing")
+        status |= {"state": "failed", "error": error_text(error)} | reached | origin | {"time": self.now()}
+        text = "the run failed after step %d; its latest checkpoint is %s"
+        logging.getLogger(LOGGER).info(text, reached["step"], latest or "missing")
         try:
             replace_json(path, status)
         except OSError:
@@ -299,7 +301,7 @@ class RunFolder:
             for path in beyond:
                 shutil.move(path, aside / path.name)
             self.notes.append(
-                f"moved checkpoints of steps after {step} to {aside}: {', '.join(each.name for each in beyond)}"
+                f"moved checkpoints of steps after {step} to {aside}: {', '.join(moved.name for moved in beyond)}"
             )
 
         def is_kept(record: dict[str, Any]) -> bool:
@@ -312,9 +314,11 @@ class RunFolder:
             return record["step"] < step or (record["step"] == step and (is_evaluated or not is_of_evaluation))
 
         # after a train record, no record of an earlier step is dropped; steps of other records may go back
-        cut_lines(self.folder / "metrics.jsonl", is_kept, lambda each: each["kind"] == "train" and each["step"] < step)
+        cut_lines(
+            self.folder / "metrics.jsonl", is_kept, lambda record: record["kind"] == "train" and record["step"] < step
+        )
         for path in self.folder.glob("samples/rank*.jsonl"):
-            cut_lines(path, lambda each: each["step"] <= step, lambda each: each["step"] < step)
+            cut_lines(path, lambda record: record["step"] <= step, lambda record: record["step"] < step)
 
     def restore_best(self, step: int) -> bool:
         """Make best.pt the checkpoint of this step again, from this folder or the resumed one's. Whether it succeeded.
@@ -324,7 +328,9 @@ class RunFolder:
         self._check()
         best = self.checkpoints / checkpoint.BEST
         folders = dict.fromkeys([self.checkpoints, *([self.resume_path.parent] if self.resume_path else [])])
-        paths = [path for each in folders for path in [each / checkpoint.BEST, *checkpoint.step_checkpoints(each)]]
+        paths = [
+            path for folder in folders for path in [folder / checkpoint.BEST, *checkpoint.step_checkpoints(folder)]
+        ]
         for path in [path for path in paths if path.name == checkpoint.BEST or checkpoint.step_of(path) == step]:
             try:
                 if path.exists() and checkpoint.verify(path).step == step:

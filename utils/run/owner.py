@@ -65,8 +65,11 @@ class RunLock:
             self.write(**self.previous_owner)
             if self._is_from_other_boot() or not self._has_locks:
                 time.sleep(SECONDS_TO_READ_BACK)
-            found = read_json(self._file)
-            is_alone, self.previous_owner = found.get("token") == self.token, self.previous_owner if is_alone else found
+            content = read_json(self._file)
+            is_alone, self.previous_owner = (
+                content.get("token") == self.token,
+                self.previous_owner if is_alone else content,
+            )
         if not is_alone:
             self.close()
             owner = _describe(self.previous_owner)
@@ -112,10 +115,10 @@ class RunLock:
 
     def _read(self) -> dict[str, Any]:
         try:
-            found = json.loads(retry(self._file.read_text))
+            content = json.loads(retry(self._file.read_text))
         except (FileNotFoundError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return content if isinstance(content, dict) else {}
 
     def _take_file_lock(self) -> bool:
         """Take the file lock. Returns whether no other process has it; without file locks, none has."""
@@ -226,9 +229,9 @@ class ExistingRun:
         path, notes = checkpoint.latest_valid(self.config.checkpoint_folder) if self.is_continued else (None, [])
         if path or self.config.resume_from in ("", "auto"):
             return path, notes  # an earlier attempt of this launch may have started from the given one
-        path, more = checkpoint.best_or_latest(Path(self.config.resume_from), prefers_best=False)
+        path, new_notes = checkpoint.best_or_latest(Path(self.config.resume_from), prefers_best=False)
         checkpoint.verify(path)
-        return path, notes + more
+        return path, notes + new_notes
 
     def refuse_to_replace(self, path: Path | None, is_replaced: bool, may_restart: bool) -> None:
         """Raises UserError if the run in the folder must stay as it is.
@@ -289,14 +292,14 @@ def decide_start(config: TrainingConfig, host: str, launch_id: str, may_restart:
         raise UserError(f"track={config.track}: the package is missing; pip install {config.track}")
     if Path.cwd().is_relative_to(folder.resolve()) or any(folder.glob(f"*/{NAME}")):
         raise UserError(f"run_dir={folder}: contains more than one run's files; give a separate folder, e.g. runs/NAME")
-    places = [] if folder.exists() else [folder, checkpoints]
-    new = [[str(place), DID_NOT_EXIST] for place in places if not place.exists()]
+    folders = [] if folder.exists() else [folder, checkpoints]
+    new = [[str(path), DID_NOT_EXIST] for path in folders if not path.exists()]
     try:
         lock = _open_lock(folder, checkpoints, host)
     except UserError:
-        for place, _ in reversed(new):
+        for new_folder, _ in reversed(new):
             with suppress(OSError):  # it has another start's files
-                os.rmdir(place)
+                os.rmdir(new_folder)
         raise
     try:
         lock, decided = _decide_locked(lock, config, host, launch_id, may_restart)
@@ -315,26 +318,26 @@ def _decide_locked(
 ) -> tuple[RunLock, StartDecision]:
     """The lock is another one if the folder was moved aside."""
     folder, checkpoints = config.run_folder, config.checkpoint_folder
-    found = ExistingRun.inspect(config, launch_id, lock.previous_owner)
+    existing_run = ExistingRun.inspect(config, launch_id, lock.previous_owner)
     decision: dict[str, Any] = {}
-    if config.mirror and not found.is_completed:  # extra: companions
+    if config.mirror and not existing_run.is_completed:  # extra: companions
         from utils.extras.companions.programs import ask, plan_of
 
         plan = plan_of(config, 0, host, lock.token, launch_id)
         decision = ask("mirror", plan, f"mirror={config.mirror}", "--first")
-        found = ExistingRun.inspect(config, launch_id, decision.get("owner") or lock.previous_owner)
-    if found.is_completed or decision.get("is_completed"):
+        existing_run = ExistingRun.inspect(config, launch_id, decision.get("owner") or lock.previous_owner)
+    if existing_run.is_completed or decision.get("is_completed"):
         return lock, StartDecision(is_completed=True)
-    owner, aside = found.owner, found.owner.get("aside", [])
+    owner, aside = existing_run.owner, existing_run.owner.get("aside", [])
     moved: list[list[str]] = []
-    notes = decision.get("notes", []) + found.mark_killed()
-    path, more = found.checkpoint()
-    notes += [each for each in more if each not in notes]
+    notes = decision.get("notes", []) + existing_run.mark_killed()
+    path, new_notes = existing_run.checkpoint()
+    notes += [note for note in new_notes if note not in notes]
     is_here = path is not None and path.resolve().parent == checkpoints.resolve()
     if path and is_here:
         path = checkpoints / path.name  # one spelling on all ranks
-    is_replaced = found.holds_run and not found.is_continued and not is_here
-    found.refuse_to_replace(path, is_replaced, may_restart)
+    is_replaced = existing_run.holds_run and not existing_run.is_continued and not is_here
+    existing_run.refuse_to_replace(path, is_replaced, may_restart)
     if is_replaced:
         moved = rename_existing_run(folder, checkpoints)
         lock.close()
@@ -342,10 +345,10 @@ def _decide_locked(
         text = f"moved the earlier run to {' and '.join(aside)} ({describe_size(aside)}); to delete it: rm -r "
         notes.append(text + " ".join(aside))
     # an attempt that was killed before its first record or checkpoint counts too
-    is_again = not moved and (found.holds_run or (config.resume_from == "auto" and owner.get("has_trained")))
+    is_again = not moved and (existing_run.holds_run or (config.resume_from == "auto" and owner.get("has_trained")))
     attempt = owner.get("attempt", 0) + 1 if is_again else 1
     # until `mark_training` a restart of this launch must not continue this run
-    inherited = launch_id if found.is_same_launch else ""
+    inherited = launch_id if existing_run.is_same_launch else ""
     lock.write(launch_id=inherited, attempt=attempt, aside=aside)
     _remove_temporary_files(folder, checkpoints)
     return lock, StartDecision(

@@ -58,15 +58,18 @@ def provenance_of(
     """Content of provenance.json, as far as it is known before the data sets are compared."""
     from utils.extras.verify import result_of  # extra: verify
 
-    found = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit) | describe(sampler.dataset)
-    found |= result_of(state.model, sampler.dataset, config)  # extra: verify
+    provenance = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit) | describe(sampler.dataset)
+    provenance |= result_of(state.model, sampler.dataset, config)  # extra: verify
     for part in state.parts:
-        found |= part.provenance
-    found |= state.strategy.provenance | {"cpu_threads": torch.get_num_threads(), "precision": state.precision.name}
+        provenance |= part.provenance
+    provenance |= state.strategy.provenance | {
+        "cpu_threads": torch.get_num_threads(),
+        "precision": state.precision.name,
+    }
     # for a fork that has deleted some of them: the default, and whether a resume must or may differ
     settings = settings_of(type(config))
-    found["fields"] = {setting.name: [to_json(setting.resolved_default), setting.resume] for setting in settings}
-    return found | sampler.provenance | {"global_batch_size": sampler.global_batch_size}
+    provenance["fields"] = {setting.name: [to_json(setting.resolved_default), setting.resume] for setting in settings}
+    return provenance | sampler.provenance | {"global_batch_size": sampler.global_batch_size}
 
 
 def versions() -> dict[str, str]:
@@ -74,15 +77,15 @@ def versions() -> dict[str, str]:
 
     It does not ask for a device: that initializes the driver, which a process forked afterwards cannot use.
     """
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    by_name = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("torchvision", "tensorboard", "numpy"):
         try:
-            found[package] = importlib.metadata.version(package)
+            by_name[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = ""
+            by_name[package] = ""
     if torch.version.cuda and dist.is_nccl_available():
-        found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    return found
+        by_name |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return by_name
 
 
 def zip_code(path: Path) -> None:
@@ -100,8 +103,8 @@ def code_digests() -> dict[str, str]:
     """
     real_folder = functools.cache(os.path.realpath)  # hundreds of modules lie in a few folders
     imported = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
-    places = [os.path.split(file) for file in imported if file and "site-packages" not in file]  # not of packages
-    files = {os.path.join(real_folder(folder), name) for folder, name in places}
+    path_parts = [os.path.split(file) for file in imported if file and "site-packages" not in file]  # not of packages
+    files = {os.path.join(real_folder(folder), name) for folder, name in path_parts}
     names = [
         Path(file).relative_to(ROOT) for file in files if file.startswith(f"{ROOT}{os.sep}") and os.path.isfile(file)
     ]

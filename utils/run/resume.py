@@ -140,18 +140,18 @@ class Row(NamedTuple):
 def rows_of_settings(payload: dict[str, Any], config: TrainingConfig) -> list[Row]:
     """A row for each field, also for those that this fork has deleted and the checkpoint has."""
     saved = payload["config"]
-    here = config.to_json()
+    current = config.to_json()
     rows = []
     for setting in settings_of(type(config)):
         before = saved.get(setting.name, to_json(setting.resolved_default))
-        rows.append(Row(setting.name, before, here[setting.name], setting.resume))
+        rows.append(Row(setting.name, before, current[setting.name], setting.resume))
     for name, removed in REMOVED.items():
         line = removed.note(name, "{before} of the checkpoint")
         rows.append(Row(name, saved.get(name, removed.default), removed.default, "may", line))
     fields = payload["provenance"].get("fields", {}).items()
-    known = {each.name for each in rows}
-    others = [(name, *each) for name, each in fields if name not in known and name in saved]
-    return rows + [Row(name, saved[name], default, resume, UNKNOWN) for name, default, resume in others]
+    row_names = {row.name for row in rows}
+    deleted_fields = [(name, *field) for name, field in fields if name not in row_names and name in saved]
+    return rows + [Row(name, saved[name], default, resume, UNKNOWN) for name, default, resume in deleted_fields]
 
 
 def rows_of(payload: dict[str, Any], config: TrainingConfig, provenance: dict[str, Any]) -> list[Row]:
@@ -173,8 +173,8 @@ def rows_of(payload: dict[str, Any], config: TrainingConfig, provenance: dict[st
         from utils.extras.exact.reduction import rows_of_exact
 
         kinds |= rows_of_exact(payload)
-    found = [Row(name, before.get(name), provenance.get(name), *kind) for name, kind in kinds.items()]
-    return [*rows_of_settings(payload, config), *found]
+    rows = [Row(name, before.get(name), provenance.get(name), *kind) for name, kind in kinds.items()]
+    return [*rows_of_settings(payload, config), *rows]
 
 
 def lines_of(rows: Iterable[Row], resume: str) -> list[str]:
@@ -204,7 +204,7 @@ def compare(
     before, rows = payload["provenance"], rows_of(payload, config, provenance)
     yours = {setting.name for setting in fields_of_yours()}
     is_same_code = all(before.get(name) == provenance.get(name) for name in ("code", "versions"))
-    is_same_code &= all(each.before == each.here for each in rows if each.name in yours)  # else transforms may differ
+    is_same_code &= all(row.before == row.here for row in rows if row.name in yours)  # else transforms may differ
     line, is_other = compare_data(before, provenance, files or {}, is_same_code)
     wrong, may = (lines_of(rows, resume) for resume in ("must", "may"))
     (wrong if is_other else may).extend([line] if line else [])
@@ -226,7 +226,7 @@ def check_removed(saved: dict[str, Any], config: TrainingConfig) -> None:
 def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
     """Raises UserError if the model or the kind of data differs from the checkpoint's."""
     compared = {setting.name for setting in settings_of(type(config)) if setting.group in (YOURS, "data")}
-    wrong = lines_of([each for each in rows_of_settings(payload, config) if each.name in compared], "must")
+    wrong = lines_of([row for row in rows_of_settings(payload, config) if row.name in compared], "must")
     if wrong:
         remedy = f"eval_only: these must match; give --config {payload['config']['run_dir']}/config.json"
         raise UserError("\n".join([*wrong, remedy]))
@@ -241,15 +241,15 @@ def compare_evaluated(payload: dict[str, Any], config: TrainingConfig, split: st
     saved, provenance = payload["config"], payload["provenance"]
     described = describe(sets.train)
     before = {"train": provenance} | provenance.get("held_out", {})
-    here = {"train": described | sets.content} | sets.content["held_out"]
-    if split not in before or split not in here:
+    current = {"train": described | sets.content} | sets.content["held_out"]
+    if split not in before or split not in current:
         return []
     here_as_saved = config.to_json()
     names = ("seed", "data_dir", "dataset_size", *(setting.name for setting in fields_of_yours()))
     is_same = all(saved.get(name) == here_as_saved[name] for name in names)
-    line, is_other = compare_data(before[split], here[split], {}, is_same, split)
+    line, is_other = compare_data(before[split], current[split], {}, is_same, split)
     changed = lines_of([Row(name, provenance.get(name), described[name], "must") for name in ("mean", "std")], "must")
-    numbers = {each[split]["identity"].partition(" ")[0] for each in (before, here)}
+    numbers = {data[split]["identity"].partition(" ")[0] for data in (before, current)}
     lines = changed + [line] * bool(line)
     if is_same and len(numbers) == 1 and (is_other or changed):
         remedy = (
@@ -282,7 +282,6 @@ def compare_best(
         lines.append(
             f"the best checkpoint is selected by {best_metric}, in the checkpoint by {progress['best_metric']}"
         )
-    is_averaged = False
     is_averaged = bool(config.ema_decay)
     is_comparable = is_same_metric and "val" not in changes and bool(payload["ema"]) == is_averaged
     if progress.get("best_value") is not None and not is_comparable:
@@ -290,9 +289,9 @@ def compare_best(
     return lines, is_comparable
 
 
-def compare_held_out(before: dict[str, Any], here: dict[str, Any]) -> dict[str, str]:
+def compare_held_out(before: dict[str, Any], current: dict[str, Any]) -> dict[str, str]:
     """How the held-out sets differ from those of a checkpoint: a line by split. before, here: provenances."""
-    old, new = before.get("held_out", here["held_out"]), here["held_out"]  # earlier versions did not save them
+    old, new = before.get("held_out", current["held_out"]), current["held_out"]  # earlier versions did not save them
     changes: dict[str, str] = {}
     for split in sorted(old | new):
         if split not in old:
@@ -306,12 +305,12 @@ def compare_held_out(before: dict[str, Any], here: dict[str, Any]) -> dict[str, 
 
 def changed_bits(payload: dict[str, Any], state: TrainState, ctx: DistributedContext) -> list[str]:
     """A line if a rank has loaded a state of another fingerprint than the checkpoint's. Collective."""
-    saved, found = payload["provenance"].get("fingerprint"), all_gather_json(shown(int(fingerprint(state))), ctx)
+    saved, fingerprints = payload["provenance"].get("fingerprint"), all_gather_json(shown(int(fingerprint(state))), ctx)
     return [
-        f"the state that rank {rank} on {ctx.hosts[rank]} has loaded: its fingerprint is {each}, that of the checkpoint"
+        f"the state that rank {rank} on {ctx.hosts[rank]} has loaded: its fingerprint is {bits}, that of the checkpoint"
         f" {saved}; look for faulty memory, or an optimizer that converts what it loads"
-        for rank, each in enumerate(found)
-        if saved not in (None, each)
+        for rank, bits in enumerate(fingerprints)
+        if saved not in (None, bits)
     ][:1]
 
 

@@ -66,8 +66,8 @@ def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
         kinds.append(broadcast_json(facts, ctx, rank))
     if len(ranks) == 1:
         return
-    names = sorted({name for each in kinds for name in each if len({one.get(name, "none") for one in kinds}) > 1})
-    rows = [[name, *(each.get(name, "none") for each in kinds)] for name in names]
+    names = sorted({name for kind in kinds for name in kind if len({other.get(name, "none") for other in kinds}) > 1})
+    rows = [[name, *(kind.get(name, "none") for kind in kinds)] for name in names]
     head = ["", *(f"rank {rank} on {ctx.hosts[rank]}" for rank in ranks)]
     text = "the ranks differ in code, settings or versions; give all nodes the same ones, then start again"
     raise UserError(f"{text}\n{format_table([head, *rows])}", ranks[1], ctx.hosts[ranks[1]])
@@ -93,12 +93,12 @@ def claim_run(config: TrainingConfig, ctx: DistributedContext, exit_reporter: Ex
             decided, lock = dataclasses.replace(decided, node_local_ranks=apart), lock or own_lock
         run = RunFolder(*folders, decided, lock)
         if lock:
-            more = {
+            details = {
                 "apart": decided.node_local_ranks,
                 "resume_from": decided.resume_from,
                 "decision": decided.mirror_decision,
             }
-            plan = plan_of(config, ctx.rank, ctx.host, decided.token, decided.launch_id, **more)
+            plan = plan_of(config, ctx.rank, ctx.host, decided.token, decided.launch_id, **details)
             run = RunFolder(*folders, decided, lock, Companions(config, plan, ctx))
     exit_reporter.report_to(run)
     if run.resume_path and run.resume_path.parent == run.checkpoints:

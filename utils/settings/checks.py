@@ -40,7 +40,7 @@ def range_of(value: str) -> tuple[float, float]:
     return low, high
 
 
-def range_up_to(most: float) -> Check:
+def range_up_to(limit: float) -> Check:
     """0 < low <= high <= most."""
 
     def check(value: str) -> str:
@@ -48,7 +48,7 @@ def range_up_to(most: float) -> Check:
             low, high = range_of(value)
         except (ValueError, ArithmeticError):
             low = high = 0.0
-        return "" if 0 < low <= high <= most else f"is not a range above 0 and up to {most}; give e.g. 1/2,1"
+        return "" if 0 < low <= high <= limit else f"is not a range above 0 and up to {limit}; give e.g. 1/2,1"
 
     return check
 

@@ -51,14 +51,14 @@ def find_conflicts(settings: Iterable[Setting], config: Any, invalid: set[str]) 
         config = _valid_part(config, missing)
     values = vars(config)
     texts = {name: to_text(value) for name, value in values.items()}
-    given = {each.name for each in settings if each.name in values and values[each.name] != each.resolved_default}
+    given = {field.name for field in settings if field.name in values and values[field.name] != field.resolved_default}
     problems = []
     for setting in settings:
         for conflict in setting.conflicts:
             name = conflict.subject or setting.name
-            found = name in given and _is_met(conflict, config, given)
-            if found and not invalid.intersection(names_in(conflict.problem)):
-                problem = conflict.problem.format_map(texts | {"found": found})
+            condition = name in given and _is_met(conflict, config, given)
+            if condition and not invalid.intersection(names_in(conflict.problem)):
+                problem = conflict.problem.format_map(texts | {"found": condition})
                 problems.append((name, f"{name}={texts[name]}: {problem}"))
     return problems
 

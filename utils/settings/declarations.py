@@ -68,21 +68,21 @@ def _check_declaration(field: dataclasses.Field, config: type[Settings]) -> None
             if name in vars(part):
                 raise UserError(f"config.py: {name} is a name that the template uses; choose another")
             continue
-        (other,) = (declared for declared in dataclasses.fields(part) if declared.name == name)
-        are_of_fork = field.metadata["group"] == other.metadata["group"] == YOURS
-        if other is not field and not are_of_fork:  # which may replace a setting of the example
+        (inherited,) = (declared for declared in dataclasses.fields(part) if declared.name == name)
+        are_of_fork = field.metadata["group"] == inherited.metadata["group"] == YOURS
+        if inherited is not field and not are_of_fork:  # which may replace a setting of the example
             raise UserError(f"config.py: {name} is a setting of the template; choose another name")
 
 
 def _check_conflicts(settings: dict[str, Setting]) -> None:
     """Raises UserError if a conflict names a setting that there is not."""
-    known = {*settings, *(name for names in deleted_extras().values() for name in names)}
+    setting_names = {*settings, *(name for names in deleted_extras().values() for name in names)}
     for setting in settings.values():
         for conflict in setting.conflicts:
             names = names_in(conflict.problem)
             names += [conflict.subject, conflict.other if isinstance(conflict.other, str) else ""]
             for name in names:
-                if name and name != "found" and name not in known:
+                if name and name != "found" and name not in setting_names:
                     raise UserError(f"config.py: a conflict of {setting.name} names {name}, which is no setting")
 
 

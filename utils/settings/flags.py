@@ -33,22 +33,22 @@ def read_flags(words: Sequence[str], settings: Sequence[Setting]) -> Flags:
         words: of the command line.
         settings: all settings.
     """
-    known = {*GENERAL, *(setting.name for setting in settings)}
+    flag_names = {*GENERAL, *(setting.name for setting in settings)}
     booleans = {setting.name for setting in settings if setting.kind.is_bool}
     lists = {setting.name for setting in settings if setting.kind.is_list}
     given: dict[str, str] = {}
     problems: list[str] = []
     without_value: set[str] = set()
     for flag, values in _split(words):
-        name, values = _name_and_values(flag, values, known, booleans)
-        if name in known and values:
+        name, values = _name_and_values(flag, values, flag_names, booleans)
+        if name in flag_names and values:
             given[name] = values[0]
             values = values[1:]
-        elif name in known:
+        elif name in flag_names:
             problems.append(f"{flag}: expected one argument; see --help")
             without_value.add(name)
         elif flag:
-            answer, meant = answer_unknown(flag, known)
+            answer, meant = answer_unknown(flag, flag_names)
             problems.append(answer)
             without_value.add(meant)
             continue  # the words after it may be its values
@@ -70,12 +70,12 @@ def _split(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     return flags
 
 
-def _name_and_values(flag: str, values: list[str], known: set[str], booleans: set[str]) -> tuple[str, list[str]]:
+def _name_and_values(flag: str, values: list[str], flag_names: set[str], booleans: set[str]) -> tuple[str, list[str]]:
     """The name that a flag stands for, and its values: a boolean and `--help` need none, `--no-NAME` is "false"."""
     name = flag.removeprefix("--").replace("-", "_")
     if flag == "-h":
         name = "help"
-    if name not in known and name.removeprefix("no_") in booleans:
+    if name not in flag_names and name.removeprefix("no_") in booleans:
         return name.removeprefix("no_"), ["false", *values]
     if name == "print_config":
         return name, ["true", *values]

@@ -99,9 +99,9 @@ def kind_of(name: str, annotation: Any) -> Kind:
     if origin in (types.UnionType, typing.Union):
         if types.NoneType in arguments:
             raise UserError(f'config.py: {name} may not be None; leave that out, and write "off" as 0, "" or "auto"')
-        others = [argument for argument in arguments if argument is not str]
-        if len(arguments) == 2 and len(others) == 1:
-            return dataclasses.replace(kind_of(name, others[0]), may_be_auto=True)
+        non_str_types = [argument for argument in arguments if argument is not str]
+        if len(arguments) == 2 and len(non_str_types) == 1:
+            return dataclasses.replace(kind_of(name, non_str_types[0]), may_be_auto=True)
     if origin is list and len(arguments) == 1 and arguments[0] in KINDS:
         return _list_of(arguments[0], list)
     if origin is tuple and len(arguments) == 2 and arguments[1] is ... and arguments[0] in KINDS:

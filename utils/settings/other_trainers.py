@@ -636,7 +636,7 @@ def advice_for(name: str, fields: Collection[str]) -> str | None:
     wanted = letters_of(name)
     for trainer in TRAINERS:
         for names, answer in trainer.answers.items():
-            if wanted not in [letters_of(each) for each in names.split()]:
+            if wanted not in [letters_of(option) for option in names.split()]:
                 continue
             parts = [part for part in answer.split("; ") if flags_in(part) <= {*fields}]
             return "; ".join(parts)

@@ -67,10 +67,10 @@ def read_config(config: type[T], words: Sequence[str], defaults: dict[str, Any],
     names = {setting.name for setting in settings}
     unreadable = names & without_value - given.keys() - in_file.keys()
     try:
-        found = config(**values | dict.fromkeys(unreadable))
+        instance = config(**values | dict.fromkeys(unreadable))
     except InvalidSettings as error:
         problems += [sources.get(name, "") + text for name, text in error.problems if name not in unreadable]
     if problems:
         print("\n".join(problems), file=sys.stderr, flush=True)
         raise SystemExit(2)
-    return found, bool(print_config)
+    return instance, bool(print_config)

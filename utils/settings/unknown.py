@@ -58,23 +58,23 @@ def meant_by(name: str, names: Collection[str], advice: str) -> str:
         return other_name[1]
     if advice:
         return ""
-    for known in names:
-        if is_typing_error(name, known):
-            return known
+    for known_name in names:
+        if is_typing_error(name, known_name):
+            return known_name
     return ""
 
 
-def is_typing_error(name: str, known: str) -> bool:
+def is_typing_error(name: str, known_name: str) -> bool:
     """Whether a name is a flag's with other separators, or with at most one wrong letter in each word.
 
     Digits are never wrong: beta1 and beta2 are two settings.
     """
-    if re.findall(r"\d+", name) != re.findall(r"\d+", known):
+    if re.findall(r"\d+", name) != re.findall(r"\d+", known_name):
         return False
-    if name.replace("_", "") == known.replace("_", ""):
+    if name.replace("_", "") == known_name.replace("_", ""):
         return True
     words = name.split("_")
-    known_words = known.split("_")
+    known_words = known_name.split("_")
     if len(words) != len(known_words):
         return False
     errors = 0
@@ -84,24 +84,24 @@ def is_typing_error(name: str, known: str) -> bool:
         errors += 1
         if not is_one_slip(word, known_word, shortest=3 if len(words) > 1 else LONG):
             return False
-    return errors == 1 or len(known) >= 2 * LONG
+    return errors == 1 or len(known_name) >= 2 * LONG
 
 
-def is_one_slip(word: str, known: str, shortest: int) -> bool:
+def is_one_slip(word: str, known_word: str, shortest: int) -> bool:
     """Whether two letters side by side were exchanged, or one was left out, added or replaced.
 
     Args:
         shortest: the letters of the shortest word in which one may be left out or added. An "s" at the end always may,
             and in a word that is not long no letter may be replaced.
     """
-    if word.removesuffix("s") == known.removesuffix("s"):
+    if word.removesuffix("s") == known_word.removesuffix("s"):
         return True
-    if len(word) == len(known):
-        wrong = [place for place, letter in enumerate(known) if word[place] != letter]
+    if len(word) == len(known_word):
+        wrong = [index for index, letter in enumerate(known_word) if word[index] != letter]
         if len(wrong) == 1:
             return len(word) >= LONG
         first = wrong[0]
-        return len(wrong) == 2 and word[first : first + 2] == known[first : first + 2][::-1]
-    shorter, longer = sorted([word, known], key=len)
-    is_one_more = any(longer[:place] + longer[place + 1 :] == shorter for place in range(len(longer)))
+        return len(wrong) == 2 and word[first : first + 2] == known_word[first : first + 2][::-1]
+    shorter, longer = sorted([word, known_word], key=len)
+    is_one_more = any(longer[:index] + longer[index + 1 :] == shorter for index in range(len(longer)))
     return is_one_more and len(shorter) >= shortest

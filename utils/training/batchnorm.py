@@ -56,10 +56,10 @@ class RunningStats:
         pairs = zip(self._momenta, self._in_training, strict=True)
         return sorted({momentum for momentum, is_trained in pairs if momentum * is_trained})
 
-    def sum_into(self, place: Tensor) -> None:
+    def sum_into(self, accumulator: Tensor) -> None:
         """Sum the statistics here: float64 [size], zeros; the owner reduces it over ranks and zeroes it again."""
         if self.exist:
-            self._sum = place
+            self._sum = accumulator
 
     def begin_epoch(self) -> None:
         """Call after model.train(): layers that do not train (a frozen trunk) keep their statistics bit for bit."""
@@ -121,10 +121,10 @@ def check_sync_batchnorm(model: nn.Module, sampler: GlobalBatchSampler, ctx: Dis
 
 def _flatten(layers: list[_BatchNorm], names: tuple[str, ...]) -> Tensor:
     """One flat tensor; the layers' buffers of these names become views of it."""
-    places = [(layer, name, getattr(layer, name)) for layer in layers for name in names]
-    flat = torch.cat([tensor.reshape(-1) for _, _, tensor in places])
+    buffers = [(layer, name, getattr(layer, name)) for layer in layers for name in names]
+    flat = torch.cat([tensor.reshape(-1) for _, _, tensor in buffers])
     begin = 0
-    for layer, name, tensor in places:
+    for layer, name, tensor in buffers:
         setattr(layer, name, flat[begin : begin + tensor.numel()].view(tensor.shape))
         begin += tensor.numel()
     return flat

@@ -12,7 +12,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
     A plain Sequential or ModuleList that holds such modules, such as a stage, is not a block, but its modules are.
     """
-    found = []
+    blocks = []
     for child in module.children():
         inner = find_blocks(child)
         is_stage = type(child) in (nn.Sequential, nn.ModuleList) and inner
@@ -20,8 +20,8 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
         is_block = (
             isinstance(module, nn.Sequential | nn.ModuleList) and is_callable and any(True for _ in child.children())
         )
-        found += [child] if is_block and not is_stage else inner
-    return found
+        blocks += [child] if is_block and not is_stage else inner
+    return blocks
 
 
 def check_blocks(blocks: list[nn.Module]) -> None:

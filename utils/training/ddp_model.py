@@ -61,18 +61,18 @@ class DDPModel(DistributedDataParallel):
 
     def _put_into_bucket(self, parameter: Tensor) -> None:
         """Move a step's first gradient, else a second copy. In a zeroed place, one without use would be updated."""
-        place, gradient = self._places.get(parameter), parameter.grad
-        if place is not None and gradient is not None and gradient is not place:
-            parameter.grad = place.copy_(gradient)
+        bucket_view, gradient = self._places.get(parameter), parameter.grad
+        if bucket_view is not None and gradient is not None and gradient is not bucket_view:
+            parameter.grad = bucket_view.copy_(gradient)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         try:
             return super().forward(*inputs, **options)
         except RuntimeError as error:
-            found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            if not found:
+            match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if not match:
                 raise
-            raise explain_unused([[*self._trained.values()][int(index)] for index in found[1].split()]) from None
+            raise explain_unused([[*self._trained.values()][int(index)] for index in match[1].split()]) from None
 
 
 WrappedModel = DDPModel | SingleProcessModel
@@ -127,9 +127,9 @@ def register_comm_hook(model: DistributedDataParallel, name: str, device: torch.
     except (TypeError, ValueError, RuntimeError) as error:
         if is_peer_failure(error):
             raise
-        backend, other = dist.get_backend(), "none" if name == "fp16" else "fp16 or none"
+        backend, alternatives = dist.get_backend(), "none" if name == "fp16" else "fp16 or none"
         reason = f"torch {torch.__version__} cannot all-reduce {name} over {backend} ({str(error).splitlines()[0]})"
-        raise UserError(f"comm_hook={name}: {reason}; give --comm_hook {other}") from None
+        raise UserError(f"comm_hook={name}: {reason}; give --comm_hook {alternatives}") from None
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -48,14 +48,14 @@ class Evaluation:
             weights: for each kind, the context in which the model has them.
             progress: where the weights were made.
         """
-        found, split = [], split_of(loader.dataset, split)
-        where = {"kind": "eval", "epoch": progress.epoch_number, "step": progress.step, "split": split}
+        eval_records, split = [], split_of(loader.dataset, split)
+        common = {"kind": "eval", "epoch": progress.epoch_number, "step": progress.step, "split": split}
         for kind, context in weights.items():
             show = partial(show_progress, logging.getLogger(NAME), label=split + " (ema)" * (kind == "ema"))
             with context, set_apart(self.ctx.device):
                 means = self.means(loader, show, split)
-                found.append({**where, "weights": kind, **means})
-        return found
+                eval_records.append({**common, "weights": kind, **means})
+        return eval_records
 
     @torch.no_grad()
     def means(

@@ -45,7 +45,7 @@ def digest_of(
     """As `fingerprint_of`, on the device where most of the tensors are: int64, 0-dimensional. Reads nothing."""
     totals = _totals(name, tensors, owners).values()
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    return sum((each.to(device, non_blocking=True) for each in totals), zero)
+    return sum((total.to(device, non_blocking=True) for total in totals), zero)
 
 
 def _totals(name: str, tensors: Iterable[Tensor], owners: Iterable[Any] | None = None) -> dict[torch.device, Tensor]:
@@ -72,9 +72,9 @@ def _pieces(pairs: Iterable[tuple[Tensor, Any]]) -> Iterator[tuple[torch.device,
             rows = rows[: len(rows) if tensor.ndim else first == 0]
         end += (owner.numel() if tensor.ndim else 1) * per_element
         chunk = CHUNKS.get(tensor.device.type, KEYS)
-        most = len(rows) if rows.is_contiguous() else chunk * len(rows) // rows.numel()  # else they are copied
-        for some in rows.split(max(1, most)):
-            flat = some.reshape(-1).view(kind)
+        max_rows = len(rows) if rows.is_contiguous() else chunk * len(rows) // rows.numel()  # else they are copied
+        for row_block in rows.split(max(1, max_rows)):
+            flat = row_block.reshape(-1).view(kind)
             while len(flat):
                 count = min(len(flat), chunk - position % chunk)
                 yield flat.device, position // chunk, position - done, position, flat[:count]
@@ -104,8 +104,8 @@ def shown(fingerprint: int) -> str:
 def of_weights(state: TrainState) -> Tensor:
     """The summand of weights and optimizer state; of sharded ones, those of this rank. On the device, as a digest."""
     states = [(state.optimizer.state.get(tensor, {}), owner) for tensor, owner in state.owners.items()]
-    keys = sorted({key for each, _ in states for key in each})
-    slots = [(each.get(key), owner) for key in keys for each, owner in states]
+    keys = sorted({key for param_state, _ in states for key in param_state})
+    slots = [(param_state.get(key), owner) for key in keys for param_state, owner in states]
     pairs = [*state.owners.items(), *((value, owner) for value, owner in slots if isinstance(value, Tensor))]
     tensors, owners = zip(*pairs, strict=True)
     return digest_of("weights", tensors, device_of(state.model), owners)

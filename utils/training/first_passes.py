@@ -54,10 +54,10 @@ def first_passes(
         UserError: if compute_loss returns something invalid, or a parameter got no gradient.
     """
     compute_loss = hooks.compute_loss
-    batch, *others = on_all_ranks(loader.sample_batches, ctx)
+    batch, *other_batches = on_all_ranks(loader.sample_batches, ctx)
     # the loss is doubled on every other rank: gradients differ unless they are averaged
     digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)
-    on_all_ranks(lambda: [train_twice(model, each, state, compute_loss) for each in others], ctx)
+    on_all_ranks(lambda: [train_twice(model, other_batch, state, compute_loss) for other_batch in other_batches], ctx)
     for part in state.parts:
         part.first_passes(lambda: train_twice(state.model, batch, state, compute_loss), batch)
     state.updater.drop_gradients()  # also where a part's passes have failed
@@ -89,10 +89,10 @@ def first_passes(
         return names
 
     on_all_ranks(train_smallest, ctx)
-    names = on_all_ranks(lambda: [evaluate(each) for each in held_out.values()], ctx)
+    names = on_all_ranks(lambda: [evaluate(eval_loader) for eval_loader in held_out.values()], ctx)
     loaders = [loader, *held_out.values()]
-    workers = sum(each.num_workers for each in loaders)
-    tensors = sum(each.shared_tensors for each in loaders)
+    workers = sum(data_loader.num_workers for data_loader in loaders)
+    tensors = sum(data_loader.shared_tensors for data_loader in loaders)
     on_all_ranks(lambda: raise_file_limit(ctx.world_size, workers, tensors), ctx)
     return on_all_ranks(lambda: choose_best(best_metric, [*names, []][0]), ctx)
 

@@ -28,7 +28,7 @@ class SkippedStep(NamedTuple):
 
 def is_empty(skipped: list[SkippedStep]) -> bool:
     """Whether some steps were skipped, and all because their loss counted nothing."""
-    return {each.reason for each in skipped} == {NOTHING_COUNTED}
+    return {skip.reason for skip in skipped} == {NOTHING_COUNTED}
 
 
 class PendingRead:
@@ -43,12 +43,12 @@ class PendingRead:
     def __init__(self, tensors: list[Tensor], steps: list[SkippedStep], readers: list[Part]) -> None:
         self.steps = steps
         self.readers = readers
-        self._likes = [(each.shape, each.dtype) for each in tensors]
-        self._host = torch.cat([each.reshape(-1).view(torch.int64) for each in tensors])
+        self._likes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._host = torch.cat([tensor.reshape(-1).view(torch.int64) for tensor in tensors])
         self._event: torch.Event | None = None
         if self._host.device.type != "cpu":
-            there = torch.empty(self._host.shape, dtype=torch.int64, pin_memory=True)
-            self._host = there.copy_(self._host, non_blocking=True)
+            pinned = torch.empty(self._host.shape, dtype=torch.int64, pin_memory=True)
+            self._host = pinned.copy_(self._host, non_blocking=True)
             self._event = torch.accelerator.current_stream().record_event()
 
     def result(self) -> list[Tensor]:
@@ -98,13 +98,13 @@ class LogWindow(MetricTracker):
         self._divisors.append(divisor)
         self._losses += [] if loss is None else [loss.clone()]
 
-    def begin_read(self, *more: Tensor, is_log_point: bool = False) -> PendingRead:
+    def begin_read(self, *other_tensors: Tensor, is_log_point: bool = False) -> PendingRead:
         """Begin to copy the sums, and what each step since the last read may have skipped, to the host.
 
-        more: float64 or int64 values to copy too.
+        other_tensors: float64 or int64 values to copy too.
         """
         kept = [self.norms, self._divisors, self._losses]
-        stacks = [torch.stack(each).double() if each else self.values.new_empty(0) for each in kept]
+        stacks = [torch.stack(series).double() if series else self.values.new_empty(0) for series in kept]
         tensors = [self.values, *stacks, self._scaler.scale(self._one).double()]
         readers = []
         for part in self._parts:
@@ -112,7 +112,7 @@ class LogWindow(MetricTracker):
             if values is not None:
                 tensors.append(values.to(self.values.device))
                 readers.append(part)
-        read = PendingRead([*tensors, *more], self._steps, readers)
+        read = PendingRead([*tensors, *other_tensors], self._steps, readers)
         self.norms, self._divisors, self._losses, self._steps = [], [], [], []
         return read
 
@@ -122,10 +122,10 @@ class LogWindow(MetricTracker):
         Raises:
             UserError: if a part finds that what it has read is wrong.
         """
-        values, norms, divisors, losses, scale, *more = read.result()
+        values, norms, divisors, losses, scale, *other_tensors = read.result()
         entries: dict[str, float] = {}
         for part in read.readers:
-            entries |= part.finish_read(more.pop(0))
+            entries |= part.finish_read(other_tensors.pop(0))
         sums = self._sums
         sums.values.copy_(values)
         norm_sum, finite = sums.sum_of("grad_norm").item(), [norm for norm in norms.tolist() if math.isfinite(norm)]
@@ -145,7 +145,7 @@ class LogWindow(MetricTracker):
                 skipped.append(step._replace(reason="non-finite" if divisor else NOTHING_COUNTED))
                 progress.skipped_in_row += 1
         progress.skipped_steps += len(skipped)
-        return LogWindowValues(sums, skipped, more, entries)
+        return LogWindowValues(sums, skipped, other_tensors, entries)
 
     def keep_norms(self) -> None:
         """Add the norms that were read last to the sums, in the middle of an interval, and the skipped steps."""

@@ -148,16 +148,16 @@ def load_optimizer(
     shared = {key: value for key, value in saved["state"].items() if not isinstance(key, int)}
     states: dict[Any, Any] = map_tensors(Tensor.clone, shared)
     for number, p in enumerate([] if is_other else held):
-        mine = {key: local(shard_of(value, owners[p])) for key, value in before[names[p]].items()}
+        local_state = {key: local(shard_of(value, owners[p])) for key, value in before[names[p]].items()}
         if skips_on_device(optimizer):  # fused kernels do not check
-            is_other |= any(value.shape != p.shape for key, value in mine.items() if key != "step")
-        states |= {number: mine} if mine else {}
+            is_other |= any(value.shape != p.shape for key, value in local_state.items() if key != "step")
+        states |= {number: local_state} if local_state else {}
     if is_other:
         remedy = "use the model.py it was made with, or load its weights with --init_from"
         raise UserError(f"the checkpoint's optimizer has different parameters; {remedy}")
-    own = optimizer.state_dict()
-    others = {key: saved[key] for key in own.keys() & saved.keys() if key != "param_groups"}
-    optimizer.load_state_dict(own | others | {"state": states})
+    state_dict = optimizer.state_dict()
+    other_entries = {key: saved[key] for key in state_dict.keys() & saved.keys() if key != "param_groups"}
+    optimizer.load_state_dict(state_dict | other_entries | {"state": states})
     restore_entries(optimizer, saved.get("changed_in_groups", []), names)
     for number, p in enumerate(held):
         state = optimizer.state.get(p, {})
@@ -230,8 +230,8 @@ def restore_entries(optimizer: torch.optim.Optimizer, records: list[dict[str, An
             group[key] = map_tensors(functools.partial(Tensor.to, device=device, copy=True), value)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return bool(map_leaves(_comparable, one) == map_leaves(_comparable, other))
+def _is_same(left: Any, right: Any) -> bool:
+    return bool(map_leaves(_comparable, left) == map_leaves(_comparable, right))
 
 
 def _comparable(value: Any) -> Any:

@@ -31,11 +31,11 @@ class Outputs:
     def add(self, model: nn.Module, batch: Any, indices: Sequence[int], is_padding: bool = False) -> None:
         """Compute the outputs for a micro-batch of these samples. Raises UserError if they are invalid."""
         self._seed(indices)
-        found = self._predict(model, batch)
-        check_outputs(found, len(indices))
-        if self.batches and found.keys() != self.batches.keys():
+        outputs = self._predict(model, batch)
+        check_outputs(outputs, len(indices))
+        if self.batches and outputs.keys() != self.batches.keys():
             raise UserError(OTHER_NAMES)
-        for name, output in found.items():
+        for name, output in outputs.items():
             kept = self.batches.setdefault(name, [])
             if not is_padding:
                 kept.append(output.detach().to("cpu", copy=True))  # a view would keep all of its tensor
@@ -45,15 +45,15 @@ class Outputs:
         return {"indices": self.indices, "outputs": self.batches}
 
 
-def check_outputs(found: object, samples: int) -> None:
+def check_outputs(outputs: object, samples: int) -> None:
     """Raises UserError if this is not a dict of tensors with one row per sample."""
-    named = found.items() if isinstance(found, dict) else [("the result", found)]
-    for name, each in named:
-        if not isinstance(found, dict) or not isinstance(each, Tensor):
-            raise UserError(f"model.predict: {name} is a {type(each).__name__}; return {{name: tensor [B, ...]}}")
-        if each.shape[:1] != (samples,):
+    named = outputs.items() if isinstance(outputs, dict) else [("the result", outputs)]
+    for name, output in named:
+        if not isinstance(outputs, dict) or not isinstance(output, Tensor):
+            raise UserError(f"model.predict: {name} is a {type(output).__name__}; return {{name: tensor [B, ...]}}")
+        if output.shape[:1] != (samples,):
             raise UserError(
-                f"model.predict: {name} has the shape {list(each.shape)} for {samples} samples; return one row per"
+                f"model.predict: {name} has the shape {list(output.shape)} for {samples} samples; return one row per"
                 " sample"
             )
 

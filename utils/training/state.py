@@ -242,26 +242,26 @@ class TrainState:
     def _load_weights(self, weights: dict[str, Any]) -> None:
         likes = self.sharded()
         try:
-            self.model.load_state_dict({name: shard_of(each, likes.get(name)) for name, each in weights.items()})
+            self.model.load_state_dict({name: shard_of(value, likes.get(name)) for name, value in weights.items()})
         except RuntimeError as error:
             raise UserError(f"the checkpoint's model does not fit ({error}); give the model it was made with") from None
         self.sums.running_stats.reload()
 
     def weights(self) -> dict[str, AbstractContextManager]:
         """The weights to evaluate, each with the context in which the model has them. The last selects the best."""
-        found: dict[str, AbstractContextManager] = {"model": nullcontext()}
+        contexts: dict[str, AbstractContextManager] = {"model": nullcontext()}
         for part in self.parts:
-            found |= part.weights()
-        return found
+            contexts |= part.weights()
+        return contexts
 
     def weights_of(self, payload: dict[str, Any]) -> dict[str, AbstractContextManager]:
         """Those in a checkpoint, which replace the weights of the model for good; without one, those of the model."""
-        found: dict[str, AbstractContextManager] = {}
+        contexts: dict[str, AbstractContextManager] = {}
         kinds = dict.fromkeys(["model", "ema", *self.weights()])  # averaged ones, also if this run averages none
         for kind in kinds:
             if payload.get(kind):
-                found[kind] = self._loaded(payload, kind)
-        return found or {"model": nullcontext()}
+                contexts[kind] = self._loaded(payload, kind)
+        return contexts or {"model": nullcontext()}
 
     @contextmanager
     def _loaded(self, payload: dict[str, Any], kind: str) -> Iterator[None]:

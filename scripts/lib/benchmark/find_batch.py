@@ -130,19 +130,19 @@ def limit_memory(device: torch.device, memory: int) -> None:
 def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str]) -> None:
     """Print the outcome as JSON, and exit. A size of 0 only reads the data set and the memory."""
     config = TrainingConfig.from_args(flags)
-    found: dict[str, Any] = {"outcome": TOO_LARGE}
+    result: dict[str, Any] = {"outcome": TOO_LARGE}
     try:
         ctx = setup_distributed(config)
         memory = available_memory(ctx.device, ranks, gib)
         if not size:
             data = load_data(train.your_data, config, ctx).train
-            found = {"memory": memory, "most": len(data)}
+            result = {"memory": memory, "most": len(data)}
             if config.batch_tokens:  # extra: lengths
                 lengths = read_lengths(data, "the training set", Path(config.data_dir), ctx)
                 if not len(lengths):
                     raise UserError(f"batch_tokens={config.batch_tokens}: the data has no lengths; leave it out")
-                found["least"] = int(lengths.max())
-                found["most"] *= found["least"]
+                result["least"] = int(lengths.max())
+                result["most"] *= result["least"]
         else:
             two_steps(config, ctx, folder / "first", min(2, size))
             limit_memory(ctx.device, memory)
@@ -151,13 +151,13 @@ def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str])
                 needs = torch.cuda.max_memory_reserved(ctx.device)
             else:  # including the checkpoint's copy in shared memory and the writer's archive
                 needs = own_memory("VmHWM") + 2 * checkpoint
-            found = {"outcome": FITS if needs <= memory else TOO_LARGE, "needs": needs, "seconds": seconds}
+            result = {"outcome": FITS if needs <= memory else TOO_LARGE, "needs": needs, "seconds": seconds}
     except UserError as error:
-        found = {"error": str(error)}
+        result = {"error": str(error)}
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    print(f"\n{json.dumps(found)}", flush=True)
+    print(f"\n{json.dumps(result)}", flush=True)
     os._exit(0)  # too little memory may be left for a normal exit
 
 
@@ -174,24 +174,24 @@ def start_trial(size: int, ranks: int, gib: float, flags: list[str]) -> dict[str
         return {"outcome": TOO_LARGE}
     if ended.returncode:
         raise RuntimeError(f"{' '.join(command)} exited with {ended.returncode}:\n{ended.stderr}")
-    found = json.loads(ended.stdout.splitlines()[-1])
-    if "error" in found:
-        raise UserError(found["error"])
-    return found
+    result = json.loads(ended.stdout.splitlines()[-1])
+    if "error" in result:
+        raise UserError(result["error"])
+    return result
 
 
 # ---- the search ----
 
 
-def search(trial: Callable[[int], Trial], first: int, most: int, say: Callable[[str], object]) -> list[Trial]:
-    """Double the size until it does not fit, then bisect to 5 %. Sizes are at most `most`."""
+def search(trial: Callable[[int], Trial], first: int, max_size: int, say: Callable[[str], object]) -> list[Trial]:
+    """Double the size until it does not fit, then bisect to 5 %. Sizes are at most `max_size`."""
     trials: list[Trial] = []
-    low, high, size = 0, most + 1, min(first, most)
+    low, high, size = 0, max_size + 1, min(first, max_size)
     while high - low > max(1, TOLERANCE * low):
         trials.append(trial(size))
         say(f"  {trials[-1]}")
         low, high = (size, high) if trials[-1].outcome == FITS else (low, size)
-        size = min(2 * low, most) if high > most and low else (low + high) // 2
+        size = min(2 * low, max_size) if high > max_size and low else (low + high) // 2
     return trials
 
 
@@ -202,28 +202,28 @@ def keeping(global_batch: int, largest: int, ranks: int) -> int:
     return next((size for size in enough if global_batch // size % ranks == 0), enough[0])
 
 
-def answer(name: str, trials: list[Trial], most: int, global_batch: int, ranks: int, least: int = 1) -> list[str]:
+def answer(name: str, trials: list[Trial], max_size: int, global_batch: int, ranks: int, least: int = 1) -> list[str]:
     """The result of one search, and the flags to paste.
 
     Args:
         global_batch: that the flags keep; 0: none.
         least: the longest sample, if sizes are tokens.
     """
-    fitting = [each for each in trials if each.outcome == FITS]
+    fitting = [trial for trial in trials if trial.outcome == FITS]
     if not fitting:
         return [f"{name}: not one sample fits; give a smaller --model or --image_size, or a device with more memory"]
-    best = max(fitting, key=lambda each: each.size)
+    best = max(fitting, key=lambda trial: trial.size)
     size = keeping(global_batch, best.size, ranks) if global_batch else best.size
     speed = f"{best.seconds:.3g} s per micro-batch, {best.size / best.seconds:,.1f} {best.unit}s/s"
     lines = [f"{name}: {best.size:,} {best.unit}s, {gigabytes(best.needs)}, {speed}"]
-    if best.size == most:
+    if best.size == max_size:
         lines.append("  this is the whole training set")
     why = "   (divides the global batch)" if size != best.size else ""
-    more = f" {CHECKPOINTING}" if CHECKPOINTING in name else ""
+    added_flags = f" {CHECKPOINTING}" if CHECKPOINTING in name else ""
     field = "batch_size" if best.unit == "sample" else "batch_tokens"
-    more += " --too_long alone" * (size < least)
+    added_flags += " --too_long alone" * (size < least)
     kept = f" --global_batch_size {global_batch}" if global_batch else ""
-    return [*lines, f"  --{field} {size}{kept}{more}{why}"]
+    return [*lines, f"  --{field} {size}{kept}{added_flags}{why}"]
 
 
 def find(flags: list[str], ranks: int, gib: float) -> None:
@@ -237,22 +237,22 @@ def find(flags: list[str], ranks: int, gib: float) -> None:
         global_batch = config.global_batch_size * (config.micro_batch[0] == "batch_tokens")
         flags = [*flags, "--batch_size", str(TrainingConfig.batch_size), "--global_batch_size", str(global_batch)]
     facts = start_trial(0, ranks, gib, flags)
-    say, most, answers = functools.partial(print, flush=True), facts["most"], []
+    say, max_size, answers = functools.partial(print, flush=True), facts["most"], []
     say(f"{gigabytes(facts['memory'])} per rank, after {HEADROOM:.0%} headroom")
     ways: list[list[str]] = [[]]
     ways += [[CHECKPOINTING]] * (not config.activation_checkpointing)  # extra: compile
-    for more in ways:
-        name = f"with {CHECKPOINTING}" if more else "as given"
+    for added_flags in ways:
+        name = f"with {CHECKPOINTING}" if added_flags else "as given"
         say(f"{name}:")
 
-        def trial(size: int, words: tuple[str, ...] = (*flags, *more)) -> Trial:
+        def trial(size: int, words: tuple[str, ...] = (*flags, *added_flags)) -> Trial:
             return Trial(size, **start_trial(size, ranks, gib, [*words]), unit=unit)
 
         try:
-            trials = search(trial, first, most, say)
-            answers += answer(name, trials, most, global_batch, ranks, facts.get("least", 1))
+            trials = search(trial, first, max_size, say)
+            answers += answer(name, trials, max_size, global_batch, ranks, facts.get("least", 1))
         except UserError as error:  # a model without blocks to checkpoint
-            if not more:
+            if not added_flags:
                 raise
             answers.append(f"{name}: {error}")
     say("\n".join(["", *answers]))

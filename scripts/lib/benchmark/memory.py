@@ -70,7 +70,12 @@ def count(state: TrainState, action: Callable[[], object]) -> dict[str, int]:
     with tracker:
         action()
     parameters = [local(parameter.detach()) for parameter in state.model.parameters()]
-    values = [value for each in state.optimizer.state.values() for value in each.values() if torch.is_tensor(value)]
+    values = [
+        value
+        for param_state in state.optimizer.state.values()
+        for value in param_state.values()
+        if torch.is_tensor(value)
+    ]
     sizes = [sum(t.nbytes for t in tensors) for tensors in (parameters, [*(v for v in values if v.ndim), *copies])]
     peak = tracker.get_tracker_snapshot("peak")[device_of(state.model)]["Total"]
     return dict(zip(COLUMNS, [*sizes, peak], strict=True))
@@ -156,19 +161,19 @@ def show(config: TrainingConfig, ctx: DistributedContext, ranks: list[int], say:
         for sharding in SHARDINGS if number > 1 else SHARDINGS[:1]:
             if sharding == "hybrid" and (number <= per_node or number % per_node):
                 continue
-            found, note = measure_or_say(config, ctx, sets.train, sharding, number, per_node)
+            usage, note = measure_or_say(config, ctx, sets.train, sharding, number, per_node)
             gc.collect()
-            shown = [f"{found[name] / 1e6:,.1f}" if found else "-" for name in COLUMNS]
+            shown = [f"{usage[name] / 1e6:,.1f}" if usage else "-" for name in COLUMNS]
             rows.append((f"--sharding {sharding}", str(number), *shown, note))
-            if number == ranks[-1] and not chosen and found and found["peak"] <= USABLE * room:
+            if number == ranks[-1] and not chosen and usage and usage["peak"] <= USABLE * room:
                 chosen = sharding
     field, size = config.micro_batch
     say(f"MB on a rank in a step with micro-batches of {field} {size} on {ctx.device_names[0]}, {per_node} a node")
     say(format_table(rows, range(1, 5)))
     limit = f"{USABLE:.0%} of {room / 1e9:,.1f} GB per rank, on {ranks[-1]} rank{'s' * (ranks[-1] > 1)}"
-    more = ""
-    more += ", or --activation_checkpointing" * (not config.activation_checkpointing)  # extra: compile
+    alternative = ""
+    alternative += ", or --activation_checkpointing" * (not config.activation_checkpointing)  # extra: compile
     if chosen:
         say(f"flags: --sharding {chosen}   (the first whose peak fits into {limit})")
     else:
-        say(f"the model does not fit into {limit}; use more ranks, a smaller --batch_size{more}")
+        say(f"the model does not fit into {limit}; use more ranks, a smaller --batch_size{alternative}")

@@ -38,7 +38,7 @@ class Ours:
         self, config: TrainingConfig, ctx: DistributedContext, folder: Path, steps: int, resume_from: str = ""
     ) -> None:
         self.samples = steps * config.batch_size * config.micro_batches_per_step(ctx.world_size)  # of an epoch
-        places: dict[str, Any] = {
+        overrides: dict[str, Any] = {
             "run_dir": str(folder),
             "checkpoint_dir": "",
             "mirror": "",  # extra: companions
@@ -46,7 +46,7 @@ class Ours:
             "on_checkpoint": "",  # extra: companions
             "resume_from": resume_from,
         }
-        config = dataclasses.replace(config, **places, overwrite=False)
+        config = dataclasses.replace(config, **overrides, overwrite=False)
         if steps:
             no_limits: dict[str, Any] = {"max_steps": 0, "max_time": 0.0}
             config = dataclasses.replace(config, dataset_size=self.samples, epochs=EPOCHS, **no_limits)

@@ -34,9 +34,9 @@ def measure(
     configs, memory, candidates = configs_of(options.against, config, ctx), {}, []
     runs: dict[str, Ours] = {}
     waited: Counter[str] = Counter()
-    for name, each in configs.items():
+    for name, variant in configs.items():
         before = start_memory(ctx.device)
-        runs[name] = warm_run(each, ctx, folder / f"run-{len(runs)}", options.steps)
+        runs[name] = warm_run(variant, ctx, folder / f"run-{len(runs)}", options.steps)
         memory[name] = torch.cuda.max_memory_allocated() - before if ctx.device.type == "cuda" else 0
 
         def epoch(run: Ours = runs[name], name: str = name) -> None:
@@ -50,17 +50,17 @@ def measure(
     for run in runs.values():
         run.close()
     rows = {}
-    for each in candidates:
-        rows[each.name] = {
-            "step_s": each.seconds() / options.steps,
-            "wall_ratio": each.ratio(candidates[0]),
-            "control_wall": each.control(),
-            "cpu_ratio": each.ratio(candidates[0], "cpu"),
-            "control_cpu": each.control("cpu"),
-            "samples_per_s": runs[each.name].samples / each.seconds(),
-            "data_wait": waited[each.name] / sum(each.wall),
-            "memory_bytes": memory[each.name],
-            "warning": each.warning("wall", "cpu"),
+    for variant in candidates:
+        rows[variant.name] = {
+            "step_s": variant.seconds() / options.steps,
+            "wall_ratio": variant.ratio(candidates[0]),
+            "control_wall": variant.control(),
+            "cpu_ratio": variant.ratio(candidates[0], "cpu"),
+            "control_cpu": variant.control("cpu"),
+            "samples_per_s": runs[variant.name].samples / variant.seconds(),
+            "data_wait": waited[variant.name] / sum(variant.wall),
+            "memory_bytes": memory[variant.name],
+            "warning": variant.warning("wall", "cpu"),
         }
     say(table(rows))
     return {"rows": rows}
@@ -68,15 +68,15 @@ def measure(
 
 def configs_of(against: list[str], config: TrainingConfig, ctx: DistributedContext) -> dict[str, TrainingConfig]:
     """What is measured, by name."""
-    found = {GIVEN: config}
-    found |= {f"with {words}": TrainingConfig.from_args(shlex.split(words), config.to_dict()) for words in against}
+    configs = {GIVEN: config}
+    configs |= {f"with {words}": TrainingConfig.from_args(shlex.split(words), config.to_dict()) for words in against}
     # FSDP communicates within the passes, and exact sums hold what others have to add
     is_alone = ctx.world_size > 1
     is_alone = is_alone and config.sharding == "none"  # extra: sharding
     is_alone = is_alone and config.reduction != "exact"  # extra: exact
     if is_alone:
-        found[ALONE] = dataclasses.replace(config, save_every_steps=0, save_every_minutes=0.0)  # the ranks diverge
-    return found
+        configs[ALONE] = dataclasses.replace(config, save_every_steps=0, save_every_minutes=0.0)  # the ranks diverge
+    return configs
 
 
 def start_memory(device: torch.device) -> int:
@@ -126,19 +126,19 @@ def open_report(file: Path | None, flags: list[str]) -> dict[str, Any]:
     if not file or not file.exists():
         return {"flags": flags, "measured": []}
     try:
-        found = {name: json.loads(file.read_text())[name] for name in ("flags", "measured")}
+        report = {name: json.loads(file.read_text())[name] for name in ("flags", "measured")}
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"--json {file}: exists but is not a report of this script; give another name") from None
-    if found["flags"] != flags:
-        words = " ".join(found["flags"]) or "none"
+    if report["flags"] != flags:
+        words = " ".join(report["flags"]) or "none"
         raise UserError(f"--json {file}: was measured with other flags ({words}); give another name")
-    return found
+    return report
 
 
 def add(report: dict[str, Any], job: dict[str, Any]) -> None:
     """Put a launch into the report; it replaces one on as many ranks."""
-    others = [each for each in report["measured"] if each["ranks"] != job["ranks"]]
-    report["measured"] = sorted([*others, job], key=lambda each: each["ranks"])
+    other_launches = [launch for launch in report["measured"] if launch["ranks"] != job["ranks"]]
+    report["measured"] = sorted([*other_launches, job], key=lambda launch: launch["ranks"])
 
 
 def scaling(report: dict[str, Any]) -> str:

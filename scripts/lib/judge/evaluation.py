@@ -27,18 +27,18 @@ def difference(a: Path, b: Path) -> str:
 
     Comments do not count. Raises UserError for a file that is no Python.
     """
-    one = evaluating(a)
-    other = evaluating(b)
-    differing = [name for name in one | other if one.get(name) != other.get(name)]
+    code_a = evaluating(a)
+    code_b = evaluating(b)
+    differing = [name for name in code_a | code_b if code_a.get(name) != code_b.get(name)]
     if not differing:
         return ""
-    more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-    return f"{differing[0]}{more}: is not the same in A and B, {REMEDY}"
+    and_more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+    return f"{differing[0]}{and_more}: is not the same in A and B, {REMEDY}"
 
 
 def evaluating(fork: Path) -> dict[str, str]:
     """The code that evaluates, by "model.py: FUNCTION" or by file."""
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     files = {fork / "dataset.py"}
     definitions: dict[str, list[ast.stmt]] = {}
     for statement in parse(fork / "model.py").body:
@@ -53,10 +53,10 @@ def evaluating(fork: Path) -> dict[str, str]:
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 files |= set(imported(fork, fork / "model.py", statement))
                 continue
-            place = f"model.py: {name}"
-            found[place] = found.get(place, "") + ast.unparse(statement)
+            key = f"model.py: {name}"
+            sources[key] = sources.get(key, "") + ast.unparse(statement)
             waiting += sorted({node.id for node in ast.walk(statement) if isinstance(node, ast.Name)})
-    return found | files_of(fork, files)
+    return sources | files_of(fork, files)
 
 
 def notes_on(a: Path, b: Path) -> list[str]:
@@ -108,20 +108,23 @@ def questions_on(tree: ast.Module, file: str) -> list[str]:
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {name for node in imports for name in bound(node)}
     for statement in tree.body:
-        place = f"{file}: {min(bound(statement), default='')}".removesuffix(": ")
+        location = f"{file}: {min(bound(statement), default='')}".removesuffix(": ")
         if acts(statement):
             questions.append(f"{file}: `{shown(statement)}` acts on import; does it change what is evaluated?")
             continue
         for node in ast.walk(statement):
             words = words_of(node)
-            if (place, words) == ("model.py: create_model", {"data_dir"}):  # a vocabulary, or another part of a network
+            if (location, words) == (
+                "model.py: create_model",
+                {"data_dir"},
+            ):  # a vocabulary, or another part of a network
                 continue
             if changed_by(node) & modules:
-                questions.append(f"{place}: `{shown(node)}` changes a module; does it change what is evaluated?")
+                questions.append(f"{location}: `{shown(node)}` changes a module; does it change what is evaluated?")
             elif words & DATA or gives_data(node):
-                questions.append(f"{place}: `{shown(node)}` leads to data; does it learn from held-out samples?")
+                questions.append(f"{location}: `{shown(node)}` leads to data; does it learn from held-out samples?")
             elif words & HIDING:
-                questions.append(f"{place}: `{shown(node)}` may do anything; does it change what is evaluated?")
+                questions.append(f"{location}: `{shown(node)}` may do anything; does it change what is evaluated?")
     return questions
 
 
@@ -179,17 +182,17 @@ def shown(node: ast.AST) -> str:
 
 def files_of(fork: Path, files: set[Path]) -> dict[str, str]:
     """The code of these files, of the files of the fork that they import, and of utils, by path."""
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     waiting = [*sorted(files), *sorted(fork.glob("utils/**/*.py"))]
     while waiting:
         path = waiting.pop(0)
         name = path.relative_to(fork).as_posix()
-        if name not in found and name not in NOT_FOLLOWED:
+        if name not in sources and name not in NOT_FOLLOWED:
             tree = parse(path)
-            found[name] = ast.unparse(tree)
+            sources[name] = ast.unparse(tree)
             for node in ast.walk(tree):
                 waiting += imported(fork, path, node)
-    return found
+    return sources
 
 
 def parse(path: Path) -> ast.Module:
@@ -203,15 +206,15 @@ def bound(statement: ast.stmt) -> set[str]:
     """The names that a statement of a module defines."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return {statement.name}
-    found = set()
+    names = set()
     for node in ast.walk(statement):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.alias):
-            found.add((node.asname or node.name).split(".")[0])
-    return found
+            names.add((node.asname or node.name).split(".")[0])
+    return names
 
 
 def imported(fork: Path, file: Path, node: ast.AST) -> Iterator[Path]:
@@ -225,9 +228,9 @@ def imported(fork: Path, file: Path, node: ast.AST) -> Iterator[Path]:
         if node.level:
             base = file.parents[node.level - 1]
     for module in modules:
-        place = base
+        module_path = base
         for part in module.strip(".").split("."):
-            place = place / part
-            for path in (place.with_suffix(".py"), place / "__init__.py"):
+            module_path = module_path / part
+            for path in (module_path.with_suffix(".py"), module_path / "__init__.py"):
                 if path.is_file():
                     yield path

@@ -70,7 +70,7 @@ def outputs(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
 
 def replaced() -> dict[str, str]:
     """Functions in modules of the template that code of the fork defines elsewhere, by name: where."""
-    places: dict[str, str] = {}
+    origins: dict[str, str] = {}
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None) or ""
         if not file.startswith(f"{FORK}/utils/") and name not in TEMPLATE:
@@ -83,8 +83,8 @@ def replaced() -> dict[str, str]:
             function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
             code = getattr(function, "__code__", None)
             if code and code.co_filename != file and is_yours(Path(code.co_filename)):
-                places[key] = f"{Path(code.co_filename).relative_to(FORK)}: {code.co_qualname}"
-    return places
+                origins[key] = f"{Path(code.co_filename).relative_to(FORK)}: {code.co_qualname}"
+    return origins
 
 
 def is_yours(file: Path) -> bool:
@@ -101,8 +101,8 @@ def weights(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
 
     plain = of_parameters(new_network(sets.config, ctx))
     with other_seeds():
-        other = of_parameters(new_network(sets.config, ctx))
-    return {"is_seeded": plain != other}
+        reseeded = of_parameters(new_network(sets.config, ctx))
+    return {"is_seeded": plain != reseeded}
 
 
 def new_network(config: TrainingConfig, ctx: DistributedContext) -> nn.Module:

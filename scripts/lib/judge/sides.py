@@ -52,7 +52,7 @@ class Side:
         path = Path(given.strip())
         words = [*common]
         if given.strip() and os.path.isdir(path):  # False for flags that are too long for a path
-            if missing := [each for each in FILES if not (path / each).exists()]:
+            if missing := [file for file in FILES if not (path / file).exists()]:
                 raise UserError(f"{name}={path}: has no {missing[0]}; give the folder of a fork, a config, or flags")
             digests = path / "utils/training/fingerprint.py"
             if not digests.exists() or "def of_parameters" not in digests.read_text(encoding="utf-8"):
@@ -81,10 +81,10 @@ class Side:
         except ValueError as error:
             text = f"train.py --print_config prints no settings ({error}); leave out --help and prints of the fork"
             raise UserError(f"{name}: {text}") from None
-        own = f"{values.get('run_dir')}/checkpoints"
-        if values.get("checkpoint_dir", own) != own:
+        default_dir = f"{values.get('run_dir')}/checkpoints"
+        if values.get("checkpoint_dir", default_dir) != default_dir:
             raise UserError(f"{name}: checkpoint_dir is the same for all of its runs; leave it out")
-        if wrong := next((each for each in UNSUITABLE if values.get(each)), ""):
+        if wrong := next((flag for flag in UNSUITABLE if values.get(flag)), ""):
             raise UserError(f"{name}: {wrong}={values[wrong]} does not go with a judge; leave it out")
         side.settings = {key: value for key, value in values.items() if key not in OURS}
         return side
@@ -139,7 +139,7 @@ class Side:
     def check_weights(self, out: Path, run: Run, earlier: Sequence[Run]) -> str:
         """Whether a run starts from the weights of an earlier one, which has another seed. Returns a note, or "".
         Raises UserError if the weights were drawn."""
-        same = [other.seed for other in earlier if other.weights == run.weights]
+        same = [earlier_run.seed for earlier_run in earlier if earlier_run.weights == run.weights]
         if not same or run.weights in self.known_weights:
             return ""
         self.known_weights.append(run.weights)
@@ -162,10 +162,10 @@ class Side:
         Raises UserError if it is broken."""
         result = self.fork / VERIFIED.name
         record = out / f"verified-{self.name.lower()}.json"
-        for known in (read_json(record), read_json(result)):
-            if self.is_verified(known):
+        for saved_result in (read_json(record), read_json(result)):
+            if self.is_verified(saved_result):
                 print(f"{self.name}: scripts/verify.py passed with this code", flush=True)
-                return remarks(known)
+                return remarks(saved_result)
         script = self.fork / "scripts/verify.py"
         if not script.exists():
             raise UserError(f"{self.name}={self.fork}: has no scripts/verify.py; restore the extra verify")
@@ -183,8 +183,8 @@ class Side:
             lines = log.read_text(errors="replace").splitlines()
             broken = [line.split("  ")[1].strip() for line in lines if line.startswith("BROKEN  ")]
             print(end_of(log), file=sys.stderr)
-            what = f"is BROKEN: {', '.join(broken)}" if broken else f"ended with exit code {code}"
-            raise UserError(f"{self.name}: scripts/verify.py {what}; see {log}, and fix that first")
+            failure = f"is BROKEN: {', '.join(broken)}" if broken else f"ended with exit code {code}"
+            raise UserError(f"{self.name}: scripts/verify.py {failure}; see {log}, and fix that first")
         checks = read_json(outcomes).get("checks", [])
         for kind in ("notes", "not_checked"):
             verified[kind] = [text for check in checks for text in check.get(kind, [])]
@@ -234,12 +234,12 @@ class Run:
     def value(self, metric: str) -> float:
         """The metric of the last evaluation. Raises UserError."""
         final = self.summary.get("final") or {}
-        where = f"{self.side}, seed {self.seed}: "
+        prefix = f"{self.side}, seed {self.seed}: "
         if metric not in final:
             names = f"choose one of {', '.join(final)}" if final else "give data with a validation set"
-            raise UserError(f"{where}{metric} is not in the last evaluation; {names}")
+            raise UserError(f"{prefix}{metric} is not in the last evaluation; {names}")
         if final[metric] is None:
-            raise UserError(f"{where}the final {metric} is not finite; give both sides settings that do not diverge")
+            raise UserError(f"{prefix}the final {metric} is not finite; give both sides settings that do not diverge")
         return final[metric]
 
     def steps(self) -> Iterator[tuple[int, list[int]]]:
@@ -308,40 +308,41 @@ def check_held_out(a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]]) -
 
 def require_equal(rows: list[tuple[str, Any, Any]], remedy: str) -> None:
     """Raises UserError for the first of these names whose values of A and B differ."""
-    for what, a, b in rows:
+    for name, a, b in rows:
         if a != b:
             shown = ["none" if value in ("", None) else value for value in (a, b)]
-            raise UserError(f"{what}: A has {shown[0]}, B has {shown[1]}; {remedy}")
+            raise UserError(f"{name}: A has {shown[0]}, B has {shown[1]}; {remedy}")
 
 
 def check_quantity(sides: Sequence[Side], out: Path, seed: int, metric: str) -> str:
     """Whether both evaluations compute the same from the same outputs of a network. Returns what could not be tried,
     or "". Raises UserError if they do not."""
     outputs = out / "outputs.pt"
-    found = []
+    results = []
     outputs.unlink(missing_ok=True)
     for side in sides:
         result, log = side.probe(out, seed, "outputs", outputs)
         if not result:
             return f"the metric of {side.name} could not be computed from given outputs of a network: see {log}"
-        found.append(result)
+        results.append(result)
     outputs.unlink()
-    a, b = found
+    a, b = results
     for name in sorted(a["replaced"] | b["replaced"]):
-        places = [found.get(name, "the template") for found in (a["replaced"], b["replaced"])]
-        if places[0] != places[1]:
+        definitions = [origins.get(name, "the template") for origins in (a["replaced"], b["replaced"])]
+        if definitions[0] != definitions[1]:
             raise UserError(
-                f"{name}: is that of {places[0]} in A and of {places[1]} in B, so they are not evaluated alike; let no"
-                " code of a fork replace a function of the template"
+                f"{name}: is that of {definitions[0]} in A and of {definitions[1]} in B, so they are not evaluated"
+                " alike; let no code of a fork replace a function of the template"
             )
     if not a["calls"] or metric not in a["metrics"]:
         return f"{metric} could not be computed from given outputs of a network; only its source was compared"
-    one = a["metrics"][metric]
-    other = b["metrics"].get(metric, [])
-    if len(one) != len(other) or not all(map(are_close, one, other)):
+    sums_a = a["metrics"][metric]
+    sums_b = b["metrics"].get(metric, [])
+    if len(sums_a) != len(sums_b) or not all(map(are_close, sums_a, sums_b)):
         raise UserError(
-            f"{metric}: A and B compute {one} and {other} (sum, count) from the same outputs of a network, so it is not"
-            " the same quantity; let no setting, such as label smoothing, change what compute_loss does in evaluations"
+            f"{metric}: A and B compute {sums_a} and {sums_b} (sum, count) from the same outputs of a network, so it is"
+            " not the same quantity; let no setting, such as label smoothing, change what compute_loss does in"
+            " evaluations"
         )
     return ""
 

@@ -72,11 +72,13 @@ def judged(differences: Sequence[float], sign: int) -> Result:
     """
     n = len(differences)
     mean = math.fsum(differences) / n
-    deviation = math.hypot(*(each - mean for each in differences)) / math.sqrt(n - 1)  # squares may under- or overflow
+    deviation = math.hypot(*(difference - mean for difference in differences)) / math.sqrt(
+        n - 1
+    )  # squares may under- or overflow
     skewness = 0.0
     if deviation:
         # the adjusted Fisher-Pearson coefficient: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.5.11
-        cubes = math.fsum(((each - mean) / deviation) ** 3 for each in differences)
+        cubes = math.fsum(((difference - mean) / deviation) ** 3 for difference in differences)
         skewness = n * cubes / ((n - 1) * (n - 2))
     t = t_quantile(n - 1)
     standard_error = deviation / math.sqrt(n)
@@ -118,4 +120,4 @@ def collapsed(values: Sequence[float], sign: int) -> list[int]:
     """
     middle = median(values)
     limit = max(10 * median(abs(value - middle) for value in values), 0.1 * abs(middle))
-    return [place for place, value in enumerate(values) if (middle - value) * sign > limit]
+    return [index for index, value in enumerate(values) if (middle - value) * sign > limit]

@@ -52,9 +52,9 @@ class Hosts:
         Args:
             reconnects: whether to run launch.sh again on a host that was lost, such as one that reboots.
         """
-        for each in SIGNALS:
-            if signal.getsignal(each) != signal.SIG_IGN:
-                signal.signal(each, lambda number, _: self._signals.append(number))
+        for signum in SIGNALS:
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                signal.signal(signum, lambda number, _: self._signals.append(number))
         for k in range(len(self._hosts)):
             threading.Thread(target=self._run, args=(k, reconnects), daemon=True).start()
         sent: dict[subprocess.Popen, int] = {}
@@ -99,7 +99,7 @@ class Hosts:
             connection.stdin.flush()
         self._connections[k] = connection
         streams = ((connection.stderr, sys.stderr), (connection.stdout, sys.stdout))
-        copies = [threading.Thread(target=self._copy, args=(k, *each), daemon=True) for each in streams]
+        copies = [threading.Thread(target=self._copy, args=(k, *pair), daemon=True) for pair in streams]
         copies[0].start()
         was_connected = bool(connection.stdout.readline())  # of `echo`
         copies[1].start()

@@ -138,8 +138,8 @@ def read_nodes(options: argparse.Namespace) -> Nodes:
         if rank < 0:
             raise UserError(f"NODE_RANK: is not set, with NNODES={options.nnodes}; give 0 to {most - 1}, one per node")
         if is_elastic:
-            what = f"MAX_RESTARTS={restarts}" if restarts else f"NNODES={options.nnodes}"
-            raise UserError(f"{what}: static rendezvous hangs on restart; unset RDZV_BACKEND, or give --retries")
+            variable = f"MAX_RESTARTS={restarts}" if restarts else f"NNODES={options.nnodes}"
+            raise UserError(f"{variable}: static rendezvous hangs on restart; unset RDZV_BACKEND, or give --retries")
     if most > 1 and not options.master_addr:
         raise UserError(f"MASTER_ADDR: is not set, with NNODES={options.nnodes}; give the name or address of node 0")
     port = integer("MASTER_PORT", options.master_port, 1)
@@ -157,8 +157,8 @@ def count_gpus(env: dict[str, str]) -> int:
     if not shutil.which(command[0]) and any(path.exists() for path in GPU_DRIVERS):  # importing torch takes seconds
         command = [sys.executable, "-c", "import torch; print('GPU \\n' * torch.cuda.device_count())"]
     with suppress(OSError, subprocess.TimeoutExpired):
-        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        return sum(line.startswith("GPU ") for line in found.stdout.splitlines())
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return sum(line.startswith("GPU ") for line in completed.stdout.splitlines())
     return 0
 
 
@@ -168,7 +168,7 @@ def own_address(nodes: Nodes, patience: float) -> tuple[str, bool]:
     fix = "give node 0's address, or add the name to DNS or /etc/hosts"
     while True:
         try:
-            found = resolve(nodes.address)
+            addresses = resolve(nodes.address)
             break
         except OSError as error:
             if wait.seconds >= patience:
@@ -176,16 +176,16 @@ def own_address(nodes: Nodes, patience: float) -> tuple[str, bool]:
                 raise UserError(f"{given}: {text}; {fix}") from None
             wait.say(f"the name {nodes.address} to resolve", fix)
             time.sleep(1)
-    routable = [address for address in found if not is_loopback(address)]
+    routable = [address for address in addresses if not is_loopback(address)]
     if not routable:
         fix = "give node 0's address in the shared network, or fix /etc/hosts (Debian maps a host's name to 127.0.1.1)"
-        raise UserError(f"{given}: is {found[0]} on {host}, which the other nodes cannot reach; {fix}")
+        raise UserError(f"{given}: is {addresses[0]} on {host}, which the other nodes cannot reach; {fix}")
     try:
-        own = own_address_to(routable[0])
+        local_address = own_address_to(routable[0])
     except OSError as error:
         text = f"{host} has no route to it ({why(error)})"
         raise UserError(f"{given}: {text}; check the address and the routes") from None
-    return own, nodes.rank == 0 if nodes.backend == "static" else own in found
+    return local_address, nodes.rank == 0 if nodes.backend == "static" else local_address in addresses
 
 
 def launch_folder(config: TrainingConfig) -> Path:
@@ -232,11 +232,11 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
         if interface := interface_of("::1"):
             settings["GLOO_SOCKET_IFNAME"] = interface
     else:
-        own, is_host = own_address(nodes, patience or ROUTE_PATIENCE_S)
+        local_address, is_host = own_address(nodes, patience or ROUTE_PATIENCE_S)
         nodes = replace(nodes, is_host=is_host, run=config.run_folder.name)
-        if interface := interface_of(own):
+        if interface := interface_of(local_address):
             settings |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
-        words += [f"--nnodes={nodes.nnodes}", f"--local-addr={own}"]
+        words += [f"--nnodes={nodes.nnodes}", f"--local-addr={local_address}"]
         if nodes.backend == "static":
             words += [f"--node-rank={nodes.rank}", f"--master-addr={nodes.address}", f"--master-port={nodes.port}"]
         else:

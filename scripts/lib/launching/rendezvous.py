@@ -77,11 +77,11 @@ class Wait:
     def seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def say(self, what: str, fix: str) -> None:
+    def say(self, missing: str, fix: str) -> None:
         """Print what is missing, once every ten seconds."""
         if self.seconds >= LINE_INTERVAL_S * (self._lines + 1):
             self._lines += 1
-            say(f"waiting for {what} ({self.seconds:.0f} s); {fix}")
+            say(f"waiting for {missing} ({self.seconds:.0f} s); {fix}")
 
 
 def find_nodes(nodes: Nodes, patience: float, launch_id: str, is_first_attempt: bool) -> str:
@@ -133,9 +133,13 @@ class Host(socketserver.ThreadingTCPServer):
             return {"error": f"{text}; give 1 to {nodes.most - 1}"}
         with self._lock:
             now = time.monotonic()
-            self._present = {other: it for other, it in self._present.items() if now - it[2] < ABSENT_AFTER_S}
-            others = self._present.items() if nodes.rank >= 0 else ()
-            if used_by := [its_host for other, (its_rank, its_host, _) in others if its_rank == rank and other != node]:
+            self._present = {
+                other_node: entry for other_node, entry in self._present.items() if now - entry[2] < ABSENT_AFTER_S
+            }
+            present = self._present.items() if nodes.rank >= 0 else ()
+            if used_by := [
+                its_host for other_node, (its_rank, its_host, _) in present if its_rank == rank and other_node != node
+            ]:
                 return {"error": f"NODE_RANK={rank}: is already used by {used_by[0]}; give {host} another"}
             self._present[node] = (rank, host, now)
             self._is_complete = self._is_complete or len(self._present) >= nodes.least
@@ -239,8 +243,8 @@ def ask(nodes: Nodes, node: str, padding: str) -> dict[str, Any]:
             return {}
         if greeting["run"] != nodes.run:
             fix = "give each launch its own port, and all nodes of one the same run_dir"
-            other = f"MASTER_PORT={nodes.port} is used there by another launch, with another run_dir"
-            return {"missing": f"{given}: {other}", "fix": fix}
+            problem = f"MASTER_PORT={nodes.port} is used there by another launch, with another run_dir"
+            return {"missing": f"{given}: {problem}", "fix": fix}
         if greeting["nnodes"] != nodes.nnodes:
             text = f"node 0 on {clean(greeting['host'])[:64]} was started with NNODES={clean(greeting['nnodes'])[:9]}"
             raise UserError(f"NNODES={nodes.nnodes}: {text}; give all nodes the same")

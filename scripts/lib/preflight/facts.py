@@ -51,14 +51,14 @@ def memory(device: torch.device) -> dict[str, int]:
 
 def route(device: torch.device) -> dict[str, str]:
     """The interface to the other ranks: the one that the user selected, else the one on the route to rank 0."""
-    found = addresses()
+    interfaces = addresses()
     selected = os.environ.get("NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME", "")
     prefixes = tuple(name.lstrip("=") for name in selected.split(",") if name and not name.startswith("^"))
-    interface = next((name for name in found if prefixes and name.startswith(prefixes)), "")
-    own = ""
+    interface = next((name for name in interfaces if prefixes and name.startswith(prefixes)), "")
+    local_address = ""
     if not interface:
         with suppress(OSError):
             rank_0 = resolve(os.environ.get("MASTER_ADDR", "127.0.0.1"))[0]
-            own = own_address_to(rank_0)
-            interface = interface_of(own)
-    return {"interface": interface, "address": found.get(interface, own)}
+            local_address = own_address_to(rank_0)
+            interface = interface_of(local_address)
+    return {"interface": interface, "address": interfaces.get(interface, local_address)}

@@ -30,15 +30,15 @@ def measure_pairs(leaders: list[int], ctx: DistributedContext) -> list[list[Any]
 
     leaders: the lowest rank of each node.
     """
-    found = []
+    measured = []
     for a, b in (pair for pairs in pair_rounds(len(leaders)) for pair in pairs):
         if ctx.rank in (leaders[a], leaders[b]):
             peer = leaders[b] if ctx.rank == leaders[a] else leaders[a]
             trip = min(_round_trip(4, peer, ctx) for _ in range(ROUND_TRIPS))
             rate = 2 * PAIR_SIZE / min(_round_trip(PAIR_SIZE, peer, ctx) for _ in range(2))
             if ctx.rank == leaders[a]:
-                found.append([a, b, trip, rate])
-    return found
+                measured.append([a, b, trip, rate])
+    return measured
 
 
 def _round_trip(size: int, peer: int, ctx: DistributedContext) -> float:

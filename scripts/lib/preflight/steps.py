@@ -59,12 +59,12 @@ class Steps:
         return self.measured[name]
 
     @contextmanager
-    def _deadline(self, place: str, seconds: float) -> Iterator[None]:
+    def _deadline(self, stage: str, seconds: float) -> Iterator[None]:
         """Unless the body ends in time, report the ranks that did not get here and end the process."""
         key = f"preflight/{next(self._places)}"
         if self._store:
             self._store.set(f"{key}/{self._ctx.rank}", "")
-        timer = threading.Timer(seconds, self._give_up, [key, place, seconds])
+        timer = threading.Timer(seconds, self._give_up, [key, stage, seconds])
         timer.daemon = True
         timer.start()
         try:
@@ -72,18 +72,18 @@ class Steps:
         finally:
             timer.cancel()
 
-    def _give_up(self, key: str, place: str, seconds: float) -> None:
+    def _give_up(self, key: str, stage: str, seconds: float) -> None:
         ranks = range(self._ctx.world_size)
-        here = [rank for rank in ranks if not self._store or self._store.check([f"{key}/{rank}"])]
-        missing = [rank for rank in ranks if rank not in here]
+        arrived = [rank for rank in ranks if not self._store or self._store.check([f"{key}/{rank}"])]
+        missing = [rank for rank in ranks if rank not in arrived]
         fix = "check MTU and firewall between the nodes"
-        if place in ("data", "loader"):
+        if stage in ("data", "loader"):
             fix = "check the storage and the data set's code"
-        text = f"no rank finished '{place}' in {seconds:.0f} s; {fix}"
+        text = f"no rank finished '{stage}' in {seconds:.0f} s; {fix}"
         if missing:
-            text = f"{verdict.named(missing, self._ctx.hosts)} did not reach '{place}' in {seconds:.0f} s; check it"
+            text = f"{verdict.named(missing, self._ctx.hosts)} did not reach '{stage}' in {seconds:.0f} s; check it"
             text += " (top, dmesg, its storage)"
-        if self._ctx.rank == here[0]:
+        if self._ctx.rank == arrived[0]:
             print(f"{verdict.FAILURE}  {text}", file=sys.stderr, flush=True)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one exits

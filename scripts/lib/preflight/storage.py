@@ -55,23 +55,23 @@ def use_mirror(url: str, checkpoint: int) -> dict[str, float]:  # extra: compani
     Raises:
         UserError: if it cannot be written, listed, read or deleted.
     """
-    place = Storage(f"{url.rstrip('/')}/.preflight-{os.urandom(4).hex()}", f"mirror={url}")
+    storage = Storage(f"{url.rstrip('/')}/.preflight-{os.urandom(4).hex()}", f"mirror={url}")
     size = min(max(checkpoint, len(BLOCK)), MAX_BYTES // 4)
     with tempfile.TemporaryDirectory() as folder:
         sent, received = Path(folder, "sent"), Path(folder, "received")
         sent.write_bytes(os.urandom(size))
         began = time.perf_counter()
-        place.put(sent, "speed")
+        storage.put(sent, "speed")
         between = time.perf_counter()
-        place.get("speed", received, size, lambda count: None)
+        storage.get("speed", received, size, lambda count: None)
         ended, is_same = time.perf_counter(), sent.read_bytes() == received.read_bytes()
     done = 0
     with suppress(Exception):  # each storage has errors of its own
         for _ in range(2):
-            place.create("claim", b"{}")
+            storage.create("claim", b"{}")
             done += 1
-    names = place.names()
-    place.remove(list(names))
+    names = storage.names()
+    storage.remove(list(names))
     if not is_same or names.get("speed") != size:
         raise UserError(f"mirror={url}: what was written is not what is read or listed; give another storage")
     rates = {"to": size / (between - began), "from": size / (ended - between)}

@@ -34,8 +34,8 @@ class Finding:
 
 def findings(name: str, ok: str, warnings: Sequence[str] = (), failures: Sequence[str] = ()) -> list[Finding]:
     """One finding for each failure and warning, or OK if there is none."""
-    found = [Finding(name, FAILURE, text) for text in failures] + [Finding(name, WARNING, text) for text in warnings]
-    return found or [Finding(name, OK, ok)]
+    problems = [Finding(name, FAILURE, text) for text in failures] + [Finding(name, WARNING, text) for text in warnings]
+    return problems or [Finding(name, OK, ok)]
 
 
 def failed(name: str, problems: list[str], hosts: Sequence[str]) -> list[Finding]:
@@ -43,8 +43,8 @@ def failed(name: str, problems: list[str], hosts: Sequence[str]) -> list[Finding
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(problems):
         ranks_of.setdefault(text, []).append(rank)
-    whose = {text: f"{named(ranks, hosts)}: " if len(ranks_of) > 1 else "" for text, ranks in ranks_of.items()}
-    return [Finding(name, FAILURE, whose[text] + text) for text in ranks_of if text]
+    prefix_of = {text: f"{named(ranks, hosts)}: " if len(ranks_of) > 1 else "" for text, ranks in ranks_of.items()}
+    return [Finding(name, FAILURE, prefix_of[text] + text) for text in ranks_of if text]
 
 
 def named(ranks: Iterable[int], hosts: Sequence[str]) -> str:
@@ -52,7 +52,9 @@ def named(ranks: Iterable[int], hosts: Sequence[str]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank in ranks:
         ranks_of.setdefault(hosts[rank], []).append(rank)
-    return ", ".join(f"{host} (rank{'s' * (len(each) > 1)} {rank_range(each)})" for host, each in ranks_of.items())
+    return ", ".join(
+        f"{host} (rank{'s' * (len(host_ranks) > 1)} {rank_range(host_ranks)})" for host, host_ranks in ranks_of.items()
+    )
 
 
 def rank_range(ranks: list[int]) -> str:
@@ -63,14 +65,14 @@ def rank_range(ranks: list[int]) -> str:
 def nodes_of(facts: list[dict]) -> list[list[int]]:
     """The ranks of each machine or container, in the order of its lowest rank."""
     nodes: dict[str, list[int]] = {}
-    for rank, each in enumerate(facts):
-        nodes.setdefault(each["machine"], []).append(rank)
+    for rank, rank_facts in enumerate(facts):
+        nodes.setdefault(rank_facts["machine"], []).append(rank)
     return list(nodes.values())
 
 
 def hosts_of(facts: list[dict]) -> list[str]:
     """The host name of each rank."""
-    return [each["host"] for each in facts]
+    return [rank_facts["host"] for rank_facts in facts]
 
 
 def size(number: float) -> str:
@@ -93,23 +95,23 @@ def host_names(facts: list[dict]) -> list[Finding]:
 def network(facts: list[dict]) -> list[Finding]:
     """Warn if the nodes are in different networks. Routed addresses (/31, /32, as in clouds) are not compared."""
     nodes = [facts[ranks[0]] for ranks in nodes_of(facts)]
-    shown = ", ".join(f"{each['host']} {each['address'] or 'unknown'} ({each['interface'] or '?'})" for each in nodes)
-    networks = {ipaddress.ip_interface(each["address"]).network for each in nodes if each["address"]}
-    is_split = len(networks) > 1 and all(each.prefixlen < 31 for each in networks)
+    shown = ", ".join(f"{node['host']} {node['address'] or 'unknown'} ({node['interface'] or '?'})" for node in nodes)
+    networks = {ipaddress.ip_interface(node["address"]).network for node in nodes if node["address"]}
+    is_split = len(networks) > 1 and all(subnet.prefixlen < 31 for subnet in networks)
     fix = "unless intended, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface of the common network"
     return findings("network", shown, [f"the nodes are in different networks: {shown}; {fix}"] if is_split else [])
 
 
 def clocks(offsets: dict[int, float], facts: list[dict]) -> list[Finding]:
     """offsets: seconds by which the clock of a node's lowest rank is ahead of rank 0's."""
-    found, fix = [], "logs and goodput depend on both; synchronise them with NTP (timedatectl set-ntp true)"
+    problems, fix = [], "logs and goodput depend on both; synchronise them with NTP (timedatectl set-ntp true)"
     for rank, seconds in offsets.items():
         if abs(seconds) > CLOCK_WARNING:
-            where = f"{abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} that of {facts[0]['host']}"
+            offset_text = f"{abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} that of {facts[0]['host']}"
             level = FAILURE if abs(seconds) > CLOCK_FAILURE else WARNING
-            found.append(Finding("clocks", level, f"the clock of {facts[rank]['host']} is {where}; {fix}"))
+            problems.append(Finding("clocks", level, f"the clock of {facts[rank]['host']} is {offset_text}; {fix}"))
     worst = max(map(abs, offsets.values()))
-    return found or findings("clocks", f"within {worst:.2f} s of {facts[0]['host']}")
+    return problems or findings("clocks", f"within {worst:.2f} s of {facts[0]['host']}")
 
 
 def devices(facts: list[dict]) -> list[Finding]:
@@ -120,16 +122,16 @@ def devices(facts: list[dict]) -> list[Finding]:
         ("driver", "install the same NVIDIA driver on all nodes"),
         ("threads", "set OMP_NUM_THREADS to the same value on all nodes"),
     ):
-        values = [each[name] for each in facts]
-        (usual, _), *others = Counter(values).most_common()
-        for value, _ in others:
-            ranks = [rank for rank, each in enumerate(values) if each == value]
+        values = [rank_facts[name] for rank_facts in facts]
+        (usual, _), *rarer = Counter(values).most_common()
+        for value, _ in rarer:
+            ranks = [rank for rank, rank_value in enumerate(values) if rank_value == value]
             warnings.append(f"{name} is {value} on {named(ranks, hosts)} and {usual} on the others; {fix}")
-    for rank, each in enumerate(facts):
-        if each["used"] > max(MEMORY_OF_OTHERS * each["memory"], MEMORY_OF_CUDA):
-            whose = f"{named([rank], hosts)}: other programs use {size(each['used'])}"
-            warnings.append(f"{whose} of the GPU's {size(each['memory'])}; end them (nvidia-smi lists them)")
-    ok = f"{len(facts)} x {facts[0]['device']}, {size(min(each['memory'] for each in facts))}"
+    for rank, rank_facts in enumerate(facts):
+        if rank_facts["used"] > max(MEMORY_OF_OTHERS * rank_facts["memory"], MEMORY_OF_CUDA):
+            usage = f"{named([rank], hosts)}: other programs use {size(rank_facts['used'])}"
+            warnings.append(f"{usage} of the GPU's {size(rank_facts['memory'])}; end them (nvidia-smi lists them)")
+    ok = f"{len(facts)} x {facts[0]['device']}, {size(min(rank_facts['memory'] for rank_facts in facts))}"
     return findings("devices", ok, warnings)
 
 
@@ -141,7 +143,7 @@ def shared_memory(facts: list[dict]) -> list[Finding]:
         if node["device"] != "cpu" and len(ranks) > 1 and node["shm"] < needed:
             text = f"{node['host']}: {size(node['shm'])} free, NCCL needs {size(needed)} for {len(ranks)} ranks"
             warnings.append(f"{text}; raise it (docker run --shm-size, in Kubernetes an emptyDir of medium: Memory)")
-    return findings("/dev/shm", f"{size(min(each['shm'] for each in facts))} free", warnings)
+    return findings("/dev/shm", f"{size(min(rank_facts['shm'] for rank_facts in facts))} free", warnings)
 
 
 def speed(name: str, rates: list[float], unit: str, facts: list[dict]) -> list[Finding]:
@@ -156,7 +158,7 @@ def speed(name: str, rates: list[float], unit: str, facts: list[dict]) -> list[F
     return findings(name, f"{min(rates):,.0f} {unit} on the slowest rank", slow)
 
 
-def disk(storage: dict, checkpoint: int, kept: int, save_minutes: float, where: str) -> list[Finding]:
+def disk(storage: dict, checkpoint: int, kept: int, save_minutes: float, location: str) -> list[Finding]:
     """Space and speed of the checkpoint folder, as storage.measure() found them.
 
     kept: number of checkpoints on disk at once, including the best one and the one being written.
@@ -164,10 +166,10 @@ def disk(storage: dict, checkpoint: int, kept: int, save_minutes: float, where: 
     free, rate, needed = storage["free"], storage["speed"], max(0, checkpoint * kept - storage["replaced"])
     seconds, warnings, failures = checkpoint / rate if rate else 0.0, [], []
     if free < needed:
-        text = f"{where}: {size(free)} free, {kept} checkpoints of {size(checkpoint)} need {size(needed)}"
+        text = f"{location}: {size(free)} free, {kept} checkpoints of {size(checkpoint)} need {size(needed)}"
         failures.append(f"{text}; free space, or give another --run_dir or a smaller --keep_last")
     if seconds > SLOW_SAVE or 0 < save_minutes * 60 < 2 * seconds:
-        text = f"{where}: at {size(rate)}/s a checkpoint of {size(checkpoint)} takes {seconds:.0f} s"
+        text = f"{location}: at {size(rate)}/s a checkpoint of {size(checkpoint)} takes {seconds:.0f} s"
         warnings.append(
             f"{text}; use faster storage, or have the scheduler leave {2 * seconds:.0f} s between SIGTERM and SIGKILL"
         )
@@ -194,20 +196,20 @@ def links(measured: list[list], facts: list[dict]) -> list[Finding]:
     measured: [node, node, seconds of a round trip, bytes per second]
     """
     hosts = [facts[ranks[0]]["host"] for ranks in nodes_of(facts)]
-    links_of = [[each for each in measured if node in each[:2]] for node in range(len(hosts))]
-    rate = statistics.median_high(max(each[3] for each in its) for its in links_of if its)
-    trip = statistics.median_low(min(each[2] for each in its) for its in links_of if its)
+    links_of = [[link for link in measured if node in link[:2]] for node in range(len(hosts))]
+    rate = statistics.median_high(max(link[3] for link in node_links) for node_links in links_of if node_links)
+    trip = statistics.median_low(min(link[2] for link in node_links) for node_links in links_of if node_links)
     fix = f"other nodes have {describe(trip, rate)}; check cable, port, interface and MTU"
     max_trip = max(SLOW_LINK * trip, trip + LATENCY_NOISE)
-    slow = [each for each in measured if each[3] * SLOW_LINK < rate or each[2] > max_trip]
+    slow = [link for link in measured if link[3] * SLOW_LINK < rate or link[2] > max_trip]
     warnings = []
-    for host, its in zip(hosts, links_of, strict=True):
-        if len(its) > 1 and all(each in slow for each in its):
-            slow = [each for each in slow if each not in its]
-            best = max(its, key=lambda each: each[3])
+    for host, node_links in zip(hosts, links_of, strict=True):
+        if len(node_links) > 1 and all(link in slow for link in node_links):
+            slow = [link for link in slow if link not in node_links]
+            best = max(node_links, key=lambda link: link[3])
             warnings.append(f"all links of {host} are slow: {describe(*best[2:])} at best, {fix}")
-    warnings += [f"the link {hosts[a]} - {hosts[b]} is slow: {describe(*each)}, {fix}" for a, b, *each in slow]
-    a, b, *worst = min(measured, key=lambda each: each[3])
+    warnings += [f"the link {hosts[a]} - {hosts[b]} is slow: {describe(*figures)}, {fix}" for a, b, *figures in slow]
+    a, b, *worst = min(measured, key=lambda link: link[3])
     return findings("links", f"the slowest of {len(measured)}: {hosts[a]} - {hosts[b]}, {describe(*worst)}", warnings)
 
 

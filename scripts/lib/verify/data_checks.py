@@ -86,10 +86,10 @@ def order(fork: Fork) -> str:
                 " True on the data"
             )
     ranks = all_gather_json((orders, again), ctx)
-    for rank, (mine, repeated) in enumerate(ranks):
-        if mine[0] != repeated or mine[:LEAST_ORDERS] != ranks[0][0][:LEAST_ORDERS]:
-            where = "between two calls" if mine[0] != repeated else f"between rank {rank} and rank 0"
-            raise Broken(f"the order of an epoch differs {where}: {NOT_KEYED}")
+    for rank, (rank_orders, repeated) in enumerate(ranks):
+        if rank_orders[0] != repeated or rank_orders[:LEAST_ORDERS] != ranks[0][0][:LEAST_ORDERS]:
+            between = "between two calls" if rank_orders[0] != repeated else f"between rank {rank} and rank 0"
+            raise Broken(f"the order of an epoch differs {between}: {NOT_KEYED}")
     orders = ranks[0][0]
     if n > 1 and len({*orders}) == 1:
         raise Broken("all epochs have the same order: epoch_order ignores its epoch; derive it from (seed, epoch)")
@@ -109,10 +109,10 @@ def order(fork: Fork) -> str:
 
 
 def compare_order(fork: Fork) -> str:
-    found, problem = fork.new_process.answer("order")
+    new_order, problem = fork.new_process.answer("order")
     if problem:
         return f"; not checked: epoch_order in a new process ({problem})"
-    if found != order_of(fork.train_set, fork.config.seed):
+    if new_order != order_of(fork.train_set, fork.config.seed):
         raise Broken(f"the order of an epoch differs in a new process with {CHANGED}: {NOT_KEYED}")
     return ""
 
@@ -129,16 +129,16 @@ def content(fork: Fork) -> str:
     def fetch(noise: int, is_first: bool) -> dict[str, str]:
         """Digests of the micro-batches before collate, fetched in this process from last to first."""
         scramble_global_rngs(noise)
-        loader, found, collated = fork.loader(subset, replace(fork.small_config, num_workers=0)), {}, {}
+        loader, digests, collated = fork.loader(subset, replace(fork.small_config, num_workers=0)), {}, {}
         for indices in () if is_first else plan:
             loader.fetch(indices, epoch=noise)  # reveals data that is changed in place or remembered
         for number, indices in reversed(list(enumerate(plan))):
             samples, batch, _ = loader.fetch(indices, epoch=LAST)
-            found[str(number)], collated[number] = digest(samples, unseen), tensors(batch)
+            digests[str(number)], collated[number] = digest(samples, unseen), tensors(batch)
         if not is_first:
             alone = {index: tensors(loader.fetch([index], epoch=LAST)[1]) for index in range(len(subset))}
             check_rows(subset, plan, collated, alone)
-        return found
+        return digests
 
     def load(noise: int, workers: int, as_rank: DistributedContext, first: int = 0) -> dict[str, str]:
         """Digests of the last epoch's micro-batches as a run gets them that starts in the epoch `first`."""
@@ -149,16 +149,16 @@ def content(fork: Fork) -> str:
             loader.sampler.order(epoch)  # the data's own may set what a sample depends on
             if epoch not in (first, LAST):
                 continue
-            found = {
+            digests = {
                 str(step * as_rank.world_size + micro_batch.number): digest(micro_batch.batch)
                 for step, micro_batch in enumerate(loader.micro_batches(epoch))  # one in each step
                 if not micro_batch.is_padding
             }
-        return found
+        return digests
 
     noise = 6 * ctx.rank
     by_workers = fork.on_all(lambda: load(noise + 2, 2, single))  # forked before this process fetches
-    mine = {
+    local_digests = {
         "fetches it": fork.on_all(lambda: fetch(noise + 3, True)),
         "fetches it again": fork.on_all(lambda: fetch(noise + 4, False)),
         "loads it": fork.on_all(lambda: load(noise + 5, 0, single)),
@@ -166,25 +166,25 @@ def content(fork: Fork) -> str:
         f"starts in epoch {LAST + 1}": fork.on_all(lambda: load(noise + 1, 0, single, LAST)),
         "loads its part": fork.on_all(lambda: load(noise + 6, 1, ctx)),
     }
-    ranks = all_gather_json(mine, ctx)
-    for rank, each in enumerate(ranks):
-        for how, found in each.items():
+    ranks = all_gather_json(local_digests, ctx)
+    for rank, rank_digests in enumerate(ranks):
+        for how, results in rank_digests.items():
             expected = ranks[0]["fetches it" if "fetch" in how else "loads it"]
-            if wrong := [place for place in found if found[place] != expected[place]]:
+            if wrong := [key for key in results if results[key] != expected[key]]:
                 samples = ", ".join(f"dataset[{subset.indices[index]}]" for index in plan[int(wrong[0])])
                 before = "epoch_order, " if hasattr(subset, "epoch_order") else ""
-                where = "__getitem__" if "fetch" in how else f"{before}collate or device_transform"
+                stage = "__getitem__" if "fetch" in how else f"{before}collate or device_transform"
                 cause = "depends on the rank or draws" if rank else "changes data in place, keeps state or draws"
                 raise Broken(
-                    f"{samples}: different values when rank {rank} {how}: {where} {cause} unkeyed random numbers; in"
+                    f"{samples}: different values when rank {rank} {how}: {stage} {cause} unkeyed random numbers; in"
                     " __getitem__ draw from the global generators (seeded for each sample), elsewhere with"
                     " utils.rng.sample_draws, and let device_transform do what depends on the epoch"
                 )
-    found = fork.divided([partial(check, fork) for check in (compare_elsewhere, overlap, transforms, notes)])
+    results = fork.divided([partial(check, fork) for check in (compare_elsewhere, overlap, transforms, notes)])
     if unseen:
-        found.append(f"; not checked: parts of samples that cannot be pickled: {first_three(sorted(unseen))}")
+        results.append(f"; not checked: parts of samples that cannot be pickled: {first_three(sorted(unseen))}")
     ranks = plural(ctx.world_size, "rank")
-    return f"{len(subset)} samples identical on {ranks}, with 0, 1 and 2 workers, in any order{notes_last(*found)}"
+    return f"{len(subset)} samples identical on {ranks}, with 0, 1 and 2 workers, in any order{notes_last(*results)}"
 
 
 def tensors(batch: object) -> list[Tensor]:
@@ -194,30 +194,32 @@ def tensors(batch: object) -> list[Tensor]:
     return [leaf for leaf in rows if is_dense(leaf) and leaf.ndim]
 
 
-def common(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+def common(row_a: Tensor, row_b: Tensor) -> tuple[Tensor, Tensor]:
     """The part of two rows that both have where padding differs."""
-    place = tuple(map(slice, map(min, one.shape, other.shape)))
-    return one[place], other[place]
+    slices = tuple(map(slice, map(min, row_a.shape, row_b.shape)))
+    return row_a[slices], row_b[slices]
 
 
 def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Rows) -> None:
     """Raises Broken if a row of a collated batch is missing, or differs from the sample collated alone. Ignores
     padding, positions in the batch, and batches that do not have one row per sample."""
     wanted = [len(indices) for indices in plan]
-    places = range(len(alone[0]))
-    lengths = [[len(collated[number][place]) for number in range(len(plan))] for place in places]
+    tensor_indices = range(len(alone[0]))
+    lengths = [[len(collated[number][tensor_index]) for number in range(len(plan))] for tensor_index in tensor_indices]
     for rows in lengths if wanted not in lengths else ():  # else this one counts something else
         if any(map(int.__eq__, rows, wanted)) and all(map(int.__le__, rows, wanted)):
             raise Broken(f"batches of {wanted} samples have {rows} rows: collate drops samples; keep all of them")
-    if any(rows != wanted for rows in lengths) or any(len(rows) != 1 for found in alone.values() for rows in found):
+    if any(rows != wanted for rows in lengths) or any(
+        len(rows) != 1 for sample_tensors in alone.values() for rows in sample_tensors
+    ):
         return
-    positions = [place for place in places if are_positions(place, plan, collated, alone)]
+    positions = [tensor_index for tensor_index in tensor_indices if are_positions(tensor_index, plan, collated, alone)]
     for number, indices in enumerate(plan):
         for row, index in enumerate(indices):
-            for place, (many, one) in enumerate(zip(collated[number], alone[index], strict=True)):
-                if place in positions:
+            for tensor_index, (many, single) in enumerate(zip(collated[number], alone[index], strict=True)):
+                if tensor_index in positions:
                     continue
-                if len({*map(digest, common(one[0], many[row]))}) > 1:
+                if len({*map(digest, common(single[0], many[row]))}) > 1:
                     raise Broken(
                         f"dataset[{subset.indices[index]}] differs between a batch and alone: __getitems__ reorders or"
                         " draws, or collate draws, replaces or mixes samples; return one row per sample, in order, and"
@@ -225,34 +227,34 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
                     )
 
 
-def are_positions(place: int, plan: list[list[int]], collated: Rows, alone: Rows) -> bool:
+def are_positions(tensor_index: int, plan: list[list[int]], collated: Rows, alone: Rows) -> bool:
     """Whether this tensor says where each sample begins or ends in its batch, or in which order they are."""
     for number, indices in enumerate(plan):
-        rows = collated[number][place]
+        rows = collated[number][tensor_index]
         if rows.ndim != 1 or rows.is_floating_point():
             return False
-        own = torch.cat([alone[index][place] for index in indices])
+        singles = torch.cat([alone[index][tensor_index] for index in indices])
         is_rising = (rows.diff() >= 0).all()
         is_order = (rows.sort().values.diff() == 1).all()
-        is_sum = torch.equal(own.cumsum(0), rows)
-        if not is_sum and (own.any() or not (is_rising or is_order)):
+        is_sum = torch.equal(singles.cumsum(0), rows)
+        if not is_sum and (singles.any() or not (is_rising or is_order)):
             return False
     return True
 
 
 def compare_elsewhere(fork: Fork) -> str:
     """Raises Broken if a new process has other samples. A note if it fails."""
-    found, problem = fork.new_process.answer("samples")
+    summaries, problem = fork.new_process.answer("samples")
     if problem:
         return f"; not checked: the data in a new process ({problem})"
     fork.start.put_back()
-    pairs = zip(("training", "held-out"), (fork.train_set, fork.held_out), found, strict=True)
-    other = [name for name, dataset, theirs in pairs if not is_same(seen(dataset, fork.config.seed), theirs)]
-    if other:
+    pairs = zip(("training", "held-out"), (fork.train_set, fork.held_out), summaries, strict=True)
+    differing = [name for name, dataset, summary in pairs if not is_same(seen(dataset, fork.config.seed), summary)]
+    if differing:
         raise Broken(
-            f"{' and '.join(other)} samples are others in a new process with {CHANGED}: create_dataset or __getitem__"
-            " depends on one of these; sort the names of files and what is made from a set, and take the rest from"
-            " config"
+            f"{' and '.join(differing)} samples are others in a new process with {CHANGED}: create_dataset or"
+            " __getitem__ depends on one of these; sort the names of files and what is made from a set, and take the"
+            " rest from config"
         )
     return ""
 
@@ -264,11 +266,11 @@ def compare_continued(fork: Fork) -> str:
 
     def look(*sets: Any) -> list[Any]:
         """The size of each set, its order, and a few samples on the device in three epochs."""
-        found = []
-        for dataset in (each for each in sets if each is not None):
+        summary = []
+        for dataset in (candidate for candidate in sets if candidate is not None):
             subset = Subset(dataset, spread(FEW, len(dataset)), fork.dtype)
-            found += [len(dataset), order_of(dataset, fork.config.seed), by_epoch(fork, subset)]
-        return found
+            summary += [len(dataset), order_of(dataset, fork.config.seed), by_epoch(fork, subset)]
+        return summary
 
     def create(attempt: str, **changes: str) -> list[Any]:
         config = replace(fork.given, **changes)  # type: ignore[arg-type]
@@ -305,8 +307,8 @@ def transforms(fork: Fork) -> str:
     def is_mixed(subset: Subset) -> bool:
         loader, count = fork.loader(subset), min(4, len(subset))
         batch = tensors(loader.fetch([*range(count)], epoch=1)[2])
-        for row, one in enumerate(tensors(loader.fetch([row], epoch=1)[2]) for row in range(count)):
-            for many, alone in zip(batch, one, strict=False):
+        for row, single in enumerate(tensors(loader.fetch([row], epoch=1)[2]) for row in range(count)):
+            for many, alone in zip(batch, single, strict=False):
                 if len(many) == count and len(alone) == 1 and (many.ndim > 1 or many.is_floating_point()):
                     both = common(alone[0], many[row])
                     if ((both[0].double() - both[1].double()).abs() > 1e-3 * many.double().abs().mean()).any():
@@ -330,46 +332,53 @@ def overlap(fork: Fork) -> str:
     if fork.held_out is None:
         return ""
     sets = fork.train_set, fork.held_out
-    (source, trained), (other, held_out) = map(rows_of, sets)
-    if type(source) is type(other) and len(source) == len(other):
-        mine, its = (totals(parts(each, torch.linspace(0, len(each) - 1, 8).long())) for each in (source, other))
-        if source is other or (mine == its and len({total for _, total in mine}) > 1):
+    (source, trained), (held_out_source, held_out) = map(rows_of, sets)
+    if type(source) is type(held_out_source) and len(source) == len(held_out_source):
+        train_totals, held_out_totals = (
+            totals(parts(dataset, torch.linspace(0, len(dataset) - 1, 8).long()))
+            for dataset in (source, held_out_source)
+        )
+        if source is held_out_source or (
+            train_totals == held_out_totals and len({total for _, total in train_totals}) > 1
+        ):
             if common := held_out[torch.isin(held_out, trained)].tolist():
                 raise trained_on(common, len(held_out))
             return f"; none of {plural(len(held_out), 'held-out row')} is trained on"
-    rows = [torch.randperm(len(each), generator=torch.Generator().manual_seed(0))[:MOST] for each in sets]
+    rows = [torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:MOST] for dataset in sets]
     is_augmented = totals(parts(sets[0], rows[0][:FEW], seed=0)) != totals(parts(sets[0], rows[0][:FEW], seed=1))
     # some seeds may leave a sample as it is, as of a flip
     ours = [part for seed in range(SEEDS if is_augmented else 1) for part in parts(sets[0], rows[0], seed)]
-    theirs = parts(sets[1], rows[1])
-    common, is_more = in_both(ours, theirs)
+    held_out_parts = parts(sets[1], rows[1])
+    common, is_more = in_both(ours, held_out_parts)
     compared = len({row for row, _ in ours})
-    if is_more and len(common) / len(theirs) * len(sets[0]) / compared > MANY:
-        raise trained_on(common, len(theirs))
-    found = f"{len(common)} of {plural(len(theirs), 'held-out sample')} equal one of {compared:,} training samples"
+    if is_more and len(common) / len(held_out_parts) * len(sets[0]) / compared > MANY:
+        raise trained_on(common, len(held_out_parts))
+    finding = (
+        f"{len(common)} of {plural(len(held_out_parts), 'held-out sample')} equal one of {compared:,} training samples"
+    )
     if common:
-        found = f"please check: {found}: {first_three([*map(str, common)])}"
+        finding = f"please check: {finding}: {first_three([*map(str, common)])}"
     elif is_augmented:
-        found = "not checked: whether held-out samples are training samples, which are augmented"
+        finding = "not checked: whether held-out samples are training samples, which are augmented"
     for name in ours[0][1]:
-        also, is_more = in_both(ours, theirs, name)
+        also, is_more = in_both(ours, held_out_parts, name)
         if is_more and (also := [row for row in also if row not in common]):
             listed = first_three([*map(str, also)])
             return (
-                f"; {found}; please check: {len(also)} held-out samples (rows {listed}) equal training samples in all"
+                f"; {finding}; please check: {len(also)} held-out samples (rows {listed}) equal training samples in all"
                 f" values but {name!r}; leave them out of one set, unless they differ by that"
             )
-    return f"; {found}"
+    return f"; {finding}"
 
 
-def in_both(ours: Parts, theirs: Parts, left_out: str | None = None) -> tuple[list[int], bool]:
+def in_both(ours: Parts, held_out_parts: Parts, left_out: str | None = None) -> tuple[list[int], bool]:
     """The held-out rows that equal a training sample, but for a leaf, and whether they are more than those that repeat
     within a set by nature, as short texts do."""
-    sets = [totals(each, left_out) for each in (ours, theirs)]
-    counts = [Counter(total for _, total in each) for each in sets]
+    sets = [totals(set_parts, left_out) for set_parts in (ours, held_out_parts)]
+    counts = [Counter(total for _, total in set_totals) for set_totals in sets]
     common = [row for row, total in sorted(sets[1]) if total in counts[0]]
-    repeated = max(sum(k for k in each.values() if k > 1) / each.total() for each in counts)
-    return common, len(common) > 2 and len(common) / len(theirs) > 2 * repeated
+    repeated = max(sum(k for k in counter.values() if k > 1) / counter.total() for counter in counts)
+    return common, len(common) > 2 and len(common) / len(held_out_parts) > 2 * repeated
 
 
 def trained_on(rows: list[int], compared: int) -> Broken:
@@ -391,16 +400,16 @@ def rows_of(dataset: Any) -> tuple[Any, Tensor]:
 
 def parts(dataset: Any, rows: Tensor, seed: int = 0) -> Parts:
     """Digests of the leaves of these samples, all drawn with one seed: of as many as it reads in SECONDS."""
-    found, end = [], time.monotonic() + SECONDS
+    digests, end = [], time.monotonic() + SECONDS
     for row in rows.tolist():
         scramble_global_rngs(seed)
         sample = dataset[row]
         if [*leaves(sample)] == [""]:
             sample = getattr(sample, "__dict__", None) or sample  # of an object that holds no tensors for the device
-        found.append((row, {name: int(digest(leaf), 16) for name, leaf in leaves(sample).items()}))
+        digests.append((row, {name: int(digest(leaf), 16) for name, leaf in leaves(sample).items()}))
         if time.monotonic() > end:
             break
-    return found
+    return digests
 
 
 def totals(samples: Parts, left_out: str | None = None) -> set[tuple[int, int]]:

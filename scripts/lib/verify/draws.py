@@ -86,22 +86,22 @@ def other_seeds(*holders: Any) -> Iterator[None]:
         holders: data sets whose attributes may be generators that are seeded again.
     """
     seeding: list[Any] = [torch.manual_seed, random.seed]
-    places: list[Any] = [torch, torch.random, random, *modules_of_yours(), *holders]
+    namespaces: list[Any] = [torch, torch.random, random, *modules_of_yours(), *holders]
     numpy: Any = sys.modules.get("numpy")
     if numpy:
         seeding += [getattr(numpy.random, name) for name in SEEDING]
-        places.append(numpy.random)
-    others = {id(plain): with_other_seed(plain) for plain in seeding}
-    others[id(torch.default_generator)] = SeededOtherwise()
+        namespaces.append(numpy.random)
+    replacements = {id(plain): with_other_seed(plain) for plain in seeding}
+    replacements[id(torch.default_generator)] = SeededOtherwise()
     with ExitStack() as stack:
-        for place in places:
-            for name, value in [*vars(place).items()]:
-                new = others.get(id(value))
+        for namespace in namespaces:
+            for name, value in [*vars(namespace).items()]:
+                new = replacements.get(id(value))
                 if numpy and type(value) is numpy.random.RandomState:  # the methods of its type cannot be replaced
-                    new = others[id(type(value))]()
+                    new = replacements[id(type(value))]()
                     new.set_state(value.get_state())
                 if new:
-                    stack.enter_context(mock.patch.object(place, name, new))
+                    stack.enter_context(mock.patch.object(namespace, name, new))
         stack.enter_context(mock.patch.object(random.Random, "seed", with_other_seed(random.Random.seed)))
         stack.enter_context(mock.patch.object(rng, "mix", lambda numbers, key: mix(numbers, key ^ 1)))
         stack.enter_context(Advancing())

@@ -61,8 +61,8 @@ class Backwards(AbstractContextManager, Iterator):
     """What os.scandir returns."""
 
     def __init__(self, *path):
-        with scandir(*path) as found:
-            self.entries = reversed([*found])
+        with scandir(*path) as entries:
+            self.entries = reversed([*entries])
 
     def __next__(self):
         return next(self.entries)
@@ -83,11 +83,11 @@ for name in ("time", "monotonic", "perf_counter"):
 time.localtime, time.gmtime, time.ctime = map(at, (time.localtime, time.gmtime, time.ctime))
 time.strftime = functools.partial(formatted, time.strftime)
 datetime.datetime = Later  # type: ignore[misc]  # as a test would patch it; date.today() asks time.time()
-machine = os.uname_result(["elsewhere" if k == 1 else each for k, each in enumerate(os.uname())])
+machine = os.uname_result(["elsewhere" if k == 1 else field for k, field in enumerate(os.uname())])
 os.uname, socket.gethostname, platform.node = lambda: machine, lambda: "elsewhere", lambda: "elsewhere"
 
 
-def factors(asked):
+def factors(request):
     import model
     from lib.verify.schedule_check import all_factors
     from utils.training.hooks import ModelHooks
@@ -96,7 +96,7 @@ def factors(asked):
     ahead += 1e7  # since the import
     random.seed(1)
     torch.manual_seed(1)
-    return all_factors(ModelHooks.from_module(model), TrainingConfig(**asked["config"]))
+    return all_factors(ModelHooks.from_module(model), TrainingConfig(**request["config"]))
 
 
 @functools.cache
@@ -109,17 +109,19 @@ def load():
     return load_data(dataset, TrainingConfig(**asked["given"]), DistributedContext(0, 0, 1, torch.device("cpu")))
 
 
-def order(asked):
+def order(request):
     from lib.verify.new_process import order_of
 
-    return order_of(load().train, asked["given"]["seed"])
+    return order_of(load().train, request["given"]["seed"])
 
 
-def samples(asked):
+def samples(request):
     from lib.verify.new_process import seen
 
     sets = load()
-    return [seen(each, asked["given"]["seed"]) for each in (sets.train, next(iter(sets.held_out.values()), None))]
+    return [
+        seen(dataset, request["given"]["seed"]) for dataset in (sets.train, next(iter(sets.held_out.values()), None))
+    ]
 
 
 folder = os.getcwd()

@@ -65,17 +65,17 @@ class Rounding(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, size = kwargs or {}, torch.tensor(0.0)
         name = getattr(func, "overloadpacket", func).__name__.strip("_")
-        if all(is_dense(each) and each.is_floating_point() for each in tensors_in([*args])):
+        if all(is_dense(tensor) and tensor.is_floating_point() for tensor in tensors_in([*args])):
             if name in ("sum", "mean"):
                 size = func(abs(args[0]), *args[1:], **kwargs)
             elif name in ("add", "sub", "rsub"):
                 size = abs(args[0]) + abs(args[1])
         result = func(*args, **kwargs)
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor) and each.is_floating_point():
-                self.is_narrow |= each.dtype is not torch.float64
-                if size.any() and each.ndim < 2:
-                    lost = (size - abs(each)).max().item()
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                self.is_narrow |= leaf.dtype is not torch.float64
+                if size.any() and leaf.ndim < 2:
+                    lost = (size - abs(leaf)).max().item()
                     self.cancelled = max(self.cancelled, lost if math.isfinite(lost) else 0.0)
         return result
 
@@ -104,9 +104,9 @@ class Broken(UserError):
     """An invariant does not hold. The message says what was found, the likely cause and the fix."""
 
 
-def may_fail(what: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
-    """For a look at a fork, whose text says that `what` was not checked if the look itself fails: a fork may not accept
-    what is done for it, and is not broken then."""
+def may_fail(subject: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    """For a look at a fork, whose text says that `subject` was not checked if the look itself fails: a fork may not
+    accept what is done for it, and is not broken then."""
 
     def decorate(look: Callable[..., str]) -> Callable[..., str]:
         @functools.wraps(look)
@@ -116,7 +116,7 @@ def may_fail(what: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
             except Broken:
                 raise
             except Exception as error:
-                return f"; not checked: {what} ({one_line(error)})"
+                return f"; not checked: {subject} ({one_line(error)})"
 
         return call
 
@@ -139,7 +139,9 @@ class Update:
 
     def gather(self, state: TrainState) -> None:
         """Let the gradients be those of whole parameters, not of their shards. Call on all ranks."""
-        self.gradients = {state.owners[p]: full(wrap(each, state.owners[p])) for p, each in self.gradients.items()}
+        self.gradients = {
+            state.owners[p]: full(wrap(gradient, state.owners[p])) for p, gradient in self.gradients.items()
+        }
 
 
 @dataclass
@@ -303,10 +305,10 @@ class Fork:
                 tracker.update(self.hooks.compute_loss(net, batch))
                 if summary:
                     outputs.add(net, batch, indices.tolist())
-        found = {"count": len(subset)} | tracker.means()
+        metrics = {"count": len(subset)} | tracker.means()
         if summary:
-            found |= summary.of(outputs)
-        return found
+            metrics |= summary.of(outputs)
+        return metrics
 
     def sample_loss(self, model: nn.Module, device: torch.device) -> float:
         """The summed loss of the first batch of the small set, as in training."""
@@ -370,8 +372,8 @@ class Fork:
     def divided(self, actions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run each action on one rank. Returns their results on every rank; if one fails, all raise UserError."""
         rank, ranks = self.ctx.rank, self.ctx.world_size
-        each = all_gather_json(self.on_all(lambda: [action() for action in actions[rank::ranks]]), self.ctx)
-        return [each[number % ranks][number // ranks] for number in range(len(actions))]
+        rank_results = all_gather_json(self.on_all(lambda: [action() for action in actions[rank::ranks]]), self.ctx)
+        return [rank_results[number % ranks][number // ranks] for number in range(len(actions))]
 
 
 class Quiet(Reporter):
@@ -459,7 +461,7 @@ def as_rank(rank: int = 0, ranks: int = 1) -> Iterator[None]:
     """Code that asks for the rank or the number of ranks sees these. By default it sees a single process."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     seen = single_environment() | {name: str(value) for name, value in names.items() if ranks > 1}
-    asked = {"is_initialized": ranks > 1, "get_rank": rank, "get_world_size": ranks}
-    answers: Any = {name: lambda *_, value=value, **__: value for name, value in asked.items()}
+    dist_values = {"is_initialized": ranks > 1, "get_rank": rank, "get_world_size": ranks}
+    answers: Any = {name: lambda *_, value=value, **__: value for name, value in dist_values.items()}
     with mock.patch.dict(os.environ, seen, clear=True), mock.patch.multiple(dist, **answers):
         yield

@@ -83,21 +83,21 @@ def check_adding(fork: Fork, number: int) -> str:
         net, middle, end = perturbed(fork.new_model(), number), begin + size, begin + 2 * size
         parts = range(begin, middle), range(middle, end), range(begin, end)
         *halves, whole = (loader.fetch([*part])[2] for part in parts)
-        others = []
+        joined_batches = []
         with suppress(RuntimeError, ValueError):  # they are no rows, or of other shapes
-            others = [*halves, joined(halves, size)]
-        confirm(fork, partial(compare_halves, fork, net, is_training, number), [*halves, whole], others)
+            joined_batches = [*halves, joined(halves, size)]
+        confirm(fork, partial(compare_halves, fork, net, is_training, number), [*halves, whole], joined_batches)
     return ""
 
 
-def confirm(fork: Fork, compare: Callable[..., str], batches: list[Any], others: list[Any]) -> None:
+def confirm(fork: Fork, compare: Callable[..., str], batches: list[Any], joined_batches: list[Any]) -> None:
     """Raises Broken for what `compare` finds in batches of the loader, and in the same batches joined of parts if that
     is possible: the loader may mix samples or pad them otherwise, and tensors may have as many rows as samples by
     chance."""
-    problem = compare(batches, bool(others) or not hasattr(fork.train_set, "device_transform"))
-    if problem and others:
+    problem = compare(batches, bool(joined_batches) or not hasattr(fork.train_set, "device_transform"))
+    if problem and joined_batches:
         with suppress(Exception):  # the loss may not accept them
-            problem = compare(others) and problem
+            problem = compare(joined_batches) and problem
     if problem:
         raise Broken(problem)
 
@@ -106,8 +106,8 @@ def compare_halves(
     fork: Fork, net: nn.Module, is_training: bool, number: int, batches: list[Any], is_comparable: bool = True
 ) -> str:
     """What does not add up. batches: two halves and the whole."""
-    found, cancelled = with_cancelled(lambda: [sums(fork.hooks, net, batch, is_training) for batch in batches])
-    first, second, whole = found
+    batch_sums, cancelled = with_cancelled(lambda: [sums(fork.hooks, net, batch, is_training) for batch in batches])
+    first, second, whole = batch_sums
     for name, value in whole.items():
         # a fork may compute in float32 on purpose
         tolerance = max(ADDING[fork.loss_dtype], ADDING.get(value.dtype, 0.0))
@@ -147,19 +147,19 @@ def check_repeated(fork: Fork) -> str:
             fork.loader(subset),
             (1, 2, 4),
         )
-        batches, others = [loader.fetch(count * indices)[2] for count in counts], []
+        batches, joined_batches = [loader.fetch(count * indices)[2] for count in counts], []
         with suppress(RuntimeError, ValueError):  # they are no rows
-            others = [joined(count * batches[:1], len(indices)) for count in counts]
-        confirm(fork, partial(compare_repeated, fork, fork.new_model(), is_training), batches, others)
+            joined_batches = [joined(count * batches[:1], len(indices)) for count in counts]
+        confirm(fork, partial(compare_repeated, fork, fork.new_model(), is_training), batches, joined_batches)
     return ""
 
 
 def compare_repeated(fork: Fork, net: nn.Module, is_training: bool, batches: list[Any], _: bool = True) -> str:
     """What is a mean. batches: of the same samples once, twice and four times."""
     tolerance = ADDING[fork.loss_dtype]
-    found, cancelled = with_cancelled(lambda: [sums(fork.hooks, net, batch, is_training) for batch in batches])
-    for name in (name for name in found[0] if name.startswith("loss") and name.endswith("sum")):
-        one, two, four = (each[name].double() for each in found)
+    batch_sums, cancelled = with_cancelled(lambda: [sums(fork.hooks, net, batch, is_training) for batch in batches])
+    for name in (name for name in batch_sums[0] if name.startswith("loss") and name.endswith("sum")):
+        one, two, four = (named_sums[name].double() for named_sums in batch_sums)
         least = 1.5 * (two - one).norm() + tolerance * four.norm()
         if four.norm() > tolerance * cancelled and (four - two).norm() <= least:
             seen = f"{name} of a batch is {shown(one)}, {shown(two)} if each sample is in it twice"
@@ -196,7 +196,7 @@ def one_pass(
         first: the index of the first sample.
         ranks, accumulation: what the fork sees as the number of ranks and as grad_accum_steps.
     """
-    config, found, mode = replace(fork.small_config, grad_accum_steps=accumulation), Pass(), Recomputing()
+    config, result, mode = replace(fork.small_config, grad_accum_steps=accumulation), Pass(), Recomputing()
     subset = fork.small_train_set() if is_training else fork.held_out_subset(2)
     count = min(2, fork.small_config.batch_size, len(subset))
     first = min(first, len(subset) - count)
@@ -210,19 +210,19 @@ def one_pass(
         scramble_global_rngs(seed)
         with as_rank(ranks - 1, ranks), torch.set_grad_enabled(is_training):
             metrics = hooks.compute_loss(net, batch)
-            found.sums, found.after_forward = sums_of(hooks, metrics, batch), generators()
-            found.parameters = {name: p.sum().item() for name, p in net.named_parameters()}
+            result.sums, result.after_forward = sums_of(hooks, metrics, batch), generators()
+            result.parameters = {name: p.sum().item() for name, p in net.named_parameters()}
             if is_training and backward_seed is not None:
                 if backward_seed:
                     scramble_global_rngs(backward_seed)
                 total = metrics["loss"][0].sum()
-                one = torch.ones_like(total)  # which backward() would create within the mode
+                unit_grad = torch.ones_like(total)  # which backward() would create within the mode
                 with mode, mode.modules():
-                    total.backward(one)
-                found.after_backward, found.recomputes = generators(), mode.is_found
+                    total.backward(unit_grad)
+                result.after_backward, result.recomputes = generators(), mode.is_found
                 gradients = [p.grad for p in net.parameters() if p.grad is not None]
-                found.sums["the gradient"] = torch.cat([each.detach().flatten().cpu() for each in gradients])
-    return found
+                result.sums["the gradient"] = torch.cat([gradient.detach().flatten().cpu() for gradient in gradients])
+    return result
 
 
 class Recomputing(TorchDispatchMode):
@@ -268,30 +268,30 @@ def check_passes(fork: Fork) -> str:
     passes = {is_training: one_pass(fork, is_training) for is_training, _ in fork.modes()}
     fork.first_pass = passes[True]
     for is_training, first in passes.items():
-        other = one_pass(fork, is_training, seed=2, backward_seed=None)
-        check_generators("forward", first.after_forward, other.after_forward)
+        reseeded = one_pass(fork, is_training, seed=2, backward_seed=None)
+        check_generators("forward", first.after_forward, reseeded.after_forward)
     for is_training, first in passes.items():
         again = partial(one_pass, fork, is_training)
         try:
-            found = again(ranks=MORE_RANKS, accumulation=ACCUMULATION + 1)
+            rescaled = again(ranks=MORE_RANKS, accumulation=ACCUMULATION + 1)
         except Exception as error:
             return f"; not checked: the loss as one of {MORE_RANKS} ranks, where it fails: {one_line(error)}"
-        if (wrong := differing(fork, first, found)) and not differing(fork, first, again()):
+        if (wrong := differing(fork, first, rescaled)) and not differing(fork, first, again()):
             is_accumulation = differing(fork, first, again(accumulation=ACCUMULATION + 1))
-            which = "grad_accum_steps" if is_accumulation else "the rank or the number of ranks"
+            cause = "grad_accum_steps" if is_accumulation else "the rank or the number of ranks"
             raise Broken(
-                f"{wrong} of a micro-batch changes with {which}: the model or compute_loss reads it; leave it out,"
+                f"{wrong} of a micro-batch changes with {cause}: the model or compute_loss reads it; leave it out,"
                 " since the template divides by the count over all ranks and micro-batches"
             )
     return ""
 
 
-def check_generators(place: str, first: dict[str, str], second: dict[str, str]) -> None:
+def check_generators(pass_name: str, first: dict[str, str], second: dict[str, str]) -> None:
     """Raises Broken if a generator has the same state after two passes that began with different states."""
     if same := [name for name in first if first[name] == second[name]]:
         raise Broken(
-            f"{same[0]} global generator has the same state after a {place} pass, whatever its seed was: the model or"
-            " compute_loss seeds it again, so that each step draws the same numbers; draw from a torch.Generator of"
+            f"{same[0]} global generator has the same state after a {pass_name} pass, whatever its seed was: the model"
+            " or compute_loss seeds it again, so that each step draws the same numbers; draw from a torch.Generator of"
             " your own, or seed within torch.random.fork_rng()"
         )
 
@@ -332,12 +332,16 @@ def for_a_look(fork: Fork) -> str:
         total, counted = map(torch.as_tensor, metrics["loss"][:2])
         means.append(f"{torch.where(counted == 0, 0.0, total / counted).sum().item():.6g} for {kind} samples")
         counts = {name: torch.as_tensor(entry[1]).double().sum().item() / count for name, entry in metrics.items()}
-        others = [f"{name} {each:.6g}" for name, each in counts.items() if not math.isclose(each, counts["loss"])]
+        other_counts = [
+            f"{name} {per_sample:.6g}"
+            for name, per_sample in counts.items()
+            if not math.isclose(per_sample, counts["loss"])
+        ]
         if fork.hooks.part(LossTerms):
             continue
-        if others:
+        if other_counts:
             notes += (
                 f"; please check: metrics of {kind} samples are means over other counts than the loss, per sample loss"
-                f" {counts['loss']:.6g}, {first_three(others)}"
+                f" {counts['loss']:.6g}, {first_three(other_counts)}"
             )
     return f"with the same weights, the loss is {' and '.join(means)}{notes}"

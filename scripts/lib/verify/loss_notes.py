@@ -81,20 +81,22 @@ class Watch(TorchFunctionMode):
             self.inputs.append(tensor)
         return tensor
 
-    def _note_sum(self, total: Any, most: float = 0.0, terms: Tensor | None = None) -> None:
+    def _note_sum(self, total: Any, largest: float = 0.0, terms: Tensor | None = None) -> None:
         if not isinstance(total, Tensor) or total.dtype.itemsize > 2 or total.dtype is torch.bool:
             return
         if terms is not None and ((terms == 0) | (terms == 1)).all():
-            most = terms.numel() / total.numel()  # later all may be 1
-        self.narrow.append((total.dtype, max(most, total.abs().double().max().item())))
+            largest = terms.numel() / total.numel()  # later all may be 1
+        self.narrow.append((total.dtype, max(largest, total.abs().double().max().item())))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and is_dense(each)]
+        tensors = [
+            argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor) and is_dense(argument)
+        ]
         if len(tensors) > 1 and (COMPARES.search(name) or ("sub" in name and not self._is_inside)):
-            self.compared.append([each.detach() for each in tensors[:2]])
+            self.compared.append([tensor.detach() for tensor in tensors[:2]])
         if tensors and (name == "sum" or kwargs.get("reduction") == "sum"):
             self._note_sum(result, terms=tensors[0])
         return result
@@ -123,8 +125,8 @@ def check_narrow(fork: Fork, net: nn.Module, is_training: bool) -> str:
     size = fork.config.batch_size
     if not is_training:
         size = fork.config.eval_batch_size or size
-    few, more = (Watch(fork, net, batch_of(fork, is_training, count), is_training).narrow for count in (2, 4))
-    for (dtype, two), (_, four) in zip(few, more, strict=False):
+    few, many = (Watch(fork, net, batch_of(fork, is_training, count), is_training).narrow for count in (2, 4))
+    for (dtype, two), (_, four) in zip(few, many, strict=False):
         largest = two + (four - two) / 2 * (size - 2)
         limit = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
         text = (
@@ -143,14 +145,16 @@ def equal_metrics(fork: Fork, net: nn.Module, watches: dict[bool, Watch]) -> str
     seen: dict[tuple[str, str], list[list[Any]]] = defaultdict(list)
     for number in range(BATCHES):
         for watch in watches.values():
-            for one, other in combinations(watch.numbers, 2):
-                seen[one, other].append([watch.numbers[one], watch.numbers[other]])
-        equal = [pair for pair, values in seen.items() if all(one == other for one, other in values)]
+            for name_a, name_b in combinations(watch.numbers, 2):
+                seen[name_a, name_b].append([watch.numbers[name_a], watch.numbers[name_b]])
+        equal = [
+            pair for pair, values in seen.items() if all(numbers_a == numbers_b for numbers_a, numbers_b in values)
+        ]
         if not equal:
             return ""
         size = fork.small_config.batch_size
         watches = {mode: Watch(fork, net, batch_of(fork, mode, size, number + 1), mode) for mode in watches}
-    pairs = [pair for pair in equal if len({one[0] for one, _ in seen[pair]}) > 1]
+    pairs = [pair for pair in equal if len({numbers[0] for numbers, _ in seen[pair]}) > 1]
     if not pairs:
         return ""
     names = dict.fromkeys(name for pair in pairs for name in pair)
@@ -162,8 +166,8 @@ def equal_metrics(fork: Fork, net: nn.Module, watches: dict[bool, Watch]) -> str
 
 def sees_answers(fork: Fork, net: nn.Module, batch: Any, watch: Watch) -> str:
     """A note if predictions depend on an input that is their target."""
-    for place in product(range(len(watch.inputs)), range(len(watch.compared)), (0, 1)):
-        answer = answer_in(watch, *place)
+    for location in product(range(len(watch.inputs)), range(len(watch.compared)), (0, 1)):
+        answer = answer_in(watch, *location)
         if not answer:
             continue
         note, samples = NEXT_INPUT, batch
@@ -171,8 +175,8 @@ def sees_answers(fork: Fork, net: nn.Module, batch: Any, watch: Watch) -> str:
             note = SAME_INPUT
         if answer[2].shape[1] == 1:
             note, samples = AN_INPUT, batch_of(fork, True, SAMPLES)
-            answer = answer_in(Watch(fork, net, samples, is_training=True), *place, chance=CHANCE)
-        if answer and is_used(fork, net, samples, place, *answer):
+            answer = answer_in(Watch(fork, net, samples, is_training=True), *location, chance=CHANCE)
+        if answer and is_used(fork, net, samples, location, *answer):
             return note
     return ""
 
@@ -213,7 +217,7 @@ def answer_in(
 
 
 def is_used(
-    fork: Fork, net: nn.Module, batch: Any, place: tuple[int, int, int], column: int, of_input: int, targets: Tensor
+    fork: Fork, net: nn.Module, batch: Any, location: tuple[int, int, int], column: int, of_input: int, targets: Tensor
 ) -> bool:
     """Whether predictions change if samples exchange a column of the input. Raises RuntimeError if they are random."""
 
@@ -222,7 +226,7 @@ def is_used(
         flat[:, of_input] = flat[:, of_input].roll(1)
         return flat.view_as(x)
 
-    number, pair, side = place
+    number, pair, side = location
     seen = []
     for changed in (-1, -1, number):
         scramble_global_rngs(0)

@@ -93,8 +93,8 @@ class Memory:
 
     def __init__(self, roots: dict[str, Any], saved: Iterable[Any] = ()) -> None:
         self.values: dict[str, tuple[str, str]] = {}  # a kind, "" or CACHE, and the value as text
-        self._seen = {id(each): each for each in saved}
-        self._saved = {local(each).data_ptr() for each in saved if isinstance(each, Tensor)}
+        self._seen = {id(value): value for value in saved}
+        self._saved = {local(value).data_ptr() for value in saved if isinstance(value, Tensor)}
         self._undo: list[Callable[[], Any]] = []
         for path, root in roots.items():
             self._look(path, root)
@@ -167,18 +167,18 @@ class Memory:
                         self._look(f"{path}.{name}", cell.cell_contents)
                         self._undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
         elif isinstance(value, type):
-            for name, each in dict(vars(value)).items() if is_of_yours(value) else ():
+            for name, member in dict(vars(value)).items() if is_of_yours(value) else ():
                 if not name.startswith("__"):
-                    self._look(f"{path}.{name}", each)
-                    self._undo.append(functools.partial(setattr, value, name, each))
+                    self._look(f"{path}.{name}", member)
+                    self._undo.append(functools.partial(setattr, value, name, member))
         elif isinstance(value, nn.Module):
             inner = value._modules | value._parameters | value._buffers
-            for name, each in inner.items():
-                self._look(f"{path}.{name}", each)
+            for name, member in inner.items():
+                self._look(f"{path}.{name}", member)
             self._attributes(path, vars(value), vars(nn.Module()).keys())
         elif isinstance(value, torch.optim.Optimizer):
-            known = vars(torch.optim.SGD([torch.zeros(1)])).keys() - {"state", "param_groups"}
-            self._attributes(path, vars(value), known | {"grad_scale", "found_inf"})
+            standard_names = vars(torch.optim.SGD([torch.zeros(1)])).keys() - {"state", "param_groups"}
+            self._attributes(path, vars(value), standard_names | {"grad_scale", "found_inf"})
         elif hasattr(value, "__dict__") and (isinstance(value, Dataset) or is_of_yours(type(value))):
             self._attributes(path, vars(value))
 
@@ -203,12 +203,12 @@ def put_back(values: dict[Any, Any], kept: dict[Any, Any], left_out: Iterable[st
         values[name] = value
 
 
-def of_training(training: Training, places: dict[str, Any]) -> dict[str, tuple[str, str]]:
+def of_training(training: Training, other_roots: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """What a training and these places remember, apart from the state that a checkpoint holds."""
     state, optimizer = training.state, training.state.optimizer
     saved = [*leaves(state.state_dict()).values(), *leaves([*optimizer.state.values()]).values()]
     roots = {type(state.model).__name__: state.model, type(optimizer).__name__: optimizer}
-    return Memory(roots | places, [*saved, optimizer.state]).values
+    return Memory(roots | other_roots, [*saved, optimizer.state]).values
 
 
 def forgotten(middle: dict, end: dict, resumed: dict) -> tuple[list[str], list[str]]:
@@ -222,11 +222,11 @@ def forgotten(middle: dict, end: dict, resumed: dict) -> tuple[list[str], list[s
     lost: dict[str, str] = {}
     caches: dict[str, str] = {}
     for path in end | resumed:
-        (kind, one), (_, other) = end.get(path, missing), resumed.get(path, missing)
+        (kind, end_value), (_, resumed_value) = end.get(path, missing), resumed.get(path, missing)
         before = middle.get(path, missing)
-        if one != other:
-            is_filled_once = "None" in (one, other) and before in (missing, (kind, one))
-            found = caches if CACHE in (kind, resumed.get(path, missing)[0]) or is_filled_once else lost
+        if end_value != resumed_value:
+            is_filled_once = "None" in (end_value, resumed_value) and before in (missing, (kind, end_value))
+            target = caches if CACHE in (kind, resumed.get(path, missing)[0]) or is_filled_once else lost
             name = path.removeprefix("len(").partition("[")[0].rstrip(")")
-            found.setdefault(name, f"{path} is {one}, but {other} in a resumed run")
+            target.setdefault(name, f"{path} is {end_value}, but {resumed_value} in a resumed run")
     return list(lost.values()), [name for name in caches if name not in lost]

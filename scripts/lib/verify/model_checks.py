@@ -87,14 +87,14 @@ def parameters(fork: Fork) -> str:
 
     start, count, never = fork.on_all(check)
     starts, nevers = all_gather_json(start, fork.ctx), all_gather_json(never, fork.ctx)
-    if other := next((rank for rank, each in enumerate(starts) if each != starts[0]), 0):
+    if odd_rank := next((rank for rank, rank_start in enumerate(starts) if rank_start != starts[0]), 0):
         raise Broken(
-            f"rank {other} has other initial weights than rank 0: create_model depends on the rank, or draws from numpy"
-            " or random; draw from torch's generator, which is seeded equally on all ranks"
+            f"rank {odd_rank} has other initial weights than rank 0: create_model depends on the rank, or draws from"
+            " numpy or random; draw from torch's generator, which is seeded equally on all ranks"
         )
     (noted,) = fork.divided([partial(look_at_weights, fork)])
     if fork.config.find_unused_parameters:
-        never = [name for name in never if all(name in each for each in nevers)]
+        never = [name for name in never if all(name in unused_names for unused_names in nevers)]
         note = f"; please check: {first_three(never)}: used by no micro-batch, never trained" if never else ""
         return f"{count} tensors are trained, each by some micro-batch; all ranks start equal{note}{noted}"
     return f"{count} tensors are trained, each by every micro-batch; all ranks start equal{noted}"
@@ -104,18 +104,20 @@ def evaluation(fork: Fork) -> str:
     """Each held-out sample counts once on any number of ranks, as in one process."""
     sets = [dataset for dataset in (fork.train_set, fork.held_out) if dataset is not None]
     problems = fork.divided([partial(check_outputs, fork, dataset) for dataset in sets])
-    rows = next((f"; not checked: whether predict keeps the order of samples: {each}" for each in problems if each), "")
+    rows = next(
+        (f"; not checked: whether predict keeps the order of samples: {problem}" for problem in problems if problem), ""
+    )
     if fork.held_out is None:
         return f"not checked: there is no held-out set{rows}"
     size, ranks, counts = fork.small_config.batch_size, fork.ctx.world_size, []
     never: list[str] = []
     for count in (ranks * size + size // 2 + 1, max(1, ranks - 1)):
         subset, net = fork.held_out_subset(count), fork.new_model().eval()
-        found = fork.evaluate(net, subset)
+        metrics = fork.evaluate(net, subset)
         # on_all: what summarize returns may be wrong on one rank only
-        fork.on_all(lambda subset=subset, net=net, found=found: compare_evaluation(fork, subset, net, found))
+        fork.on_all(lambda subset=subset, net=net, metrics=metrics: compare_evaluation(fork, subset, net, metrics))
         counts.append(str(len(subset)))
-        never = never if len(counts) > 1 else [name for name, value in found.items() if math.isnan(value)]
+        never = never if len(counts) > 1 else [name for name, value in metrics.items() if math.isnan(value)]
     notes = f"; not checked: {', '.join(never)}, for which nothing counted" if never else ""
     notes += fork.on_all(lambda: draws_in_evaluation(fork, subset, net)) + rows
     return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process{notes}"
@@ -132,15 +134,15 @@ def check_outputs(fork: Fork, dataset: MapDataset) -> str:
     return f"{one_line(error)}; define predict in model.py" if error else ""
 
 
-def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, found: dict[str, float]) -> None:
+def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, metrics: dict[str, float]) -> None:
     """Raises Broken if an evaluation on all ranks differs from that of one process."""
     values, cancelled = with_cancelled(partial(fork.plain_evaluation, subset, net))
     relative = ROUNDING[fork.loss_dtype]  # sums in another order
     for name, value in values.items():
-        is_close = math.isclose(found[name], value, rel_tol=relative, abs_tol=1e-8 + relative * cancelled)
-        if is_close or (math.isnan(value) and math.isnan(found[name])):  # nan: counted nothing
+        is_close = math.isclose(metrics[name], value, rel_tol=relative, abs_tol=1e-8 + relative * cancelled)
+        if is_close or (math.isnan(value) and math.isnan(metrics[name])):  # nan: counted nothing
             continue
-        seen = f"{name} of {len(subset)} held-out samples is {found[name]:.6g}, in one process {value:.6g}"
+        seen = f"{name} of {len(subset)} held-out samples is {metrics[name]:.6g}, in one process {value:.6g}"
         cause = (
             "samples repeated or left out, or a summarize that depends on the rank; use"
             " create_evaluation_dataloader and Evaluation, and only what summarize is given"
@@ -181,32 +183,32 @@ def gradient(fork: Fork) -> str:
         # the result must not depend on how the same micro-batches are divided
         config = replace(fork.small_config, **plain_settings, grad_accum_steps=ACCUMULATION + 1)
         replaced: Any = {"create_dataset": lambda *_: plain, "Progress": PlainProgress, "param_groups": groups}
-        theirs: list[Update] = []
-        with mock.patch.multiple(plain_loop, **replaced), record_updates(theirs), as_rank():
+        plain_updates: list[Update] = []
+        with mock.patch.multiple(plain_loop, **replaced), record_updates(plain_updates), as_rank():
             scramble_global_rngs(noise)
             *_, (net, *_) = plain_loop.plain_loop(config, ACCUMULATION * fork.ctx.world_size, device)
-        return theirs, net
+        return plain_updates, net
 
     def check() -> str:
-        theirs, net = plain_loop_of(99)
+        plain_updates, net = plain_loop_of(99)
 
         def repeats() -> bool:
-            again, other = plain_loop_of(100)
-            pairs = zip(theirs, again, strict=True)
-            return all(torch.equal(flat_gradient(a, net), flat_gradient(b, other)) for a, b in pairs)
+            again, repeated_net = plain_loop_of(100)
+            pairs = zip(plain_updates, again, strict=True)
+            return all(torch.equal(flat_gradient(a, net), flat_gradient(b, repeated_net)) for a, b in pairs)
 
         rounding = ROUNDING[fork.loss_dtype]
-        found = compare_updates(ours, our_model, theirs, net, rounding, repeats)
-        return found + compare_buffers(our_model, net, rounding)
+        text = compare_updates(ours, our_model, plain_updates, net, rounding, repeats)
+        return text + compare_buffers(our_model, net, rounding)
 
-    noted, found = fork.divided([partial(check_recomputation, fork), check])
-    return notes_last(found, noted)
+    noted, summary = fork.divided([partial(check_recomputation, fork), check])
+    return notes_last(summary, noted)
 
 
 def compare_updates(
     ours: list[Update],
     our_model: nn.Module,
-    theirs: list[Update],
+    plain_updates: list[Update],
     their_model: nn.Module,
     rounding: float,
     repeats: Callable[[], bool],
@@ -215,30 +217,32 @@ def compare_updates(
 
     repeats: whether a second plain loop gets the same gradients.
     """
-    if len(ours) != len(theirs):
+    if len(ours) != len(plain_updates):
         raise Broken(
-            f"the epoch had {len(ours)} optimizer steps instead of {len(theirs)}: the training loop drops or repeats"
-            " global batches; see train_one_epoch"
+            f"the epoch had {len(ours)} optimizer steps instead of {len(plain_updates)}: the training loop drops or"
+            " repeats global batches; see train_one_epoch"
         )
     worst = 0.0
-    for step, (mine, plain) in enumerate(zip(ours, theirs, strict=True)):
-        pairs = zip(chain(*mine.settings), chain(*plain.settings), strict=False)
-        if len(mine.settings) != len(plain.settings) or not all(math.isclose(*pair, rel_tol=1e-9) for pair in pairs):
+    for step, (run_update, plain) in enumerate(zip(ours, plain_updates, strict=True)):
+        pairs = zip(chain(*run_update.settings), chain(*plain.settings), strict=False)
+        if len(run_update.settings) != len(plain.settings) or not all(
+            math.isclose(*pair, rel_tol=1e-9) for pair in pairs
+        ):
             raise Broken(
-                f"step {step}: learning rate and weight decay are {mine.settings}, in the plain loop {plain.settings}:"
-                " param_groups or the schedule depends on the ranks or on grad_accum_steps; make them functions of the"
-                " other fields and of the step"
+                f"step {step}: learning rate and weight decay are {run_update.settings}, in the plain loop"
+                f" {plain.settings}: param_groups or the schedule depends on the ranks or on grad_accum_steps; make"
+                " them functions of the other fields and of the step"
             )
         used = [
             {name for name, p in model.named_parameters() if p in update.gradients}
-            for update, model in ((mine, our_model), (plain, their_model))
+            for update, model in ((run_update, our_model), (plain, their_model))
         ]
         if odd := sorted(used[0] ^ used[1]):
             raise Broken(
                 f"global batch {step}: {first_three(odd)}: used by the run or by the plain loop, but not by both: what"
                 " a batch uses depends on the rank, or on unkeyed random numbers; draw from torch's generator"
             )
-        a, b = flat_gradient(mine, our_model), flat_gradient(plain, their_model)
+        a, b = flat_gradient(run_update, our_model), flat_gradient(plain, their_model)
         error = relative_error(a, b)
         if not error <= rounding:
             ratio = (a @ b / (b @ b).clamp(min=1e-30)).item()
@@ -259,25 +263,25 @@ def compare_updates(
     return f"{len(ours)} global batches, the last one short: within {worst:.0e} of the plain loop"
 
 
-def compare_buffers(ours: nn.Module, theirs: nn.Module, rounding: float) -> str:
+def compare_buffers(ours: nn.Module, plain_model: nn.Module, rounding: float) -> str:
     """Raises Broken if a persistent buffer differs from the plain loop's after the epoch: statistics, counters, queues.
 
     BatchNorm's own counter is left out: it counts optimizer steps here, and micro-batches in the plain loop.
     """
-    saved = theirs.state_dict()
-    norms = [name for name, module in theirs.named_modules() if isinstance(module, _BatchNorm)]
+    saved = plain_model.state_dict()
+    norms = [name for name, module in plain_model.named_modules() if isinstance(module, _BatchNorm)]
     counters = {f"{name}.num_batches_tracked" for name in norms}
-    buffers = {name: buffer for name, buffer in theirs.named_buffers() if name in saved and name not in counters}
+    buffers = {name: buffer for name, buffer in plain_model.named_buffers() if name in saved and name not in counters}
     for name, plain in buffers.items():
-        mine = ours.get_buffer(name)
-        if torch.equal(mine, plain):
+        run_buffer = ours.get_buffer(name)
+        if torch.equal(run_buffer, plain):
             continue
         seen = "another value than in the plain loop"
-        if plain.is_floating_point() and mine.shape == plain.shape:
+        if plain.is_floating_point() and run_buffer.shape == plain.shape:
             # a mean may be zero but for rounding, beside a variance that is not
-            beside = theirs.get_submodule(name.rpartition(".")[0]).buffers(recurse=False)
-            size = max(each.norm().item() for each in beside if each.is_floating_point())
-            error = (mine - plain).norm().item() / max(size, 1e-30)
+            beside = plain_model.get_submodule(name.rpartition(".")[0]).buffers(recurse=False)
+            size = max(tensor.norm().item() for tensor in beside if tensor.is_floating_point())
+            error = (run_buffer - plain).norm().item() / max(size, 1e-30)
             if error <= rounding:
                 continue
             seen = f"relative error {error:.1e}"

@@ -31,12 +31,12 @@ def look_at_weights(fork: Fork) -> str:
             f"; please check: {first_three(fixed)}: drawn from a seed in the code, so that runs with another --seed"
             " start from the same weights; draw from torch's global generator, which is seeded by --seed"
         )
-    for (one, p), (another, q) in combinations(parameters.items(), 2):
-        is_copy = torch.equal(p, q) and are_single_copies(net, one, another)
+    for (name_a, p), (name_b, q) in combinations(parameters.items(), 2):
+        is_copy = torch.equal(p, q) and are_single_copies(net, name_a, name_b)
         is_transposed = p.ndim == q.ndim == 2 and torch.equal(p, q.T)
         if (is_copy or is_transposed) and len(p.unique()) > 2:  # an identity has two values
             note += (
-                f"; please check: {one} and {another} have the same random values, but are two parameters, so that"
+                f"; please check: {name_a} and {name_b} have the same random values, but are two parameters, so that"
                 " training makes them differ; if they should be tied, assign the parameter itself"
             )
     return note
@@ -48,17 +48,17 @@ def new_model(fork: Fork, seed: int) -> nn.Module:
 
 
 def equal_in_new_model(fork: Fork, parameters: dict[str, Tensor], seed: int) -> list[str]:
-    others = dict(new_model(fork, seed).named_parameters())
-    return [name for name, p in parameters.items() if name in others and torch.equal(p, others[name])]
+    new_parameters = dict(new_model(fork, seed).named_parameters())
+    return [name for name, p in parameters.items() if name in new_parameters and torch.equal(p, new_parameters[name])]
 
 
 def are_single_copies(net: nn.Module, *names: str) -> bool:
     """Whether two equal parameters are of modules of different classes, or of two embeddings in modules that are no
     copies of each other. Towers, layers and critics are copied as a whole."""
     paths = [name.split(".") for name in names]
-    owner, other = (net.get_submodule(".".join(path[:-1])) for path in paths)
+    owner, other_owner = (net.get_submodule(".".join(path[:-1])) for path in paths)
     above, beside = (list(net.get_submodule(".".join(path[:-2])).parameters()) for path in paths)
-    if type(owner) is not type(other):
+    if type(owner) is not type(other_owner):
         return True
     are_copied = len(above) == len(beside) and all(map(torch.equal, above, beside))
     return isinstance(owner, nn.Embedding) and not are_copied
@@ -95,7 +95,7 @@ def idle_statistics(fork: Fork, start: nn.Module, net: nn.Module) -> list[str]:
     of a norm of torch, which is kept in evaluation mode then."""
     if fork.held_out is None or fork.given.init_from:
         return []
-    found = []
+    idle_names = []
     subset = fork.held_out_subset(fork.small_config.batch_size)
     for name, buffer in start.named_buffers():
         is_constant = buffer.is_floating_point() and ((buffer == 0).all() or (buffer == 1).all())
@@ -105,13 +105,13 @@ def idle_statistics(fork: Fork, start: nn.Module, net: nn.Module) -> list[str]:
         is_norm = isinstance(owner, _NormBase)
         if is_norm and (owner.get_buffer("running_mean").any() or (owner.get_buffer("running_var") - 1).any()):
             continue  # its statistics are of a file
-        other = copy.deepcopy(start)
-        other.get_buffer(name).add_(torch.rand_like(buffer))
-        trained = [0.0, 0.0] if is_norm else [training_loss(fork, each) for each in (start, other)]
-        evaluated = [fork.plain_evaluation(subset, each.eval())["loss"] for each in (start, other)]
+        changed_model = copy.deepcopy(start)
+        changed_model.get_buffer(name).add_(torch.rand_like(buffer))
+        trained = [0.0, 0.0] if is_norm else [training_loss(fork, model) for model in (start, changed_model)]
+        evaluated = [fork.plain_evaluation(subset, model.eval())["loss"] for model in (start, changed_model)]
         if evaluated[0] != evaluated[1] and trained[0] == trained[1]:
-            found.append(name)
-    return found
+            idle_names.append(name)
+    return idle_names
 
 
 def training_loss(fork: Fork, net: nn.Module) -> float:

@@ -57,8 +57,8 @@ class NewProcess:
             self._process.wait(SECONDS)
         self.end()
         self._output.seek(0)
-        found = dict(json.loads(line) for line in self._output if line.endswith("\n"))
-        value, problem = found.get(name, (None, f"{NO_ANSWER}, exit code {self._process.returncode}"))
+        answers = dict(json.loads(line) for line in self._output if line.endswith("\n"))
+        value, problem = answers.get(name, (None, f"{NO_ANSWER}, exit code {self._process.returncode}"))
         return value, problem
 
     def end(self) -> None:
@@ -78,9 +78,9 @@ def seen(dataset: Any, seed: int) -> Any:
     """What is compared of a data set. A plain subset does not say that the sizes of its files are known."""
     if dataset is None:
         return None
-    found: list[Any] = [identity(dataset), []]
-    found[1] = sample_fingerprints(Subset(dataset, range(len(dataset))), seed)  # extra: sketches
-    return found
+    summary: list[Any] = [identity(dataset), []]
+    summary[1] = sample_fingerprints(Subset(dataset, range(len(dataset))), seed)  # extra: sketches
+    return summary
 
 
 def order_of(dataset: Any, seed: int) -> str:
@@ -90,7 +90,10 @@ def order_of(dataset: Any, seed: int) -> str:
     )
 
 
-def is_same(one: Any, other: Any) -> bool:
-    if None not in (one, other) and one[0] == other[0] and are_alike(one[1], other[1]):  # extra: sketches
+def is_same(summary_a: Any, summary_b: Any) -> bool:
+    if summary_a is None or summary_b is None:
+        return summary_a is summary_b
+    (identity_a, samples_a), (identity_b, samples_b) = summary_a, summary_b
+    if identity_a == identity_b and are_alike(samples_a, samples_b):  # extra: sketches
         return True
-    return one == other
+    return summary_a == summary_b

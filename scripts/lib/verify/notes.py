@@ -32,24 +32,24 @@ def notes(fork: Fork) -> str:
 
 @may_fail("how samples are augmented")
 def augmented(fork: Fork) -> str:
-    found = ""
+    note = ""
     is_validated = fork.held_out is not None
     if is_validated and len({*by_epoch(fork, fork.held_out_subset(COUNT))}) > 1:
-        found = "; please check: held-out samples differ between epochs, so they are augmented at random"
+        note = "; please check: held-out samples differ between epochs, so they are augmented at random"
     subset = Subset(fork.train_set, spread(COUNT, len(fork.train_set)), fork.dtype)
     if len({*by_epoch(fork, subset)}) > 1:
-        return found
+        return note
     if draws(fork, subset):
-        return found + (
+        return note + (
             "; please check: __getitem__ draws, but its samples are the same in all epochs, so it seeds a generator;"
             " let it draw from the global ones, which are seeded for each sample and epoch"
         )
     if is_validated and follows_seeds(fork, subset) and not follows_seeds(fork, fork.held_out_subset(COUNT)):
-        return found + (
+        return note + (
             "; please check: training samples, and not held-out ones, depend on a generator that is seeded alike in all"
             " epochs; if it augments them, seed it with a draw from a global generator or with the epoch"
         )
-    return found
+    return note
 
 
 @may_fail("whether a sampler is read")
@@ -67,10 +67,10 @@ def sampled(fork: Fork) -> str:
 def scaled(fork: Fork) -> str:
     if fork.held_out is None:
         return ""
-    own, its = scales(fork.train_set), scales(fork.held_out)
-    if own is None or its is None:
+    train_scales, held_out_scales = scales(fork.train_set), scales(fork.held_out)
+    if train_scales is None or held_out_scales is None:
         return f"; not checked: whether each set is scaled by itself, since reading one takes over {SECONDS} s"
-    for _, scale in sorted(own & its):
+    for _, scale in sorted(train_scales & held_out_scales):
         return (
             f"; please check: held-out columns have {scale}, as training columns have, so each set is scaled by itself;"
             " scale both by the values of the training set"
@@ -110,14 +110,14 @@ def follows_seeds(fork: Fork, subset: Subset) -> bool:
 
 def sets_in(dataset: Any) -> list[Any]:
     """The data set, and in its attributes data sets, transforms and other objects of the fork's classes."""
-    found = [dataset]
-    for each in found:
-        for name, value in getattr(each, "__dict__", {}).items():
+    objects = [dataset]
+    for owner in objects:
+        for name, value in getattr(owner, "__dict__", {}).items():
             for part in value if isinstance(value, list | tuple) and len(value) < FEW_PARTS else [value]:
                 is_part = isinstance(part, Dataset) or is_of_yours(type(part)) or name.startswith(("dataset", "transf"))
-                if is_part and all(part is not one for one in found):
-                    found.append(part)
-    return found
+                if is_part and all(part is not existing for existing in objects):
+                    objects.append(part)
+    return objects
 
 
 def unread_samplers(dataset: Any) -> list[str]:
@@ -126,7 +126,7 @@ def unread_samplers(dataset: Any) -> list[str]:
     kinds = {kind for part in sets for kind in type(part).__mro__}
     nodes = nodes_of({*modules, *(sys.modules.get(kind.__module__) for kind in kinds)})
     read = read_in(nodes, ast.Attribute, "attr") | read_in(nodes, ast.Constant, "value")
-    found = []
+    unread = []
     for part in sets:
         for name, value in getattr(part, "__dict__", {}).items():
             is_sampler = isinstance(value, Sampler) or (name == "shuffle" and value is True)
@@ -135,17 +135,17 @@ def unread_samplers(dataset: Any) -> list[str]:
                 with suppress(TypeError, NotImplementedError):  # a number, or a set without a size
                     is_sampler |= len(value) == len(part)
             if is_sampler and name not in read:
-                found.append(name)
+                unread.append(name)
     read |= read_in(nodes, ast.Name, "id")
-    own = [kind for kind in kinds if sys.modules.get(kind.__module__) in modules]
-    for place in (*own, *(sys.modules[kind.__module__] for kind in own), your_data):
-        for name, value in vars(place).items():
+    own_kinds = [kind for kind in kinds if sys.modules.get(kind.__module__) in modules]
+    for namespace in (*own_kinds, *(sys.modules[kind.__module__] for kind in own_kinds), your_data):
+        for name, value in vars(namespace).items():
             is_named = re.search("sampler|^(sampl[a-z]+_)?weights$", name.lower())
             is_sampler = is_named or (isinstance(value, type) and issubclass(value, Sampler))
             is_own = not str(getattr(value, "__module__", "")).startswith("torch")
             if name not in read and ((is_sampler and is_own) or isinstance(value, Sampler)):
-                found.append(name)
-    return sorted({*found})
+                unread.append(name)
+    return sorted({*unread})
 
 
 def read_in(nodes: list[Any], kind: type, field: str) -> set[Any]:
@@ -160,20 +160,22 @@ def scales(dataset: Any) -> set[tuple[str, str]] | None:
     end = time.monotonic() + SECONDS
     for row in range(len(dataset)):
         scramble_global_rngs(0)
-        rows.append({name: each for name, leaf in leaves(dataset[row]).items() if (each := numbers(leaf)) is not None})
+        rows.append(
+            {name: vector for name, leaf in leaves(dataset[row]).items() if (vector := numbers(leaf)) is not None}
+        )
         if not rows[0]:
             return set()
         if time.monotonic() > end:
             return None
-    found = {(name, scale) for name, table in tables_in(dataset).items() for scale in scales_of(table)}
+    named_scales = {(name, scale) for name, table in tables_in(dataset).items() for scale in scales_of(table)}
     for name in rows[0]:
         with suppress(RuntimeError, KeyError):  # shapes differ
             columns = torch.stack([row[name] for row in rows])[:, : 1 + 2**20 // len(rows)]  # enough of a wide one
             tables = [columns]
             if not is_all(columns.mean(1), 0):  # else each row is scaled by itself
                 tables.append(columns.reshape(-1, 1))
-            found |= {(name, scale) for table in tables for scale in scales_of(table)}
-    return found
+            named_scales |= {(name, scale) for table in tables for scale in scales_of(table)}
+    return named_scales
 
 
 def tables_in(dataset: Any) -> dict[str, Tensor]:
@@ -195,19 +197,19 @@ def scales_of(columns: Tensor) -> list[str]:
         return []
     deviations = torch.stack([columns.std(0, correction=k) for k in (0, 1)])
     is_standardized = is_all(columns.mean(0), 0) and ((deviations - 1).abs() < 1e-4).any(0).all()
-    found = ["mean 0 and deviation 1"] if is_standardized else []
+    scale_names = ["mean 0 and deviation 1"] if is_standardized else []
     gaps = columns.sort(0).values.diff(dim=0)
     # neither flags, counts and ratings nor steps of one size
     is_rich = ((gaps > 0).sum(0) > 10) & (columns != columns.round()).any(0) & (gaps.amax(0) > gaps.amin(0) + 1e-6)
     columns = columns[:, is_rich]
     if not columns.shape[1]:
-        return found
+        return scale_names
     sizes, least = columns.abs(), columns.amin(0)
     reached = (sizes > 1 - 1e-6).sum(0)
     has_limits = len(least) > 1 or is_all(least, 0) or is_all(least, -1)
     if has_limits and sizes.max() < 1 + 1e-6 and 0 < reached.min() and reached.max() <= FEW:
-        found.append("a maximum of exactly 1")
-    return found
+        scale_names.append("a maximum of exactly 1")
+    return scale_names
 
 
 def is_all(values: Tensor, wanted: float) -> bool:

@@ -28,7 +28,7 @@ def rounding(fork: Fork) -> str:
         use_amp=config.use_amp, amp_dtype=config.amp_dtype, device=ctx.device, fast_bf16=ctx.fast_bf16
     )
     subset = fork.small_train_set()
-    size, loader, mine, theirs = min(SIZE, len(subset)), fork.loader(subset), [], []
+    size, loader, run_outputs, exact_outputs = min(SIZE, len(subset)), fork.loader(subset), [], []
     starts = range(0, min(BATCHES * size, len(subset) - size + 1), size)
     batches = [loader.fetch([*range(start, start + size)])[2] for start in starts]
     with default_dtype():
@@ -39,49 +39,55 @@ def rounding(fork: Fork) -> str:
     for module in (*net.modules(), *exact.modules()):  # as in training, without dropout
         module.training = module in (net, exact) or isinstance(module, nn.modules.batchnorm._BatchNorm)
     for batch in batches:
-        theirs.append(forward(fork, exact, batch))
+        exact_outputs.append(forward(fork, exact, batch))
         with default_dtype(), precision.autocast():
-            mine.append(forward(fork, net, map_tensors(lambda t: t.float() if t.is_floating_point() else t, batch)))
-    each = {name: lost(name, mine, theirs, precision) for name in mine[0].keys() & theirs[0]}
-    for name in each.keys() - {"loss"}:
-        check_targets(fork, exact, batches, name, dtype_of([found[name] for found in mine], precision))
-    name = max(each, key=each.__getitem__)
-    advice = f": please check, or use --no-use_amp or a float32 {name}" if each[name] > LARGE else ""
-    return f"; {kind} rounds {name} by {each[name]:.1%} of its spread{advice}"
+            run_outputs.append(
+                forward(fork, net, map_tensors(lambda t: t.float() if t.is_floating_point() else t, batch))
+            )
+    errors = {
+        name: lost(name, run_outputs, exact_outputs, precision) for name in run_outputs[0].keys() & exact_outputs[0]
+    }
+    for name in errors.keys() - {"loss"}:
+        check_targets(fork, exact, batches, name, dtype_of([outputs[name] for outputs in run_outputs], precision))
+    name = max(errors, key=errors.__getitem__)
+    advice = f": please check, or use --no-use_amp or a float32 {name}" if errors[name] > LARGE else ""
+    return f"; {kind} rounds {name} by {errors[name]:.1%} of its spread{advice}"
 
 
 def forward(
     fork: Fork, net: nn.Module, batch: Any, change: Callable[[Any], Any] = lambda output: output
 ) -> dict[str, Tensor]:
     """The outputs of the model by name, and the summed "loss". change: is applied to the output of the model."""
-    found: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
     def note(_: nn.Module, __: Any, output: Any) -> Any:
         dense = {name: leaf for name, leaf in leaves(output).items() if isinstance(leaf, Tensor) and is_dense(leaf)}
         named = {f"output {name}".strip(): leaf for name, leaf in dense.items()}
-        found.update({name: leaf.detach() for name, leaf in named.items() if leaf.ndim and leaf.is_floating_point()})
+        outputs.update({name: leaf.detach() for name, leaf in named.items() if leaf.ndim and leaf.is_floating_point()})
         return change(output)
 
     handle = net.register_forward_hook(note)
     try:
-        return found | {"loss": fork.hooks.compute_loss(net, batch)["loss"][0].detach().sum().reshape(1)}
+        return outputs | {"loss": fork.hooks.compute_loss(net, batch)["loss"][0].detach().sum().reshape(1)}
     finally:
         handle.remove()
 
 
-def lost(name: str, mine: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]], precision: Precision) -> float:
+def lost(
+    name: str, run_outputs: list[dict[str, Tensor]], exact_outputs: list[dict[str, Tensor]], precision: Precision
+) -> float:
     """The part of an output's spread over samples, or of the loss's over micro-batches, that its rounding is.
 
     Errors from within the model are left out: random weights amplify them.
     """
-    pairs = [(a[name].double(), b[name].double()) for a, b in zip(mine, theirs, strict=True)]
+    pairs = [(a[name].double(), b[name].double()) for a, b in zip(run_outputs, exact_outputs, strict=True)]
     if name == "loss":
         pairs = [(torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))]
-    dtype = dtype_of([each[name] for each in mine], precision)
-    found = sum((a - b).square().sum().item() for a, b in pairs)
+    dtype = dtype_of([outputs[name] for outputs in run_outputs], precision)
+    error = sum((a - b).square().sum().item() for a, b in pairs)
     rounded = sum((b.to(dtype).double() - b).square().sum().item() for _, b in pairs)
     spread = sum((b - b.mean(0)).square().sum().item() for _, b in pairs)
-    return (min(found, rounded) / spread) ** 0.5 if spread else 0.0
+    return (min(error, rounded) / spread) ** 0.5 if spread else 0.0
 
 
 def dtype_of(values: list[Tensor], precision: Precision) -> torch.dtype:
@@ -95,24 +101,29 @@ def check_targets(fork: Fork, net: nn.Module, batches: list[Any], name: str, dty
     """Raises Broken if outputs in `dtype` cannot come near their targets: tensors of the batch, of the output's size,
     that give a lower loss than their mean does."""
 
-    def loss_of(place: int, function: Callable[[Tensor], Tensor]) -> float:
+    def loss_of(tensor_index: int, function: Callable[[Tensor], Tensor]) -> float:
         """The loss of outputs that are a function of a tensor of the batch."""
         total = 0.0
         for batch in batches:
-            target = function(tensors_in(batch)[place])
+            target = function(tensors_in(batch)[tensor_index])
 
             def change(output: Any, target: Tensor = target) -> Any:
-                mine = leaves(output)[name.removeprefix("output").strip()]
-                return map_tensors(lambda leaf: target.reshape(mine.shape) if leaf is mine else leaf, output)
+                output_leaf = leaves(output)[name.removeprefix("output").strip()]
+                return map_tensors(
+                    lambda leaf: target.reshape(output_leaf.shape) if leaf is output_leaf else leaf, output
+                )
 
             total += forward(fork, net, batch, change)["loss"].item()
         return total
 
-    for place, target in enumerate(tensors_in(batches[0])):
+    for tensor_index, target in enumerate(tensors_in(batches[0])):
         perfect = rounded = constant = 0.0
         with suppress(Exception):  # it is of another size
-            perfect, constant = loss_of(place, lambda t: t), loss_of(place, lambda t: t.mean(0, True).expand_as(t))
-            rounded = loss_of(place, lambda t: t.to(dtype).to(t.dtype))
+            perfect, constant = (
+                loss_of(tensor_index, lambda t: t),
+                loss_of(tensor_index, lambda t: t.mean(0, True).expand_as(t)),
+            )
+            rounded = loss_of(tensor_index, lambda t: t.to(dtype).to(t.dtype))
         gain = constant - perfect
         if gain > 0.1 * max(abs(constant), abs(perfect)) and not rounded - perfect <= TOO_LARGE * gain:
             raise Broken(

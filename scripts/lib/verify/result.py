@@ -43,15 +43,15 @@ class Result:
     def begin(self) -> str:
         """Take --json FILE out of the flags, and delete FILE, which may be of an earlier run. If it could not be
         written later, return the problem. Catch SIGTERM, and from now on exit with 2 if there is no result."""
-        words, rest, given = iter(sys.argv[1:]), [], None
+        words, flags, given = iter(sys.argv[1:]), [], None
         for word in words:
             name, has_value, value = word.partition("=")
             if name == "--json":
                 given = value if has_value else next(words, "")
             else:
-                rest.append(word)
-        sys.argv[1:] = self.values["flags"] = rest
-        if {"-h", "--help"} & {*rest}:
+                flags.append(word)
+        sys.argv[1:] = self.values["flags"] = flags
+        if {"-h", "--help"} & {*flags}:
             return ""
         signal.signal(signal.SIGTERM, self._stop)
         atexit.register(self._leave)
@@ -72,7 +72,7 @@ class Result:
         parts = re.split(rf"; (?=[^;]*(?:please check|{NOT_CHECKED}))", text) if is_passed else []
         not_checked = [part.removeprefix(NOT_CHECKED) for part in parts if part.startswith(NOT_CHECKED)]
         notes = [part.removeprefix("please check: ") for part in parts if "please check" in part]
-        found = {
+        outcome = {
             "name": name,
             "result": "ok" if is_passed else "skipped" if is_skipped else "BROKEN",
             "text": text,
@@ -81,7 +81,7 @@ class Result:
             "not_checked": not_checked,
             "seconds": round(seconds, 1),
         }
-        self.values["checks"].append(found)
+        self.values["checks"].append(outcome)
         self.values["not_checked"] += len(not_checked)
 
     def end(self, result: str, text: str, is_written: bool = True) -> None:

@@ -43,16 +43,16 @@ def training(fork: Fork) -> str:
             seen.setdefault(record["epoch"], []).extend(record["indices"])
     for epoch, indices in seen.items():
         if sorted(indices) != list(range(count)):
-            found = f"{len(set(indices))} of {count} samples in {len(indices)} visits"
-            raise Broken(f"epoch {epoch} trained on {found}: a custom training loop or loader; see train_one_epoch")
+            coverage = f"{len(set(indices))} of {count} samples in {len(indices)} visits"
+            raise Broken(f"epoch {epoch} trained on {coverage}: a custom training loop or loader; see train_one_epoch")
     _, noted = fork.divided([partial(check_fixed, fork), partial(look_at_statistics, fork)])
     return f"2 epochs of {plural(count, 'sample')} in {progress.step} steps: each sample once per epoch{noted}"
 
 
 def check_fixed(fork: Fork) -> str:
     """Raises Broken if a forward pass changes parameters by its data, which differ between ranks."""
-    one, other = (one_pass(fork, backward_seed=None, first=first).parameters for first in (0, 2))
-    if changed := [name for name in one if one[name] != other[name]]:
+    parameters_a, parameters_b = (one_pass(fork, backward_seed=None, first=first).parameters for first in (0, 2))
+    if changed := [name for name in parameters_a if parameters_a[name] != parameters_b[name]]:
         raise Broken(
             f"{first_three(changed)}: a forward pass changes it by its batch, so that ranks would differ; change"
             " parameters only through gradients"
@@ -62,31 +62,32 @@ def check_fixed(fork: Fork) -> str:
 
 def weights(fork: Fork) -> str:
     """After training, weights, statistics, averages and optimizer state are bitwise equal on all their ranks."""
-    state, mine = whole_run(fork).state, {}
+    state, local_digests = whole_run(fork).state, {}
     for name, leaf in leaves(comparable(state.state_dict())).items():
         shard = f" (shard {leaf.device_mesh.get_local_rank('shards')})" if is_sharded(leaf) else ""
-        mine[name + shard] = digest(local(leaf))
-    each = all_gather_json(mine, fork.ctx)
+        local_digests[name + shard] = digest(local(leaf))
+    rank_digests = all_gather_json(local_digests, fork.ctx)
     holders: dict[str, list[tuple[int, str]]] = {}
-    for rank, found in enumerate(each):
-        for name, value in found.items():
+    for rank, tensors in enumerate(rank_digests):
+        for name, value in tensors.items():
             holders.setdefault(name, []).append((rank, value))
-        if wrong := [name for name, value in found.items() if holders[name][0][1] != value]:
+        if wrong := [name for name, value in tensors.items() if holders[name][0][1] != value]:
             raise Broken(
                 f"{first_three(wrong)}: rank {rank} differs from rank {holders[wrong[0]][0][0]}: changed outside the"
                 " optimizer, or by rank; change parameters only through gradients, and all-reduce other state"
             )
     shared = sum(len(ranks) > 1 for ranks in holders.values())
     in_shards = f", {len(holders) - shared} shards" if len(holders) > shared > 0 else ""
-    found = len(holders) if len(each) == 1 else shared
-    return f"{found} tensors identical on {plural(len(each), 'rank')}{in_shards}, after {state.progress.step} steps"
+    tensors = len(holders) if len(rank_digests) == 1 else shared
+    ranks = plural(len(rank_digests), "rank")
+    return f"{tensors} tensors identical on {ranks}{in_shards}, after {state.progress.step} steps"
 
 
 def resume(fork: Fork) -> str:
     """A run resumed from a checkpoint in its first epoch ends bitwise equal to the uninterrupted run, and no value that
     changes while training is missing in checkpoints."""
     whole = whole_run(fork)
-    first, *others = checkpoint.step_checkpoints(whole.attempt.run.checkpoints)
+    first, *later_paths = checkpoint.step_checkpoints(whole.attempt.run.checkpoints)
     fork.short_run("resumed", resume_from=str(first), num_workers=1)
     # rank 0 alone lists the checkpoints: `compare_continued` adds one for a moment
     different = fork.divided([partial(differences, fork, "whole", "resumed")])[0]
@@ -98,11 +99,11 @@ def resume(fork: Fork) -> str:
             )
         else:
             lost, _ = forgotten_in(fork, "resumed")
-            cause = f"state outside the checkpoint{''.join(f' ({each})' for each in lost[:1])}; {KEEP}"
+            cause = f"state outside the checkpoint{''.join(f' ({item})' for item in lost[:1])}; {KEEP}"
         raise Broken(f"{first_three(different)}: resumed and uninterrupted runs differ: {cause}")
     notes = fork.divided([partial(compare_continued, fork)])
-    if others:
-        notes.append(check_memory(fork, [first, *others][-2]))
+    if later_paths:
+        notes.append(check_memory(fork, [first, *later_paths][-2]))
     else:
         notes.append("; not checked: what a run remembers, since it has a single checkpoint")
     steps = whole.state.progress.step
@@ -118,8 +119,8 @@ def check_memory(fork: Fork, checkpoint_before_the_last: Path) -> str:
     def check() -> str:
         lost, caches = forgotten_in(fork, "late")
         if lost:
-            more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
-            raise Broken(f"{lost[0]}{more}: it changes while training, and is not in a checkpoint; {KEEP}")
+            and_more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+            raise Broken(f"{lost[0]}{and_more}: it changes while training, and is not in a checkpoint; {KEEP}")
         return f"; please check: {first_three(caches)}: filled while training, empty after a resume" if caches else ""
 
     return fork.on_all(check)
@@ -138,10 +139,10 @@ def reduction(fork: Fork) -> str:
 
     def check() -> str:
         steps = whole.state.progress.step
-        for number, place in ((0, "step 1"), (-1, f"step {steps}")):
+        for number, moment in ((0, "step 1"), (-1, f"step {steps}")):
             if different := differences(fork, "whole", "alone", number):
                 raise Broken(
-                    f"{first_three(different)}: after {place} a single process has other bits than"
+                    f"{first_three(different)}: after {moment} a single process has other bits than"
                     f" {plural(fork.ctx.world_size, 'rank')}: something depends on the rank, on what a process computed"
                     " before, or on its memory; remove it, or use --reduction fast"
                 )
@@ -166,10 +167,10 @@ def plain_load(fork: Fork) -> str:
             weights = saved["model"]
             weights = complete(weights, saved["provenance"].get(KEY, {}), loaded, {}, "the checkpoint")
             loaded.load_state_dict(weights)
-            found = fork.sample_loss(loaded, device)
-        if not math.isclose(found, expected, rel_tol=ROUNDING[fork.loss_dtype] if has_shards else 0):
+            loss = fork.sample_loss(loaded, device)
+        if not math.isclose(loss, expected, rel_tol=ROUNDING[fork.loss_dtype] if has_shards else 0):
             raise Broken(
-                f"the loaded model's loss is {found:.6g} instead of {expected:.6g}: learned state is missing from"
+                f"the loaded model's loss is {loss:.6g} instead of {expected:.6g}: learned state is missing from"
                 " state_dict(); keep it in a parameter or persistent buffer"
             )
         if has_shards:
@@ -188,10 +189,10 @@ def whole_run(fork: Fork) -> Training:
 def differences(fork: Fork, a: str, b: str, number: int = -1) -> list[str]:
     """Where checkpoints of two runs differ (by default the last ones), and the records of b that a lacks."""
     runs = [fork.trainings[name].attempt.run for name in (a, b)]
-    payloads = [checkpoint.read(checkpoint.step_checkpoints(each.checkpoints)[number])[0] for each in runs]
+    payloads = [checkpoint.read(checkpoint.step_checkpoints(run.checkpoints)[number])[0] for run in runs]
     of_a, of_b = (leaves(comparable(payload)) for payload in payloads)
     wrong = [name for name in of_a.keys() | of_b if digest(of_a.get(name)) != digest(of_b.get(name))]
     for kind in ("train", "eval"):
-        of_a, of_b = ([{k: v for k, v in r.items() if k not in TIMES} for r in each.records(kind)] for each in runs)
+        of_a, of_b = ([{k: v for k, v in r.items() if k not in TIMES} for r in run.records(kind)] for run in runs)
         wrong += [f"the {kind} record of step {record['step']}" for record in of_b if record not in of_a]
     return sorted(wrong)

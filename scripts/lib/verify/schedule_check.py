@@ -39,20 +39,20 @@ def schedule(fork: Fork) -> str:
         scramble_global_rngs(fork.ctx.rank)
         factors, net = ask(), fork.new_model()
         by_step, length = factors_of_run(fork)
-        asked = factors + list(by_step.values())
-        if not all(math.isfinite(each) and each >= 0 for factor in asked for each in factor.values()):
-            raise Broken(f"lr_factor gives {shown(asked)}: must be finite and not negative; fix its formula")
+        checked = factors + list(by_step.values())
+        if not all(math.isfinite(value) and value >= 0 for factor in checked for value in factor.values()):
+            raise Broken(f"lr_factor gives {shown(checked)}: must be finite and not negative; fix its formula")
         groups = checked_groups(
             fork.hooks.param_groups(net, fork.config), {p: name for name, p in net.named_parameters()}
         )
-        for factor in asked:
+        for factor in checked:
             factors_of(groups, factor.get("", factor))
         with as_rank(ranks := fork.ctx.world_size, ranks + 1):
-            other = ask()
-        if factors != ask() or factors != other:
+            other_factors = ask()
+        if factors != ask() or factors != other_factors:
             raise Broken(
-                f"lr_factor gives {shown(factors)}, and {shown(other)} on {ranks + 1} ranks: it depends on more than"
-                " config, step and progress; use only these"
+                f"lr_factor gives {shown(factors)}, and {shown(other_factors)} on {ranks + 1} ranks: it depends on"
+                " more than config, step and progress; use only these"
             )
         first, second = simulated(fork, is_resumed=False), simulated(fork, is_resumed=True)
         if first != second:
@@ -69,7 +69,7 @@ def schedule(fork: Fork) -> str:
     note = ""
     if fork.hooks.lr_factor is not optimizer.lr_factor:
         note = fork.divided([partial(compare_elsewhere, fork, factors)])[0]
-    if any(each != factors for each in all_gather_json(factors, fork.ctx)):
+    if any(rank_factors != factors for rank_factors in all_gather_json(factors, fork.ctx)):
         raise Broken("lr_factor: differs between ranks; make it a function of config, step and progress")
     return text + note
 
@@ -95,22 +95,22 @@ def factors_of_run(fork: Fork) -> tuple[dict[int, Factors], str]:
 def factors_at(hooks: ModelHooks, config: TrainingConfig, total: int, warmup: int, progress: Progress) -> Factors:
     factor = hooks.lr_factor(config, progress.step, total, warmup, progress)
     by_name = factor if isinstance(factor, dict) else {"": factor}
-    return {name: float(each) for name, each in by_name.items()}
+    return {name: float(value) for name, value in by_name.items()}
 
 
 def shown(factors: list[Factors], digits: int = 6) -> str:
-    return ", ".join(" ".join(f"{n} {f:.{digits}g}".strip() for n, f in each.items()) for each in factors)
+    return ", ".join(" ".join(f"{n} {f:.{digits}g}".strip() for n, f in factor.items()) for factor in factors)
 
 
 def compare_elsewhere(fork: Fork, factors: list[Factors]) -> str:
     """Raises Broken if lr_factor gives something else in a new process. A note if there is no answer."""
-    found, problem = fork.new_process.answer("factors")
+    new_factors, problem = fork.new_process.answer("factors")
     if problem.startswith(NO_ANSWER):
         return f"; not checked: lr_factor in a new process ({problem})"
-    if found != factors:
+    if new_factors != factors:
         raise Broken(
             f"lr_factor gives {shown(factors)}, and in a new process, with another working directory, {CHANGED},"
-            f" {problem or shown(found)}: it depends on one of these; let it use only config, step and progress"
+            f" {problem or shown(new_factors)}: it depends on one of these; let it use only config, step and progress"
         )
     return ""
 

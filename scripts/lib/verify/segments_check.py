@@ -39,17 +39,17 @@ def check_segments(fork: Fork) -> str:
     def losses(*chosen: Tensor) -> Tensor:
         mask = inside & torch.stack([torch.zeros_like(inside), *chosen]).any(0)
         torch.manual_seed(0)  # of what the loss draws
-        found = sums(fork.hooks, net, with_other_tokens(batch, ids, inside, mask), is_training=True)
+        named_sums = sums(fork.hooks, net, with_other_tokens(batch, ids, inside, mask), is_training=True)
         return torch.cat(
-            [value.double() for name, value in found.items() if name.startswith("loss") and name.endswith("sum")]
+            [value.double() for name, value in named_sums.items() if name.startswith("loss") and name.endswith("sum")]
         )
 
     usual, cancelled = with_cancelled(losses)
-    one, other, both = losses(is_odd), losses(~is_odd), losses(is_odd, ~is_odd)
-    if torch.equal(usual, one) or torch.equal(usual, other):
+    loss_odd, loss_even, both = losses(is_odd), losses(~is_odd), losses(is_odd, ~is_odd)
+    if torch.equal(usual, loss_odd) or torch.equal(usual, loss_even):
         return "; not checked: segments, which has no row with two documents whose tokens change the loss"
     limit = ROUNDING[fork.loss_dtype] * (usual.norm() + cancelled)
-    if not (mixed := (usual - one - other + both).norm()) <= limit:
+    if not (mixed := (usual - loss_odd - loss_even + both).norm()) <= limit:
         raise Broken(
             f"the loss of a document changes with the tokens of another in its row, by {mixed:.1e} in all: tokens of"
             " one document attend to another; let the attention mask compare the segments, and pool within a segment"
@@ -66,15 +66,15 @@ def interior(ids: Tensor) -> Tensor:
 
 def with_other_tokens(batch: Any, ids: Tensor, inside: Tensor, chosen: Tensor) -> Any:
     """The batch with the values of other interior positions at the chosen ones, inputs and targets alike."""
-    places = inside.flatten().nonzero().flatten()
-    sources, targets = places.roll(len(places) // 2), chosen.flatten()[places]
+    positions = inside.flatten().nonzero().flatten()
+    sources, targets = positions.roll(len(positions) // 2), chosen.flatten()[positions]
 
     def changed(leaf: Tensor) -> Tensor:
         is_mask = leaf.ndim == 3 and leaf.shape[1] == leaf.shape[2]
         if leaf.shape[:2] != ids.shape or is_mask or counts(leaf, ids):
             return leaf
         flat = leaf.flatten(0, 1).clone()
-        flat[places[targets]] = leaf.flatten(0, 1)[sources[targets]]
+        flat[positions[targets]] = leaf.flatten(0, 1)[sources[targets]]
         return flat.view(leaf.shape)
 
     return map_tensors(changed, batch)

@@ -54,12 +54,12 @@ def text_of(numbers):
 def test_each_record_of_a_growing_file_is_read_and_a_file_that_a_resume_has_cut_is_read_from_its_start(
     tmp_path, contents, expected
 ):
-    lines, found = Lines(tmp_path / "metrics.jsonl"), []
+    lines, numbers = Lines(tmp_path / "metrics.jsonl"), []
     for content in contents:
         if content is not None:
             (tmp_path / "metrics.jsonl").write_text(content)
-        found += [record["n"] for record in lines.new()]
-    assert found == expected
+        numbers += [record["n"] for record in lines.new()]
+    assert numbers == expected
 
 
 @pytest.mark.guarantee("companion")
@@ -73,12 +73,12 @@ def test_a_checkpoint_in_work_outlives_its_deletion(plan, monkeypatch, has_links
         replace_json(path / "manifest.json", {"step": 10, "files": {"part_00000.pt": "0"}})
     if not has_links:
         monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError(95, "Operation not supported")))
-    before = {each.name: each.read_bytes() for each in path.rglob("*")} if is_folder else path.read_bytes()
+    before = {file.name: file.read_bytes() for file in path.rglob("*")} if is_folder else path.read_bytes()
     companion = Companion(plan)
     with companion.kept(path) as copy:
         checkpoint.remove(path)
         assert not checkpoint.step_checkpoints(companion.checkpoints)
-        after = {each.name: each.read_bytes() for each in copy.rglob("*")} if is_folder else copy.read_bytes()
+        after = {file.name: file.read_bytes() for file in copy.rglob("*")} if is_folder else copy.read_bytes()
         assert after == before
         (place,) = companion.checkpoints.iterdir()
         assert place.name.endswith(".tmp")  # which the next start deletes, should this program be killed
@@ -135,7 +135,7 @@ def fake(tmp_path, monkeypatch):
     """A function that replaces the program of `--on_checkpoint`, and starts it. The code finds its plan in `plan`."""
     started = []
     monkeypatch.setattr(programs, "PROGRAMS", tmp_path)
-    monkeypatch.setattr(companions_module, "SECONDS_TO_DESTROY_GROUPS", 0.5)
+    monkeypatch.setattr(companions_module, "SECONDS_TO_LEAVE", 0.5)
 
     def begin(code, **flags):
         head = "import json, os, signal, subprocess, sys, time\nplan = json.load(sys.stdin)\n"
@@ -148,8 +148,8 @@ def fake(tmp_path, monkeypatch):
     begin.log = tmp_path / "run/log"
     begin.starts = lambda: [line.split() for line in begin.log.read_text().splitlines()] if begin.log.exists() else []
     yield begin
-    for each in started:
-        each.leave()
+    for companions in started:
+        companions.leave()
 
 
 @pytest.mark.guarantee("companion")
@@ -365,8 +365,8 @@ def test_a_command_that_hangs_is_reported_and_ended_with_its_children_when_the_r
             over.setattr(on_checkpoint, "SECONDS_TO_FINISH", 0.0)
             over.setattr(companion, "_run", lambda path: None)
             companion.look("completed")
-        said = f"was ended after 0 min, since the run is over; run it again for {path}"
-        assert caplog.messages[-1] == f"on_checkpoint: the command {said}"
+        message = f"was ended after 0 min, since the run is over; run it again for {path}"
+        assert caplog.messages[-1] == f"on_checkpoint: the command {message}"
         wait_until(lambda pid=int(child): is_gone(pid))
         assert name == str(path)
         companion.look("")

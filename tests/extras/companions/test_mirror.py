@@ -111,7 +111,7 @@ class Attempt:
 
 
 def steps_of(url):
-    return [each["step"] for each in Mirror(url).checkpoints()]
+    return [manifest["step"] for manifest in Mirror(url).checkpoints()]
 
 
 def test_a_run_goes_on_from_its_mirror_in_an_empty_folder(url, tmp_path):
@@ -155,7 +155,7 @@ def test_the_latest_checkpoints_and_the_best_one_are_kept(url, tmp_path, monkeyp
     assert steps_of(url) == [10, 30, 40]
     first.end()
     second = Attempt(url, tmp_path / "b")
-    assert sorted(each.name[:13] for each in second.run.checkpoints.iterdir()) == ["step_00000010", "step_00000040"]
+    assert sorted(path.name[:13] for path in second.run.checkpoints.iterdir()) == ["step_00000010", "step_00000040"]
     assert second.run.restore_best(10) and checkpoint.verify(second.run.checkpoints / "best.pt").step == 10
     second.upload(50, 60)
     assert steps_of(url) == [10, 50, 60]
@@ -199,8 +199,8 @@ def test_a_damaged_object_is_passed_over_by_name(tmp_path, damage):
         file.name in second.start.notes[0] and "is missing or damaged" in second.start.notes[0]
     )
     second.end()
-    for each in (tmp_path / "bucket/a").rglob("step_00000010*.pt"):
-        flip(each, 99)
+    for path in (tmp_path / "bucket/a").rglob("step_00000010*.pt"):
+        flip(path, 99)
     with pytest.raises(UserError, match="has no valid checkpoint; start over"):
         Attempt(url, tmp_path / "c")
 
@@ -211,11 +211,11 @@ def test_a_broken_transfer_goes_on_where_it_stopped(url, tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "BLOCK_BYTES", 512)
     monkeypatch.setattr(storage, "BLOCKS", 2)
     monkeypatch.setattr(storage, "TRIES", 1)
-    asked, failing = [], [True]
+    offsets, failing = [], [True]
     plain = type(Mirror(url)._files).cat_ranges
 
     def cat_ranges(self, paths, starts, ends, **options):
-        asked.append(starts[0])
+        offsets.append(starts[0])
         if failing and starts[0] >= 2048:
             raise ConnectionResetError("AKIAIOSFODNN7EXAMPLE12 reset")
         return plain(self, paths, starts, ends, **options)
@@ -225,9 +225,9 @@ def test_a_broken_transfer_goes_on_where_it_stopped(url, tmp_path, monkeypatch):
         Attempt(url, tmp_path / "b")
     assert "AKIA" not in str(caught.value)
     failing.clear()
-    asked.clear()
+    offsets.clear()
     attempt = Attempt(url, tmp_path / "b")
-    assert asked[0] == 2048 and attempt.run.resume_path.name == "step_00000010.pt"
+    assert offsets[0] == 2048 and attempt.run.resume_path.name == "step_00000010.pt"
     attempt.end()
 
 
@@ -249,7 +249,7 @@ def test_fifty_former_owners_that_wake_up_commit_nothing(tmp_path):
         with pytest.raises(SystemExit):
             attempt.uploads._beat()
     assert Attempt.lost == [OTHER_OWNER] * 50
-    assert Mirror(url).checkpoints() == before and [each["step"] for each in before] == [60, 70]
+    assert Mirror(url).checkpoints() == before and [entry["step"] for entry in before] == [60, 70]
     # and one that has passed the check, and writes its manifest late
     former[0].mirror.write_json(
         former[0].mirror.own("manifests/step_00000999.0.json"), {"step": 999, "files": {}, "time": ""}
@@ -304,7 +304,7 @@ def test_one_of_two_that_claim_at_the_same_time_is_rejected(url, tmp_path, monke
     for thread in threads:
         thread.join()
     assert outcomes.count("owner") <= 1
-    assert all("another job has claimed it" in each for each in outcomes if each != "owner")
+    assert all("another job has claimed it" in outcome for outcome in outcomes if outcome != "owner")
     with pytest.raises(FileExistsError):
         Mirror(url).create("owners/00000001.json", b"")
 
@@ -404,7 +404,7 @@ def test_a_checkpoint_counts_once_the_other_nodes_have_uploaded_their_samples(ur
     node.look("")
     assert "00000001/records/samples/rank2.jsonl" in attempt.mirror.names()
     upload.join(20)
-    assert [each["step"] for each in attempt.mirror.checkpoints()] == [5]
+    assert [manifest["step"] for manifest in attempt.mirror.checkpoints()] == [5]
     names = attempt.mirror.names()
     assert attempt.mirror.own("records/samples/rank0.jsonl") in names
     assert not node.look("completed")  # rank 0's program may still want parts of it

@@ -155,9 +155,9 @@ def test_nodes_without_a_shared_disk_are_given_the_checkpoint_and_end_alike(runs
     words = [*runs.words("parts", *FLAGS, *flags, "--mirror", url, "--resume_from", "auto"), "--run_dir", "runs/parts"]
     nodes = [runs.root / f"node{rank}" / "runs/parts" for rank in range(2)]
     for number, stops in enumerate([(5,), (11,), ()]):
-        found = run_ranks(2, train_on_its_own_disk, runs.root, "images", words, torch.float32, stops, False)
+        states = run_ranks(2, train_on_its_own_disk, runs.root, "images", words, torch.float32, stops, False)
         state = "preempted" if stops else "completed"
-        assert found == [state, state]
+        assert states == [state, state]
         assert [json.loads((node / "status.json").read_text())["state"] for node in nodes] == [state, state]
         if number == 0:
             shutil.rmtree(nodes[1])  # this node is replaced
@@ -165,7 +165,7 @@ def test_nodes_without_a_shared_disk_are_given_the_checkpoint_and_end_alike(runs
             shutil.rmtree(url.removeprefix("file://"))
         elif number == 1:
             shutil.rmtree(nodes[0])
-    (last,) = [each for each in Mirror(url).checkpoints() if each["step"] == 16]
+    (last,) = [manifest for manifest in Mirror(url).checkpoints() if manifest["step"] == 16]
     assert_same_state(runs.last("whole"), checkpoint.read(Mirror(url).fetch(last, runs.root))[0])
     resumed = [json.loads(line) for line in (nodes[0] / "metrics.jsonl").read_text().splitlines() if "resumed" in line]
     assert [record["step"] for record in resumed] == [6, 12]
@@ -282,7 +282,7 @@ def test_two_nodes_share_only_the_server_and_node_0_loses_its_disk(runs, tmp_pat
         count, ranks = then
         again = [relaunched(nodes[k], k, url, disk / "run", *words, ranks=ranks, nodes=count) for k in range(count)]
         ended = [finish(program, 240) for program in again]
-        assert [each.code for each in ended] == [0] * count, "".join(each.text for each in ended)
+        assert [result.code for result in ended] == [0] * count, "".join(result.text for result in ended)
         assert "fetched s3://bucket/runs/a/" in ended[0].text
         for node in nodes[:count]:  # each disk has the samples and the shards of its ranks
             shutil.copytree(node.seen(disk / "run"), runs.folder("parts"), dirs_exist_ok=True)

@@ -102,8 +102,8 @@ def read(where, run):
 def assert_whole(where, run):
     rows, ids = read(where, run)
     assert_one_curve(rows, run)
-    (found,) = ids
-    assert read_json(run / "track.json")["id"] == found.removeprefix("run-" if where.kind == "wandb" else "")
+    (run_id,) = ids
+    assert read_json(run / "track.json")["id"] == run_id.removeprefix("run-" if where.kind == "wandb" else "")
     return rows
 
 

@@ -63,13 +63,13 @@ class Wire:
                 raise Killed
             self._nested.is_on = True
             try:
-                found = plain(*args, **options)
+                response = plain(*args, **options)
             finally:
                 self._nested.is_on = False
             self.is_dead |= is_last
             if self.is_dead:
                 raise Killed
-            return found
+            return response
 
         return request
 
@@ -77,7 +77,7 @@ class Wire:
 def without_beats(monkeypatch):
     """Whose requests come at any time, and whose threads would stay."""
     for owner in (Uploads, RunLock):
-        monkeypatch.setattr(owner, "_beat", lambda self: None)
+        monkeypatch.setattr(owner, "_touch", lambda self: None)
 
 
 def step_of_the_next_attempt(url, folder):
@@ -85,7 +85,7 @@ def step_of_the_next_attempt(url, folder):
     second = Attempt(url, folder / "c", launch_id="job")
     step = checkpoint.step_of(second.run.resume_path)
     assert second.run.resume_path.read_bytes() == checkpoint.step_path(folder / "a/checkpoints", step).read_bytes()
-    assert {step} <= {each["step"] for each in second.run.records("train")}
+    assert {step} <= {record["step"] for record in second.run.records("train")}
     second.upload(40, 50).suspend()
     assert steps_of(url) == [40, 50]
     assert sum(name.endswith(".pt") for name in second.mirror.names()) == 2
@@ -97,7 +97,7 @@ def step_of_the_next_attempt(url, folder):
 @pytest.mark.parametrize("what", ["save", "start"])
 def test_a_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeypatch, what, is_answered):
     without_beats(monkeypatch)
-    found, at, is_killed = set(), 0, True
+    steps, at, is_killed = set(), 0, True
     while is_killed:
         at += 1
         url, folder = f"memory://{uuid.uuid4().hex}/a", tmp_path / f"{at}"
@@ -113,8 +113,8 @@ def test_a_kill_at_any_request_leaves_the_old_or_the_new_checkpoint(tmp_path, mo
                     Attempt(url, folder / "b", launch_id="job")
             is_killed = wire.is_dead
             wire.is_dead = True
-        found.add(step_of_the_next_attempt(url, folder))
-    assert found == ({20, 30} if what == "save" else {20})
+        steps.add(step_of_the_next_attempt(url, folder))
+    assert steps == ({20, 30} if what == "save" else {20})
     print(f"killed at each of {at - 1} requests")
     assert at > 10
 
@@ -197,8 +197,8 @@ def test_parts_of_another_node_are_waited_for_and_of_a_superseded_checkpoint_giv
         for _ in range(3):
             node._next_request = 0.0
             assert not node.look("")  # it appears there a moment later
-        for each in on_node:
-            shard(tmp_path / "node", each, 1)
+        for node_step in on_node:
+            shard(tmp_path / "node", node_step, 1)
         wait_until(lambda: node.look("") or not program.is_alive(), 20)
         return steps_of(url)
 
@@ -251,7 +251,7 @@ def test_a_file_at_a_url_is_fetched_again_when_it_has_changed(url, tmp_path, cop
         assert path.name == "w.pt" and path.stat().st_size == size
     before = path.stat().st_mtime_ns
     assert stored.local_checkpoint(f"{url}/w.pt").stat().st_mtime_ns == before
-    assert sum(each.is_file() for each in copies.rglob("w.pt")) == 1
+    assert sum(file.is_file() for file in copies.rglob("w.pt")) == 1
     with pytest.raises(UserError, match=r"other.pt: cannot be read or written \(FileNotFoundError"):
         stored.local_checkpoint(f"{url}/other.pt")
     with pytest.raises(UserError, match="has a key in it; give that in the environment"):

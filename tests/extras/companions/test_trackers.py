@@ -107,10 +107,10 @@ def assert_one_curve(rows, run):
     records = [record for record in map(json.loads, lines) if record["kind"] in ("train", "eval")]
     wanted = sorted((group_of(record), record["step"], record["loss"]) for record in records)
     groups = {group for group, *_ in wanted}
-    found = [
-        (each, row[f"{each}/step"], row[f"{each}/loss"]) for row in rows for each in groups if f"{each}/step" in row
+    tracked = [
+        (name, row[f"{name}/step"], row[f"{name}/loss"]) for row in rows for name in groups if f"{name}/step" in row
     ]
-    assert sorted(found) == wanted
+    assert sorted(tracked) == wanted
     assert read_json(run / "track.json")["sent"] == {group: step for group, step, _ in wanted}
 
 
@@ -119,11 +119,11 @@ def write_run(folder, steps=12, config=None):
     folder.mkdir(exist_ok=True)
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
-            each = [{"kind": "train", "step": step, "loss": step / 3, "lr_of_groups": {"a b@c": 0.1}}]
+            records = [{"kind": "train", "step": step, "loss": step / 3, "lr_of_groups": {"a b@c": 0.1}}]
             for weights in ("model", "ema") if step % 3 == 0 else ():
-                each += [{"kind": "eval", "step": step, "split": "val", "weights": weights, "loss": step / 7}]
-            each += [{"kind": "event", "event": "checkpoint", "step": step}]
-            file.writelines(json.dumps(record) + "\n" for record in each)
+                records += [{"kind": "eval", "step": step, "split": "val", "weights": weights, "loss": step / 7}]
+            records += [{"kind": "event", "event": "checkpoint", "step": step}]
+            file.writelines(json.dumps(record) + "\n" for record in records)
     (folder / "config.json").write_text(json.dumps({"lr": 0.1, "track": "trackio"} | (config or {})))
     (folder / "status.json").write_text(json.dumps({"state": "completed"}))
     (folder / "summary.json").write_text(json.dumps({"steps": steps, "best_value": 0.5, "final": {"top1": 0.25}}))
@@ -201,7 +201,7 @@ def test_training_does_not_notice_its_tracker_and_the_curve_is_whole_over_two_re
 
 
 @pytest.mark.parametrize(
-    ("run", "sent", "found", "rows"),
+    ("run", "sent", "expected", "rows"),
     [
         (
             {"resumed": True, "step": 8, "summary": {"train/step": 7, "val/step": 3}},
@@ -214,7 +214,7 @@ def test_training_does_not_notice_its_tracker_and_the_curve_is_whole_over_two_re
         ({"offline": True}, {"train": 7}, {"train": 7}, [8, 8, 9]),  # its files have been deleted
     ],
 )
-def test_what_weights_and_biases_has_counts_and_no_row_goes_back(tmp_path, monkeypatch, run, sent, found, rows):
+def test_what_weights_and_biases_has_counts_and_no_row_goes_back(tmp_path, monkeypatch, run, sent, expected, rows):
     """Weights & Biases ignores a row whose number is below that of the last one."""
     logged = []
     run = SimpleNamespace(**{"offline": False, "resumed": False, "step": 0, "summary": {}} | run)
@@ -229,6 +229,6 @@ def test_what_weights_and_biases_has_counts_and_no_row_goes_back(tmp_path, monke
     )
     monkeypatch.setitem(sys.modules, "wandb", package)
     tracker = trackers.Wandb("id", "project", {}, tmp_path)
-    assert tracker.open(sent) == found
+    assert tracker.open(sent) == expected
     tracker.send([(6, {"val/loss": 0.1}), (8, {"train/loss": 0.1}), (9, {"train/loss": 0.1})])
     assert logged == rows

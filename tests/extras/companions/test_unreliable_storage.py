@@ -122,7 +122,7 @@ def test_sigkill_at_any_http_request_leaves_the_old_or_the_new_checkpoint(
 ):
     base, env = bucket
     without_beats(monkeypatch)
-    found, at, is_killed = set(), part - 1, True
+    steps, at, is_killed = set(), part - 1, True
     while is_killed:
         at += 2
         url, folder = f"{base}-{at}", tmp_path / f"{at}"
@@ -132,6 +132,6 @@ def test_sigkill_at_any_http_request_leaves_the_old_or_the_new_checkpoint(
         except AssertionError as error:
             assert "exit codes [-9]" in str(error), error
             is_killed = True
-        found.add(step_of_the_next_attempt(url, folder))
+        steps.add(step_of_the_next_attempt(url, folder))
     print(f"killed at every second of {at - 1} requests")
-    assert at > 10 and 20 in found <= ({20, 30} if what == "save" else {20})
+    assert at > 10 and 20 in steps <= ({20, 30} if what == "save" else {20})

@@ -63,7 +63,7 @@ for program in FOLLOWED:
 def begin(tmp_path, monkeypatch):
     """A function that starts a companion with this code in a run that trains, and returns its Companions."""
     monkeypatch.setattr(programs, "PROGRAMS", tmp_path)
-    monkeypatch.setattr(sidecar, "SECONDS_TO_DESTROY_GROUPS", 0.5)
+    monkeypatch.setattr(sidecar, "SECONDS_TO_LEAVE", 0.5)
     monkeypatch.setattr(sidecar, "SECONDS_TO_SAY", 0.2)
     started = []
 
@@ -113,8 +113,8 @@ def test_a_run_ends_whichever_program_hangs(tmp_path, begin, caplog, name, hang,
     if end == "failed":
         return
     assert f"waiting for {name}; a program that gives no sign of life for 1 s is ended" in caplog.text
-    said = f"records after 1 s and is ended; they are in {tmp_path}/run"
-    assert f"{name}=" in caplog.messages[-1] and said in caplog.messages[-1]
+    message = f"records after 1 s and is ended; they are in {tmp_path}/run"
+    assert f"{name}=" in caplog.messages[-1] and message in caplog.messages[-1]
 
 
 @pytest.mark.guarantee("command")
@@ -188,8 +188,8 @@ def test_training_beside_a_program_that_hangs_ends(runs, flags, state):
     words = runs.words("run", *BUCKETS, "--on_checkpoint", "true", "--hang_timeout", 5, *flags)
     outcomes = run_ranks(2, train_beside, runs.root, words)
     assert [outcome["state"] for outcome in outcomes] == [state, state]
-    said = "on_checkpoint=true: lacks the latest checkpoint or records after 5 s and is ended; they are in"
-    assert f"{said} {runs.folder('run')}" in runs.log("run")
+    message = "on_checkpoint=true: lacks the latest checkpoint or records after 5 s and is ended; they are in"
+    assert f"{message} {runs.folder('run')}" in runs.log("run")
 
 
 @pytest.mark.guarantee("companion")

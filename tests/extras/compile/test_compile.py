@@ -29,9 +29,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 def need_compiler(device=CPU):
     """Require what torch.compile builds its kernels with."""
     named = os.environ.get("CXX" if device == CPU else "CC")
-    known = ["g++"] if device == CPU else ["gcc", "clang"]
-    if not any(shutil.which(tool) for tool in ([named] if named else known)):
-        lack(f"there is no compiler ({named or ' or '.join(known)})")
+    compilers = ["g++"] if device == CPU else ["gcc", "clang"]
+    if not any(shutil.which(tool) for tool in ([named] if named else compilers)):
+        lack(f"there is no compiler ({named or ' or '.join(compilers)})")
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         lack("the headers of this Python are not installed (python3-dev)")
     if device != CPU:
@@ -90,9 +90,9 @@ def test_a_compiled_run_equals_the_eager_one_and_compiles_nothing_after_the_firs
     need_compiler()
     for name, mode in (("eager", "off"), ("compiled", "default")):
         words = runs.words(name, *FLAGS, "--bucket_cap_mb", 1, "--compile", mode)
-        found = run_ranks(2, train_net, 3000, words, backend, deadline=SECONDS)
+        counts = run_ranks(2, train_net, 3000, words, backend, deadline=SECONDS)
         # batches of 3 and 2: in training in two parts each, one per bucket; in evaluation whole
-        assert found == [(0, 0, 0) if mode == "off" else (4, 4, 2 * 2 + 2)] * 2
+        assert counts == [(0, 0, 0) if mode == "off" else (4, 4, 2 * 2 + 2)] * 2
     assert_near(runs.last("eager"), runs.last("compiled"))
     assert not any("_orig_mod" in key or key.startswith("module.") for key in runs.last("compiled")["model"])
     for kind in ("train", "eval"):

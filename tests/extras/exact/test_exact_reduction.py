@@ -134,12 +134,12 @@ def test_a_step_sends_as_many_bytes_as_a_ring_all_reduce(runs, ranks, micro_batc
     If the micro-batches per rank are no power of two, a rank sends several parts: here, their mean over the ranks.
     """
     flags = [*FLAGS, "--global_batch_size", 4 * micro_batches, "--dataset_size", 8 * micro_batches, "--epochs", 1]
-    found = run_ranks(ranks, sent_bytes, runs.words("run", *flags, "--no-use_amp"))
+    sent = run_ranks(ranks, sent_bytes, runs.words("run", *flags, "--no-use_amp"))
     size = sum(value.nbytes for key, value in runs.last("run")["model"].items() if "running_" not in key)
     statistics = sum(2 * value.nbytes for key, value in runs.last("run")["model"].items() if "running_" in key)
     ring = 2 * (ranks - 1) / ranks * (size + statistics)
-    assert sum(found) / ranks == pytest.approx(ratio * ring, rel=0.01)
-    assert ratio > 1 or found == pytest.approx([ring] * ranks, rel=0.01)
+    assert sum(sent) / ranks == pytest.approx(ratio * ring, rel=0.01)
+    assert ratio > 1 or sent == pytest.approx([ring] * ranks, rel=0.01)
 
 
 class Side:
@@ -177,7 +177,7 @@ def waits_by_stream(flags):
     ctx = setup_distributed(config)
     torch.manual_seed(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
-    wrapped, side, found = wrap_ddp(model, config, ctx), Side(), []
+    wrapped, side, grads = wrap_ddp(model, config, ctx), Side(), []
     names = ("all_to_all_single", "all_gather_into_tensor")
     watched = {name: side.watched(name, getattr(dist, name)) for name in names}
     for is_watched in (False, False, True):  # DDP orders its buckets in the first two passes
@@ -187,9 +187,9 @@ def waits_by_stream(flags):
         current = mock.patch.object(torch.accelerator, "current_stream", lambda: None)
         with watching, current:
             wrapped(torch.full((2, 512), 1.0 + ctx.rank)).square().sum().backward()
-        found.append([p.grad.clone() for p in model.parameters()])
+        grads.append([p.grad.clone() for p in model.parameters()])
     cleanup_distributed()
-    return side.waits, side.order, all(map(torch.equal, found[1], found[2]))
+    return side.waits, side.order, all(map(torch.equal, grads[1], grads[2]))
 
 
 def test_the_backward_pass_waits_for_no_exchange_and_all_ranks_issue_them_in_one_order():

@@ -21,7 +21,7 @@ def defined(count):
 
 def parts_by_rank(ranks, count):
     """For each rank, its parts by their first leaf. One piece at a time for the last leaf, as in a backward pass."""
-    found = []
+    by_rank = []
     for rank, begins in enumerate(parts_of(ranks, count)):
         run, tree = run_of(rank, ranks, count), TreeSum()
         if not run:
@@ -35,8 +35,8 @@ def parts_by_rank(ranks, count):
         assert tree._held == []
         for [partial] in inner:
             own += partial
-        found.append(list(zip(begins, [*(part for [part] in before), own], strict=True)))
-    return found
+        by_rank.append(list(zip(begins, [*(part for [part] in before), own], strict=True)))
+    return by_rank
 
 
 @pytest.mark.guarantee("exact-ranks")
@@ -44,7 +44,7 @@ def parts_by_rank(ranks, count):
 def test_the_sum_is_that_of_the_definition_on_any_number_of_ranks(count):
     for ranks in range(1, 42):
         tree = TreeSum()
-        for begin, part in (each for parts in parts_by_rank(ranks, count) for each in parts):
+        for begin, part in (pair for parts in parts_by_rank(ranks, count) for pair in parts):
             tree.add(begin, [part])
         [[total]] = tree.parts(END, END)
         assert torch.equal(total, defined(count)), ranks

@@ -40,13 +40,13 @@ def digests(flags):
     """Digests of each micro-batch of two training epochs and of the evaluation."""
     ctx, config, train_set, held_out = load(flags)
     loader, _ = create_distributed_dataloader(train_set, config, ctx)
-    found = []
-    for epoch, each in ((0, loader), (1, loader), (0, create_evaluation_dataloader(held_out["val"], config, ctx))):
-        for m in (m for m in each.micro_batches(epoch) if not m.is_padding):
+    entries = []
+    for epoch, source in ((0, loader), (1, loader), (0, create_evaluation_dataloader(held_out["val"], config, ctx))):
+        for m in (m for m in source.micro_batches(epoch) if not m.is_padding):
             content = hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in m.batch)).hexdigest()
-            found.append((each is loader, epoch, m.indices, content))
+            entries.append((source is loader, epoch, m.indices, content))
     cleanup_distributed()
-    return found
+    return entries
 
 
 @pytest.mark.guarantee("cache")
@@ -61,8 +61,8 @@ def test_the_batches_are_the_same_with_and_without_a_cache(flags, worlds):
     """Bitwise, over two epochs and the evaluation, on any number of ranks and workers."""
 
     def of_all(ranks, workers, cache):
-        each = run_ranks(ranks, digests, [*flags, "--num_workers", workers, "--cache", cache])
-        return sorted(batch for found in each for batch in found)
+        results = run_ranks(ranks, digests, [*flags, "--num_workers", workers, "--cache", cache])
+        return sorted(batch for entries in results for batch in entries)
 
     expected = of_all(1, 0, "none")
     assert len(expected) == 2 * 20 + 3

@@ -71,8 +71,8 @@ def test_a_file_cut_short_in_mid_run_is_repaired_and_the_run_resumes_with_the_sa
     words = runs.words("run", *FLAGS)
     with pytest.raises(AssertionError) as raised:
         run_ranks(2, train_and_cut, words, path, STEPS)
-    said = rf"rank \d: {path}: cannot be read as an image \(class cat; .*\); replace or delete it"
-    assert re.search(said, str(raised.value)) and re.search(said, runs.json("run", "status.json")["error"])
+    pattern = rf"rank \d: {path}: cannot be read as an image \(class cat; .*\); replace or delete it"
+    assert re.search(pattern, str(raised.value)) and re.search(pattern, runs.json("run", "status.json")["error"])
     path.write_bytes(whole + b"\0" * 10)
     assert run_ranks(2, attempt, [*words, "--resume_from", "auto"]) == ["completed"] * 2
     assert_same_state(runs.last("run"), runs.last("whole"))

@@ -60,8 +60,8 @@ def test_paths_labels_and_classes_are_those_of_the_list(tmp_path):
     assert train.classes == ["9", "10"] and train.targets.tolist() == [1, 0, 1] and len(train) == 3
     assert train.path(0) == tmp_path / "images/a, b/000.png" and train[0][0].shape == (3, 8, 8)
     assert (val.split, val.targets.tolist(), create_dataset(config, "test")) == ("test", [0], None)
-    found = with_auto(config, train)
-    assert (found.num_classes, found.image_size) == (2, 8)
+    auto_config = with_auto(config, train)
+    assert (auto_config.num_classes, auto_config.image_size) == (2, 8)
     texts = {"b": 0, "10": 1, "9": 2}
     write(tmp_path, "path,label\n" + "".join(f"images/c/00{k}.png,{text}\n" for text, k in texts.items()))
     assert create_dataset(config, "train").classes == ["10", "9", "b"]
@@ -70,11 +70,11 @@ def test_paths_labels_and_classes_are_those_of_the_list(tmp_path):
 def test_the_fingerprint_is_that_of_the_list(tmp_path):
     save_images(tmp_path / "images", {"a": 2, "b": 1})
     rows = ["images/a/000.png,a\n", "images/b/000.png,b\n"]
-    found = []
+    fingerprints = []
     for text in (rows, rows, rows[::-1], [rows[0].replace(",a", ",b"), rows[1].replace(",b", ",a")]):
         write(tmp_path, "path,label\n" + "".join(text))
-        found.append(create_dataset(csv_config(tmp_path), "train").fingerprint)
-    assert found[0] == found[1] and len({*found}) == 3
+        fingerprints.append(create_dataset(csv_config(tmp_path), "train").fingerprint)
+    assert fingerprints[0] == fingerprints[1] and len({*fingerprints}) == 3
 
 
 @pytest.mark.parametrize(

@@ -150,15 +150,15 @@ def test_images_are_prepared_as_the_weights_expect_unless_given(tmp_path):
         config = TrainingConfig(**common, model=name)
         train, val = (create_dataset(config, split) for split in ("train", "val"))
         expected = published(name).transforms()
-        found = with_auto(config, train)
-        assert [found.image_size] == expected.crop_size and [found.resize_size] == expected.resize_size
-        assert found.interpolation == expected.interpolation.value
+        auto_config = with_auto(config, train)
+        assert [auto_config.image_size] == expected.crop_size and [auto_config.resize_size] == expected.resize_size
+        assert auto_config.interpolation == expected.interpolation.value
         image, label = val[0]
         ours = val.device_transform((image[None], torch.tensor([label])), 0, 0, torch.tensor([0]))[0][0]
-        theirs = expected(read_image(val.path(0), 3))
-        assert ours.shape == theirs.shape and (ours - theirs).abs().mean() < 5e-3  # v2 resizes uint8 as such
+        reference = expected(read_image(val.path(0), 3))
+        assert ours.shape == reference.shape and (ours - reference).abs().mean() < 5e-3  # v2 resizes uint8 as such
         # a later command with the resolved values, but other weights: the same images
-        again = create_dataset(TrainingConfig(**found.to_dict() | {"init_from": ""}), "val")
+        again = create_dataset(TrainingConfig(**auto_config.to_dict() | {"init_from": ""}), "val")
         assert torch.equal(again[0][0], image) and torch.equal(again.mean, val.mean)
     given = with_auto(config, create_dataset(TrainingConfig(**common, model="resnet50", image_size=112), "train"))
     assert given.image_size == 112 and given.resize_size == "auto"
@@ -192,7 +192,7 @@ def test_the_weights_are_downloaded_whole_or_an_error_names_file_and_url(tmp_pat
 
 def test_weights_in_torch_hubs_folder_are_used(tmp_path):
     config = TrainingConfig(model="resnet18", init_from="torchvision", data_dir=str(tmp_path / "data"))
-    there = Path(torch.hub.get_dir(), "checkpoints", "resnet18-f37072fd.pth")
-    there.parent.mkdir(parents=True)
-    torch.save({"fc.weight": torch.ones(2)}, there)
+    path = Path(torch.hub.get_dir(), "checkpoints", "resnet18-f37072fd.pth")
+    path.parent.mkdir(parents=True)
+    torch.save({"fc.weight": torch.ones(2)}, path)
     assert is_prepared(config) and initial_weights(config).keys() == {"fc.weight"}

@@ -30,8 +30,8 @@ def test_folders_of_tools_and_hidden_files_are_no_classes_and_no_samples(tmp_pat
     save_images(root / place / name, {"a": 1})
     shutil.copy(root / "train/cat/000.png", root / place / "._000.png")
     sets = [create_dataset(folder_config(root), split) for split in ("train", "val")]
-    assert [(len(each), each.classes) for each in sets] == [(6, ["cat", "dog"])] * 2
-    assert sum((each.left_out for each in sets), Counter()) == {"hidden or of tools": 2}
+    assert [(len(data), data.classes) for data in sets] == [(6, ["cat", "dog"])] * 2
+    assert sum((data.left_out for data in sets), Counter()) == {"hidden or of tools": 2}
 
 
 @pytest.mark.guarantee("splits")

@@ -84,13 +84,13 @@ def a_folder_of_every_kind(root):
 def test_an_image_folder_has_the_files_of_torchvisions_image_folder_in_its_order(tmp_path):
     folder = pytest.importorskip("torchvision.datasets").ImageFolder
     a_folder_of_every_kind(tmp_path)
-    theirs = folder(str(tmp_path / "train"))
+    expected = folder(str(tmp_path / "train"))
     ours = create_dataset(folder_config(tmp_path), "train")
-    theirs.samples = [each for each in theirs.samples if not each[0].endswith("/.png")]  # hidden files are left out
+    expected.samples = [item for item in expected.samples if not item[0].endswith("/.png")]  # hidden files are left out
     assert len(ours) == 2 * 18 + 3 + 1
-    assert [(str(ours.path(k)), int(ours.targets[k])) for k in range(len(ours))] == theirs.samples
-    assert ours.classes == theirs.classes
-    for k, (image, label) in enumerate(theirs):
+    assert [(str(ours.path(k)), int(ours.targets[k])) for k in range(len(ours))] == expected.samples
+    assert ours.classes == expected.classes
+    for k, (image, label) in enumerate(expected):
         pixels = torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
         assert torch.equal(ours[k][0], pixels) and ours[k][1] == label, ours.path(k)
 
@@ -186,10 +186,10 @@ def test_augmentation_of_files_is_torchvisions_in_the_order_of_its_reference(tmp
     for epoch in range(6):
         ours = data.device_transform((sample(data, 1, epoch)[None], None), 5, epoch, torch.tensor([1]))[0][0]
         seed_host("sample", 5, epoch, 1)
-        theirs = after(before(decoded(data.path(1))))
-        is_erased = (theirs == 0).all(0)
+        reference = after(before(decoded(data.path(1))))
+        is_erased = (reference == 0).all(0)
         assert 0.01 < is_erased.float().mean() < 0.5
-        torch.testing.assert_close(ours[:, ~is_erased], theirs[:, ~is_erased], rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours[:, ~is_erased], reference[:, ~is_erased], rtol=0, atol=1e-5)
         assert ours[:, is_erased].abs().max() < 0.51 / 255 / min(std)  # of a grey level: files stay uint8
     transform = v2.Compose([v2.Resize(36, mode), v2.CenterCrop(28)])
     assert torch.equal(sample(val, 1), transform(decoded(val.path(1)))) and val.cacheable
@@ -226,10 +226,10 @@ def test_resized_crops_of_data_in_memory_are_rejected(monkeypatch, name):
 def test_dataset_size_takes_a_seeded_subset(tmp_path):
     save_images(tmp_path / "train", {"cat": 6, "dog": 6})
     whole = create_dataset(folder_config(tmp_path), "train")
-    some = [choose_samples(whole, 5, seed) for seed in (1, 1, 2)]
-    assert [len(each) for each in some] == [5] * 3 and some[0].indices == some[1].indices != some[2].indices
-    assert some[0].targets.tolist() == [whole[k][1] for k in some[0].indices] and some[0].classes == whole.classes
-    assert torch.equal(some[0][2][0], whole[some[0].indices[2]][0])
+    sets = [choose_samples(whole, 5, seed) for seed in (1, 1, 2)]
+    assert [len(subset) for subset in sets] == [5] * 3 and sets[0].indices == sets[1].indices != sets[2].indices
+    assert sets[0].targets.tolist() == [whole[k][1] for k in sets[0].indices] and sets[0].classes == whole.classes
+    assert torch.equal(sets[0][2][0], whole[sets[0].indices[2]][0])
     assert choose_samples(whole, 0, seed=1) is whole
     with pytest.raises(UserError, match="dataset_size=99: the set has 12 samples; give"):
         choose_samples(whole, 99, seed=1)
@@ -266,8 +266,8 @@ def test_an_image_folder_is_listed_by_one_rank(tmp_path):
         save_images(tmp_path / split, dict.fromkeys(names, 2))
     odd = os.fsencode(tmp_path / "train/class03/000") + b" \n\xff.png"
     os.rename(tmp_path / "train/class03/000.png", odd)
-    found = run_ranks(3, listed_folders, ["--dataset", "imagefolder", "--data_dir", str(tmp_path), "--backend", "gloo"])
-    counts, *same = zip(*found, strict=True)
+    ranks = run_ranks(3, listed_folders, ["--dataset", "imagefolder", "--data_dir", str(tmp_path), "--backend", "gloo"])
+    counts, *same = zip(*ranks, strict=True)
     assert counts[0] >= 24 and counts[1] == counts[2] <= 10
     paths = [path for name in names for path in sorted((tmp_path / "train" / name).iterdir())]
     names = [b"\0" + os.fsencode(f"{path.parent.name}/{path.name}") for path in paths]
@@ -286,7 +286,7 @@ def leave_one_class(root):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "changes", "said"),
+    ("spoil", "changes", "pattern"),
     [
         (leave_one_class, {}, "only one class, cat; put"),
         (lambda root: (root / "val/emu").mkdir(), {}, "val/emu: is a class that is not in .*; use the same"),
@@ -299,12 +299,12 @@ def leave_one_class(root):
         (lambda root: None, {"in_channels": 4}, "in_channels=4: images have 1 or 3 channels; give"),
     ],
 )
-def test_image_folders_that_cannot_be_used_are_rejected(tmp_path, spoil, changes, said):
+def test_image_folders_that_cannot_be_used_are_rejected(tmp_path, spoil, changes, pattern):
     """More cases, on every rank: test_refused_data.py."""
     for split in ("train", "val"):
         save_images(tmp_path / split, {"cat": 2, "dog": 2, "eel": 2})
     spoil(tmp_path)
     config = folder_config(tmp_path, **changes)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=pattern):
         create_dataset(config, "train")
         create_dataset(config, "val")

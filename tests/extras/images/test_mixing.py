@@ -43,16 +43,16 @@ def test_batches_are_mixed_as_by_torchvision_and_the_default_generator_does_not_
     images, labels = torch.rand(6, 3, 8, 8), torch.arange(6) % 4
     chosen = [(v2.MixUp, mixup), (v2.CutMix, cutmix)]
     kinds = [kind(alpha=alpha, num_classes=4) for kind, alpha in chosen if alpha]
-    found = []
+    mixed = []
     for seed in range(20):
         torch.manual_seed(seed)
         expected = v2.RandomChoice(kinds)(images, labels)
         torch.manual_seed(99)
-        found.append(mix(images, labels, mixup, cutmix, 4, seed))
+        mixed.append(mix(images, labels, mixup, cutmix, 4, seed))
         assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(99)))
-        assert all(map(torch.equal, found[-1], expected))
-        torch.testing.assert_close(found[-1][1].sum(1), torch.ones(6))
-    assert len({shares[0, 0].item() for _, shares in found}) > 5
+        assert all(map(torch.equal, mixed[-1], expected))
+        torch.testing.assert_close(mixed[-1][1].sum(1), torch.ones(6))
+    assert len({shares[0, 0].item() for _, shares in mixed}) > 5
 
 
 def test_the_loss_of_mixed_labels_is_the_weighted_sum_of_both_also_smoothed():
@@ -61,9 +61,9 @@ def test_the_loss_of_mixed_labels_is_the_weighted_sum_of_both_also_smoothed():
     first, second = torch.tensor([0, 1]), torch.tensor([2, 3])
     shares = 0.7 * torch.nn.functional.one_hot(first, 4) + 0.3 * torch.nn.functional.one_hot(second, 4)
     mixed = compute_loss(model.eval(), (images, shares), config)
-    each = [compute_loss(model, (images, labels), config) for labels in (first, second)]
-    torch.testing.assert_close(mixed["loss"][0], 0.7 * each[0]["loss"][0] + 0.3 * each[1]["loss"][0])
-    assert mixed["loss"][1] == 2 and mixed["top1"][0] == each[0]["top1"][0]
+    unmixed = [compute_loss(model, (images, labels), config) for labels in (first, second)]
+    torch.testing.assert_close(mixed["loss"][0], 0.7 * unmixed[0]["loss"][0] + 0.3 * unmixed[1]["loss"][0])
+    assert mixed["loss"][1] == 2 and mixed["top1"][0] == unmixed[0]["top1"][0]
 
 
 @pytest.mark.guarantee("weights")
@@ -84,10 +84,10 @@ def test_only_training_batches_are_mixed():
 def test_over_repeats_epochs_each_copy_of_each_image_comes_once(n, repeats, group):
     for cycle in (0, 3):
         epochs = [repeated_order(repeats, group, 5, cycle * repeats + part, n) for part in range(repeats)]
-        assert all(len(each) == n for each in epochs)
+        assert all(len(indices) == n for indices in epochs)
         assert torch.cat(epochs).sort().values.tolist() == list(range(n * repeats))
-        for each in epochs:
-            images = each % n
+        for indices in epochs:
+            images = indices % n
             assert len(set(images.tolist())) <= math.ceil(n / repeats) + 2 * group
             if n >= group:  # images of a micro-batch differ, so that mixup does not mix an image with its copy
                 assert all(len(set(chosen.tolist())) == len(chosen) for chosen in images.split(group))
@@ -132,12 +132,12 @@ def test_norm_weight_decay_is_that_of_all_parameters_of_normalization_layers():
         model = create_model(TrainingConfig(**sizes), torch.device("cpu"))
         plain = param_groups(model, TrainingConfig(**sizes))
         groups = param_groups(model, TrainingConfig(**sizes, norm_weight_decay=0.25))
-        found = {p: group["weight_decay"] for group in groups for p in group["params"]}
-        assert [group["weight_decay"] for group in plain] == [0.5, 0.0] and len(found) == len([*model.parameters()])
+        decays = {p: group["weight_decay"] for group in groups for p in group["params"]}
+        assert [group["weight_decay"] for group in plain] == [0.5, 0.0] and len(decays) == len([*model.parameters()])
         for module in model.modules():
             is_norm = isinstance(module, torch.nn.BatchNorm2d | torch.nn.LayerNorm)
             for p in module.parameters(recurse=False):
-                assert found[p] == (0.25 if is_norm else 0.5 if p.ndim > 1 else 0.0)
+                assert decays[p] == (0.25 if is_norm else 0.5 if p.ndim > 1 else 0.0)
 
 
 def test_the_recipe_is_torchvisions():

@@ -34,15 +34,15 @@ def by_both(path, channels, monkeypatch):
         given.append(plain(*args))
         return given[-1]
 
-    found = []
+    results = []
     for function in (decode, lambda *_: None):
         monkeypatch.setattr(images, "_decode_jpeg", function)
         try:
-            found.append(read_image(path, channels))
+            results.append(read_image(path, channels))
         except UserError as error:
-            found.append(str(error))
+            results.append(str(error))
     monkeypatch.setattr(images, "_decode_jpeg", plain)
-    return *found, any(image is not None for image in given)
+    return *results, any(image is not None for image in given)
 
 
 TURNED = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
@@ -66,9 +66,9 @@ def test_every_kind_of_file_is_read_as_pil_reads_it(tmp_path, monkeypatch, kind,
     mode, suffix, options, is_fast = KINDS[kind]
     path = tmp_path / f"a.{suffix}"
     picture(mode).save(path, **options)
-    found, by_pil, is_by_torchvision = by_both(path, channels, monkeypatch)
-    assert found.shape == (channels, 44, 60) and found.dtype == torch.uint8
-    assert torch.equal(found, by_pil)
+    image, by_pil, is_by_torchvision = by_both(path, channels, monkeypatch)
+    assert image.shape == (channels, 44, 60) and image.dtype == torch.uint8
+    assert torch.equal(image, by_pil)
     plain = numpy.array(PIL.open(path).convert("L" if channels == 1 else "RGB"))
     assert numpy.array_equal(by_pil.permute(1, 2, 0).numpy().reshape(plain.shape), plain)
     assert is_by_torchvision == (is_fast and (channels == 3 or mode == "L"))
@@ -81,7 +81,7 @@ COLOR = numpy.stack([GRAY >> 8, (GRAY >> 4) & 255, GRAY & 255], -1).astype("uint
 LUMA = COLOR[..., :1]  # of gray images
 IS_OPAQUE = (GRAY // 16 + GRAY // 1024) % 3 > 0
 ALPHA = (IS_OPAQUE * 255).astype("uint8")[..., None]
-ON_WHITE, LUMA_ON_WHITE = (numpy.where(IS_OPAQUE[..., None], each, 255) for each in (COLOR, LUMA))
+ON_WHITE, LUMA_ON_WHITE = (numpy.where(IS_OPAQUE[..., None], pixels, 255) for pixels in (COLOR, LUMA))
 
 
 def with_alpha(colors):
@@ -166,9 +166,9 @@ def test_every_mode_that_pillow_opens_keeps_its_levels_and_its_figure(tmp_path, 
             read_image(path, 3)
         return
     expected = by_pil if expected is None else expected.reshape(*expected.shape[:2], -1)
-    found = read_image(path, 3).permute(1, 2, 0).numpy()
-    assert numpy.array_equal(found, numpy.broadcast_to(expected, found.shape))
-    luma = numpy.array(PIL.fromarray(found).convert("L"))
+    pixels = read_image(path, 3).permute(1, 2, 0).numpy()
+    assert numpy.array_equal(pixels, numpy.broadcast_to(expected, pixels.shape))
+    luma = numpy.array(PIL.fromarray(pixels).convert("L"))
     assert mode in ("YCbCr", "LAB") or numpy.array_equal(read_image(path, 1)[0].numpy(), luma)
 
 
@@ -182,9 +182,9 @@ def test_the_table_has_every_mode_of_the_formats_that_are_read():
 
 def test_half_transparent_pixels_are_mixed_with_white(tmp_path):
     PIL.new("RGBA", (4, 4), (200, 100, 0, 128)).save(tmp_path / "a.png")
-    found = read_image(tmp_path / "a.png", 3)[:, 0, 0].tolist()
+    pixels = read_image(tmp_path / "a.png", 3)[:, 0, 0].tolist()
     exact = [value * 128 / 255 + 255 * 127 / 255 for value in (200, 100, 0)]
-    assert all(abs(a - b) <= 1 for a, b in zip(found, exact, strict=True)), (found, exact)  # whole numbers
+    assert all(abs(a - b) <= 1 for a, b in zip(pixels, exact, strict=True)), (pixels, exact)  # whole numbers
 
 
 class Lines(logging.Handler):
@@ -209,9 +209,9 @@ def logged(monkeypatch):
 
 def folder_with(root, values):
     """A data set of one image for each array."""
-    for k, each in enumerate(values):
+    for k, pixels in enumerate(values):
         (root / "train" / "ab"[k % 2]).mkdir(parents=True, exist_ok=True)
-        PIL.fromarray(each).save(root / "train" / "ab"[k % 2] / f"{k}.png")
+        PIL.fromarray(pixels).save(root / "train" / "ab"[k % 2] / f"{k}.png")
     return create_dataset(TrainingConfig(dataset="imagefolder", data_dir=str(root), image_size=8), "train")
 
 
@@ -263,12 +263,14 @@ def test_a_damaged_file_is_a_user_error_or_read_as_by_pil(tmp_path, monkeypatch,
     whole = path.read_bytes()
     for _ in range(200):
         path.write_bytes(damaged(whole, draw))
-        found, by_pil, _ = by_both(path, 3, monkeypatch)
-        outcomes[type(found)] += 1
-        if isinstance(found, str):
-            assert found == by_pil and found.startswith(f"{path}: cannot be read as an image (class {tmp_path.name}; ")
+        actual, by_pil, _ = by_both(path, 3, monkeypatch)
+        outcomes[type(actual)] += 1
+        if isinstance(actual, str):
+            assert actual == by_pil and actual.startswith(
+                f"{path}: cannot be read as an image (class {tmp_path.name}; "
+            )
         else:
-            assert torch.equal(found, by_pil)
+            assert torch.equal(actual, by_pil)
     assert outcomes[str] > 20 and (outcomes[torch.Tensor] > 5 or suffix == "png"), outcomes  # a PNG has checksums
 
 

@@ -45,7 +45,7 @@ def test_data_that_cannot_be_used_is_rejected_by_all_ranks_with_the_fix(runs):
         starts.append(runs.words(f"run{number}", *words, "--epochs", 1, *flags.split()))
     ranks = run_ranks(2, rejections, starts)
     for number, (_, _, expected) in enumerate(CASES):
-        assert all(re.search(expected, each[number]) for each in ranks), (ranks[0][number], ranks[1][number])
+        assert all(re.search(expected, errors[number]) for errors in ranks), (ranks[0][number], ranks[1][number])
         status = runs.json(f"run{number}", "status.json")
         assert (
             status["state"] == "failed"

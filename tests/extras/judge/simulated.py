@@ -104,7 +104,7 @@ def drifting(rng: random.Random, n: int) -> Values:
 def rounded(rng: random.Random, n: int) -> Values:
     """One more of 20 held-out samples is right in each seed."""
     right = [rng.randrange(14, 20) for _ in range(n)]
-    return [each / 20 for each in right], [(each + 1) / 20 for each in right]
+    return [count / 20 for count in right], [(count + 1) / 20 for count in right]
 
 
 def sharing(rng: random.Random, n: int) -> Values:
@@ -136,7 +136,7 @@ def before(a: list[float], b: list[float]) -> bool:
     differences = [y - x for x, y in zip(a, b, strict=True)]
     n = len(differences)
     mean = math.fsum(differences) / n
-    deviation = math.sqrt(math.fsum((each - mean) ** 2 for each in differences) / (n - 1))
+    deviation = math.sqrt(math.fsum((delta - mean) ** 2 for delta in differences) / (n - 1))
     return len({*differences}) > 1 and abs(mean) > t_quantile(n - 1) * deviation / math.sqrt(n)
 
 

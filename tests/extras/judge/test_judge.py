@@ -129,8 +129,8 @@ def make_fork(folder, **texts):
         (folder / name).write_text(text)
     paths = [path for path in folder.glob("**/*.py") if "scripts" not in path.parts]
     code = {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
-    found = {"passed": True, "versions": versions(), "code": code, "settings": {"seed": 42}}
-    (folder / "passed.json").write_text(json.dumps(found))
+    report = {"passed": True, "versions": versions(), "code": code, "settings": {"seed": 42}}
+    (folder / "passed.json").write_text(json.dumps(report))
     shutil.copy(folder / "passed.json", folder / "verified.json")
     return folder
 
@@ -149,11 +149,11 @@ def run(tmp_path, *words, flags=ALL):
 
 def test_a_verdict_of_forks_has_paired_seeds_in_alternating_order(tmp_path, fork, no_probe, capsys):
     other, out = other_fork(fork, final={"loss": 0.1}), tmp_path / "out"
-    code, found = run(tmp_path, fork, other, "--seeds", 3, "--out", out, flags=(*ALL, "--lr", "0.5"))
-    assert code == 0 and found["verdict"] == "B" and found["direction"] == "min" and found["n"] == 3, found
-    assert [row["seed"] for row in found["rows"]] == [0, 1, 2] and found["rows"][1]["a"] == pytest.approx(0.505)
-    low, high = found["interval"]
-    assert low < found["mean_difference"] < high < 0 and found["mean_difference"] == pytest.approx(-0.405)
+    code, result = run(tmp_path, fork, other, "--seeds", 3, "--out", out, flags=(*ALL, "--lr", "0.5"))
+    assert code == 0 and result["verdict"] == "B" and result["direction"] == "min" and result["n"] == 3, result
+    assert [row["seed"] for row in result["rows"]] == [0, 1, 2] and result["rows"][1]["a"] == pytest.approx(0.505)
+    low, high = result["interval"]
+    assert low < result["mean_difference"] < high < 0 and result["mean_difference"] == pytest.approx(-0.405)
     assert "B is better (min:loss, lower is better)" in capsys.readouterr().out
     assert (fork / "started").read_text().split("\n")[0] == "a-seed0 0 0.5 auto"
     times = {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/summary.json")}
@@ -161,7 +161,7 @@ def test_a_verdict_of_forks_has_paired_seeds_in_alternating_order(tmp_path, fork
 
 
 @pytest.mark.parametrize(
-    ("words", "flags", "said"),
+    ("words", "flags", "reason"),
     [
         ("--seeds 2", "", "seeds=2: are too few for an interval; give 3 or more, or 5"),
         ("--ranks 0", "", "ranks=0: is below 1; give 1 or more"),
@@ -177,15 +177,15 @@ def test_a_verdict_of_forks_has_paired_seeds_in_alternating_order(tmp_path, fork
         ("", "--max_step 3", "A: --max_step: is not known; did you mean --max_steps?"),
     ],
 )
-def test_bad_options_are_refused(tmp_path, fork, no_probe, words, flags, said):
+def test_bad_options_are_refused(tmp_path, fork, no_probe, words, flags, reason):
     other = other_fork(fork)
     words = [*words.split(), "--out", tmp_path / "out"]
-    code, found = run(tmp_path, fork, other, *words, flags=[*ALL, *flags.split()])
-    assert code == 2 and said in found["refused"] and found["verdict"] is None
+    code, result = run(tmp_path, fork, other, *words, flags=[*ALL, *flags.split()])
+    assert code == 2 and reason in result["refused"] and result["verdict"] is None
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "said"),
+    ("a", "b", "reason"),
     [
         ("--lr 0.1", "--lr=0.1", "A and B have the same code and settings"),
         ("--max_steps 4", "--max_steps 3", "max_steps: A has 4, B has 3; give both the same, after --"),
@@ -202,16 +202,16 @@ def test_bad_options_are_refused(tmp_path, fork, no_probe, words, flags, said):
         ("tests", "--lr 0.1", "A=tests: has no train.py; give the folder of a fork, a config, or flags"),
     ],
 )
-def test_settings_that_are_no_fair_comparison_are_refused_before_training(tmp_path, a, b, said):
+def test_settings_that_are_no_fair_comparison_are_refused_before_training(tmp_path, a, b, reason):
     if a == "shared.toml":
         (tmp_path / a).write_text('checkpoint_dir = "one"\n')
         a = tmp_path / a
-    code, found = run(tmp_path, a, b, "--out", tmp_path / "out", flags=())
-    assert code == 2 and said in found["refused"] and not (tmp_path / "out").exists()
+    code, result = run(tmp_path, a, b, "--out", tmp_path / "out", flags=())
+    assert code == 2 and reason in result["refused"] and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         ({"summary.json": {"steps": 2}}, "steps of seed 0: A has 3, B has 2; give both the same budget and data"),
         ({"summary.json": {"samples_seen": 9}}, "samples_seen of seed 0: A has 24, B has 9"),
@@ -226,9 +226,9 @@ def test_settings_that_are_no_fair_comparison_are_refused_before_training(tmp_pa
         ({"final": {"top1": 1.0}}, "B, seed 0: loss is not in the last evaluation; choose one of top1"),
     ],
 )  # fmt: skip
-def test_runs_that_cannot_be_compared_are_refused_after_the_first_pair(tmp_path, fork, no_probe, changes, said):
-    code, found = run(tmp_path, fork, other_fork(fork, **changes), "--out", tmp_path / "out")
-    assert code == 2 and said in found["refused"], found["refused"]
+def test_runs_that_cannot_be_compared_are_refused_after_the_first_pair(tmp_path, fork, no_probe, changes, reason):
+    code, result = run(tmp_path, fork, other_fork(fork, **changes), "--out", tmp_path / "out")
+    assert code == 2 and reason in result["refused"], result["refused"]
     assert len((fork / "started").read_text().splitlines()) == 1
 
 
@@ -240,17 +240,17 @@ def test_records_that_are_lost_are_named(tmp_path, fork, no_probe, record, is_th
     assert run(tmp_path, *words)[0] == 0
     file = out / "b-seed0" / record
     file.write_text("") if is_there else file.unlink()
-    code, found = run(tmp_path, *words)
+    code, result = run(tmp_path, *words)
     text = f"{out / 'b-seed0'}: {record} is incomplete; delete the folder and give the command again"
-    assert code == 2 and found["refused"] == text
+    assert code == 2 and result["refused"] == text
     shutil.rmtree(out / "b-seed0")
-    code, found = run(tmp_path, *words)
-    assert code == 0 and found["verdict"] == "A"
+    code, result = run(tmp_path, *words)
+    assert code == 0 and result["verdict"] == "A"
 
 
 def test_code_that_was_edited_between_seeds_is_refused(tmp_path, fork, no_probe):
-    code, found = run(tmp_path, fork, other_fork(fork, codes=[1, 2]), "--out", tmp_path / "out")
-    assert code == 2 and found["refused"] == "B: its code was changed between seeds; give another --out"
+    code, result = run(tmp_path, fork, other_fork(fork, codes=[1, 2]), "--out", tmp_path / "out")
+    assert code == 2 and result["refused"] == "B: its code was changed between seeds; give another --out"
 
 
 @pytest.mark.parametrize("side", "AB")
@@ -260,8 +260,10 @@ def test_a_fork_of_an_older_template_is_refused_in_a_sentence(tmp_path, fork, si
     old = {"A": fork, "B": other}[side]
     digests = old / "utils/training/fingerprint.py"
     digests.write_text("def fingerprint(state):\n    return 1\n") if is_there else digests.unlink()
-    code, found = run(tmp_path, fork, other, "--out", tmp_path / "out")
-    assert code == 2 and found["refused"].startswith(f"{side}={old}: is a fork of an older template, whose runs record")
+    code, result = run(tmp_path, fork, other, "--out", tmp_path / "out")
+    assert code == 2 and result["refused"].startswith(
+        f"{side}={old}: is a fork of an older template, whose runs record"
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -279,30 +281,30 @@ def test_a_fork_of_an_older_template_is_refused_in_a_sentence(tmp_path, fork, si
 )
 def test_a_check_counts_only_for_the_same_code_versions_and_settings(fork, changes, is_verified):
     side = sides.Side("A", "", fork, {"lr": 0.1, "image_size": "auto"})
-    found = json.loads((fork / "verified.json").read_text())
-    code = found["code"] | changes.get("code", {}) if changes.get("code") != {} else {}
-    assert side.is_verified(found | changes | {"code": code}) == is_verified
+    report = json.loads((fork / "verified.json").read_text())
+    code = report["code"] | changes.get("code", {}) if changes.get("code") != {} else {}
+    assert side.is_verified(report | changes | {"code": code}) == is_verified
 
 
 @pytest.mark.parametrize(
-    ("probed", "said"),
+    ("probed", "message"),
     [
         ({"is_seeded": True}, "B: seeds 0 and 2 start from the same weights, since create_model draws them from a"),
         ({"is_seeded": False}, "B: all seeds start from the same weights; the interval holds for these"),
         ({}, "B: all seeds start from the same weights; the interval holds for these; it could not be tried whether"),
     ],
 )
-def test_seeds_that_start_from_the_same_weights(tmp_path, fork, no_probe, monkeypatch, probed, said):
+def test_seeds_that_start_from_the_same_weights(tmp_path, fork, no_probe, monkeypatch, probed, message):
     other = other_fork(fork, weights=["w0", "w1", "w0", "w0"])
     calls = []
     monkeypatch.setattr(sides.Side, "probe", lambda *words: calls.append(words) or (probed, "the log"))
-    code, found = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 4)
+    code, result = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 4)
     assert len(calls) == 1
     if probed.get("is_seeded"):
-        assert code == 2 and found["refused"].startswith(said)
+        assert code == 2 and result["refused"].startswith(message)
         assert "seed3" not in (fork / "started").read_text()
     else:
-        assert code == 0 and len(found["notes"]) == 1 and found["notes"][0].startswith(said)
+        assert code == 0 and len(result["notes"]) == 1 and result["notes"][0].startswith(message)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.05])
@@ -310,24 +312,24 @@ def test_differences_without_a_deviation_are_no_result(tmp_path, fork, no_probe,
     """The values are floats, so that equal differences of accuracies are not the same bits."""
     other = other_fork(fork, by_seed=[18 * scale, 19 * scale, 17 * scale])
     (fork / "changes.json").write_text(json.dumps({"by_seed": [17 * scale, 18 * scale, 16 * scale]}))
-    code, found = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 3)
-    assert code == 2 and found["verdict"] is None
+    code, result = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 3)
+    assert code == 2 and result["verdict"] is None
     text = f"loss: all 3 differences are {scale:g}, but for rounding, so their deviation is unknown; give a finer"
-    assert found["refused"].startswith(text)
+    assert result["refused"].startswith(text)
 
 
 def test_differences_that_are_zero_but_for_rounding_show_no_difference(tmp_path, fork, no_probe):
     other = other_fork(fork, by_seed=[0.1 + 0.2, 0.4, 0.5])
     (fork / "changes.json").write_text('{"by_seed": [0.3, 0.4, 0.5]}')
-    code, found = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 3)
-    assert code == 0 and found["verdict"] == "none" and found["interval"] == [0.0, 0.0]
+    code, result = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 3)
+    assert code == 0 and result["verdict"] == "none" and result["interval"] == [0.0, 0.0]
 
 
 def test_runs_that_collapse_are_named_by_side_and_seed(tmp_path, fork, no_probe):
     other = other_fork(fork, by_seed=[0.40, 2.30, 0.41, 0.42])
-    code, found = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 4)
-    assert code == 0 and found["verdict"] == "none"
-    assert found["notes"] == [
+    code, result = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 4)
+    assert code == 0 and result["verdict"] == "none"
+    assert result["notes"] == [
         "B, seed 1: loss is 2.3, far worse than with the other seeds; the mean depends on how often B collapses, which"
         " 4 seeds hardly show"
     ]
@@ -354,8 +356,8 @@ def test_other_code_of_the_evaluation_is_refused_by_file_and_function(tmp_path, 
     other = other_fork(fork, {name: text})
     assert bool(difference(fork, other)) == bool(named), difference(fork, other)
     if named:
-        code, found = run(tmp_path, fork, other, "--out", tmp_path / "out")
-        assert code == 2 and found["refused"].startswith(f"{named}: is not the same in A and B, and computes the")
+        code, result = run(tmp_path, fork, other, "--out", tmp_path / "out")
+        assert code == 2 and result["refused"].startswith(f"{named}: is not the same in A and B, and computes the")
         assert not (fork / "started").exists()
 
 
@@ -364,8 +366,8 @@ def test_what_the_judge_cannot_compare_is_a_note(tmp_path, fork, no_probe):
     slow = {"samples_per_s": 40.0, "state": "completed", "final": {"loss": 9.0}, "steps": 3, "samples_seen": 24}
     texts = {"train.py": f"{TRAIN}\nextra = 1\n", "model.py": f"{MODEL}\n{READS}"}
     other = other_fork(fork, texts, **{"summary.json": slow | {"world_size": 1}})
-    code, found = run(tmp_path, fork, other, "--seeds", 3, "--out", tmp_path / "out")
-    assert code == 0 and found["notes"] == [
+    code, result = run(tmp_path, fork, other, "--seeds", 3, "--out", tmp_path / "out")
+    assert code == 0 and result["notes"] == [
         "B, model.py: create_dataset: `from dataset import create_dataset` leads to data; does it learn from held-out"
         " samples?",
         "B, model.py: after_step: `create_dataset` leads to data; does it learn from held-out samples?",
@@ -387,23 +389,23 @@ def test_weights_of_a_file_on_one_side_are_a_note(tmp_path, fork, no_probe, monk
     for name, text in (("a.toml", "lr = 0.1"), ("b.toml", "lr = 0.2\ninit_from = 'weights.pt'")):
         (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.setattr(sides, "ROOT", fork)
-    code, found = run(tmp_path, tmp_path / "a.toml", tmp_path / "b.toml", "--seeds", 3, "--out", tmp_path / "out")
+    code, result = run(tmp_path, tmp_path / "a.toml", tmp_path / "b.toml", "--seeds", 3, "--out", tmp_path / "out")
     text = "init_from: A and B have none and weights.pt; what these weights have learned before was not compared"
-    assert code == 0 and found["notes"] == [text], found
+    assert code == 0 and result["notes"] == [text], result
 
 
 def test_broken_code_is_not_judged_and_verified_code_is_verified_once(tmp_path, fork, no_probe):
     other, words = other_fork(fork, final={"loss": 9.0}), ["--out", tmp_path / "out", "--seeds", 3]
     (other / "verified.json").unlink()
     (other / "broken").touch()
-    code, found = run(tmp_path, fork, other, *words)
-    assert code == 2 and found["refused"].startswith("B: scripts/verify.py is BROKEN: plain load; see "), found
+    code, result = run(tmp_path, fork, other, *words)
+    assert code == 2 and result["refused"].startswith("B: scripts/verify.py is BROKEN: plain load; see "), result
     assert not (fork / "started").exists()
     (other / "broken").unlink()
     for _ in range(2):
-        code, found = run(tmp_path, fork, other, *words)
-        assert code == 0 and found["verdict"] == "A"
-        assert found["notes"] == [
+        code, result = run(tmp_path, fork, other, *words)
+        assert code == 0 and result["verdict"] == "A"
+        assert result["notes"] == [
             "verify of B: a sample is in both sets",
             "verify of B: not checked: the data in a new process",
         ]
@@ -412,23 +414,23 @@ def test_broken_code_is_not_judged_and_verified_code_is_verified_once(tmp_path, 
     assert not (fork / "verifications").exists()
     (other / "scripts/verify.py").unlink()
     (other / "losses.py").write_text("def smooth(x):\n    return x  # edited\n")
-    code, found = run(tmp_path, fork, other, "--out", tmp_path / "next")
-    assert code == 2 and found["refused"] == f"B={other}: has no scripts/verify.py; restore the extra verify"
+    code, result = run(tmp_path, fork, other, "--out", tmp_path / "next")
+    assert code == 2 and result["refused"] == f"B={other}: has no scripts/verify.py; restore the extra verify"
 
 
 def test_a_run_that_fails_is_named_with_the_end_of_its_log(tmp_path, fork, no_probe, capsys):
     other = other_fork(fork, final={"loss": 0.2})
     (other / "fails").touch()
     words = (fork, other, "--out", tmp_path / "out", "--seeds", 3)
-    code, found = run(tmp_path, *words)
+    code, result = run(tmp_path, *words)
     assert (
         code == 2
-        and f"see {tmp_path / 'out' / 'b-seed0.log'}, repair what it says, and give the same" in found["refused"]
+        and f"see {tmp_path / 'out' / 'b-seed0.log'}, repair what it says, and give the same" in result["refused"]
     )
     assert "the cause\nis above" in capsys.readouterr().err
     (other / "fails").unlink()
-    code, found = run(tmp_path, *words)
-    assert code == 0 and found["verdict"] == "A"  # the loss of the stand-in is lr
+    code, result = run(tmp_path, *words)
+    assert code == 0 and result["verdict"] == "A"  # the loss of the stand-in is lr
     assert (fork / "started").read_text().count("a-seed0") == 1
 
 
@@ -451,21 +453,21 @@ def test_a_judge_that_was_interrupted_continues_where_it_was(tmp_path, fork, no_
     assert json.loads((tmp_path / "report.json").read_text())["refused"].startswith("interrupted")
     (other / "wait").unlink()
     monkeypatch.chdir(tmp_path)  # the runs are in runs/judge-1 there
-    code, found = run(tmp_path, *words[:4])
-    assert code == 0 and found["n"] == 3 and found["out"] == "runs/judge-1" and not found["notes"], found
+    code, result = run(tmp_path, *words[:4])
+    assert code == 0 and result["n"] == 3 and result["out"] == "runs/judge-1" and not result["notes"], result
     assert [line.split()[0] for line in (other / "started").read_text().splitlines()] == [
         *("b-seed0", "b-seed0", "b-seed1", "b-seed2")
     ]
-    code, found = run(tmp_path, *words[:4], flags=(*ALL, "--lr", "0.3"))
-    assert code == 0 and found["out"] == "runs/judge-2" and not found["notes"]
-    code, found = run(tmp_path, *words[:4], "--out", "runs/judge-1", flags=(*ALL, "--lr", "0.3"))
-    assert code == 2 and "runs with other settings or code; give another" in found["refused"]
+    code, result = run(tmp_path, *words[:4], flags=(*ALL, "--lr", "0.3"))
+    assert code == 0 and result["out"] == "runs/judge-2" and not result["notes"]
+    code, result = run(tmp_path, *words[:4], "--out", "runs/judge-1", flags=(*ALL, "--lr", "0.3"))
+    assert code == 2 and "runs with other settings or code; give another" in result["refused"]
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path, fork):
     (tmp_path / "file").touch()
-    code, found = run(tmp_path, fork, other_fork(fork), "--out", tmp_path / "file")
-    assert code == 2 and "Not a directory; repair this or give another --out" in found["refused"], found
+    code, result = run(tmp_path, fork, other_fork(fork), "--out", tmp_path / "file")
+    assert code == 2 and "Not a directory; repair this or give another --out" in result["refused"], result
 
 
 @pytest.mark.parametrize("name", ["model.py", "judge.json", "missing/report.json", "folder.json", "config.json"])
@@ -488,24 +490,24 @@ def test_settings_of_any_length_and_letters_reach_the_runs(tmp_path, fork, no_pr
     assert run(tmp_path, *words, "--out", tmp_path / "out")[0] == 2
     (fork / "fails").unlink()
     (tmp_path / "out/b.toml").write_text("")
-    code, found = run(tmp_path, *words, "--out", tmp_path / "out")
-    assert code == 0 and [row["b"] for row in found["rows"]] == pytest.approx([0.3, 0.303, 0.306])
+    code, result = run(tmp_path, *words, "--out", tmp_path / "out")
+    assert code == 0 and [row["b"] for row in result["rows"]] == pytest.approx([0.3, 0.303, 0.306])
 
 
 def test_the_number_of_seeds_is_fixed_before_the_first_run(tmp_path, fork, no_probe):
     """In the folder of the runs and beside it, also if A and B are exchanged."""
     other = other_fork(fork, final={"loss": 9.0})
     first = tmp_path / "runs/first"
-    code, found = run(tmp_path, fork, other, "--seeds", 3, "--out", first)
-    assert code == 0 and found["verdict"] == "A"
+    code, result = run(tmp_path, fork, other, "--seeds", 3, "--out", first)
+    assert code == 0 and result["verdict"] == "A"
     count = (fork / "started").read_text()
     text = f"seeds: {first} compares the same sides with seeds 0 to 2, and their number is fixed before the first run"
     second = tmp_path / "runs/second"
     for pair, out in ((fork, other), first), ((fork, other), second), ((other, fork), second):
         for seeds in (("--seeds", 4), ("--seeds", 3, "--first-seed", 2)):
-            code, found = run(tmp_path, *pair, *seeds, "--out", out)
-            assert code == 2 and found["refused"].startswith(text), found["refused"]
-            assert found["refused"].endswith("or --first-seed 3 for another comparison")
+            code, result = run(tmp_path, *pair, *seeds, "--out", out)
+            assert code == 2 and result["refused"].startswith(text), result["refused"]
+            assert result["refused"].endswith("or --first-seed 3 for another comparison")
     assert (fork / "started").read_text() == count
 
 
@@ -515,14 +517,14 @@ def test_other_comparisons_of_the_same_sides_and_other_metrics_are_notes(tmp_pat
     (fork / "changes.json").write_text(
         json.dumps({"by_seed": [0.1, 0.11, 0.12, 0.1, 0.2, 0.15], "more": {"top1": 0.5}})
     )
-    code, found = run(tmp_path, fork, other, "--seeds", 3, "--out", out, "--metric", "min:loss")
-    assert code == 0 and not found["notes"]
-    code, found = run(tmp_path, fork, other, "--seeds", 3, "--out", out, "--metric", "max:top1")
+    code, result = run(tmp_path, fork, other, "--seeds", 3, "--out", out, "--metric", "min:loss")
+    assert code == 0 and not result["notes"]
+    code, result = run(tmp_path, fork, other, "--seeds", 3, "--out", out, "--metric", "max:top1")
     text = "judged before by min:loss: A is better; choosing among results makes an interval too narrow"
-    assert code == 0 and found["notes"] == [text]
-    code, found = run(tmp_path, fork, other, "--seeds", 3, "--first-seed", 3, "--out", out.with_name("second"))
+    assert code == 0 and result["notes"] == [text]
+    code, result = run(tmp_path, fork, other, "--seeds", 3, "--first-seed", 3, "--out", out.with_name("second"))
     text = f"{out} compares the same sides with seeds 0 to 2: A is better (min:loss); no difference shown"
-    assert code == 0 and found["notes"][0].startswith(text)
+    assert code == 0 and result["notes"][0].startswith(text)
 
 
 IN_EVALUATION = """    loss = F.cross_entropy(logits, labels, reduction="sum")
@@ -553,8 +555,8 @@ def test_a_setting_that_changes_what_an_evaluation_computes_is_found(tmp_path, i
 def test_numbers_that_are_not_finite_are_equal_to_each_other(tmp_path, monkeypatch):
     """They are null in the files."""
     pair = [sides.Side(name, "", tmp_path) for name in "AB"]
-    found = {"calls": 1, "replaced": {}, "metrics": {"auc": [None, 4.0]}}
-    monkeypatch.setattr(sides.Side, "probe", lambda *_: (tmp_path / "outputs.pt").touch() or (found, "the log"))
+    probed = {"calls": 1, "replaced": {}, "metrics": {"auc": [None, 4.0]}}
+    monkeypatch.setattr(sides.Side, "probe", lambda *_: (tmp_path / "outputs.pt").touch() or (probed, "the log"))
     assert sides.check_quantity(pair, tmp_path, 0, "auc") == ""
     assert sides.are_close(1.0, 1.0) and not sides.are_close(None, 1.0) and not sides.are_close(1.0, None)
 
@@ -566,9 +568,9 @@ def test_two_configs_of_this_fork_are_judged_on_two_ranks(tmp_path):
     words = ["--lr=0.01", tmp_path / "b.toml", "--seeds", "3", "--ranks", "2", "--metric", "min:loss"]
     words += ["--out", tmp_path / "out", "--json", tmp_path / "report.json", "--", *flags]
     ended = launch([sys.executable, ROOT / "scripts/judge.py", *words], deadline=400)
-    found = json.loads((tmp_path / "report.json").read_text())
-    assert ended.code == 0 and found["n"] == 3 and not found["notes"], ended.text
-    assert found["settings"] == {"lr": [0.01, 1e-9]}
+    result = json.loads((tmp_path / "report.json").read_text())
+    assert ended.code == 0 and result["n"] == 3 and not result["notes"], ended.text
+    assert result["settings"] == {"lr": [0.01, 1e-9]}
     summaries = [json.loads(path.read_text()) for path in sorted((tmp_path / "out").glob("*-seed*/summary.json"))]
-    assert [each["final"]["loss"] for each in summaries] == [row[side] for side in "ab" for row in found["rows"]]
-    assert {each["world_size"] for each in summaries} == {2}
+    assert [entry["final"]["loss"] for entry in summaries] == [row[side] for side in "ab" for row in result["rows"]]
+    assert {entry["world_size"] for entry in summaries} == {2}

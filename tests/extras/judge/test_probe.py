@@ -72,8 +72,8 @@ def fork_with(folder, before="pass", after="pass"):
 @pytest.mark.parametrize("name", CASES)
 def test_weights_from_a_generator_that_create_model_seeds_are_told_from_others(tmp_path, name):
     side = sides.Side.of("B", str(fork_with(tmp_path / "fork", *(SEEDED | SOUND)[name])), FLAGS)
-    found, log = side.probe(tmp_path, 0, "weights", "-")
-    assert found == {"is_seeded": name in SEEDED}, log.read_text()
+    probed, log = side.probe(tmp_path, 0, "weights", "-")
+    assert probed == {"is_seeded": name in SEEDED}, log.read_text()
 
 
 BETTER = "MetricTracker.means = lambda self: {'loss': 0.0}"

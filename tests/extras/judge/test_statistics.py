@@ -26,22 +26,22 @@ def test_the_interval_ends_where_students_or_halls_does():
     """The ten differences of "The probable error of a mean" (1908). R's t.test(sleep) prints 0.7001142 and 2.4598858.
     They are skewed to the right, so the upper end is that of Hall."""
     differences = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
-    found = judged(differences, 1)
-    assert found.mean == pytest.approx(1.58) and found.deviation == pytest.approx(1.229995)
-    assert found.interval[0] == pytest.approx(0.7001142)
+    result = judged(differences, 1)
+    assert result.mean == pytest.approx(1.58) and result.deviation == pytest.approx(1.229995)
+    assert result.interval[0] == pytest.approx(0.7001142)
     skewness = 1.7455497  # of scipy.stats.skew(differences, bias=False)
-    upper = (found.interval[1] - found.mean) / (found.deviation / math.sqrt(10))  # in standard errors
+    upper = (result.interval[1] - result.mean) / (result.deviation / math.sqrt(10))  # in standard errors
     assert hall(-upper, skewness, 10) == pytest.approx(-t_quantile(9), abs=1e-3)
-    mirrored = judged([-each for each in differences], 1).interval
-    assert mirrored == pytest.approx((-found.interval[1], -found.interval[0]))
+    mirrored = judged([-value for value in differences], 1).interval
+    assert mirrored == pytest.approx((-result.interval[1], -result.interval[0]))
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-200, 1e200, 1e300])
 def test_the_interval_has_the_scale_of_the_differences(scale):
     """Their squares are 0 or too large for a float."""
-    found = judged([1 * scale, 2 * scale, 3 * scale, -4 * scale], 1)
+    result = judged([1 * scale, 2 * scale, 3 * scale, -4 * scale], 1)
     expected = [end * scale for end in judged([1.0, 2.0, 3.0, -4.0], 1).interval]
-    assert found.verdict == "none" and found.interval == pytest.approx(expected, rel=1e-9, abs=0)
+    assert result.verdict == "none" and result.interval == pytest.approx(expected, rel=1e-9, abs=0)
 
 
 def hall(t, skewness, n):
@@ -59,7 +59,7 @@ def test_the_corrected_t_is_the_inverse_of_halls_transformation(n, skewness, t):
 def test_a_larger_effect_is_never_weaker_evidence():
     """Johnson's modified t has no verdict for the later ones of these."""
     differences = [0.0, 0.1, 0.1, 0.12, -0.3]
-    verdicts = [judged([each + 0.05 * step for each in differences], 1).verdict for step in range(100)]
+    verdicts = [judged([value + 0.05 * step for value in differences], 1).verdict for step in range(100)]
     assert verdicts == sorted(verdicts, key=["none", "B"].index) and {*verdicts} == {"none", "B"}
 
 
@@ -144,7 +144,7 @@ def test_the_tables_of_the_documentation_are_those_of_the_simulation():
     ],
 )
 def test_the_verdict_follows_the_interval_and_the_direction_of_the_metric(differences, sign, verdict):
-    found = judged(differences, sign)
-    assert found.verdict == verdict
+    result = judged(differences, sign)
+    assert result.verdict == verdict
     expected = "no difference shown (the interval contains 0)" if verdict == "none" else f"{verdict} is better"
-    assert found.sentence == expected
+    assert result.sentence == expected

@@ -29,8 +29,8 @@ def planned():
     """For each epoch the global batches, each a list of micro-batches."""
     lengths, steps = Lines(SIZE, "train").lengths, []
     for epoch in range(EPOCHS):
-        found = micro_batches(lengths, BUDGET, seed=42, epoch=epoch, window=2)
-        steps.append([found[first : first + PER_STEP] for first in range(0, len(found), PER_STEP)])
+        packed = micro_batches(lengths, BUDGET, seed=42, epoch=epoch, window=2)
+        steps.append([packed[first : first + PER_STEP] for first in range(0, len(packed), PER_STEP)])
     return steps
 
 
@@ -50,8 +50,8 @@ def test_runs_on_any_number_of_ranks_have_the_same_bits(runs, worlds):
         runs.assert_same("on-1", f"on-{ranks}")
     record, lengths = runs.records("on-1", "train")[0], Lines(SIZE, "train").lengths
     steps = [*itertools.chain(*planned()[0])][: 5 * PER_STEP]
-    padded = sum(max(lengths[k] for k in each) * len(each) for each in steps)
-    tokens = sum(lengths[k] for each in steps for k in each)
+    padded = sum(max(lengths[k] for k in indices) * len(indices) for indices in steps)
+    tokens = sum(lengths[k] for indices in steps for k in indices)
     assert record["step"] == 5 and record["padding"] == 1 - tokens / padded
     assert record["tokens_per_s"] == pytest.approx(tokens / record["step_s"] / 5)
     assert f"{record['tokens_per_s']:,.0f} tokens/s ({record['padding']:.0%} padding)" in runs.log("on-1")
@@ -91,7 +91,7 @@ def test_weights_equal_the_plain_loop(runs, task, ranks, flags):
     """Between numbers of ranks only the order of sums differs: 1e-12 allows a few hundred roundings."""
     runs.train(ranks, "ours", *FLAGS, *flags.split(), task=task, dtype=torch.float64)
     check_samples(runs, "ours")
-    packed = [[[torch.tensor(each) for each in step] for step in epoch] for epoch in planned()]
+    packed = [[[torch.tensor(indices) for indices in step] for step in epoch] for epoch in planned()]
     with using(task):
         *_, (model, *_) = plain_loop(config_of(runs.words("ours", *FLAGS), torch.float64), PER_STEP, packed=packed)
     assert relative(runs.last("ours")["model"], model.state_dict()) < 1e-12
@@ -105,14 +105,14 @@ def test_evaluations_and_outputs_are_those_of_batches_by_number(runs):
     packed, again = (runs.records(name, "eval")[-1] for name in ("packed", "again"))
     assert packed["count"] == again["count"] == 7
     assert packed["loss"] == pytest.approx(again["loss"], rel=1e-12) and packed["accuracy"] == again["accuracy"]
-    found = []
+    outputs = []
     for ranks, budget in ((1, BUDGET), (3, BUDGET), (1, 0)):
         out = runs.root / f"{ranks}-{budget}.pt"
         words = [runs.checkpoints("packed")[-1], "--split", "train", "--out", out, "--batch_tokens", budget]
         words += ["--global_batch_size", 0] + ["--bucket_window", 100] * (not budget)
         run_ranks(ranks, predict_lines, words)
-        found.append(torch.load(out, weights_only=True)["logits"])
-    for one, three, by_number, length in zip(*found, Lines(SIZE, "train").lengths, strict=True):
+        outputs.append(torch.load(out, weights_only=True)["logits"])
+    for one, three, by_number, length in zip(*outputs, Lines(SIZE, "train").lengths, strict=True):
         assert torch.equal(one, three)
         torch.testing.assert_close(one[: length - 1], by_number[: length - 1])
 
@@ -225,16 +225,16 @@ def test_the_longest_and_the_most_samples_are_computed_before_the_first_step(run
     lengths, held_out = (sorted(Lines(*which).lengths) for which in ((SIZE, "train"), (7, "val")))
     most = max(k for k in range(1, SIZE) if lengths[k - 1] * k <= BUDGET)
     few = max(k for k in range(1, 8) if held_out[k - 1] * k <= BUDGET)
-    [found] = run_ranks(1, shapes_before_the_first_step, runs.words("run", *FLAGS))
-    assert {*found} >= {
+    [shapes] = run_ranks(1, shapes_before_the_first_step, runs.words("run", *FLAGS))
+    assert {*shapes} >= {
         (True, BUDGET // lengths[-1], lengths[-1]),
         (True, most, lengths[most - 1]),
         (False, BUDGET // held_out[-1], held_out[-1]),
         (False, few, held_out[few - 1]),
     }
     in_order, every = Lines(SIZE, "train").lengths, itertools.chain(*itertools.chain(*planned()))
-    most_tokens = max(samples * length for is_training, samples, length in found if is_training)
-    assert most_tokens >= max(max(in_order[k] for k in each) * len(each) for each in every)
+    most_tokens = max(samples * length for is_training, samples, length in shapes if is_training)
+    assert most_tokens >= max(max(in_order[k] for k in indices) * len(indices) for indices in every)
 
 
 def graphs_by_the_first_and_the_last_step(words):  # extra: compile

@@ -52,7 +52,7 @@ def samplers(data, budget, ranks, per_step, way="by size", is_padded=False, **op
     """Those of all ranks."""
     options |= {"micro_batches_per_step": per_step, "seed": 1}
     world = [WAYS[way](rank, ranks, is_padded) for rank in range(ranks)]
-    return [BudgetSampler(data, data.lengths.long(), budget, assignment=each, **options) for each in world]
+    return [BudgetSampler(data, data.lengths.long(), budget, assignment=assignment, **options) for assignment in world]
 
 
 def padded(indices, lengths):
@@ -93,52 +93,52 @@ def test_any_ranks_compute_the_same_micro_batches(
         expected = expected[:whole]
     else:
         assert sorted(k % n for k in chain(*expected)) == [*range(n)]
-    assert all(len(each) == 1 or padded(each, lengths) <= budget for each in expected)
-    assert all(each.order(epoch).tolist() == [*chain(*expected)] for each in world)
-    assert {each.steps_left(epoch, 0, epoch + 1) for each in world} == {math.ceil(len(expected) / per_step)}
+    assert all(len(batch) == 1 or padded(batch, lengths) <= budget for batch in expected)
+    assert all(sampler.order(epoch).tolist() == [*chain(*expected)] for sampler in world)
+    assert {sampler.steps_left(epoch, 0, epoch + 1) for sampler in world} == {math.ceil(len(expected) / per_step)}
     positions, before = [0, *accumulate(map(len, expected))], []  # the steps of earlier epochs
     for earlier in range(epoch if order is None else 0):
         made = micro_batches(lengths, budget, seed=1, epoch=earlier, **settings)
         made = made[: len(made) // per_step * per_step] if drop and shuffle else made
         before += [made[first : first + per_step] for first in range(0, len(made), per_step)]
     for begin in range(0, len(expected) + 1, per_step):  # also after a resume at any step
-        streams = [[*each.micro_batches(epoch, positions[begin])] for each in world]
+        streams = [[*sampler.micro_batches(epoch, positions[begin])] for sampler in world]
         for first in range(begin, len(expected), per_step):
-            step, mine = expected[first : first + per_step], []
+            step, by_rank = expected[first : first + per_step], []
             for stream in streams:
                 own = [stream.pop(0)]
                 while not own[-1].is_last:
                     own.append(stream.pop(0))
-                mine.append(own)
-            check_step(step, mine, lengths, is_padded, way)
+                by_rank.append(own)
+            check_step(step, by_rank, lengths, is_padded, way)
             if order is not None:  # of which this test knows one epoch
                 continue
             latest = [*before, *(expected[k : k + per_step] for k in range(0, first + 1, per_step))][-3:]
             latest, end = [*chain(*latest)], positions[first + len(step)]
             tokens, samples = sum(lengths[k % n] for k in chain(*latest)), sum(map(len, latest))
-            density = tokens / samples, 1 - tokens / sum(padded(each, lengths) for each in latest)
-            assert {each.density(epoch, end, 3) for each in world} == {density}
+            density = tokens / samples, 1 - tokens / sum(padded(batch, lengths) for batch in latest)
+            assert {sampler.density(epoch, end, 3) for sampler in world} == {density}
         assert not any(streams)
     if epoch == 0 and expected:
         for steps in (0, 1, 2):
             smallest = min(map(len, expected[: steps * per_step or None]))
             chosen = world[0].smallest(steps)
-            assert [len(each) for each in chosen] == [smallest] and chosen[0] in expected
-            assert all(each.smallest(steps) == chosen for each in world)
+            assert [len(batch) for batch in chosen] == [smallest] and chosen[0] in expected
+            assert all(sampler.smallest(steps) == chosen for sampler in world)
 
 
-def check_step(step, mine, lengths, is_padded, way):
+def check_step(step, by_rank, lengths, is_padded, way):
     """The ranks compute the micro-batches of a step, each once, and equally many."""
-    computed = [m for own in mine for m in own if not m.is_padding]
+    computed = [m for own in by_rank for m in own if not m.is_padding]
     assert {m.number: m.indices for m in computed} == dict(enumerate(step)) and len(computed) == len(step)
-    assert {(m.samples, m.count) for own in mine for m in own} == {(sum(map(len, step)), len(step))}
-    smallest = min(padded(each, lengths) for each in step)
-    assert all(padded(m.indices, lengths) == smallest for own in mine for m in own if m.is_padding)
-    many = [len(own) for own in mine]
-    assert max(many) == math.ceil(len(step) / len(mine)) and (not is_padded or min(many) == max(many))
+    assert {(m.samples, m.count) for own in by_rank for m in own} == {(sum(map(len, step)), len(step))}
+    smallest = min(padded(batch, lengths) for batch in step)
+    assert all(padded(m.indices, lengths) == smallest for own in by_rank for m in own if m.is_padding)
+    many = [len(own) for own in by_rank]
+    assert max(many) == math.ceil(len(step) / len(by_rank)) and (not is_padded or min(many) == max(many))
     if way == "by size":
         assert max(many) - min(many) <= 1
-    for own in mine:
+    for own in by_rank:
         numbers = [m.number for m in own if not m.is_padding]
         assert numbers == sorted(numbers)
 
@@ -157,18 +157,18 @@ def made(shape):
 def test_a_larger_window_has_less_padding_and_an_order_that_is_farther_from_uniform(shape):
     """The spread of the mean log length of a step, over that of as many samples in a uniform order."""
     lengths, budget = made(shape)
-    logs, found = lengths.double().log(), []
+    logs, rows = lengths.double().log(), []
     for window in (1, 10, 30, 100, 10_000):
         for per_step in (8, 64):
             [sampler] = samplers(Sequences(lengths), Budget(budget, 0, window), 1, per_step, drop_last=True)
             order, begins = sampler.order(0), sampler.packed(0).begins[::per_step]
             steps = [order[first:end] for first, end in pairwise(begins)]
-            spread = torch.stack([logs[some].mean() for some in steps]).std()
-            uniform = torch.tensor([logs.var() / len(some) for some in steps]).mean().sqrt()
-            found.append((window, per_step, sampler.density(0, len(order), len(steps))[1], float(spread / uniform)))
-            shown = f"padding {found[-1][2]:.2%}, spread {spread:.2f}, {found[-1][3]:.1f} times that of a uniform order"
+            spread = torch.stack([logs[indices].mean() for indices in steps]).std()
+            uniform = torch.tensor([logs.var() / len(indices) for indices in steps]).mean().sqrt()
+            rows.append((window, per_step, sampler.density(0, len(order), len(steps))[1], float(spread / uniform)))
+            shown = f"padding {rows[-1][2]:.2%}, spread {spread:.2f}, {rows[-1][3]:.1f} times that of a uniform order"
             print(f"{shape}, window {window}, {per_step} micro-batches per step: {shown}")
-    few = [row[2:] for row in found if row[1] == 8]
+    few = [row[2:] for row in rows if row[1] == 8]
     assert all(a[0] > b[0] and a[1] < b[1] * 1.1 for a, b in pairwise(few))
 
 
@@ -188,7 +188,7 @@ def test_padding_is_little_and_the_ranks_have_equally_much(shape, ranks):
             split = [WAYS[way](r, ranks).numbers(r, len(sizes)) for r in range(ranks)]
             if way == "by size":
                 split = [balanced(r, ranks, sizes) for r in range(ranks)]
-            load = torch.tensor([sum(sizes[k] for k in mine) for mine in split]).double()
+            load = torch.tensor([sum(sizes[k] for k in numbers) for numbers in split]).double()
             loads.append(float(load.max() / load.mean()))
         worst[way] = sum(loads) / len(loads), max(loads)
     print(f"{shape}, {ranks} ranks: padding {share}, slowest over mean (mean, worst step) {worst}")
@@ -259,8 +259,8 @@ def test_lengths_of_a_subset_are_checked_as_those_of_the_whole_set():
     assert sampler.lengths.tolist() == [9, 7]
     data.__class__ = type("Six", (Sequences,), {"__len__": lambda self: 6})
     data.lengths = torch.tensor([1, 3, 9, 4, 5, 6, 7])  # one too many
-    some = choose_samples(data, 4, seed=1)
-    for subset in (some, Subset(data, [0, 1])):
+    chosen = choose_samples(data, 4, seed=1)
+    for subset in (chosen, Subset(data, [0, 1])):
         assert "has the shape [7]" in refusal(subset) and "6 in all" in refusal(subset)
     del data.lengths
     assert "Six (the training set) has no lengths" in refusal(choose_samples(data, 4, seed=1))
@@ -307,15 +307,15 @@ def test_a_sample_that_is_too_long_may_be_alone_and_batch_size_is_a_bound_if_it_
     for batch_size, most in ((64, 5), (2, 2)):
         config = TrainingConfig(batch_tokens=16, batch_size=batch_size, too_long="alone")
         sampler = create_distributed_dataloader(data, config, ctx)[1]
-        found = [m.indices for m in sampler.micro_batches(0)]
-        assert [1] in found and max(map(len, found)) == most
+        batches = [m.indices for m in sampler.micro_batches(0)]
+        assert [1] in batches and max(map(len, batches)) == most
     config = TrainingConfig(batch_tokens=16, eval_batch_size=3, too_long="alone")
-    found = [m.indices for m in create_evaluation_dataloader(data, config, ctx).sampler.micro_batches(0)]
-    assert max(map(len, found)) == 3 and sorted(chain(*found)) == [*range(8)]
+    batches = [m.indices for m in create_evaluation_dataloader(data, config, ctx).sampler.micro_batches(0)]
+    assert max(map(len, batches)) == 3 and sorted(chain(*batches)) == [*range(8)]
     config = TrainingConfig(batch_tokens=16, too_long="alone")
-    some = choose_samples(data, 6, config.seed)
-    sampler = create_distributed_dataloader(some, config, ctx)[1]
-    assert sampler.lengths.tolist() == [int(data.lengths[k]) for k in some.indices]
+    chosen = choose_samples(data, 6, config.seed)
+    sampler = create_distributed_dataloader(chosen, config, ctx)[1]
+    assert sampler.lengths.tolist() == [int(data.lengths[k]) for k in chosen.indices]
 
 
 def test_the_largest_batches_are_those_of_the_longest_samples_and_of_the_most():
@@ -327,7 +327,7 @@ def test_the_largest_batches_are_those_of_the_longest_samples_and_of_the_most():
     assert sampler.largest[0] == [2, 7] and {*sampler.largest[-1]} == {1, 6}
     # with a bound on the samples the longest have few tokens; rows of half the budget have more pairs than one long row
     [sampler] = samplers(Sequences([10] + [5] * 6 + [1] * 9), Budget(19, 3, 1), 1, 1)
-    assert [len(each) for each in sampler.largest] == [1, 3, 3] and sampler.largest[1] == [1, 2, 3]
+    assert [len(indices) for indices in sampler.largest] == [1, 3, 3] and sampler.largest[1] == [1, 2, 3]
     [sampler] = samplers(Sequences([40, *lengths]), Budget(18, 0, 1), 1, 1)
     assert sampler.largest[0] == [0]
 

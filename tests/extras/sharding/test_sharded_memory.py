@@ -39,33 +39,33 @@ def return_freed_memory():
 
 
 @contextlib.contextmanager
-def measured(found, name):
+def measured(peaks, name):
     """Note the growth of this process's resident memory: at its peak, over what there was at the start; once."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
     before = own_memory("VmRSS")
     yield
-    found.setdefault(name, own_memory("VmHWM") - before)
+    peaks.setdefault(name, own_memory("VmHWM") - before)
 
 
 def size_of(tensors):
-    return sum(each.numel() * each.element_size() for each in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def counted(words, nodes):
     """Bytes of parameters, gradients and optimizer state of this rank, and the peaks of building and saving."""
     return_freed_memory()
-    found, plain_state, plain_save = {}, assembly.create_state, Checkpoints.save
+    sizes, plain_state, plain_save = {}, assembly.create_state, Checkpoints.save
 
     def create_state(*args, **options):
-        with measured(found, "building"):
-            found["state"] = plain_state(*args, **options)
-        return found["state"]
+        with measured(sizes, "building"):
+            sizes["state"] = plain_state(*args, **options)
+        return sizes["state"]
 
     def note_gradients(optimizer, *_):
-        found["gradients"] = size_of(p.grad for group in optimizer.param_groups for p in group["params"])
+        sizes["gradients"] = size_of(p.grad for group in optimizer.param_groups for p in group["params"])
 
     def save(checkpoints, *args, **options):
-        with measured(found, "saving"):
+        with measured(sizes, "saving"):
             plain_save(checkpoints, *args, **options)
             checkpoints.finish_writing()  # before the evaluation gathers parameters
 
@@ -79,10 +79,10 @@ def counted(words, nodes):
     ):
         train_flags(words, task="blocks")
     handle.remove()
-    state = found["state"]
+    state = sizes["state"]
     parameters = size_of(local(p) for p in state.model.parameters())
-    moments = size_of(each for values in state.optimizer.state.values() for each in values.values())
-    return parameters, found["gradients"], moments, found["building"], found["saving"]
+    moments = size_of(tensor for values in state.optimizer.state.values() for tensor in values.values())
+    return parameters, sizes["gradients"], moments, sizes["building"], sizes["saving"]
 
 
 @pytest.mark.guarantee("sharding")
@@ -96,17 +96,17 @@ def test_a_rank_holds_its_part_of_parameters_gradients_and_optimizer_state(runs)
         for sharding in ("none", "zero2", "zero3", "hybrid"):
             nodes = 2 if sharding == "hybrid" and ranks == 4 else 1
             words = runs.words(f"{sharding}-{ranks}", *FLAGS, "--sharding", sharding)
-            each = run_ranks(ranks, counted, words, nodes, deadline=240)
-            most = [max(values) for values in zip(*each, strict=True)]
+            rows = run_ranks(ranks, counted, words, nodes, deadline=240)
+            most = [max(values) for values in zip(*rows, strict=True)]
             figures = [*most[:3], sum(most[:3]), sum(whole) / ranks]
-            peaks = [f"{values[0] / MB:.0f}, {max(values[1:]) / MB:.0f}" for values in [*zip(*each, strict=True)][3:]]
+            peaks = [f"{values[0] / MB:.0f}, {max(values[1:]) / MB:.0f}" for values in [*zip(*rows, strict=True)][3:]]
             shown = " | ".join([*(f"{value / MB:.1f}" for value in figures), *peaks])
             print(f"| {ranks} | {sharding} | {shown} |", flush=True)
             shards = 1 if sharding == "none" else ranks // nodes
             assert all(value <= 1.02 * total / shards for value, total in zip(most[:3], whole, strict=True))
-            assert sum(parameters for parameters, *_ in each) == whole[0] * ranks // shards
+            assert sum(parameters for parameters, *_ in rows) == whole[0] * ranks // shards
             if sharding != "none":
-                for rank, (parameters, _, moments, building, saving) in enumerate(each):
+                for rank, (parameters, _, moments, building, saving) in enumerate(rows):
                     assert saving < 2 * (parameters + moments)
                     assert building < (0 if rank else whole[0]) + parameters + 0.4 * whole[0]
 

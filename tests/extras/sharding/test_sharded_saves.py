@@ -50,7 +50,7 @@ def save_with_failures(folder, places):
     ctx = setup_distributed(TrainingConfig(run_dir=str(folder)))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shards",))
     full = torch.arange(20_100.0).reshape(201, 100)  # not a multiple of the ranks
-    layout, memory, found = FolderLayout(ctx, 2, ctx.is_main), PinnedBuffers(), []
+    layout, memory, outcomes = FolderLayout(ctx, 2, ctx.is_main), PinnedBuffers(), []
     torch.distributed.barrier()
     for number, where in enumerate(places):
         written = payload(step=number) | {"model": {"weight": distribute_tensor(full + number, mesh, [Shard(0)])}}
@@ -69,14 +69,14 @@ def save_with_failures(folder, places):
         with failing(ctx.rank, where):
             problem = save()
             torch.distributed.barrier()
-        partial = sorted(each.name for each in folder.iterdir())
+        partial = sorted(entry.name for entry in folder.iterdir())
         torch.distributed.barrier()
         again = save()
         assert not again, [where, problem, again]
         saved = checkpoint.read(path)[0]["model"]["weight"]
-        found.append((where, problem, partial, torch.equal(saved, full + number)))
+        outcomes.append((where, problem, partial, torch.equal(saved, full + number)))
     cleanup_distributed()
-    return found
+    return outcomes
 
 
 @pytest.mark.guarantee("sharded-save")
@@ -87,8 +87,8 @@ def test_a_rank_that_cannot_write_holds_up_no_other(tmp_path):
     for number, (where, problem, partial, is_whole) in enumerate(ranks[0]):
         assert ranks[1][number] == (where, problem, partial, is_whole)
         rank, reason = (1, "") if where == "limit" else (FAILING[where][0], "No space left on device")
-        said = f"{tmp_path}/step_0000000{number}: cannot be written ({reason}"
-        assert problem.startswith(said) and f" (rank {rank} on " in problem, where
+        message = f"{tmp_path}/step_0000000{number}: cannot be written ({reason}"
+        assert problem.startswith(message) and f" (rank {rank} on " in problem, where
         assert is_whole and partial == [f"step_0000000{k}" for k in range(number)], where
 
 

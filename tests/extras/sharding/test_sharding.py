@@ -174,7 +174,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs):
     for key in ("model", "ema"):
         assert all(torch.equal(value, after[key][name]) for name, value in before[key].items())
     assert relative(runs.last("run")["model"], runs.last("ddp")["model"]) < 1e-5
-    losses, others = ([each["loss"] for each in runs.records(name, "eval")] for name in ("run", "ddp"))
+    losses, others = ([row["loss"] for row in runs.records(name, "eval")] for name in ("run", "ddp"))
     assert losses == pytest.approx(others, rel=1e-5)
     assert losses[0] != losses[1]
 
@@ -183,8 +183,8 @@ def train_steeply(flags):
     """Gradients are so large that float16 overflows at its first scales, in some shards only."""
 
     def loss(net, batch):
-        found = image_loss(net, batch)
-        return found | {"loss": (1000 * found["loss"][0], found["loss"][1])}
+        metrics = image_loss(net, batch)
+        return metrics | {"loss": (1000 * metrics["loss"][0], metrics["loss"][1])}
 
     with mock.patch.dict(TASKS["images"], {"compute_loss": loss}):
         train_flags(flags)
@@ -196,15 +196,17 @@ def test_float16_finds_its_scale_on_all_ranks_together(runs):
     flags = "--dataset_size 128 --epochs 1 --amp_dtype fp16 --lr 0.0000001".split()
     for name, sharding in (("run", "zero3"), ("ddp", "none")):
         run_ranks(2, train_steeply, runs.words(name, *flags, "--sharding", sharding))
-    (sharded, its), (ddp, other) = ((runs.last(name)["scaler"], runs.last(name)["progress"]) for name in ("run", "ddp"))
-    assert its["overflow_steps"] > 2 and its["skipped_steps"] == 0 and its["step"] == 16
-    assert sharded["scale"] == 2.0 ** (16 - its["overflow_steps"]) == 2 * ddp["scale"]
-    assert other["overflow_steps"] == its["overflow_steps"] + 1
+    (sharded, counters), (ddp, other) = (
+        (runs.last(name)["scaler"], runs.last(name)["progress"]) for name in ("run", "ddp")
+    )
+    assert counters["overflow_steps"] > 2 and counters["skipped_steps"] == 0 and counters["step"] == 16
+    assert sharded["scale"] == 2.0 ** (16 - counters["overflow_steps"]) == 2 * ddp["scale"]
+    assert other["overflow_steps"] == counters["overflow_steps"] + 1
 
 
 def watch_the_memory(words):
     """The devices on which create_model was called, and the elements that this rank holds of each parameter."""
-    devices, found, plain_model, plain_state = [], {}, TASKS["blocks"]["create_model"], assembly.create_state
+    devices, sizes, plain_model, plain_state = [], {}, TASKS["blocks"]["create_model"], assembly.create_state
 
     def create_model(config, device):
         devices.append(device.type)
@@ -212,13 +214,13 @@ def watch_the_memory(words):
 
     def create_state(*args, **options):
         state = plain_state(*args, **options)
-        found.update({name: (p.to_local().numel(), p.numel()) for name, p in state.sharded().items()})
+        sizes.update({name: (p.to_local().numel(), p.numel()) for name, p in state.sharded().items()})
         return state
 
     watched = mock.patch.dict(TASKS["blocks"], {"create_model": create_model})
     with watched, mock.patch.object(assembly, "create_state", create_state):
         train_flags(words, task="blocks")
-    return devices, found
+    return devices, sizes
 
 
 @pytest.mark.guarantee("sharding")
@@ -226,8 +228,8 @@ def test_only_rank_0_builds_the_model_and_each_rank_holds_its_part(runs):
     flags = "--dataset_size 16 --epochs 1 --max_steps 1 --sharding zero3".split()
     (devices, held), (others, rest) = run_ranks(2, watch_the_memory, runs.words("run", *flags))
     assert devices == ["cpu"] and others == ["meta"]
-    assert all(mine + rest[name][0] == whole for name, (mine, whole) in held.items())
-    assert sum(mine for mine, _ in held.values()) < 0.56 * sum(whole for _, whole in held.values())  # 13 rows: 7 + 6
+    assert all(part + rest[name][0] == whole for name, (part, whole) in held.items())
+    assert sum(part for part, _ in held.values()) < 0.56 * sum(whole for _, whole in held.values())  # 13 rows: 7 + 6
     parameters = sum(p.numel() for p in BlockModel().parameters())  # tied weights once
     assert f"BlockModel, {parameters:,} parameters, all trained, sharded (zero3)\n" in runs.log("run")
 
@@ -275,10 +277,10 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused(runs):
         return NormedSgd(groups, lr=0.1)
 
     flags = runs.words("run", "--dataset_size", 16, "--sharding", "zero3")
-    said = pytest.raises(
+    refusal = pytest.raises(
         UserError, match="NormedSgd gets shards of the parameters; if it updates each element by itself"
     )
-    with said, mock.patch.object(train.your_model, "create_optimizer", create_optimizer, create=True):
+    with refusal, mock.patch.object(train.your_model, "create_optimizer", create_optimizer, create=True):
         train_flags(flags)
 
 
@@ -308,7 +310,7 @@ def test_the_best_checkpoint_is_kept_evaluated_used_and_exported(runs):
     for ranks, sharding in ((2, "zero3"), (1, "none")):
         runs.train(ranks, "run", *flags, "--sharding", sharding, "--eval_only")
         evaluated = runs.json("run", "eval-best.json")["records"]
-        assert [each["loss"] for each in evaluated] == pytest.approx([each["loss"] for each in records], rel=1e-5)
+        assert [row["loss"] for row in evaluated] == pytest.approx([row["loss"] for row in records], rel=1e-5)
     outputs = []
     for ranks, sharding in ((2, "zero3"), (1, "none")):
         run_ranks(ranks, predict_images, [best, "--out", runs.root / "out.pt", "--sharding", sharding, "--ema"])

@@ -40,8 +40,8 @@ def changed(**others):
 
 @pytest.mark.guarantee("other-samples")
 def test_other_content_is_noticed():
-    found = sample_fingerprints(Samples(), 0)
-    assert len(found) == 64 and None not in found and found == sample_fingerprints(Samples(), 0)
+    reference = sample_fingerprints(Samples(), 0)
+    assert len(reference) == 64 and None not in reference and reference == sample_fingerprints(Samples(), 0)
     for other in (
         changed(label=lambda index, _: (index + 1) % 10),
         changed(name=lambda index, _: f"sample {index + 1}"),
@@ -50,20 +50,20 @@ def test_other_content_is_noticed():
         changed(x=lambda _, sample: sample["x"] * 1.01),
         changed(more=lambda *_: 1),
     ):
-        assert not are_alike(found, sample_fingerprints(other, 0))
+        assert not are_alike(reference, sample_fingerprints(other, 0))
 
 
 @pytest.mark.guarantee("other-samples")
 def test_what_equal_data_sets_may_differ_in_is_ignored(tmp_path, monkeypatch):
-    found, counter = sample_fingerprints(Samples(), 0), itertools.count()
+    reference, counter = sample_fingerprints(Samples(), 0), itertools.count()
     (tmp_path / "sample 5").touch()
     assert fingerprint_of_sample(str(tmp_path / "sample 5")) == fingerprint_of_sample("sample 5")  # mounted elsewhere
-    assert are_alike(found, sample_fingerprints(changed(x=lambda _, sample: sample["x"] * (1 + 1e-6)), 0))
+    assert are_alike(reference, sample_fingerprints(changed(x=lambda _, sample: sample["x"] * (1 + 1e-6)), 0))
     unsteady = sample_fingerprints(changed(label=lambda *_: next(counter)), 0)
-    assert unsteady == [None] * 64 and are_alike(found, unsteady)
+    assert unsteady == [None] * 64 and are_alike(reference, unsteady)
     assert sample_fingerprints(changed(x=lambda *_: 1 / 0), 0) == [None] * 64
     monkeypatch.setattr(module, "SECONDS", 0)  # one rank has time for one sample
-    assert sample_fingerprints(Samples(), 0) == found[:1] and are_alike(found, found[:1])
+    assert sample_fingerprints(Samples(), 0) == reference[:1] and are_alike(reference, reference[:1])
 
 
 def test_training_files_of_known_sizes_are_not_read_and_held_out_ones_are():
@@ -71,8 +71,8 @@ def test_training_files_of_known_sizes_are_not_read_and_held_out_ones_are():
     held_out = Samples()
     train.has_sizes = held_out.has_sizes = True
     ctx = DistributedContext(0, 0, 1, torch.device("cpu"))
-    known, seen = alike_on_all_ranks({"train": train, "val": held_out}, 0, "", ctx)
-    assert known == [] and len(seen) == 64 and None not in seen
+    train_sketches, seen = alike_on_all_ranks({"train": train, "val": held_out}, 0, "", ctx)
+    assert train_sketches == [] and len(seen) == 64 and None not in seen
 
 
 def test_arrays_of_numpy_and_lists_are_compared():

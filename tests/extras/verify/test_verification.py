@@ -23,13 +23,13 @@ def verified(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text("x = 1\n")
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     monkeypatch.setattr(verify, "VERIFIED", tmp_path / "verified.json")
-    found = {"passed": True, "time": "2026-11-21T15:20:05.754+00:00", "ranks": 4, "task": TASK}
-    found |= {"versions": provenance.versions(), "code": {"model.py": provenance.sha256_of(tmp_path / "model.py")}}
-    found |= {"settings": {"lr": 0.1, "schedule": "linear"}}
-    found |= {"invariants": {"order": {"passed": True}, "content": {"passed": True}}}
+    report = {"passed": True, "time": "2026-11-21T15:20:05.754+00:00", "ranks": 4, "task": TASK}
+    report |= {"versions": provenance.versions(), "code": {"model.py": provenance.sha256_of(tmp_path / "model.py")}}
+    report |= {"settings": {"lr": 0.1, "schedule": "linear"}}
+    report |= {"invariants": {"order": {"passed": True}, "content": {"passed": True}}}
 
     def write(**changes):
-        verify.VERIFIED.write_text(json.dumps(found | changes))
+        verify.VERIFIED.write_text(json.dumps(report | changes))
 
     write()
     return write

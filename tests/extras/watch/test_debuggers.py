@@ -184,13 +184,13 @@ def test_looking_for_a_pause_walks_no_stack_of_another_thread(monkeypatch):
 def test_a_pause_ends_no_rank_and_is_said_once_and_a_hang_after_it_ends_the_run(monkeypatch, situation):
     for name in [name for name in vars(utils.extras.watch.watchdog) if name.startswith("SECONDS_")]:
         monkeypatch.setattr(utils.extras.watch.watchdog, name, getattr(utils.extras.watch.watchdog, name) / 10)
-    store, stop, clocks, ended, said = dist.HashStore(), Stop(), [Clock(), Clock()], [], []
+    store, stop, clocks, ended, warnings = dist.HashStore(), Stop(), [Clock(), Clock()], [], []
     watchdogs = []
     for rank, clock in enumerate(clocks):
         ctx = SimpleNamespace(
             rank=rank, hosts=("a", "a"), host="a", heartbeats=Heartbeats(store, rank, os.getpid(), "", True)
         )
-        calls = mock.Mock(exit_hung=lambda *text: ended.append(text), warn=said.append)
+        calls = mock.Mock(exit_hung=lambda *text: ended.append(text), warn=warnings.append)
         clock.begin_step(1)
         clock.enter("forward")
         watchdogs.append(Watchdog(clock, ctx, 0.6, calls))
@@ -209,7 +209,7 @@ def test_a_pause_ends_no_rank_and_is_said_once_and_a_hang_after_it_ends_the_run(
     else:
         time.sleep(3)
         assert not ended
-        pauses = [text for text in said if "paused" in text]
+        pauses = [text for text in warnings if "paused" in text]
         assert pauses == ["rank 1 is paused in a debugger: no rank is ended until it continues"]
         stop.set()
         thread.join(DEADLINE)

@@ -58,8 +58,8 @@ READING = dict.fromkeys(range(4), rank_status(7, "data"))
     ],
 )
 def test_the_rank_that_holds_up_the_others_is_named(statuses, silent, text, hanging):
-    found, rank = describe_hang(statuses, silent, HOSTS, 6.2)
-    assert found.startswith(f"no progress for 6 s: {text}") and rank == hanging
+    message, rank = describe_hang(statuses, silent, HOSTS, 6.2)
+    assert message.startswith(f"no progress for 6 s: {text}") and rank == hanging
 
 
 @pytest.mark.parametrize(

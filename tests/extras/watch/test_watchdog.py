@@ -57,8 +57,8 @@ def test_a_slow_step_is_a_warning_and_a_hang_from_half_of_hang_timeout_on(quick,
     """Without --hang_timeout, from a minute on (here 2.5 s)."""
     monkeypatch.setattr(utils.extras.watch.watchdog, "FIRST_LIMIT", 2.5)
     monkeypatch.setattr(Watchdog, "report_after", 0.4)
-    clock, said, watchdogs = Clock(), {5.0: [], 0.0: []}, []
-    for hang_timeout, texts in said.items():
+    clock, logged, watchdogs = Clock(), {5.0: [], 0.0: []}, []
+    for hang_timeout, texts in logged.items():
         calls = {
             name: lambda *text, texts=texts, name=name: texts.append((name, text[0]))
             for name in ("warn", "report_hang")
@@ -68,13 +68,13 @@ def test_a_slow_step_is_a_warning_and_a_hang_from_half_of_hang_timeout_on(quick,
         clock.begin_step(clock.step + 1)
         clock.enter("forward")
         time.sleep(seconds)
-    wait_until(lambda: all(len(texts) == 3 for texts in said.values()), 10)
-    for each in watchdogs:
-        each.close()
-    for texts in said.values():
+    wait_until(lambda: all(len(texts) == 3 for texts in logged.values()), 10)
+    for watchdog in watchdogs:
+        watchdog.close()
+    for texts in logged.values():
         assert [name for name, _ in texts] == ["warn", "warn", "report_hang"]
-        found = [re.search(r"rank 0 on a (.*) in forward of (.*) \(process", text).groups() for _, text in texts]
-        assert found == [("is slow", "step 2"), ("is slow", "step 3"), ("hangs", "step 3")]
+        states = [re.search(r"rank 0 on a (.*) in forward of (.*) \(process", text).groups() for _, text in texts]
+        assert states == [("is slow", "step 2"), ("is slow", "step 3"), ("hangs", "step 3")]
 
 
 def test_the_limit_is_learned_from_the_steps_and_is_at_least_five_seconds():
@@ -106,7 +106,7 @@ def test_stacks_are_read_only_when_a_rank_hangs_and_then_it_ends(quick, monkeypa
     """Reading the stacks of running threads rarely ended real runs with SIGSEGV."""
     ended, clock, dumped, plain = [], Clock(), [], Watchdog._dump_stacks
     monkeypatch.setattr(Watchdog, "_dump_stacks", lambda self: dumped.append(clock.phase) or plain(self))
-    watchdog = watch(clock, 1.0, lambda *said: ended.append(said))
+    watchdog = watch(clock, 1.0, lambda *args: ended.append(args))
     for phase in ("forward", "backward") * 6:
         clock.enter(phase)
         time.sleep(0.1)
@@ -128,20 +128,20 @@ def test_a_function_of_an_evaluation_may_take_ten_times_hang_timeout(quick):
         clock.begin_step(12)
         clock.enter("evaluation")
         heartbeats = heartbeats_of(store, rank)
-        watchdogs.append(watch(clock, 0.3, lambda *said: ended.append(said), heartbeats, ("a", "a"), rank))
+        watchdogs.append(watch(clock, 0.3, lambda *args: ended.append(args), heartbeats, ("a", "a"), rank))
     clocks[0].call("log_images")
     began = time.monotonic()
     text, hanging, _ = wait_until(lambda: ended, 10)[0]
     assert time.monotonic() - began > 2.9
-    for each in watchdogs:
-        each.close()
+    for watchdog in watchdogs:
+        watchdog.close()
     assert hanging == 0 and "rank 0 on a hangs in evaluation of step 12, in log_images of model.py" in text
     assert text.endswith("(10 times hang_timeout=0.3)")
 
 
 def test_a_rank_without_progress_ends_when_the_next_rank_is_gone(quick):
     killed = subprocess.Popen(["true"]).pid  # nobody waits for it
-    alive, found, watchdogs = os.getpid(), {}, []
+    alive, lost_ranks, watchdogs = os.getpid(), {}, []
     cases = [  # of the next rank: host, process and phase; the phase of this one; whether the other is lost
         (HERE, killed, "backward", "backward", True),
         (HERE, killed, "start", "start", True),
@@ -158,13 +158,13 @@ def test_a_rank_without_progress_ends_when_the_next_rank_is_gone(quick):
         heartbeats = heartbeats_of(store, 0)
         heartbeats_of(store, 1).set_status(rank_status(3, phase, pid=pid))
         clock.enter(own)
-        lose = lambda error, number=number: found.setdefault(number, error.rank)  # noqa: E731
+        lose = lambda error, number=number: lost_ranks.setdefault(number, error.rank)  # noqa: E731
         watchdogs.append(watch(clock, 60.0, heartbeats=heartbeats, hosts=(HERE, host), exit_peer_lost=lose))
-    wait_until(lambda: len(found) >= sum(is_lost for *_, is_lost in cases), 8)
+    wait_until(lambda: len(lost_ranks) >= sum(is_lost for *_, is_lost in cases), 8)
     time.sleep(1.6)
-    assert found == {number: 1 for number, (*_, is_lost) in enumerate(cases) if is_lost}
-    for each in watchdogs:
-        each.close()
+    assert lost_ranks == {number: 1 for number, (*_, is_lost) in enumerate(cases) if is_lost}
+    for watchdog in watchdogs:
+        watchdog.close()
 
 
 def test_time_in_which_the_watching_process_was_suspended_does_not_count(quick, monkeypatch):
@@ -184,8 +184,8 @@ def test_time_in_which_the_watching_process_was_suspended_does_not_count(quick, 
     time.sleep(0.75)
     assert not ended
     wait_until(lambda: len(ended) == 2, 10)
-    for each in watchdogs:
-        each.close()
+    for watchdog in watchdogs:
+        watchdog.close()
 
 
 class Silent(Heartbeats):
@@ -202,9 +202,9 @@ class Silent(Heartbeats):
         return super().read_statuses(ranks)
 
     def ping_store_host(self):
-        found = Future()
-        found.set_result(self.is_there)
-        return found
+        future = Future()
+        future.set_result(self.is_there)
+        return future
 
 
 def test_steps_may_end_while_the_watchdog_reads_their_durations():
@@ -245,7 +245,7 @@ def test_a_store_of_torchrun_that_does_not_answer_ends_nothing(quick):
 
 
 def test_a_store_that_does_not_answer_is_evidence_about_its_host(quick):
-    found, watched = {}, []
+    outcomes, watched = {}, []
     # whether its process answers, and whether that is rank 0
     cases = {(False, True): "lost", (False, False): "lost", (True, True): "stopped"}
     for case in cases:
@@ -254,11 +254,11 @@ def test_a_store_that_does_not_answer_is_evidence_about_its_host(quick):
         heartbeats = Silent(store, 1, os.getpid(), "", case[1])
         heartbeats.is_there = case[0]
         clock.enter("backward")
-        end = lambda text, hanging, stacks="", case=case: found.setdefault(case, ("stopped", hanging))  # noqa: E731
-        lose = lambda error, case=case: found.setdefault(case, ("lost", error.rank))  # noqa: E731
+        end = lambda text, hanging, stacks="", case=case: outcomes.setdefault(case, ("stopped", hanging))  # noqa: E731
+        lose = lambda error, case=case: outcomes.setdefault(case, ("lost", error.rank))  # noqa: E731
         watched.append((watch(clock, 1.0, end, heartbeats, ("elsewhere", HERE), 1, exit_peer_lost=lose), heartbeats))
-    wait_until(lambda: len(found) == len(cases), 10)
-    assert found == {case: (how, 0) for case, how in cases.items()}
+    wait_until(lambda: len(outcomes) == len(cases), 10)
+    assert outcomes == {case: (how, 0) for case, how in cases.items()}
     for watchdog, heartbeats in watched:
         heartbeats.goes_on.set()
         watchdog.close()
@@ -289,7 +289,7 @@ def test_a_rank_without_progress_ends_when_another_one_has_reported_a_failure(qu
     heartbeats = heartbeats_of(store, 0)
     for rank, text in ((2, "rank 2 on b ran out of memory"), (1, "a later one")):
         heartbeats_of(store, rank).report_failure({"text": text, "rank": rank, "host": "b", "is_lost": False})
-    watchdog = watch(Clock(), 60.0, lambda *said: ended.append(said), heartbeats, ("a", "b", "b"))
+    watchdog = watch(Clock(), 60.0, lambda *args: ended.append(args), heartbeats, ("a", "b", "b"))
     assert wait_until(lambda: ended, 5)[0] == ("rank 2 on b ran out of memory", None)
     watchdog.close()
 
@@ -302,14 +302,14 @@ def test_the_lowest_live_rank_reports(quick):
             store = dist.HashStore()
             heartbeats = [heartbeats_of(store, rank) for rank in range(3)]
             for rank in set(range(3)) - set(dead):
-                clock, report = Clock(), lambda *said, by=(dead, rank): reports.append((*by, said[0]))
+                clock, report = Clock(), lambda *args, by=(dead, rank): reports.append((*by, args[0]))
                 clock.enter("backward")
                 calls = {"report_hang": report, "warn": report}  # a warning, as nobody is dead
                 watchdogs.append(watch(clock, heartbeats=heartbeats[rank], hosts=(HERE,) * 3, rank=rank, **calls))
         wait_until(lambda: len(reports) >= len(cases), 10)
         time.sleep(1)
-    for each in watchdogs:
-        each.close()
+    for watchdog in watchdogs:
+        watchdog.close()
     assert sorted((dead, rank) for dead, rank, _ in reports) == [(dead, len(dead)) for dead in cases]
     for dead, _, text in reports:
         assert (f"rank {dead[0]} on {HERE} was stopped, killed or cut off" if dead else "all ranks are slow") in text
@@ -330,16 +330,16 @@ def test_ranks_whose_collective_has_failed_find_the_one_that_is_lost(quick):
         assert str(error).startswith(f"rank 3 on {HERE} was killed or cut off") and error.rank == 3
     heartbeats[3].report_failure({"text": "its own error", "rank": 3, "host": HERE, "is_lost": False})
     assert watchdogs[0].find_lost_rank() is None  # it has said why
-    for each in watchdogs:
-        each.close()
+    for watcher in watchdogs:
+        watcher.close()
 
 
 def test_after_a_stop_signal_a_rank_that_is_blocked_in_c_ends(quick):
     """The handler of the signal runs in Python, and so only when the call in C returns."""
     ended, mutex, libc = [], ctypes.create_string_buffer(64), ctypes.CDLL(None)
 
-    def end(*said):
-        ended.append((said, signals.received))
+    def end(*args):
+        ended.append((args, signals.received))
         libc.pthread_mutex_unlock(mutex)
 
     clock = Clock()

@@ -74,8 +74,8 @@ VALUES = [  # flag: its text, the value, and the value as JSON has it
 @pytest.mark.parametrize(("name", "text", "value", "stored"), VALUES)
 def test_a_value_is_read_from_a_flag_and_files_and_stored_as_json(tmp_path, name, text, value, stored):
     config = of(f"--{name}={text}")
-    found = getattr(config, name)
-    assert found == value and type(found) is type(value)
+    actual = getattr(config, name)
+    assert actual == value and type(actual) is type(value)
     assert config.to_json()[name] == stored == json.loads(json.dumps(config.to_dict()))[name]
     assert tomllib.loads(config.to_toml())[name] == stored
     for file, content in {
@@ -318,9 +318,9 @@ def test_choices_of_extras_are_not_added_to_those_of_a_fork(monkeypatch):
 
 
 def test_settings_stand_by_group_and_those_of_extras_follow():
-    groups = [each.group for each in settings_of(Fork)]
+    groups = [setting.group for setting in settings_of(Fork)]
     assert groups == sorted(groups, key=GROUPS.index)
-    names = [each.name for each in settings_of(Fork) if each.group == "distributed"]
+    names = [setting.name for setting in settings_of(Fork) if setting.group == "distributed"]
     assert names[:4] == ["backend", "init_method", "timeout", "bucket_cap_mb"]
 
 

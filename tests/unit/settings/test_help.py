@@ -14,13 +14,13 @@ from ranks import ROOT
 
 def cpu_seconds(*words):
     """The CPU time of `python train.py` with these words, the least of three tries."""
-    found = []
+    seconds = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "train.py", *words], cwd=ROOT, capture_output=True, timeout=60)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(found)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(seconds)
 
 
 @pytest.mark.parametrize(

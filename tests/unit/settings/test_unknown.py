@@ -78,8 +78,8 @@ def test_another_word_gets_no_flag(word):
 
 
 def test_the_option_of_another_trainer_is_no_typing_error():
-    found = answer_unknown("--window_size", ["windows_size"])[0]
-    assert found.startswith("--window_size: is not a flag here; set it in dataset.py")
+    message = answer_unknown("--window_size", ["windows_size"])[0]
+    assert message.startswith("--window_size: is not a flag here; set it in dataset.py")
 
 
 def test_a_group_before_the_name_is_left_out():

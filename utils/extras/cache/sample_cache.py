@@ -42,19 +42,19 @@ def cached(
     logger: logging.Logger,
 ) -> tuple[MapDataset, dict[str, MapDataset]]:
     """The data sets, cached as `config.cache` says. Call it on all ranks. Raises UserError if they do not fit."""
-    where = "ram" if config.cache == "device" and ctx.device.type == "cpu" else config.cache
+    location = "ram" if config.cache == "device" and ctx.device.type == "cpu" else config.cache
     sets = {"train": train_set, **held_out}
     decoded = {split for split, dataset in sets.items() if not getattr(dataset, "in_memory", False)}
-    chosen = {"none": set(), "ram": decoded, "device": set(sets)}[where]
+    chosen = {"none": set(), "ram": decoded, "device": set(sets)}[location]
     rows = on_all_ranks(lambda: {split: first_row(sets[split], config) for split in sets if split in chosen}, ctx)
-    sizes = {split: len(sets[split]) * sum(each.nbytes for each in tensors_in(row)) for split, row in rows.items()}
+    sizes = {split: len(sets[split]) * sum(tensor.nbytes for tensor in tensors_in(row)) for split, row in rows.items()}
     require_equal(
         sizes, f"cache={config.cache}: {{other}} and {{first}} have samples of different sizes; use the same data", ctx
     )
-    on_all_ranks(lambda: check_room(sizes, where, config, ctx), ctx)
+    on_all_ranks(lambda: check_room(sizes, location, config, ctx), ctx)
     for split, row in rows.items():
         began = time.perf_counter()
-        sets[split] = _decode(sets[split], row, where, config, ctx, logger)
+        sets[split] = _decode(sets[split], row, location, config, ctx, logger)
         logger.info(
             "cache=%s: decoded %s %s samples (%s) in %s",
             *(config.cache, f"{len(sets[split]):,}", split, gigabytes(sizes[split])),
@@ -109,15 +109,15 @@ def first_row(source: Any, config: TrainingConfig) -> Any:
     return row
 
 
-def check_room(sizes: dict[str, int], where: str, config: TrainingConfig, ctx: DistributedContext) -> None:
+def check_room(sizes: dict[str, int], location: str, config: TrainingConfig, ctx: DistributedContext) -> None:
     """Raises UserError if the decoded sets do not fit into the memory of this node or device.
 
     Args:
         sizes: bytes of each split.
-        where: none, ram or device.
+        location: none, ram or device.
     """
     need = sum(sizes.values())
-    if where == "device":
+    if location == "device":
         free, _ = torch.cuda.mem_get_info(ctx.device)
         if need > MAX_OF_DEVICE * free:
             raise UserError(
@@ -134,7 +134,7 @@ def check_room(sizes: dict[str, int], where: str, config: TrainingConfig, ctx: D
 
 
 def _decode(
-    source: MapDataset, row: Any, where: str, config: TrainingConfig, ctx: DistributedContext, logger: logging.Logger
+    source: MapDataset, row: Any, location: str, config: TrainingConfig, ctx: DistributedContext, logger: logging.Logger
 ) -> Cached:
     """Each rank decodes its part of the samples into rows that all ranks of the node map."""
     peers = [rank for rank, host in enumerate(ctx.hosts) if host == ctx.host]
@@ -159,17 +159,17 @@ def _decode(
 
     on_all_ranks(run, ctx)
     loader.close()
-    return Cached(source, map_tensors(lambda tensor: tensor.to(ctx.device), rows) if where == "device" else rows)
+    return Cached(source, map_tensors(lambda tensor: tensor.to(ctx.device), rows) if location == "device" else rows)
 
 
 def _fill(rows: Any, indices: list[int], batch: Any) -> None:
-    for target, some in zip(tensors_in(rows), tensors_in(batch), strict=True):
-        if (some.dtype, some.shape[1:]) != (target.dtype, target.shape[1:]):
+    for target, source in zip(tensors_in(rows), tensors_in(batch), strict=True):
+        if (source.dtype, source.shape[1:]) != (target.dtype, target.shape[1:]):
             raise UserError(
-                f"cache: samples {indices[0]} to {indices[-1]} are {some.dtype} {list(some.shape[1:])}, others"
+                f"cache: samples {indices[0]} to {indices[-1]} are {source.dtype} {list(source.shape[1:])}, others"
                 f" {target.dtype} {list(target.shape[1:])}; make all samples alike, or use --cache none"
             )
-        target[indices[0] : indices[-1] + 1] = some
+        target[indices[0] : indices[-1] + 1] = source
 
 
 def _shared_rows(row: Any, count: int, ctx: DistributedContext) -> Any:

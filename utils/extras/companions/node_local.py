@@ -43,12 +43,12 @@ def own_folder(
         if not is_apart:
             return None
         config.checkpoint_folder.mkdir(parents=True, exist_ok=True)
-        found = RunLock(folder, ctx.host, start_decision.token)
+        run_lock = RunLock(folder, ctx.host, start_decision.token)
         if start_decision.resume_from:
-            more = {"apart": apart, "resume_from": start_decision.resume_from}
-            plan = plan_of(config, ctx.rank, ctx.host, start_decision.token, start_decision.launch_id, **more)
+            details = {"apart": apart, "resume_from": start_decision.resume_from}
+            plan = plan_of(config, ctx.rank, ctx.host, start_decision.token, start_decision.launch_id, **details)
             ask("mirror", plan, f"mirror={config.mirror}", "--first")
-        return found
+        return run_lock
 
     return apart, on_all_ranks(lock, ctx) if apart else None
 

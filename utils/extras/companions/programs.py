@@ -19,11 +19,11 @@ OTHER_OWNER = 76  # exit code: another job owns the run
 PROGRAMS = Path(__file__).resolve().parents[3] / "scripts/companions"
 
 
-def plan_of(config: TrainingConfig, rank: int, host: str, token: str, launch_id: str, **more: Any) -> dict[str, Any]:
+def plan_of(config: TrainingConfig, rank: int, host: str, token: str, launch_id: str, **details: Any) -> dict[str, Any]:
     """What the programs beside training know (scripts/companions/follow.py). more: see there."""
     folders = {"folder": str(config.run_folder.absolute()), "checkpoints": str(config.checkpoint_folder.absolute())}
-    who = {"rank": rank, "host": host, "token": token, "launch_id": launch_id}
-    return folders | who | {"config": config.to_dict()} | more
+    identity = {"rank": rank, "host": host, "token": token, "launch_id": launch_id}
+    return folders | identity | {"config": config.to_dict()} | details
 
 
 def start(name: str, plan: dict[str, Any], *flags: str, **options: Any) -> subprocess.Popen:

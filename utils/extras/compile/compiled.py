@@ -35,7 +35,9 @@ def compile_all_sizes(
 
     logger, began = logging.getLogger(NAME), perf_counter()
     passes = [("training", loader, indices) for indices in batches_of(loader)]
-    passes += [("evaluation", each, indices) for each in held_out.values() for indices in batches_of(each)]
+    passes += [
+        ("evaluation", eval_loader, indices) for eval_loader in held_out.values() for indices in batches_of(eval_loader)
+    ]
     shown = ", ".join(dict.fromkeys(f"{len(indices)} in {kind}" for kind, _, indices in passes))
     logger.info("compiling (%s) for %s: %s", config.compile, count(passes, "batch size"), shown)
     torch.compiler.reset()  # drops the code of an earlier run in this process

@@ -113,8 +113,8 @@ class TreeAllReduce:
         self._chunk = len(sent) // self._ranks
         if parts:  # what goes to one rank is contiguous
             padded = [torch.nn.functional.pad(part, (0, missing)) for part in parts]
-            sent = torch.stack([each.view(self._ranks, -1) for each in (*padded, sent)], dim=1).flatten()
-        counts = [max(1, len(each)) for each in self._parts]
+            sent = torch.stack([tensor.view(self._ranks, -1) for tensor in (*padded, sent)], dim=1).flatten()
+        counts = [max(1, len(rank_parts)) for rank_parts in self._parts]
         self._received = flat.new_empty(sum(counts) * self._chunk)
         taken, given = [count * self._chunk for count in counts], [len(sent) // self._ranks] * self._ranks
         self._work: Any = dist.all_to_all_single(self._received, sent, taken, given, async_op=True)

@@ -38,12 +38,12 @@ def log_listed(sets: Sequence[Any]) -> None:
     from PIL import Image
 
     _met.clear()
-    kinds: Counter[str] = sum((each.left_out for each in sets), Counter())
+    kinds: Counter[str] = sum((dataset.left_out for dataset in sets), Counter())
     if kinds:
-        example = next(each.example for each in sets if each.example)
+        example = next(dataset.example for dataset in sets if dataset.example)
         text = "data: left out %s of other types than images: %s, e.g. %s"
         logging.getLogger(NAME).info(text, count(kinds.total(), "file"), _in_words(kinds), example)
-    for path in (each.path(k) for each in sets for k in range(0, len(each), max(1, len(each) // SAMPLED))):
+    for path in (dataset.path(k) for dataset in sets for k in range(0, len(dataset), max(1, len(dataset) // SAMPLED))):
         with suppress(Exception), Image.open(path) as file:  # an unreadable one ends the run when it is needed
             _of_8_bits(file, path)
     if 0 < (peak := _met.get("peak", 0)) < DARK:
@@ -58,20 +58,20 @@ def list_folder(folder: Path, classes: list[str]) -> tuple[bytes, list[os.DirEnt
         UserError: if there are no images, or none of a class of train.
     """
     rows: list[bytes] = []
-    others: list[os.DirEntry] = []
+    other_files: list[os.DirEntry] = []
     start, is_train = len(os.path.join(folder, "")), folder.name == "train"
     names = set(classes)  # a list would compare each folder with all classes
     if is_train:
         check_splits(folder)
     for name in classes:
-        images, rest = images_in(folder / name, must_exist=is_train)
-        others += rest
-        rows += [os.fsencode(f"{each.path[start:]} {each.stat().st_size}") for each in images]
+        images, non_images = images_in(folder / name, must_exist=is_train)
+        other_files += non_images
+        rows += [os.fsencode(f"{image.path[start:]} {image.stat().st_size}") for image in images]
     with os.scandir(folder) as entries:
-        others += [entry for entry in entries if entry.name not in names]
+        other_files += [entry for entry in entries if entry.name not in names]
     if not rows:
-        raise _no_images(folder, "<class>/ folders with images", others)
-    return b"\0".join([b"", *rows, b""]), others
+        raise _no_images(folder, "<class>/ folders with images", other_files)
+    return b"\0".join([b"", *rows, b""]), other_files
 
 
 def check_splits(train: Path) -> None:
@@ -90,19 +90,19 @@ def check_splits(train: Path) -> None:
 def images_in(folder: Path, must_exist: bool = False) -> tuple[list[os.DirEntry], list[os.DirEntry]]:
     """The images below a folder, those that torchvision's ImageFolder finds, in its order, but for hidden files and
     those of tools; and the rest. Raises UserError if there must be images and are none."""
-    files = sorted(_files(folder), key=lambda each: os.path.split(each.path)) if folder.is_dir() else []
-    found = [file for file in files if kind_of(file.name) in SUFFIXES]
-    rest = [file for file in files if kind_of(file.name) not in SUFFIXES]
-    if must_exist and not found:
-        raise _no_images(folder, "images", rest)
-    return found, rest
+    files = sorted(_files(folder), key=lambda entry: os.path.split(entry.path)) if folder.is_dir() else []
+    images = [file for file in files if kind_of(file.name) in SUFFIXES]
+    non_images = [file for file in files if kind_of(file.name) not in SUFFIXES]
+    if must_exist and not images:
+        raise _no_images(folder, "images", non_images)
+    return images, non_images
 
 
 def _files(folder: str | Path) -> Iterator[os.DirEntry]:
     """All files below a folder, links followed, and the hidden folders."""
     with os.scandir(folder) as entries:
-        found = [*entries]
-    for entry in found:
+        children = [*entries]
+    for entry in children:
         if not is_folder(entry):
             yield entry
         elif entry.is_symlink() and Path(folder).resolve().is_relative_to(Path(entry).resolve()):
@@ -121,9 +121,9 @@ def kind_of(name: str) -> str:
     return HIDDEN if name.startswith(".") or name in OF_TOOLS else os.path.splitext(name)[1].lower()
 
 
-def _no_images(folder: Path, what: str, others: list[os.DirEntry]) -> UserError:
-    found = f", only {_in_words(Counter(kind_of(each.name) for each in others))}" if others else ""
-    return UserError(f"{folder}: has no {what} ({', '.join(SUFFIXES)}){found}; add some or delete the folder")
+def _no_images(folder: Path, missing: str, other_files: list[os.DirEntry]) -> UserError:
+    contents = f", only {_in_words(Counter(kind_of(entry.name) for entry in other_files))}" if other_files else ""
+    return UserError(f"{folder}: has no {missing} ({', '.join(SUFFIXES)}){contents}; add some or delete the folder")
 
 
 def _in_words(kinds: Counter[str]) -> str:

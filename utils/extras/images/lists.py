@@ -31,14 +31,14 @@ def list_csv(file: Path, limit: int | str) -> bytes:
     Raises:
         UserError: for a wrong line or label.
     """
-    train, places = file.with_name("train.csv"), {}
+    train, locations = file.with_name("train.csv"), {}
     for line, (_, label) in enumerate(rows_of(train), 2):
-        if label not in places:
-            places[label] = f"{train}, line {line}"
+        if label not in locations:
+            locations[label] = f"{train}, line {line}"
     if file == train:
         check_splits(train)
-        check_labels(places)
-    classes = _in_order(set(places))
+        check_labels(locations)
+    classes = _in_order(set(locations))
     if len(classes) == 1:
         raise UserError(f"{train}: has only one class, {classes[0]}; put two or more into it")
     if isinstance(limit, int) and len(classes) > limit:
@@ -46,15 +46,17 @@ def list_csv(file: Path, limit: int | str) -> bytes:
     numbers, listing = {name: number for number, name in enumerate(classes)}, bytearray()
     labels: dict[int, int] = {}  # by the hash of the path, which takes fewer bytes
     for line, (path, label) in enumerate(rows_of(file), 2):
-        here = f"{file}, line {line}"
+        location = f"{file}, line {line}"
         if label not in numbers:
-            check_labels(places | {label: here})
-            raise UserError(f"{here}: has the label {label!r}, which {train} has not; fix it")
+            check_labels(locations | {label: location})
+            raise UserError(f"{location}: has the label {label!r}, which {train} has not; fix it")
         listing += b"\0%b %d" % (os.fsencode(path), numbers[label])
         name = os.path.normpath(path)
-        if (other := labels.setdefault(hash(name), numbers[label])) != numbers[label]:
-            first = next(n for n, (each, _) in enumerate(rows_of(file), 2) if os.path.normpath(each) == name)
-            raise UserError(f"{here}: {path} is {label!r} here and {classes[other]!r} in line {first}; delete one")
+        if (index := labels.setdefault(hash(name), numbers[label])) != numbers[label]:
+            first = next(
+                n for n, (other_path, _) in enumerate(rows_of(file), 2) if os.path.normpath(other_path) == name
+            )
+            raise UserError(f"{location}: {path} is {label!r} here and {classes[index]!r} in line {first}; delete one")
     if repeated := line - 1 - len(labels):
         text = "data: %s lists files again, with the same label, in %s"
         logging.getLogger(NAME).log(ALIKE, text, file, count(repeated, "line"))
@@ -75,8 +77,8 @@ def rows_of(file: Path) -> Iterator[tuple[str, str]]:
                     continue
                 path, label = row if len(row) == 2 else ("", "")
                 if ends or not path or not label.strip() or reader.line_num != line or "\0" in path:
-                    where = f"{file}, line {ends or line}"
-                    raise UserError(f"{where}: is not a path, a comma and a label; fix or delete the line")
+                    location = f"{file}, line {ends or line}"
+                    raise UserError(f"{location}: is not a path, a comma and a label; fix or delete the line")
                 yield path, label.strip()
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{file}: cannot be read after line {line} ({error}); fix the file") from None
@@ -84,22 +86,24 @@ def rows_of(file: Path) -> Iterator[tuple[str, str]]:
         raise UserError(f"{file}: has no lines after its header; add some, or delete it")
 
 
-def check_labels(places: dict[str, str]) -> None:
+def check_labels(locations: dict[str, str]) -> None:
     """Raises UserError for two labels that look alike or are one number. places: the first line of each."""
-    texts = [label for label in places if not DECIMAL.fullmatch(label)]
-    if 0 < len(texts) < len(places) and all(label.lower() in MISSING for label in texts):
-        here, other = places[texts[0]], next(place for label, place in places.items() if label not in texts)
-        raise UserError(f"{here}: has the label {texts[0]!r}, but {other} a number; fix or delete it")
+    texts = [label for label in locations if not DECIMAL.fullmatch(label)]
+    if 0 < len(texts) < len(locations) and all(label.lower() in MISSING for label in texts):
+        text_line, other = locations[texts[0]], next(line for label, line in locations.items() if label not in texts)
+        raise UserError(f"{text_line}: has the label {texts[0]!r}, but {other} a number; fix or delete it")
     alike: dict[Any, str] = {}
     in_case: dict[str, str] = {}
-    for label, place in places.items():
-        shown = "".join(each for each in label if unicodedata.category(each) != "Cf")  # marks without width
+    for label, location in locations.items():
+        shown = "".join(char for char in label if unicodedata.category(char) != "Cf")  # marks without width
         key = unicodedata.normalize("NFC", " ".join(shown.split())) if texts else Decimal(label)
         if (other := alike.setdefault(key, label)) != label:
-            raise UserError(f"{place}: the label {label!a} looks like {other!a}, {places[other]}; write both alike")
+            raise UserError(
+                f"{location}: the label {label!a} looks like {other!a}, {locations[other]}; write both alike"
+            )
         if (other := in_case.setdefault(label.casefold(), label)) != label:
             text = "data: %s: the label %s is another class than %s, %s"
-            logging.getLogger(NAME).log(ALIKE, text, place, label, other, places[other])
+            logging.getLogger(NAME).log(ALIKE, text, location, label, other, locations[other])
 
 
 def _in_order(labels: set[str]) -> list[str]:

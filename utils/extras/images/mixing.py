@@ -57,4 +57,4 @@ def repeated_order(repeats: int, group: int, seed: int, epoch: int, n: int) -> T
     last = max(n // group - 1, 0) * group  # the last group also has the rest
     copies = n * torch.arange(repeats).unsqueeze(1)
     groups = images[:last].view(-1, 1, group), images[last:]
-    return torch.cat([(each + copies).flatten() for each in groups])[part * n : (part + 1) * n]
+    return torch.cat([(indices + copies).flatten() for indices in groups])[part * n : (part + 1) * n]

@@ -54,8 +54,11 @@ class ImageFolderDataset(ImageDataset):
     @functools.cached_property
     def listing(self) -> bytes:
         """<class>/<path below it> and the bytes of each file, between zeros. Raises UserError for an empty class."""
-        listing, others = list_folder(self.folder, self.classes)
-        self.left_out, self.example = Counter(kind_of(each.name) for each in others), others[0].path if others else ""
+        listing, other_files = list_folder(self.folder, self.classes)
+        self.left_out, self.example = (
+            Counter(kind_of(file.name) for file in other_files),
+            other_files[0].path if other_files else "",
+        )
         return listing
 
     def use_listing(self, listing: bytes) -> None:
@@ -71,8 +74,8 @@ class ImageFolderDataset(ImageDataset):
 
     @functools.cached_property
     def targets(self) -> Tensor:  # type: ignore[override]  # a cached property can be set, too
-        found = Counter(match[1] for match in re.finditer(rb"\0([^/]+)/", self.listing))
-        return torch.repeat_interleave(torch.tensor([found[os.fsencode(name)] for name in self.classes]))
+        counts = Counter(match[1] for match in re.finditer(rb"\0([^/]+)/", self.listing))
+        return torch.repeat_interleave(torch.tensor([counts[os.fsencode(name)] for name in self.classes]))
 
     def class_of(self, index: int) -> str:
         """The class of a sample, for messages."""

@@ -48,9 +48,9 @@ class Packed(NamedTuple):
     longest: list[int]  # the length of the longest sample
     tokens: list[int]  # without padding
 
-    def number_at(self, place: int) -> int:
+    def number_at(self, position: int) -> int:
         """The number of the micro-batch that begins at this place of the order."""
-        return bisect_left(self.begins, place)
+        return bisect_left(self.begins, position)
 
     def padded(self, number: int) -> int:
         return self.longest[number] * (self.begins[number + 1] - self.begins[number])
@@ -67,17 +67,17 @@ class Budget:
     def pack(self, lengths: Iterable[int]) -> tuple[list[int], list[int]]:
         """Where micro-batches of consecutive samples begin if each takes as many as it may, with the end of the last
         one, and the longest length in each. A sample that exceeds the budget is alone."""
-        begins, tops, longest, count, most, place = [0], [], 0, 0, self.samples or self.tokens, -1
-        for place, length in enumerate(lengths):
+        begins, tops, longest, count, max_samples, position = [0], [], 0, 0, self.samples or self.tokens, -1
+        for position, length in enumerate(lengths):
             count += 1
-            if (length if length > longest else longest) * count > self.tokens or count > most:
+            if (length if length > longest else longest) * count > self.tokens or count > max_samples:
                 if count > 1:
-                    begins.append(place)
+                    begins.append(position)
                     tops.append(longest)
                 longest, count = length, 1
             elif length > longest:
                 longest = length
-        return [*begins, place + 1], [*tops, longest]
+        return [*begins, position + 1], [*tops, longest]
 
     def largest(self, lengths: Tensor) -> list[list[int]]:
         """The samples of a micro-batch of the longest, of those with most tokens and with most pairs of tokens in a
@@ -87,8 +87,8 @@ class Budget:
         spans = [*zip(begins, begins[1:], tops, strict=False)]
         chosen = [spans[0], *(max(spans, key=lambda span: (span[1] - span[0]) * span[2] ** power) for power in (1, 2))]
         shortest = order.flip(0)[: self.samples or self.tokens]
-        most = shortest[: self.pack(lengths[shortest].tolist())[0][1]]
-        return [order[first:end].tolist() for first, end, _ in dict.fromkeys(chosen)] + [most.tolist()]
+        most_samples = shortest[: self.pack(lengths[shortest].tolist())[0][1]]
+        return [order[first:end].tolist() for first, end, _ in dict.fromkeys(chosen)] + [most_samples.tolist()]
 
 
 class BudgetSampler(GlobalBatchSampler):
@@ -141,7 +141,9 @@ class BudgetSampler(GlobalBatchSampler):
     def packed(self, epoch: int) -> Packed:
         """The micro-batches of an epoch. Raises UserError as `GlobalBatchSampler.order`."""
         if epoch not in self._packed:
-            self._packed = {each: packed for each, packed in self._packed.items() if abs(each - epoch) == 1}
+            self._packed = {
+                kept_epoch: packed for kept_epoch, packed in self._packed.items() if abs(kept_epoch - epoch) == 1
+            }
             drawn = GlobalBatchSampler(
                 self.dataset,
                 batch_size=1,
@@ -155,23 +157,23 @@ class BudgetSampler(GlobalBatchSampler):
 
     def _pack(self, epoch: int, order: Tensor) -> Packed:
         lengths, n = self.lengths[order % len(self.lengths)], len(order)
-        most = min(self.budget.tokens * n // int(lengths.sum()), self.budget.samples or n)  # in a micro-batch, about
-        window = self.budget.window * max(1, most) if self.shuffle else n
+        samples = min(self.budget.tokens * n // int(lengths.sum()), self.budget.samples or n)  # in a micro-batch, about
+        window = self.budget.window * max(1, samples) if self.shuffle else n
         parts = [
             part.sort(stable=True, descending=number % 2 == 1).indices + number * window
             for number, part in enumerate(lengths.split(window))
         ]
-        found, tops = self.budget.pack(itertools.chain.from_iterable(lengths[part].tolist() for part in parts))
-        places, begins, longest = torch.cat(parts), torch.tensor(found), torch.tensor(tops)
+        starts, tops = self.budget.pack(itertools.chain.from_iterable(lengths[part].tolist() for part in parts))
+        positions, begins, longest = torch.cat(parts), torch.tensor(starts), torch.tensor(tops)
         if self.shuffle:
             generator = torch.Generator().manual_seed(derive_seed("micro-batches", self.seed, epoch))
             drawn = torch.randperm(len(tops), generator=generator)
             drawn = drawn[: len(drawn) - len(drawn) % self.micro_batches_per_step] if self.drop_last else drawn
             firsts, counts, longest = begins[drawn], begins.diff()[drawn], longest[drawn]
             begins = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-            places = places[(firsts - begins[:-1]).repeat_interleave(counts) + torch.arange(int(begins[-1]))]
-        tokens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[places].cumsum(0)])[begins].diff()
-        return Packed(order[places], begins.tolist(), longest.tolist(), tokens.tolist())
+            positions = positions[(firsts - begins[:-1]).repeat_interleave(counts) + torch.arange(int(begins[-1]))]
+        tokens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[positions].cumsum(0)])[begins].diff()
+        return Packed(order[positions], begins.tolist(), longest.tolist(), tokens.tolist())
 
     def density(self, epoch: int, end: int | None, steps: int) -> tuple[float, float]:
         samples = tokens = padded = 0
@@ -194,13 +196,13 @@ class BudgetSampler(GlobalBatchSampler):
             begins, count = packed.begins[first : first + len(sizes) + 1], len(sizes)
             is_free = type(self.assignment) is Assignment  # else in runs, along which exact sums are formed
             if is_free:
-                mine: Sequence[int] = balanced(self.rank, self.num_replicas, sizes)
+                numbers: Sequence[int] = balanced(self.rank, self.num_replicas, sizes)
             else:
-                mine = self.assignment.numbers(self.rank, count)
-            passes = math.ceil(count / self.num_replicas) if self.assignment.is_padded else max(1, len(mine))
+                numbers = self.assignment.numbers(self.rank, count)
+            passes = math.ceil(count / self.num_replicas) if self.assignment.is_padded else max(1, len(numbers))
             for k in range(passes):
-                is_padding = k >= len(mine)
-                number = sizes.index(min(sizes)) if is_padding else mine[k]
+                is_padding = k >= len(numbers)
+                number = sizes.index(min(sizes)) if is_padding else numbers[k]
                 indices = packed.order[begins[number] : begins[number + 1]].tolist()
                 yield MicroBatch(epoch, number, indices, is_padding, k == passes - 1, count, begins[-1] - begins[0])
 
@@ -210,11 +212,11 @@ def balanced(rank: int, ranks: int, sizes: Sequence[int]) -> list[int]:
     turns, so that all ranks have equally many of about the same total size."""
     ranked = sorted(range(len(sizes)), key=lambda number: -sizes[number])
     hands = [ranked[first : first + ranks] for first in range(0, len(ranked), ranks)]
-    places = [(hand, ranks - 1 - rank if turn % 2 else rank) for turn, hand in enumerate(hands)]
-    return sorted(hand[place] for hand, place in places if place < len(hand))
+    dealt = [(hand, ranks - 1 - rank if turn % 2 else rank) for turn, hand in enumerate(hands)]
+    return sorted(hand[position] for hand, position in dealt if position < len(hand))
 
 
-def read_lengths(found: Any, split: str, folder: Path, ctx: DistributedContext) -> Tensor:
+def read_lengths(outer_dataset: Any, split: str, folder: Path, ctx: DistributedContext) -> Tensor:
     """The `lengths` of a data set, int64 [samples], which one rank of each file system reads; empty if it has none.
     Collective.
 
@@ -223,7 +225,7 @@ def read_lengths(found: Any, split: str, folder: Path, ctx: DistributedContext) 
     """
 
     def read() -> bytes:
-        dataset, rows = found, numpy.arange(len(found))
+        dataset, rows = outer_dataset, numpy.arange(len(outer_dataset))
         while isinstance(dataset, Subset) and "lengths" not in {*vars(dataset), *dir(type(dataset))}:
             rows, dataset = numpy.asarray(dataset.indices)[rows], dataset.dataset
         if not hasattr(type(dataset), "lengths") and not hasattr(dataset, "lengths"):
@@ -239,11 +241,11 @@ def read_lengths(found: Any, split: str, folder: Path, ctx: DistributedContext) 
             raise UserError(f"lengths of {split}: {shown}; {wanted}")
         lengths = lengths.astype(numpy.int64)[rows]
         if (wrong := numpy.flatnonzero(lengths < 1)).size:
-            which = sample_name(found, int(wrong[0]))
-            raise UserError(f"lengths of {split}: that of {which} is {lengths[wrong[0]]}; give numbers of at least 1")
+            sample = sample_name(outer_dataset, int(wrong[0]))
+            raise UserError(f"lengths of {split}: that of {sample} is {lengths[wrong[0]]}; give numbers of at least 1")
         return lengths.tobytes()
 
-    data = read_once(next(each for each in (folder, *folder.parents) if each.exists()), read, DIFFER, ctx)
+    data = read_once(next(path for path in (folder, *folder.parents) if path.exists()), read, DIFFER, ctx)
     return torch.frombuffer(bytearray(data), dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
 
 
@@ -268,10 +270,10 @@ def budget_sampler(
         raise UserError(f"batch_tokens={config.batch_tokens}: {kind_of(dataset)} ({split}) has no lengths; {remedy}")
     longest = int(lengths.max())
     if longest > config.batch_tokens and config.too_long == "error":
-        which, many = sample_name(dataset, int(lengths.argmax())), int((lengths > config.batch_tokens).sum())
-        others = f", and {many - 1:,} more are too long" if many > 1 else ""
+        sample, many = sample_name(dataset, int(lengths.argmax())), int((lengths > config.batch_tokens).sum())
+        others_text = f", and {many - 1:,} more are too long" if many > 1 else ""
         raise UserError(
-            f"batch_tokens={config.batch_tokens}: {which} of {split} has the length {longest:,}{others};"
+            f"batch_tokens={config.batch_tokens}: {sample} of {split} has the length {longest:,}{others_text};"
             f" give --batch_tokens {longest} or more, or --too_long alone, for a micro-batch of its own"
         )
     return functools.partial(

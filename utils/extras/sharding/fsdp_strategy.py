@@ -55,8 +55,8 @@ class FSDPStrategy(GradientStrategy):
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer may need whole tensors, such as their norms."""
         kind = type(optimizer)
-        known = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
-        if not known and not getattr(optimizer, "is_elementwise", False):
+        is_listed = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
+        if not is_listed and not getattr(optimizer, "is_elementwise", False):
             raise UserError(
                 f"create_optimizer: {kind.__name__} gets shards of the parameters; if it updates each element by"
                 " itself, set is_elementwise = True in its class, else use --sharding none"
@@ -70,8 +70,8 @@ class FSDPStrategy(GradientStrategy):
                 shard.grad = local(owners[shard].grad)
         scaler.unscale_(optimizer)
         if scaler.is_enabled():  # an overflow in any shard counts on all ranks
-            for found in scaler._found_inf_per_device(optimizer).values():
-                dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+            for found_inf in scaler._found_inf_per_device(optimizer).values():
+                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
 
     def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
         return norm_over(self._group, super().gradient_norm(gradients))

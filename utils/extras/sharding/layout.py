@@ -49,7 +49,7 @@ class FolderLayout(FileLayout):
 
         def publish() -> None:
             before_rename()
-            files = {name: digest for each in digests for name, digest in each.items()}
+            files = {name: digest for part in digests for name, digest in part.items()}
             replace_json(folder / archive.MANIFEST, {"step": payload["progress"]["step"], "files": files})
             replace_folder(folder, path)
 
@@ -81,9 +81,9 @@ class FolderLayout(FileLayout):
         except Exception as error:
             problem = f"{explained(error, path, payload)} (rank {self.ctx.rank} on {self.ctx.host})"
         self.is_waiting = True
-        found = all_gather_json([result, problem, is_final], self.ctx)
+        outcomes = all_gather_json([result, problem, is_final], self.ctx)
         self.is_waiting = False
-        for _, text, is_final in found:
+        for _, text, is_final in outcomes:
             if text:
                 raise TrainingError(text) if is_final else OSError(text)
-        return [result for result, *_ in found]
+        return [result for result, *_ in outcomes]

@@ -107,8 +107,8 @@ def _build(build: Callable[[torch.device], nn.Module], ctx: DistributedContext) 
     for module_name, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
-                whose = f"{module_name}.{name}".lstrip(".")
-                raise UserError(f"sharding: other ranks cannot get the tensor {whose}; use register_buffer for it")
+                full_name = f"{module_name}.{name}".lstrip(".")
+                raise UserError(f"sharding: other ranks cannot get the tensor {full_name}; use register_buffer for it")
     return model
 
 

@@ -71,14 +71,14 @@ class FolderFormat(FileFormat):
         parts = [archive.read(part, trailer) for part in sorted(path.glob("part_*.pt"))]
         names = parts[0]["optimizer"].get("names", [])
 
-        def joined(values: list[Any], place: tuple = ()) -> Any:
+        def joined(values: list[Any], key_path: tuple = ()) -> Any:
             first = values[0]
             if not isinstance(first, dict):
                 return first
             if first.keys() == {"rows", "first", "size"}:
-                name = names[place[2]] if place[0] == "optimizer" else place[1]
+                name = names[key_path[2]] if key_path[0] == "optimizer" else key_path[1]
                 return _join(values, sharded.get(name))
-            return {key: joined([value[key] for value in values], (*place, key)) for key in first}
+            return {key: joined([value[key] for value in values], (*key_path, key)) for key in first}
 
         try:
             return joined(parts)
@@ -97,12 +97,12 @@ def _join(parts: list[dict[str, Any]], like: Tensor | None) -> Tensor:
     size = torch.Size(parts[0]["size"])
     is_part = like is not None and like.shape == size
     first, count = own_rows(like) if is_part else (0, size[0])
-    rows, found = torch.empty(count, *size[1:], dtype=parts[0]["rows"].dtype), 0
+    rows, filled = torch.empty(count, *size[1:], dtype=parts[0]["rows"].dtype), 0
     for part in parts:
         begin, end = max(first, part["first"]), min(first + count, part["first"] + len(part["rows"]))
         if begin < end:
             rows[begin - first : end - first] = part["rows"][begin - part["first"] : end - part["first"]]
-            found += end - begin
-    if found != count:
-        raise ValueError(f"{found} rows of {count}")
+            filled += end - begin
+    if filled != count:
+        raise ValueError(f"{filled} rows of {count}")
     return wrap(rows, like) if is_part else rows

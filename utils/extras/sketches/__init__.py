@@ -38,13 +38,16 @@ def alike_on_all_ranks(
     """
 
     def look() -> list[list[Sketch | None]]:
-        known = getattr(sets["train"], "has_sizes", False)
-        return [[] if split == "train" and known else sample_fingerprints(each, seed) for split, each in sets.items()]
+        has_sizes = getattr(sets["train"], "has_sizes", False)
+        return [
+            [] if split == "train" and has_sizes else sample_fingerprints(dataset, seed)
+            for split, dataset in sets.items()
+        ]
 
-    mine = on_all_ranks(look, ctx)
-    first = broadcast_json(mine, ctx)
-    require_equal(first if all(map(are_alike, mine, first)) else mine, sentence, ctx)
-    return mine
+    local_sketches = on_all_ranks(look, ctx)
+    first = broadcast_json(local_sketches, ctx)
+    require_equal(first if all(map(are_alike, local_sketches, first)) else local_sketches, sentence, ctx)
+    return local_sketches
 
 
 def sample_fingerprints(dataset: MapDataset, seed: int) -> list[Sketch | None]:
@@ -53,17 +56,17 @@ def sample_fingerprints(dataset: MapDataset, seed: int) -> list[Sketch | None]:
     size, count = len(dataset), min(SAMPLES, len(dataset))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
     fetcher, ends = Fetcher(dataset, fetches_batches(dataset), seed), time.monotonic() + SECONDS
-    found: list[Sketch | None] = []
-    for place in order:
-        if found and time.monotonic() > ends:
+    sketch_list: list[Sketch | None] = []
+    for position in order:
+        if sketch_list and time.monotonic() > ends:
             break
-        batch = MicroBatch(0, 0, [place * size // count], is_padding=False, is_last=True, count=1)
+        batch = MicroBatch(0, 0, [position * size // count], is_padding=False, is_last=True, count=1)
         try:
             once, again = (fingerprint_of_sample(fetcher.__getitems__(batch)[1]) for _ in range(2))
-            found.append(once if once == again else None)
+            sketch_list.append(once if once == again else None)
         except Exception:  # the run meets it when it needs this sample
-            found.append(None)
-    return found
+            sketch_list.append(None)
+    return sketch_list
 
 
 def fingerprint_of_sample(sample: Any) -> Sketch:
@@ -79,8 +82,8 @@ def fingerprint_of_sample(sample: Any) -> Sketch:
             add([[str(key), value[key]] for key in sorted(value, key=str)])
         elif isinstance(value, list | tuple):
             exact.append(len(value))
-            for each in value:
-                add(each)
+            for item in value:
+                add(item)
         elif isinstance(value, str):  # the data may be mounted elsewhere on another machine
             exact.append(os.path.basename(value) if os.path.exists(value) else value)
         elif isinstance(value, int | bytes | None):

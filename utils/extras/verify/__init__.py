@@ -33,26 +33,28 @@ def task_of(model: nn.Module, dataset: str) -> str:
 def verification(task: str, config: TrainingConfig) -> tuple[bool, str]:
     """Whether scripts/verify.py passed with this code, task (of `task_of`) and flags, and a line for the banner."""
     try:
-        found = json.loads(VERIFIED.read_text(encoding="utf-8"))
+        record = json.loads(VERIFIED.read_text(encoding="utf-8"))
         changed = [
-            name for name, digest in found["code"].items() if provenance.sha256_of(provenance.ROOT / name) != digest
+            name for name, digest in record["code"].items() if provenance.sha256_of(provenance.ROOT / name) != digest
         ]
-        changed += [name for name in provenance.code_digests() if name not in found["code"]]
-        before, here = found["versions"], provenance.versions()
-        changed += [f"{name} {before[name]} -> {here.get(name)}" for name in before if before[name] != here.get(name)]
-        broken = [name for name, outcome in found["invariants"].items() if not outcome["passed"]]
-        verified, is_passed = found["task"], found["passed"]
-        pairs = [(name, value, getattr(config, name, "unset")) for name, value in found["settings"].items()]
-        other = [f"{name} {before} -> {here}" for name, before, here in pairs if before != here]
-        what = f"{verified}, {count(found['ranks'], 'rank')}, {found['time'][:10]}"
+        changed += [name for name in provenance.code_digests() if name not in record["code"]]
+        before, current = record["versions"], provenance.versions()
+        changed += [
+            f"{name} {before[name]} -> {current.get(name)}" for name in before if before[name] != current.get(name)
+        ]
+        broken = [name for name, outcome in record["invariants"].items() if not outcome["passed"]]
+        verified, is_passed = record["task"], record["passed"]
+        pairs = [(name, value, getattr(config, name, "unset")) for name, value in record["settings"].items()]
+        flags = [f"{name} {before} -> {now}" for name, before, now in pairs if before != now]
+        summary = f"{verified}, {count(record['ranks'], 'rank')}, {record['time'][:10]}"
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return False, "not verified; scripts/verify.py checks your model and data in a minute"
     if changed:
         return False, f"changed since scripts/verify.py was run: {', '.join(changed)}"
-    if other:
-        return False, f"scripts/verify.py {'passed' if is_passed else 'failed'} with other flags: {', '.join(other)}"
+    if flags:
+        return False, f"scripts/verify.py {'passed' if is_passed else 'failed'} with other flags: {', '.join(flags)}"
     if not is_passed:
         return False, f"scripts/verify.py failed: {', '.join(broken) or 'it did not finish'}"
     if verified != task:
-        return False, f"not verified for {task}; scripts/verify.py passed for {what}"
-    return True, f"verified with this code: {what}"
+        return False, f"not verified for {task}; scripts/verify.py passed for {summary}"
+    return True, f"verified with this code: {summary}"

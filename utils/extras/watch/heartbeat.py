@@ -99,12 +99,12 @@ class Heartbeats:
 
     def read_statuses(self, ranks: Iterable[int]) -> tuple[dict[int, RankStatus], dict[str, Any]]:
         """The places of these ranks, and the first failure as given to `report`, or nothing."""
-        *places, failure = self._get([*map(str, ranks), "failure"])
-        found = (
+        *texts, failure = self._get([*map(str, ranks), "failure"])
+        statuses = (
             RankStatus(int(beat), int(counter), int(step), phase, int(pid), function)
-            for beat, counter, step, phase, pid, function in map(str.split, places)
+            for beat, counter, step, phase, pid, function in map(str.split, texts)
         )
-        return dict(zip(ranks, found, strict=True)), {} if failure == NO_FAILURE else json.loads(failure)
+        return dict(zip(ranks, statuses, strict=True)), {} if failure == NO_FAILURE else json.loads(failure)
 
     def read_stacks(self, ranks: int) -> list[str]:
         """Of the first `ranks` ranks."""
@@ -120,17 +120,17 @@ class Heartbeats:
     def ping_store_host(self) -> Future[bool]:
         """Whether the kernel of the store's host answers: the process that hosts the store is at most stopped."""
         host, _, port = self._address.rpartition(":")
-        found: Future[bool] = Future()
+        answer: Future[bool] = Future()
 
         def connect() -> None:
             try:
                 socket.create_connection((host.strip("[]"), int(port)), 10).close()
-                found.set_result(True)
+                answer.set_result(True)
             except OSError:
-                found.set_result(False)
+                answer.set_result(False)
 
         threading.Thread(target=connect, daemon=True).start()
-        return found
+        return answer
 
 
 def process_state(pid: int) -> str:
@@ -150,8 +150,8 @@ def describe_hang(
     """One sentence on what blocks the ranks, and the first rank that does.
 
     Args:
-        places: of the ranks, as far as they are known.
-        still: ranks whose beat has stopped.
+        statuses: of the ranks, as far as they are known.
+        silent_ranks: ranks whose beat has stopped.
         how: what a live rank that holds up the others does.
     """
     if silent_ranks:
@@ -162,20 +162,20 @@ def describe_hang(
             for rank in sorted(silent_ranks)
         ]
     else:
-        known = {
-            rank: (place.step, place.function == NO_FUNCTION, PHASES.index(place.phase))
-            for rank, place in statuses.items()
+        progress = {
+            rank: (rank_status.step, rank_status.function == NO_FUNCTION, PHASES.index(rank_status.phase))
+            for rank, rank_status in statuses.items()
         }
-        last = [rank for rank, where in known.items() if where == min(known.values())]
-        hanging, place = last[0], statuses[last[0]]
-        where = f"in {place.phase} of step {place.step}"
-        where += f", in {place.function} of model.py" if place.function != NO_FUNCTION else ""
-        named = [f"rank {rank} on {hosts[rank]} {how} {where} (process {statuses[rank].pid})" for rank in last]
-        if len(last) == len(known) > 1:
-            named = [f"all ranks are slow {where}"]
+        last = [rank for rank, reached in progress.items() if reached == min(progress.values())]
+        hanging, status = last[0], statuses[last[0]]
+        location = f"in {status.phase} of step {status.step}"
+        location += f", in {status.function} of model.py" if status.function != NO_FUNCTION else ""
+        named = [f"rank {rank} on {hosts[rank]} {how} {location} (process {statuses[rank].pid})" for rank in last]
+        if len(last) == len(progress) > 1:
+            named = [f"all ranks are slow {location}"]
             if how == "hangs":
                 cause = "the network between them, or a collective that not all called"
-                if place.phase == "data":  # no rank waits for another one there
+                if status.phase == "data":  # no rank waits for another one there
                     cause = "the storage, or the data set's code"
-                named = [f"all ranks wait {where}: {cause}"]
+                named = [f"all ranks wait {location}: {cause}"]
     return f"no progress for {seconds:.0f} s: " + "; ".join(named), hanging

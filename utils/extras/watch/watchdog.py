@@ -75,9 +75,13 @@ class Watchdog:
         self._clock, self._hang_timeout, self._supervisor = clock, hang_timeout, supervisor
         self._hangs_after = hang_timeout / 2 or FIRST_LIMIT  # a live rank; until then it is slow
         self._rank, self._hosts, self._heartbeats = ctx.rank, ctx.hosts, cast(Any, ctx.heartbeats)
-        here = [each for each, host in enumerate(ctx.hosts) if host == ctx.host]
+        host_ranks = [rank for rank, host in enumerate(ctx.hosts) if host == ctx.host]
         # each live rank is seen by the one before it, also if a whole host is gone
-        self._peers = {(ctx.rank + 1) % len(ctx.hosts), here[(here.index(ctx.rank) + 1) % len(here)], 0} - {ctx.rank}
+        self._peers = {
+            (ctx.rank + 1) % len(ctx.hosts),
+            host_ranks[(host_ranks.index(ctx.rank) + 1) % len(host_ranks)],
+            0,
+        } - {ctx.rank}
         if self._heartbeats is None:
             self._peers = set()
         self._heartbeat, self._pid = 0, os.getpid()
@@ -124,7 +128,7 @@ class Watchdog:
     @property
     def _durations(self) -> list[float]:
         """Of the latest steps; one that took longer than hang_timeout was suspended."""
-        return [min(each, self._hang_timeout or each) for each in tuple(self._clock.durations)]  # which may grow
+        return [min(step_s, self._hang_timeout or step_s) for step_s in tuple(self._clock.durations)]  # which may grow
 
     def _status(self) -> RankStatus:
         clock = self._clock
@@ -275,10 +279,10 @@ class Watchdog:
 
     def _describe_lost(self, lost: set[int]) -> TrainingError:
         rank, status = min(lost), self._statuses.get(min(lost))
-        where = f", last seen in {status.phase} of step {status.step}" if status else ""
-        more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+        last_seen = f", last seen in {status.phase} of step {status.step}" if status else ""
+        others_text = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
         remedy = "look for out-of-memory kills (dmesg) or the node's state, then --resume_from auto"
-        text = f"rank {rank} on {self._hosts[rank]} was killed or cut off{where}{more}; {remedy}"
+        text = f"rank {rank} on {self._hosts[rank]} was killed or cut off{last_seen}{others_text}; {remedy}"
         if status and status.phase == "end":
             text = f"rank {rank} on {self._hosts[rank]} has ended; see its log"
         return TrainingError(text, rank, self._hosts[rank])
@@ -305,8 +309,8 @@ class Watchdog:
             if not self._stop.is_set():
                 self._supervisor.exit_hung(self._failure["text"], None)
         else:
-            for peer, place in statuses.items():
-                self._check_peer(peer, place)
+            for peer, status in statuses.items():
+                self._check_peer(peer, status)
 
     def _check_peer(self, peer: int, status: RankStatus) -> None:
         if peer not in self._peer_heartbeats or status.heartbeat != self._peer_heartbeats[peer][0]:
@@ -354,8 +358,8 @@ class Watchdog:
                 return False
             statuses, silent, is_moving = observed
             if any(
-                self._rank > rank not in silent and place.phase not in UNTIMED_PHASES
-                for rank, place in statuses.items()
+                self._rank > rank not in silent and status.phase not in UNTIMED_PHASES
+                for rank, status in statuses.items()
             ):
                 if is_end and not is_moving and reason == STOPPED:  # no signal may have reached the lower rank
                     self._wait(SECONDS_FOR_BLAME)
@@ -391,5 +395,5 @@ class Watchdog:
 
     def _read_stacks(self) -> str:
         stacks = self._heartbeats and self._call_store(lambda: self._heartbeats.read_stacks(len(self._hosts)))
-        found = enumerate(stacks) if stacks else [(self._rank, self._stack)]
-        return "\n".join(f"--- rank {rank} on {self._hosts[rank]}\n{stack}".rstrip() for rank, stack in found)
+        rank_stacks = enumerate(stacks) if stacks else [(self._rank, self._stack)]
+        return "\n".join(f"--- rank {rank} on {self._hosts[rank]}\n{stack}".rstrip() for rank, stack in rank_stacks)

@@ -56,8 +56,8 @@ class LossTerms(Part):
 
     def counts(self, batch: Any) -> Tensor:
         """What `loss_counts` counts in a micro-batch: float64 [terms], on the device."""
-        found = self._loss_counts(batch)
-        return self._stack([found[name] for name in self._names(found)])
+        term_counts = self._loss_counts(batch)
+        return self._stack([term_counts[name] for name in self._names(term_counts)])
 
     def micro_batches(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Those of a step when `mean` knows its counts. The next step's are fetched before, so that none waits for the
@@ -100,16 +100,16 @@ class LossTerms(Part):
 
     def finish_read(self, values: Tensor) -> dict[str, float]:
         """Raises UserError if loss_counts is wrong."""
-        for counted, found in values:
-            self.check(counted, found)
+        for counted, actual in values:
+            self.check(counted, actual)
         return {}
 
-    def check(self, counted: Tensor, found: Tensor) -> None:
+    def check(self, counted: Tensor, actual: Tensor) -> None:
         """Raises UserError if loss_counts has counted something else than compute_loss has found."""
-        for name, ours, theirs in zip(self._means.names, counted.tolist(), found.tolist(), strict=True):
-            if not math.isclose(ours, theirs, rel_tol=1e-6, abs_tol=1e-6):
+        for name, ours, in_loss in zip(self._means.names, counted.tolist(), actual.tolist(), strict=True):
+            if not math.isclose(ours, in_loss, rel_tol=1e-6, abs_tol=1e-6):
                 raise UserError(
-                    f"model.loss_counts: counts {ours:.9g} for {name}, and compute_loss {theirs:.9g}, so the gradient"
+                    f"model.loss_counts: counts {ours:.9g} for {name}, and compute_loss {in_loss:.9g}, so the gradient"
                     " would have a wrong divisor; count the same in both"
                 )
 
@@ -120,9 +120,11 @@ class LossTerms(Part):
             fetched.append(micro_batch)
             if micro_batch.is_last:
                 counts = torch.zeros(micro_batch.count, len(self._means.names), **self._float64)
-                for each in fetched:  # other rows are 0, so nothing is rounded: the same bits on any number of ranks
-                    if not each.is_padding:
-                        counts[each.number] = self.counts(each.batch)
+                for (
+                    fetched_batch
+                ) in fetched:  # other rows are 0, so nothing is rounded: the same bits on any number of ranks
+                    if not fetched_batch.is_padding:
+                        counts[fetched_batch.number] = self.counts(fetched_batch.batch)
                 work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None
                 yield fetched, counts, work
                 fetched = []

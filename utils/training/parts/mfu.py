@@ -33,8 +33,8 @@ def peak_of(device_name: str, dtype: torch.dtype | None, has_tf32: bool) -> floa
     """The peak of a device in operations per second, 0 if it is not known. dtype: of autocast; None: float32, which has
     a figure where it is computed as TF32, at half the speed of 16 bits."""
     words = set(re.split(r"\W+", device_name))
-    found = next((1e12 * value for name, value in PEAKS.items() if words.issuperset(name.split())), 0.0)
-    return found if dtype else found / 2 if has_tf32 else 0.0
+    peak = next((1e12 * value for name, value in PEAKS.items() if words.issuperset(name.split())), 0.0)
+    return peak if dtype else peak / 2 if has_tf32 else 0.0
 
 
 class FlopCounter(Part):

@@ -39,7 +39,7 @@ def check_size(size: float) -> None:
 
 
 def bytes_of(outputs: Outputs) -> int:
-    return sum(each.nbytes for batches in outputs.batches.values() for each in batches)
+    return sum(batch.nbytes for batches in outputs.batches.values() for batch in batches)
 
 
 class Summary(Part):
@@ -98,16 +98,16 @@ class Summary(Part):
             dist.gather_object(outputs.part(), parts or None, group=ctx.control)
         if ctx.is_main:
             self._clock.call("summarize")
-        found = broadcast_json(on_rank_0(lambda: self._numbers(parts, samples), ctx), ctx)
+        metrics = broadcast_json(on_rank_0(lambda: self._numbers(parts, samples), ctx), ctx)
         self._clock.enter("evaluation")
-        if both := sorted(means.keys() & found.keys()):
+        if both := sorted(means.keys() & metrics.keys()):
             raise UserError(f"model.summarize: compute_loss has {both[0]} too; give one of them another name")
-        return found
+        return metrics
 
     def _numbers(self, parts: list[dict[str, Any]], samples: int) -> dict[str, float]:
         outputs = in_order(parts, samples)
         try:
-            found = {name: float(value) for name, value in self._summarize(outputs).items()}
+            metrics = {name: float(value) for name, value in self._summarize(outputs).items()}
         except UserError:
             raise
         except Exception as error:
@@ -116,7 +116,7 @@ class Summary(Part):
                 f"model.summarize: {type(error).__name__}: {error}; return {{name: number}} for any number of samples,"
                 " NaN where it is not defined: before the first step it gets a single batch"
             ) from error
-        for name in found:
+        for name in metrics:
             if not is_metric_name(name):
                 raise UserError(f"model.summarize: returned a number named {name!r}, {NOT_A_NAME}")
-        return found
+        return metrics

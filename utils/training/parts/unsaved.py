@@ -48,11 +48,11 @@ class UnsavedParameters(Part):
 
 def digests(values: Mapping[str, Tensor]) -> dict[str, str]:
     """A digest of the bytes of each tensor. Gathers sharded ones: call it on all ranks."""
-    found = {}
+    by_name = {}
     for name in sorted(values):
         data = full(values[name].detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
-        found[name] = hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
-    return found
+        by_name[name] = hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
+    return by_name
 
 
 def left_out(model: nn.Module, is_saved: Callable[[str], bool] | None) -> dict[str, Tensor]:
@@ -60,13 +60,13 @@ def left_out(model: nn.Module, is_saved: Callable[[str], bool] | None) -> dict[s
     if is_saved is None:
         return {}
     named = model.named_parameters(remove_duplicate=False)
-    found: dict[str, Tensor] = {name: parameter for name, parameter in named if not is_saved(name)}
-    if trained := [name for name, parameter in found.items() if parameter.requires_grad]:
+    unsaved: dict[str, Tensor] = {name: parameter for name, parameter in named if not is_saved(name)}
+    if trained := [name for name, parameter in unsaved.items() if parameter.requires_grad]:
         raise UserError(
             f"model.is_saved: leaves out {trained[0]}, which is trained; save it, or freeze it in create_model with"
             " requires_grad_(False)"
         )
-    return found
+    return unsaved
 
 
 def checked(
@@ -78,28 +78,30 @@ def checked(
 
 
 def complete(
-    weights: dict[str, Any], saved: dict[str, str], model: nn.Module, here: dict[str, str], source: str
+    weights: dict[str, Any], saved: dict[str, str], model: nn.Module, current: dict[str, str], source: str
 ) -> dict[str, Any]:
     """The weights, and the model's own values of those that the checkpoint left out.
 
     Args:
         saved: digests, from the checkpoint; of what it left out.
-        here: digests of what this model leaves out; empty if it leaves out nothing.
+        current: digests of what this model leaves out; empty if it leaves out nothing.
         source: where the weights come from, for messages.
 
     Raises UserError if the model has other values than the checkpoint was trained with.
     """
-    names = saved.keys() | (here.keys() & weights.keys())
+    names = saved.keys() | (current.keys() & weights.keys())
     if not names:
         return weights
-    own = model.state_dict()
-    ours = here | digests({name: own[name] for name in names & own.keys() - here.keys()})
+    state_dict = model.state_dict()
+    ours = current | digests({name: state_dict[name] for name in names & state_dict.keys() - current.keys()})
     # an average of 16-bit weights has more bits
-    theirs = digests({name: weights[name].to(own[name].dtype) for name in here.keys() & weights.keys()}) | saved
-    wrong = sorted(name for name in names if ours.get(name) != theirs[name])
+    expected = (
+        digests({name: weights[name].to(state_dict[name].dtype) for name in current.keys() & weights.keys()}) | saved
+    )
+    wrong = sorted(name for name in names if ours.get(name) != expected[name])
     if wrong:
         raise UserError(
             f"{source}: was trained with other values of {some_of(wrong, 1)} than create_model gives, which is_saved"
             " left out of it; let create_model load the weights that it loaded then"
         )
-    return {name: own[name] for name in names} | weights
+    return {name: state_dict[name] for name in names} | weights

@@ -66,7 +66,7 @@ class WeightAverage(Part):
         torch._foreach_add_(self._averages, gaps)
         self._taken.add_(taken)
         if self._counters:
-            torch._foreach_copy_([mine for mine, _ in self._counters], [its for _, its in self._counters])
+            torch._foreach_copy_([average for average, _ in self._counters], [source for _, source in self._counters])
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -92,10 +92,10 @@ class WeightAverage(Part):
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for mine, its in self._pairs:
-            before = mine.clone()
-            mine.copy_(its)
-            its.copy_(before)
+        for average, source in self._pairs:
+            before = average.clone()
+            average.copy_(source)
+            source.copy_(before)
         self._pairs.reverse()  # the way back is the inverse, also where one tensor is a view of another
 
 
