@@ -30,7 +30,7 @@ from utils.settings.checks import (
     rendezvous_url,
 )
 from utils.settings.conflicts import EITHER, Conflict, find_conflicts
-from utils.settings.declarations import settings_of
+from utils.settings.declarations import list_settings
 from utils.settings.errors import InvalidSettings, StartError, TrainingError, UserError
 from utils.settings.fields import YOURS, Setting, Settings, convert_values, setting, yours
 from utils.settings.kinds import to_json, to_text
@@ -97,11 +97,11 @@ def nearest_multiples(config: TrainingConfig) -> str:
     return f"{name}={size}; give {' or '.join(multiples)}"
 
 
-def resumes_from_a_path(config: TrainingConfig) -> bool:
+def is_resumed_from_path(config: TrainingConfig) -> bool:
     return config.resume_from not in ("", "auto")
 
 
-def ends_above_its_peak(config: TrainingConfig) -> bool:
+def has_min_lr_above_lr(config: TrainingConfig) -> bool:
     return config.min_lr >= config.lr
 
 
@@ -152,7 +152,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         "weights to start with: a checkpoint, a state dict, torchvision",
         extras.INIT_FROM_CHECK,
         is_path=True,
-        conflicts=[Conflict(resumes_from_a_path, f"a resumed run takes its weights from resume_from; {EITHER}")],
+        conflicts=[Conflict(is_resumed_from_path, f"a resumed run takes its weights from resume_from; {EITHER}")],
     )
     eval_only: bool = setting(
         "run", False, "only evaluate resume_from (empty: the best of run_dir) or init_from", is_copied=False
@@ -211,7 +211,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         at_least(0),
         "may",
         rare=True,
-        conflicts=[Conflict(ends_above_its_peak, "is not below lr={lr}; give a smaller one")],
+        conflicts=[Conflict(has_min_lr_above_lr, "is not below lr={lr}; give a smaller one")],
     )
     warmup_epochs: float = setting("training", 0.5, "epochs of linear warm-up", at_least(0), "may")
     warmup_steps: int | str = setting(
@@ -297,9 +297,9 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     enable_profiling: bool = setting("logging", False, "profile a few steps of rank 0 into run_dir/traces")
 
     def __post_init__(self) -> None:
-        settings = settings_of(type(self))
+        settings = list_settings(type(self))
         values, problems = convert_values(settings, vars(self))
-        for name, value in automatic_values(values).items():
+        for name, value in resolve_auto(values).items():
             if values.get(name) == "auto":
                 values[name] = value
         for name, value in values.items():
@@ -339,11 +339,11 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     @property
     def limits(self) -> tuple[float, float]:
         """The epochs and optimizer steps after which the run ends; infinite if that limit is not set."""
-        return limits_of(vars(self))
+        return read_limits(vars(self))
 
     def to_json(self) -> dict[str, Any]:
         """All settings by name, with lists for tuples and text for paths, as files and checkpoints have them."""
-        return {setting.name: to_json(getattr(self, setting.name)) for setting in settings_of(type(self))}
+        return {setting.name: to_json(getattr(self, setting.name)) for setting in list_settings(type(self))}
 
     def to_dict(self) -> dict[str, Any]:
         """`to_json` with run_dir and checkpoint_dir as paths; `from_args(["--config", ...])` reads it back."""
@@ -355,9 +355,9 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         return "\n".join(lines) + "\n"
 
     @classmethod
-    def known(cls, saved: dict[str, Any]) -> dict[str, Any]:
+    def known_values(cls, saved: dict[str, Any]) -> dict[str, Any]:
         """The values of a saved config for which there are fields: a fork may have deleted some since."""
-        return {setting.name: saved[setting.name] for setting in settings_of(cls) if setting.name in saved}
+        return {setting.name: saved[setting.name] for setting in list_settings(cls) if setting.name in saved}
 
     @classmethod
     def from_args(
@@ -371,7 +371,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
             notes: gets a line for each setting of the file that was removed from this version and is ignored.
         """
         words = sys.argv[1:] if argv is None else argv
-        defaults = cls.known(saved or {})
+        defaults = cls.known_values(saved or {})
         config, is_printed = read_config(cls, words, defaults, [] if notes is None else notes)
         if is_printed:
             print(config.to_toml(), end="")
@@ -379,11 +379,11 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         return config
 
 
-SETTINGS = settings_of(TrainingConfig)  # an import finds a setting that cannot work
+SETTINGS = list_settings(TrainingConfig)  # an import finds a setting that cannot work
 PATHS = [setting.name for setting in SETTINGS if setting.is_path and setting.group != YOURS]
 
 
-def automatic_values(values: dict[str, Any]) -> dict[str, Any]:
+def resolve_auto(values: dict[str, Any]) -> dict[str, Any]:
     """What "auto" stands for in these settings, as far as it does not depend on the data."""
     automatic: dict[str, Any] = OPTIMIZER_DEFAULTS.get(values.get("optimizer", ""), {})
     if values.get("max_steps"):
@@ -396,13 +396,13 @@ def unless_auto(value: int | str, automatic: int) -> int:
     return value if isinstance(value, int) else automatic
 
 
-def limits_of(saved: dict[str, Any]) -> tuple[float, float]:
+def read_limits(saved: dict[str, Any]) -> tuple[float, float]:
     """`TrainingConfig.limits` of the values in a config.json."""
     epochs, steps = saved["epochs"], saved["max_steps"]
     return math.inf if epochs == "auto" else epochs, steps or math.inf
 
 
-def asks_for_more(values: dict[str, Any], saved: dict[str, Any]) -> bool:
+def trains_longer(values: dict[str, Any], saved: dict[str, Any]) -> bool:
     """Whether a run with these values may go on where one with the saved values, if there are any, was completed.
 
     Its epochs, its steps or its patience may have ended it. Patience starts again with another metric.
@@ -412,11 +412,11 @@ def asks_for_more(values: dict[str, Any], saved: dict[str, Any]) -> bool:
     old_patience = saved.get("patience", 0)
     if old_patience and saved["best_metric"] != values["best_metric"]:
         return True
-    new_limits = *limits_of(values), values["patience"] or math.inf
-    old_limits = *limits_of(saved), old_patience or math.inf
+    new_limits = *read_limits(values), values["patience"] or math.inf
+    old_limits = *read_limits(saved), old_patience or math.inf
     return any(new > old for new, old in zip(new_limits, old_limits, strict=True))
 
 
-def fields_of_yours() -> list[Setting]:
+def fork_settings() -> list[Setting]:
     """The settings of the model and data: those of the block "yours", and of an extra that adds to the example."""
     return [setting for setting in SETTINGS if setting.group == YOURS]

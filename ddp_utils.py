@@ -13,7 +13,7 @@ from utils.distributed.groups import create_groups
 from utils.distributed.rendezvous import exchange_rank_info, open_store, start_heartbeats
 from utils.run.checkpoints import Checkpoints
 from utils.run.resume import load_checkpoint
-from utils.signals import follow_torchrun
+from utils.signals import exit_with_torchrun
 from utils.training.ddp_model import unwrap
 from utils.training.gradient_strategy import wrap_ddp
 
@@ -40,7 +40,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
     """
     launch = read_launch()
     if launch.is_under_torchrun:
-        follow_torchrun()
+        exit_with_torchrun()
     if dist.is_initialized():  # left by a failed run in this process
         dist.destroy_process_group()
     backend, device, rank_info = set_up_device(config, launch)
@@ -61,7 +61,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         device_names=tuple(info["device"] for info in rank_infos),
         fast_bf16=all(info["bf16"] for info in rank_infos),
         launch=launch,
-        control_ref=weakref.ref(control),
+        control_group_ref=weakref.ref(control),
         heartbeats=beats,
     )
 

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from config import TrainingConfig, unless_auto
 from ddp_utils import wrap_ddp
 from utils.checkpoint.format import load_weights
-from utils.checkpoint.stored import local_checkpoint
+from utils.checkpoint.remote import local_checkpoint
 from utils.example.choices import PUBLISHED_WEIGHTS, check_model, library_model
 from utils.example.freezing import freeze_backbone
 from utils.example.pictures import label_pictures

@@ -95,23 +95,23 @@ def with_paths_of_rank_0(config: TrainingConfig, ctx: DistributedContext) -> Tra
 def run_training(training: Training, after_epoch: Callable[[Training], object] | None = None) -> dict[str, Any]:
     """Train until the run ends or the ranks agree to stop. Returns the content of summary.json."""
     checkpoints = training.checkpoints
-    ending = "completed"
+    final_state = "completed"
     test_records = []
     try:
         train_epochs(training, after_epoch)
         checkpoints.finish_writing()
         test_records = training.validation.test_best()
     except Stopped:
-        ending = "preempted"
+        final_state = "preempted"
         # after a stop during the test it saves nothing: the last step is saved, and the model has other weights by now
         checkpoints.save_and_finish()
     except BaseException:
-        checkpoints.finish_begun()  # a checkpoint that was begun is still written, for a limited time
+        checkpoints.finish_pending()  # a checkpoint that was begun is still written, for a limited time
         raise
     for part in training.state.parts:  # before the summary, since the profiler logs here
         part.close()
-    best_metric, _ = training.validation.best
-    return training.reporter.finish(ending, best_metric, test_records)
+    best_metric, _ = training.validation.best_metric
+    return training.reporter.finish(final_state, best_metric, test_records)
 
 
 def train_epochs(training: Training, after_epoch: Callable[[Training], object] | None) -> None:
@@ -160,25 +160,25 @@ def train_one_epoch(training: Training) -> None:
         stream = part.micro_batches(stream)
     while not (schedule.is_epoch_complete or schedule.is_at_end):  # max_steps may end the run within an epoch
         if schedule.is_evaluation_due:  # by steps
-            leave_steps(training)
+            pause_steps(training)
             validate(training)  # here, so that a resume at this step evaluates too
             if schedule.is_patience_over:
                 return  # train_epochs ends the run: no evaluation is due, and the epoch does not count as complete
         clock.begin_step(progress.step + 1)
-        state.show(progress)  # to the parts, and to functions of model.py that ask for it
+        state.show_progress(progress)  # to the parts, and to functions of model.py that ask for it
         samples, indices = compute_gradient(training, stream)  # forward and backward
         clock.enter("update")
         checkpoints.finish_copy()  # before the weights change
         state.update_if_finite(samples)  # divides by the count, clips, steps; if not finite, all ranks skip it
         state.advance(samples)
-        reporter.step_done(samples, indices)
-        if reporter.is_due:
-            reporter.log()
+        reporter.record_step(samples, indices)
+        if reporter.is_log_due:
+            reporter.begin_log_point()
         # step() returns an earlier vote on whether to save. It raises Stopped if a rank was asked to stop.
         if training.consensus.step() or is_every(config.save_every_steps, progress.step):
             training.consensus.flush()  # an earlier vote must not count after a save
             checkpoints.save()
-    leave_steps(training)
+    pause_steps(training)
 
 
 def compute_gradient(training: Training, stream: Iterator[MicroBatch]) -> tuple[int, list[int]]:
@@ -209,14 +209,14 @@ def compute_gradient(training: Training, stream: Iterator[MicroBatch]) -> tuple[
     raise RuntimeError("the stream of micro-batches ended within a step; this is a bug in the loader")
 
 
-def leave_steps(training: Training) -> None:
+def pause_steps(training: Training) -> None:
     """End a row of steps, before an evaluation or at the end of an epoch: write the train record that is due.
 
     Raises Stopped if a rank was asked to stop.
     """
-    training.attempt.clock.leave_steps()
+    training.attempt.clock.pause_steps()
     training.consensus.flush()  # an earlier vote must not count afterwards
-    training.reporter.catch_up()
+    training.reporter.finish_log_point()
 
 
 def validate(training: Training) -> None:

@@ -33,16 +33,16 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from scripts.lib.arguments import check_arguments
 from scripts.lib.weights import TITLES, add_ema_flag, choose_weights
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.stored import local_checkpoint
+from utils.checkpoint.remote import local_checkpoint
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.files import replace_file
-from utils.packages import import_for
-from utils.run.command_line import open_output
-from utils.run.resume import compare_evaluated
+from utils.packages import import_optional
+from utils.run.command_line import repair_standard_streams
+from utils.run.resume import compare_evaluation_data
 from utils.settings.errors import UserError
 from utils.training.hooks import ModelHooks
-from utils.training.parts.unsaved import KEY, complete
+from utils.training.parts.unsaved import KEY, fill_in_unsaved
 
 LOAD = """\
 import torch; from config import TrainingConfig; from model import create_model
@@ -102,7 +102,7 @@ def read(source: Path, use_ema: bool | None = None) -> tuple[dict[str, Any], dic
     payload, _ = checkpoint.read(source)
     kind = choose_weights(payload, use_ema, source)
     saved: dict[str, Any] = {"model": payload[kind], "weights": kind}
-    config = TrainingConfig.known(payload["config"])
+    config = TrainingConfig.known_values(payload["config"])
     saved["config"] = {name: value for name, value in config.items() if name not in PLACES}
     saved |= {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
     saved[KEY] = payload["provenance"].get(KEY, {})
@@ -120,7 +120,7 @@ def example(config: TrainingConfig, payload: dict[str, Any]) -> tuple[nn.Module,
     ctx = setup_distributed(config)
     data = load_data(dataset, config, ctx)
     hooks = ModelHooks.from_module(fork, data.config)
-    for line in compare_evaluated(payload, data.config, "train", data):
+    for line in compare_evaluation_data(payload, data.config, "train", data):
         print(f"changed: {line}", file=sys.stderr)
     loader = create_evaluation_dataloader(data.train, config, ctx)
     inputs = hooks.example_inputs(loader.fetch([0, len(data.train) - 1])[2])
@@ -194,7 +194,7 @@ def check_loads(data: bytes) -> None:
 
 def as_safetensors(saved: dict[str, Any]) -> bytes:
     """The weights, and the rest as JSON in the metadata. Raises UserError."""
-    save = import_for("format=safetensors", "safetensors.torch").save
+    save = import_optional("format=safetensors", "safetensors.torch").save
     if non_tensors := [name for name, value in saved["model"].items() if not isinstance(value, Tensor)]:
         raise UserError(f"format=safetensors: holds tensors only, and {non_tensors[0]} is none; use --format weights")
     # a tied weight once for each of its names: the format has no shared memory
@@ -309,7 +309,7 @@ def main() -> int:
         if unsaved := saved.pop(KEY):
             torch.manual_seed(config.seed)
             net = ModelHooks.from_module(fork).create_model(config, torch.device("cpu"))
-            saved["model"] = complete(saved["model"], unsaved, net, {}, str(source))
+            saved["model"] = fill_in_unsaved(saved["model"], unsaved, net, {}, str(source))
         shapes, is_classifier = "", False
         is_image_model = has_image_filters(saved)
         if has_code or not is_image_model:
@@ -357,5 +357,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    open_output()
+    repair_standard_streams()
     sys.exit(main())

@@ -28,7 +28,7 @@ from scripts.lib.judge.evaluation import difference, notes_on
 from scripts.lib.judge.statistics import LEVEL, are_equal, collapsed, judged
 from scripts.lib.verify.result import REFUSED, problem_with
 from utils.files import read_json, replace_json
-from utils.run.command_line import open_output
+from utils.run.command_line import repair_standard_streams
 from utils.settings.checks import metric_name
 from utils.settings.errors import UserError
 from utils.table import format_table
@@ -128,7 +128,7 @@ class Judge:
 
     def checked_metric(self) -> str:
         """--metric or the sides' best_metric; "auto" is settled by the first evaluation. Raises UserError."""
-        from utils.metrics import choose_best
+        from utils.metrics import choose_best_metric
 
         metric = self.options.metric
         if not metric:
@@ -139,7 +139,7 @@ class Judge:
         if problem := metric_name(metric):
             raise UserError(f"metric={metric}: {problem}")
         if metric != "auto":
-            choose_best(metric, [metric.rpartition(":")[2]])  # does it need a direction?
+            choose_best_metric(metric, [metric.rpartition(":")[2]])  # does it need a direction?
         return metric
 
     def open(self, request: dict[str, Any]) -> None:
@@ -182,7 +182,7 @@ class Judge:
     def train(self) -> list[dict[str, Any]]:
         """The two runs of each seed, by side. Raises UserError if one fails, or A's and B's are not comparable."""
         from scripts.lib.judge.sides import check_pair, check_quantity
-        from utils.metrics import choose_best
+        from utils.metrics import choose_best_metric
 
         pairs: list[dict[str, Any]] = []
         for seed in self.seeds:
@@ -200,7 +200,7 @@ class Judge:
             a, b = pair["A"], pair["B"]
             check_pair(a, b, has_samples=is_first)
             if is_first:
-                self.name, self.sign = choose_best(self.metric, [*(a.summary.get("final") or {})])
+                self.name, self.sign = choose_best_metric(self.metric, [*(a.summary.get("final") or {})])
                 if note := check_quantity(self.sides, self.out, seed, self.name):
                     self.notes.append(note)
             print(f"seed {seed}: {self.name} A {a.value(self.name):.6g}, B {b.value(self.name):.6g}", flush=True)
@@ -337,5 +337,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    open_output()
+    repair_standard_streams()
     sys.exit(main())

@@ -35,22 +35,22 @@ from scripts.lib.arguments import check_arguments
 from scripts.lib.row_order import check_row_order
 from scripts.lib.weights import TITLES, add_ema_flag, choose_weights
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.stored import local_checkpoint
+from utils.checkpoint.remote import local_checkpoint
 from utils.data.loader import GlobalBatchLoader, create_evaluation_dataloader
-from utils.data.sets import load_data, split_of
+from utils.data.sets import choose_split_name, load_data
 from utils.distributed.collectives import on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
 from utils.files import TEMPORARY, replace_file, replace_json
 from utils.logger import ALIKE, setup_logger, show_progress
 from utils.rng import seed_evaluation
-from utils.run.command_line import open_output
-from utils.run.create import create_state
+from utils.run.command_line import repair_standard_streams
 from utils.run.exit import exit_with_error, supervised
-from utils.run.resume import compare_evaluated
-from utils.run.start import check_alike
+from utils.run.initial_state import create_state
+from utils.run.resume import compare_evaluation_data
+from utils.run.start import check_ranks_equal
 from utils.settings.errors import UserError
 from utils.training.hooks import ModelHooks, first_tensor
-from utils.training.outputs import OTHER_NAMES, Outputs, in_order
+from utils.training.outputs import OTHER_NAMES, OutputCollector, sort_by_sample
 from utils.training.state import TrainState
 
 FLOAT32 = {"use_amp": False, "amp_dtype": "auto"}
@@ -72,7 +72,7 @@ def main() -> None:
     out = options.out or beside / "predictions.pt"
     ctx = setup_distributed(config)
     with supervised(out.parent, config, ctx):
-        check_alike(config, ctx)
+        check_ranks_equal(config, ctx)
         run(options, config, out, ctx)
     cleanup_distributed()
 
@@ -87,10 +87,10 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
     dataset = on_all_ranks(lambda: choose(data, options.split), ctx)
     hooks = ModelHooks.from_module(fork, sets.config, ctx.device)
     state = on_all_ranks(lambda: create_state(hooks, sets.config, ctx, is_resumed=True), ctx)
-    payload = load_checkpoint(options.checkpoint, ctx, state.sharded())
+    payload = load_checkpoint(options.checkpoint, ctx, state.sharded_parameters())
     on_all_ranks(lambda: check(options, out), ctx)
     kind = on_all_ranks(lambda: choose_weights(payload, options.ema, options.checkpoint), ctx)
-    for line in on_all_ranks(lambda: compare_evaluated(payload, sets.config, options.split, sets), ctx):
+    for line in on_all_ranks(lambda: compare_evaluation_data(payload, sets.config, options.split, sets), ctx):
         logger.log(ALIKE, "changed: %s", line)
     on_all_ranks(lambda: state.load_model(payload, kind), ctx)
     loader = on_all_ranks(lambda: create_evaluation_dataloader(dataset, sets.config, ctx), ctx)
@@ -98,13 +98,13 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
     def progress(step: int) -> None:
         show_progress(logger, step, loader.sampler.passes_per_epoch, "predicting")
 
-    split = split_of(dataset, options.split)
+    split = choose_split_name(dataset, options.split)
     seed = functools.partial(seed_evaluation, ctx.device, sets.config.seed, "predict", split)
     outputs = on_all_ranks(lambda: predict(hooks, state, loader, seed, progress), ctx)
     require_equal(sorted(outputs.batches), f"{OTHER_NAMES} ({{first}} and {{other}})", ctx)
     part = out.with_name(f"{out.name}.rank{ctx.rank}")
     try:
-        on_all_ranks(lambda: write(part, outputs.part()), ctx)
+        on_all_ranks(lambda: write(part, outputs.collected()), ctx)
         on_rank_0(lambda: merge(out, len(loader.dataset), ctx), ctx)
         described = {
             "checkpoint": str(options.checkpoint),
@@ -138,12 +138,12 @@ def choose(data: dict[str, Any], split: str) -> Any:
 
 
 @torch.no_grad()
-def predict(hooks: ModelHooks, state: TrainState, loader: GlobalBatchLoader, seed, progress) -> Outputs:
+def predict(hooks: ModelHooks, state: TrainState, loader: GlobalBatchLoader, seed, progress) -> OutputCollector:
     """The outputs for this rank's samples. seed: called with the indices of each micro-batch.
 
     Raises UserError if the outputs of a batch are in another order than its samples.
     """
-    net, outputs = state.model.eval(), Outputs(hooks.predict, seed)
+    net, outputs = state.model.eval(), OutputCollector(hooks.predict, seed)
 
     def predicted(batch: Any) -> dict[str, torch.Tensor]:
         with state.precision.autocast():
@@ -158,7 +158,7 @@ def predict(hooks: ModelHooks, state: TrainState, loader: GlobalBatchLoader, see
         with state.precision.autocast():
             outputs.add(net, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
         if step == 1:  # the workers have started
-            size, batch_size = len(loader.dataset), min(map(len, loader.largest()))
+            size, batch_size = len(loader.dataset), min(map(len, loader.max_samples()))
             check_row_order(predicted, lambda rows: loader.fetch(rows)[2], size, batch_size)
         progress(step)
     return outputs
@@ -172,7 +172,7 @@ def write(path: Path, value: object) -> None:
 def merge(out: Path, samples: int, ctx: DistributedContext) -> None:
     """Merge the parts of all ranks into one file, in the order of the samples."""
     parts = [torch.load(out.with_name(f"{out.name}.rank{rank}"), weights_only=True) for rank in range(ctx.world_size)]
-    write(out, in_order(parts, samples))
+    write(out, sort_by_sample(parts, samples))
     part = re.compile(rf"{re.escape(out.name)}\.rank\d+(\..+{re.escape(TEMPORARY)})?")
     for left in out.parent.iterdir():  # also those of a killed process with more ranks
         if part.fullmatch(left.name):
@@ -180,7 +180,7 @@ def merge(out: Path, samples: int, ctx: DistributedContext) -> None:
 
 
 if __name__ == "__main__":
-    open_output()
+    repair_standard_streams()
     try:
         main()
     except (Exception, KeyboardInterrupt) as error:

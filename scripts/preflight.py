@@ -56,11 +56,11 @@ from utils.data.loader import create_distributed_dataloader
 from utils.data.sets import load_data
 from utils.distributed.collectives import all_gather_json
 from utils.files import replace_json
-from utils.logger import count
+from utils.logger import format_count
 from utils.run import provenance
-from utils.run.create import create_state
 from utils.run.exit import exit_with_error
-from utils.run.start import check_alike
+from utils.run.initial_state import create_state
+from utils.run.start import check_ranks_equal
 from utils.table import format_table
 from utils.training.hooks import ModelHooks, check_model_module
 from utils.training.parts.weight_average import WeightAverage
@@ -107,7 +107,7 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
         state = create_state(ModelHooks.from_module(train.your_model, config, ctx.device), config, ctx)
         gradient = sum(p.nbytes for group in state.optimizer.param_groups for p in group["params"])
         weights = sum(value.nbytes for value in state.model.state_dict().values())
-        average = state.part(WeightAverage)
+        average = state.find_part(WeightAverage)
         if average:
             weights += sum(value.nbytes for value in average.state_dict().values())
         copies = 2 if config.optimizer == "adamw" else int(config.momentum > 0)
@@ -120,13 +120,15 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
                 break
         return loader.num_workers
 
-    if steps.take("same code", check_alike, config, ctx):
-        versions = ", ".join(f"{name} {version}" for name, version in provenance.versions().items() if version)
+    if steps.take("same code", check_ranks_equal, config, ctx):
+        versions = ", ".join(f"{name} {version}" for name, version in provenance.package_versions().items() if version)
         findings += verdict.findings("same code", f"the same code, settings and versions on all ranks ({versions})")
         if samples := steps.take("data", load, seconds=config.timeout):
             findings += verdict.findings("data", f"the same {samples[0]:,} samples on all ranks")
             if workers := steps.take("loader", read_batches, seconds=MAX_SECONDS_OF_MODEL):
-                findings += verdict.findings("loader", f"reads batches with {count(workers[0], 'worker')} per rank")
+                findings += verdict.findings(
+                    "loader", f"reads batches with {format_count(workers[0], 'worker')} per rank"
+                )
             sizes = steps.take("model", create, seconds=MAX_SECONDS_OF_MODEL)
     findings += (
         verdict.host_names(facts) + verdict.network(facts) + verdict.devices(facts) + verdict.shared_memory(facts)

@@ -44,18 +44,18 @@ from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.benchmark.ours import Ours
 from lib.values import TIMES, comparable, digest, leaves
-from scripts.lib.stored import local_run  # extra: companions
+from scripts.lib.mirrored_run import local_run  # extra: companions
 from utils.batch import map_tensors, tensors_in
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import MicroBatch
 from utils.distributed.consensus import Stopped
-from utils.files import read_json, read_lines, replace_file
+from utils.files import read_json, read_records, replace_file
 from utils.rng import seed_device
-from utils.run.command_line import open_output
+from utils.run.command_line import repair_standard_streams
 from utils.run.exit import exit_with_error
 from utils.settings.errors import UserError
 from utils.table import format_table
-from utils.training.fingerprint import fingerprint_of
+from utils.training.fingerprint import fingerprint_tensors
 from utils.training.hooks import ModelHooks
 from utils.training.parts.loss_terms import LossTerms
 from utils.training.step_sums import StepSums
@@ -133,7 +133,7 @@ def records_of(run: Path, first: int, last: int) -> dict[int, dict[str, Any]]:
     """Records of the replayed steps up to `last`, by step, from the latest checkpoint before step `first` on."""
     with opened(run, first, ["--log_interval", "1"]) as (ours, _):
         go_on(ours, last)
-        return {record["step"]: record for record in ours.training.attempt.run.records("train")}
+        return {record["step"]: record for record in ours.training.attempt.run.read_records("train")}
 
 
 def dump_of(run: Path, step: int) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def latest_before(run: Path, step: int) -> tuple[Path | None, dict[str, Any] | N
     folder = run / "checkpoints"
     folder = folder if folder.is_dir() else Path(read_json(run / "config.json")["checkpoint_dir"])
     for path in reversed(checkpoint.step_checkpoints(folder)):
-        if checkpoint.step_of(path) < step:
+        if checkpoint.parse_step(path) < step:
             try:
                 return path, checkpoint.read(path)[0]
             except UserError as error:
@@ -176,7 +176,7 @@ def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -
 def replay(ours: Ours, options: argparse.Namespace, start: Path | None) -> bool:
     """Train to the step, examine it, go on to the next record. Returns whether everything equals the run's."""
     state, first, target = ours.state, ours.state.progress.step, options.step
-    records = read_lines(options.run / "metrics.jsonl")
+    records = read_records(options.run / "metrics.jsonl")
     run_records = [r for *_, r in records if r.get("kind") == "train" and r["step"] > first]
     end = min((r["step"] for r in run_records if r["step"] >= target), default=target)
     print(f"step {target} of {options.run}, replayed from {start.name if start else 'the start'}", flush=True)
@@ -184,7 +184,7 @@ def replay(ours: Ours, options: argparse.Namespace, start: Path | None) -> bool:
     show(step)
     different = None
     for path in checkpoint.step_checkpoints(options.run / "checkpoints"):
-        if checkpoint.step_of(path) != target:
+        if checkpoint.parse_step(path) != target:
             continue
         different = differing_state(path, state.state_dict())
         text = (
@@ -194,7 +194,7 @@ def replay(ours: Ours, options: argparse.Namespace, start: Path | None) -> bool:
         )
         print(f"state after the step, compared with {path.name}: {text}")
     go_on(ours, end)
-    replay_records = {r["step"]: r for r in ours.training.attempt.run.records("train")}
+    replay_records = {r["step"]: r for r in ours.training.attempt.run.read_records("train")}
     is_equal = show_records([(r, replay_records[r["step"]]) for r in run_records if r["step"] <= end])
     if options.dump:
         replace_file(options.dump, lambda file: torch.save(vars(step), file))
@@ -213,7 +213,7 @@ def look_at(ours: Ours, target: int) -> Step:
     plain_commit = StepSums.commit
 
     def commit(sums: StepSums, *args: Any) -> None:
-        step.loss, step.norm = (sums.loss / sums.loss_count).item(), state.norm.item()
+        step.loss, step.norm = (sums.loss / sums.loss_count).item(), state.gradient_norm.item()
         plain_commit(sums, *args)
 
     def note(*_: Any) -> None:
@@ -223,7 +223,7 @@ def look_at(ours: Ours, target: int) -> Step:
     with mock.patch.object(StepSums, "commit", commit):
         go_on(ours, target)
     hook.remove()
-    step.after, step.lrs = copies(state.model.state_dict()), state.lrs
+    step.after, step.lrs = copies(state.model.state_dict()), state.learning_rates
     step.moments = copies(leaves(comparable(state.state_dict())["optimizer"]))
     examine(step, plan, ours)
     return step
@@ -244,7 +244,7 @@ def go_on(ours: Ours, step: int) -> None:
             raise UserError(f"step={step}: its checkpoint's settings end before; add --max_steps {step}")
         with contextlib.suppress(Stopped):
             train.train_one_epoch(replace(training, consensus=mock.Mock(step=stop_there)))
-        training.reporter.catch_up()
+        training.reporter.finish_log_point()
 
 
 def begin_epoch(ours: Ours) -> None:
@@ -267,7 +267,7 @@ def examine(step: Step, plan: list[MicroBatch], ours: Ours) -> None:
     model = hooks.create_model(config, device)
     model.load_state_dict(step.before)
 
-    terms = hooks.part(LossTerms)
+    terms = hooks.find_part(LossTerms)
 
     def loss_of(batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
         seed_device(device, "step", config.seed, step.number - 1, micro_batch.number)
@@ -327,7 +327,7 @@ def watching(
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         if outputs is not None:
             name = f"{names[module] or 'the model'} ({type(module).__name__})"
-            outputs.append((name, fingerprint_of("output", tensors_in(output))))
+            outputs.append((name, fingerprint_tensors("output", tensors_in(output))))
         if not is_finite(output):
             relation = "in" if is_finite(inputs) else "before"
             origins.setdefault(label, f"{relation} {names[module] or 'the model'} ({type(module).__name__})")
@@ -396,7 +396,7 @@ def show_records(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
 
 
 if __name__ == "__main__":
-    open_output()
+    repair_standard_streams()
     try:
         sys.exit(main())
     except (Exception, KeyboardInterrupt) as error:

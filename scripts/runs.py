@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.lib import listing
 from scripts.lib.svg import Series, color, line_plot, svg_file
-from utils.files import read_json, read_lines
-from utils.report.goodput import attempts_of
-from utils.run.command_line import open_output
+from utils.files import read_json, read_records
+from utils.report.goodput import split_attempts
+from utils.run.command_line import repair_standard_streams
 from utils.settings.errors import UserError
 from utils.table import format_table
 
@@ -56,11 +56,11 @@ class RunInfo:
             self.status["state"] = "killed"  # no rank was left to write it
         self.summary = read_json(folder / "summary.json")
         self.provenance = read_json(folder / "provenance.json")
-        records = read_lines(folder / "metrics.jsonl")
+        records = read_records(folder / "metrics.jsonl")
         self.records = [
             r for *_, r in records if isinstance(r, dict) and "kind" in r and isinstance(r.get("step"), int)
         ]
-        self.attempts = attempts_of(self.records, self.status.get("time"), self.status.get("step"))
+        self.attempts = split_attempts(self.records, self.status.get("time"), self.status.get("step"))
 
     def size(self) -> int:
         """The size in bytes; hard links count once. A live run replaces its files meanwhile."""
@@ -93,12 +93,12 @@ def may_run(folder: Path) -> bool:
 def find_runs(sources: list[str], choose: Callable[[list[int], int], list[int]] | None = None) -> list[RunInfo]:
     """The runs (folders with a status.json) in these folders and at these URLs. Raises UserError if there are none.
 
-    choose: the checkpoints that are needed (utils.checkpoint.stored.local_run).
+    choose: the checkpoints that are needed (lib.mirrored_run.local_run).
     """
     titles: dict[Path, str] = {}
     for source in sources:
         if "://" in source:  # extra: companions
-            from scripts.lib.stored import local_run  # only here: not every run is at a URL
+            from scripts.lib.mirrored_run import local_run  # only here: not every run is at a URL
 
             titles[local_run(source, choose or (lambda steps, best: []))] = source
             continue
@@ -304,5 +304,5 @@ def show(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    open_output()
+    repair_standard_streams()
     sys.exit(main())

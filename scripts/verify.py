@@ -27,9 +27,9 @@ PROBLEM = RESULT.begin() if __name__ == "__main__" else ""
 import io
 from contextlib import redirect_stderr, redirect_stdout
 
-from config import TrainingConfig, fields_of_yours
+from config import TrainingConfig, fork_settings
 from utils.distributed.context import read_launch
-from utils.run.command_line import check_command_line, reject
+from utils.run.command_line import check_command_line, exit_rejected
 from utils.settings.errors import UserError
 
 
@@ -40,7 +40,7 @@ def check_flags() -> None:
     if PROBLEM:
         if (launch := read_launch()).rank == 0:
             print(PROBLEM, file=sys.stderr, flush=True)
-        reject(UserError(PROBLEM, is_final=True), launch)
+        exit_rejected(UserError(PROBLEM, is_final=True), launch)
     err = io.StringIO()
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(err):
@@ -77,10 +77,10 @@ from lib.verify.model_checks import evaluation, gradient, parameters
 from lib.verify.new_process import NewProcess
 from lib.verify.run_checks import plain_load, reduction, resume, training, weights
 from lib.verify.schedule_check import schedule
-from utils.data.sets import kind_of, load_data
+from utils.data.sets import dataset_class_name, load_data
 from utils.distributed import device
 from utils.distributed.collectives import all_gather_json, is_peer_failure
-from utils.distributed.context import single_environment
+from utils.distributed.context import environment_without_launcher
 from utils.extras import verify as verified
 from utils.files import replace_json
 from utils.run import provenance
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if fork.ctx.is_main:
             fork.new_process = NewProcess(
-                {"given": fork.given.to_json(), "config": fork.config.to_json()}, single_environment()
+                {"given": fork.given.to_json(), "config": fork.config.to_json()}, environment_without_launcher()
             )
         report = Report(fork, sys.argv[1:] if argv is None else list(argv), len(checks))
         for check in checks:
@@ -140,7 +140,7 @@ def prepare(config: TrainingConfig) -> Fork:
     device.choose_kernels = functools.partial(device.choose_kernels, has_tf32=False)  # for the short runs too
     gc.freeze()  # each short run begins with a collection, which need not look at what is imported
     ctx = setup_distributed(config)
-    collected = provenance.collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit)
+    collected = provenance.collect_provenance(ctx.hosts, ctx.device_names, ctx.launch.git_commit)
     RESULT.values |= {"ranks": ctx.world_size}
     RESULT.values |= {name: collected[name] for name in ("git_commit", "git_dirty", "versions")}
     sys.stdout = Once(OUT if ctx.is_main else None)
@@ -163,9 +163,9 @@ class Report:
     def __init__(self, fork: Fork, flags: list[str], checks: int) -> None:
         self._fork, self._flags, self._checks, self._prints = fork, flags, checks, fork.ctx.is_main
         self._outcomes: dict[str, dict[str, object]] = {}
-        self._code = provenance.code_digests()  # of the code as imported
+        self._code = provenance.code_checksums()  # of the code as imported
         ranks = plural(fork.ctx.world_size, "rank")
-        self._task = verified.task_of(fork.new_model(), kind_of(fork.train_set))
+        self._task = verified.fingerprint_task(fork.new_model(), dataset_class_name(fork.train_set))
         precision = str(fork.dtype).removeprefix("torch.")
         self._print(f"verifying {self._task}, {plural(len(fork.train_set), 'sample')}, on {ranks}, in {precision}")
         RESULT.values |= {"task": self._task, "samples": len(fork.train_set), "precision": precision}
@@ -219,7 +219,7 @@ class Report:
     def check_fields(self, read: set[str]) -> None:
         """Call after all checks. read: the fields that the fork's code has read meanwhile."""
         used_fields, given = read | mentioned_fields(), self._fork.given
-        unread = [setting for setting in fields_of_yours() if setting.name not in used_fields]
+        unread = [setting for setting in fork_settings() if setting.name not in used_fields]
         names = []
         for setting in unread:
             # those of the shipped model and data may stand in a fork without them, unless they are given
@@ -232,7 +232,7 @@ class Report:
 
     def finish(self) -> bool:
         """Write verified.json. Returns whether all invariants hold."""
-        now, ctx = provenance.code_digests(), self._fork.ctx
+        now, ctx = provenance.code_checksums(), self._fork.ctx
         if edited := [name for name in self._code if now.get(name) != self._code[name]]:
             text = f"{first_three(edited)}: edited during the checks; run verify.py again"
             self._note("code", False, text, time.monotonic())
@@ -240,13 +240,13 @@ class Report:
         is_passed = not broken and len(self._outcomes) == self._checks
         report = {
             "passed": is_passed,
-            "time": provenance.now(),
+            "time": provenance.utc_now(),
             "ranks": ctx.world_size,
             "task": self._task,
             "flags": self._flags,
             "settings": self._fork.settings,
             "devices": sorted(set(ctx.device_names)),
-            "versions": provenance.versions(),
+            "versions": provenance.package_versions(),
             "code": now | self._code,
             "invariants": self._outcomes,
             "notes": [note for check in RESULT.values["checks"] for note in check["notes"]],

@@ -45,18 +45,18 @@ import model as your_model
 import train
 from config import TrainingConfig
 from utils.checkpoint import archive
-from utils.clock import Clock
+from utils.clock import PhaseClock
 from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
 from utils.distributed.context import DistributedContext
 from utils.metrics import MetricTracker
 from utils.run import async_snapshot as copier_module
 from utils.run.checkpoints import Checkpoints
-from utils.run.create import create_state
+from utils.run.initial_state import create_state
 from utils.training import fingerprint
 from utils.training import first_passes as first_passes_module
 from utils.training.batchnorm import RunningStats
 from utils.training.evaluation import Evaluation
-from utils.training.first_passes import first_passes
+from utils.training.first_passes import run_first_passes
 from utils.training.gradient_strategy import wrap_ddp
 from utils.training.hooks import ModelHooks
 from utils.training.step_sums import StepSums
@@ -280,10 +280,10 @@ def made_of_stubs(recorder):
     torch.Stream, torch.Event, torch.accelerator.current_stream = Stream, Event, lambda *_: Stream.current[-1]
     torch.accelerator.set_device_index = lambda *_: None
     # what is read on purpose: digests of the first passes and of a checkpoint, and the result of an evaluation
-    first_passes_module.fingerprint_of = lambda name, tensors: len(fingerprint._totals(name, tensors))
-    copier_module.of_weights = lambda state: fingerprint.of_weights(state).numel()
-    copier_module.of_buffers = lambda model: fingerprint.of_buffers(model).numel()
-    copier_module.gather = lambda row, ctx: [[0, 0]]
+    first_passes_module.fingerprint_tensors = lambda name, tensors: len(fingerprint._sum_by_device(name, tensors))
+    copier_module.fingerprint_weights = lambda state: fingerprint.fingerprint_weights(state).numel()
+    copier_module.fingerprint_buffers = lambda model: fingerprint.fingerprint_buffers(model).numel()
+    copier_module.gather_rows = lambda row, ctx: [[0, 0]]
     archive.Tensor = FakeTensor  # else no checkpoint can hold one
     MetricTracker.means = lambda self: {"loss": 0.0}
 
@@ -329,7 +329,7 @@ def run(recorder, *flags):
     """What the first and the last step of the second epoch, a log point, an evaluation and a checkpoint do."""
     config = TrainingConfig.from_args(["--amp_dtype", "bf16", "--dataset_size", str(4 * 64), *flags])
     ctx, Stream.current = DistributedContext(0, 0, 1, torch.device(DEVICE, 0)), [Stream()]
-    clock = Clock(ctx.device)
+    clock = PhaseClock(ctx.device)
     loader, _ = create_distributed_dataloader(dataset.create_dataset(config, "train"), config, ctx, clock)
     held_out = create_evaluation_dataloader(dataset.create_dataset(config, "val"), config, ctx, clock)
     for data_loader in (loader, held_out):
@@ -348,7 +348,7 @@ def train_and_save(recorder, loader, held_out, config, ctx):
     hooks, clock, sampler = ModelHooks.from_module(your_model, config, ctx.device), loader._clock, loader.sampler
     state = create_state(hooks, config, ctx)
     model = wrap_ddp(state.model, config, ctx)
-    first_passes(
+    run_first_passes(
         model,
         state,
         loader,
@@ -360,7 +360,7 @@ def train_and_save(recorder, loader, held_out, config, ctx):
     )
     state.plan(sampler)
     for owner, name, part in (
-        (loader, "_make", "loader"),
+        (loader, "_fetch_micro_batch", "loader"),
         (loader, "_to_device", "augmentation"),
         (state, "backward", "backward"),
         (state.optimizer, "step", "optimizer"),
@@ -372,7 +372,7 @@ def train_and_save(recorder, loader, held_out, config, ctx):
     attempt = SimpleNamespace(config=config, ctx=ctx, clock=clock)
     nothing = mock.MagicMock()
     nothing.step.return_value = False
-    reporter = mock.Mock(is_due=False, step_done=lambda *_: steps.append(recorder.take()))
+    reporter = mock.Mock(is_log_due=False, record_step=lambda *_: steps.append(recorder.take()))
     training = SimpleNamespace(
         **{"attempt": attempt, "hooks": hooks, "loader": loader, "state": state, "model": model},
         **{"consensus": nothing, "checkpoints": nothing, "reporter": reporter},
@@ -385,9 +385,9 @@ def train_and_save(recorder, loader, held_out, config, ctx):
         state.schedule.end_epoch()
     recorder.take()
     recorder.part = "log point"
-    state.log_window.begin_read(fingerprint.fingerprint(state))
+    state.log_window.begin_read(fingerprint.fingerprint_state(state))
     log_point, recorder.part = recorder.take(), "evaluation"
-    Evaluation(state.model, hooks, state.precision, ctx, state.parts).records(
+    Evaluation(state.model, hooks, state.precision, ctx, state.parts).evaluate_all_weights(
         "val", held_out["val"], state.weights(), state.progress
     )
     trace = {"first step": steps[0], "step": steps[-1], "log point": log_point, "evaluation": recorder.take()}
@@ -401,8 +401,8 @@ def save(recorder, state, attempt):
     attempt = SimpleNamespace(run=run, **vars(attempt))
     checkpoints = Checkpoints(attempt, state, {}, before_save=lambda: None)
     recorder.take()
-    with mock.patch.object(checkpoints._copier._thread, "submit", lambda function, *args: function(*args)):
-        checkpoints._copier.begin()
+    with mock.patch.object(checkpoints._snapshot._thread, "submit", lambda function, *args: function(*args)):
+        checkpoints._snapshot.start()
     return recorder.take()
 
 

@@ -321,7 +321,7 @@ class EagerConsensus(Consensus):
 @contextlib.contextmanager
 def signals_after(stops):
     """Send SIGUSR1 to the last rank at the end of step stops[0]; all ranks stop one step later."""
-    plain_done = Reporter.step_done
+    plain_done = Reporter.record_step
 
     def done(self, samples, indices):
         plain_done(self, samples, indices)
@@ -330,14 +330,14 @@ def signals_after(stops):
             os.kill(os.getpid(), signal.SIGUSR1)
 
     eager = mock.patch.object(assembly, "Consensus", EagerConsensus)
-    with mock.patch.object(Reporter, "step_done", done), eager:
+    with mock.patch.object(Reporter, "record_step", done), eager:
         yield
 
 
 @contextlib.contextmanager
 def training_under(mode, done):
     """Run epochs under a dispatch mode; done(step) is called after each optimizer step."""
-    plain_epoch, plain_done = train.train_one_epoch, Reporter.step_done
+    plain_epoch, plain_done = train.train_one_epoch, Reporter.record_step
 
     def epoch(training):
         with mode:
@@ -347,5 +347,5 @@ def training_under(mode, done):
         done(self._state.progress.step)
         plain_done(self, samples, indices)
 
-    with mock.patch.object(train, "train_one_epoch", epoch), mock.patch.object(Reporter, "step_done", step_done):
+    with mock.patch.object(train, "train_one_epoch", epoch), mock.patch.object(Reporter, "record_step", step_done):
         yield

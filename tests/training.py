@@ -16,8 +16,8 @@ from ranks import ROOT, run_ranks
 from tasks import BUCKETS, train_task, using
 from utils import assembly
 from utils.checkpoint import format as checkpoint
-from utils.files import read_json, read_lines
-from utils.report.goodput import AttemptTimes, attempts_of
+from utils.files import read_json, read_records
+from utils.report.goodput import AttemptTimes, split_attempts
 from utils.run.checkpoints import Checkpoints
 
 
@@ -169,6 +169,6 @@ def says(text: str, pattern: str) -> None:
 
 def attempts_in(folder: Path) -> list[AttemptTimes]:
     """The attempts of a run, from its files."""
-    records = [record for *_, record in read_lines(folder / "metrics.jsonl") if isinstance(record.get("step"), int)]
+    records = [record for *_, record in read_records(folder / "metrics.jsonl") if isinstance(record.get("step"), int)]
     status = read_json(folder / "status.json")
-    return attempts_of(records, status.get("time"), status.get("step"))
+    return split_attempts(records, status.get("time"), status.get("step"))

@@ -11,17 +11,17 @@ from utils.data.loader import GlobalBatchLoader, create_distributed_dataloader, 
 from utils.data.sets import load_data
 from utils.distributed.collectives import on_all_ranks
 from utils.distributed.consensus import Consensus, Vote
-from utils.extras.cache.sample_cache import cached  # extra: cache
+from utils.extras.cache.sample_cache import cache_datasets  # extra: cache
 from utils.report.reporter import Reporter
 from utils.report.validation import Validation
 from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
-from utils.run.create import create_state
-from utils.run.provenance import provenance_of
+from utils.run.initial_state import create_state
+from utils.run.provenance import create_provenance
 from utils.run.resume import resume_run
 from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.ddp_model import WrappedModel
-from utils.training.first_passes import buffers_restored, first_passes
+from utils.training.first_passes import buffers_restored, run_first_passes
 from utils.training.gradient_strategy import wrap_ddp
 from utils.training.hooks import ModelHooks, check_model_module
 from utils.training.state import TrainState
@@ -57,7 +57,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
     run = attempt.run
     clock = attempt.clock
     check_model_module(model_module, attempt.config, ctx)
-    run.begin()  # from here on status.json says "running"
+    run.mark_running()  # from here on status.json says "running"
 
     sets = load_data(data, attempt.config, ctx)
     config = sets.config  # in which the data have resolved `auto` fields
@@ -67,7 +67,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
     state = on_all_ranks(lambda: create_state(hooks, config, ctx, is_resumed, sets.train), ctx)
 
     train_set, held_out_sets = sets.train, sets.held_out
-    train_set, held_out_sets = cached(train_set, held_out_sets, config, ctx, attempt.logger)  # extra: cache
+    train_set, held_out_sets = cache_datasets(train_set, held_out_sets, config, ctx, attempt.logger)  # extra: cache
     loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, config, ctx, clock), ctx)
     attempt.resources.callback(loader.close)
     held_out = {}
@@ -79,7 +79,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
     on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
     with buffers_restored(state.model):
-        selects_best = first_passes(
+        selects_best = run_first_passes(
             model,
             state,
             loader,
@@ -93,8 +93,8 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
             from utils.extras.compile.compiled import compile_all_sizes
 
             on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, hooks, config), ctx)
-    provenance = provenance_of(config, ctx, state, sampler) | sets.content
-    differences = resume_run(attempt, state, sampler, provenance, sets.listing, selects_best)
+    provenance = create_provenance(config, ctx, state, sampler) | sets.provenance
+    differences = resume_run(attempt, state, sampler, provenance, sets.file_listing, selects_best)
 
     reporter = Reporter(attempt, state, loader, provenance, hooks.log_images)
     attempt.resources.callback(reporter.close)
@@ -106,11 +106,11 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
         part.start()
 
     def vote() -> Vote:
-        return Vote(stop=attempt.is_asked_to_stop, save=checkpoints.is_due())
+        return Vote(stop=attempt.is_asked_to_stop, save=checkpoints.is_save_due())
 
-    consensus = Consensus(vote, ctx.control)
+    consensus = Consensus(vote, ctx.control_group)
     loaders = {"train": loader, **held_out}
-    validation = Validation(attempt, state, hooks, consensus, loaders, reporter, checkpoints, best=selects_best)
+    validation = Validation(attempt, state, hooks, consensus, loaders, reporter, checkpoints, best_metric=selects_best)
     return Training(
         attempt=attempt,
         hooks=hooks,

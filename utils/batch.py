@@ -39,7 +39,7 @@ def _map(value: Any, function: Callable[[Any], Any], method: str, copies: dict[i
         except TypeError:  # torch.Size and torch.return_types are classes of C
             return type(value)(values)
     is_container = isinstance(value, dict | list | deque)
-    if is_container or (has_values(type(value)) and object.__getstate__(value)):
+    if is_container or (has_batch_values(type(value)) and object.__getstate__(value)):
         result = copy.copy(value)
         copies[id(value)] = value, result
         for entries in (result if is_container else {}, getattr(result, "__dict__", {})):
@@ -55,7 +55,7 @@ def _map(value: Any, function: Callable[[Any], Any], method: str, copies: dict[i
     return function(value)
 
 
-def has_values(kind: type) -> bool:
+def has_batch_values(kind: type) -> bool:
     """Whether the attributes of a class's objects are values of a batch."""
     marks = "__dataclass_fields__", "__attrs_attrs__", "to", "pin_memory"
     return issubclass(kind, Mapping | Sequence) or any(hasattr(kind, mark) for mark in marks)
@@ -67,7 +67,7 @@ def has_method(value: Any, name: str) -> bool:
     return callable(getattr(type(value), name, None)) and not isinstance(value, UserDict)
 
 
-def call_method(name: str, value: Any, *args: Any, **options: Any) -> Any:
+def call_if_present(name: str, value: Any, *args: Any, **options: Any) -> Any:
     """value.name(*args, **options) of a tensor, or of an object that has such a method; else the value itself.
 
     An object's method may lack the options, and may change the object and its containers in place: it is called on a

@@ -15,7 +15,7 @@ STEPS_KEPT = 512
 NO_FUNCTION = "-"
 
 
-class Clock:
+class PhaseClock:
     """The phase and step of this rank's loop, and the seconds spent in each phase.
 
     Args:
@@ -23,27 +23,27 @@ class Clock:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._seconds, self._taken = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)  # taken: by `take`
+        self._seconds, self._seconds_taken = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)  # taken: by `take`
         self.counter = self.step = 0
         self.durations: deque[float] = deque(maxlen=STEPS_KEPT)  # seconds of the latest steps
-        self.phase, self._mark, self._step_began = "start", time.perf_counter(), 0.0
+        self.phase, self._counted_until, self._step_began = "start", time.perf_counter(), 0.0
         self.function = NO_FUNCTION  # of model.py, in which an evaluation is
         self._events: list[tuple[str, torch.Event]] | None = [] if device and device.type != "cpu" else None
         self.enter("start")
 
     @property
-    def completed(self) -> int:
+    def last_completed_step(self) -> int:
         """The last optimizer step that is complete; that of this phase may be."""
         return self.step - (self.phase in STEP_PHASES)
 
-    def call(self, function: str) -> None:
+    def enter_function(self, function: str) -> None:
         """Show that the evaluation is in this function of model.py, until a phase is entered."""
         self.function = function
         self.counter += 1
 
     def enter(self, phase: str) -> None:
         """Enter a phase."""
-        self._count()
+        self._count_time()
         self.phase, self.function = phase, NO_FUNCTION
         self.counter += 1
         if phase in ("forward", "backward"):
@@ -51,7 +51,7 @@ class Clock:
 
     def begin_step(self, step: int) -> None:
         """Begin optimizer step `step` (from 1), in the data phase."""
-        now = self._count()  # belongs to the previous step
+        now = self._count_time()  # belongs to the previous step
         if self._step_began:
             self.durations.append(now - self._step_began)
         else:
@@ -59,21 +59,21 @@ class Clock:
         self._step_began = now
         self.step, self.phase, self.counter = step, "data", self.counter + 1
 
-    def leave_steps(self) -> None:
+    def pause_steps(self) -> None:
         """Leave the training steps, for an evaluation or the end of an epoch."""
         self._step_began = 0.0
         self._mark_device("pause")
 
-    def spent(self) -> dict[str, float]:
+    def seconds_by_phase(self) -> dict[str, float]:
         """The seconds so far in each phase."""
-        self._count()
+        self._count_time()
         return dict(self._seconds)
 
-    def take(self) -> Callable[[], tuple[float, float, float]]:
+    def take_step_times(self) -> Callable[[], tuple[float, float, float]]:
         """The seconds of this rank since the last call in training steps, in waits for data and in forward passes, as a
         function. Those of an accelerator are its own, and the function waits until it has reached this call."""
-        spent, before = self.spent(), self._taken
-        self._taken = spent
+        spent, before = self.seconds_by_phase(), self._seconds_taken
+        self._seconds_taken = spent
         data, forward, *other_phases = (spent[phase] - before[phase] for phase in STEP_PHASES)
         if self._events is None:
             return lambda: (data + forward + sum(other_phases), data, forward)
@@ -90,11 +90,11 @@ class Clock:
 
         return on_the_device
 
-    def _count(self) -> float:
+    def _count_time(self) -> float:
         """Count the time up to now for the current phase. Returns the time."""
-        before, self._mark = self._mark, time.perf_counter()
-        self._seconds[self.phase] += self._mark - before
-        return self._mark
+        before, self._counted_until = self._counted_until, time.perf_counter()
+        self._seconds[self.phase] += self._counted_until - before
+        return self._counted_until
 
     def _mark_device(self, phase: str) -> None:
         """Queue a time stamp on an accelerator, at which this phase begins."""

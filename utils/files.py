@@ -18,16 +18,21 @@ from typing import Any, BinaryIO, TypeVar
 T = TypeVar("T")
 
 TEMPORARY = ".tmp"
-WRONG_FILE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
-WRONG_FILE |= {errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO}  # the last two: of wrong content, of sockets
+PERMANENT_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+PERMANENT_ERRORS |= {
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EINVAL,
+    errno.ENXIO,
+}  # the last two: of wrong content, of sockets
 SECONDS_BETWEEN_TRIES = 1.0
-MAX_WAITING = 100_000  # lines kept while they cannot be written
-BLOCK = 1 << 18  # bytes of a step back from the end of a file
+MAX_WAITING_LINES = 100_000  # lines kept while they cannot be written
+BLOCK_BYTES = 1 << 18  # bytes of a step back from the end of a file
 
 
 def is_transient(error: OSError) -> bool:
-    """Whether another attempt may succeed: the storage failed or something was short, and the file is not wrong."""
-    return bool(error.errno) and error.errno not in WRONG_FILE
+    """Whether a retry may succeed: the storage failed or something was short, and the file is not wrong."""
+    return bool(error.errno) and error.errno not in PERMANENT_ERRORS
 
 
 def retry(action: Callable[[], T]) -> T:
@@ -57,7 +62,7 @@ def replace_file(
     Raises:
         OSError: if any of this fails; `path` is then unchanged and the temporary file deleted.
     """
-    temporary = temporary_of(path)
+    temporary = temporary_path(path)
     try:
         with temporary.open("wb") as file:
             write(file)
@@ -68,31 +73,31 @@ def replace_file(
             before_rename()
         temporary.replace(path)
         if is_flushed:
-            flush_folder(path.parent)
+            fsync_folder(path.parent)
     except BaseException:
         with suppress(OSError):  # the folder itself may be inaccessible
             temporary.unlink(missing_ok=True)
         raise
 
 
-def temporary_of(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """A new name for a temporary file. Several ranks may write `path`, in containers even with equal names and pids."""
     return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}{TEMPORARY}")
 
 
 def replace_json(path: Path, value: Any, is_flushed: bool = True) -> None:
     """`replace_file` with JSON; non-finite numbers become null."""
-    data = json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n"
+    data = json.dumps(replace_non_finite(value), indent=2, ensure_ascii=False) + "\n"
     # a byte of a name that is not UTF-8 is a surrogate, which becomes JSON's own \udcXX and is read back as that byte
     replace_file(path, lambda file: file.write(data.encode(errors="backslashreplace")), is_flushed=is_flushed)
 
 
-def finite(value: Any) -> Any:
+def replace_non_finite(value: Any) -> Any:
     """The value with None in place of non-finite numbers, which JSON lacks."""
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [replace_non_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -105,7 +110,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def flush_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """fsync the folder, so that the names in it are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -114,7 +119,7 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-class LinesFile:
+class AppendOnlyFile:
     """An append-only file of lines. Lines that cannot be written are kept and written with a later one."""
 
     def __init__(self, path: Path) -> None:
@@ -128,7 +133,7 @@ class LinesFile:
 
     def append(self, line: str) -> None:
         """Append a whole line. Never raises because of the disk: a lost record must not stop training."""
-        self._waiting = [*self._waiting[-MAX_WAITING:], f"{line}\n".encode(errors="backslashreplace")]
+        self._waiting = [*self._waiting[-MAX_WAITING_LINES:], f"{line}\n".encode(errors="backslashreplace")]
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | self._creates, 0o666)
         except OSError:
@@ -146,7 +151,7 @@ class LinesFile:
             os.close(descriptor)
 
 
-def read_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+def read_records(path: Path, start: int = 0) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """The offset, the line and the record of each line that begins at `start` or later and that no kill truncated."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         offset = file.seek(start - 1) + len(file.readline()) if start else 0
@@ -156,12 +161,14 @@ def read_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes, dict[st
             offset += len(line)
 
 
-def cut_lines(path: Path, is_kept: Callable[[dict], bool], is_settled: Callable[[dict], bool]) -> None:
+def drop_records(path: Path, is_kept: Callable[[dict], bool], is_settled: Callable[[dict], bool]) -> None:
     """Drop records. All up to the last one for which `is_settled` is true are kept, and the search begins there."""
     end, kept, size = 0, [], path.stat().st_size if path.exists() else 0
-    for start in range(size - BLOCK, -BLOCK, -BLOCK):
-        end = end or next((at for at, _, entry in islice(read_lines(path, max(0, start)), 20) if is_settled(entry)), 0)
-    for offset, line, record in read_lines(path, end):
+    for start in range(size - BLOCK_BYTES, -BLOCK_BYTES, -BLOCK_BYTES):
+        end = end or next(
+            (at for at, _, entry in islice(read_records(path, max(0, start)), 20) if is_settled(entry)), 0
+        )
+    for offset, line, record in read_records(path, end):
         if is_kept(record) and offset == end:
             end += len(line)
         elif is_kept(record):  # after a dropped one

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from utils.files import LinesFile
+from utils.files import AppendOnlyFile
 
 NAME = "ddp"
 RESERVED = (  # keys of a record besides the metrics
@@ -26,7 +26,7 @@ BAR_WIDTH = 24
 COLUMNS = 120  # maximum width of a line
 
 
-def some_of(names: list[str], limit: int = 3) -> str:
+def join_first(names: list[str], limit: int = 3) -> str:
     """The first names as text, and how many more there are: "a, b, c and 4 more"."""
     others_text = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + others_text
@@ -63,7 +63,9 @@ class _ConsoleHandler(logging.StreamHandler):
             self.handleError(logging.makeLogRecord({"msg": bar}))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if isinstance(sys.exc_info()[1], OSError):  # `| head`, a closed terminal, a full disk; train.py has open_output
+        if isinstance(
+            sys.exc_info()[1], OSError
+        ):  # `| head`, a closed terminal, a full disk; train.py has repair_standard_streams
             # the run continues; data left in the buffer would make the exit code 120
             with suppress(OSError, ValueError):  # a stream without a descriptor
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
@@ -76,7 +78,7 @@ class _FileHandler(logging.Handler):
 
     def __init__(self, file: Path) -> None:
         super().__init__()
-        self._lines = LinesFile(file)
+        self._lines = AppendOnlyFile(file)
 
     def emit(self, record: logging.LogRecord) -> None:
         self._lines.append(self.format(record))
@@ -126,19 +128,19 @@ def log_training_step(
     targets_per_s: what the loss counts: tokens, pixels. 0: left out.
     """
     rate, step_s = record["samples_per_s"], record["step_s"]
-    begin = [f"epoch {record['epoch']}", f"step {record['step']}/{total_steps}", f"loss {show(record['loss'])}"]
+    begin = [f"epoch {record['epoch']}", f"step {record['step']}/{total_steps}", f"loss {format_value(record['loss'])}"]
     begin[2] += f" ({skipped} skipped)" if (skipped := record.get("skipped_steps")) else ""
     end = [f"lr {record['lr']:.3g}", f"{rate:,.0f} samples/s"]
     if "tokens_per_s" in record:
         end.append(f"{record['tokens_per_s']:,.0f} tokens/s ({record['padding']:.0%} padding)")
     if left := total_steps - record["step"]:
-        end.append(f"{duration(step_s * left)} left")
+        end.append(f"{format_duration(step_s * left)} left")
 
     def has_room(part: str) -> bool:
         return len(" | ".join([*begin, *end, part])) <= COLUMNS
 
     for name in metrics:
-        part = f"{name} {show(record[name])}"
+        part = f"{name} {format_value(record[name])}"
         begin += [part] * has_room(part)
     if world_size > 1 and has_room(f"{rate:,.0f} per rank"):
         end[1] += f" ({rate / world_size:,.0f} per rank)"
@@ -162,9 +164,9 @@ def log_epoch_summary(
     """
     parts = [title or f"epoch {records[0]['epoch']}"]
     for record in records:
-        values = ", ".join(f"{name} {show(value)}" for name, value in record.items() if name not in RESERVED)
+        values = ", ".join(f"{name} {format_value(value)}" for name, value in record.items() if name not in RESERVED)
         parts.append(f"{record['split']}{' (ema)' * (record['weights'] == 'ema')}: {values}")
-    parts.append(f"{count(records[0]['count'], 'sample')} in {duration(seconds)}")
+    parts.append(f"{format_count(records[0]['count'], 'sample')} in {format_duration(seconds)}")
     logger.info("%s", " | ".join(parts + ["best so far"] * is_best))
     for record in records:
         if not math.isfinite(record["loss"]):
@@ -196,18 +198,18 @@ def error_text(error: BaseException) -> str:
     return "; ".join(filter(None, [str(error).strip(), *getattr(error, "__notes__", [])])) or type(error).__name__
 
 
-def count(things: Any, name: str) -> str:
+def format_count(things: Any, name: str) -> str:
     """A number and its noun: 1 node, 2 nodes."""
     number = things if isinstance(things, int) else len(things)
     return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
-def show(value: float | str | None) -> str:
+def format_value(value: float | str | None) -> str:
     """text: what is shown for a missing value."""
     return value if isinstance(value, str) else "not finite" if value is None else f"{value:.4f}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as text: 0.5 s, 5 s, 1 min 05 s, 1 h 02 min."""
     if 0 < seconds < 0.95:
         return f"{max(seconds, 0.1):.1f} s"

@@ -17,7 +17,7 @@ OUT_OF_MEMORY = re.compile(
     r"|DefaultCPUAllocator: (can't allocate|not enough) memory|bad_alloc|Cannot allocate memory"
 )
 ONE_DNN = re.compile(r"could not (create|execute) a primitive|could not create a memory object")  # gives no reason
-LITTLE = 512 * 2**20  # bytes: if less memory than this is free, it was the reason
+LITTLE_MEMORY = 512 * 2**20  # bytes: if less memory than this is free, it was the reason
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -29,7 +29,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text, free = str(error), free_memory()
-    has_little = free is not None and free < LITTLE
+    has_little = free is not None and free < LITTLE_MEMORY
     return bool(
         OUT_OF_MEMORY.search(text) or (has_little and (ONE_DNN.search(text) or "can't start new thread" in text))
     )
@@ -46,7 +46,7 @@ def drop_traceback(error: BaseException) -> None:
 def free_memory() -> int | None:
     """Bytes that the machine, the cgroup (version 2) and ulimit let this process still allocate. None if unknown."""
     limits = []
-    if "MemAvailable" in (machine := _table("/proc/meminfo")):
+    if "MemAvailable" in (machine := _read_proc_table("/proc/meminfo")):
         limits.append(machine["MemAvailable"])
     with contextlib.suppress(OSError, ValueError, LookupError):  # no cgroup of version 2, or "max": no limit
         cgroup = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().split("::")[1].strip())
@@ -57,13 +57,13 @@ def free_memory() -> int | None:
         for number, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
             limit = resource.getrlimit(number)[0]
             if limit != resource.RLIM_INFINITY:
-                limits.append(limit - own_memory(name))
+                limits.append(limit - read_process_memory(name))
     return max(0, min(limits)) if limits else None
 
 
-def own_memory(name: str) -> int:
+def read_process_memory(name: str) -> int:
     """A value in /proc/self/status in bytes (VmRSS, VmHWM, VmData, VmSize); 0 if there is none."""
-    return _table("/proc/self/status").get(name, 0)
+    return _read_proc_table("/proc/self/status").get(name, 0)
 
 
 def peak_memory() -> int:
@@ -73,12 +73,12 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def gigabytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     """A size in MiB or GiB."""
     return f"{size / 2**20:,.0f} MiB" if size < 2**30 else f"{size / 2**30:,.2f} GiB"
 
 
-def _table(file: str) -> dict[str, int]:
+def _read_proc_table(file: str) -> dict[str, int]:
     """The kB lines of a /proc file, in bytes. Empty if there is no such file."""
     try:
         lines = [line.split() for line in Path(file).read_text().splitlines()]

@@ -90,24 +90,24 @@ class MetricTracker:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
         self._finish: dict[str, Callable[[Any], Any]] = {}
-        self._places: dict[str, tuple[Tensor, Tensor]] = {}  # the sum and the count of each name: views of `values`
+        self._slices: dict[str, tuple[Tensor, Tensor]] = {}  # the sum and the count of each name: views of `values`
         self.values = torch.zeros(0, dtype=torch.float64, device=self._device)
         self._zero = torch.zeros((), dtype=torch.float64, device=self._device)
 
-    def sum_of(self, name: str) -> Tensor:
+    def sum_view(self, name: str) -> Tensor:
         """A view: float64, on the device."""
-        return self._places[name][0]
+        return self._slices[name][0]
 
-    def count_of(self, name: str) -> Tensor:
+    def count_view(self, name: str) -> Tensor:
         """A view: float64, on the device."""
-        return self._places[name][1]
+        return self._slices[name][1]
 
     @property
-    def layout(self) -> dict[str, list[int]]:
+    def shapes(self) -> dict[str, list[int]]:
         """The shape of each sum and count."""
         return {key: list(tensor.shape) for key, tensor in self.state().items()}
 
-    def lay_out(self, metrics: Metrics, spare: int = 0) -> None:
+    def allocate(self, metrics: Metrics, spare: int = 0) -> None:
         """Allocate zeros for metrics of these names and shapes, followed by `spare` more numbers."""
         shapes = [
             value.shape if isinstance(value, Tensor) else torch.Size()
@@ -118,7 +118,7 @@ class MetricTracker:
         self.values = torch.zeros(sum(sizes) + spare, dtype=torch.float64, device=self._device)
         parts = self.values[: sum(sizes)].split(sizes)
         views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        self._places = dict(zip(metrics, zip(views[::2], views[1::2], strict=True), strict=True))
+        self._slices = dict(zip(metrics, zip(views[::2], views[1::2], strict=True), strict=True))
         self._finish = {name: entry[2] for name, entry in metrics.items() if len(entry) > 2}
 
     def update(self, metrics: Metrics) -> None:
@@ -127,18 +127,18 @@ class MetricTracker:
         A third entry is a function that is applied to the quotient when it is read: (nll, tokens, math.exp) gives the
         perplexity. Raises UserError if names or shapes differ from the first update.
         """
-        if not self._places:
-            self.lay_out(metrics)
-        is_same = metrics.keys() == self._places.keys()
+        if not self._slices:
+            self.allocate(metrics)
+        is_same = metrics.keys() == self._slices.keys()
         for name, entry in metrics.items() if is_same else ():
-            for accumulator, value in zip(self._places[name], entry[:2], strict=True):
+            for accumulator, value in zip(self._slices[name], entry[:2], strict=True):
                 is_same = is_same and (not isinstance(value, Tensor) or value.shape == accumulator.shape)
                 if is_same:
                     accumulator.add_(value.detach() if isinstance(value, Tensor) else value)
         if not is_same:
             shapes = {name: [list(getattr(part, "shape", ())) for part in entry[:2]] for name, entry in metrics.items()}
             raise UserError(
-                f"model.compute_loss: returned metrics of names and shapes {shapes}, earlier {self.layout}; return"
+                f"model.compute_loss: returned metrics of names and shapes {shapes}, earlier {self.shapes}; return"
                 " the same for every batch, with a count of 0 if there is nothing to count"
             )
 
@@ -147,7 +147,7 @@ class MetricTracker:
 
         is_added: 0-dimensional bool, on the device. torch.where, not a product, since NaN * 0 is NaN.
         """
-        size = sum(tensor.numel() for pair in other._places.values() for tensor in pair)
+        size = sum(tensor.numel() for pair in other._slices.values() for tensor in pair)
         self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))
 
     def means(self) -> dict[str, float]:
@@ -155,18 +155,18 @@ class MetricTracker:
 
         A function may return a dict of numbers, which are reported as `name/key`. Reads from the device once.
         """
-        tensors = [tensor for pair in self._places.values() for tensor in pair]
+        tensors = [tensor for pair in self._slices.values() for tensor in pair]
         parts = self.values.cpu()[: sum(tensor.numel() for tensor in tensors)].split(
             [tensor.numel() for tensor in tensors]
         )
         host_tensors = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
         means: dict[str, float] = {}
-        for name, total, count in zip(self._places, host_tensors[::2], host_tensors[1::2], strict=True):
+        for name, total, count in zip(self._slices, host_tensors[::2], host_tensors[1::2], strict=True):
             finish = self._finish.get(name)
             if isinstance(finish, TermMeans):
                 means |= finish(total, count)
                 continue
-            reported = _reported(name, torch.where(count == 0, math.nan, total / count), finish)
+            reported = _record_entries(name, torch.where(count == 0, math.nan, total / count), finish)
             if twice := means.keys() & reported:
                 raise UserError(f"model.compute_loss: two metrics are reported as {min(twice)}; rename one of them")
             means |= reported
@@ -174,7 +174,7 @@ class MetricTracker:
 
     def state(self) -> dict[str, Tensor]:
         """The sums and counts for `load_state`, keyed "<name>/sum" and "<name>/count": views, not copies."""
-        pairs = self._places.items()
+        pairs = self._slices.items()
         return {f"{name}/{part}": pair[k] for name, pair in pairs for k, part in enumerate(("sum", "count"))}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -185,7 +185,7 @@ class MetricTracker:
                 tensor.copy_(state[key])
 
 
-def _reported(name: str, quotient: Tensor, finish: Callable[[Any], Any] | None) -> dict[str, float]:
+def _record_entries(name: str, quotient: Tensor, finish: Callable[[Any], Any] | None) -> dict[str, float]:
     """The entries of one metric in a record."""
     if quotient.ndim == 0 and (finish is None or quotient.isnan()):
         return {name: quotient.item()}
@@ -203,7 +203,7 @@ def _reported(name: str, quotient: Tensor, finish: Callable[[Any], Any] | None) 
     return {name: float(value)}
 
 
-def choose_best(best_metric: str, names: list[str]) -> tuple[str, int]:
+def choose_best_metric(best_metric: str, names: list[str]) -> tuple[str, int]:
     """The metric that selects the best checkpoint, and 1 if higher is better, -1 if lower is better.
 
     Args:

@@ -12,7 +12,7 @@ from utils.settings.errors import UserError
 NEEDS = {"torchvision": ("numpy", "PIL.Image")}  # imported first, so that a message names the one that is broken
 
 
-def import_for(setting: str, module: str) -> Any:
+def import_optional(setting: str, module: str) -> Any:
     """Import a module of an optional package, for a setting that needs it.
 
     Raises:
@@ -24,11 +24,11 @@ def import_for(setting: str, module: str) -> Any:
         try:
             imported = importlib.import_module(name)
         except Exception as error:
-            raise UserError(f"{setting}: needs {how_to_repair(name, error)}") from None
+            raise UserError(f"{setting}: needs {explain_import_error(name, error)}") from None
     return imported
 
 
-def how_to_repair(module: str, error: Exception) -> str:
+def explain_import_error(module: str, error: Exception) -> str:
     """The package of a module, the error of its import or of its use in short, and the fix."""
     package = module.partition(".")[0].replace("PIL", "pillow")
     reason = f"{type(error).__name__}: {error}".splitlines()[0]

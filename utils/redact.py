@@ -22,15 +22,15 @@ SECRETS = (  # what stays, then what is replaced
 )
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """The text without what looks like a key, a token, a password, or a URL with credentials or a signature."""
     for pattern in SECRETS:
         text = re.sub(pattern, rf"\1{REDACTED}", text)
     return text
 
 
-def stored(config: TrainingConfig) -> dict[str, Any]:
+def redact_config(config: TrainingConfig) -> dict[str, Any]:
     """The config as it is written to files."""
     settings = config.to_dict()
-    settings["on_checkpoint"] = redacted(config.on_checkpoint)  # extra: companions
+    settings["on_checkpoint"] = redact(config.on_checkpoint)  # extra: companions
     return settings

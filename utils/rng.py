@@ -47,7 +47,7 @@ def seed_evaluation(device: torch.device, seed: int, function: str, split: str, 
     seed_device(device, "evaluation", seed, function, split, indices[0])
 
 
-def set_apart(device: torch.device) -> AbstractContextManager[None]:
+def preserve_rng_state(device: torch.device) -> AbstractContextManager[None]:
     """A context that leaves torch's generators as they were before it."""
     return torch.random.fork_rng([device.index] if device.type == "cuda" else [])
 
@@ -62,10 +62,10 @@ def sample_draws(seed: int, epoch: int, indices: Tensor, count: int) -> Tensor:
         int64 [B, count], each in [0, 2^32).
     """
     number = torch.arange(count, device=indices.device)
-    return _shift(mix(indices.unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)
+    return _shift(hash_bits(indices.unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)
 
 
-def mix(numbers: Tensor, key: int) -> Tensor:
+def hash_bits(numbers: Tensor, key: int) -> Tensor:
     """64 random bits for each number, a pure function of it and the key.
 
     SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as tensor operations on
@@ -98,7 +98,7 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
-def diverged(digests: list[int]) -> list[int]:
+def find_diverged(digests: list[int]) -> list[int]:
     """The ranks whose digest differs from the most common one; of two ranks that differ, the second."""
     usual = statistics.mode(digests)  # of equally common ones the first
     return [rank for rank, digest in enumerate(digests) if digest != usual]

@@ -122,7 +122,7 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def ignore_in_worker(_worker: int) -> None:
+def ignore_signals_in_worker(_worker: int) -> None:
     """For DataLoader workers: torchrun signals the whole process group, and without its workers a rank cannot save."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -130,7 +130,7 @@ def ignore_in_worker(_worker: int) -> None:
     die_with_parent()
 
 
-def end_workers() -> None:
+def kill_workers() -> None:
     """At exit: multiprocessing would send SIGTERM to the remaining workers, which ignore it, and wait forever."""
     if threading.current_thread() is threading.main_thread():
         # Python removes its handlers now, and another signal (srun --kill-on-bad-exit) would change the exit code
@@ -142,20 +142,20 @@ def end_workers() -> None:
             child.kill()
 
 
-def end_workers_at_exit(_=None) -> None:
-    """Let this process call `end_workers` before multiprocessing's own handler, which its import above has registered.
+def kill_workers_at_exit(_=None) -> None:
+    """Let this process call `kill_workers` before multiprocessing's own handler, which its import above has registered.
 
     A process of multiprocessing runs no handlers of atexit before Python 3.13, and later none from before its fork.
     """
-    atexit.register(end_workers)
-    multiprocessing.util.Finalize(None, end_workers, exitpriority=100)
+    atexit.register(kill_workers)
+    multiprocessing.util.Finalize(None, kill_workers, exitpriority=100)
 
 
-end_workers_at_exit()
-multiprocessing.util.register_after_fork(end_workers, end_workers_at_exit)
+kill_workers_at_exit()
+multiprocessing.util.register_after_fork(kill_workers, kill_workers_at_exit)
 
 
-def let_threads_finish() -> None:
+def wait_for_gloo_threads() -> None:
     """Call before a fork. After a collective, gloo's threads briefly create Python thread states; a process that
     CPython 3.11 forks at that moment hangs (python/cpython#112275): 10 of 4,000 did.
     """
@@ -163,7 +163,7 @@ def let_threads_finish() -> None:
 
 
 if sys.version_info < (3, 12):
-    os.register_at_fork(before=let_threads_finish)
+    os.register_at_fork(before=wait_for_gloo_threads)
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
@@ -173,15 +173,15 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
-def follow_torchrun() -> None:
+def exit_with_torchrun() -> None:
     """End this process when torchrun dies, or now if it is gone. It may be process 1 of a container."""
     die_with_parent()
-    is_orphan = PARENT != os.getppid() or (sys.platform == "linux" and not is_below_torch(PARENT))
+    is_orphan = PARENT != os.getppid() or (sys.platform == "linux" and not is_torchrun_alive(PARENT))
     if is_orphan and PROCESS == os.getpid():
         sys.exit("torchrun has already exited; start it again")
 
 
-def is_below_torch(pid: int) -> bool:
+def is_torchrun_alive(pid: int) -> bool:
     """Whether torchrun may be alive. It has loaded torch, and the processes between it and a rank have its variables.
 
     If a process cannot be read, torchrun may be alive, unless that process is init.
@@ -191,6 +191,6 @@ def is_below_torch(pid: int) -> bool:
             return True
         if b"TORCHELASTIC_RUN_ID=" not in Path(f"/proc/{pid}/environ").read_bytes():
             return False
-        return is_below_torch(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]))
+        return is_torchrun_alive(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]))
     except OSError:  # of another user, or outside of the rank's own container
         return pid != 1

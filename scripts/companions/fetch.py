@@ -10,7 +10,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from scripts.companions.follow import answer
-from scripts.lib.stored import local_checkpoint
+from scripts.lib.mirrored_run import local_checkpoint
 
 if __name__ == "__main__":
     answer(lambda plan: {"path": str(local_checkpoint(plan["source"]))})

@@ -21,7 +21,7 @@ from utils.checkpoint import format as checkpoint
 from utils.extras.companions.programs import OTHER_OWNER
 from utils.files import TEMPORARY, read_json
 from utils.logger import NAME, setup_logger
-from utils.run.command_line import open_output
+from utils.run.command_line import repair_standard_streams
 from utils.settings.errors import StartError, UserError
 
 NICENESS = 10
@@ -199,7 +199,7 @@ def answer(action: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
 
 def read_plan() -> dict[str, Any]:
     """The plan that the rank gives to this program. From now on stop signals are ignored: they are for training."""
-    open_output()
+    repair_standard_streams()
     if sys.stdin.isatty():
         print("train.py starts this program; see docs/companions.md", file=sys.stderr)
         sys.exit(2)

@@ -17,10 +17,10 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from config import asks_for_more
+from config import trains_longer
 from scripts.companions.follow import SECONDS_TO_LEAVE, Companion, Lines, OtherOwnerError, answer, follow, read_plan
 from scripts.companions.owner import SECONDS_BETWEEN_HEARTBEATS, Mirror
-from scripts.lib.stored import SECONDS_BETWEEN_LINES, files_of
+from scripts.lib.mirrored_run import SECONDS_BETWEEN_LINES, files_of
 from utils.checkpoint import format as checkpoint
 from utils.extras.companions.programs import OTHER_OWNER
 from utils.files import TEMPORARY, read_json, replace_json
@@ -60,10 +60,10 @@ def decide(plan: dict[str, Any]) -> dict[str, Any]:
     decision: dict[str, Any] = {"notes": []}
     if valid:
         replace_json(folder / MIRRORED, {"url": mirror.url, "run": mirror.run_id})  # first: a kill may follow
-    if valid and valid[-1]["step"] > max(map(checkpoint.step_of, local_paths), default=-1):
+    if valid and valid[-1]["step"] > max(map(checkpoint.parse_step, local_paths), default=-1):
         decision["owner"] = mirror.restore_records(folder)
         saved = read_json(folder / "config.json")
-        has_more = asks_for_more(config, saved)
+        has_more = trains_longer(config, saved)
         if read_json(folder / "status.json").get("state") == "completed" and not has_more:
             return decision | {"is_completed": True}
     if valid:
@@ -172,8 +172,8 @@ class Uploads(Companion):
             self._best = record["step"] if record.get("event") == "best" else self._best
         has_changed |= before != self._best
         paths = checkpoint.step_checkpoints(self.checkpoints)
-        for path in [*paths[-1:], *(path for path in paths if checkpoint.step_of(path) == self._best)]:
-            if self._there.get(path.name) != checkpoint.digests(path):
+        for path in [*paths[-1:], *(path for path in paths if checkpoint.parse_step(path) == self._best)]:
+            if self._there.get(path.name) != checkpoint.read_checksums(path):
                 self._upload(path)
                 has_changed = True
         while state and self._is_a_node_behind(0, state):
@@ -204,14 +204,14 @@ class Uploads(Companion):
     def _upload(self, path: Path) -> None:
         mirror, began = self.mirror, time.monotonic()
         with self.kept(path) as source:
-            digests, step = checkpoint.digests(source), checkpoint.step_of(path)
+            digests, step = checkpoint.read_checksums(source), checkpoint.parse_step(path)
             objects = {name: mirror.own(f"{path.stem}.{digest[:8]}.{name}") for name, digest in digests.items()}
             if self._nodes:
                 mirror.write_json(mirror.own(WANTED), {"name": path.name, "step": step, "files": digests})
             self._put_parts(source, objects, path.name)
             wanted = set(objects.values())
             while wanted - (sizes := mirror.names(mirror.own(""))).keys() or self._is_a_node_behind(step):
-                if checkpoint.digests(path) not in ({}, digests):
+                if checkpoint.read_checksums(path) not in ({}, digests):
                     return  # saved again meanwhile
                 if any(node_status.get("lacks") == path.name for node_status in self._of_nodes()):
                     self._there[path.name] = digests  # superseded there before its parts were uploaded
@@ -234,14 +234,14 @@ class Uploads(Companion):
         path = self.checkpoints / wanted.get("name", "")
         is_wanted, lacks = wanted and self._there.get(path.name) != wanted["files"], ""
         if is_wanted and not path.suffix:  # a sharded one
-            has_parts = checkpoint.digests(path) == wanted["files"]
+            has_parts = checkpoint.read_checksums(path) == wanted["files"]
             latest = self.latest()
             if has_parts:
                 with self.kept(path) as source:
                     digests = wanted["files"].items()
                     objects = {name: mirror.own(f"{path.stem}.{digest[:8]}.{name}") for name, digest in digests}
                     self._put_parts(source, objects, path.name)
-            elif latest and checkpoint.step_of(latest) > wanted["step"]:
+            elif latest and checkpoint.parse_step(latest) > wanted["step"]:
                 lacks = path.name
             else:
                 return False  # it appears here in a moment
@@ -255,7 +255,7 @@ class Uploads(Companion):
     def _put_parts(self, source: Path, objects: dict[str, str], title: str) -> None:
         """Upload the file, or those parts of the folder that are here."""
 
-        def tick(sent: int) -> None:
+        def on_progress(sent: int) -> None:
             self._moved_at = time.monotonic()
             self.show_life()
             if self._state and self._moved_at - self._said_at > SECONDS_BETWEEN_LINES:
@@ -266,7 +266,7 @@ class Uploads(Companion):
         for name, target in objects.items():
             file = source / name if source.is_dir() else source
             if file.exists():
-                self.mirror.put(file, target, tick)
+                self.mirror.put(file, target, on_progress)
         self._uploading = ""
 
     def _upload_records(self) -> None:

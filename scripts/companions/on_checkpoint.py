@@ -19,7 +19,7 @@ if __name__ == "__main__":
 from scripts.companions.follow import Companion, follow, read_plan
 from utils.checkpoint import format as checkpoint
 from utils.files import read_json, replace_json
-from utils.redact import redacted
+from utils.redact import redact
 
 SECONDS_OF_A_COMMAND = 300.0  # before a warning
 SECONDS_TO_FINISH, SECONDS_TO_FINISH_AFTER_STOP = 3600.0, 600.0  # at the end of a run
@@ -35,12 +35,12 @@ class OnCheckpoint(Companion):
     def __init__(self, plan: dict[str, Any]) -> None:
         super().__init__(plan)
         command = self.config["on_checkpoint"]
-        self._words, self._shown = shlex.split(command), redacted(command)
+        self._words, self._shown = shlex.split(command), redact(command)
         self._running: subprocess.Popen | None = None
         self._began_at, self._is_late, self._path = 0.0, False, Path()
         self._file = self.folder / ".on_checkpoint.json"
         resumed = Path(plan["resume_from"])
-        self._done = checkpoint.step_of(resumed) if resumed.parent == self.checkpoints else -1
+        self._done = checkpoint.parse_step(resumed) if resumed.parent == self.checkpoints else -1
         if (note := read_json(self._file)) and "step" in note:  # by this attempt, or what an earlier one has left to do
             self._done = note["step"] if note["token"] == plan["token"] else min(note["step"], self._done)
 
@@ -50,7 +50,7 @@ class OnCheckpoint(Companion):
         if self._running:
             self._check_time(state)
         path = self.latest() if self.has_begun() and not self._running else None
-        if path and checkpoint.step_of(path) > self._done:
+        if path and checkpoint.parse_step(path) > self._done:
             self._run(path)
         return self._running is None
 
@@ -64,7 +64,7 @@ class OnCheckpoint(Companion):
             self._has_ended(f"cannot be run ({error.strerror})")
 
     def _has_ended(self, problem: str) -> None:
-        self._running, self._done = None, checkpoint.step_of(self._path)
+        self._running, self._done = None, checkpoint.parse_step(self._path)
         if problem:
             self.log.warning("on_checkpoint: %s %s; the checkpoint is valid", self._shown, problem)
         with suppress(OSError):

@@ -1,5 +1,5 @@
 # extra: companions
-"""Who owns a run in object storage (scripts/lib/stored.py), and what its owner writes there."""
+"""Who owns a run in object storage (scripts/lib/mirrored_run.py), and what its owner writes there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.companions.follow import OtherOwnerError
-from scripts.lib.stored import StoredRun
+from scripts.lib.mirrored_run import MirroredRun
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.logger import NAME
@@ -22,7 +22,7 @@ SECONDS_BETWEEN_HEARTBEATS, SECONDS_TO_SEE_HEARTBEAT = 10.0, 30.0
 SECONDS_TO_READ_BACK = 2.0  # a claim: not every object storage can create an object only if it is absent
 
 
-class Mirror(StoredRun):
+class Mirror(MirroredRun):
     """The run at a URL. Raises UserError if no package can open it.
 
     Args:
@@ -104,7 +104,7 @@ class Mirror(StoredRun):
         """Write the manifest of a checkpoint whose files are all there. Raises OtherOwnerError as `check_owner`."""
         self.check_owner()
         name = self.own(f"manifests/{path.stem}.{next(iter(files.values()))['sha256'][:8]}.json")
-        step = checkpoint.step_of(path)
+        step = checkpoint.parse_step(path)
         self.write_json(name, {"step": step, "name": path.name, "files": files, "time": now()})
 
     def prune(self, keep_last: int, keep_every: int, best: int) -> None:
@@ -112,7 +112,7 @@ class Mirror(StoredRun):
         valid = {manifest["step"]: manifest for manifest in self.checkpoints()}
         if not valid:  # the storage lists what was there some time ago
             return
-        gone = checkpoint.superseded(valid, keep_last, keep_every)
+        gone = checkpoint.superseded_steps(valid, keep_last, keep_every)
         kept = [manifest for step, manifest in valid.items() if step not in gone or step == best]
         used = {manifest["manifest"] for manifest in kept}
         used |= {file["object"] for manifest in kept for file in manifest["files"].values()}

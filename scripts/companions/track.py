@@ -27,7 +27,7 @@ if __name__ == "__main__":
 from scripts.companions.follow import Companion, Lines, follow, read_plan
 from scripts.companions.trackers import TRACKERS, Tracker
 from utils.files import read_json, replace_json
-from utils.redact import redacted
+from utils.redact import redact
 from utils.settings.errors import UserError
 
 SECONDS_BETWEEN_LOOKS, SECONDS_AFTER_REJECTION, SECONDS_TO_GET_A_PLAN = 2.0, 60.0, 10.0
@@ -110,7 +110,7 @@ class Track(Companion):
             is_final = isinstance(error, ImportError | ValueError) or type(error).__name__ in REJECTIONS
             first = [*str(error).strip().splitlines(), type(error).__name__][0].rstrip(".")
             first = first if len(first) < 300 else f"{first[:140]} ... {first[-140:]}"  # the cause is at the end
-            text = redacted(f"track={self._kind}: {first}")
+            text = redact(f"track={self._kind}: {first}")
             if isinstance(error, UserError):
                 raise UserError(f"{text}; wait until it has ended") from None
             if is_final or (400 <= status < 500 and status not in (408, 429)):

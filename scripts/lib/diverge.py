@@ -16,7 +16,7 @@ import torch
 
 from scripts.lib.values import TIMES, plural
 from utils.batch import tensors_in
-from utils.files import read_lines
+from utils.files import read_records
 from utils.settings.errors import UserError
 from utils.table import format_table
 
@@ -60,7 +60,7 @@ def records_of(run: Any) -> dict[int, dict[str, Any]]:
     """The train records by step, each with its samples if they were recorded."""
     samples: dict[int, list[int]] = {}
     for file in sorted(run.folder.glob("samples/rank*.jsonl")):
-        for *_, line in read_lines(file):
+        for *_, line in read_records(file):
             samples.setdefault(line["step"], []).extend(line["indices"])
     records = {record["step"]: record for record in run.records if record["kind"] == "train"}
     return {
@@ -107,7 +107,9 @@ def narrowed(a: Any, b: Any, gap: Gap) -> tuple[int, int, list[Any]]:
     checkpoints that both have."""
     from utils.checkpoint import format as checkpoint
 
-    kept = [{checkpoint.step_of(p): p for p in checkpoint.step_checkpoints(r.folder / "checkpoints")} for r in (a, b)]
+    kept = [
+        {checkpoint.parse_step(p): p for p in checkpoint.step_checkpoints(r.folder / "checkpoints")} for r in (a, b)
+    ]
     low, high, prints = gap.equal, gap.step, [records_of(run)[gap.step].get("fingerprint") for run in (a, b)]
     while steps := [step for step in sorted(kept[0].keys() & kept[1].keys()) if low < step < high]:
         middle = steps[len(steps) // 2]

@@ -7,7 +7,7 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
-from utils.files import finite
+from utils.files import replace_non_finite
 
 
 def listing(runs: list[Any]) -> str:
@@ -17,7 +17,7 @@ def listing(runs: list[Any]) -> str:
 
 def as_json(value: Any) -> str:
     """Non-finite numbers become null, as in metrics.jsonl."""
-    return json.dumps(finite(value), indent=2, allow_nan=False)
+    return json.dumps(replace_non_finite(value), indent=2, allow_nan=False)
 
 
 def facts(run: Any) -> dict[str, Any]:

@@ -56,7 +56,9 @@ def main() -> int:
     still_there = moved.deleted.intersection(tried.stdout.split())
     if still_there:
         names = ", ".join(sorted(still_there))
-        print(f"you had deleted {names}, which are settings of an extra now; scripts/without.sh images deletes them")
+        print(
+            f"you had deleted {names}, which are settings of an extra now; scripts/remove_extras.sh images deletes them"
+        )
     return 0
 
 

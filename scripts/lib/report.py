@@ -13,9 +13,9 @@ from typing import Any
 
 from scripts.lib import timeline
 from scripts.lib.svg import Series, color, line_plot
-from utils.logger import duration
+from utils.logger import format_duration
 from utils.metrics import RESERVED
-from utils.report.goodput import ACCOUNTS, accounts_of
+from utils.report.goodput import ACCOUNTS, account_seconds
 
 MAX_POINTS, MAX_EVENTS, OPEN_PLOTS = 500, 1000, 4  # points per curve, rows per table, unfolded plots
 MAX_TEXT = 240  # characters of an event's details
@@ -76,10 +76,10 @@ def headline(run: Any, line: timeline.Timeline) -> dict[str, str]:
         "final evaluation loss": final.get("loss"),
         **{f"test {name}": value for name, value in tested if name not in RESERVED},
         "training loss": last.get("loss"),
-        "wall time": duration(wall) if wall else None,
+        "wall time": format_duration(wall) if wall else None,
         "goodput": f"{seconds['training'] / sum(seconds.values()):.0%}" if waited else None,
         "restarts": summary.get("restarts", line.attempts - 1 if line.attempts else None),
-        "recomputed": duration(seconds["recomputed"]) if seconds["recomputed"] else None,
+        "recomputed": format_duration(seconds["recomputed"]) if seconds["recomputed"] else None,
         "skipped steps": summary.get("skipped_steps"),
         "samples/s": f"{rate:,.0f}" if rate else None,
         "data wait": f"{seconds['data_wait'] / waited:.1%}" if waited else None,
@@ -92,7 +92,7 @@ def headline(run: Any, line: timeline.Timeline) -> dict[str, str]:
 
 def accounts(run: Any) -> dict[str, float]:
     """Seconds by account, from the summary if it is current, else up to the last sign of life."""
-    seconds: dict[str, Any] = accounts_of(run.attempts)
+    seconds: dict[str, Any] = account_seconds(run.attempts)
     if run.summary.get("state") == run.status.get("state"):
         seconds |= {name: (run.summary.get("time") or {}).get(f"{name}_s") for name in ACCOUNTS}
     return {name: value if isinstance(value, int | float) else 0.0 for name, value in seconds.items()}
@@ -101,7 +101,7 @@ def accounts(run: Any) -> dict[str, float]:
 def times(run: Any) -> dict[str, str]:
     seconds = accounts(run)
     total = sum(seconds.values())
-    return {name.replace("_", " "): f"{duration(s)} ({s / total:.1%})" for name, s in seconds.items() if total}
+    return {name.replace("_", " "): f"{format_duration(s)} ({s / total:.1%})" for name, s in seconds.items() if total}
 
 
 def provenance(run: Any) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def event_table(events: list[tuple[str, timeline.Timeline, dict[str, Any]]], has
         text = event.get("text") or ", ".join(
             f"{key.replace('_', ' ')} {show(value)}" for key, value in details.items()
         )
-        since = duration(at - line.began) if at and line.began else ""
+        since = format_duration(at - line.began) if at and line.began else ""
         when = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at else ""
         row = [
             since,

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from utils.packages import import_for
-from utils.redact import redacted
+from utils.packages import import_optional
+from utils.redact import redact
 from utils.settings.errors import StartError, UserError
 
 T = TypeVar("T")
@@ -35,12 +35,12 @@ class Storage:
     def __init__(self, url: str, title: str = "") -> None:
         self.url = url.rstrip("/")
         self.title = title or self.url
-        url_to_fs = import_for(self.title, "fsspec.core").url_to_fs  # only here: not every run needs it
+        url_to_fs = import_optional(self.title, "fsspec.core").url_to_fs  # only here: not every run needs it
         protocol = url.partition("://")[0]
-        implementation = import_for(self.title, "fsspec.registry").known_implementations.get(protocol, {})
+        implementation = import_optional(self.title, "fsspec.registry").known_implementations.get(protocol, {})
         module = implementation.get("class", "").rpartition(".")[0]
         if module and find_spec(module.partition(".")[0]):
-            import_for(self.title, module)
+            import_optional(self.title, module)
         try:
             options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
             self._files, self._root = url_to_fs(self.url, **options)
@@ -63,7 +63,7 @@ class Storage:
                 if left and not lasts:
                     time.sleep(2.0 ** (tries - left))
                     continue
-                reason = redacted(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+                reason = redact(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
                 remedy = "check the address, and the keys in the environment or the provider's files"
                 text = f"{self.title}: cannot be read or written ({reason}); {remedy}"
                 raise (UserError if lasts else StartError)(text) from None
@@ -121,21 +121,24 @@ class Storage:
     def remove(self, names: list[str]) -> None:
         self._ask(lambda: self._files.rm([f"{self._root}/{name}" for name in names]))
 
-    def put(self, path: Path, name: str, tick: Callable[[int], None] = lambda sent: None) -> None:
-        """Upload a file; the object is whole or absent. tick: called with the bytes sent, where the storage tells."""
+    def put(self, path: Path, name: str, on_progress: Callable[[int], None] = lambda sent: None) -> None:
+        """Upload a file; the object is whole or absent.
+
+        on_progress: called with the bytes sent, where the storage tells.
+        """
         from fsspec.callbacks import Callback
 
-        hook = Callback(hooks={"tick": lambda size, value, **_: tick(value)})
+        hook = Callback(hooks={"tick": lambda size, value, **_: on_progress(value)})
         target = f"{self._root}/{name}"
         written = f"{target}.part" if self._is_local else target
         self._ask(lambda: self._files.put_file(str(path), written, callback=hook, **self._parts))
         if self._is_local:
             os.replace(written, target)
 
-    def get(self, name: str, path: Path, size: int, tick: Callable[[int], None]) -> None:
+    def get(self, name: str, path: Path, size: int, on_progress: Callable[[int], None]) -> None:
         """Fetch an object of this size. It continues where an earlier call was interrupted.
 
-        tick: called with the bytes of some blocks.
+        on_progress: called with the bytes of some blocks.
         """
         size = min(size, self.version(name)[0])  # if it is too short, its checksum shows that
         with path.open("ab") as file:
@@ -145,4 +148,4 @@ class Storage:
                 request = partial(self._files.cat_ranges, [f"{self._root}/{name}"] * len(starts), starts, ends)
                 blocks = self._ask(partial(request, on_error="raise"), TRIES)
                 file.writelines(blocks)
-                tick(sum(map(len, blocks)))
+                on_progress(sum(map(len, blocks)))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.lib.svg import ticks
-from utils.logger import duration
-from utils.report.goodput import AttemptTimes, seconds_of
+from utils.logger import format_duration
+from utils.report.goodput import AttemptTimes, parse_time
 
 WIDTH, LEFT, ROW, BAR, TOP = 1160, 8, 74, 26, 30  # picture; row: height, bar, space above the bar
 PHASES = {
@@ -44,7 +44,7 @@ def timeline(
     folder: Path, records: list[dict[str, Any]], status: dict[str, Any], attempts: list[AttemptTimes]
 ) -> Timeline:
     """Build the timeline from the attempts, the times of the records, and the errors in the logs."""
-    records = [record | {"at": seconds_of(record.get("time"))} for record in records]
+    records = [record | {"at": parse_time(record.get("time"))} for record in records]
     result = Timeline(events=[r for r in records if r["kind"] == "event" and r["event"] not in ROUTINE])
     if not attempts:
         return result
@@ -55,13 +55,13 @@ def timeline(
         next_start = later[0].started_at if later else float("inf")
         own_errors = [(at, text) for at, text in errors if attempt.started_at <= at < next_start]
         end, lost_from, kept_step = attempt.until, attempt.lost_from, attempt.kept_step
-        result.until, label = end, f"attempt {k + 1}, steps {attempt.first['step']} to {attempt.step}"
+        result.until, label = end, f"attempt {k + 1}, steps {attempt.start_event['step']} to {attempt.step}"
         is_lost = lost_from < end
         add = result.segments.append
         add((attempt.started_at, attempt.training_from, "start_up", f"attempt {k + 1}: start-up"))
         add((attempt.training_from, lost_from, "training", label))
         for r in attempt.records:
-            at, span = seconds_of(r.get("time")), r.get("seconds") or 0.0
+            at, span = parse_time(r.get("time")), r.get("seconds") or 0.0
             if at and r.get("event") == "evaluation":
                 add((at - span, at, "evaluation", f"evaluation at step {r['step']}, {span:.1f} s"))
             elif at and r.get("event") == "checkpoint":
@@ -69,7 +69,7 @@ def timeline(
         if is_lost:
             add((lost_from, end, "recomputed", f"{label}: the steps after {kept_step} were lost"))
         if later:
-            add((end, next_start, "down", f"not running for {duration(next_start - end)}"))
+            add((end, next_start, "down", f"not running for {format_duration(next_start - end)}"))
         if own_errors or is_lost or (is_failed and not later):
             text = own_errors[0][1] if own_errors else "" if later else status.get("error")
             text = text or f"ended at about step {attempt.step} without an error in the logs: it was killed"
@@ -86,7 +86,7 @@ def errors_in(logs: Path) -> list[tuple[float, str]]:
     for file in files:
         with file.open(encoding="utf-8", errors="replace") as lines:
             for match in map(ERROR.match, lines):
-                if match and (at := seconds_of(match[1])):
+                if match and (at := parse_time(match[1])):
                     errors.append((at, match[4]))
     return sorted(errors)
 

@@ -248,7 +248,7 @@ def sums(hooks: ModelHooks, net: nn.Module, batch: Any, is_training: bool) -> di
 def sums_of(hooks: ModelHooks, metrics: Metrics, batch: Any) -> dict[str, Tensor]:
     """In their dtypes, flat, on the CPU. Raises UserError if loss_counts lies."""
     metrics = check_metrics(metrics)
-    terms_of_loss = hooks.part(LossTerms)
+    terms_of_loss = hooks.find_part(LossTerms)
     if terms_of_loss:
         total, count, means = metrics["loss"]
         terms = {f"loss/{name}": (total[k], count[k]) for k, name in enumerate(means.names)}

@@ -56,7 +56,7 @@ def test_a_script_that_was_saved_with_crlf_is_committed_with_lf(checkout):
     assert subprocess.run([checkout / "mine.sh"], timeout=100, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["launch.sh", "test.sh", "without.sh"])
+@pytest.mark.parametrize("name", ["launch.sh", "test.sh", "remove_extras.sh"])
 def test_a_shell_script_starts(checkout, name):
     ended = subprocess.run([checkout / "scripts" / name, "--help"], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stderr

@@ -6,17 +6,17 @@ import re
 import pytest
 
 from coming_from_page import BEGIN, END, PAGE, tables
-from config import SETTINGS, fields_of_yours
+from config import SETTINGS, fork_settings
 from test_reference import entries
 from trainer_options import OPTIONS, OTHER_MEANING
 from utils.settings.deleted_extras import deleted_extras
-from utils.settings.other_trainers import TRAINERS, advice_for, flags_in, letters_of
+from utils.settings.other_trainers import TRAINERS, find_advice, find_flags, normalize_name
 from utils.settings.unknown import OF_TORCHRUN, answer_unknown
 
 FIELDS = {setting.name for setting in SETTINGS}
 FIELDS |= {name for fields in deleted_extras().values() for name in fields}  # the page is that of the template
 FLAGS = FIELDS | {"config", "print_config"}
-YOURS = {field.name for field in fields_of_yours()}
+YOURS = {field.name for field in fork_settings()}
 ROWS = [row for trainer in TRAINERS for row in trainer.answers.items()]
 IS_CUT = bool(deleted_extras())  # which deletes rows
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def test_the_tables_of_the_page_are_those_of_the_program():
 def test_each_option_of_a_program_is_a_flag_here_or_is_answered(program):
     options = OPTIONS[program].split()
     others = [name for name in options if name not in FLAGS and name not in OF_TORCHRUN.split()]
-    assert IS_CUT or not [name for name in others if not advice_for(name, FLAGS)]
+    assert IS_CUT or not [name for name in others if not find_advice(name, FLAGS)]
     assert IS_CUT or not [name for name in others if "see --help" in answer(name)]
 
 
@@ -54,7 +54,7 @@ def test_the_answers_name_flags_and_functions_that_exist():
     functions |= entries("Methods of a data set").keys()
     assert IS_CUT or len(ROWS) > 250
     for names, text in ROWS:
-        assert flags_in(text) <= FLAGS, (names, text)
+        assert find_flags(text) <= FLAGS, (names, text)
         for function in re.findall(r"`(\w+)` in `(?:model|dataset)\.py`", text):
             assert function in functions, (names, text)
 
@@ -64,9 +64,9 @@ def test_an_answer_is_short_and_no_option_has_two():
     for names, text in ROWS:
         assert len(text) <= 200, names
         for name in names.split():
-            assert answers.setdefault(letters_of(name), text) == text, name
+            assert answers.setdefault(normalize_name(name), text) == text, name
             assert not [part for part in text.split("; ") if not part or part.endswith((".", ","))], text
-    assert not answers.keys() & {letters_of(field) for field in FIELDS}
+    assert not answers.keys() & {normalize_name(field) for field in FIELDS}
 
 
 @pytest.mark.parametrize("deleted", [YOURS, {"dataset"}, {"image_size", "sync_bn"}, {"patience", "keep_last"}])
@@ -78,7 +78,7 @@ def test_no_answer_names_a_flag_that_the_fork_has_deleted(deleted):
             reply = answer(name, left)
             message = reply.removeprefix(f"--{name}: ")
             named = {*re.findall(r"--(?:no-)?(\w+)", re.sub(r"\w+\.py --\S+", "", message))}
-            is_about_deleted = bool(flags_in(text) & deleted)
+            is_about_deleted = bool(find_flags(text) & deleted)
             assert not named & deleted, reply
             assert "see --help" not in message and ("yours" in message) <= (is_about_deleted or "yours" in text), reply
             meant = re.fullmatch(r"`--(\w+)`", text.split("; ")[0])

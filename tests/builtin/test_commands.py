@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 import forks
-from lib import without
+from lib import remove_extras
 from ranks import PATH, ROOT, copy_repository, launch
 
 PAGE = "docs/commands.md"
@@ -26,7 +26,7 @@ SMALL = {  # what is added after each of these parts of a command
 SLOW = ("torchrun", "for lr", "--seed 1", "--epochs 20", "--init_from", "benchmark.py", "chaos.py")
 RUN = re.compile(r"(?<![\w/])runs/([\w.-]+)(?!.*\$)")
 FILES = re.compile(r" (\w+\.(?:pt|html))\b")
-REPOSITORY = without.read_files(ROOT)
+REPOSITORY = remove_extras.read_files(ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +74,14 @@ def test_the_page_has_twenty_commands_and_at_least_half_run_by_default():
     text = (ROOT / PAGE).read_text()
     assert text.count("\n| ") == len(COMMANDS) + 1  # each row is parsed
     by_default = [command for command in COMMANDS if not any(part in command for part in SLOW)]
-    is_cut = without.recorded((ROOT / "pyproject.toml").read_text())
+    is_cut = remove_extras.recorded((ROOT / "pyproject.toml").read_text())
     assert is_cut or (len(set(COMMANDS)) == 20 and len(by_default) >= 10)
 
 
-@pytest.mark.parametrize("name", without.extras_of(REPOSITORY))
+@pytest.mark.parametrize("name", remove_extras.extras_of(REPOSITORY))
 def test_without_an_extra_no_row_needs_it(name):
     files = {path: text for path, text in REPOSITORY.items() if path.startswith(("scripts/", "config.py", PAGE))}
-    left, fields = without.without(files, {name})
+    left, fields = remove_extras.without(files, {name})
     for command in ROW.findall(left.get(PAGE, "")):
         scripts = re.findall(r"scripts/\S+", command)
         assert left.keys() >= {*scripts}, command

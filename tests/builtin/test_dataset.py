@@ -7,7 +7,7 @@ import torch
 import dataset
 from config import TrainingConfig
 from dataset import SyntheticImageDataset, create_dataset, is_prepared, prepare_data
-from utils.data.sets import choose_samples, identity
+from utils.data.sets import dataset_identity, take_subset
 from utils.example.augment import augment_images, normalize
 from utils.settings.errors import UserError
 
@@ -16,7 +16,9 @@ def test_synthetic_set_is_reproducible_uint8_and_class_conditional():
     train, again = SyntheticImageDataset(200, seed=1), SyntheticImageDataset(200, seed=1)
     val = SyntheticImageDataset(100, seed=1, split="val")
     assert train.images.dtype == torch.uint8 and train.images.shape == (200, 3, 32, 32)
-    assert torch.equal(train.images, again.images) and identity(train) == identity(again) != identity(val)
+    assert torch.equal(train.images, again.images) and dataset_identity(train) == dataset_identity(
+        again
+    ) != dataset_identity(val)
     means = torch.stack([train.images[train.labels == k].float().mean(0) for k in range(10)])
     nearest = ((val.images[:, None].float() - means) ** 2).sum((2, 3, 4)).argmin(1)
     assert (nearest == val.labels).float().mean() > 0.95
@@ -43,7 +45,7 @@ def test_a_batch_has_the_crops_of_its_samples_among_all_copies_of_the_set():
 def test_a_subset_transforms_a_batch_without_work_per_sample_of_the_set(monkeypatch):
     whole = SyntheticImageDataset(400, image_size=8)
     whole.augment = "crop"
-    subset = choose_samples(whole, 300, seed=1)
+    subset = take_subset(whole, 300, seed=1)
     expected = whole.device_transform(whole.__getitems__([subset.indices[7]]), 1, 2, torch.tensor([subset.indices[7]]))
     batch, made = subset.__getitems__([7]), []
     monkeypatch.setattr(torch, "tensor", lambda values, **_: made.append(values))

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import forks
-from lib import without
+from lib import remove_extras
 from ranks import ROOT, copy_repository, slow
 
-EXTRAS = without.extras_of(without.read_files(ROOT))
+EXTRAS = remove_extras.extras_of(remove_extras.read_files(ROOT))
 CORE = [ROOT / name for name in ("train.py", "config.py", "ddp_utils.py")]
 CORE += [path for path in (ROOT / "utils").rglob("*.py") if "extras" not in path.parts]
 WHO = {f"GIT_{role}_{what}": "a@example.com" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
@@ -44,7 +44,7 @@ def copy(folder):
 
 
 def cut(folder, *names):
-    output = run(folder, "scripts/without.sh", *names)
+    output = run(folder, "scripts/remove_extras.sh", *names)
     commit(folder, f"without {' '.join(names)}")
     return output
 
@@ -110,7 +110,7 @@ def smaller(request, tmp_path_factory):
     names = request.param
     folder = copy(tmp_path_factory.mktemp("smaller") / "fork")
     gone = EXTRAS.keys() if names == ["--all-but"] else names
-    flags = without.fields_of(without.read_files(folder), set(gone))
+    flags = remove_extras.fields_of(remove_extras.read_files(folder), set(gone))
     return Cut(folder, flags, cut(folder, *names))
 
 
@@ -157,13 +157,13 @@ def marked_lines(path):
     """The numbers, from 0, of the lines that some extra deletes from a file, and how many have a marker."""
     text = path.read_text()
     every = set(EXTRAS)
-    markers = [number for number, line in enumerate(text.splitlines()) if without.MARKER.search(line)]
-    left = without.cut_text(path.name, text, every).splitlines()
+    markers = [number for number, line in enumerate(text.splitlines()) if remove_extras.MARKER.search(line)]
+    left = remove_extras.cut_text(path.name, text, every).splitlines()
     return left, len(markers)
 
 
 def test_the_kernel_names_an_extra_only_in_marked_lines():
-    fields = without.fields_of(without.read_files(ROOT), set(EXTRAS))
+    fields = remove_extras.fields_of(remove_extras.read_files(ROOT), set(EXTRAS))
     names = "|".join(name for field_names in fields.values() for name in field_names)
     named = re.compile(rf"utils\.extras|config\.({names})\b|\b({names})=|[\"' -]({names})[\"' ,]")
     total = 0
@@ -177,24 +177,24 @@ def test_the_kernel_names_an_extra_only_in_marked_lines():
     assert total <= 40, total
     for name in ("train.py", "config.py", "ddp_utils.py", "model.py", "dataset.py"):
         lines = (ROOT / name).read_text().splitlines()
-        assert not [line for line in lines if without.MARKER.search(line)], name
+        assert not [line for line in lines if remove_extras.MARKER.search(line)], name
 
 
 def test_bad_names_and_a_changed_tree_are_refused_and_a_deletion_can_be_undone(tmp_path):
     folder = copy(tmp_path / "fork")
-    assert "nonsense: is not an extra; give some of" in run(folder, "scripts/without.sh", "nonsense", code=2)
-    for name in sorted(without.KERNEL):
-        assert f"{name}: is part of the kernel now" in run(folder, "scripts/without.sh", name, code=2)
+    assert "nonsense: is not an extra; give some of" in run(folder, "scripts/remove_extras.sh", "nonsense", code=2)
+    for name in sorted(remove_extras.KERNEL):
+        assert f"{name}: is part of the kernel now" in run(folder, "scripts/remove_extras.sh", name, code=2)
     name = next(iter(EXTRAS))
-    listed = run(folder, "scripts/without.sh", "--list")
+    listed = run(folder, "scripts/remove_extras.sh", "--list")
     assert all(re.search(rf"^{extra_name} +\d+ +\d+ +\d+  \S", listed, re.M) for extra_name in EXTRAS)
-    printed = run(folder, "scripts/without.sh", name)
-    assert "commit or stash them first" in run(folder, "scripts/without.sh", name, code=2)
+    printed = run(folder, "scripts/remove_extras.sh", name)
+    assert "commit or stash them first" in run(folder, "scripts/remove_extras.sh", name, code=2)
     run(folder, "bash", "-c", printed.split("to undo this: ")[1])
     assert run(folder, "git", "status", "--porcelain") == ""
     cut(folder, name)
-    assert "these are already deleted" in run(folder, "scripts/without.sh", name)
-    assert re.search(rf"^{name} +deleted", run(folder, "scripts/without.sh", "--list"), re.M)
+    assert "these are already deleted" in run(folder, "scripts/remove_extras.sh", name)
+    assert re.search(rf"^{name} +deleted", run(folder, "scripts/remove_extras.sh", "--list"), re.M)
 
 
 def contents(folder):
@@ -221,7 +221,7 @@ def fork(template, tmp_path):
     return folder
 
 
-SMALL = ".gitignore scripts/without.sh scripts/lib ddp_utils.py model.py pyproject.toml LICENSE README.md"
+SMALL = ".gitignore scripts/remove_extras.sh scripts/lib ddp_utils.py model.py pyproject.toml LICENSE README.md"
 SMALL += " docs/extras.md utils/extras/watch tests/extras/watch"
 
 
@@ -341,7 +341,7 @@ def test_nothing_changes_where_git_could_not_undo_it(small_fork, change, pattern
     run(fork.parent, "bash", "-c", "git init -q other && cd other && git commit -q --allow-empty -m first")
     run(fork, "bash", "-ec", change)
     before = contents(fork)
-    printed = run(fork, "scripts/without.sh", "watch", code=2)
+    printed = run(fork, "scripts/remove_extras.sh", "watch", code=2)
     assert re.search(pattern, printed) and len(printed.splitlines()) == 1, printed
     assert contents(fork) == before
 
@@ -353,7 +353,7 @@ def test_a_filter_that_fails_is_named_before_anything_is_deleted(small_fork):
     run(small_fork, "git", "config", "filter.mine.smudge", "false")
     run(small_fork, "git", "config", "filter.mine.required", "true")
     before = contents(small_fork)
-    printed = run(small_fork, "scripts/without.sh", "watch", code=2)
+    printed = run(small_fork, "scripts/remove_extras.sh", "watch", code=2)
     assert "ddp_utils.py: smudge filter mine failed; repair what git names here, so that" in printed
     assert contents(small_fork) == before
 
@@ -392,7 +392,7 @@ def test_files_of_the_fork_stay_as_they_are_and_the_undo_restores_each_byte(fork
             (fork / ".git/info/exclude").write_text("utils/extras/watch\n*.sh\n")  # ignored, and tracked
             run(fork, "bash", "-c", f"{COMMIT} && git add -f run.sh latin.sh && {COMMIT}")
     before = contents(fork)
-    printed = run(fork / "docs", "../scripts/without.sh", *names)
+    printed = run(fork / "docs", "../scripts/remove_extras.sh", *names)
     after = contents(fork)
     for name in ("tracked", "untracked"):
         assert [after[path] for path in after if path.startswith(name)] == [
@@ -461,7 +461,7 @@ def test_a_deletion_can_be_undone_whatever_git_does_to_files_of_a_checkout(reque
     fork = request.getfixturevalue(fork_of)
     run(fork, "bash", "-ec", change.replace("{}", attributes))
     before = contents(fork)
-    printed = run(fork, "scripts/without.sh", "watch")
+    printed = run(fork, "scripts/remove_extras.sh", "watch")
     assert contents(fork) != before and not (fork / "utils/extras/watch").exists()
     undo(fork, printed)
     assert contents(fork) == before
@@ -485,9 +485,9 @@ def test_changes_beside_the_folder_of_the_fork_stay_and_only_a_merge_refuses_the
     before = contents(top), run(top, "git", "status", "--porcelain")
     assert re.search(
         "has changes; commit|git ignores changes of ../../another/a.txt",
-        run(fork, "scripts/without.sh", "--merge", "HEAD", code=2),
+        run(fork, "scripts/remove_extras.sh", "--merge", "HEAD", code=2),
     )
-    undo(fork, run(fork, "scripts/without.sh", "watch"))
+    undo(fork, run(fork, "scripts/remove_extras.sh", "watch"))
     assert (contents(top), run(top, "git", "status", "--porcelain")) == before
 
 
@@ -536,11 +536,11 @@ def ref_and_worktrees(fork):
 def test_a_merge_that_cannot_begin_says_what_to_do(cut_fork, change, pattern, remedy):
     run(cut_fork, "bash", "-ec", change)
     before = ref_and_worktrees(cut_fork)
-    printed = run(cut_fork, "scripts/without.sh", "--merge", "template-2", code=2)
+    printed = run(cut_fork, "scripts/remove_extras.sh", "--merge", "template-2", code=2)
     assert re.search(pattern, printed) and len(printed.splitlines()) == 1, printed
     assert ref_and_worktrees(cut_fork) == before
     run(cut_fork, "bash", "-ec", remedy)
-    assert run(cut_fork, "scripts/without.sh", "--merge", "template-2") == "merged template-2\n"
+    assert run(cut_fork, "scripts/remove_extras.sh", "--merge", "template-2") == "merged template-2\n"
     assert "Version 2" in (cut_fork / "model.py").read_text() and not (cut_fork / "utils/extras/watch").exists()
 
 
@@ -560,7 +560,7 @@ def test_a_fork_in_a_folder_takes_a_newer_template_into_that_folder(cut_fork):
     run(top, "git", "fetch", "-q", "template")
     files = contents(top).keys()
     branch = run(template, "git", "branch", "--show-current").strip()
-    assert "merged template/" in run(fork, "scripts/without.sh", "--merge", f"template/{branch}")
+    assert "merged template/" in run(fork, "scripts/remove_extras.sh", "--merge", f"template/{branch}")
     assert contents(top).keys() - files == {"apps/fork/new/a.py"} and contents(top).keys() >= files
     assert "Version 2" in (fork / "model.py").read_text()
 
@@ -578,20 +578,20 @@ def test_a_merge_that_a_hook_refuses_can_be_undone_and_ended(cut_fork, name, com
     before = ref_and_worktrees(cut_fork)
     hook = add_failing_hook(cut_fork, name, command)
     remedy = "the merge is staged: git commit completes it, git merge --abort undoes it"
-    assert f"{reason}; {remedy}" in run(cut_fork, "scripts/without.sh", "--merge", "template-2", code=2)
+    assert f"{reason}; {remedy}" in run(cut_fork, "scripts/remove_extras.sh", "--merge", "template-2", code=2)
     run(cut_fork, "git", "merge", "--abort")
     assert ref_and_worktrees(cut_fork) == before
-    run(cut_fork, "scripts/without.sh", "--merge", "template-2", code=2)
+    run(cut_fork, "scripts/remove_extras.sh", "--merge", "template-2", code=2)
     hook.unlink()
     run(cut_fork, "git", "commit", "-q", "--no-edit")
     assert run(cut_fork, "git", "status", "--porcelain") == ""
     assert "Version 2" in (cut_fork / "model.py").read_text()
-    assert run(cut_fork, "scripts/without.sh", "--merge", "template-2") == "template-2 is already merged\n"
+    assert run(cut_fork, "scripts/remove_extras.sh", "--merge", "template-2") == "template-2 is already merged\n"
 
 
 def test_hooks_of_checkouts_are_not_run_in_the_temporary_folders_of_a_merge(cut_fork):
     add_failing_hook(cut_fork, "post-checkout", "")
-    assert run(cut_fork, "scripts/without.sh", "--merge", "template-2") == "merged template-2\n"
+    assert run(cut_fork, "scripts/remove_extras.sh", "--merge", "template-2") == "merged template-2\n"
     assert len(run(cut_fork, "git", "worktree", "list").splitlines()) == 1
 
 
@@ -602,16 +602,16 @@ def test_a_merge_that_fails_leaves_no_temporary_folder(cut_fork):
     run(template, "git", "tag", "template-3")
     run(cut_fork, "git", "fetch", "-q", "--tags", "template")
     before = ref_and_worktrees(cut_fork)
-    assert "mine.py imports utils/extras" in run(cut_fork, "scripts/without.sh", "--merge", "template-3", code=2)
+    assert "mine.py imports utils/extras" in run(cut_fork, "scripts/remove_extras.sh", "--merge", "template-3", code=2)
     assert ref_and_worktrees(cut_fork) == before
 
 
 def take(fork):
     """The newest commit of the template."""
     run(fork, "git", "fetch", "-q", "origin")
-    assert "merged origin/main" in run(fork, "scripts/without.sh", "--merge", "origin/main")
+    assert "merged origin/main" in run(fork, "scripts/remove_extras.sh", "--merge", "origin/main")
     assert run(fork, "git", "status", "--porcelain") == ""
-    assert "already merged" in run(fork, "scripts/without.sh", "--merge", "origin/main")
+    assert "already merged" in run(fork, "scripts/remove_extras.sh", "--merge", "origin/main")
 
 
 @pytest.mark.guarantee("upgrading")
@@ -671,12 +671,12 @@ def test_a_fork_that_was_cut_and_changed_takes_newer_templates_without_a_conflic
 
 
 def test_the_readme_has_the_sizes_of_forks():
-    files = without.read_files(ROOT)
+    files = remove_extras.read_files(ROOT)
     rows = re.findall(r"^\| (nothing|`[^`]*`) \| ([\d,]+) / ([\d,]+) / ([\d,]+) \|", files["README.md"], re.MULTILINE)
     assert len(rows) == 4
     for words, *shown in rows:
         names = set(words.strip("`").split()) - {"nothing"}
         names = EXTRAS.keys() - names if "--all-but" in names else names
-        left = without.sizes(without.without(files, set(names))[0]).values()
+        left = remove_extras.sizes(remove_extras.without(files, set(names))[0]).values()
         rounded = [f"{round(lines, -2):,}" for lines in left]
         assert all(abs(int(a.replace(",", "")) - b) <= 100 for a, b in zip(shown, left, strict=True)), (words, rounded)

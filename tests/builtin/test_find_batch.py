@@ -17,12 +17,12 @@ GIB = 1.5
 LIMITED = """
 from lib.benchmark.find_batch import limit_memory
 from utils import assembly
-plain = assembly.first_passes
-def first_passes(*args, **options):
+plain = assembly.run_first_passes
+def run_first_passes(*args, **options):
     plain(*args, **options)
     limit_memory(args[-1].device, {memory})
     return plain(*args, **options)
-assembly.first_passes = first_passes
+assembly.run_first_passes = run_first_passes
 """
 
 

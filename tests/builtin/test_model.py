@@ -12,7 +12,8 @@ import model
 from config import TrainingConfig
 from ddp_utils import DistributedContext, unwrap
 from model import MiniResNet, check_config, compute_loss, create_model, param_groups, wrap_ddp
-from utils.checkpoint.format import load_weights, take_weights
+from utils.checkpoint.format import load_weights
+from utils.checkpoint.weights import load_matching_weights
 from utils.settings.errors import UserError
 
 CPU = torch.device("cpu")
@@ -106,7 +107,7 @@ def test_init_from_loads_weights_that_fit_and_logs_the_others(tmp_path, caplog):
         with caplog.at_level("INFO", logger="ddp"):
             torch.manual_seed(1)
             model = create_model(TrainingConfig(num_classes=4, channels_last=False), CPU)
-            take_weights(model, load_weights(file), str(file))
+            load_matching_weights(model, load_weights(file), str(file))
         assert torch.equal(model.stages[2].conv1.weight, source.stages[2].conv1.weight)
         assert model.head.weight.shape == (4, 256)
         assert "kept from create_model: head.weight, head.bias" in caplog.text
@@ -132,7 +133,7 @@ def test_what_init_from_lacks_is_called_kept_and_not_new(tmp_path, caplog, loads
     weights = {name: value for name, value in create().state_dict().items() if name.startswith(in_file)}
     torch.save(weights, file)
     with caplog.at_level("INFO", logger="ddp"):
-        take_weights(model, load_weights(file), str(file))
+        load_matching_weights(model, load_weights(file), str(file))
     assert f"kept from create_model: {kept}; not used: none" in caplog.text and "initialised" not in caplog.text
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights.get(name, before[name]))
@@ -144,18 +145,18 @@ def test_published_weights_are_stripped_of_prefixes_and_must_be_whole_to_be_eval
     for prefix in ("module.", "_orig_mod.", "module._orig_mod."):
         torch.save({prefix + name: value for name, value in source.items() if "num_batches" not in name}, file)
         with caplog.at_level("INFO", logger="ddp"):
-            take_weights(model, load_weights(file), str(file), must_be_whole=True)
+            load_matching_weights(model, load_weights(file), str(file), must_be_whole=True)
         assert torch.equal(model.head.weight, source["head.weight"])
         assert f"removed wrappers and prefixes from the names of the tensors in {file}" in caplog.text
     torch.save({name: value for name, value in source.items() if "head" not in name}, file)
     with pytest.raises(UserError, match="has no head.weight, head.bias of this model's shape; give weights of"):
-        take_weights(model, load_weights(file), str(file), must_be_whole=True)
+        load_matching_weights(model, load_weights(file), str(file), must_be_whole=True)
 
 
 def test_init_from_another_model_is_rejected(tmp_path):
     torch.save({"layer": torch.ones(3)}, tmp_path / "other.pt")
     with pytest.raises(UserError, match="0 of its 1 tensors fit the model, which has 92"):
-        take_weights(create_model(TrainingConfig(), CPU), load_weights(tmp_path / "other.pt"), "other.pt")
+        load_matching_weights(create_model(TrainingConfig(), CPU), load_weights(tmp_path / "other.pt"), "other.pt")
 
 
 def test_one_rank_has_no_buckets_which_would_be_a_second_copy_of_the_gradients():

@@ -168,7 +168,7 @@ SETTINGS = [SimpleNamespace(name="mixup")]
     ended = program()
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "not moved, write it again where it is needed: epochs: int = setting('training', 5" in ended.stdout
-    assert "you had deleted mixup, which are settings of an extra now; scripts/without.sh images" in ended.stdout
+    assert "you had deleted mixup, which are settings of an extra now; scripts/remove_extras.sh images" in ended.stdout
     assert (tmp_path / "config.py").read_text() == head + NEW.replace(
         BEGIN, f'{BEGIN}    width: int = yours(4, "width")\n'
     )

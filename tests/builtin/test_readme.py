@@ -15,7 +15,7 @@ import forks
 from config import TrainingConfig
 from config_table import BEGIN, END, table
 from images import save_images
-from lib.without import recorded
+from lib.remove_extras import recorded
 from ranks import PATH, ROOT, copy_repository, lack, launch
 from scripts.lib.network import addresses
 

@@ -12,7 +12,7 @@ import torch
 
 import dataset
 import forks
-from config import TrainingConfig, fields_of_yours
+from config import TrainingConfig, fork_settings
 from ddp_utils import DistributedContext
 from lib.verify import data_checks
 from lib.verify.fork import default_dtype
@@ -332,7 +332,7 @@ def scaled(count):
 
 
 def test_the_fields_of_the_shipped_model_and_data_are_known_to_verify():
-    assert sorted(field.name for field in fields_of_yours()) == sorted(SHIPPED)
+    assert sorted(field.name for field in fork_settings()) == sorted(SHIPPED)
 
 
 def test_data_created_in_float32_are_compared_in_float32():

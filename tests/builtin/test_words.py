@@ -29,3 +29,15 @@ def test_plain_words_everywhere():
             if match := PATTERN.search(NAMES.sub("", line)):
                 wrong.append(f"{name}:{number}: {match[0]}: {line.strip()[:100]}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_glossary_is_short_and_each_word_stands_in_its_file():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    glossary = page.partition("## Glossary")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([^|`]+) \| ([^|`]+) \| `([^|]+)` \|$", glossary, re.MULTILINE)
+    assert 20 < len(rows) <= 40
+    assert not [meaning for _, meaning, _ in rows if len(meaning.split()) > 8]
+    for word, _, file in rows:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        spelled = re.compile(re.sub(r"[ -]", "[ _-]?", word), re.IGNORECASE)
+        assert spelled.search(text), f"{word} is not in {file}"

@@ -29,7 +29,7 @@ from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.benchmark.ours import Ours
 from utils.cpus import usable_cpus
-from utils.memory import free_memory, gigabytes
+from utils.memory import format_bytes, free_memory
 from utils.run import provenance
 
 MODES = {  # 40 steps each
@@ -48,7 +48,11 @@ SECONDS_OF_A_MODE = 25
 
 def facts(note: Note) -> str:
     """What a figure depends on, and what may be missing."""
-    info: dict[str, Any] = {"versions": provenance.versions(), "time": provenance.now(), "host": socket.gethostname()}
+    info: dict[str, Any] = {
+        "versions": provenance.package_versions(),
+        "time": provenance.utc_now(),
+        "host": socket.gethostname(),
+    }
     commands = {"nvidia-smi": "nvidia-smi", "compiler": f"{os.environ.get('CC', 'cc')} --version"}
     commands |= {"disk": f"df -h {ROOT} {FOLDER} /dev/shm", "free": "free -g", "cpu": "lscpu"}
     for name, command in commands.items():
@@ -72,7 +76,7 @@ def facts(note: Note) -> str:
     print(json.dumps(info, indent=1), flush=True)
     note(info)
     compiler = "a C compiler" if " " in info["compiler"].partition("\n")[0] and shutil.which("cc") else "no C compiler"
-    room = f"{info['cpus']} CPUs, {gigabytes(info['free_memory'] or 0)} free"
+    room = f"{info['cpus']} CPUs, {format_bytes(info['free_memory'] or 0)} free"
     return f"{info['device']}, torch {torch.__version__}, Python {platform.python_version()}, {room}, {compiler}"
 
 

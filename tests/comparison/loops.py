@@ -20,7 +20,7 @@ import dataset as fork_dataset
 import model as fork_model
 from config import TrainingConfig
 from ddp_utils import DistributedContext, wrap_ddp
-from utils.data.transfer import SideStream, pinned, to_device
+from utils.data.transfer import SideStream, pin_batch, to_device
 from utils.metrics import Metrics
 from utils.training.optimizer import create_optimizer
 from utils.training.precision import Precision
@@ -58,7 +58,7 @@ class RankSubset(Dataset):
         chosen = self._ctx.rank + chosen * self._ctx.world_size
         if not self._side:
             return self._transform(batch, seed, epoch, chosen)
-        on_host = pinned((batch, chosen))
+        on_host = pin_batch((batch, chosen))
 
         def move() -> Any:
             batch, indices = to_device(on_host, self._ctx.device)

@@ -52,7 +52,7 @@ def measure(
     for step, (model, _, _) in enumerate(loops.plain(config, ctx, precision, sets.train), start=1):
         epoch, rest = divmod(step, steps_per_epoch)
         if not rest:
-            means = Evaluation(model, ModelHooks.from_module(fork_model, config, ctx.device), precision, ctx).means(
+            means = Evaluation(model, ModelHooks.from_module(fork_model, config, ctx.device), precision, ctx).evaluate(
                 held_out
             )
             model.train()

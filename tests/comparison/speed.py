@@ -104,7 +104,7 @@ class Comparison:
         equal: on several ranks, and on a GPU without --deterministic."""
         if self._ctx.world_size > 1 or not (self._ctx.device.type == "cpu" or self.config.deterministic):
             return {"intervals": 0, "equal": 0}
-        every, records = self.config.log_interval, self.ours.training.attempt.run.records("train")
+        every, records = self.config.log_interval, self.ours.training.attempt.run.read_records("train")
         losses = [record["loss"] for record in records]
         pieces = [self._plain_losses[k : k + every] for k in range(0, len(losses) * every, every)]
         plain = [sum(loss.item() for loss, _ in piece) / sum(weight for _, weight in piece) for piece in pieces]
@@ -186,7 +186,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -
 
 def flops_per_sample(ours: Ours) -> float:
     """Matrix products and convolutions of a forward and backward pass, as torch's FlopCounterMode counts them."""
-    batch = ours.loader.sample_batch()
+    batch = ours.loader.example_batch()
     with FlopCounterMode(display=False) as counter, ours.state.precision.autocast():
         ours.training.hooks.compute_loss(ours.state.model, batch)["loss"][0].backward()
     ours.state.optimizer.zero_grad()
@@ -272,7 +272,7 @@ def costless_task() -> Iterator[None]:
         name: value for name, value in vars(ModelHooks).items() if name in ModelHooks.__dataclass_fields__
     }  # the defaults
     with (
-        mock.patch.object(ModelHooks, "of", lambda *_: ModelHooks(**hooks, **ours)),
+        mock.patch.object(ModelHooks, "from_module", lambda *_: ModelHooks(**hooks, **ours)),
         mock.patch.multiple(fork_model, **hooks),
         mock.patch.object(fork_dataset, "create_dataset", create_dataset),
     ):

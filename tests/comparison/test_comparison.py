@@ -16,7 +16,7 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from ranks import ROOT, WarmLaunch, finish, run_ranks
 from tasks import config_of, using
 from training import TINY, Runs
-from utils.files import read_lines
+from utils.files import read_records
 from utils.training.state import TrainState
 
 SMALL = "--batch_size 4 --log_interval 4 --num_workers 0 --backend gloo".split()
@@ -106,7 +106,7 @@ def test_the_plain_run_has_the_curve_of_a_run(tmp_path):
     ended = finish(WarmLaunch(0, ROOT / "tests/comparison/run.py", words))
     assert ended.code == 0, ended.text
     ours, plain = (
-        [r for *_, r in read_lines(f / "metrics.jsonl") if r["kind"] == "eval"] for f in (runs.folder("ours"), folder)
+        [r for *_, r in read_records(f / "metrics.jsonl") if r["kind"] == "eval"] for f in (runs.folder("ours"), folder)
     )
     assert [r["step"] for r in plain] == [6, 12] and [r["step"] for r in ours] == [6, 12, 13]
     for expected, row in zip(ours, plain, strict=False):

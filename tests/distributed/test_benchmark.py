@@ -108,9 +108,9 @@ def whole_run(folder):
         ours = Ours(config, setup_distributed(config), folder, steps=4)
         ours.epoch()
         observed = {"steps": ours.state.progress.step, "files": {path.name for path in folder.iterdir()}}
-        observed["records"] = [record["step"] for record in ours.training.attempt.run.records("train")]
+        observed["records"] = [record["step"] for record in ours.training.attempt.run.read_records("train")]
         observed |= {
-            "has_writer": ours.training.checkpoints._writes,
+            "has_writer": ours.training.checkpoints._is_writer,
             "is_watched": any(thread.name == "watchdog" for thread in threading.enumerate()),
         }
         ours.close()

@@ -12,7 +12,7 @@ from tasks import BUCKETS, TASKS, EagerConsensus, image_loss
 from training import train_flags
 from utils import assembly
 from utils.checkpoint.layouts import FileLayout
-from utils.checkpoint.writer import Writer
+from utils.checkpoint.writer import CheckpointWriter
 from utils.report.reporter import Reporter
 from utils.run.checkpoints import Checkpoints
 from utils.run.folder import RunFolder
@@ -25,7 +25,7 @@ BEST = {2: 4.0, 4: 3.0, 6: 5.0, 8: 2.0}  # the loss that each evaluation reports
 def train_on_a_slow_disk(words, fails_at):
     """No write ends before the next step is made. Returns the saved steps for which training waited."""
     steps, waited = [0], []
-    plain_write, plain_done, plain_link = FileLayout.write, Reporter.step_done, RunFolder.link_best
+    plain_write, plain_done, plain_link = FileLayout.write, Reporter.record_step, RunFolder.link_best
 
     def write(self, path, payload, *rest):
         step, ends = payload["progress"]["step"], time.monotonic() + 10
@@ -50,9 +50,9 @@ def train_on_a_slow_disk(words, fails_at):
 
     with (
         mock.patch.object(FileLayout, "write", write),
-        mock.patch.object(Reporter, "step_done", done),
+        mock.patch.object(Reporter, "record_step", done),
         mock.patch.object(RunFolder, "link_best", link),
-        mock.patch("utils.training.evaluation.Evaluation.records", losses),
+        mock.patch("utils.training.evaluation.Evaluation.evaluate_all_weights", losses),
     ):
         train_flags([*words, "--best_metric", "loss"])
     return waited
@@ -75,11 +75,11 @@ def test_training_goes_on_while_the_best_checkpoint_is_written(runs, fails_at, b
 
 def train_and_look(words):
     """What best.pt links to after step 7, if the checkpoint of step 4 is on the disk after step 6."""
-    link_targets, started, plain_done, plain_start = [], [], Reporter.step_done, Writer.start
+    link_targets, started, plain_done, plain_start = [], [], Reporter.record_step, CheckpointWriter.start
 
     def start_writing(self, *args):
         plain_start(self, *args)
-        started.append(self._writing)
+        started.append(self._pending_write)
 
     def done(self, samples, indices):
         plain_done(self, samples, indices)
@@ -89,8 +89,8 @@ def train_and_look(words):
             link_targets.append(os.readlink(self._run.checkpoints / "best.pt"))
 
     with (
-        mock.patch.object(Writer, "start", start_writing),
-        mock.patch.object(Reporter, "step_done", done),
+        mock.patch.object(CheckpointWriter, "start", start_writing),
+        mock.patch.object(Reporter, "record_step", done),
         mock.patch.object(assembly, "Consensus", EagerConsensus),
     ):
         train_flags(words)
@@ -124,7 +124,7 @@ def test_best_is_linked_after_an_evaluation_that_takes_longer_than_the_write(run
 
 
 def fail_while_writing(words):
-    plain_write, plain_done = FileLayout.write, Reporter.step_done
+    plain_write, plain_done = FileLayout.write, Reporter.record_step
 
     def write(*args):
         time.sleep(1.0)
@@ -135,7 +135,7 @@ def fail_while_writing(words):
         if self._state.progress.step == 3:
             raise ZeroDivisionError
 
-    with mock.patch.object(FileLayout, "write", write), mock.patch.object(Reporter, "step_done", done):
+    with mock.patch.object(FileLayout, "write", write), mock.patch.object(Reporter, "record_step", done):
         try:
             train_flags(words)
         except ZeroDivisionError:

@@ -15,7 +15,7 @@ from config import TrainingConfig
 from images import folder_of_images
 from ranks import ROOT, launch, run_ranks, slow
 from training import train_flags
-from utils.report.tensorboard import Board
+from utils.report.tensorboard import TensorBoardWriter
 from utils.settings.errors import UserError
 
 SMALL = "--image_size 8 --batch_size 4 --log_interval 2 --backend gloo --dataset_size 16 --epochs 1".split()
@@ -49,7 +49,7 @@ def break_packages(folder):
 
 def train_with_broken(folder, flags):
     break_packages(folder)
-    utils.report.reporter.Board = Board  # which tests leave out
+    utils.report.reporter.TensorBoardWriter = TensorBoardWriter  # which tests leave out
     return train_flags(flags, task="")["state"]
 
 
@@ -109,7 +109,7 @@ def test_a_run_that_needs_a_broken_package_is_refused_with_the_fix(tmp_path, nee
 def test_a_viewer_that_fails_later_ends_nothing(tmp_path, caplog, method):
     from torch.utils.tensorboard import SummaryWriter
 
-    board = Board(tmp_path, 0)
+    board = TensorBoardWriter(tmp_path, 0)
     owner, name = SummaryWriter, method
     if "." in method:
         from torch.utils.tensorboard.writer import FileWriter

@@ -31,9 +31,9 @@ def train_and_hold(words, is_held_for_evaluation, changes):
     """
     states, went_on, evaluated, changed = {}, [], threading.Event(), threading.Event()
     plain_begin, plain_copy, plain_means, plain_swap = (
-        AsyncSnapshot.begin,
+        AsyncSnapshot.start,
         async_snapshot._copy_all,
-        Evaluation.means,
+        Evaluation.evaluate,
         WeightAverage._swap,
     )
 
@@ -64,9 +64,9 @@ def train_and_hold(words, is_held_for_evaluation, changes):
 
     with (
         using("images"),
-        mock.patch.object(AsyncSnapshot, "begin", begin),
+        mock.patch.object(AsyncSnapshot, "start", begin),
         mock.patch.object(async_snapshot, "_copy_all", copy_all),
-        mock.patch.object(Evaluation, "means", means),
+        mock.patch.object(Evaluation, "evaluate", means),
         mock.patch.object(WeightAverage, "_swap", swap),
     ):
         train.train(TrainingConfig.from_args(words), after_epoch=after_epoch if changes else None)

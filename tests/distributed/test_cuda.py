@@ -9,7 +9,7 @@ from config import TrainingConfig
 from ddp_utils import DistributedContext
 from tasks import Images
 from test_exact_resume import FLAGS
-from utils.checkpoint.pinned_buffers import PinnedBuffers, _has_succeeded
+from utils.checkpoint.pinned_buffers import PinnedBuffers, _is_cuda_success
 from utils.data.loader import create_distributed_dataloader
 from utils.example.augment import augment_images
 from utils.rng import draw_integers, draw_uniform, sample_draws
@@ -62,7 +62,7 @@ def test_a_snapshot_is_pinned_and_holds_the_state():
 
 
 def test_a_failed_pinning_does_not_surface_in_the_next_kernel():
-    assert not _has_succeeded(torch.cuda.cudart().cudaHostRegister(0, 4096, 0))
+    assert not _is_cuda_success(torch.cuda.cudart().cudaHostRegister(0, 4096, 0))
     assert torch.ones(3, device="cuda").sum().item() == 3
 
 

@@ -14,7 +14,7 @@ from ranks import need, run_ranks
 from tasks import train_task
 from training import Runs, assert_same_state, wait_until
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.writer import Writer
+from utils.checkpoint.writer import CheckpointWriter
 
 FLAGS = "--dataset_size 20 --no-use_amp --record_samples --num_workers 0 --save_every 0".split()
 FLAGS += ["--ema_decay", "0.9"]
@@ -42,7 +42,7 @@ def train_and_cut(flags, calls, log):
     Returns:
         The final state.
     """
-    plain_start, calls, traced, seen = Writer.start, list(calls), [], []
+    plain_start, calls, traced, seen = CheckpointWriter.start, list(calls), [], []
 
     def start(self, *args):
         for strace in traced:
@@ -56,7 +56,7 @@ def train_and_cut(flags, calls, log):
         seen.append(self)
         plain_start(self, *args)
 
-    with mock.patch.object(Writer, "start", start):
+    with mock.patch.object(CheckpointWriter, "start", start):
         return train_task("images", flags)
 
 

@@ -35,7 +35,7 @@ def evaluate_with_a_wrong_sampler():
             mock.patch.object(GlobalBatchSampler, "micro_batches", micro_batches),
             pytest.raises(RuntimeError) as error,
         ):
-            Evaluation(SmallNet(True, 10), ModelHooks(None, None, image_loss), Precision("cpu", None), ctx).means(
+            Evaluation(SmallNet(True, 10), ModelHooks(None, None, image_loss), Precision("cpu", None), ctx).evaluate(
                 loader
             )
         errors.append(str(error.value))

@@ -51,7 +51,7 @@ def fork_after_collectives(folder, forks, waits=True):
     hung, sums, more = 0, torch.ones(4_000), [torch.empty(100) for _ in range(dist.get_world_size())]
     without = mock.patch.object(signals.time, "sleep", lambda seconds: None)
     for _ in range(forks):
-        options = {"timeout": SECONDS_OF_A_HANG, "worker_init_fn": signals.ignore_in_worker}
+        options = {"timeout": SECONDS_OF_A_HANG, "worker_init_fn": signals.ignore_signals_in_worker}
         loader = DataLoader(Numbers(), num_workers=1, **options)
         with signals.signals_blocked(), nullcontext() if waits else without:
             dist.all_reduce(sums, async_op=True).wait()

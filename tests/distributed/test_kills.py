@@ -18,8 +18,8 @@ from scripts.runs import RunInfo  # extra: reports
 from tasks import train_task
 from training import assert_same_state, relative
 from utils.checkpoint.layouts import FileLayout
-from utils.clock import Clock
-from utils.report.goodput import seconds_of
+from utils.clock import PhaseClock
+from utils.report.goodput import parse_time
 
 PHASES = ("data", "forward", "backward", "update", "save", "written", "evaluation")  # written: by the thread
 FLAGS = "--dataset_size 66 --global_batch_size 16 --lr 0.02 --no-use_amp --record_samples".split()
@@ -30,7 +30,7 @@ FLAGS += "--num_workers 1 --save_every_steps 3 --timeout 30".split()
 @contextlib.contextmanager
 def killed_in(phase, steps, delay):
     """Kill this process `delay` seconds after it first enters the phase in or after step `steps` of this attempt."""
-    plain_step, plain_enter, plain_write, begun = Clock.begin_step, Clock.enter, FileLayout.write, []
+    plain_step, plain_enter, plain_write, begun = PhaseClock.begin_step, PhaseClock.enter, FileLayout.write, []
 
     def kill():
         time.sleep(delay)
@@ -51,7 +51,7 @@ def killed_in(phase, steps, delay):
         plain_write(*args)
 
     writing = mock.patch.object(FileLayout, "write", write)
-    with mock.patch.multiple(Clock, begin_step=begin_step, enter=enter), writing:
+    with mock.patch.multiple(PhaseClock, begin_step=begin_step, enter=enter), writing:
         yield
 
 
@@ -76,7 +76,7 @@ def kill_again_and_again(runs, epochs, kills, clock, dtype):
     assert begun[-1]["event"] == "resumed"  # attempts that were killed before the first record of the run left none
     print("resumed at", [record["step"] for record in begun])
     times, ended = (runs.json("killed", name)["time"] for name in ("summary.json", "status.json"))
-    wall_s = seconds_of(ended) - seconds_of(begun[0]["time"]) + begun[0]["seconds"]
+    wall_s = parse_time(ended) - parse_time(begun[0]["time"]) + begun[0]["seconds"]
     assert sum(times.values()) == pytest.approx(wall_s, abs=1) and times["recomputed_s"] > 0 < times["training_s"]
 
 

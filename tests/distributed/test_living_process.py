@@ -29,11 +29,11 @@ from utils import assembly
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.layouts import FileLayout
 from utils.report.reporter import Reporter
-from utils.report.tensorboard import Board
+from utils.report.tensorboard import TensorBoardWriter
 from utils.report.validation import Validation
-from utils.run import evaluate_only, owner, start
+from utils.run import evaluate_only, start, start_decision
 from utils.run.folder import RunFolder
-from utils.run.owner import RunLock
+from utils.run.run_lock import RunLock
 from utils.settings.errors import UserError
 from utils.training.evaluation import Evaluation
 from utils.training.state import TrainState
@@ -88,14 +88,14 @@ STAGES = {
     "machine": patch(utils.distributed.device, "choose_device", REFUSED),
     "groups": patch(dist, "new_group", BUG),
     "paths": patch(train, "broadcast_json", BUG),
-    "ranks differ": patch(start, "check_alike", REFUSED),
+    "ranks differ": patch(start, "check_ranks_equal", REFUSED),
     "folder in use": mock.patch.object(RunLock, "_take_file_lock", lambda self: False),
     "lock is written": patch(RunLock, "write", OSError(28, "No space left on device")),
-    "folder refused": patch(owner, "_remove_temporary_files", REFUSED),
-    "after the lock": patch(owner, "_remove_temporary_files", BUG),
-    "folder not shared": patch(start, "check_shared", REFUSED),
+    "folder refused": patch(start_decision, "_remove_temporary_files", REFUSED),
+    "after the lock": patch(start_decision, "_remove_temporary_files", BUG),
+    "folder not shared": patch(start, "check_shared_storage", REFUSED),
     "logger": patch(start, "setup_logger", BUG),
-    "first status": patch(RunFolder, "begin", OSError(5, "Input/output error")),
+    "first status": patch(RunFolder, "mark_running", OSError(5, "Input/output error")),
     "data": patch(train.your_data, "create_dataset", ValueError("no data")),
     "model": patch(train.your_model, "create_model", BUG),
     "second loader": patch(assembly, "create_evaluation_dataloader", REFUSED),
@@ -168,7 +168,7 @@ def as_in_a_notebook():
     """No launcher, and with TensorBoard."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
-    utils.report.reporter.Board = Board
+    utils.report.reporter.TensorBoardWriter = TensorBoardWriter
 
 
 def fail_and_train(folder, stages, *flags):
@@ -243,7 +243,7 @@ def fail_in_an_evaluation(folder):
         begin(folder, "run")
         outcome = begin(folder, "run", "--eval_only")
         before = held()
-        for failure in (patch(evaluate_only, "create_state", BUG), patch(Evaluation, "records", BUG)):
+        for failure in (patch(evaluate_only, "create_state", BUG), patch(Evaluation, "evaluate_all_weights", BUG)):
             fail(folder, "run", failure, "--eval_only")
             assert not (wrong := kept(before)), pformat(wrong)
         assert begin(folder, "run", "--eval_only") == outcome

@@ -26,7 +26,7 @@ CASES = [  # flags, and the step at which each log point is read: READ_AFTER is 
 def train_and_watch(words, is_at_once):
     """Where each log point was read, and where each checkpoint began: (step, last step of the train records)."""
     read, saved, recorded = {}, [], [0]
-    plain_catch_up, plain_log, plain_begin = Reporter.catch_up, Reporter.log, AsyncSnapshot.begin
+    plain_catch_up, plain_log, plain_begin = Reporter.finish_log_point, Reporter.begin_log_point, AsyncSnapshot.start
     plain_backward = TrainState.backward
 
     def catch_up(self):
@@ -38,7 +38,7 @@ def train_and_watch(words, is_at_once):
     def log(self):
         plain_log(self)
         if is_at_once:
-            self.catch_up()
+            self.finish_log_point()
 
     def begin(self):
         saved.append((self._state.progress.step, recorded[-1]))
@@ -48,8 +48,8 @@ def train_and_watch(words, is_at_once):
         plain_backward(self, loss * float("nan") if self.progress.step in (5, 6) else loss, is_padding)
 
     with (
-        mock.patch.multiple(Reporter, catch_up=catch_up, log=log),
-        mock.patch.object(AsyncSnapshot, "begin", begin),
+        mock.patch.multiple(Reporter, finish_log_point=catch_up, begin_log_point=log),
+        mock.patch.object(AsyncSnapshot, "start", begin),
         mock.patch.object(TrainState, "backward", backward),
     ):
         train_flags(words)

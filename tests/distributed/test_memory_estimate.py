@@ -76,7 +76,7 @@ def counted(words):
         return training.consensus.flush()
 
     # 20 MB at a log point, of any model; the peak of this one is less than that
-    no_fingerprint = mock.patch.object(utils.report.reporter, "fingerprint", lambda state: torch.tensor(0))
+    no_fingerprint = mock.patch.object(utils.report.reporter, "fingerprint_state", lambda state: torch.tensor(0))
     with mock.patch.object(train, "train_one_epoch", epoch), mock.patch.dict(TASKS, {"layers": TASK}), no_fingerprint:
         train_flags(words, task="layers")
     return counts[0]

@@ -14,11 +14,11 @@ from ranks import run_ranks
 from tasks import using
 from training import assert_same_state
 from utils.data.sampler import MicroBatch
-from utils.run import create
+from utils.run import initial_state
 from utils.training import first_passes
-from utils.training.fingerprint import fingerprint_of
+from utils.training.fingerprint import fingerprint_tensors
 from utils.training.parts.create import create_parts
-from utils.training.parts.mfu import FlopCounter, peak_of
+from utils.training.parts.mfu import FlopCounter, find_peak_flops
 
 PEAK = 1e9
 # SmallNet, a sample: both convolutions (4 x 4 x 8 outputs of 27 terms, 2 x 2 x 16 of 72) and the head (64 x 10), each
@@ -47,14 +47,14 @@ PER_SAMPLE = 3 * sum(FORWARD) - FORWARD[0]
     ],
 )
 def test_peaks_are_found_by_the_words_of_a_name(name, dtype, has_tf32, peak):
-    assert peak_of(name, dtype, has_tf32) == pytest.approx(1e12 * peak)
+    assert find_peak_flops(name, dtype, has_tf32) == pytest.approx(1e12 * peak)
 
 
 def run_with_a_peak(flags, task, peak=PEAK):
     def with_a_counter(*args, **options):
         return [*create_parts(*args, **options), FlopCounter(peak)]
 
-    with using(task), mock.patch.object(create, "create_parts", with_a_counter):
+    with using(task), mock.patch.object(initial_state, "create_parts", with_a_counter):
         return train.train(TrainingConfig.from_args(flags))
 
 
@@ -102,9 +102,9 @@ def run_that_cannot_be_counted(flags, task):
 
     def fails_if_counted(*args):
         assert not torch.utils._python_dispatch.is_in_torch_dispatch_mode(), "a formula that does not fit"
-        return fingerprint_of(*args)
+        return fingerprint_tensors(*args)
 
-    with mock.patch.object(first_passes, "fingerprint_of", fails_if_counted):
+    with mock.patch.object(first_passes, "fingerprint_tensors", fails_if_counted):
         return run_with_a_peak(flags, task)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from config import SETTINGS, TrainingConfig, fields_of_yours
+from config import SETTINGS, TrainingConfig, fork_settings
 from ranks import launch, run_ranks
 from scripts import export, predict
 from scripts.lib.arguments import check_arguments
@@ -286,14 +286,14 @@ def test_an_export_leaves_out_the_places_of_ours_and_keeps_every_field_of_yours(
     payload = {"config": ours | yours, "model": {}, "ema": {}}
     payload["provenance"] = dict.fromkeys(("classes", "mean", "std"))
     monkeypatch.setattr(export.checkpoint, "read", lambda source: (payload, ""))
-    monkeypatch.setattr(TrainingConfig, "known", dict)  # yours are fields of the fork
+    monkeypatch.setattr(TrainingConfig, "known_values", dict)  # yours are fields of the fork
     saved, places = export.read(Path("a.pt"), use_ema=False)
     assert saved["config"].items() >= yours.items() and saved["config"]["lr"] == ours["lr"]
     assert saved["config"].keys() | places.keys() == payload["config"].keys() and not saved["config"].keys() & places
     checks = [rendezvous_url]
     checks += [mirror_url, command_line]  # extra: companions
     of_paths = {setting.name for setting in SETTINGS if setting.is_path or setting.check in checks}
-    assert places.keys() == of_paths - {setting.name for setting in fields_of_yours()}
+    assert places.keys() == of_paths - {setting.name for setting in fork_settings()}
 
 
 @pytest.fixture

@@ -29,11 +29,11 @@ def run_preflight(flags, *, of_last=(), code_of_last=None, is_alone=False):
     if is_alone:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
-    code = {**provenance.code_digests(), **((code_of_last or {}) if is_last else {})}
+    code = {**provenance.code_checksums(), **((code_of_last or {}) if is_last else {})}
     with (
         using("images"),
         contextlib.redirect_stdout(io.StringIO()) as printed,
-        mock.patch.object(provenance, "code_digests", lambda: code),
+        mock.patch.object(provenance, "code_checksums", lambda: code),
         mock.patch.object(facts, "machine", lambda host: str(rank // 2)),
     ):
         return preflight.main([*flags, *(of_last if is_last else ())]), printed.getvalue()

@@ -139,7 +139,7 @@ def with_a_test_set(config, split):
 
 
 def train_with_a_test_set(words, is_stopped):
-    plain = Evaluation.records
+    plain = Evaluation.evaluate_all_weights
 
     def records(self, split, *rest):
         if split == "test" and is_stopped:
@@ -148,7 +148,7 @@ def train_with_a_test_set(words, is_stopped):
 
     with (
         mock.patch.dict(TASKS["images"], {"create_dataset": with_a_test_set}),
-        mock.patch.object(Evaluation, "records", records),
+        mock.patch.object(Evaluation, "evaluate_all_weights", records),
     ):
         return train_flags(words)["state"]
 

@@ -24,7 +24,7 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from ranks import WarmLaunch, finish, lack, launch, run_ranks
 from tasks import TASKS
 from training import says, train_flags
-from utils.distributed.collectives import on_all_ranks, once_per_file_system
+from utils.distributed.collectives import on_all_ranks, run_once_per_file_system
 from utils.distributed.device import choose_device
 from utils.settings.errors import UserError
 from utils.training.precision import Precision
@@ -211,7 +211,7 @@ def prepare(root, fails):
             (folder / "data").touch()
 
         try:
-            once_per_file_system(folder, (folder / "data").exists, unpack, ctx)
+            run_once_per_file_system(folder, (folder / "data").exists, unpack, ctx)
             return sorted(path.name for path in folder.iterdir())
         except UserError as error:
             return str(error)
@@ -307,18 +307,18 @@ def test_a_failing_rank_ends_all_ranks_and_workers_and_is_named(runs):
 LIMITED = """
 # each micro-batch takes 256 MiB; rank 1 may take 64 MiB more than it has
 import resource, torch
-from utils.memory import own_memory
+from utils.memory import read_process_memory
 from utils import assembly
-plain, plain_loss = assembly.first_passes, train.your_model.compute_loss
-def first_passes(*args, **options):
+plain, plain_loss = assembly.run_first_passes, train.your_model.compute_loss
+def run_first_passes(*args, **options):
     if os.environ.get('RANK') == '1':
-        most = own_memory('VmData') + 2**26
+        most = read_process_memory('VmData') + 2**26
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     return plain(*args, **options)
 def large_loss(net, batch):
     torch.empty(2**26)
     return plain_loss(net, batch)
-assembly.first_passes, train.your_model.compute_loss = first_passes, large_loss
+assembly.run_first_passes, train.your_model.compute_loss = run_first_passes, large_loss
 """
 
 
@@ -337,8 +337,8 @@ def test_a_rank_out_of_memory_is_named_with_the_flags_that_help(runs):
 HOLDS_WORKERS = """
 import sys
 from torch.utils.data import DataLoader
-from utils.signals import ignore_in_worker
-batches = iter(DataLoader(range(100), num_workers=2, worker_init_fn=ignore_in_worker))
+from utils.signals import ignore_signals_in_worker
+batches = iter(DataLoader(range(100), num_workers=2, worker_init_fn=ignore_signals_in_worker))
 next(batches)
 sys.kept = batches  # nothing shuts them down before the interpreter ends
 print("done", flush=True)

@@ -56,14 +56,14 @@ def test_max_steps_alone_sets_the_length_and_of_two_limits_the_banner_names_the_
 
 def train_until_time_is_up(flags):
     """Train; on rank 1 the clock jumps by an hour after step 7."""
-    clock, plain = SimpleNamespace(monotonic=time.monotonic, perf_counter=time.perf_counter), Reporter.step_done
+    clock, plain = SimpleNamespace(monotonic=time.monotonic, perf_counter=time.perf_counter), Reporter.record_step
 
     def done(self, samples, indices):
         plain(self, samples, indices)
         if self._state.progress.step == 7 and os.environ["RANK"] == "1":
             clock.monotonic = lambda: time.monotonic() + 3600
 
-    with mock.patch.object(utils.run.attempt, "time", clock), mock.patch.object(Reporter, "step_done", done):
+    with mock.patch.object(utils.run.attempt, "time", clock), mock.patch.object(Reporter, "record_step", done):
         outcome = train_flags(flags)
         return outcome["state"], outcome["steps"]
 
@@ -106,8 +106,8 @@ def test_a_stop_request_from_before_the_first_step_takes_no_step(runs):
 
 def train_with_a_quick_disk(flags):
     """Train; each save is on disk before the next one is requested."""
-    plain = Checkpoints.is_due
-    with mock.patch.object(Checkpoints, "is_due", lambda self: (self._look(60.0), plain(self))[1]):
+    plain = Checkpoints.is_save_due
+    with mock.patch.object(Checkpoints, "is_save_due", lambda self: (self._poll(60.0), plain(self))[1]):
         return train_flags(flags)
 
 

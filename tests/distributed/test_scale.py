@@ -65,7 +65,7 @@ def part_of_run():
         frame = frame.f_back
     if names & {"assemble", "setup_distributed", "open_run"}:
         return "start"
-    if "catch_up" in names:  # also in a save
+    if "finish_log_point" in names:  # also in a save
         return "log point"
     if files & {"checkpoints.py", "copier.py"}:
         return "save"

@@ -14,7 +14,7 @@ from test_exact_resume import FLAGS as OF_RESUME
 from test_oracle import ADAMW, SGD, check_against_the_oracle
 from training import difference, train_flags
 from utils.checkpoint import format as checkpoint
-from utils.distributed.dtensor import full
+from utils.distributed.dtensor import gather_full
 from utils.settings.errors import UserError
 from utils.training.hooks import ModelHooks
 from utils.training.parts.after_step import AfterStep
@@ -50,7 +50,7 @@ def test_what_a_fork_adds_equals_the_plain_loop(runs, ranks, accumulation, flags
     assert [record["lr_of_groups"] for record in records] == rates
     largest = [max(head, 2 * trunk) for head, trunk in zip(heads, trunks, strict=True)]
     assert [record["lr"] for record in records] == pytest.approx(largest)  # of --lr
-    assert max(full(value).abs().max() for name, value in weights.items() if name.startswith("student")) == 0.3
+    assert max(gather_full(value).abs().max() for name, value in weights.items() if name.startswith("student")) == 0.3
     assert weights["clock"] == sum(step + 100 * epoch for step, epoch, _ in places)
     for record in records:
         terms = sum(value for name, value in record.items() if name.startswith("loss/"))
@@ -69,7 +69,7 @@ def test_stops_and_resumes_do_not_change_what_a_fork_adds(runs, ranks, flags):
     assert "jumps" not in runs.log("parts")
     runs.train(ranks, "saved", *flags, "--save_every_steps", 1, task="joint")
     for path in runs.checkpoints("saved"):
-        if checkpoint.step_of(path) == 8:
+        if checkpoint.parse_step(path) == 8:
             runs.train(ranks, "late", *flags, "--resume_from", path, task="joint")
     evaluated = runs.records("whole", "eval")
     assert [record["ramp"] for record in runs.records("late", "eval")] == [record["ramp"] for record in evaluated]
@@ -84,9 +84,9 @@ def test_stops_and_resumes_do_not_change_what_a_fork_adds(runs, ranks, flags):
 def test_a_loss_that_does_not_ask_costs_nothing():
     hooks = ModelHooks.from_module(SimpleNamespace(**REQUIRED, compute_loss=image_loss))
     assert hooks.parts == () and hooks.after_step is None and hooks.compute_loss is image_loss
-    assert ModelHooks.from_module(SimpleNamespace(**REQUIRED, compute_loss=ramped_loss)).part(AfterStep)
+    assert ModelHooks.from_module(SimpleNamespace(**REQUIRED, compute_loss=ramped_loss)).find_part(AfterStep)
     hooks = ModelHooks.from_module(SimpleNamespace(**REQUIRED, compute_loss=image_loss, after_step=teach))
-    assert hooks.part(AfterStep) and hooks.compute_loss is image_loss
+    assert hooks.find_part(AfterStep) and hooks.compute_loss is image_loss
 
 
 class Ramped(SmallNet):
@@ -105,7 +105,7 @@ def test_a_step_that_is_passed_to_a_compiled_model_compiles_nothing_again(is_num
         SimpleNamespace(**REQUIRED, compute_loss=lambda model, batch, progress: model(batch, progress.step))
     )
     for step in range(5):
-        hooks.part(AfterStep).see_progress(Progress(step=step), 5)
+        hooks.find_part(AfterStep).see_progress(Progress(step=step), 5)
         batch = torch.randn(2, 3, 8, 8)
         actual = net(batch, step) if is_number else hooks.compute_loss(net, batch)
         with mock.patch.object(net, "_compiled_call_impl", None):

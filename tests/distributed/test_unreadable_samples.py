@@ -51,7 +51,7 @@ def check_failure(runs, ended, ranks, index, error):
     assert status["state"] == "failed" and f"sample {index}" in status["error"], status
     sentence = rf"^(\[rank \d] )?(failed: rank \d on \S+|rank \d): .*sample {index}\b"
     assert len(re.findall(sentence, ended.text, re.MULTILINE)) == 1, ended.text
-    return checkpoint.step_of(runs.checkpoints("run")[-1])
+    return checkpoint.parse_step(runs.checkpoints("run")[-1])
 
 
 @pytest.mark.guarantee("bad-sample")

@@ -16,7 +16,7 @@ from tasks import TASKS, SmallNet, using
 from tasks import train_task as train_with_signals
 from training import STATE, assert_same_state, difference, train_flags
 from utils.settings.errors import UserError
-from utils.training.parts.unsaved import complete, digests
+from utils.training.parts.unsaved import fill_in_unsaved, fingerprint_values
 
 FLAGS = "--dataset_size 46 --epochs 2 --num_workers 1 --no-use_amp --lr 0.02 --log_interval 2".split()
 EXPORTED = "model"  # the weights that selected the best checkpoint
@@ -224,9 +224,9 @@ def test_another_trunk_is_rejected_and_the_same_one_needs_no_copy(runs):
 def test_frozen_weights_in_an_average_of_more_bits_are_compared_in_the_dtype_of_the_model():
     """A checkpoint of a 16-bit model from before is_saved was defined has them in its average, too."""
     net = torch.nn.Linear(2, 2).bfloat16()
-    model_digests = digests({"weight": net.weight})
+    model_digests = fingerprint_values({"weight": net.weight})
     average = {name: value.float() for name, value in net.state_dict().items()}
-    assert complete(average, {}, net, model_digests, "the checkpoint").keys() == average.keys()
+    assert fill_in_unsaved(average, {}, net, model_digests, "the checkpoint").keys() == average.keys()
     average["weight"] = average["weight"] + 1
     with pytest.raises(UserError, match="was trained with other values of weight than create_model gives"):
-        complete(average, {}, net, model_digests, "the checkpoint")
+        fill_in_unsaved(average, {}, net, model_digests, "the checkpoint")

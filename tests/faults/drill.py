@@ -36,19 +36,19 @@ LOOKED = ("lock.json", ".lock")  # a rejected launch may change these in a run's
 # it; 0.2 s if the drill's folder has a file "slow". Step HELD_AT waits for a file "go".
 PROGRAM = f"""
 import sys; sys.path[:0] = [{str(ROOT)!r}]; sys.argv[0] = 'train.py'
-from utils.signals import hold
+from utils.signals import catch_stop_signals
 catch_stop_signals()
 import os, time, torch, train
 from pathlib import Path
 from tasks import Images, using
 from utils import assembly
-from utils.clock import Clock
+from utils.clock import PhaseClock
 TASK = using('images')
 TASK.__enter__()
 RANK, STEP = int(os.environ.get('RANK', 0)), 0
 RUN = Path(sys.argv[sys.argv.index('--run_dir') + 1])
 PLACE = Path(FOLDER, f'place-{{RUN.name}}-{{RANK}}')
-plain_begin, enter_phase, plain_loss = Clock.begin_step, Clock.enter, train.your_model.compute_loss
+plain_begin, enter_phase, plain_loss = PhaseClock.begin_step, PhaseClock.enter, train.your_model.compute_loss
 
 def show(clock):
     new = f'{{PLACE}}.{{os.getpid()}}.new'  # two jobs may have this folder
@@ -75,7 +75,7 @@ def compute_loss(net, batch):
     before_loss(net)
     return plain_loss(net, batch)
 
-Clock.begin_step, Clock.enter, train.your_model.compute_loss = begin_step, enter, compute_loss
+PhaseClock.begin_step, PhaseClock.enter, train.your_model.compute_loss = begin_step, enter, compute_loss
 """
 
 

@@ -10,7 +10,7 @@ from training import says
 
 ELSEWHERE = "import socket\nsocket.gethostname = lambda: 'elsewhere'\n"
 REBOOTED = (
-    "import utils.run.owner\nutils.run.owner.BOOT = RUN.with_name('boot')\nutils.run.owner.BOOT.write_text('another')\n"
+    "from utils.run import run_lock\nrun_lock.BOOT = RUN.with_name('boot')\nrun_lock.BOOT.write_text('another')\n"
 )
 NO_LOCKS = "import fcntl\nfcntl.lockf = lambda *args: None\n"  # as on storage where locks do not work across hosts
 

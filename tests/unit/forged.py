@@ -42,7 +42,7 @@ def small_state(width: int = 48, seed: int = 0, optimizer: str = "sgd") -> Train
     state = TrainState(model, hooks, config, precision)
     ctx = DistributedContext(0, 0, 1, torch.device("cpu"))
     state.parts += create_parts((), model, None, config, ctx, precision)
-    state.lay_out({"loss": (0.0, 4)})
+    state.allocate_metrics({"loss": (0.0, 4)})
     return state
 
 

@@ -35,7 +35,7 @@ EXTRAS = [path for path in CORE if "extras" in path.parts and path.parent.name !
 OURS = [path for path in CORE if path.name not in ("model.py", "dataset.py")]  # a fork does not edit these
 COLLECTIVES = set(
     "all_reduce all_gather broadcast gather barrier all_gather_json broadcast_json first_rank_where all_reduce_scalar"
-    " on_all_ranks on_rank_0 require_equal once_per_file_system save_checkpoint load_checkpoint".split()
+    " on_all_ranks on_rank_0 require_equal run_once_per_file_system save_checkpoint load_checkpoint".split()
 )
 FORK_FUNCTIONS = {
     "model": {"create_model", "param_groups", "compute_loss"},

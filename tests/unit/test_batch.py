@@ -16,8 +16,8 @@ from torchvision import tv_tensors
 from torchvision.models.detection.image_list import ImageList
 
 from utils.batch import map_leaves, map_tensors, tensors_in
-from utils.data.transfer import pinned, to_device
-from utils.data.worker import Collated, Fetcher
+from utils.data.transfer import pin_batch, to_device
+from utils.data.worker import CollatedMicroBatch, Fetcher
 
 META = torch.device("meta")
 Pair = namedtuple("Pair", "x y")
@@ -309,9 +309,9 @@ def test_every_tensor_is_pinned_once_also_by_the_loader(kind, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 10)
     batch = BATCHES[kind]()
     item = Fetcher(SimpleNamespace(collate=lambda samples: batch), False, 0).collate((None, []))
-    assert isinstance(item, Collated)
+    assert isinstance(item, CollatedMicroBatch)
     loaded = torch.utils.data._utils.pin_memory.pin_memory(item)
-    for result in (pinned(batch), loaded[1]):
+    for result in (pin_batch(batch), loaded[1]):
         expected = [20, 1] if isinstance(batch, Custom) else [20, 11]  # whose own method pins one of them
         assert [tensor.sum().item() for tensor in tensors_in(result)] == expected
     assert [tensor.sum().item() for tensor in tensors_in(batch)] == [0, 1]
@@ -319,7 +319,7 @@ def test_every_tensor_is_pinned_once_also_by_the_loader(kind, monkeypatch):
 
 def test_an_object_on_the_device_is_not_pinned():
     on_device = Custom([(zero().to("meta"), one().to("meta"))])
-    assert pinned([on_device])[0] is on_device
+    assert pin_batch([on_device])[0] is on_device
 
 
 @pytest.mark.parametrize("leaf", ["text", b"bytes", 3, None, range(3), {1, 2}, object(), SimpleNamespace(x=1), Item])
@@ -329,7 +329,7 @@ def test_other_values_are_kept(leaf):
     assert seen == [leaf] and map_tensors(torch.neg, [leaf])[0] is leaf and to_device((leaf,), META)[0] is leaf
 
 
-@pytest.mark.parametrize("function", [lambda batch: to_device(batch, META), pinned, tensors_in])
+@pytest.mark.parametrize("function", [lambda batch: to_device(batch, META), pin_batch, tensors_in])
 def test_a_batch_is_freed_without_waiting_for_a_collection(function):
     """On a GPU it would hold the memory of many batches."""
     tensor = torch.ones(3)

@@ -14,7 +14,7 @@ from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.extras.exact.reduction import ORDER  # extra: exact
 from utils.files import TEMPORARY, replace_file, replace_json
-from utils.run.resume import changed_files, compare, compare_best, compare_data
+from utils.run.resume import compare_best, compare_checkpoint, compare_data, compare_listings
 from utils.settings.errors import StartError, UserError
 from utils.settings.removed import REMOVED
 
@@ -147,7 +147,7 @@ FREE = {"run_dir": "elsewhere", "num_workers": 3, "log_interval": 1, "save_every
 @pytest.mark.guarantee("must-match")
 def test_all_fields_that_must_match_are_rejected_in_one_error(tmp_path):
     with pytest.raises(UserError) as error:
-        compare(payload(), TrainingConfig(**MUST_MATCH), origin("other"))
+        compare_checkpoint(payload(), TrainingConfig(**MUST_MATCH), origin("other"))
     *lines, data, remedy = str(error.value).splitlines()
     assert {line.split("=")[0] for line in lines} == set(MUST_MATCH) and "seed=1: the checkpoint has seed=42" in lines
     assert "the training set differs from the checkpoint's" in data
@@ -161,12 +161,12 @@ def test_changed_files_are_named_up_to_twenty_and_rejected_from_one_percent_on()
 
     whole = {f"a b/{k:04d}": k for k in range(2000)}
     for count in (1, 20, 21):
-        files = changed_files(listing(**whole), listing(**whole | dict.fromkeys([*whole][:count], 5000)))
+        files = compare_listings(listing(**whole), listing(**whole | dict.fromkeys([*whole][:count], 5000)))
         names = ", ".join([*[*whole][:20][:count], *["..."] * (count > 20)])
         line = f"the training set has files of another size than in the checkpoint: {count} of 2,000 ({names})"
         assert compare_data(origin(), origin(content="2"), files, True) == (line, count > 20)
-    assert changed_files(listing(**whole), listing(**whole)) == changed_files(b"", listing(**whole)) == {}
-    files = changed_files(listing(a=1, b=2), listing(b=2, c=1))
+    assert compare_listings(listing(**whole), listing(**whole)) == compare_listings(b"", listing(**whole)) == {}
+    files = compare_listings(listing(a=1, b=2), listing(b=2, c=1))
     line, is_other = compare_data(origin(), origin("other"), files, True)
     assert is_other and "; new: c; missing: a: put them back, or readable copies" in line
 
@@ -184,31 +184,31 @@ def test_half_of_the_samples_may_differ_or_all_if_the_code_has_changed():
 
 @pytest.mark.guarantee("changed-settings")
 def test_changes_of_may_fields_are_listed_and_of_free_fields_are_not():
-    assert compare(payload(), TrainingConfig(**FREE), origin()) == []
-    changed = compare(payload(), TrainingConfig(lr=0.3, epochs=20), origin(size=128))
+    assert compare_checkpoint(payload(), TrainingConfig(**FREE), origin()) == []
+    changed = compare_checkpoint(payload(), TrainingConfig(lr=0.3, epochs=20), origin(size=128))
     assert [line.split(":")[0] for line in changed] == ["epochs=20", "lr=0.3", "global batch"]
 
 
 def test_a_requested_global_batch_must_match():
     with pytest.raises(UserError, match="global batch: 128 samples per optimizer step, the checkpoint has 64"):
-        compare(payload(), TrainingConfig(global_batch_size=128), origin(size=128))
-    assert compare(payload(), TrainingConfig(global_batch_size=64), origin()) == []
+        compare_checkpoint(payload(), TrainingConfig(global_batch_size=128), origin(size=128))
+    assert compare_checkpoint(payload(), TrainingConfig(global_batch_size=64), origin()) == []
 
 
 def test_the_number_of_cpu_threads_must_match_for_exact_sums():  # extra: exact
     exact = {"reduction": "exact"}
-    assert compare(payload(), TrainingConfig(), origin(threads=2)) == []
-    assert compare(payload(**exact), TrainingConfig(**exact), origin()) == []
+    assert compare_checkpoint(payload(), TrainingConfig(), origin(threads=2)) == []
+    assert compare_checkpoint(payload(**exact), TrainingConfig(**exact), origin()) == []
     with pytest.raises(UserError, match="OMP_NUM_THREADS=2: with reduction=exact it must be as in the checkpoint, 1"):
-        compare(payload(**exact), TrainingConfig(**exact), origin(threads=2))
+        compare_checkpoint(payload(**exact), TrainingConfig(**exact), origin(threads=2))
 
 
 @pytest.mark.guarantee("exact-ranks")
 def test_a_checkpoint_of_a_version_with_another_order_of_exact_sums_is_reported():  # extra: exact
     old, exact = {**origin(), "exact_sums": None}, TrainingConfig(reduction="exact")
-    [line] = compare(payload(reduction="exact") | {"provenance": old}, exact, origin())
+    [line] = compare_checkpoint(payload(reduction="exact") | {"provenance": old}, exact, origin())
     assert line == "reduction=exact: this version sums in another order than the checkpoint's; the bits change"
-    assert compare(payload() | {"provenance": old}, TrainingConfig(), origin()) == []
+    assert compare_checkpoint(payload() | {"provenance": old}, TrainingConfig(), origin()) == []
 
 
 @pytest.mark.parametrize(
@@ -226,9 +226,9 @@ def test_a_field_that_this_fork_has_deleted_counts_if_it_is_not_at_its_default(r
     saved["provenance"] |= {"fields": {"width": [1, rule], "lr": [0.1, "may"]}}
     if problem and rule == "must":
         with pytest.raises(UserError, match=re.escape(problem)):
-            compare(saved, TrainingConfig(), origin())
+            compare_checkpoint(saved, TrainingConfig(), origin())
     else:
-        assert compare(saved, TrainingConfig(), origin()) == [problem] * bool(problem)
+        assert compare_checkpoint(saved, TrainingConfig(), origin()) == [problem] * bool(problem)
     assert "width" not in vars(TrainingConfig.from_args([], saved["config"]))
 
 
@@ -240,15 +240,15 @@ def test_a_removed_setting_of_a_checkpoint_is_ignored_at_its_default_and_said_ot
     current = TrainingConfig.from_args([], saved["config"])
     saved["config"][name] = default
     saved["provenance"]["fields"] = {name: [default, "free"]}
-    assert compare(saved, current, origin()) == []
+    assert compare_checkpoint(saved, current, origin()) == []
     saved["config"][name] = default + 5
     answer = f"{needed} is used." if needed else REMOVED[name].instead
     message = f"{name}={default + 5} of the checkpoint is ignored, since {name} was removed. {answer}"
-    assert compare(saved, current, origin()) == [message]
+    assert compare_checkpoint(saved, current, origin()) == [message]
     if needed:
         started = f"the run was started with --{name} {default + 5:g}, which was removed"
         with pytest.raises(UserError, match=f"^resume_from: {re.escape(started)}. Add --{needed} 9.$"):
-            compare(saved, TrainingConfig(), origin())
+            compare_checkpoint(saved, TrainingConfig(), origin())
 
 
 def test_a_best_value_of_another_metric_or_of_other_weights_is_dropped():

@@ -20,8 +20,8 @@ from utils.checkpoint import archive, layouts
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.layouts import FileLayout
 from utils.checkpoint.pinned_buffers import PinnedBuffers
-from utils.files import LinesFile, read_lines
-from utils.rng import diverged
+from utils.files import AppendOnlyFile, read_records
+from utils.rng import find_diverged
 from utils.run import async_snapshot
 from utils.run.async_snapshot import AsyncSnapshot
 from utils.run.checkpoints import Checkpoints
@@ -82,7 +82,7 @@ def test_the_thread_that_copies_first_takes_the_device_of_its_rank(monkeypatch):
     calls, stream = [], mock.MagicMock()
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: calls.append(device))
     monkeypatch.setattr(async_snapshot, "_copy_all", lambda pairs: calls.append("copy"))
-    monkeypatch.setattr(async_snapshot, "of_weights", lambda state: calls.append("read") or 7)
+    monkeypatch.setattr(async_snapshot, "fingerprint_weights", lambda state: calls.append("read") or 7)
     stream.__enter__.side_effect = lambda: calls.append("stream")
     of_rank_3 = SimpleNamespace(_stream=stream, _ctx=SimpleNamespace(device="cuda:3", is_main=False), _state=None)
     assert AsyncSnapshot._copy_and_fingerprint(of_rank_3, [], torch.tensor(3), None) == [7, 3]
@@ -96,7 +96,7 @@ def test_ranks_whose_weights_differ_are_told_of_their_buffers_too():
     noted = mock.Mock()
     with pytest.raises(TrainingError, match="different weights"):
         Checkpoints.finish_copy(
-            SimpleNamespace(_copier=SimpleNamespace(finish=finish), _note_buffers=noted, _blocked_s=0.0)
+            SimpleNamespace(_snapshot=SimpleNamespace(finish=finish), _warn_of_other_buffers=noted, _blocked_s=0.0)
         )
     noted.assert_called_once_with()
 
@@ -178,7 +178,7 @@ def test_nothing_appears_in_a_run_that_another_job_has_taken_over(tmp_path):
 @pytest.mark.guarantee("stalled-write")
 def test_blocks_of_a_write_are_counted_and_hashed(tmp_path):
     ticks, big = [], payload(10) | {"model": {"weight": torch.randn(5_000_000)}}
-    digest = archive.write(tmp_path / "a.pt", big, tick=lambda: ticks.append(1))
+    digest = archive.write(tmp_path / "a.pt", big, on_progress=lambda: ticks.append(1))
     assert len(ticks) > 5 and checkpoint.verify(tmp_path / "a.pt") == (10, digest)
 
 
@@ -187,18 +187,18 @@ def test_blocks_of_a_write_are_counted_and_hashed(tmp_path):
     ("digests", "ranks"), [([5, 5, 5, 5], []), ([5, 5, 6, 5], [2]), ([5, 6], [1]), ([6, 5, 5, 5], [0])]
 )
 def test_ranks_whose_weights_differ_from_the_majority_are_named(digests, ranks):
-    assert diverged(digests) == ranks
+    assert find_diverged(digests) == ranks
 
 
 @pytest.mark.guarantee("disk")
 def test_records_that_do_not_fit_on_a_full_disk_are_written_later_complete_and_once(tmp_path):
     path, plain_write = tmp_path / "records.jsonl", os.write
-    file = LinesFile(path)
+    file = AppendOnlyFile(path)
     file.append('{"n": 0}')
     with mock.patch("os.write", lambda descriptor, data: plain_write(descriptor, data[:3])):
         file.append('{"n": 1}')
     with mock.patch("os.write", side_effect=OSError(28, "No space left on device")):
         file.append('{"n": 2}')
-    assert [record for *_, record in read_lines(path)] == [{"n": 0}]
+    assert [record for *_, record in read_records(path)] == [{"n": 0}]
     file.append('{"n": 3}')
     assert path.read_text() == "".join(f'{{"n": {n}}}\n' for n in range(4))

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from utils.clock import Clock
+from utils.clock import PhaseClock
 
 
 class Device:
@@ -26,7 +26,7 @@ class Device:
 
     def evaluate(self, clock):
         """It ends with a read, for which the host waits."""
-        clock.leave_steps()
+        clock.pause_steps()
         clock.enter("evaluation")
         self.host = self.done = max(self.done, self.host) + 100.0
 
@@ -44,11 +44,11 @@ def test_intervals_have_the_seconds_of_the_device_also_the_first_one_and_one_wit
         mock.patch.object(torch, "Event", device.event),
         mock.patch("utils.clock.time.perf_counter", lambda: device.host),
     ):
-        clock = Clock(torch.device("cuda", 0))
+        clock = PhaseClock(torch.device("cuda", 0))
         for number in range(1, 13):
             device.step(clock, number)
             if number % 4 == 0:
-                intervals.append(clock.take())
+                intervals.append(clock.take_step_times())
                 if not is_read_later:
                     device.host = max(device.done, device.host)  # as a read at once would make it
             if number == 6:
@@ -59,14 +59,14 @@ def test_intervals_have_the_seconds_of_the_device_also_the_first_one_and_one_wit
 def test_without_an_accelerator_the_seconds_are_those_of_the_host():
     now = [0.0]
     with mock.patch("utils.clock.time.perf_counter", lambda: now[0]):
-        clock, intervals = Clock(torch.device("cpu")), []
+        clock, intervals = PhaseClock(torch.device("cpu")), []
         for number in range(1, 5):
             clock.begin_step(number)
             for phase, seconds in (("data", 2.0), ("forward", 3.0), ("backward", 4.0), ("update", 5.0)):
                 clock.enter(phase)
                 now[0] += seconds
             if number % 2 == 0:
-                intervals.append(clock.take())
+                intervals.append(clock.take_step_times())
             if number == 3:
                 clock.enter("evaluation")
                 now[0] += 100.0

@@ -9,7 +9,7 @@ import tomllib
 import pytest
 
 import config as config_module
-from config import SETTINGS, TrainingConfig, asks_for_more, yours
+from config import SETTINGS, TrainingConfig, trains_longer, yours
 from utils.settings.deleted_extras import deleted_extras
 from utils.settings.errors import UserError
 
@@ -470,8 +470,8 @@ def test_defaults_follow_the_optimizer_and_max_steps(flags, lr, weight_decay, ep
 def test_a_completed_run_continues_if_it_is_asked_for_more():
     done = of("--max_steps 7").to_dict()
     for flags, expected in {"--max_steps 7": False, "--max_steps 8": True, "--epochs 1": True}.items():
-        assert asks_for_more(vars(of(flags)), done) == expected
-    assert not asks_for_more(vars(of("--epochs 99")), {})
+        assert trains_longer(vars(of(flags)), done) == expected
+    assert not trains_longer(vars(of("--epochs 99")), {})
 
 
 def test_a_field_of_a_fork_must_match_on_resume_unless_it_says_otherwise():

@@ -66,7 +66,7 @@ def two_ranks():
 def crossings(monkeypatch):
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     for module in (training_state, step_sums):  # with --cpu_offload parameters are not there
-        monkeypatch.setattr(module, "device_of", lambda model: CUDA)
+        monkeypatch.setattr(module, "model_device", lambda model: CUDA)
     with FakeTensorMode(), Crossings() as mode:
         yield mode
 
@@ -83,7 +83,7 @@ def prepared(device="cuda", dtype=None, **changes):
     hooks = ModelHooks(create_model=None, param_groups=lambda *_: [{"params": model.parameters()}], compute_loss=None)
     state = training_state.TrainState(model, hooks, config, Precision("cuda", dtype))
     state.parts.append(WeightAverage(model, config.ema_decay))
-    state.lay_out({"loss": (0.0, 4)})
+    state.allocate_metrics({"loss": (0.0, 4)})
     state.plan(GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=2, assignment=Assignment(0, 2)))
     return state
 

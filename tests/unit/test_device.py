@@ -14,7 +14,7 @@ from config import TrainingConfig
 from ddp_utils import setup_distributed
 from ranks import run_ranks
 from tasks import using
-from utils.clock import Clock
+from utils.clock import PhaseClock
 from utils.data.transfer import SideStream
 from utils.distributed.context import DistributedContext, Launch
 from utils.distributed.device import choose_kernels
@@ -168,6 +168,6 @@ def test_the_side_stream_of_any_accelerator_hands_over_in_order(monkeypatch):
     side.hand_over(batch, event)
     made = ["Stream", "Stream", "wait_stream", "enter", "Event", "record", "exit", "Stream", "wait_event"]
     assert Pretended.seen == made and batch.record_stream.call_count == 1
-    clock = Clock(torch.device("xpu", 0))
+    clock = PhaseClock(torch.device("xpu", 0))
     clock.enter("forward")
     assert Pretended.seen[len(made) :] == ["Event", "record"]

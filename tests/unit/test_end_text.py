@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from utils.report.goodput import ACCOUNTS
-from utils.report.reporter import end_text
+from utils.report.reporter import describe_end
 
 SUMMARY = {
     "state": "completed",
@@ -28,7 +28,7 @@ SUMMARY = {
 def text_of(folder, training_s=20.0, is_averaged=False, overwrite=False, **changed):
     run = SimpleNamespace(folder=folder, checkpoints=folder / "checkpoints")
     seconds = SUMMARY["time"] | {"training_s": training_s, "start_up_s": 10.0, "down_s": changed.pop("down_s", 0.0)}
-    return end_text(SUMMARY | {"time": seconds} | changed, run, 20.0, is_averaged=is_averaged, overwrite=overwrite)
+    return describe_end(SUMMARY | {"time": seconds} | changed, run, 20.0, is_averaged=is_averaged, overwrite=overwrite)
 
 
 def test_it_has_results_correct_plurals_epochs_from_1_and_the_next_commands(tmp_path):

@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.training import fingerprint
-from utils.training.fingerprint import KEYS, digest_of, fingerprint_of, of_weights
+from utils.training.fingerprint import KEYS, fingerprint_on_device, fingerprint_tensors, fingerprint_weights
 
 
 def of(*tensors):
-    return fingerprint_of("test", tensors)
+    return fingerprint_tensors("test", tensors)
 
 
 @pytest.mark.guarantee("fingerprint", "divergence")
@@ -38,9 +38,11 @@ def test_one_flipped_bit_anywhere_is_seen(dtype):
 
 def test_the_digest_on_the_device_is_the_fingerprint_of_the_values():
     tensor, cpu = torch.randn(7, 5).t(), torch.device("cpu")
-    digest = digest_of("test", [tensor], cpu)
-    assert digest.shape == () and digest.item() == of(tensor) == digest_of("test", [tensor.contiguous()], cpu)
-    assert digest_of("test", [torch.empty(0)], cpu) == 0
+    digest = fingerprint_on_device("test", [tensor], cpu)
+    assert digest.shape == () and digest.item() == of(tensor) == fingerprint_on_device(
+        "test", [tensor.contiguous()], cpu
+    )
+    assert fingerprint_on_device("test", [torch.empty(0)], cpu) == 0
 
 
 @pytest.mark.guarantee("fingerprint")
@@ -55,7 +57,7 @@ def test_exchanged_values_tensors_and_signs_are_seen():
     other[3], other[KEYS + 3] = far[KEYS + 3], far[3]
     fingerprints = [of(a, b), of(b, a), of(swapped, b), of(signs, b), of(a.T, b), of(far), of(other)]
     assert len({*fingerprints}) == len(fingerprints)
-    assert fingerprint_of("weights", [a]) != fingerprint_of("buffers", [a])
+    assert fingerprint_tensors("weights", [a]) != fingerprint_tensors("buffers", [a])
 
 
 @pytest.mark.guarantee("fingerprint")
@@ -107,13 +109,13 @@ def test_weights_and_state_of_the_optimizer_count_and_the_order_of_groups_does_n
         optimizer.step()
         return SimpleNamespace(model=net, owners={p: p for p in net.parameters()}, optimizer=optimizer)
 
-    before = int(of_weights(trained([net.bias], [net.weight])))
+    before = int(fingerprint_weights(trained([net.bias], [net.weight])))
     state = trained([net.weight, net.bias])
-    assert int(of_weights(state)) == before
+    assert int(fingerprint_weights(state)) == before
     fingerprints = set()
     for tensor in (net.weight, *state.optimizer.state[net.bias].values()):
         flat = tensor.detach().view(-1).view(torch.int32)
         flat[0] ^= 1
-        fingerprints.add(int(of_weights(state)))
+        fingerprints.add(int(fingerprint_weights(state)))
         flat[0] ^= 1
     assert len(fingerprints) == 4 and before not in fingerprints

@@ -17,14 +17,14 @@ import utils.data.loader
 from config import TrainingConfig
 from ddp_utils import DistributedContext
 from tasks import Images
-from utils.clock import Clock
+from utils.clock import PhaseClock
 from utils.data.loader import (
     choose_workers,
     create_distributed_dataloader,
-    fetches_batches,
+    has_getitems,
 )
 from utils.data.sampler import Assignment, GlobalBatchSampler
-from utils.data.sets import choose_samples
+from utils.data.sets import take_subset
 from utils.data.transfer import to_device
 from utils.rng import derive_seed
 from utils.settings.errors import UserError
@@ -103,7 +103,7 @@ def test_a_subset_keeps_the_order_that_its_data_set_gives_the_whole_set(size, co
     data = Ordered()
     data.epoch_order = lambda seed, epoch, n: [(7 * k + epoch) % n + n * (k % copies) for k in range(n)]
     data.copies = copies
-    subset = choose_samples(data, size, seed=1)
+    subset = take_subset(data, size, seed=1)
     for epoch in (0, 3):
         order = sampler_of(subset).order(epoch).tolist()
         wanted = [index for index in data.epoch_order(0, epoch, 10) if index % 10 in subset.indices]
@@ -117,8 +117,8 @@ def test_an_order_that_repeats_samples_is_not_cut_to_a_subset():
     with pytest.raises(
         UserError, match=r"dataset_size=4: epoch_order repeats .* \(with_replacement\), .*; give --data"
     ):
-        choose_samples(data, 4, seed=1)
-    assert choose_samples(data, 10, seed=1) is data
+        take_subset(data, 4, seed=1)
+    assert take_subset(data, 10, seed=1) is data
 
 
 # ---- the loader ----
@@ -185,7 +185,7 @@ def test_a_subset_of_a_set_without_getitems_is_seeded_sample_by_sample():
     reference = epochs_of(subset, 1, 0)
     random.seed(99), torch.manual_seed(99)
     assert epochs_of(subset, 2, 0) == reference
-    assert fetches_batches(Subset(Images(4, "train"), range(2))) and not fetches_batches(subset)
+    assert has_getitems(Subset(Images(4, "train"), range(2))) and not has_getitems(subset)
 
 
 def test_each_iteration_of_a_loader_is_a_new_epoch():
@@ -264,15 +264,15 @@ class Lines(Dataset):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_micro_batch_is_handed_out_without_waiting_for_the_next_one(monkeypatch, workers):
     """The times of waiting and computing are attributed to the right micro-batch."""
-    monkeypatch.setattr(utils.data.loader, "pinned", lambda batch: batch)
-    clock, phases = Clock(), []
+    monkeypatch.setattr(utils.data.loader, "pin_batch", lambda batch: batch)
+    clock, phases = PhaseClock(), []
     monkeypatch.setattr(clock, "enter", phases.append)
     config = TrainingConfig(batch_size=24, num_workers=workers)
     loader, sampler = create_distributed_dataloader(Lines(), config, context(), clock)
-    loader._side = Stream(CPU)
+    loader._side_stream = Stream(CPU)
     for epoch in (0, 1):  # the workers of the first epoch are kept
         a, b, c = (m.indices for m in sampler.micro_batches(epoch))
-        seen = loader._side.seen
+        seen = loader._side_stream.seen
         seen.clear()
         for m in itertools.islice(loader.micro_batches(epoch), 3):  # training does not ask for more
             seen.append(("computed", m.indices))

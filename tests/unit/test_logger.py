@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-from utils.logger import duration, log_epoch_summary, log_training_step, setup_logger, show_progress
+from utils.logger import format_duration, log_epoch_summary, log_training_step, setup_logger, show_progress
 from utils.report import terminal
-from utils.report.reporter import targets_in
+from utils.report.reporter import count_targets
 
 RECORD = {
     "epoch": 2,
@@ -113,7 +113,13 @@ def test_a_run_continues_when_its_terminal_closes(monkeypatch, speak):
 
 
 def test_durations():
-    assert [duration(s) for s in (0.04, 0.5, 5, 65, 3725)] == ["0.1 s", "0.5 s", "5 s", "1 min 05 s", "1 h 02 min"]
+    assert [format_duration(s) for s in (0.04, 0.5, 5, 65, 3725)] == [
+        "0.1 s",
+        "0.5 s",
+        "5 s",
+        "1 min 05 s",
+        "1 h 02 min",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +128,7 @@ def test_durations():
     ids=["tokens", "samples", "nothing", "fewer", "weights", "terms"],
 )
 def test_targets_are_shown_where_they_say_more_than_the_samples(count, expected):
-    assert targets_in(torch.tensor(count, dtype=torch.float64), 64) == expected
+    assert count_targets(torch.tensor(count, dtype=torch.float64), 64) == expected
 
 
 @pytest.mark.parametrize(
@@ -134,5 +140,5 @@ def test_the_progress_bar_says_when_the_run_will_end(monkeypatch, steps, ends):
     monkeypatch.setattr(time, "time", lambda: 12 * 3600.0)  # on a Thursday
     monkeypatch.setattr(time, "localtime", time.gmtime)
     latest = {"step_s": 60.0, "loss": 0.5, "samples_per_s": 1000.0}
-    terminal.Terminal.step(mock.MagicMock(_has_bar=True, _latest=latest, _total_steps=steps), 10)
+    terminal.Terminal.show_step(mock.MagicMock(_has_bar=True, _latest=latest, _total_steps=steps), 10)
     assert shown == [f" | loss 0.5000 | 1,000 samples/s | {ends}"]

@@ -14,7 +14,7 @@ from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.memory import free_memory, is_out_of_memory
 from utils.run.exit import find_cause
-from utils.run.failures import explain_memory, halved
+from utils.run.memory_errors import explain_out_of_memory, suggest_half_batch
 from utils.settings.errors import TrainingError
 from utils.training.state import TrainState
 
@@ -48,26 +48,30 @@ CTX = DistributedContext(1, 1, 2, torch.device("cuda", 1), hosts=("a", "b"), dev
 @pytest.mark.guarantee("memory")
 def test_failed_allocations_are_distinguished_from_other_errors():
     assert [error for error in FAILED if not is_out_of_memory(error)] == []
-    assert [error for error in OTHERS if is_out_of_memory(error) or explain_memory(error, TrainingConfig(), CTX)] == []
+    assert [
+        error for error in OTHERS if is_out_of_memory(error) or explain_out_of_memory(error, TrainingConfig(), CTX)
+    ] == []
 
 
 @pytest.mark.guarantee("memory")
 def test_the_error_names_the_rank_the_device_and_the_flags_that_help():
     config = TrainingConfig(global_batch_size=512)
     flags = "--batch_size 32 --global_batch_size 512 (the same global batch; scripts/benchmark.py --find-batch"
-    text = str(explain_memory(FAILED[0], config, CTX))
+    text = str(explain_out_of_memory(FAILED[0], config, CTX))
     assert text.startswith(f"rank 1 on b ran out of NVIDIA H200 (cuda:1): {CUDA}; use {flags}")
     assert text.endswith(" or a smaller model or image size")
     assert ") or --activation_checkpointing or" in text  # extra: compile
     assert " or --sharding zero3 or" in text  # extra: sharding
-    text = str(explain_memory(MemoryError(), config, CTX, is_resumed=True))  # a resume cannot change the micro-batch
+    text = str(
+        explain_out_of_memory(MemoryError(), config, CTX, is_resumed=True)
+    )  # a resume cannot change the micro-batch
     text = text.replace("--activation_checkpointing or ", "")
     assert text.startswith("rank 1 on b ran out of memory: MemoryError; use fewer --num")
 
 
 @pytest.mark.parametrize(("size", "flags"), [(64, "--batch_size 32"), (48, "--batch_size 16"), (1, "")])
 def test_halving_the_micro_batch_keeps_the_global_batch(size, flags):
-    assert halved("batch_size", size, 128) == (flags and f"{flags} --global_batch_size 128")
+    assert suggest_half_batch("batch_size", size, 128) == (flags and f"{flags} --global_batch_size 128")
 
 
 def test_out_of_memory_during_a_load_is_not_reported_as_a_bad_checkpoint(monkeypatch, tmp_path):

@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics, choose_best, compute_accuracy, count_correct
+from utils.metrics import (
+    MetricTracker,
+    all_reduce_scalar,
+    check_metrics,
+    choose_best_metric,
+    compute_accuracy,
+    count_correct,
+)
 from utils.settings.errors import UserError
 
 LOGITS = torch.tensor([[3.0, 1, 2], [1, 2, 3], [3, 2, 1], [1, 3, 2]])
@@ -121,9 +128,9 @@ def test_a_metric_may_have_a_slash_in_its_name(name):
         tracker.update(check_metrics(metrics))
     assert tracker.means() == {"loss": 0.5, "a": 1.5, name: 0.5}
     copied = MetricTracker()
-    copied.lay_out(metrics)
+    copied.allocate(metrics)
     copied.load_state(tracker.state())
-    assert copied.means() == tracker.means() and choose_best(f"max:{name}", [*tracker.means()]) == (name, 1)
+    assert copied.means() == tracker.means() and choose_best_metric(f"max:{name}", [*tracker.means()]) == (name, 1)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -149,12 +156,12 @@ def test_two_metrics_of_one_name_are_refused(is_first):
     ],
 )
 def test_the_metric_and_direction_that_select_the_best_checkpoint(requested, names, expected):
-    assert choose_best(requested, names) == expected
+    assert choose_best_metric(requested, names) == expected
 
 
 def test_a_metric_of_unknown_direction_needs_min_or_max():
     with pytest.raises(UserError, match="best_metric=rmse: needs a direction; give min:rmse or max:rmse"):
-        choose_best("rmse", ["loss", "rmse"])
+        choose_best_metric("rmse", ["loss", "rmse"])
 
 
 def test_all_reduce_scalar_in_one_process_is_the_value_and_an_unknown_operation_is_rejected():

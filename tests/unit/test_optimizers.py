@@ -40,7 +40,7 @@ def make(create, groups=two_groups, dtype=torch.float32):
         create_optimizer=lambda groups, config: create(groups),
     )
     state = TrainState(net, hooks, TrainingConfig(warmup_epochs=0, lr=0.01), FLOAT32)
-    state.lay_out({"loss": (0.0, 4)})
+    state.allocate_metrics({"loss": (0.0, 4)})
     state.plan(GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=1, assignment=Assignment(0, 1)))
     return state
 

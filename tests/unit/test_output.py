@@ -18,15 +18,15 @@ from ranks import ROOT, launch
 from test_checkpoint import payload
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.files import LinesFile, read_json, replace_json
+from utils.files import AppendOnlyFile, read_json, replace_json
 from utils.logger import setup_logger, show_progress
-from utils.report.tensorboard import Board
+from utils.report.tensorboard import TensorBoardWriter
 from utils.rng import derive_seed
 
 SPEAK = """
 import contextlib, os, sys
-from utils.run.command_line import open_output
-open_output()
+from utils.run.command_line import repair_standard_streams
+repair_standard_streams()
 with open('{file}', 'w') as file:  # it must not get the number of a closed stream
     print('printed', ascii('n\\udce9'), 'n\\udce9', 'na\\u00efve', '\\U0001f600')
     print('warned n\\udce9', file=sys.stderr)
@@ -81,13 +81,13 @@ def test_every_file_takes_every_name_is_utf_8_and_gives_the_name_back(tmp_path, 
     assert (
         read_json(folder / "a.json") == json.loads((folder / "a.json").read_bytes().decode()) == {"path": str(folder)}
     )
-    LinesFile(folder / "a.log").append(f"cannot read {name}")
+    AppendOnlyFile(folder / "a.log").append(f"cannot read {name}")
     shown = name.encode(errors="backslashreplace").decode()
     assert (folder / "a.log").read_bytes().decode() == f"cannot read {shown}\n"
     assert derive_seed("naïve") == 8950882608271409733 and derive_seed(name) >= 0  # the first as ever
     archive.write(folder / "step_00000010.pt", payload(10))
     assert checkpoint.latest_valid(folder) == (folder / "step_00000010.pt", [])
-    board = Board(folder / "tensorboard", 0)
+    board = TensorBoardWriter(folder / "tensorboard", 0)
     board.texts(config={"path": str(folder)})
     board.close()
     assert any((folder / "tensorboard").glob("events*"))
@@ -105,7 +105,7 @@ def test_at_most_64_images_are_a_grid_on_tensorboard(tmp_path, shape, rows, colu
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     images = torch.arange(1, shape[0] * shape[1] * 6 + 1).remainder(251).byte().view(*shape, 2, 3)
-    board = Board(tmp_path, 0)
+    board = TensorBoardWriter(tmp_path, 0)
     board.texts(config={})
     board.images("val", {"few": images}, 3)
     board.close()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from utils.training.outputs import in_order
+from utils.training.outputs import sort_by_sample
 
 
 @pytest.mark.guarantee(
@@ -18,6 +18,6 @@ def test_outputs_of_ranks_come_in_the_order_of_the_samples():
         {"indices": [0, 1, 4], "outputs": {"even": [batches[0], batches[2]], "ragged": [ragged[0], ragged[2]]}},
         {"indices": [2, 3], "outputs": {"even": [batches[1]], "ragged": [ragged[1]]}},
     ]
-    merged = in_order(parts, 5)
+    merged = sort_by_sample(parts, 5)
     assert merged["even"].tolist() == [0, 1, 2, 3, 4]
     assert [row.tolist() for row in merged["ragged"]] == [[0.0], [1.0], [2.0], [3.0], [4.0, 4.0]]

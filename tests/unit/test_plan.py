@@ -13,7 +13,7 @@ from plain_loop import number
 from ranks import package
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sampler import Assignment, GlobalBatchSampler
-from utils.extras.exact.reduction import Runs  # extra: exact
+from utils.extras.exact.reduction import ContiguousAssignment  # extra: exact
 
 hypothesis, st = package("hypothesis"), package("hypothesis.strategies")
 EXAMPLES = hypothesis.settings(
@@ -25,7 +25,7 @@ EXAMPLES = hypothesis.settings(
 )
 WAYS = {
     "every-nth": Assignment,
-    "runs": Runs,  # extra: exact
+    "runs": ContiguousAssignment,  # extra: exact
 }
 SIZES = {"n": st.integers(1, 60), "size": st.integers(1, 7), "ranks": st.integers(1, 6), "epoch": st.integers(0, 3)}
 
@@ -90,7 +90,7 @@ def test_any_ranks_compute_the_same_global_batches(
     start = round(position * len(order))  # of a run that had another global batch, too
     expected = [order[at : at + whole] for at in range(start, len(order), whole)]
     left = len(expected) + max(0, later) * math.ceil(len(order) / whole) if later >= 0 else 0
-    assert {sampler.steps_left(epoch, start, epoch + 1 + later) for sampler in world} == {left}
+    assert {sampler.remaining_steps(epoch, start, epoch + 1 + later) for sampler in world} == {left}
     for by_rank, by_number in check_steps([steps_of(sampler, epoch, start) for sampler in world], expected, size):
         assert sorted(by_number) == [*range(len(by_number))]
         assert {m.count for own in by_rank for m in own} == {len(by_number)}
@@ -122,7 +122,7 @@ def test_the_smallest_micro_batch_is_that_of_the_run(n, size, ranks, per_step, d
     expected = min(computed, key=len, default=[])
     if len(expected) == max(map(len, computed), default=0):
         expected = []  # all are equally large
-    assert [sampler.smallest(max_steps) for sampler in world] == [[expected] if expected else []] * ranks
+    assert [sampler.smallest_micro_batch(max_steps) for sampler in world] == [[expected] if expected else []] * ranks
 
 
 @pytest.mark.guarantee("exact-ranks")

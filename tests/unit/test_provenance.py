@@ -8,7 +8,7 @@ from utils.run import provenance
 
 
 def test_only_code_imported_from_the_repository_counts():
-    digests = provenance.code_digests()
+    digests = provenance.code_checksums()
     assert "utils/run/provenance.py" in digests
     assert not [name for name in digests if name.startswith(("tests/", "scripts/", ".venv"))]
 

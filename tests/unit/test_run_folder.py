@@ -12,7 +12,7 @@ from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.run import folder as run_folder
 from utils.run.folder import RunFolder
-from utils.run.owner import decide_start
+from utils.run.start_decision import decide_start
 from utils.settings.errors import TrainingError
 
 
@@ -36,7 +36,7 @@ def commit_best(run, step):
 def fill(run, steps=(10, 20), state="failed"):
     """Write the files that a run leaves."""
     run.mark_training()
-    run.status(state, epoch=0, step=steps[-1], error=None)
+    run.write_status(state, epoch=0, step=steps[-1], error=None)
     for step in steps:
         run.record("train", epoch=0, step=step, loss=1.0)
         run.event("checkpoint", step)
@@ -66,7 +66,7 @@ def names(folder):
 def test_a_non_finite_number_becomes_null(config):
     run = open_run(config)
     run.record("train", step=1, loss=float("nan"), lr=0.1)
-    assert run.records("train") == [{"kind": "train", "step": 1, "loss": None, "lr": 0.1}]
+    assert run.read_records("train") == [{"kind": "train", "step": 1, "loss": None, "lr": 0.1}]
 
 
 @pytest.mark.guarantee("records-once")
@@ -77,7 +77,7 @@ def test_rewinding_drops_later_samples_and_an_incomplete_last_line(config):
     (run.folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n{"kind": "tra')
     run.rewind(2)
     assert len((run.folder / "samples" / "rank0.jsonl").read_text().splitlines()) == 2
-    assert run.records("train") == [{"kind": "train", "step": 1}]
+    assert run.read_records("train") == [{"kind": "train", "step": 1}]
 
 
 def test_resuming_from_an_earlier_checkpoint_of_the_run_sets_later_ones_aside(config):
@@ -101,7 +101,7 @@ def test_records_of_an_evaluation_that_will_be_repeated_are_dropped(config):
     run.event("best", 20)
 
     def of_step_20():
-        records = run.records("eval") + run.records("event")
+        records = run.read_records("eval") + run.read_records("event")
         return [record.get("event", "eval") for record in records if record["step"] == 20]
 
     run.rewind(20, is_evaluated=True)
@@ -111,10 +111,10 @@ def test_records_of_an_evaluation_that_will_be_repeated_are_dropped(config):
     for split in ("val", "test"):
         run.record("eval", epoch=0, step=30, split=split, loss=1.0)
     run.rewind(30, is_evaluated=True, has_test=True)  # the test set is evaluated again after the validation set
-    assert [record["split"] for record in run.records("eval")] == ["val", "val"]
+    assert [record["split"] for record in run.read_records("eval")] == ["val", "val"]
     run.record("eval", epoch=0, step=20, split="test", loss=1.0)  # of the best weights, in a run that is now longer
     run.rewind(40, is_evaluated=True, has_test=True)
-    assert [record["split"] for record in run.records("eval")] == ["val", "val"]
+    assert [record["split"] for record in run.read_records("eval")] == ["val", "val"]
 
 
 def test_records_of_an_only_test_set_are_those_of_a_validation_set(config):
@@ -122,13 +122,13 @@ def test_records_of_an_only_test_set_are_those_of_a_validation_set(config):
     for step in (10, 20):
         run.record("eval", epoch=1, step=step, split="test", loss=1.0)  # it selects the best
     run.rewind(10, is_evaluated=True)
-    assert [record["step"] for record in run.records("eval")] == [10]
+    assert [record["step"] for record in run.read_records("eval")] == [10]
 
 
 def test_a_kill_during_a_rewind_leaves_no_later_checkpoint(config, monkeypatch):
     fill(open_run(config), steps=(10, 20, 30))
     run = open_run(from_step_10(config))
-    monkeypatch.delattr(run_folder, "cut_lines")
+    monkeypatch.delattr(run_folder, "drop_records")
     with pytest.raises(NameError):
         run.rewind(10)
     run.close()

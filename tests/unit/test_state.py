@@ -52,7 +52,7 @@ def make(precision=FLOAT32, model=None, groups=None, **changes):
     ctx = DistributedContext(0, 0, 1, CPU)
     state.parts += create_parts((), model, None, config, ctx, precision)
     sampler = GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=1, assignment=Assignment(0, 1))
-    state.lay_out({"loss": (0.0, 4)})
+    state.allocate_metrics({"loss": (0.0, 4)})
     state.plan(sampler)
     return state
 
@@ -76,7 +76,7 @@ def load(state, source):
 
 def snapshot(state):
     parts = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()["state"]}
-    if average := state.part(WeightAverage):
+    if average := state.find_part(WeightAverage):
         parts["average"] = average.state_dict()
     return copy.deepcopy(parts)
 
@@ -129,7 +129,7 @@ def test_weights_that_a_part_adds_are_those_of_the_checkpoint():
     state.parts.append(Shrunk(state.model))
     payload = copy.deepcopy(state.state_dict())
     for saved in (payload, payload | {"ema": {}}):
-        weights = state.weights_of(saved)
+        weights = state.load_weights_of(saved)
         assert list(weights) == [name for name in ("model", "ema", "shrunk") if saved[name]]
         with weights["shrunk"]:
             assert same(state.model.state_dict(), payload["shrunk"])
@@ -154,10 +154,10 @@ def test_a_non_finite_gradient_changes_nothing(optimizer, bad, steps_before):
     after = snapshot(state)
     assert not same(before["model"], after["model"])
     assert all(value.isfinite().all() for value in after["model"].values())
-    skipped = state.read_skips()
+    skipped = state.read_skipped_steps()
     assert [skip.step for skip in skipped] == bad_steps and state.progress.skipped_steps == len(bad_steps)
     assert state.progress.step == bad_steps[-1] + 1 and state.progress.skipped_in_row == 0
-    assert state.read_skips() == []
+    assert state.read_skipped_steps() == []
 
 
 @pytest.mark.guarantee("not-finite")
@@ -166,7 +166,7 @@ def test_a_non_finite_loss_with_finite_gradients_changes_nothing():
     step(state)
     before = snapshot(state)
     step(state, more_loss=float("inf"))
-    assert same(before, snapshot(state)) and [skip.step for skip in state.read_skips()] == [2]
+    assert same(before, snapshot(state)) and [skip.step for skip in state.read_skipped_steps()] == [2]
 
 
 @pytest.mark.guarantee("thawed")
@@ -191,7 +191,7 @@ def test_the_learning_rate_is_a_function_of_the_step_and_skipped_steps_count():
     state = make(lr=0.2)
     for gradient in (None, float("nan"), None):
         step(state, gradient)
-    assert state.lrs == [0.2 * factor for factor in state.factors_at(2, state.progress)]
+    assert state.learning_rates == [0.2 * factor for factor in state.lr_factors_at(2, state.progress)]
 
 
 NO_VALIDATION = "{}: has no effect, since there is no validation set; leave it out"
@@ -225,7 +225,7 @@ TOO_PATIENT = "patience={}: has no effect, since at most {} evaluations come bef
 def test_settings_without_an_effect_are_said(settings, has_validation, expected):
     state = make(**settings)
     state.progress.best_metric = "max:top1" if has_validation else ""
-    warnings = state.schedule.warnings
+    warnings = state.schedule.list_warnings
     assert len(warnings) == len(expected)
     assert all(line.startswith(begin) for line, begin in zip(warnings, expected, strict=True))
 
@@ -245,21 +245,21 @@ def test_after_a_resume_patience_has_what_is_counted_and_what_is_left(step, best
     progress = state.progress
     progress.best_metric, progress.step = "max:top1", step
     progress.best_value, progress.evaluations_since_best = best_value, counted
-    warnings = state.schedule.warnings
+    warnings = state.schedule.list_warnings
     assert len(warnings) == len(expected)
     assert all(line.startswith(begin) for line, begin in zip(warnings, expected, strict=True))
     progress.step = 100
-    assert state.schedule.warnings == warnings  # at the end it is the same
+    assert state.schedule.list_warnings == warnings  # at the end it is the same
 
 
 def test_patience_counts_evaluations_without_a_better_value():
     state = make(patience=2)
     progress = state.progress
     values = [(0.5, True), (0.4, False), (0.6, True), (0.6, False), (float("nan"), False)]
-    assert [progress.note_value(value, 1) for value, _ in values] == [is_best for _, is_best in values]
+    assert [progress.record_value(value, 1) for value, _ in values] == [is_best for _, is_best in values]
     assert (progress.best_value, progress.evaluations_since_best) == (0.6, 2)
     assert state.schedule.is_patience_over and state.schedule.is_finished
-    assert make().progress.note_value(3.0, -1)
+    assert make().progress.record_value(3.0, -1)
 
 
 def test_the_state_tells_the_loop_when_to_evaluate_and_when_the_run_is_over():
@@ -352,10 +352,10 @@ def test_the_average_warms_up_and_counts_only_steps_that_are_taken():
             decay = min(0.9, taken / (9 + taken))
             expected = torch.lerp(weight, expected, decay) if taken else weight
             taken += 1
-            average = state.part(WeightAverage).state_dict()["0.weight"]
+            average = state.find_part(WeightAverage).state_dict()["0.weight"]
             torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-6)
         if number in (2, 60):
-            state.read_skips()
+            state.read_skipped_steps()
             before, state = state, make(**AVERAGED)
             load(state, before)
 
@@ -406,7 +406,7 @@ def test_the_mean_gradient_norm_does_not_depend_on_where_a_resume_divides_an_int
             step(state)
             state.log_window.norms[-1] = torch.tensor(0.1 * (number + 1), dtype=torch.float64)  # with bits to round
             if number == cut:
-                state.read_skips()  # as a save does
-        state.read_skips()
+                state.read_skipped_steps()  # as a save does
+        state.read_skipped_steps()
         norms.add(state.log_window.means()["grad_norm"])
     assert len(norms) == 1

@@ -13,8 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.swa_utils import AveragedModel
 
 from utils.checkpoint import archive
-from utils.checkpoint.format import load_weights, take_weights
-from utils.checkpoint.weights import warn_of_other_classes
+from utils.checkpoint.format import load_weights
+from utils.checkpoint.weights import load_matching_weights, warn_of_changed_classes
 from utils.settings.errors import UserError
 
 ALL = "loaded 15 of 15 tensors"
@@ -97,7 +97,7 @@ def all_lines(caplog):
 
 def start_from(model, content, tmp_path, **options):
     torch.save(content, tmp_path / "w.pt")
-    take_weights(model, load_weights(tmp_path / "w.pt"), "w.pt", **options)
+    load_matching_weights(model, load_weights(tmp_path / "w.pt"), "w.pt", **options)
 
 
 def assert_equal(model, source):
@@ -254,10 +254,10 @@ def part(names):
 )
 def test_weights_of_another_model_are_refused(model, content, expected, tmp_path):
     if not expected:
-        take_weights(model, content, "w.pt")
+        load_matching_weights(model, content, "w.pt")
         return
     with pytest.raises(UserError, match=f"init_from=w.pt: {expected}.*nly in the model: .* Give weights of this model"):
-        take_weights(model, content, "w.pt")
+        load_matching_weights(model, content, "w.pt")
 
 
 @pytest.mark.guarantee("plain-load")
@@ -341,7 +341,7 @@ def test_the_command_for_a_pickled_model_saves_its_weights(content, is_zip, tmp_
         load_weights(path)
     (program,) = re.findall(r'python -c "(.*)"$', str(error.value))
     exec(program)
-    take_weights(Net(), load_weights(tmp_path / "w.pt-weights.pt"), "w.pt", must_be_whole=True)
+    load_matching_weights(Net(), load_weights(tmp_path / "w.pt-weights.pt"), "w.pt", must_be_whole=True)
 
 
 class Scaled(nn.Module):
@@ -378,7 +378,7 @@ def test_tensors_without_whole_and_dense_values_are_refused_in_one_sentence(chan
     weights = nn.Linear(2, 2).state_dict()
     weights["weight"] = change(weights["weight"])
     with pytest.raises(UserError, match="^init_from=w.pt: cannot be loaded .*; save whole, dense tensors$"):
-        take_weights(nn.Linear(2, 2), weights, "w.pt")
+        load_matching_weights(nn.Linear(2, 2), weights, "w.pt")
 
 
 def test_only_a_namespace_is_allowed_and_only_here(tmp_path):
@@ -402,7 +402,7 @@ def test_a_checkpoint_that_was_saved_again_is_taken_with_a_warning(tmp_path, cap
     content = torch.load(path, weights_only=True)
     content["model"]["head.bias"].fill_(7)
     torch.save(content, edited)
-    take_weights(model, load_weights(edited), "edited.pt")
+    load_matching_weights(model, load_weights(edited), "edited.pt")
     assert model.head.bias.tolist() == [7, 7, 7]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith(f"init_from: {edited} has no checksum")
@@ -450,6 +450,6 @@ def test_other_class_names_are_a_warning(class_names, expected, is_edited, tmp_p
         torch.save(torch.load(path, weights_only=True), path)
     weights = load_weights(path)
     caplog.clear()
-    warn_of_other_classes(weights, argparse.Namespace(classes=class_names), "c.pt")
+    warn_of_changed_classes(weights, argparse.Namespace(classes=class_names), "c.pt")
     texts = [record.getMessage() for record in caplog.records]
     assert texts == ([f"init_from: {expected}"] if expected else [])

@@ -23,8 +23,8 @@ from config import TrainingConfig
 from ddp_utils import DistributedContext
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sampler import MicroBatch
-from utils.data.sets import ChosenSamples
-from utils.data.worker import Fetcher, explain
+from utils.data.sets import SampleSubset
+from utils.data.worker import Fetcher, explain_worker_error
 from utils.distributed.collectives import is_peer_failure
 from utils.logger import error_text
 from utils.run.exit import find_cause
@@ -64,7 +64,7 @@ NO_ROOM_2_11 = f"{CAUGHT}unable to resize file <torch_7_1> to the right size: Re
     ],
 )
 def test_an_error_of_torch_about_workers_gets_the_rank_and_the_fix(text, expected):
-    failure = explain(RuntimeError(text), 1)
+    failure = explain_worker_error(RuntimeError(text), 1)
     if expected is None:
         assert failure is None
     else:
@@ -217,7 +217,7 @@ def test_an_error_in_a_loader_worker_has_them_too_and_blames_no_peer(kind, spoil
 
 def test_the_sample_is_that_of_the_data_set_itself():
     """In a subset, in a subset of one, and in a data set that has no files; of a copy, the sample."""
-    chosen = ChosenSamples(Faulty(raising(KeyError, "bad")), torch.tensor([19, 13, 0, 1, 2]))
+    chosen = SampleSubset(Faulty(raising(KeyError, "bad")), torch.tensor([19, 13, 0, 1, 2]))
     for dataset in (chosen, Subset(chosen, [4, 3, 1])):
         assert error_text(error_of(dataset, 0)) == "'bad'; sample 13 (/data/igloo/13.png)"
     assert error_text(error_of(Pathless(raising(KeyError, "bad")), 0)) == "'bad'; sample 13"
@@ -299,10 +299,10 @@ def test_a_batch_that_a_worker_cannot_send_is_an_error_and_not_a_hang():
     batches = iter(loader._loader)
     for name, (_, kind, expected) in UNSENDABLE.items():
         with pytest.raises(kind) as raised:
-            loader._stage(next(batches))
+            loader._start_transfer(next(batches))
         assert type(raised.value) is kind, name
         assert re.match(f"rank 0: collate: a loader worker cannot send .*{expected}$", str(raised.value)), raised.value
-    assert torch.equal(loader._stage(next(batches)).batch, torch.ones(2))  # the worker goes on
+    assert torch.equal(loader._start_transfer(next(batches)).batch, torch.ones(2))  # the worker goes on
     with pytest.raises(RuntimeError, match=r"(?s)line \d+, in __getitem__.*LocalError: of a class that pickle does"):
         next(batches)
     loader.close()
@@ -339,4 +339,4 @@ def test_a_temporary_folder_where_workers_cannot_open_a_socket_is_rejected_if_th
             loader_of([torch.ones(1)] * 3)
         ctx = DistributedContext(0, 0, 1, torch.device("cpu"))
         without = create_evaluation_dataloader([torch.ones(1)], TrainingConfig(batch_size=1, num_workers=0), ctx)
-        assert len(without.sample_batch()) == 1
+        assert len(without.example_batch()) == 1

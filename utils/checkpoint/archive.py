@@ -29,19 +29,19 @@ STEP_NAME = re.compile(r"step_(\d{8,})(\.pt)?")  # without .pt: the folder of a 
 MANIFEST = "manifest.json"  # of such a folder
 TRAILER = re.compile(rb"\nstep:(\d{10}) sha256:([0-9a-f]{64})\n")
 TRAILER_BYTES = 89
-DIGEST_BYTES = 72  # "sha256:...\n" in the trailer
+CHECKSUM_BYTES = 72  # "sha256:...\n" in the trailer
 BLOCK_BYTES = 2**22
-PLAIN = (type(None), bool, int, float, str)  # values that weights_only=True loads, besides tensors and containers
+PLAIN_TYPES = (type(None), bool, int, float, str)  # values that weights_only=True loads, besides tensors and containers
 
 
 class Trailer(NamedTuple):
     """What follows the archive."""
 
     step: int
-    digest: str  # SHA-256 of everything before it
+    checksum: str  # SHA-256 of everything before it
 
 
-def mapped(value: Any, function: Callable[[Tensor], Any], name: str = "") -> Any:
+def map_checkpoint(value: Any, function: Callable[[Tensor], Any], name: str = "") -> Any:
     """The content of a checkpoint with function(tensor) in place of each tensor.
 
     Raises:
@@ -55,11 +55,11 @@ def mapped(value: Any, function: Callable[[Tensor], Any], name: str = "") -> Any
 
     def walk(value: Any, name: str) -> Any:
         kind = type(value)
-        if kind in PLAIN:
+        if kind in PLAIN_TYPES:
             return value
         if kind in tensors or is_sharded(value):
             return function(value)
-        if kind in (dict, OrderedDict) and all(type(key) in PLAIN for key in value):
+        if kind in (dict, OrderedDict) and all(type(key) in PLAIN_TYPES for key in value):
             return {key: walk(item, f"{name}.{key}" if name else str(key)) for key, item in value.items()}
         if kind in (list, tuple):
             return kind([walk(item, f"{name}[{number}]") for number, item in enumerate(value)])
@@ -75,13 +75,13 @@ def write(
     path: Path,
     payload: dict[str, Any],
     before_rename: Callable[[], object] | None = None,
-    tick: Callable[[], object] = lambda: None,
+    on_progress: Callable[[], object] = lambda: None,
 ) -> str:
     """Write a checkpoint, with its tensors on the CPU, atomically under its final name. Returns the checksum.
 
     Args:
         before_rename: called when the file is on the disk, before it gets its name; an exception aborts the write.
-        tick: called after each block that was written.
+        on_progress: called after each block that was written.
 
     Raises:
         OSError: if it cannot be written. An existing file is then unchanged and the partial file deleted.
@@ -92,13 +92,13 @@ def write(
 
     def fill(file: BinaryIO) -> None:
         nonlocal digest
-        hashing = _HashingWriter(file, tick)
+        hashing = _HashingWriter(file, on_progress)
         try:
             torch.save(payload, cast(IO[bytes], hashing))
         except RuntimeError as error:  # torch.save turns a full disk into an "unexpected pos"
             raise hashing.error or error from None
         hashing.write(f"\nstep:{payload['progress']['step']:010d} ".encode())
-        digest = hashing.digest.hexdigest()
+        digest = hashing.checksum.hexdigest()
         file.write(f"sha256:{digest}\n".encode())
 
     replace_file(path, fill, before_rename)
@@ -145,7 +145,7 @@ def load(path: Path, explain: Callable[[Exception], str], is_mapped: bool = Fals
         if is_out_of_memory(error):
             raise
         if isinstance(error, OSError) and is_transient(error):
-            raise unreadable(path, error) from None
+            raise explain_unreadable(path, error) from None
         # torch's own message recommends switching the protection off
         raise UserError(explain(error)) from None
 
@@ -153,26 +153,26 @@ def load(path: Path, explain: Callable[[Exception], str], is_mapped: bool = Fals
 def verify(path: Path, is_hashed: bool = True) -> Trailer:
     """The step and the checksum. Raises UserError if the content does not match it, or the name is of another step."""
     try:
-        trailer, digest = retry(lambda: _read_digests(path, is_hashed))
+        trailer, digest = retry(lambda: _read_checksum(path, is_hashed))
     except OSError as error:
-        raise unreadable(path, error) from None
+        raise explain_unreadable(path, error) from None
     if trailer is None:
         raise UserError(
             f"{path}: has no checksum at its end: it is truncated or not a checkpoint; give another, or --init_from if"
             " it holds published weights"
         )
-    if is_hashed and trailer.digest != digest:
+    if is_hashed and trailer.checksum != digest:
         raise UserError(f"{path}: is damaged: its bytes do not match the checksum at its end; give another")
-    check_name(path, trailer.step)
+    check_step_in_name(path, trailer.step)
     return trailer
 
 
-def _read_digests(path: Path, is_hashed: bool) -> tuple[Trailer | None, str]:
+def _read_checksum(path: Path, is_hashed: bool) -> tuple[Trailer | None, str]:
     """The trailer, and the checksum of what is before it, if that is wanted."""
     digest = hashlib.sha256()
-    with open_file(path) as file:
+    with open_regular_file(path) as file:
         trailer = read_trailer(file)  # which is at the end of the file
-        size = file.tell() - DIGEST_BYTES
+        size = file.tell() - CHECKSUM_BYTES
         file.seek(0)
         while is_hashed and trailer and size > 0 and (block := file.read(min(size, BLOCK_BYTES))):
             digest.update(block)
@@ -180,7 +180,7 @@ def _read_digests(path: Path, is_hashed: bool) -> tuple[Trailer | None, str]:
     return trailer, digest.hexdigest()
 
 
-def unreadable(path: Path, error: OSError) -> UserError:
+def explain_unreadable(path: Path, error: OSError) -> UserError:
     """The error for a checkpoint that cannot be read; if that may pass, it is not taken for damage (StartError)."""
     if is_transient(error):
         remedy = "repair the storage and start again, or delete it to resume from an earlier one"
@@ -188,13 +188,13 @@ def unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"{path}: cannot be read ({error.strerror}); give the path of a checkpoint")
 
 
-def check_name(path: Path, step: int) -> None:
+def check_step_in_name(path: Path, step: int) -> None:
     """Raises UserError if the name is that of another step."""
     if (name := STEP_NAME.fullmatch(path.name)) and int(name[1]) != step:
         raise UserError(f"{path}: is the checkpoint of step {step} under another name; rename it or give another")
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_regular_file(path: Path) -> BinaryIO:
     """Open a regular file, possibly through a link. Raises OSError for anything else and never blocks (on a pipe)."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -212,9 +212,9 @@ def read_trailer(file: BinaryIO) -> Trailer | None:
 class _HashingWriter:
     """A file that computes the checksum of the data written, and keeps the OSError that torch.save replaces."""
 
-    def __init__(self, file: BinaryIO, tick: Callable[[], object]) -> None:
-        self._file, self._tick = file, tick
-        self.digest = hashlib.sha256()
+    def __init__(self, file: BinaryIO, on_progress: Callable[[], object]) -> None:
+        self._file, self._on_progress = file, on_progress
+        self.checksum = hashlib.sha256()
         self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
@@ -222,9 +222,9 @@ class _HashingWriter:
         try:
             for start in range(0, len(view), BLOCK_BYTES):  # blocks, so that a slow write shows progress
                 block = view[start : start + BLOCK_BYTES]
-                self.digest.update(block)
+                self.checksum.update(block)
                 self._file.write(block)
-                self._tick()
+                self._on_progress()
         except OSError as error:
             self.error = error
             raise

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from utils.checkpoint import archive
 from utils.checkpoint.archive import MANIFEST, STEP_NAME, Trailer
-from utils.checkpoint.weights import LOGGER, describe_unread, find_weights
-from utils.checkpoint.weights import take_weights as take_weights  # forks import it from here
-from utils.files import TEMPORARY, flush_folder, read_json, temporary_of
+from utils.checkpoint.weights import LOGGER, describe_unreadable, find_state_dict
+from utils.files import TEMPORARY, fsync_folder, read_json, temporary_path
 from utils.logger import ALIKE
 from utils.settings.errors import StartError, UserError
 
@@ -40,11 +39,11 @@ class FileFormat:
             raise UserError(f"{path}: is a part of a checkpoint; give its folder, {path.parent}")
         return archive.verify(path, is_hashed=part[0] == 0)  # the first reader verifies a file
 
-    def outline(self, path: Path) -> tuple[int, dict[str, str]]:
+    def read_manifest(self, path: Path) -> tuple[int, dict[str, str]]:
         """The step, and the checksum that each file should have, by name; -1 if the checkpoint is gone."""
-        with suppress(OSError), archive.open_file(path) as file:
+        with suppress(OSError), archive.open_regular_file(path) as file:
             if trailer := archive.read_trailer(file):
-                return trailer.step, {path.name: trailer.digest}
+                return trailer.step, {path.name: trailer.checksum}
         return -1, {}
 
     def read(self, path: Path, trailer: Trailer, sharded: dict[str, Tensor]) -> dict[str, Any]:
@@ -55,7 +54,7 @@ class FileFormat:
         return archive.read(path, trailer)
 
 
-def format_of(path: Path) -> FileFormat:
+def choose_format(path: Path) -> FileFormat:
     """The format of a checkpoint, which is a file or, of a sharded run, a folder."""
     if path.is_dir():  # extra: sharding
         from utils.extras.sharding.shards import FolderFormat
@@ -68,7 +67,7 @@ def step_path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}.pt"
 
 
-def step_of(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """The step in the name of a step checkpoint."""
     return int(path.stem.removeprefix("step_"))
 
@@ -76,7 +75,7 @@ def step_of(path: Path) -> int:
 def step_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
     paths = [path for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name)]
-    return sorted(paths, key=lambda path: (step_of(path), path.name))
+    return sorted(paths, key=lambda path: (parse_step(path), path.name))
 
 
 def verify(path: Path, part: tuple[int, int] = (0, 1)) -> Trailer:
@@ -84,17 +83,17 @@ def verify(path: Path, part: tuple[int, int] = (0, 1)) -> Trailer:
 
     part: (number, readers): of so many processes that verify this checkpoint, the number of this one, from 0.
     """
-    return format_of(path).verify(path, part)
+    return choose_format(path).verify(path, part)
 
 
-def outline(path: Path) -> tuple[int, dict[str, str]]:
+def read_manifest(path: Path) -> tuple[int, dict[str, str]]:
     """The step of a checkpoint, and the checksum that each of its files should have, by name; -1 if it is gone."""
-    return format_of(path).outline(path)
+    return choose_format(path).read_manifest(path)
 
 
-def digests(path: Path) -> dict[str, str]:
+def read_checksums(path: Path) -> dict[str, str]:
     """The checksum that each file of a checkpoint should have, by name; empty if it is gone."""
-    return outline(path)[1]
+    return read_manifest(path)[1]
 
 
 def read(
@@ -107,7 +106,7 @@ def read(
         sharded: sharded parameters by name: from a folder, only this rank's rows of them are read.
     """
     trailer = trailer or verify(path)
-    return format_of(path).read(path, trailer, sharded or {}), trailer.digest
+    return choose_format(path).read(path, trailer, sharded or {}), trailer.checksum
 
 
 def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
@@ -145,7 +144,7 @@ def best_or_latest(path: Path, prefers_best: bool) -> tuple[Path, list[str]]:
     return checkpoint_path, [*notes, f"{path}: takes {checkpoint_path}"]
 
 
-def superseded(steps: Iterable[int], keep_last: int, keep_every: int = 0) -> list[int]:
+def superseded_steps(steps: Iterable[int], keep_last: int, keep_every: int = 0) -> list[int]:
     """The steps whose checkpoints may be deleted.
 
     Args:
@@ -162,21 +161,21 @@ def superseded(steps: Iterable[int], keep_last: int, keep_every: int = 0) -> lis
     return gone
 
 
-def best_name(folder: Path) -> str:
+def read_best_name(folder: Path) -> str:
     """The name of the step checkpoint that best.pt links to or is a copy of; that of no checkpoint if there is none."""
     best = folder / BEST
     if best.is_symlink():
         return best.readlink().name
-    path = step_path(folder, outline(best)[0])
+    path = step_path(folder, read_manifest(best)[0])
     return path.stem if best.is_dir() else path.name
 
 
 def prune(folder: Path, keep_last: int, keep_every: int = 0) -> None:
     """Delete superseded checkpoints; call it once a new one has its final name. The best one stays."""
-    best, paths = best_name(folder), step_checkpoints(folder)
-    gone = superseded(map(step_of, paths), keep_last, keep_every)
+    best, paths = read_best_name(folder), step_checkpoints(folder)
+    gone = superseded_steps(map(parse_step, paths), keep_last, keep_every)
     for path in paths:
-        if step_of(path) in gone and path.name != best:
+        if parse_step(path) in gone and path.name != best:
             remove(path)
 
 
@@ -193,17 +192,17 @@ def remove(path: Path) -> None:
 
 def replace_folder(new: Path, path: Path) -> None:
     """Give a folder that is on the disk its final name, in the place of an earlier one. Raises OSError."""
-    flush_folder(new)
+    fsync_folder(new)
     if path.exists():  # a kill after this line leaves only the checkpoints before
         remove(path)
     new.rename(path)
-    flush_folder(path.parent)
+    fsync_folder(path.parent)
 
 
-def copy_here(source: Path, folder: Path) -> Path:
+def copy_checkpoint(source: Path, folder: Path) -> Path:
     """A copy of a checkpoint in this folder, under its own name. Raises OSError."""
     source, target = source.resolve(), folder / source.resolve().name
-    copied = temporary_of(target)
+    copied = temporary_path(target)
     if source.is_dir():
         shutil.copytree(source, copied)
         replace_folder(copied, target)
@@ -216,7 +215,7 @@ def copy_here(source: Path, folder: Path) -> Path:
 def link_best(path: Path) -> None:
     """Make best.pt in its folder a link to this step checkpoint, or a copy on storage without links. Raises OSError."""
     best = path.with_name(BEST)
-    temporary = temporary_of(best)
+    temporary = temporary_path(best)
     try:
         temporary.symlink_to(path.name)
     except OSError:
@@ -234,9 +233,9 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     import torch
 
     if path.is_dir():
-        return find_weights(read(path)[0], path)
+        return find_state_dict(read(path)[0], path)
     try:
-        with archive.open_file(path) as file:
+        with archive.open_regular_file(path) as file:
             begin = file.read(512)
             is_checkpoint = archive.read_trailer(file) is not None
             file.seek(max(0, file.tell() - 22))
@@ -248,10 +247,10 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     if is_checkpoint:
         verify(path)
     with torch.serialization.safe_globals([argparse.Namespace]):  # timm and others save their arguments as such
-        content = archive.load(path, lambda error: describe_unread(path, begin, error))
+        content = archive.load(path, lambda error: describe_unreadable(path, begin, error))
     if not is_checkpoint and isinstance(content, dict) and content.keys() >= {"model", "progress", "provenance"}:
         if not is_whole:
             raise UserError(f"init_from={path}: is a truncated checkpoint: its checksum is missing; give another")
         text = "init_from: %s has no checksum, since it was saved again. Its weights are taken unverified."
         LOGGER.log(ALIKE, text, path)
-    return find_weights(content, path)
+    return find_state_dict(content, path)

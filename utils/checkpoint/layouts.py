@@ -18,7 +18,7 @@ from utils.distributed.context import DistributedContext
 from utils.settings.errors import TrainingError
 
 Payload = dict[str, Any]  # with its tensors on the CPU
-Call = Callable[[], object]
+Callback = Callable[[], object]
 
 
 class FileLayout:
@@ -30,7 +30,7 @@ class FileLayout:
         """The checkpoint of this step."""
         return step_path(folder, step)
 
-    def write(self, path: Path, payload: Payload, before_rename: Call, tick: Call) -> None:
+    def write(self, path: Path, payload: Payload, before_rename: Callback, on_progress: Callback) -> None:
         """Write the checkpoint. The arguments are those of archive.write.
 
         Raises:
@@ -38,40 +38,40 @@ class FileLayout:
             TrainingError: another try will not help.
         """
         try:
-            check_room(path, payload)
-            archive.write(path, payload, before_rename, tick)
+            check_free_space(path, payload)
+            archive.write(path, payload, before_rename, on_progress)
         except TrainingError:
             raise
         except (OSError, RuntimeError) as error:
-            raise explained(error, path, payload) from error
+            raise explain_write_error(error, path, payload) from error
 
 
-def of_threads(ctx: DistributedContext) -> DistributedContext:
+def create_thread_context(ctx: DistributedContext) -> DistributedContext:
     """The context for threads, which speak to those of other ranks while training uses the other groups."""
     if ctx.world_size == 1:
         return ctx
     group: Any = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
-    return dataclasses.replace(ctx, control_ref=weakref.ref(group))
+    return dataclasses.replace(ctx, control_group_ref=weakref.ref(group))
 
 
-def size_of(payload: Payload) -> int:
+def count_bytes(payload: Payload) -> int:
     """The bytes of its tensors."""
     sizes: list[int] = []
-    archive.mapped(payload, lambda tensor: sizes.append(tensor.nbytes))
+    archive.map_checkpoint(payload, lambda tensor: sizes.append(tensor.nbytes))
     return sum(sizes)
 
 
-def check_room(path: Path, payload: Payload) -> None:
+def check_free_space(path: Path, payload: Payload) -> None:
     """Raises OSError if the checkpoint does not fit on the disk. Creates a missing folder of checkpoints."""
     folder = path.parent
     if (folder.parent / "lock.json").exists():  # else it may be on an unmounted disk
         folder.mkdir(exist_ok=True)
     room = os.statvfs(folder)
-    if room.f_bavail * room.f_frsize < size_of(payload):
+    if room.f_bavail * room.f_frsize < count_bytes(payload):
         raise OSError(28, "No space left on device")
 
 
-def explained(error: BaseException, path: Path, payload: Payload) -> OSError:
+def explain_write_error(error: BaseException, path: Path, payload: Payload) -> OSError:
     """The error for a checkpoint that cannot be written, with the free space."""
     reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
     reason = "a write was cut short" if "unexpected pos" in reason else reason  # of torch.save on a full disk
@@ -81,7 +81,7 @@ def explained(error: BaseException, path: Path, payload: Payload) -> OSError:
         is_out_of_inodes = room.f_files and not room.f_favail
     except OSError as missing:
         free, is_out_of_inodes = f"its folder cannot be accessed ({missing.strerror})", False
-    space = f"it needs {size_of(payload) / 1e6:,.1f} MB, {free}; make room or repair the storage"
+    space = f"it needs {count_bytes(payload) / 1e6:,.1f} MB, {free}; make room or repair the storage"
     if is_out_of_inodes:
         space = "no inodes are free, so the file system can hold no more files; delete some"
     return OSError(f"{path}: cannot be written ({reason}); {space}")

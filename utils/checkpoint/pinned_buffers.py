@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.checkpoint.archive import mapped
-from utils.distributed.dtensor import local, rows_of
+from utils.checkpoint.archive import map_checkpoint
+from utils.distributed.dtensor import describe_shard, local_shard
 from utils.logger import NAME
 
 ALIGNMENT = 64  # bytes
@@ -39,8 +39,8 @@ class PinnedBuffers:
         self.release()
         self._buffer = mmap.mmap(-1, size)
         if any(tensor.is_cuda for tensor in tensors):
-            code = torch.cuda.cudart().cudaHostRegister(_address(self._buffer), size, 0)
-            self._is_pinned = _has_succeeded(code)
+            code = torch.cuda.cudart().cudaHostRegister(_buffer_address(self._buffer), size, 0)
+            self._is_pinned = _is_cuda_success(code)
             if not self._is_pinned:
                 text = "%.1f GB of host memory cannot be pinned: checkpoints are copied more slowly"
                 logging.getLogger(NAME).warning(text, size / 1e9)
@@ -48,19 +48,22 @@ class PinnedBuffers:
     def allocate_copy(self, payload: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
         """The payload with its tensors in this memory, and a pair for each: the memory and the tensor to copy into it.
 
-        Tied tensors stay one. Of a sharded tensor it holds this rank's rows, as they are saved (`dtensor.rows_of`).
+        Tied tensors stay one. Of a sharded tensor it holds this rank's rows, as they are saved
+        (`dtensor.describe_shard`).
 
         Raises:
             UserError: for a value that a checkpoint cannot hold, with its name.
         """
         tensors: dict[tuple, Tensor] = {}
-        mapped(payload, lambda value: tensors.setdefault(_key(local(value)), local(value).detach()))
+        map_checkpoint(
+            payload, lambda value: tensors.setdefault(_storage_key(local_shard(value)), local_shard(value).detach())
+        )
         sizes = [key[1:] for key in tensors]
         if sizes != self._sizes:  # making the places takes a millisecond
             self.reserve(tensors.values())
             self._sizes, self._views = sizes, [*self._create_views(tensors.values())]
         views = dict(zip(tensors, self._views, strict=True))
-        copied = mapped(payload, lambda value: rows_of(value, views[_key(local(value))]))
+        copied = map_checkpoint(payload, lambda value: describe_shard(value, views[_storage_key(local_shard(value))]))
         return copied, [(views[key], tensor) for key, tensor in tensors.items()]
 
     def _create_views(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -76,12 +79,12 @@ class PinnedBuffers:
 
     def release(self) -> None:
         if self._is_pinned:
-            _has_succeeded(torch.cuda.cudart().cudaHostUnregister(_address(self._buffer)))
+            _is_cuda_success(torch.cuda.cudart().cudaHostUnregister(_buffer_address(self._buffer)))
         self._buffer, self._is_pinned = mmap.mmap(-1, 1), False
         self._sizes, self._views = [], []
 
 
-def _address(buffer: mmap.mmap) -> int:
+def _buffer_address(buffer: mmap.mmap) -> int:
     return torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
 
 
@@ -89,12 +92,12 @@ def _padded_bytes(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
 
 
-def _key(tensor: Tensor) -> tuple:
+def _storage_key(tensor: Tensor) -> tuple:
     address = tensor.data_ptr() if tensor.numel() else 0
     return address, tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _has_succeeded(code: Any) -> bool:
+def _is_cuda_success(code: Any) -> bool:
     """Whether a call of the CUDA runtime succeeded. If not, clears its error, which the next kernel would raise."""
     if code == torch.cuda.cudart().cudaError.success:
         return True

@@ -1,22 +1,5 @@
-"""A checkpoint or weights at a URL: a program makes a local copy."""
+"""The old name of `utils.checkpoint.remote`, for a model.py of version 1. It goes with the next version."""
 
-from __future__ import annotations
+from utils.checkpoint.remote import local_checkpoint
 
-from pathlib import Path
-
-from utils.checkpoint.format import best_or_latest
-
-
-def local_checkpoint(source: str) -> Path:
-    """The path of a checkpoint or another file; of one at a URL a local copy (scripts/lib/stored.py).
-
-    source: a path (of a folder too: the best checkpoint in it, or else the latest) or a URL.
-
-    Raises:
-        UserError: if it is not there or damaged.
-    """
-    if "://" in source:  # extra: companions
-        from utils.extras.companions.programs import ask
-
-        return Path(ask("fetch", {"source": source}, source)["path"])
-    return best_or_latest(Path(source), prefers_best=True)[0]
+__all__ = ["local_checkpoint"]

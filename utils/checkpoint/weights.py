@@ -14,7 +14,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils.logger import ALIKE, NAME, some_of
+from utils.logger import ALIKE, NAME, join_first
 from utils.settings.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Weights(dict[str, "Tensor"]):
     classes: Any = ()
 
 
-def describe_unread(path: Path, begin: bytes, error: Exception) -> str:
+def describe_unreadable(path: Path, begin: bytes, error: Exception) -> str:
     """The message for a file that torch.load refuses: what it is instead. begin: its first 512 bytes."""
     begin_and_error = f"{begin.decode('latin-1')}\0error {error}"
     for pattern, text in OTHER_FILES.items():
@@ -61,9 +61,9 @@ def describe_unread(path: Path, begin: bytes, error: Exception) -> str:
     return f"init_from={path}: is truncated, damaged or not written by torch.save; give another"
 
 
-def find_weights(content: Any, path: Path) -> Weights:
+def find_state_dict(content: Any, path: Path) -> Weights:
     """Find the state dict in what a file holds. Raises UserError if there is none, or several under unknown names."""
-    weights = Weights(_state_dict(content, path))
+    weights = Weights(_innermost_state_dict(content, path))
     if not weights:
         held = list(content) if isinstance(content, dict) else type(content).__name__
         raise UserError(
@@ -74,7 +74,7 @@ def find_weights(content: Any, path: Path) -> Weights:
     return weights
 
 
-def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
+def _innermost_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     """The innermost dict of tensors that is not the state of an optimizer or of a module. Empty if there is none, or no
     known one of several."""
     from torch import Tensor
@@ -83,7 +83,7 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
         return {}
     inner = {}
     for name, value in content.items():
-        weights = _state_dict(value, path)
+        weights = _innermost_state_dict(value, path)
         if weights and not str(name).endswith("_extra_state"):
             inner[name] = weights
     if not inner:
@@ -97,7 +97,7 @@ def _state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     return next(iter(inner.values()))
 
 
-def take_weights(
+def load_matching_weights(
     model: nn.Module,
     weights: dict[str, Tensor],
     source: str,
@@ -117,7 +117,7 @@ def take_weights(
     import torch
 
     state_dict = model.state_dict()
-    weights = match_names(weights, state_dict, source)
+    weights = match_parameter_names(weights, state_dict, source)
     fitting = {
         name: value for name, value in weights.items() if name in state_dict and state_dict[name].shape == value.shape
     }
@@ -134,8 +134,8 @@ def take_weights(
     if is_other_model or 2 * len(fitting) < len(in_started):
         raise UserError(
             f"init_from={source}: {len(fitting)} of its {len(weights)} tensors fit the model, which has"
-            f" {len(state_dict)}. Only in the file: {some_of(extra, 5) or 'none'}. Only in the model:"
-            f" {some_of(missing, 5)}. Give weights of this model, or rename them in initial_weights of model.py"
+            f" {len(state_dict)}. Only in the file: {join_first(extra, 5) or 'none'}. Only in the model:"
+            f" {join_first(missing, 5)}. Give weights of this model, or rename them in initial_weights of model.py"
         )
     needed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if must_be_whole:
@@ -143,7 +143,7 @@ def take_weights(
     needed = [name for name in needed if name not in given]
     if random := [name for name in missing if name in needed]:
         raise UserError(
-            f"init_from={source}: has no {some_of(random, 5)} of this model's shape; give weights of the whole model"
+            f"init_from={source}: has no {join_first(random, 5)} of this model's shape; give weights of the whole model"
         )
     try:
         for name, value in fitting.items():
@@ -162,7 +162,7 @@ def take_weights(
     LOGGER.info(text, len(fitting), len(state_dict), source, *names)
 
 
-def match_names(weights: dict[str, Tensor], state_dict: dict[str, Any], source: str) -> dict[str, Tensor]:
+def match_parameter_names(weights: dict[str, Tensor], state_dict: dict[str, Any], source: str) -> dict[str, Tensor]:
     """Give the weights the model's names, if these differ by wrappers anywhere and by one prefix of all of them.
 
     state_dict: that of the model.
@@ -199,7 +199,7 @@ def _common_prefix(weight_names: Iterable[str], ours: Iterable[str]) -> str:
     return prefixes[0] if len(prefixes) == 1 else ""
 
 
-def warn_of_other_classes(weights: dict[str, Tensor], train_set: Any, source: str) -> None:
+def warn_of_changed_classes(weights: dict[str, Tensor], train_set: Any, source: str) -> None:
     """Warn if the checkpoint of these weights had other classes, or had them in another order."""
     saved, current = list(getattr(weights, "classes", ())), list(getattr(train_set, "classes", ()))
     differing = [pair for pair in zip_longest(saved, current, fillvalue="") if pair[0] != pair[1]]

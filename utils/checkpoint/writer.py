@@ -12,25 +12,25 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.checkpoint.layouts import Call, Payload, size_of
+from utils.checkpoint.layouts import Callback, Payload, count_bytes
 from utils.logger import NAME
 from utils.settings.errors import TrainingError
 from utils.signals import STOP
 
 NICENESS = 10  # of the thread: training comes first if every core has a rank
-SECONDS_COUNTED = 10.0  # at most, between two looks: a suspended job does not write
-FLUSHED_PER_SECOND = 50e6  # bytes, at least; a flush shows no progress
+MAX_SECONDS_COUNTED = 10.0  # at most, between two looks: a suspended job does not write
+MIN_BYTES_FLUSHED_PER_SECOND = 50e6  # bytes, at least; a flush shows no progress
 
 
-class Limits(NamedTuple):
+class WriteLimits(NamedTuple):
     """Seconds."""
 
-    to_warn: float  # of a write without progress
-    without: float  # for which saves may fail, or one may make no progress, before training ends
-    after_stop: float  # without progress, after a stop signal
+    warn_after: float  # of a write without progress
+    fail_after: float  # for which saves may fail, or one may make no progress, before training ends
+    fail_after_stop: float  # without progress, after a stop signal
 
 
-class Writer:
+class CheckpointWriter:
     """Writes one checkpoint at a time.
 
     Args:
@@ -42,69 +42,69 @@ class Writer:
 
     def __init__(
         self,
-        write: Callable[[Path, Payload, Call], object],
+        write: Callable[[Path, Payload, Callback], object],
         is_waiting: Callable[[], bool],
-        limits: Limits,
+        limits: WriteLimits,
         rank_and_host: tuple[int, str],
         latest: Path | None,
     ) -> None:
         self._write, self._is_waiting, self._limits = write, is_waiting, limits
-        self._whose, self._latest = rank_and_host, latest
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_be_nice)
-        self.path, self.copy = Path(), Future[Payload]()  # of the last write
-        self._writing: Future[float | None] | None = None  # in progress; returns its seconds
+        self._rank_and_host, self._latest = rank_and_host, latest
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
+        self.path, self.snapshot = Path(), Future[Payload]()  # of the last write
+        self._pending_write: Future[float | None] | None = None  # in progress; returns its seconds
         self._failing_since = 0.0  # when the first of a series of failed saves failed; 0: the last succeeded
-        self._moves = self._moves_seen = 0  # of the write in progress: blocks
-        self._stalled_s, self._looked_at = 0.0, 0.0
+        self._progress_count = self._progress_count_seen = 0  # of the write in progress: blocks
+        self._stalled_s, self._polled_at = 0.0, 0.0
 
     @property
     def is_busy(self) -> bool:
-        return self._writing is not None
+        return self._pending_write is not None
 
     @property
     def is_failing(self) -> bool:
         """Whether the last checkpoint could not be written."""
         return self._failing_since > 0
 
-    def start(self, path: Path, copy: Future[Payload]) -> None:
+    def start(self, path: Path, snapshot: Future[Payload]) -> None:
         """Write the payload as soon as the copy is complete. If that fails, nothing is written."""
-        self.path, self.copy = path, copy
-        self.start_again()
+        self.path, self.snapshot = path, snapshot
+        self.retry()
 
-    def start_again(self) -> None:
+    def retry(self) -> None:
         """Write the last payload, which could not be written, again."""
-        self._stalled_s, self._looked_at = 0.0, time.monotonic()
-        self._writing = self._thread.submit(self._write_copy)
+        self._stalled_s, self._polled_at = 0.0, time.monotonic()
+        self._pending_write = self._thread.submit(self._write_snapshot)
 
-    def _write_copy(self) -> float | None:
+    def _write_snapshot(self) -> float | None:
         """In the thread: returns the seconds."""
-        if self.copy.exception():  # waits for the copy
+        if self.snapshot.exception():  # waits for the copy
             return None
         began = time.monotonic()
-        self._write(self.path, self.copy.result(), self._tick)
+        self._write(self.path, self.snapshot.result(), self._note_progress)
         return time.monotonic() - began
 
-    def _tick(self) -> None:
-        self._moves += 1
+    def _note_progress(self) -> None:
+        self._progress_count += 1
 
-    def look(self, seconds: float) -> float | OSError | None:
+    def poll(self, seconds: float) -> float | OSError | None:
         """The seconds or the error of the write that has ended since the last call, in at most so many seconds.
 
         Raises:
             TrainingError: if another try will not help, or none has succeeded or made progress for too long.
         """
-        if not self._writing:
+        if not self._pending_write:
             return None
-        if not wait([self._writing], seconds).done:
+        if not wait([self._pending_write], seconds).done:
             self._check_progress()
             return None
-        write, self._writing = self._writing, None
+        write, self._pending_write = self._pending_write, None
         try:
             taken = write.result()
         except OSError as error:
             self._failing_since = self._failing_since or time.monotonic()
             failing_s = time.monotonic() - self._failing_since
-            if failing_s > self._limits.without:
+            if failing_s > self._limits.fail_after:
                 text = f"(no checkpoint could be written for {failing_s / 60:.0f} min, so training ends)"
                 raise TrainingError(f"{error} {text}") from None
             return error
@@ -115,32 +115,32 @@ class Writer:
     def _check_progress(self) -> None:
         """Warn of a write that makes no progress, then end the run: after minutes, or soon after a stop signal."""
         now, before = time.monotonic(), self._stalled_s
-        has_moved = self._moves != self._moves_seen or self._is_waiting() or not self.copy.done()
-        self._stalled_s = 0.0 if has_moved else self._stalled_s + min(now - self._looked_at, SECONDS_COUNTED)
-        self._moves_seen, self._looked_at = self._moves, now
+        has_moved = self._progress_count != self._progress_count_seen or self._is_waiting() or not self.snapshot.done()
+        self._stalled_s = 0.0 if has_moved else self._stalled_s + min(now - self._polled_at, MAX_SECONDS_COUNTED)
+        self._progress_count_seen, self._polled_at = self._progress_count, now
         if has_moved:
             return
         text = f"{self.path}: its write has made no progress for {self._stalled_s:.0f} s"
-        if before <= self._limits.to_warn < self._stalled_s:
+        if before <= self._limits.warn_after < self._stalled_s:
             logging.getLogger(NAME).warning("%s; check the storage", text)  # perhaps only of this rank
         since_stop = min(self._stalled_s, now - STOP.received_at)
-        excess = max(self._stalled_s - self._limits.without, since_stop - self._limits.after_stop)
-        if excess > size_of(self.copy.result()) / FLUSHED_PER_SECOND:
-            rank, host = self._whose
+        excess = max(self._stalled_s - self._limits.fail_after, since_stop - self._limits.fail_after_stop)
+        if excess > count_bytes(self.snapshot.result()) / MIN_BYTES_FLUSHED_PER_SECOND:
+            rank, host = self._rank_and_host
             text += f" (rank {rank} on {host}), so training ends; the latest checkpoint is {self._latest or 'missing'}"
             raise TrainingError(f"{text}; repair the storage, then --resume_from auto", rank, host)
 
     def wait(self) -> None:
         """Wait for the write in progress, for a limited time, unless it makes no progress."""
-        if self._writing and self._stalled_s < self._limits.after_stop:
-            wait([self._writing], self._limits.after_stop)
+        if self._pending_write and self._stalled_s < self._limits.fail_after_stop:
+            wait([self._pending_write], self._limits.fail_after_stop)
 
     def close(self) -> None:
         """End the thread once its write has ended."""
         self._thread.shutdown(wait=False)  # the storage may hang
 
 
-def _be_nice() -> None:
+def _lower_priority() -> None:
     """Linux has a niceness of each thread."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

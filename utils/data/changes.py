@@ -10,12 +10,12 @@ from typing import Any
 
 from utils.files import replace_file
 
-FILES = "training_files.gz"  # in the run folder: their listing when the latest attempt began
+LISTING_FILE = "training_files.gz"  # in the run folder: their listing when the latest attempt began
 MAX_NAMES = 20
-MAX_OF_FILES = 0.01  # the fraction that may differ from the checkpoint's; one file always may
+MAX_FRACTION_OF_FILES = 0.01  # the fraction that may differ from the checkpoint's; one file always may
 TOLERANCE = 1e-3  # of sums over floats and pixels, relative to their norm: libraries round differently on other CPUs
-MAX_OF_SAMPLES = 0.5  # the fraction that may differ from the checkpoint's
-Sketch = list[int | float]  # of one sample: a digest, then a norm and a projection of each of its arrays
+MAX_FRACTION_OF_SAMPLES = 0.5  # the fraction that may differ from the checkpoint's
+SampleFingerprint = list[int | float]  # of one sample: a digest, then a norm and a projection of each of its arrays
 
 
 def compare_data(
@@ -33,7 +33,7 @@ def compare_data(
         number, total = files.get("count", (0, 0))
         if not number:
             return f"{text} (the run folder has no list of their names)", False
-        return f"{text}: {number:,} of {total:,} ({names['resized']})", number > max(1, MAX_OF_FILES * total)
+        return f"{text}: {number:,} of {total:,} ({names['resized']})", number > max(1, MAX_FRACTION_OF_FILES * total)
     return compare_samples(before, current, split, is_same_code)
 
 
@@ -50,20 +50,24 @@ def compare_samples(
         if old_sketch is None or new_sketch is None:
             continue
         number += 1
-        if not _is_alike(old_sketch, new_sketch):
+        if not _is_fingerprint_alike(old_sketch, new_sketch):
             differing += 1
     if not differing:
         return "", False
     text = f"the {split} set has samples that differ from the checkpoint's: {differing} of {number} compared ones"
-    return text, is_same_code and differing > MAX_OF_SAMPLES * number
+    return text, is_same_code and differing > MAX_FRACTION_OF_SAMPLES * number
 
 
-def are_alike(sketches_a: list[Sketch | None], sketches_b: list[Sketch | None]) -> bool:
+def are_fingerprints_alike(
+    sketches_a: list[SampleFingerprint | None], sketches_b: list[SampleFingerprint | None]
+) -> bool:
     """Whether the samples of which both lists have a sketch, in the same places, are equal up to rounding."""
-    return all(a is None or b is None or _is_alike(a, b) for a, b in zip(sketches_a, sketches_b, strict=False))
+    return all(
+        a is None or b is None or _is_fingerprint_alike(a, b) for a, b in zip(sketches_a, sketches_b, strict=False)
+    )
 
 
-def _is_alike(sketch_a: Sketch, sketch_b: Sketch) -> bool:
+def _is_fingerprint_alike(sketch_a: SampleFingerprint, sketch_b: SampleFingerprint) -> bool:
     if (sketch_a[0], len(sketch_a)) != (sketch_b[0], len(sketch_b)):
         return False
     pairs = list(zip(sketch_a[1:], sketch_b[1:], strict=True))
@@ -71,7 +75,7 @@ def _is_alike(sketch_a: Sketch, sketch_b: Sketch) -> bool:
     return all(abs(a - b) <= TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))
 
 
-def changed_files(before: bytes, current: bytes) -> dict[str, Any]:
+def compare_listings(before: bytes, current: bytes) -> dict[str, Any]:
     """How the files in two listings differ, with up to 20 names of each kind."""
     if not before or before == current:
         return {}
@@ -83,13 +87,13 @@ def changed_files(before: bytes, current: bytes) -> dict[str, Any]:
     return shown | {"count": (len(resized), len(old))}
 
 
-def read_listing(folder: Path) -> bytes:
+def read_file_listing(folder: Path) -> bytes:
     try:
-        return gzip.decompress((folder / FILES).read_bytes())
+        return gzip.decompress((folder / LISTING_FILE).read_bytes())
     except (OSError, EOFError, zlib.error):  # missing or damaged
         return b""
 
 
-def keep_listing(listing: bytes, folder: Path) -> None:
-    if listing and listing != read_listing(folder):
-        replace_file(folder / FILES, lambda file: file.write(gzip.compress(listing, compresslevel=1, mtime=0)))
+def save_file_listing(listing: bytes, folder: Path) -> None:
+    if listing and listing != read_file_listing(folder):
+        replace_file(folder / LISTING_FILE, lambda file: file.write(gzip.compress(listing, compresslevel=1, mtime=0)))

@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader, Sampler, Subset
 
 from config import TrainingConfig
 from utils.batch import tensors_in
-from utils.clock import Clock
+from utils.clock import PhaseClock
 from utils.cpus import usable_cpus
 from utils.data.sampler import Assignment, GlobalBatchSampler, MapDataset, MicroBatch
-from utils.data.transfer import SideStream, indices_on, pinned, to_device
-from utils.data.worker import Fetcher, check_sockets, explain
+from utils.data.transfer import SideStream, indices_to_device, pin_batch, to_device
+from utils.data.worker import Fetcher, check_socket_folder, explain_worker_error
 from utils.distributed.context import DistributedContext
 from utils.settings.errors import TrainingError, UserError
-from utils.signals import ignore_in_worker, signals_blocked
+from utils.signals import ignore_signals_in_worker, signals_blocked
 
 PREFETCHED = 2  # batches of each worker
 MAX_WORKERS = 8  # per rank, where num_workers is "auto"
@@ -42,27 +42,27 @@ class GlobalBatchLoader:
         sampler: GlobalBatchSampler,
         num_workers: int | str,
         ctx: DistributedContext,
-        clock: Clock | None = None,
+        clock: PhaseClock | None = None,
         phases: tuple[str, str] = ("data", "forward"),
     ) -> None:
         dataset = sampler.dataset
         self.dataset, self.sampler, self.device = dataset, sampler, ctx.device
         self.num_workers = choose_workers(num_workers, dataset, ctx.local_world_size)
-        self._clock, self._phases = clock or Clock(), phases
+        self._clock, self._phases = clock or PhaseClock(), phases
         self.transform = getattr(dataset, "device_transform", None)
-        self._fetcher = Fetcher(dataset, fetches_batches(dataset), sampler.seed)
-        self._side = SideStream(ctx.device) if ctx.device.type != "cpu" else None
+        self._fetcher = Fetcher(dataset, has_getitems(dataset), sampler.seed)
+        self._side_stream = SideStream(ctx.device) if ctx.device.type != "cpu" else None
         self._loader: DataLoader | None = None
-        self.shared_tensors = 0  # at a time, from workers; known after `sample_batches`
+        self.shared_tensors = 0  # at a time, from workers; known after `example_batches`
         if self.num_workers:
-            check_sockets()
+            check_socket_folder()
             self._loader = DataLoader(
                 self._fetcher,
-                batch_sampler=_Plan(sampler),
+                batch_sampler=_MicroBatchPlan(sampler),
                 collate_fn=cast(Any, self._fetcher.collate),  # of what the fetcher returns, not of a list
                 num_workers=self.num_workers,
                 prefetch_factor=PREFETCHED,
-                worker_init_fn=ignore_in_worker,
+                worker_init_fn=ignore_signals_in_worker,
                 persistent_workers=True,
                 pin_memory=ctx.device.type != "cpu",
                 generator=torch.Generator(),  # for the workers' base seed: the global generator does not advance
@@ -77,45 +77,45 @@ class GlobalBatchLoader:
         """
         self.sampler.set_epoch(epoch, start)
         try:
-            batches = self._batches()
+            batches = self._collated_micro_batches()
             while True:
                 self._clock.enter(self._phases[0])
                 item = next(batches, None)
                 self._clock.enter(self._phases[1])
                 if item is None:
                     return
-                micro_batch, item = self._stage(item), None  # frees the batch in shared memory
+                micro_batch, item = self._start_transfer(item), None  # frees the batch in shared memory
                 yield micro_batch
         except Exception as error:
-            if failure := explain(error, self.sampler.rank):
+            if failure := explain_worker_error(error, self.sampler.rank):
                 raise failure from None
             raise
 
-    def _batches(self) -> Iterator[tuple[MicroBatch, Any]]:
+    def _collated_micro_batches(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Each micro-batch with its collated samples: from the workers, or made here on demand."""
-        if self._side:
-            self._side.begin()
+        if self._side_stream:
+            self._side_stream.begin()
         if self._loader is None:
-            return map(self._make, self._planned())
+            return map(self._fetch_micro_batch, self._remaining_micro_batches())
         with signals_blocked():
             return iter(self._loader)
 
-    def _planned(self) -> Iterator[MicroBatch]:
+    def _remaining_micro_batches(self) -> Iterator[MicroBatch]:
         """The plan, from the current position on."""
         return self.sampler.micro_batches(self.sampler.epoch, self.sampler.start)
 
-    def largest(self) -> list[list[int]]:
+    def max_samples(self) -> list[list[int]]:
         """The samples of a full micro-batch, or of those that need the most memory if lengths differ."""
         return self.sampler.largest or [[*range(min(self.sampler.batch_size, len(self.dataset)))]]
 
-    def sample_batches(self) -> list[Any]:
+    def example_batches(self) -> list[Any]:
         """These micro-batches, fetched in this process, for the passes before the first step.
 
         Raises:
             UserError: if no tensor is found in them. None would go to the device.
         """
         batches: list[Any] = []
-        for indices in self.largest():
+        for indices in self.max_samples():
             _, collated, batch = self.fetch(indices)
             batches.append(batch)
             dense = [
@@ -134,9 +134,9 @@ class GlobalBatchLoader:
             )
         return batches
 
-    def sample_batch(self) -> Any:
+    def example_batch(self) -> Any:
         """The first of them."""
-        return self.sample_batches()[0]
+        return self.example_batches()[0]
 
     def fetch(self, indices: list[int], epoch: int = 0) -> tuple[Any, Any, Any]:
         """Fetch samples in this process. Returns them as the data set gives them, collated, and on the device."""
@@ -160,42 +160,42 @@ class GlobalBatchLoader:
         self.sampler.set_epoch(self.sampler.epoch + 1)
 
     def __len__(self) -> int:
-        return sum(not micro_batch.is_padding for micro_batch in self._planned())
+        return sum(not micro_batch.is_padding for micro_batch in self._remaining_micro_batches())
 
-    def _make(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
-        if not self._side:
+    def _fetch_micro_batch(self, micro_batch: MicroBatch) -> tuple[MicroBatch, Any]:
+        if not self._side_stream:
             return self._fetcher.collate(self._fetcher.__getitems__(micro_batch))
-        with self._side.stream:  # a data set on the device is indexed on this stream
+        with self._side_stream.stream:  # a data set on the device is indexed on this stream
             micro_batch, batch = self._fetcher.collate(self._fetcher.__getitems__(micro_batch))
-        return micro_batch, pinned(batch)
+        return micro_batch, pin_batch(batch)
 
-    def _stage(self, item: tuple[MicroBatch, Any]) -> MicroBatch:
+    def _start_transfer(self, item: tuple[MicroBatch, Any]) -> MicroBatch:
         """The micro-batch with its batch on the device, or on its way there; the current stream waits for it."""
         if isinstance(item[1], (UserError, TrainingError)):
             raise type(item[1])(f"rank {self.sampler.rank}: {item[1]}")
-        if not self._side:
+        if not self._side_stream:
             return self._to_device(item)
-        micro_batch, event = self._side.run(lambda: self._to_device(item))
-        self._side.hand_over(micro_batch.batch, event)
+        micro_batch, event = self._side_stream.run(lambda: self._to_device(item))
+        self._side_stream.hand_over(micro_batch.batch, event)
         return micro_batch
 
     def _to_device(self, item: tuple[MicroBatch, Any]) -> MicroBatch:
         micro_batch, batch = item
         if isinstance(batch, UserError):
             raise batch
-        batch = to_device(batch, self.device) if self._side else batch
+        batch = to_device(batch, self.device) if self._side_stream else batch
         if self.transform:
-            indices = indices_on(micro_batch.indices, self.device)
+            indices = indices_to_device(micro_batch.indices, self.device)
             batch = self.transform(batch, self.sampler.seed, micro_batch.epoch, indices)
         return dataclasses.replace(micro_batch, batch=batch)
 
 
-def fetches_batches(dataset: Any) -> bool:
+def has_getitems(dataset: Any) -> bool:
     """Whether a data set has `__getitems__`. torch's Subset always has it, so the data set inside decides."""
-    return fetches_batches(dataset.dataset) if isinstance(dataset, Subset) else hasattr(dataset, "__getitems__")
+    return has_getitems(dataset.dataset) if isinstance(dataset, Subset) else hasattr(dataset, "__getitems__")
 
 
-class _Plan(Sampler):
+class _MicroBatchPlan(Sampler):
     """The DataLoader's batch sampler. It yields micro-batches, not lists, so that workers know epoch and position.
 
     It does not refer to the loader: garbage in a cycle, collected in a worker, would end the workers of another loader.
@@ -219,23 +219,23 @@ def choose_workers(num_workers: int | str, dataset: MapDataset, local_world_size
     return max(1, min(MAX_WORKERS, usable_cpus() // local_world_size))
 
 
-def assignment_of(config: TrainingConfig, ctx: DistributedContext, is_padded: bool) -> Assignment:
+def create_assignment(config: TrainingConfig, ctx: DistributedContext, is_padded: bool) -> Assignment:
     """Which micro-batches this rank computes. is_padded: of `Assignment`."""
     if config.reduction == "exact":  # extra: exact
-        from utils.extras.exact.reduction import Runs
+        from utils.extras.exact.reduction import ContiguousAssignment
 
-        return Runs(ctx.rank, ctx.world_size, is_padded)
+        return ContiguousAssignment(ctx.rank, ctx.world_size, is_padded)
     return Assignment(ctx.rank, ctx.world_size, is_padded)
 
 
-def sampler_of(
+def choose_sampler(
     dataset: MapDataset, config: TrainingConfig, ctx: DistributedContext, is_training: bool
 ) -> Callable[..., GlobalBatchSampler]:
     """What creates the sampler of a set, from the options of GlobalBatchSampler without batch_size."""
     if config.batch_tokens:  # extra: lengths
-        from utils.extras.lengths.token_budget import budget_sampler
+        from utils.extras.lengths.token_budget import create_budget_sampler
 
-        return budget_sampler(dataset, config, ctx, is_training)
+        return create_budget_sampler(dataset, config, ctx, is_training)
     size = config.batch_size if is_training else config.eval_batch_size or config.batch_size
     return functools.partial(GlobalBatchSampler, dataset, batch_size=size)
 
@@ -244,14 +244,14 @@ def create_distributed_dataloader(
     dataset: MapDataset,
     config: TrainingConfig,
     ctx: DistributedContext,
-    clock: Clock | None = None,
+    clock: PhaseClock | None = None,
 ) -> tuple[GlobalBatchLoader, GlobalBatchSampler]:
     """The loader of the training set on this rank, and its sampler. Raises UserError if an epoch would be empty."""
     is_padded = False
     is_padded = config.sharding != "none"  # extra: sharding
-    sampler = sampler_of(dataset, config, ctx, is_training=True)(
+    sampler = choose_sampler(dataset, config, ctx, is_training=True)(
         micro_batches_per_step=config.micro_batches_per_step(ctx.world_size),
-        assignment=assignment_of(config, ctx, is_padded),
+        assignment=create_assignment(config, ctx, is_padded),
         seed=config.seed,
         drop_last=config.drop_last,
     )
@@ -266,7 +266,7 @@ def create_evaluation_dataloader(
     dataset: MapDataset,
     config: TrainingConfig,
     ctx: DistributedContext,
-    clock: Clock | None = None,
+    clock: PhaseClock | None = None,
 ) -> GlobalBatchLoader:
     """The loader of an evaluation set, with equally many micro-batches per rank, of `eval_batch_size` samples or by a
     budget.
@@ -274,10 +274,10 @@ def create_evaluation_dataloader(
     Micro-batch b is on rank b % world_size, unless packed ones go to the ranks by size; for exact sums the whole set is
     one global batch, of which each rank gets consecutive ones.
     """
-    assignment = assignment_of(config, ctx, is_padded=True)
-    sampler = sampler_of(dataset, config, ctx, is_training=False)(
+    assignment = create_assignment(config, ctx, is_padded=True)
+    sampler = choose_sampler(dataset, config, ctx, is_training=False)(
         micro_batches_per_step=1, assignment=assignment, seed=config.seed, shuffle=False
     )
-    sampler.micro_batches_per_step = assignment.together(sampler.count)
+    sampler.micro_batches_per_step = assignment.evaluation_group_size(sampler.micro_batches_per_epoch)
     phases = "evaluation", "evaluation"
     return GlobalBatchLoader(sampler, config.num_workers, ctx, clock, phases)

@@ -58,11 +58,11 @@ class Assignment:
     world_size: int
     is_padded: bool = False
 
-    def numbers(self, rank: int, count: int) -> Sequence[int]:
+    def micro_batch_numbers(self, rank: int, count: int) -> Sequence[int]:
         """Those of a rank, of `count` micro-batches."""
         return range(rank, count, self.world_size)
 
-    def together(self, count: int) -> int:
+    def evaluation_group_size(self, count: int) -> int:
         """The micro-batches in a global batch of an evaluation that has `count` of them."""
         return self.world_size
 
@@ -114,19 +114,19 @@ class GlobalBatchSampler(DistributedSampler):
 
     @property
     def steps_per_epoch(self) -> int:
-        return math.ceil(self.count / self.micro_batches_per_step)
+        return math.ceil(self.micro_batches_per_epoch / self.micro_batches_per_step)
 
     @property
-    def count(self) -> int:
+    def micro_batches_per_epoch(self) -> int:
         """The micro-batches of an epoch, over all ranks."""
         return math.ceil(self.samples_per_epoch / self.batch_size)
 
     @property
     def passes_per_epoch(self) -> int:
         """The micro-batches of each rank, padding included, where all have equally many."""
-        return math.ceil(self.count / self.num_replicas)
+        return math.ceil(self.micro_batches_per_epoch / self.num_replicas)
 
-    def smallest(self, max_steps: int = 0) -> list[list[int]]:
+    def smallest_micro_batch(self, max_steps: int = 0) -> list[list[int]]:
         """The samples of the smallest micro-batch of the first epoch, or of so many steps if they are fewer (0: no
         limit); none if all are equally large."""
         samples, size = self.samples_per_epoch, self.batch_size
@@ -134,7 +134,7 @@ class GlobalBatchSampler(DistributedSampler):
             return []
         return [self.order(0)[-(samples % size) :].tolist()]
 
-    def steps_left(self, epoch: int, start: int, epochs: float) -> float:
+    def remaining_steps(self, epoch: int, start: int, epochs: float) -> float:
         """Optimizer steps from sample `start` of an epoch to the end of a run of so many epochs."""
         left_in_epoch = math.ceil((self.samples_per_epoch - start) / self.global_batch_size)
         return max(0, left_in_epoch) + max(0, epochs - epoch - 1) * self.steps_per_epoch if epoch < epochs else 0
@@ -168,7 +168,7 @@ class GlobalBatchSampler(DistributedSampler):
             self._order = (epoch, order[: self.samples_per_epoch].to(dtype))
         return self._order[1]
 
-    def density(self, epoch: int, end: int, steps: int) -> tuple[float, float]:
+    def token_density(self, epoch: int, end: int, steps: int) -> tuple[float, float]:
         """In so many steps before `end` of the epoch, tokens per sample and the share of padding; or zeros."""
         return 0.0, 0.0
 
@@ -178,7 +178,7 @@ class GlobalBatchSampler(DistributedSampler):
         for first in range(start, len(order), self.global_batch_size):
             entries = order[first : first + self.global_batch_size]
             count = math.ceil(len(entries) / size)
-            numbers = self.assignment.numbers(self.rank, count)
+            numbers = self.assignment.micro_batch_numbers(self.rank, count)
             passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(numbers))
             for k in range(passes):
                 is_padding = k >= len(numbers)

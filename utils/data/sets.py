@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
-from config import TrainingConfig, fields_of_yours
+from config import TrainingConfig, fork_settings
 from utils.data.sampler import MapDataset
-from utils.distributed.collectives import on_all_ranks, once_per_file_system, read_once, require_equal
+from utils.distributed.collectives import on_all_ranks, read_once, require_equal, run_once_per_file_system
 from utils.distributed.context import DistributedContext
 from utils.rng import derive_seed, seed_host
 from utils.settings.errors import UserError
@@ -31,13 +31,15 @@ class DataSets:
     train: MapDataset
     held_out: dict[str, MapDataset]
     config: TrainingConfig
-    content: dict[str, Any]  # of the training set, and of the held-out sets by split: what a checkpoint is compared by
-    listing: bytes  # of the training set's files, if it has one
+    provenance: dict[
+        str, Any
+    ]  # of the training set, and of the held-out sets by split: what a checkpoint is compared by
+    file_listing: bytes  # of the training set's files, if it has one
 
 
 def load_data(data_module: ModuleType, config: TrainingConfig, ctx: DistributedContext) -> DataSets:
     """The data sets that dataset.py (`data_module`) creates, which must be the same on all ranks. Raises UserError."""
-    once_per_file_system(
+    run_once_per_file_system(
         Path(config.data_dir), lambda: data_module.is_prepared(config), lambda: data_module.prepare_data(config), ctx
     )
 
@@ -70,16 +72,16 @@ def load_data(data_module: ModuleType, config: TrainingConfig, ctx: DistributedC
     def check() -> dict[str, MapDataset]:
         for split, dataset in sets.items():
             check_dataset(dataset, split)
-        return sets | {"train": choose_samples(sets["train"], config.dataset_size, config.seed)}
+        return sets | {"train": take_subset(sets["train"], config.dataset_size, config.seed)}
 
     sets = on_all_ranks(check, ctx)
-    config = on_all_ranks(lambda: with_auto(config, sets["train"]), ctx)
-    seen = [[split, identity(dataset)] for split, dataset in sets.items()]
+    config = on_all_ranks(lambda: resolve_auto_fields(config, sets["train"]), ctx)
+    seen = [[split, dataset_identity(dataset)] for split, dataset in sets.items()]
     require_equal(seen, differ, ctx)
-    from utils.extras.sketches import alike_on_all_ranks  # extra: sketches
+    from utils.extras.sketches import compare_ranks  # extra: sketches
 
     sketches: list[list] = [[] for _ in sets]
-    sketches = alike_on_all_ranks(sets, config.seed, differ, ctx)  # extra: sketches
+    sketches = compare_ranks(sets, config.seed, differ, ctx)  # extra: sketches
     files = [dataset.listing if split in listed else b"" for split, dataset in sets.items()]
     content = {
         split: {"identity": set_identity, "content": hashlib.sha256(listing).hexdigest()[:16], "sketches": set_sketches}
@@ -89,10 +91,10 @@ def load_data(data_module: ModuleType, config: TrainingConfig, ctx: DistributedC
     return DataSets(sets.pop("train"), sets, config, train | {"held_out": content}, files[0])
 
 
-def with_auto(config: TrainingConfig, dataset: MapDataset) -> TrainingConfig:
+def resolve_auto_fields(config: TrainingConfig, dataset: MapDataset) -> TrainingConfig:
     """Replace "auto" in fields of the model and data by the training set's attributes of the same names."""
     from_data = {}
-    for setting in fields_of_yours():
+    for setting in fork_settings():
         name = setting.name
         is_open = setting.may_be_auto and getattr(config, name) == "auto"
         if is_open and hasattr(dataset, name):
@@ -112,19 +114,21 @@ def check_dataset(dataset: MapDataset, split: str) -> None:
         raise UserError(f"{kind} has no samples; return None if there is no such split")
 
 
-class ChosenSamples(Subset):
+class SampleSubset(Subset):
     """A subset that keeps the attributes of its data set. device_transform gets indices into the whole set."""
 
     dataset: Any
 
     def __init__(self, dataset: Any, indices: Tensor) -> None:
-        self._chosen, copies = indices.long(), getattr(dataset, "copies", 1)
-        self._of_copies = torch.cat([self._chosen + k * len(dataset) for k in range(copies)])
-        super().__init__(dataset, array("q", self._chosen.numpy().tobytes()))  # 8 bytes each, read as Python's integers
+        self._subset_indices, copies = indices.long(), getattr(dataset, "copies", 1)
+        self._indices_with_copies = torch.cat([self._subset_indices + k * len(dataset) for k in range(copies)])
+        super().__init__(
+            dataset, array("q", self._subset_indices.numpy().tobytes())
+        )  # 8 bytes each, read as Python's integers
         if hasattr(dataset, "device_transform"):
             self.device_transform = self._transform
         if hasattr(dataset, "epoch_order"):  # knows its samples by their indices in the whole set, too
-            self.epoch_order = self._order_of_chosen
+            self.epoch_order = self._subset_order
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "dataset":
@@ -138,23 +142,23 @@ class ChosenSamples(Subset):
             raise AttributeError("__getitems__")
         return super().__getitems__
 
-    def _order_of_chosen(self, seed: int, epoch: int, n: int) -> Tensor:
+    def _subset_order(self, seed: int, epoch: int, n: int) -> Tensor:
         whole = len(self.dataset)
         order = torch.as_tensor(self.dataset.epoch_order(seed, epoch, whole), dtype=torch.int64)
-        positions = torch.full((whole,), -1).index_copy_(0, self._chosen, torch.arange(n))
+        positions = torch.full((whole,), -1).index_copy_(0, self._subset_indices, torch.arange(n))
         new_order = positions[order % whole] + order // whole * n
         return new_order[positions[order % whole] >= 0]
 
     def _transform(self, batch: Any, seed: int, epoch: int, indices: Tensor) -> Any:
-        self._of_copies = self._of_copies.to(indices.device)  # once
-        return self.dataset.device_transform(batch, seed, epoch, self._of_copies[indices])
+        self._indices_with_copies = self._indices_with_copies.to(indices.device)  # once
+        return self.dataset.device_transform(batch, seed, epoch, self._indices_with_copies[indices])
 
     @property
     def targets(self) -> Tensor:
-        return torch.as_tensor(self.dataset.targets)[self._chosen]
+        return torch.as_tensor(self.dataset.targets)[self._subset_indices]
 
 
-def choose_samples(dataset: Any, size: int, seed: int) -> MapDataset:
+def take_subset(dataset: Any, size: int, seed: int) -> MapDataset:
     """The data set, or `size` of its samples, chosen by the seed (0: all). Raises UserError if it cannot be cut."""
     if size in (0, len(dataset)):
         return dataset
@@ -166,10 +170,10 @@ def choose_samples(dataset: Any, size: int, seed: int) -> MapDataset:
             " subset; give --dataset_size 0, and choose the samples in create_dataset"
         )
     generator = torch.Generator().manual_seed(derive_seed("subset", seed))
-    return ChosenSamples(dataset, torch.randperm(len(dataset), generator=generator)[:size].sort().values)
+    return SampleSubset(dataset, torch.randperm(len(dataset), generator=generator)[:size].sort().values)
 
 
-def identity(dataset: MapDataset) -> str:
+def dataset_identity(dataset: MapDataset) -> str:
     """The number of samples and a hash of names and labels: of the data set's own fingerprint, or else of `targets`."""
     hash_input = getattr(dataset, "fingerprint", None)
     with suppress(TypeError, ValueError, RuntimeError):  # `targets` of other kinds than numbers
@@ -177,20 +181,20 @@ def identity(dataset: MapDataset) -> str:
     return f"{len(dataset):,} samples, {derive_seed(hash_input):016x}"
 
 
-def split_of(dataset: MapDataset, split: str) -> str:
+def choose_split_name(dataset: MapDataset, split: str) -> str:
     """The name of its split for records: its own, as of an only held-out folder "test". Other libraries use the
     attribute for objects of their own (datasets.NamedSplit), which do not count."""
     own_split = getattr(dataset, "split", split)
     return own_split if type(own_split) is str else split
 
 
-def kind_of(dataset: MapDataset) -> str:
+def dataset_class_name(dataset: MapDataset) -> str:
     """The class name of the data set, without a cache or a subset around it."""
     inner = getattr(dataset, "source", dataset)
     return type(inner.dataset if isinstance(inner, Subset) else inner).__name__
 
 
-def describe(dataset: MapDataset) -> dict[str, Any]:
+def describe_dataset(dataset: MapDataset) -> dict[str, Any]:
     """The properties of a training set that an export or a resume needs."""
     mean_and_std = {name: torch.as_tensor(getattr(dataset, name, [])).tolist() for name in ("mean", "std")}
-    return {"identity": identity(dataset), "classes": list(getattr(dataset, "classes", []))} | mean_and_std
+    return {"identity": dataset_identity(dataset), "classes": list(getattr(dataset, "classes", []))} | mean_and_std

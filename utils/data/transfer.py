@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from utils.batch import call_method, map_leaves, tensors_in
+from utils.batch import call_if_present, map_leaves, tensors_in
 
 T = TypeVar("T")
 
@@ -21,20 +21,22 @@ def to_device(batch: Any, device: torch.device) -> Any:
     an asynchronous one could be read before.
     """
     is_asynchronous = device.type != "cpu"
-    return map_leaves(lambda leaf: call_method("to", leaf, device, non_blocking=is_asynchronous), batch, method="to")
+    return map_leaves(
+        lambda leaf: call_if_present("to", leaf, device, non_blocking=is_asynchronous), batch, method="to"
+    )
 
 
-def pinned(batch: Any) -> Any:
+def pin_batch(batch: Any) -> Any:
     """The batch in pinned memory, for asynchronous copies; tensors that are already on a device stay there."""
 
     def pin(leaf: Any) -> Any:
         is_on_device = any(tensor.device.type != "cpu" for tensor in tensors_in(leaf))
-        return leaf if is_on_device else call_method("pin_memory", leaf)
+        return leaf if is_on_device else call_if_present("pin_memory", leaf)
 
     return map_leaves(pin, batch, method="pin_memory")
 
 
-def indices_on(indices: list[int], device: torch.device) -> Tensor:
+def indices_to_device(indices: list[int], device: torch.device) -> Tensor:
     """int64 [B] on the device. A copy from memory that is not pinned could wait for work queued there."""
     return torch.tensor(indices, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 

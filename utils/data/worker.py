@@ -19,7 +19,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, Subset, default_collate
 
 from utils.data.sampler import MicroBatch
-from utils.data.transfer import pinned
+from utils.data.transfer import pin_batch
 from utils.files import is_transient, retry
 from utils.logger import error_text
 from utils.rng import seed_host
@@ -47,7 +47,7 @@ def sample_name(dataset: Any, index: int) -> str:
     return f"sample {index}"
 
 
-def add_samples(error: Exception, dataset: Any, indices: Sequence[int], action: Any = None) -> None:
+def note_failed_samples(error: Exception, dataset: Any, indices: Sequence[int], action: Any = None) -> None:
     """Add a note to the error with its samples and their files: the first one for whose position the action fails; or
     one that only fails beside the first; or all."""
     positions = range(len(indices))
@@ -64,11 +64,11 @@ def add_samples(error: Exception, dataset: Any, indices: Sequence[int], action: 
         raise ValueError(f"StopIteration; {note}") from error
 
 
-class Collated(tuple):
+class CollatedMicroBatch(tuple):
     """A micro-batch and its samples. The DataLoader pins them by this method, which knows more objects than torch."""
 
-    def pin_memory(self) -> Collated:
-        return Collated((self[0], pinned(self[1])))
+    def pin_memory(self) -> CollatedMicroBatch:
+        return CollatedMicroBatch((self[0], pin_batch(self[1])))
 
 
 class Fetcher(Dataset):
@@ -92,15 +92,15 @@ class Fetcher(Dataset):
             return micro_batch, error
         except Exception as error:
             if self._is_batched:
-                add_samples(
+                note_failed_samples(
                     error, self._dataset, indices, lambda subset: self._batch(epoch, [indices[k] for k in subset])
                 )
             else:
-                add_samples(error, self._dataset, [indices[len(samples)]])
+                note_failed_samples(error, self._dataset, [indices[len(samples)]])
             if not isinstance(error, OSError) or not is_transient(error):
                 raise
             text = f"a sample cannot be read in three tries ({error_text(error)}); repair the storage"
-            return micro_batch, StartError(explain_files(error) or f"{text}, then --resume_from auto")
+            return micro_batch, StartError(explain_open_files(error) or f"{text}, then --resume_from auto")
 
     def _batch(self, epoch: int, indices: Sequence[int]) -> Any:
         seed_host("sample", self._seed, epoch, *indices)
@@ -117,13 +117,13 @@ class Fetcher(Dataset):
         if isinstance(samples, UserError):
             return item
         try:
-            return Collated((micro_batch, self._collate_samples(samples)))
+            return CollatedMicroBatch((micro_batch, self._collate_samples(samples)))
         except UserError as error:
             return micro_batch, error
         except Exception as error:
             is_listed = isinstance(samples, list) and len(samples) == len(micro_batch.indices)  # else a batch already
             again = (lambda subset: self._collate_samples([samples[k] for k in subset])) if is_listed else None
-            add_samples(error, self._dataset, micro_batch.indices, again)
+            note_failed_samples(error, self._dataset, micro_batch.indices, again)
             raise
 
 
@@ -134,7 +134,7 @@ def send_error(queue: Queue, error: Exception, item: Any) -> None:
             kind = TrainingError if isinstance(error, (OSError, RuntimeError)) else UserError
             text = f"collate: a loader worker cannot send what it returns ({type(error).__name__}: {error}); return"
             text += " tensors, numbers, text, lists and dicts, or use --num_workers 0"
-            queue.put((number, (micro_batch, kind(explain_files(error) or text))))
+            queue.put((number, (micro_batch, kind(explain_open_files(error) or text))))
         case number, ExceptionWrapper() as raised:  # of a class that cannot be pickled
             raised.exc_type = RuntimeError
             queue.put((number, raised))
@@ -145,7 +145,7 @@ def send_error(queue: Queue, error: Exception, item: Any) -> None:
 cast(Any, Queue)._on_queue_feeder_error = send_error  # also in a worker that imports this file
 
 
-def explain(error: BaseException, rank: int) -> TrainingError | None:
+def explain_worker_error(error: BaseException, rank: int) -> TrainingError | None:
     """torch's message about a failed loader worker, with the rank and the fix; None if the error is not about a worker.
 
     DataLoader's SIGCHLD handler raises anywhere in the main process, so this is called for any error that ends a run.
@@ -161,7 +161,7 @@ def explain(error: BaseException, rank: int) -> TrainingError | None:
     return TrainingError(f"rank {rank}: {message}. {remedy}")
 
 
-def explain_files(error: BaseException) -> str:
+def explain_open_files(error: BaseException) -> str:
     """The sentence for a process that can open no more files; empty for another error."""
     if isinstance(error, UserError | TrainingError) or not FILES_FAILURE.search(str(error)):
         return ""
@@ -170,7 +170,7 @@ def explain_files(error: BaseException) -> str:
     return f"{cause}; use --num_workers 0, or raise it (ulimit -n {2**20}, which is Linux's maximum by default)"
 
 
-def check_sockets() -> None:
+def check_socket_folder() -> None:
     """Raises UserError if TMPDIR cannot hold the sockets through which workers pass on their batches."""
     try:
         Listener(family="AF_UNIX").close()

@@ -33,8 +33,8 @@ LOST_PEER = re.compile(
 def all_gather_json(value: Any, ctx: DistributedContext) -> list[Any]:
     """The values of all ranks, in rank order, on every rank: its bytes grow with the ranks. The value is plain JSON."""
     data = json.dumps(value).encode()
-    size = int(all_reduce_scalar(len(data), "max", ctx.control))
-    rows = gather(torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8), ctx)
+    size = int(all_reduce_scalar(len(data), "max", ctx.control_group))
+    rows = gather_rows(torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8), ctx)
     return broadcast_json([json.loads(bytes(row)) for row in rows], ctx)
 
 
@@ -44,24 +44,24 @@ def broadcast_json(value: Any, ctx: DistributedContext, source: int = 0) -> Any:
     if ctx.world_size == 1:
         return json.loads(data)
     length = torch.tensor([len(data)])
-    dist.broadcast(length, source, group=ctx.control)
+    dist.broadcast(length, source, group=ctx.control_group)
     row = torch.frombuffer(bytearray(data if ctx.rank == source else int(length)), dtype=torch.uint8)
-    dist.broadcast(row, source, group=ctx.control)
+    dist.broadcast(row, source, group=ctx.control_group)
     return json.loads(bytes(row.tolist()))
 
 
-def gather(row: Tensor, ctx: DistributedContext) -> list[list[Any]]:
+def gather_rows(row: Tensor, ctx: DistributedContext) -> list[list[Any]]:
     """On rank 0, the rows of all ranks, in rank order; elsewhere only this rank's own. Rows: [n], on the CPU."""
     if ctx.world_size == 1:
         return [row.tolist()]
     rows = [torch.empty_like(row) for _ in range(ctx.world_size)] if ctx.rank == 0 else None
-    dist.gather(row, rows, group=ctx.control)
+    dist.gather(row, rows, group=ctx.control_group)
     return [tensor.tolist() for tensor in rows or [row]]
 
 
 def first_rank_where(condition: bool, ctx: DistributedContext) -> int | None:
     """The lowest rank on which `is_so` is true; None if there is none."""
-    rank = int(all_reduce_scalar(ctx.rank if condition else ctx.world_size, "min", ctx.control))
+    rank = int(all_reduce_scalar(ctx.rank if condition else ctx.world_size, "min", ctx.control_group))
     return rank if rank < ctx.world_size else None
 
 
@@ -107,7 +107,7 @@ def require_equal(value: Any, sentence: str, ctx: DistributedContext) -> None:
         raise UserError(sentence.format(other=other, first=first), rank, ctx.hosts[rank])
 
 
-def once_per_file_system(
+def run_once_per_file_system(
     folder: Path, is_done: Callable[[], bool], action: Callable[[], None], ctx: DistributedContext
 ) -> None:
     """If `is_done` is False, run `action` once per file system: on the rank that creates a file in `folder` first."""
@@ -146,7 +146,7 @@ def read_once(folder: Path, read: Callable[[], bytes], sentence: str, ctx: Distr
     require_equal(digests[reader], sentence, ctx)
     buffer = bytearray(data or digests[0][0])
     if ctx.world_size > 1 and buffer:
-        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), 0, group=ctx.control)
+        dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), 0, group=ctx.control_group)
     return bytes(buffer)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # importing torch takes seconds; train.py needs its rank befo
 
 MAX_STEPS = 0xFFFFFF00  # Slurm's job steps have lower numbers; batch scripts and interactive shells have higher ones
 # What launchers tell one rank of several: torchrun and launch.sh, srun about the task and its step, and mpirun.
-OF_A_RANK = re.compile(
+LAUNCHER_VARIABLES = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_(RANK|WORLD_SIZE)|(GROUP|ROLE|MASTER|TORCHELASTIC|PET)_.*|LAUNCH_ID|N(NODES|ODE_RANK)"
     r"|NPROC_PER_NODE|SLURM_(PROCID|LOCALID|NODEID|GTIDS|TASK_PID|NPROCS|NTASKS.*|STEP_.*|STEPID)"
     r"|(OMPI|MV2)_COMM_WORLD_.*|PMI(2|X)?_.*|MPI_LOCAL.*"
@@ -57,7 +57,7 @@ class DistributedContext:
     fast_bf16: bool = False  # on every rank
     launch: Launch = field(default_factory=Launch)
     # torch has the group until it is destroyed: a context that a traceback keeps must not keep its threads and sockets
-    control_ref: weakref.ref[dist.ProcessGroup] | None = None
+    control_group_ref: weakref.ref[dist.ProcessGroup] | None = None
     heartbeats: Any = None  # heartbeats of several ranks that share a TCP store; None if nobody watches
 
     @property
@@ -65,9 +65,9 @@ class DistributedContext:
         return is_main_process(self.rank)
 
     @property
-    def control(self) -> dist.ProcessGroup | None:
+    def control_group(self) -> dist.ProcessGroup | None:
         """The gloo group for small messages."""
-        return self.control_ref() if self.control_ref else None
+        return self.control_group_ref() if self.control_group_ref else None
 
     @property
     def host(self) -> str:
@@ -127,9 +127,9 @@ def read_launch() -> Launch:
     )
 
 
-def single_environment() -> dict[str, str]:
+def environment_without_launcher() -> dict[str, str]:
     """The environment for a program that is no rank: without what would make it wait for the other ranks."""
-    return {name: value for name, value in os.environ.items() if not OF_A_RANK.fullmatch(name)}
+    return {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(name)}
 
 
 def make_libraries_deterministic() -> None:

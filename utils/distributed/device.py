@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from config import TrainingConfig, unless_auto
 from utils.distributed.context import Launch, make_libraries_deterministic
-from utils.logger import NAME, count
+from utils.logger import NAME, format_count
 from utils.settings.errors import UserError
 
 # descriptors: per process, per rank (sockets), per worker (pipes)
@@ -84,8 +84,8 @@ def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
         )
     if local_rank >= gpus:
         raise UserError(
-            f"LOCAL_RANK={local_rank}: this machine has {count(gpus, 'visible GPU')}, and each rank needs one; start"
-            f" with --nproc-per-node={gpus}"
+            f"LOCAL_RANK={local_rank}: this machine has {format_count(gpus, 'visible GPU')}, and each rank needs one;"
+            f" start with --nproc-per-node={gpus}"
         )
     return backend, torch.device("cuda", local_rank)
 

@@ -57,7 +57,7 @@ MODEL_LIBRARIES.append(  # extra: images
     ModelLibrary("a torchvision classifier", models.classifier_names, models.torchvision_model)
 )
 PUBLISHED_WEIGHTS["torchvision"] = PublishedWeights(  # extra: images
-    file=pretrained.weights_file, download=pretrained.download_weights, load=pretrained.published_weights
+    file=pretrained.weights_file, download=pretrained.download_weights, load=pretrained.load_published_weights
 )
 
 

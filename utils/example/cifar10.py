@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from utils.files import temporary_of
-from utils.packages import import_for
+from utils.files import temporary_path
+from utils.packages import import_optional
 from utils.settings.errors import UserError
 
 
@@ -20,9 +20,9 @@ def cifar10_folder(data_dir: Path) -> Path:
 
 def download_cifar10(data_dir: Path) -> None:
     """Unpack CIFAR-10 into data_dir, completely or not at all; an archive that is already there is used."""
-    datasets = import_for("dataset=cifar10", "torchvision.datasets")
+    datasets = import_optional("dataset=cifar10", "torchvision.datasets")
     root = cifar10_folder(data_dir)
-    partial = temporary_of(root)  # another job may do the same
+    partial = temporary_path(root)  # another job may do the same
     archive = root.with_name("cifar-10-python.tar.gz")
     try:
         partial.mkdir(parents=True)
@@ -42,7 +42,7 @@ def download_cifar10(data_dir: Path) -> None:
 
 def read_cifar10(data_dir: Path, is_train: bool) -> tuple[Tensor, Tensor, list[str]]:
     """uint8 [N, 3, 32, 32], int64 [N] and the class names. Raises UserError if the files cannot be read."""
-    datasets = import_for("dataset=cifar10", "torchvision.datasets")
+    datasets = import_optional("dataset=cifar10", "torchvision.datasets")
     root = cifar10_folder(data_dir)
     try:
         source = datasets.CIFAR10(str(root), train=is_train)

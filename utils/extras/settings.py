@@ -1,4 +1,4 @@
-"""The settings of the extras (docs/extras.md). scripts/without.sh deletes the lines of an extra with its folder."""
+"""The settings of the extras. scripts/remove_extras.sh deletes the lines of an extra with its folder."""
 
 from __future__ import annotations
 

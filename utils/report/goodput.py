@@ -1,4 +1,4 @@
-"""How a run spent its time, over all attempts, from its records. Each second is in one account."""
+"""Goodput: how a run spent its time, over all attempts, from its records. Each second is in one account."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ACCOUNTS = ("training", "data_wait", "evaluation", "checkpoints", "start_up", "r
 class AttemptTimes(NamedTuple):
     """One attempt. Times are in seconds since 1970."""
 
-    first: dict[str, Any]  # its first event
+    start_event: dict[str, Any]  # its first event
     records: list[dict[str, Any]]  # the others, without those that later attempts have dropped
     started_at: float
     training_from: float
@@ -22,7 +22,7 @@ class AttemptTimes(NamedTuple):
     kept_step: float  # the step from which later attempts go on
 
 
-def attempts_of(records: list[dict[str, Any]], time: Any, step: Any) -> list[AttemptTimes]:
+def split_attempts(records: list[dict[str, Any]], time: Any, step: Any) -> list[AttemptTimes]:
     """The attempts of a run, without those of earlier versions, whose first event has no times.
 
     time, step: of status.json; the first event of the next attempt has those of the others, and their state.
@@ -34,12 +34,12 @@ def attempts_of(records: list[dict[str, Any]], time: Any, step: Any) -> list[Att
         if record.get("event") not in ("started", "resumed") or "seconds" not in record:
             attempt_records.append(record)
             continue
-        trains = seconds_of(record["time"])
+        trains = parse_time(record["time"])
         began = trains - record["seconds"]
-        times = [trains, *(seconds_of(entry.get("time")) for entry in attempt_records)]
+        times = [trains, *(parse_time(entry.get("time")) for entry in attempt_records)]
         saves = [entry for entry in attempt_records if entry.get("event") == "checkpoint" and entry["step"] == kept]
-        starts = [seconds_of(save.get("time")) - save.get("seconds", 0.0) for save in saves]
-        until, step = max(*times, seconds_of(time)), step if isinstance(step, int) else record["step"]
+        starts = [parse_time(save.get("time")) - save.get("seconds", 0.0) for save in saves]
+        until, step = max(*times, parse_time(time)), step if isinstance(step, int) else record["step"]
         is_lost = step > kept or (bool(starts) and state in ("running", "failed"))
         lost_from = max(starts or times) if is_lost else until
         attempts.append(
@@ -50,11 +50,11 @@ def attempts_of(records: list[dict[str, Any]], time: Any, step: Any) -> list[Att
     return attempts[::-1]
 
 
-def accounts_of(attempts: list[AttemptTimes]) -> dict[str, float]:
+def account_seconds(attempts: list[AttemptTimes]) -> dict[str, float]:
     """The seconds in each account. Their sum is the time from the first start to the end of the last attempt."""
     accounts, ended = dict.fromkeys(ACCOUNTS, 0.0), math.inf
     for attempt in attempts:
-        left, step = attempt.lost_from - attempt.training_from, attempt.first["step"]
+        left, step = attempt.lost_from - attempt.training_from, attempt.start_event["step"]
         for record in attempt.records:
             noted = {"checkpoints": record.get("blocked_s", 0.0) + record.get("waited_s", 0.0)}
             if record["kind"] == "train":
@@ -72,7 +72,7 @@ def accounts_of(attempts: list[AttemptTimes]) -> dict[str, float]:
     return accounts
 
 
-def seconds_of(text: Any) -> float:
+def parse_time(text: Any) -> float:
     """Seconds since 1970 of a time in ISO 8601; 0 if it is not one."""
     try:
         return datetime.fromisoformat(text).timestamp()

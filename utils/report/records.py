@@ -17,10 +17,10 @@ class LogPoint:
 
     at: dict[str, Any]  # epoch, step and learning rates
     samples: int  # in the interval, of all ranks
-    density: tuple[float, float]  # of `GlobalBatchSampler.density`
+    density: tuple[float, float]  # of `GlobalBatchSampler.token_density`
     steps: int
     read: PendingRead
-    take_seconds: Callable[[], tuple[float, float, float]]  # of this rank, from `Clock.take`
+    take_seconds: Callable[[], tuple[float, float, float]]  # of this rank, from `PhaseClock.take_step_times`
 
     def record(self, sums: MetricTracker, ranks: list[list[float]], names: Sequence[str] = ()) -> dict[str, Any]:
         """The train record.
@@ -38,7 +38,7 @@ class LogPoint:
             if not math.isnan(mean):
                 logged[name] = mean
         rate = self.samples / seconds if seconds else 0.0
-        means, skips = sums.means(), int(sums.sum_of("skipped_steps"))
+        means, skips = sums.means(), int(sums.sum_view("skipped_steps"))
         del means["skipped_steps"]
         return {
             **self.at,

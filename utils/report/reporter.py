@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from utils.data.loader import GlobalBatchLoader
-from utils.distributed.collectives import broadcast_json, gather
+from utils.distributed.collectives import broadcast_json, gather_rows
 from utils.logger import log_epoch_summary
 from utils.memory import peak_memory
-from utils.redact import stored
+from utils.redact import redact_config
 from utils.report.records import LogPoint
-from utils.report.stragglers import note_slowest
-from utils.report.summary import empty_steps, end_text, summary_of
-from utils.report.tensorboard import Board
+from utils.report.stragglers import report_straggler
+from utils.report.summary import count_empty_steps, create_summary, describe_end
+from utils.report.tensorboard import TensorBoardWriter
 from utils.report.terminal import Terminal
-from utils.rng import seed_evaluation, set_apart
+from utils.rng import preserve_rng_state, seed_evaluation
 from utils.run.attempt import Attempt
 from utils.run.provenance import zip_code
 from utils.settings.errors import TrainingError
-from utils.training.fingerprint import fingerprint, of_parameters, shown
-from utils.training.log_window import is_empty
+from utils.training.fingerprint import fingerprint_parameters, fingerprint_state, format_fingerprint
+from utils.training.log_window import are_all_empty
 from utils.training.state import TrainState
 
 READ_AFTER = 4  # steps after a log point, on all ranks, its values are read
@@ -53,7 +53,7 @@ class Reporter:
         self._state, self._loader, self._provenance = state, loader, provenance
         # a model in shards computes on all ranks
         self._log_images = log_images if run.is_main or not state.strategy.has_whole_gradients else None
-        self._board = Board(run.folder / "tensorboard" if ctx.is_main else None, state.progress.step)
+        self._tensorboard = TensorBoardWriter(run.folder / "tensorboard" if ctx.is_main else None, state.progress.step)
         self._terminal = Terminal(attempt, state, loader)
         self._samples, self._steps = 0, 0  # since the last log point
         self._unwritten: LogPoint | None = None
@@ -66,68 +66,72 @@ class Reporter:
             differences: what has changed since the checkpoint that the run resumes from.
         """
         run, provenance, progress = self._run, self._provenance, self._state.progress
-        run.write_json("config.json", stored(self._config))
+        run.write_json("config.json", redact_config(self._config))
         run.write_json("provenance.json", provenance)
         if run.is_main:
             zip_code(run.folder / "code.zip")
-        self._board.texts(config=stored(self._config), environment=provenance)
+        self._tensorboard.texts(config=redact_config(self._config), environment=provenance)
         for line in run.notes:
             self._attempt.logger.warning("%s", line)
-        self._terminal.begin(held_out, provenance)
+        self._terminal.show_start(held_out, provenance)
         for line in differences:
             run.warn("changed: %s", line)
-        for line in self._state.schedule.warnings:
+        for line in self._state.schedule.list_warnings:
             run.warn("%s", line)
         position = {"epoch": progress.epoch_number, "step": progress.step, "samples_seen": progress.samples_seen}
         if run.resume_path:
             source = {"checkpoint": str(run.resume_path), "changed": differences}
         else:
-            source = {"weights": shown(of_parameters(self._state.model))}  # do runs with other seeds start elsewhere?
-        run.mark_beginning(self._attempt.began, position, world_size=self._ctx.world_size, **source)
+            source = {
+                "weights": format_fingerprint(fingerprint_parameters(self._state.model))
+            }  # do runs with other seeds start elsewhere?
+        run.record_start(self._attempt.started_at, position, world_size=self._ctx.world_size, **source)
 
     # ---- training ----
 
-    def step_done(self, samples: int, indices: list[int]) -> None:
+    def record_step(self, samples: int, indices: list[int]) -> None:
         """Call after each optimizer step. samples: their number on all ranks. indices: of those of this rank."""
         progress = self._state.progress
         step = progress.step
         if self._config.record_samples:
             self._run.record_samples(progress.epoch_number, step, indices)
-        self._run.progress(epoch=progress.epoch_number, step=step, samples_seen=progress.samples_seen)
+        self._run.update_progress(epoch=progress.epoch_number, step=step, samples_seen=progress.samples_seen)
         self._samples += samples
         self._steps += 1
         if self._unwritten and step - self._unwritten.at["step"] >= READ_AFTER:
-            self.catch_up()
-        self._terminal.step(step)
+            self.finish_log_point()
+        self._terminal.show_step(step)
 
     @property
-    def is_due(self) -> bool:
+    def is_log_due(self) -> bool:
         """Whether the step just made ends an interval."""
         step = self._state.progress.step
         return step % self._config.log_interval == 0 or self._state.schedule.is_at_end
 
-    def log(self) -> None:
+    def begin_log_point(self) -> None:
         """Begin the train record of the interval that ends here. Its values are read a few steps later, when the device
         has reached this step and has work for the meantime."""
-        self.catch_up()
-        state, progress, lr = self._state, self._state.progress, self._config.lr * self._state.factor
+        self.finish_log_point()
+        state, progress, lr = self._state, self._state.progress, self._config.lr * self._state.lr_factor
         every = self._config.log_interval
-        rates = {"lr": lr} | ({"lr_of_groups": state.lrs} if any(group_lr != lr for group_lr in state.lrs) else {})
+        rates = {"lr": lr} | (
+            {"lr_of_groups": state.learning_rates} if any(group_lr != lr for group_lr in state.learning_rates) else {}
+        )
         self._unwritten = LogPoint(
             at={"epoch": progress.epoch_number, "step": progress.step} | rates,
             samples=self._samples,
             # of all steps since the last record, also those of an earlier attempt
-            density=self._loader.sampler.density(
+            density=self._loader.sampler.token_density(
                 progress.epoch, progress.samples_in_epoch, progress.step % every or every
             ),
             steps=max(1, self._steps),
-            read=state.log_window.begin_read(fingerprint(state), is_log_point=True),
-            take_seconds=self._attempt.clock.take(),
+            read=state.log_window.begin_read(fingerprint_state(state), is_log_point=True),
+            take_seconds=self._attempt.clock.take_step_times(),
         )
         self._samples, self._steps = 0, 0
         state.log_window.values.zero_()
 
-    def catch_up(self) -> None:
+    def finish_log_point(self) -> None:
         """Write the train record that `log` has begun, if there is one. A collective: call it on all ranks at the same
         step, and before each save, evaluation and end of training.
 
@@ -143,21 +147,21 @@ class Reporter:
         for part in self._state.parts:
             logged |= part.log_values(seconds[0])
         row = torch.tensor([*seconds, peak_memory(), *logged.values()], dtype=torch.float64)
-        ranks = gather(row, self._ctx)  # on rank 0
-        values = point.record(sums, ranks, [*logged]) | entries | {"fingerprint": shown(int(digest))}
+        ranks = gather_rows(row, self._ctx)  # on rank 0
+        values = point.record(sums, ranks, [*logged]) | entries | {"fingerprint": format_fingerprint(int(digest))}
         record = self._run.record("train", **values)
         self._run.record_skipped(skipped, self._loader.sampler)
-        note_slowest(self._run, point.at["step"], ranks)
-        targets = targets_in(sums.count_of("loss"), point.samples)
+        report_straggler(self._run, point.at["step"], ranks)
+        targets = count_targets(sums.count_view("loss"), point.samples)
         targets_per_s = targets / (record["step_s"] * point.steps or math.inf)
-        self._terminal.interval(record, sums.means(), targets_per_s, is_empty(skipped))
-        self._board.scalars(record)
-        self._check_skips(point.at["step"], "no targets" if is_empty(skipped) else "a non-finite loss or gradient")
+        self._terminal.show_record(record, sums.means(), targets_per_s, are_all_empty(skipped))
+        self._tensorboard.scalars(record)
+        self._check_skips(point.at["step"], "no targets" if are_all_empty(skipped) else "a non-finite loss or gradient")
 
     def before_save(self) -> None:
         """Write the records of all steps so far, and count those that were skipped, as a checkpoint holds them."""
-        self.catch_up()
-        self._run.record_skipped(self._state.read_skips(), self._loader.sampler)
+        self.finish_log_point()
+        self._run.record_skipped(self._state.read_skipped_steps(), self._loader.sampler)
 
     def _check_skips(self, step: int, why: str) -> None:
         if 0 < self._config.max_skipped_steps <= (in_row := self._state.progress.skipped_in_row):
@@ -172,7 +176,7 @@ class Reporter:
         """Show model.log_images of the first batch of a set on TensorBoard: on rank 0, which needs all if sharded."""
         if self._log_images:
             self._attempt.clock.enter("evaluation")
-            self._attempt.clock.call("log_images")
+            self._attempt.clock.enter_function("log_images")
             self._show_images(self._log_images, split, loader)
             self._attempt.clock.enter("evaluation")
         broadcast_json(None, self._ctx)  # the other ranks wait here, where `timeout` does not apply
@@ -180,12 +184,12 @@ class Reporter:
     def _show_images(self, log_images: LogImages, split: str, loader: GlobalBatchLoader) -> None:
         model, device = cast(Any, self._state.model), self._ctx.device
         try:
-            with torch.no_grad(), self._state.precision.autocast(), set_apart(device):
-                batch = loader.sample_batch()
+            with torch.no_grad(), self._state.precision.autocast(), preserve_rng_state(device):
+                batch = loader.example_batch()
                 seed_evaluation(device, self._config.seed, "log_images", split, [0])
                 images = log_images(model.eval(), batch)
             if self._run.is_main:
-                self._board.images(split, images, self._state.progress.step)
+                self._tensorboard.images(split, images, self._state.progress.step)
         except torch.AcceleratorError:  # the device computes nothing after it
             raise
         except Exception as error:  # images must not end a run
@@ -194,33 +198,35 @@ class Reporter:
             self._log_images = None
             self._run.warn("log_images: %s: %s; no more images are shown in this attempt", type(error).__name__, error)
 
-    def evaluated(self, records: list[dict[str, Any]], seconds: float, is_best: bool, title: str = "") -> None:
+    def record_evaluation(self, records: list[dict[str, Any]], seconds: float, is_best: bool, title: str = "") -> None:
         """Report an evaluation: a record for each kind of weights."""
         split, step = records[0]["split"], records[0]["step"]
         for record in records:
             self._run.record(**record)
-            self._board.scalars(record)
+            self._tensorboard.scalars(record)
         self._run.event("evaluation", step, split=split, seconds=round(seconds, 3))
         log_epoch_summary(self._attempt.logger, records, seconds, is_best, title)
         if not all(math.isfinite(record["loss"]) for record in records):
             self._run.event("non_finite_evaluation", step, split=split)
 
-    def finish(self, ending: str, best_metric: str, test: list[dict[str, Any]]) -> dict[str, Any]:
+    def finish(self, final_state: str, best_metric: str, test: list[dict[str, Any]]) -> dict[str, Any]:
         """Write summary.json and the last status, show the next commands, and wait for the programs beside training."""
-        progress, records, logger = self._state.progress, self._run.records(), self._attempt.logger
+        progress, records, logger = self._state.progress, self._run.read_records(), self._attempt.logger
         batch = self._loader.sampler.global_batch_size
-        summary = summary_of(self._attempt, self._state, batch, ending, best_metric, records, test)
+        summary = create_summary(self._attempt, self._state, batch, final_state, best_metric, records, test)
         for line in summary.get("warnings", []):
             self._run.warn("%s", line)
         self._run.write_json("summary.json", summary)
-        self._run.status(ending, epoch=progress.epoch_number, step=progress.step, samples_seen=progress.samples_seen)
+        self._run.write_status(
+            final_state, epoch=progress.epoch_number, step=progress.step, samples_seen=progress.samples_seen
+        )
         self.close()
         trained_s = summary["time"]["training_s"] + summary["time"]["data_wait_s"]
-        text = end_text(
+        text = describe_end(
             summary,
             self._run,
             trained_s,
-            empty_steps(records),
+            count_empty_steps(records),
             is_averaged=self._config.ema_decay > 0,
             overwrite=self._config.overwrite,
         )
@@ -233,20 +239,20 @@ class Reporter:
         self._run.mark_ended()
         companions = self._run.companions
         if companions and self._run.is_main:
-            companions.finish(self._tick)
+            companions.finish(self._show_life)
         broadcast_json(None, self._ctx)  # the other ranks wait here, where `timeout` does not apply
         if companions and not self._run.is_main:
-            companions.finish(self._tick)
+            companions.finish(self._show_life)
 
-    def _tick(self) -> None:
+    def _show_life(self) -> None:
         self._attempt.clock.enter("save")  # a long upload is not a hang
 
     def close(self) -> None:
         """Close TensorBoard's file."""
-        self._board.close()
+        self._tensorboard.close()
 
 
-def targets_in(count: Tensor, samples: int) -> float:
+def count_targets(count: Tensor, samples: int) -> float:
     """The loss count of an interval; 0 if it says no more than the samples, is a sum of weights, or is one per term."""
     counted = 0.0 if count.ndim else float(count)
     return counted if counted != samples and counted.is_integer() else 0.0

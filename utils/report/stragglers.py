@@ -10,12 +10,12 @@ STRAGGLES = 1.5  # times the median
 LEAST_EXCESS = 0.25  # seconds over the median in an interval; less is noise
 
 
-def note_slowest(run: RunFolder, step: int, ranks: list[list[float]]) -> None:
+def report_straggler(run: RunFolder, step: int, ranks: list[list[float]]) -> None:
     """Record and name a rank that takes much longer than the median.
 
     ranks: as in `LogPoint.record`. Forward passes stand for "compute", since backward passes wait for other ranks.
     """
-    rank, ratio, cause = slowest([{"data": data, "compute": forward} for _, data, forward, *_ in ranks])
+    rank, ratio, cause = find_straggler([{"data": data, "compute": forward} for _, data, forward, *_ in ranks])
     seconds_over_median = sum(ranks[rank][1:3]) * (1 - 1 / ratio)
     if ratio >= STRAGGLES and seconds_over_median > LEAST_EXCESS:
         host = run.hosts[rank]
@@ -24,7 +24,7 @@ def note_slowest(run: RunFolder, step: int, ranks: list[list[float]]) -> None:
         run.warn(text, rank, host, ratio, cause)
 
 
-def slowest(ranks: list[dict[str, float]]) -> tuple[int, float, str]:
+def find_straggler(ranks: list[dict[str, float]]) -> tuple[int, float, str]:
     """The slowest rank of an interval, its time as a multiple of the median, and the cause: data or compute.
 
     Args:

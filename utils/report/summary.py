@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from utils.checkpoint.format import step_checkpoints
-from utils.logger import count, duration
+from utils.logger import format_count, format_duration
 from utils.memory import peak_memory
 from utils.metrics import RESERVED
-from utils.report.goodput import accounts_of, attempts_of
+from utils.report.goodput import account_seconds, split_attempts
 from utils.run.attempt import Attempt
 from utils.run.folder import RunFolder
 from utils.training.log_window import NOTHING_COUNTED
@@ -17,30 +17,30 @@ from utils.training.state import TrainState
 MIN_SECONDS_FOR_GOODPUT = 60  # in a shorter run, start-up dominates
 
 
-def summary_of(
+def create_summary(
     attempt: Attempt,
     state: TrainState,
     global_batch_size: int,
-    ending: str,
+    final_state: str,
     best_metric: str,
     records: list[dict[str, Any]],
     test: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """The content of summary.json. records: of all attempts. test: those of the test set."""
     progress, ranks = state.progress, attempt.ctx.world_size
-    attempts = attempts_of(records, attempt.run.now(), progress.step)
-    accounts = accounts_of(attempts)
+    attempts = split_attempts(records, attempt.run.timestamp(), progress.step)
+    accounts = account_seconds(attempts)
     wall = max(1e-9, sum(accounts.values()))
     trained = accounts["training"] + accounts["data_wait"]  # counts each step once
     # the run may have begun with the checkpoint of another one
     samples = progress.samples_seen - min(
-        (attempt_times.first["samples_seen"] for attempt_times in attempts), default=0
+        (attempt_times.start_event["samples_seen"] for attempt_times in attempts), default=0
     )
     rate = samples / trained if trained else 0.0
     evaluations = _evaluations(records, test, [*state.weights()][-1])
     best: dict[str, Any] = next((r for r in reversed(evaluations) if r["step"] == progress.best_step), {})
     summary = {
-        "state": ending,
+        "state": final_state,
         "epochs": progress.epoch,
         "steps": progress.step,
         "skipped_steps": progress.skipped_steps,
@@ -53,8 +53,8 @@ def summary_of(
         "best_metric": best_metric,
         "best_value": progress.best_value,
         "best_epoch": progress.best_epoch,
-        "best": _metrics_of(best),
-        "final": _metrics_of(evaluations[-1] if evaluations else {}),
+        "best": _select_metrics(best),
+        "final": _select_metrics(evaluations[-1] if evaluations else {}),
         "data_wait_fraction": accounts["data_wait"] / trained if trained else 0.0,
         "peak_memory_bytes": peak_memory(),
         "restarts": attempt.run.start_decision.attempt - 1,
@@ -63,14 +63,14 @@ def summary_of(
         "time": {f"{name}_s": round(seconds, 3) for name, seconds in accounts.items()},
     }
     warnings = [
-        *state.schedule.warnings,
-        *_warnings(summary, evaluations, empty_steps(records), bool(progress.best_metric)),
+        *state.schedule.list_warnings,
+        *_warnings(summary, evaluations, count_empty_steps(records), bool(progress.best_metric)),
     ]
     warnings = [warning for warning in warnings if warning]
     return summary | ({"test": test} if test else {}) | ({"warnings": warnings} if warnings else {})
 
 
-def empty_steps(records: list[dict[str, Any]]) -> int:
+def count_empty_steps(records: list[dict[str, Any]]) -> int:
     """The number of steps that were skipped because their loss counted nothing."""
     return sum(record.get("reason") == NOTHING_COUNTED for record in records)
 
@@ -98,11 +98,11 @@ def _warnings(
     ]
 
 
-def _metrics_of(record: dict[str, Any]) -> dict[str, Any]:
+def _select_metrics(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in RESERVED}
 
 
-def end_text(
+def describe_end(
     summary: dict[str, Any],
     run: RunFolder,
     trained_s: float,
@@ -124,15 +124,17 @@ def end_text(
     times = {name.removesuffix("_s").replace("_", " "): seconds for name, seconds in summary["time"].items()}
     idle = times.pop("down")  # between attempts
     total = sum(times.values())
-    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in times.items() if seconds >= 0.5)
+    parts = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in times.items() if seconds >= 0.5)
     goodput = f", goodput {times['training'] / total:.0%}" if total >= MIN_SECONDS_FOR_GOODPUT else ""
-    restarts = f", {count(summary['restarts'], 'restart')}" if summary["restarts"] else ""
-    restarts += f", {duration(idle)} between attempts" if idle >= 0.5 else ""
+    restarts = f", {format_count(summary['restarts'], 'restart')}" if summary["restarts"] else ""
+    restarts += f", {format_duration(idle)} between attempts" if idle >= 0.5 else ""
+    epochs = format_count(summary["epochs"], "epoch")
+    steps = format_count(summary["steps"], "step")
     lines = [
-        f"{summary['state']}: {count(summary['epochs'], 'epoch')}, {count(summary['steps'], 'step')}{skipped},"
-        f" {summary['samples_seen']:,} samples in {duration(trained_s)} of training,"
+        f"{summary['state']}: {epochs}, {steps}{skipped},"
+        f" {summary['samples_seen']:,} samples in {format_duration(trained_s)} of training,"
         f" {summary['samples_per_s']:,.0f} samples/s, peak memory {summary['peak_memory_bytes'] / 2**30:.2f} GiB",
-        f"time: {duration(total)} ({parts}){goodput}{restarts}",
+        f"time: {format_duration(total)} ({parts}){goodput}{restarts}",
     ]
     weights_note = ""  # the weights that selected the best checkpoint
     if is_averaged:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from utils.logger import NAME
-from utils.packages import how_to_repair
+from utils.packages import explain_import_error
 
 IMAGES = 64
 WHERE = ("epoch", "step", "count")
 
 
-class Board:
+class TensorBoardWriter:
     """Writes to `folder`, or does nothing if it is None (on ranks other than 0).
 
     A failed write (a full disk) ends TensorBoard's thread: the next write starts a new file. If the package is missing
@@ -56,7 +56,7 @@ class Board:
                 raise
             self._folder = None
             text = "TensorBoard shows no more of this attempt, which goes on. metrics.jsonl has all values. It needs %s"
-            logging.getLogger(NAME).warning(text, how_to_repair("tensorboard", error))
+            logging.getLogger(NAME).warning(text, explain_import_error("tensorboard", error))
 
     def texts(self, **values: dict[str, Any]) -> None:
         for name, value in values.items():

@@ -10,8 +10,8 @@ from typing import Any
 from config import TrainingConfig
 from utils.cpus import usable_cpus
 from utils.data.loader import GlobalBatchLoader
-from utils.data.sets import kind_of, split_of
-from utils.logger import count, duration, has_terminal, log_training_step, show, show_progress
+from utils.data.sets import choose_split_name, dataset_class_name
+from utils.logger import format_count, format_duration, format_value, has_terminal, log_training_step, show_progress
 from utils.metrics import RESERVED
 from utils.run.attempt import Attempt
 from utils.training.ddp_model import bucket_megabytes
@@ -31,7 +31,7 @@ class Terminal:
         self._latest: dict[str, Any] = {}  # train record
         self._intervals = 0
 
-    def begin(self, held_out: dict[str, GlobalBatchLoader], provenance: dict[str, Any]) -> None:
+    def show_start(self, held_out: dict[str, GlobalBatchLoader], provenance: dict[str, Any]) -> None:
         """Show what was decided and changes the result or the cost. provenance: content of provenance.json."""
         config, ctx, run, state = self._attempt.config, self._attempt.ctx, self._attempt.run, self._state
         sampler, progress, total = self._loader.sampler, state.progress, self._total_steps
@@ -46,9 +46,10 @@ class Terminal:
         if ctx.world_size > 1 and state.strategy.has_whole_gradients:
             gradients = _gradient_line(state, config.comm_hook, config.bucket_cap_mb)
         saves = _checkpoint_line(config.save_every_minutes, config.save_every_steps, config.save_every)
+        nodes = format_count(set(ctx.hosts), "node")
         decided = {
             "run": str(run.folder),
-            "ranks": f"{ctx.world_size} on {count(set(ctx.hosts), 'node')}: {', '.join(sorted(set(ctx.device_names)))}",
+            "ranks": f"{ctx.world_size} on {nodes}: {', '.join(sorted(set(ctx.device_names)))}",
             "model": _model_line(config, state),
             "data": _data_line(self._loader, held_out),
             "evaluation": "" if held_out else "none: the data has no validation or test set",
@@ -67,7 +68,7 @@ class Terminal:
         }
         self._logger.info("%s", "\n".join(f"  {name:<11}  {value}" for name, value in decided.items() if value))
 
-    def step(self, step: int) -> None:
+    def show_step(self, step: int) -> None:
         """Move the progress bar."""
         if not self._has_bar:
             return
@@ -75,11 +76,11 @@ class Terminal:
         if latest := self._latest:
             seconds = latest["step_s"] * max(0, self._total_steps - step)
             ends = time.strftime("%a %H:%M" if seconds > 12 * 3600 else "%H:%M", time.localtime(time.time() + seconds))
-            suffix = f" | loss {show(latest['loss'])} | {latest['samples_per_s']:,.0f} samples/s"
-            suffix += f" | {duration(seconds)} left, until {ends}"
+            suffix = f" | loss {format_value(latest['loss'])} | {latest['samples_per_s']:,.0f} samples/s"
+            suffix += f" | {format_duration(seconds)} left, until {ends}"
         show_progress(self._logger, step, max(step, self._total_steps), "step", suffix)
 
-    def interval(self, record: dict[str, Any], metrics: Iterable[str], targets_per_s: float, is_empty: bool) -> None:
+    def show_record(self, record: dict[str, Any], metrics: Iterable[str], targets_per_s: float, is_empty: bool) -> None:
         """Show a train record.
 
         Args:
@@ -117,9 +118,12 @@ def _model_line(config: TrainingConfig, state: TrainState) -> str:
 
 def _data_line(loader: GlobalBatchLoader, held_out: dict[str, GlobalBatchLoader]) -> str:
     dropped = len(loader.dataset) - loader.sampler.samples_per_epoch
-    line = f"{kind_of(loader.dataset)}, {len(loader.dataset):,} training samples"
+    line = f"{dataset_class_name(loader.dataset)}, {len(loader.dataset):,} training samples"
     line += f" ({dropped} dropped, different ones in each epoch)" * (dropped > 0)
-    splits = {split_of(eval_loader.dataset, split): len(eval_loader.dataset) for split, eval_loader in held_out.items()}
+    splits = {
+        choose_split_name(eval_loader.dataset, split): len(eval_loader.dataset)
+        for split, eval_loader in held_out.items()
+    }
     role = ", which also selects the best checkpoint" * ("val" in held_out and list(splits) == ["test"])
     line += "".join(f", {size:,} for evaluation ({split}{role})" for split, size in splits.items())
     classes = getattr(loader.dataset, "classes", ())
@@ -130,7 +134,7 @@ def _batch_line(field: str, size: int, micro_batches: int, ranks: int) -> str:
     """64 per rank x 2 accumulation x 4 ranks = 512 global."""
     passes = math.ceil(micro_batches / ranks)
     unit = "" if field == "batch_size" else " tokens at most"
-    end = f"{count(ranks, 'rank')} = {micro_batches * size} global{unit}"
+    end = f"{format_count(ranks, 'rank')} = {micro_batches * size} global{unit}"
     if micro_batches == passes * ranks:
         return f"{size} per rank x {passes} accumulation x {end}"
     return f"{micro_batches} x {size} on {end} ({1 - micro_batches / (passes * ranks):.0%} of the ranks' time is idle)"
@@ -153,7 +157,7 @@ def _gradient_line(state: TrainState, comm_hook: str, bucket_cap_mb: float) -> s
 
 
 def _checkpoint_line(minutes: float, steps: int, epochs: int) -> str:
-    parts = [f"{minutes:g} min"] * (minutes > 0) + [count(steps, "step")] * (steps > 0)
-    parts += [count(epochs, "epoch")] * (epochs > 0)
+    parts = [f"{minutes:g} min"] * (minutes > 0) + [format_count(steps, "step")] * (steps > 0)
+    parts += [format_count(epochs, "epoch")] * (epochs > 0)
     several = ", whichever comes first" * (len(parts) > 1)
     return f"every {' or '.join(parts)}{several}, and when asked to stop" if parts else "only at the end"

@@ -31,7 +31,7 @@ class Validation:
     loaders: dict[str, GlobalBatchLoader]  # by split: train, and the held-out ones
     reporter: Reporter
     checkpoints: Checkpoints
-    best: tuple[str, int]  # the metric that selects, and 1 if its highest value is best, -1 if its lowest is
+    best_metric: tuple[str, int]  # the metric that selects, and 1 if its highest value is best, -1 if its lowest is
 
     @property
     def evaluation(self) -> Evaluation:
@@ -43,22 +43,22 @@ class Validation:
     def validate(self) -> None:
         """Evaluate the validation set, if there is one, and keep the best checkpoint."""
         schedule, checkpoints = self.state.schedule, self.checkpoints
-        progress, (metric, sign) = schedule.progress, self.best
+        progress, (metric, sign) = schedule.progress, self.best_metric
         checkpoints.finish_best()  # of an earlier evaluation
         began = time.perf_counter()
-        self.state.show(progress)
+        self.state.show_progress(progress)
         if "val" not in self.loaders:
             with [*checkpoints.weights().values()][-1]:
                 self.reporter.show_images("train", self.loaders["train"])
             return
-        records = self.evaluation.records("val", self.loaders["val"], checkpoints.weights(), progress)
+        records = self.evaluation.evaluate_all_weights("val", self.loaders["val"], checkpoints.weights(), progress)
         selecting = records[-1]  # of the averaged weights, if there are any
         if metric not in selecting:
             raise UserError(f"best_metric={metric}: is missing in this evaluation; report it in each one")
         value = selecting[metric] if math.isfinite(selecting["loss"]) else math.nan
-        is_best = progress.note_value(value, sign)
+        is_best = progress.record_value(value, sign)
         title = "" if schedule.is_epoch_complete else f"step {progress.step}"
-        self.reporter.evaluated(records, time.perf_counter() - began, is_best, title)
+        self.reporter.record_evaluation(records, time.perf_counter() - began, is_best, title)
         with checkpoints.weights()[selecting["weights"]]:
             self.reporter.show_images("val", self.loaders["val"])
         if is_best:
@@ -77,9 +77,9 @@ class Validation:
         weights, progress = state.weights(), state.progress
         kind = list(weights)[-1]
         if best := load_best(self.attempt.run, state, self.attempt.ctx):
-            weights, progress = state.weights_of(best), Progress.of(best)
-        state.show(progress)
+            weights, progress = state.load_weights_of(best), Progress.from_payload(best)
+        state.show_progress(progress)
         chosen = {kind: weights.get(kind, weights["model"])}
-        records = self.evaluation.records("test", self.loaders["test"], chosen, progress)
-        self.reporter.evaluated(records, time.perf_counter() - began, is_best=False, title="best checkpoint")
+        records = self.evaluation.evaluate_all_weights("test", self.loaders["test"], chosen, progress)
+        self.reporter.record_evaluation(records, time.perf_counter() - began, is_best=False, title="best checkpoint")
         return records

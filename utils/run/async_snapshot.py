@@ -10,15 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.checkpoint.archive import mapped
+from utils.checkpoint.archive import map_checkpoint
 from utils.checkpoint.layouts import Payload
 from utils.checkpoint.pinned_buffers import PinnedBuffers
-from utils.distributed.collectives import broadcast_json, gather
+from utils.distributed.collectives import broadcast_json, gather_rows
 from utils.distributed.context import DistributedContext
-from utils.distributed.dtensor import local
-from utils.rng import diverged
+from utils.distributed.dtensor import local_shard
+from utils.rng import find_diverged
 from utils.settings.errors import TrainingError
-from utils.training.fingerprint import of_buffers, of_position, of_weights, shown
+from utils.training.fingerprint import (
+    fingerprint_buffers,
+    fingerprint_position,
+    fingerprint_weights,
+    format_fingerprint,
+)
 from utils.training.state import TrainState
 
 
@@ -26,29 +31,31 @@ class AsyncSnapshot:
     """Copies the state. All ranks call its methods.
 
     Args:
-        writes: whether this rank writes the copy.
-        meta: what a payload holds beside the state.
+        is_writer: whether this rank writes the copy.
+        metadata: what a payload holds beside the state.
         shards: rank r has the shard r % shards of the state.
-        threads: the context of the thread, which speaks to those of other ranks (`layouts.of_threads`).
+        threads: the context of the thread, which speaks to those of other ranks (`layouts.create_thread_context`).
     """
 
     def __init__(
-        self, state: TrainState, writes: bool, meta: Payload, shards: int, threads: DistributedContext
+        self, state: TrainState, is_writer: bool, metadata: Payload, shards: int, threads: DistributedContext
     ) -> None:
-        self._state, self._writes, self._meta, self._ctx = state, writes, meta, threads
+        self._state, self._is_writer, self._metadata, self._ctx = state, is_writer, metadata, threads
         self._replicas = [range(shard, threads.world_size, shards) for shard in range(shards)]  # ranks of equal weights
-        mapped(meta, lambda tensor: tensor)  # raises now if no checkpoint can hold it; later only values change
+        map_checkpoint(
+            metadata, lambda tensor: tensor
+        )  # raises now if no checkpoint can hold it; later only values change
         self._buffers = PinnedBuffers()
-        if writes:  # now: pinning gigabytes takes seconds. Adam's two tensors and a step per parameter come later
-            late = [local(p) for p in state.owners if p.requires_grad and p not in state.optimizer.state]
+        if is_writer:  # now: pinning gigabytes takes seconds. Adam's two tensors and a step per parameter come later
+            late = [local_shard(p) for p in state.owners if p.requires_grad and p not in state.optimizer.state]
             _, pairs = self._buffers.allocate_copy(state.state_dict())
             self._buffers.reserve([*(tensor for _, tensor in pairs), *late, *late, *(torch.empty(()) for _ in late)])
         self._stream = torch.Stream(threads.device) if threads.device.type != "cpu" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._copy: Future[Payload] | None = None  # begun, and not finished
-        self._odd_rank: int | None = None  # on rank 0: the first rank whose buffers differ from its own
+        self._rank_with_other_buffers: int | None = None  # on rank 0: the first rank whose buffers differ from its own
 
-    def begin(self) -> Future[Payload]:
+    def start(self) -> Future[Payload]:
         """Start to copy the state as it is now. Finish the copy before weights or optimizer state change.
 
         Returns:
@@ -58,15 +65,15 @@ class AsyncSnapshot:
             UserError: if a checkpoint cannot hold a value of the state.
         """
         state = self._state.state_dict()
-        payload, pairs = self._buffers.allocate_copy(state) if self._writes else (Payload(), [])
-        position = of_position(self._state.progress)
+        payload, pairs = self._buffers.allocate_copy(state) if self._is_writer else (Payload(), [])
+        position = fingerprint_position(self._state.progress)
         # buffers at once: the next forward pass changes them
-        buffers = of_buffers(self._state.model)
+        buffers = fingerprint_buffers(self._state.model)
         addresses = {buffer.data_ptr() for buffer in self._state.model.buffers()}
         _copy_all([pair for pair in pairs if pair[1].data_ptr() in addresses])
         later = [pair for pair in pairs if pair[1].data_ptr() not in addresses]
         event = torch.accelerator.current_stream().record_event() if self._stream else None
-        self._copy = self._thread.submit(self._complete, payload | self._meta, later, buffers, position, event)
+        self._copy = self._thread.submit(self._complete, payload | self._metadata, later, buffers, position, event)
         return self._copy
 
     def _complete(
@@ -75,8 +82,8 @@ class AsyncSnapshot:
         """In the thread: complete the copy, and compare the ranks. Returns the payload.
 
         Args:
-            buffers: `of_buffers` of the step.
-            position: `of_position` of the step.
+            buffers: `fingerprint_buffers` of the step.
+            position: `fingerprint_position` of the step.
         """
         digests = self._copy_and_fingerprint(pairs, buffers, event)
         payload["provenance"]["fingerprint"] = self._compare_ranks(digests, position)
@@ -90,7 +97,7 @@ class AsyncSnapshot:
             if self._stream and event:
                 self._stream.wait_event(event)
             _copy_all(pairs)
-            weights = int(of_weights(self._state))  # reads from the device, so the copies are complete
+            weights = int(fingerprint_weights(self._state))  # reads from the device, so the copies are complete
             digests = [weights, int(buffers)]
             if self._stream:
                 self._stream.synchronize()
@@ -98,14 +105,15 @@ class AsyncSnapshot:
 
     def _compare_ranks(self, digests: list[int], position: int) -> str:
         """The fingerprint of the state. digests: this rank's, of weights and of buffers."""
-        rows = gather(torch.tensor(digests), self._ctx)  # of all ranks, on rank 0
+        rows = gather_rows(torch.tensor(digests), self._ctx)  # of all ranks, on rank 0
         weights, buffers = zip(*rows, strict=True)
         if self._ctx.is_main:
-            self._odd_rank = next((rank for rank, digest in enumerate(buffers) if digest != buffers[0]), None)
+            differing = [rank for rank, fingerprint in enumerate(buffers) if fingerprint != buffers[0]]
+            self._rank_with_other_buffers = differing[0] if differing else None
         groups = self._replicas if self._ctx.is_main else []
-        odd = [ranks[index] for ranks in groups for index in diverged([weights[rank] for rank in ranks])]
+        odd = [ranks[index] for ranks in groups for index in find_diverged([weights[rank] for rank in ranks])]
         whole = sum(weights[ranks[0]] for ranks in groups)
-        odd, fingerprint = broadcast_json([sorted(odd), shown(whole + buffers[0] + position)], self._ctx)
+        odd, fingerprint = broadcast_json([sorted(odd), format_fingerprint(whole + buffers[0] + position)], self._ctx)
         if odd:
             odd_text = ", ".join(f"rank {rank} on {self._ctx.hosts[rank]}" for rank in odd)
             raise TrainingError(
@@ -123,10 +131,10 @@ class AsyncSnapshot:
             copy.result()
         return time.perf_counter() - began
 
-    def pop_odd_rank(self) -> int | None:
+    def pop_rank_with_other_buffers(self) -> int | None:
         """After `finish`, on rank 0: the first rank whose persistent buffers differ from rank 0's; None if none does,
         or if it was taken before."""
-        rank, self._odd_rank = self._odd_rank, None
+        rank, self._rank_with_other_buffers = self._rank_with_other_buffers, None
         return rank
 
     def wait(self, seconds: float) -> None:

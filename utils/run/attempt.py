@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from config import TrainingConfig
-from utils.clock import Clock
+from utils.clock import PhaseClock
 from utils.distributed.context import DistributedContext
 from utils.run.folder import RunFolder
 from utils.signals import STOP
@@ -21,13 +21,13 @@ class Attempt:
     config: TrainingConfig
     ctx: DistributedContext
     run: RunFolder
-    clock: Clock
-    began: float  # when its process started, by time.monotonic
+    clock: PhaseClock
+    started_at: float  # when its process started, by time.monotonic
     logger: logging.Logger
     resources: ExitStack  # what ends or is closed with the attempt, also after a failure
 
     @property
     def is_asked_to_stop(self) -> bool:
         """Whether this rank got a stop signal, or max_time is over."""
-        is_time_up = 0 < self.config.max_time < (time.monotonic() - self.began) / 60
+        is_time_up = 0 < self.config.max_time < (time.monotonic() - self.started_at) / 60
         return bool(STOP.received) or is_time_up

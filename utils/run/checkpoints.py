@@ -11,26 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.layouts import Call, FileLayout, Payload, of_threads
-from utils.checkpoint.writer import Limits, Writer
+from utils.checkpoint.layouts import Callback, FileLayout, Payload, create_thread_context
+from utils.checkpoint.writer import CheckpointWriter, WriteLimits
 from utils.distributed.collectives import broadcast_json, first_rank_where
 from utils.logger import NAME
-from utils.redact import stored
+from utils.redact import redact_config
 from utils.run.async_snapshot import AsyncSnapshot
 from utils.run.attempt import Attempt
 from utils.settings.errors import TrainingError
 from utils.training.state import TrainState
 
 LAST_TRIES = 3  # at the end of a run, a second apart
-SECONDS_OF_A_LOOK = 0.5
-SECONDS_WITHOUT = 600.0  # for which saves may fail, or one may make no progress, before training ends
+SECONDS_PER_POLL = 0.5
+SECONDS_WITHOUT_SAVE = 600.0  # for which saves may fail, or one may make no progress, before training ends
 SECONDS_TO_WARN, SECONDS_AFTER_STOP = 60.0, 20.0  # of a write without progress; torchrun waits 30 s after a stop signal
 
 
 class Checkpoints:
     """Saves the state. All ranks call its methods; a file is written by rank 0, and a sharded state by all.
 
-    The state is copied, compared and written by threads (`AsyncSnapshot`, `Writer`). Before it changes, call
+    The state is copied, compared and written by threads (`AsyncSnapshot`, `CheckpointWriter`). Before it changes, call
     `finish_copy`.
 
     Args:
@@ -47,24 +47,29 @@ class Checkpoints:
     ) -> None:
         run, config, ctx = attempt.run, attempt.config, attempt.ctx
         self._attempt, self._run, self._ctx, self._state, self._before_save = attempt, run, ctx, state, before_save
-        threads = of_threads(ctx)
-        self._layout, self._writes, shards = FileLayout(), ctx.is_main, 1
+        threads = create_thread_context(ctx)
+        self._layout, self._is_writer, shards = FileLayout(), ctx.is_main, 1
         if config.sharding != "none":  # extra: sharding
-            from utils.extras.sharding.layout import FolderLayout, shards_of
+            from utils.extras.sharding.layout import FolderLayout, count_shards
 
-            self._writes, shards = True, shards_of(config, ctx)
-            self._layout = FolderLayout(threads, shards, run.leads_node)
-        meta = {"config": stored(config), "provenance": provenance | {"total_steps": state.schedule.total_steps}}
-        self._copier = AsyncSnapshot(state, self._writes, meta, shards, threads)
-        limits, rank_and_host = Limits(SECONDS_TO_WARN, SECONDS_WITHOUT, SECONDS_AFTER_STOP), (ctx.rank, ctx.host)
-        self._writer = Writer(self._write, lambda: self._layout.is_waiting, limits, rank_and_host, run.resume_path)
+            self._is_writer, shards = True, count_shards(config, ctx)
+            self._layout = FolderLayout(threads, shards, run.is_node_leader)
+        meta = {"config": redact_config(config), "provenance": provenance | {"total_steps": state.schedule.total_steps}}
+        self._snapshot = AsyncSnapshot(state, self._is_writer, meta, shards, threads)
+        limits, rank_and_host = (
+            WriteLimits(SECONDS_TO_WARN, SECONDS_WITHOUT_SAVE, SECONDS_AFTER_STOP),
+            (ctx.rank, ctx.host),
+        )
+        self._writer = CheckpointWriter(
+            self._write, lambda: self._layout.is_waiting, limits, rank_and_host, run.resume_path
+        )
         is_own = run.resume_path and run.resume_path.resolve().parent == run.checkpoints.resolve()
         self._saved_step = state.progress.step if is_own else -1
         # whether best.pt links to a new best; None: there is none, or all ranks know. They set and clear it together
         self._is_linked: bool | None = None
-        self._is_owed = False  # a save was due while another one was written
+        self._is_save_postponed = False  # a save was due while another one was written
         self._has_warned_of_buffers = False
-        self._begun_at = time.monotonic()  # start of the last save
+        self._last_save_at = time.monotonic()  # start of the last save
         self._blocked_s = 0.0  # how long it blocked training
 
     # ---- all ranks ----
@@ -88,12 +93,12 @@ class Checkpoints:
         if now:
             self._wait()
         began = time.perf_counter()
-        self._look()
-        self._is_owed = self._writer.is_busy
+        self._poll()
+        self._is_save_postponed = self._writer.is_busy
         self._before_save()
-        if first_rank_where(self._is_owed, self._ctx) is None:
-            copy, self._begun_at = self._copier.begin(), time.monotonic()
-            if self._writes:
+        if first_rank_where(self._is_save_postponed, self._ctx) is None:
+            copy, self._last_save_at = self._snapshot.start(), time.monotonic()
+            if self._is_writer:
                 self._writer.start(self._layout.path(self._run.checkpoints, step), copy)
             self._blocked_s, self._saved_step = time.perf_counter() - began, step
         self._attempt.clock.enter("update")
@@ -105,13 +110,13 @@ class Checkpoints:
             TrainingError: on all ranks if they differ; nothing is written then.
         """
         try:
-            self._blocked_s += self._copier.finish()
+            self._blocked_s += self._snapshot.finish()
         finally:  # buffers may be why the weights differ
-            self._note_buffers()
+            self._warn_of_other_buffers()
 
-    def _note_buffers(self) -> None:
+    def _warn_of_other_buffers(self) -> None:
         """On rank 0: an event at each save in which the buffers of a rank differ, and a warning at the first one."""
-        rank = self._copier.pop_odd_rank()
+        rank = self._snapshot.pop_rank_with_other_buffers()
         if rank is None:
             return
         self._run.event("buffers_differ", self._saved_step, rank=rank)
@@ -148,12 +153,12 @@ class Checkpoints:
         if self._is_linked is False:
             self._attempt.clock.enter("save")  # other ranks wait for those that write
             self._wait()
-        self._settle_best()
+        self._agree_on_best()
 
-    def _settle_best(self) -> None:
+    def _agree_on_best(self) -> None:
         """Tell all ranks whether best.pt was linked. Call this when nothing is being written."""
         if self._is_linked is not None and not broadcast_json(self._is_linked, self._ctx):
-            self._state.progress.forget_best()
+            self._state.progress.reset_best()
         self._is_linked = None
 
     def finish_writing(self) -> None:
@@ -164,44 +169,44 @@ class Checkpoints:
         for _ in range(LAST_TRIES - 1):
             if self._writer.is_failing:
                 time.sleep(1.0)
-                self._writer.start_again()
+                self._writer.retry()
                 self._wait()
         if self._writer.is_failing:
             problem = "the last checkpoint cannot be written; make room, then --resume_from auto"
             raise TrainingError(f"{self._run.checkpoints}: {problem}")
-        self._settle_best()
+        self._agree_on_best()
 
     def save_and_finish(self) -> None:
         """Save the current state, unless that is saved, and wait until it is on the disk."""
         self.save(now=True)
         self.finish_writing()
 
-    def finish_begun(self) -> None:
+    def finish_pending(self) -> None:
         """Wait for the copy and the write in progress, for a limited time, unless the write makes no progress."""
-        self._copier.wait(SECONDS_AFTER_STOP)
+        self._snapshot.wait(SECONDS_AFTER_STOP)
         self._writer.wait()
 
     def close(self) -> None:
         """End the threads."""
-        self._copier.close()
+        self._snapshot.close()
         self._writer.close()
 
     # ---- the write in progress ----
 
-    def is_due(self) -> bool:
+    def is_save_due(self) -> bool:
         """Whether a timed or postponed save can start now. Also looks at the write in progress."""
-        if not self._writes:
+        if not self._is_writer:
             return False
-        self._look()
-        is_time = 0 < self._attempt.config.save_every_minutes < (time.monotonic() - self._begun_at) / 60
-        return not self._writer.is_busy and (is_time or self._is_owed)
+        self._poll()
+        is_time = 0 < self._attempt.config.save_every_minutes < (time.monotonic() - self._last_save_at) / 60
+        return not self._writer.is_busy and (is_time or self._is_save_postponed)
 
-    def _write(self, path: Path, payload: Payload, tick: Call) -> None:
+    def _write(self, path: Path, payload: Payload, on_progress: Callback) -> None:
         """In the thread."""
         config = self._attempt.config
-        self._layout.write(path, payload, self._run.check_owner, tick)
-        self._run.note_written(path)
-        if self._run.leads_node:
+        self._layout.write(path, payload, self._run.check_owner, on_progress)
+        self._run.set_latest_checkpoint(path)
+        if self._run.is_node_leader:
             with suppress(OSError):
                 checkpoint.prune(self._run.checkpoints, config.keep_last, config.keep_every)
 
@@ -210,31 +215,31 @@ class Checkpoints:
         since = time.monotonic()
         while self._writer.is_busy:
             self._attempt.clock.enter("save")  # a long write is not a hang
-            self._look(SECONDS_OF_A_LOOK, since)
+            self._poll(SECONDS_PER_POLL, since)
 
-    def _look(self, seconds: float = 0.0, waits_since: float = math.inf) -> None:
+    def _poll(self, seconds: float = 0.0, waits_since: float = math.inf) -> None:
         """Report the write in progress, if it ends within so many seconds."""
-        if self._writes and self._run.companions:
-            self._run.companions.look()
-        path, taken = self._writer.path, self._writer.look(seconds)
+        if self._is_writer and self._run.companions:
+            self._run.companions.poll()
+        path, taken = self._writer.path, self._writer.poll(seconds)
         if taken is None:
             return
         if isinstance(taken, OSError):
             self._run.warn(f"{taken}; training continues, and the next checkpoint is tried when it is due")
             return
-        progress, blocked = self._writer.copy.result()["progress"], self._blocked_s
+        progress, blocked = self._writer.snapshot.result()["progress"], self._blocked_s
         epoch = progress["epoch"] + (progress["samples_in_epoch"] > 0)  # as in records
         waited = max(0.0, time.monotonic() - waits_since)
         times = {"seconds": round(taken, 3), "blocked_s": round(blocked, 5), "waited_s": round(waited, 3)}
         self._run.event("checkpoint", progress["step"], epoch=epoch, path=str(path), **times)
-        self._run.status("running", checkpoint=str(path))
+        self._run.write_status("running", checkpoint=str(path))
         text = "saved %s in %.2f s; blocked training for %.1f ms"
         logging.getLogger(NAME).info(text, path, taken, 1000 * blocked)
         self._link_best()
 
     def _link_best(self) -> None:
         """Link best.pt, if its checkpoint is on the disk."""
-        if self._is_linked is not False or self._writer.is_busy or not (self._writes and self._run.leads_node):
+        if self._is_linked is not False or self._writer.is_busy or not (self._is_writer and self._run.is_node_leader):
             return
         progress = self._state.progress  # which has the best evaluation until a failure is settled
         try:

@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 from config import TrainingConfig
 from utils.distributed.context import Launch, read_launch
 from utils.settings.errors import UserError
-from utils.signals import end_workers, follow_torchrun
+from utils.signals import exit_with_torchrun, kill_workers
 
 SECONDS_TO_FLUSH = 5.0
 
 
-class _Output(io.FileIO):
+class _LossyStream(io.FileIO):
     """Standard output or error. What it does not take (a full disk, a closed pipe) is lost, and the run goes on."""
 
     def write(self, data: Any) -> int:
@@ -31,7 +31,7 @@ class _Output(io.FileIO):
             return len(data)
 
 
-def open_output() -> None:
+def repair_standard_streams() -> None:
     """Make the standard streams usable if they are closed or full, or their encoding lacks the names of files."""
     for number in range(3):
         try:
@@ -39,14 +39,16 @@ def open_output() -> None:
         except OSError:  # closed: the next file would get this number, and all that is printed
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdout, sys.stderr = (
-        io.TextIOWrapper(io.BufferedWriter(_Output(number, "w", closefd=False)), "utf-8", "backslashreplace", "", True)
+        io.TextIOWrapper(
+            io.BufferedWriter(_LossyStream(number, "w", closefd=False)), "utf-8", "backslashreplace", "", True
+        )
         for number in (1, 2)
     )
 
 
 def check_command_line() -> None:
     """Handle --help, --print-config and bad flags, and exit; else print the first line. Only rank 0 prints."""
-    open_output()
+    repair_standard_streams()
     launch, out, err = Launch(), io.StringIO(), io.StringIO()
     notes: list[str] = []
     try:
@@ -58,13 +60,13 @@ def check_command_line() -> None:
             print(out.getvalue(), end="", flush=True)
             print(err.getvalue(), end="", file=sys.stderr, flush=True)
         if ended.code:
-            reject(UserError(err.getvalue().strip(), is_final=True), launch)
+            exit_rejected(UserError(err.getvalue().strip(), is_final=True), launch)
         raise
     except UserError as error:  # only some of the launcher's variables are set
         print(error, file=sys.stderr)
         sys.exit(2)
     if launch.is_under_torchrun:
-        follow_torchrun()
+        exit_with_torchrun()
     if launch.rank == 0:
         for line in notes:
             print(line, file=sys.stderr, flush=True)
@@ -72,22 +74,22 @@ def check_command_line() -> None:
         print(f"starting on {ranks}; importing torch takes a few seconds", flush=True)
 
 
-def reject(error: UserError, launch: Launch) -> NoReturn:
+def exit_rejected(error: UserError, launch: Launch) -> NoReturn:
     """End this process because of a user error that every rank has and rank 0 has printed.
 
     torchrun reports each rank that fails; only one rank per node fails, so that the error appears once.
     """
     if launch.is_under_torchrun and launch.local_rank > 0:
-        end_now(0)
-    report_to_torchrun(f"{type(error).__name__}: {error}", str(error), launch)
+        exit_now(0)
+    write_error_file(f"{type(error).__name__}: {error}", str(error), launch)
     if launch.is_launched:  # the launcher ends all ranks when one fails: let rank 0 print first
         time.sleep(1 if launch.rank == 0 else 3)
     if launch.may_restart and error.is_final:  # torchrun must not start another attempt
         os.kill(os.getppid(), signal.SIGTERM)
-    end_now(error.exit_code)
+    exit_now(error.exit_code)
 
 
-def report_to_torchrun(message: str, shown: str, launch: Launch) -> None:
+def write_error_file(message: str, shown: str, launch: Launch) -> None:
     """Write the file that torchrun's summary and launch.sh read: `shown`, and the error in one line."""
     if launch.error_file:
         extra = {"py_callstack": shown, "timestamp": str(int(time.time()))}
@@ -95,9 +97,9 @@ def report_to_torchrun(message: str, shown: str, launch: Launch) -> None:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
 
-def end_now(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End this process without waiting for its threads."""
-    end_workers()
+    kill_workers()
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
     flush.join(SECONDS_TO_FLUSH)  # the log may be on storage that hangs

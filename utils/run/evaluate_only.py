@@ -17,10 +17,10 @@ from utils.distributed.collectives import on_all_ranks, on_rank_0
 from utils.distributed.context import DistributedContext
 from utils.files import replace_json
 from utils.logger import ALIKE, log_epoch_summary, setup_logger
-from utils.run.create import create_state
 from utils.run.exit import supervised
-from utils.run.resume import check_evaluation, compare_evaluated, load_checkpoint
-from utils.run.start import check_alike
+from utils.run.initial_state import create_state
+from utils.run.resume import check_evaluation, compare_evaluation_data, load_checkpoint
+from utils.run.start import check_ranks_equal
 from utils.signals import restore_signals
 from utils.training.evaluation import Evaluation
 from utils.training.hooks import ModelHooks, check_model_module
@@ -34,7 +34,7 @@ def evaluate_only(config: TrainingConfig, ctx: DistributedContext, model: Module
     """
     restore_signals()  # an evaluation has nothing to save: a signal ends it
     with supervised(config.run_folder, config, ctx):  # if a rank hangs or is gone, all end
-        check_alike(config, ctx)
+        check_ranks_equal(config, ctx)
         return _evaluate(config, ctx, model, data)
 
 
@@ -52,23 +52,23 @@ def _evaluate(config: TrainingConfig, ctx: DistributedContext, model: ModuleType
     progress = Progress()
     payload: dict[str, Any] = {}  # the weights that the model has
     if not is_published:
-        payload = load_checkpoint(path, ctx, state.sharded())
+        payload = load_checkpoint(path, ctx, state.sharded_parameters())
         on_all_ranks(lambda: check_evaluation(payload, config), ctx)
-        progress = Progress.of(payload)
-    state.show(progress, payload.get("provenance", {}).get("total_steps", 1))
+        progress = Progress.from_payload(payload)
+    state.show_progress(progress, payload.get("provenance", {}).get("total_steps", 1))
     evaluation, logger = Evaluation(state.model, hooks, state.precision, ctx, state.parts), setup_logger(ctx.rank)
     for split in sets.held_out if payload else ():
-        for line in on_all_ranks(partial(compare_evaluated, payload, config, split, sets), ctx):
+        for line in on_all_ranks(partial(compare_evaluation_data, payload, config, split, sets), ctx):
             logger.log(ALIKE, "changed: %s", line)
     records: list[dict[str, Any]] = []
     for split, dataset in sets.held_out.items():
         began = time.perf_counter()
-        weights = state.weights_of(payload)
+        weights = state.load_weights_of(payload)
         with closing(on_all_ranks(partial(create_evaluation_dataloader, dataset, config, ctx), ctx)) as loader:
-            split_records = evaluation.records(split, loader, weights, progress)
+            split_records = evaluation.evaluate_all_weights(split, loader, weights, progress)
         log_epoch_summary(logger, split_records, time.perf_counter() - began, is_best=False)
         records += split_records
-    kind = list(state.weights_of(payload))[-1]
+    kind = list(state.load_weights_of(payload))[-1]
     outcome: dict[str, Any] = {
         "checkpoint": config.init_from or str(path),
         "data_dir": config.data_dir,

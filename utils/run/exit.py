@@ -17,16 +17,16 @@ import torch.distributed as dist
 
 from config import TrainingConfig
 from utils.checkpoint.format import step_checkpoints
-from utils.clock import Clock
-from utils.data.worker import explain, explain_files
+from utils.clock import PhaseClock
+from utils.data.worker import explain_open_files, explain_worker_error
 from utils.distributed.collectives import is_peer_failure, run_with_timeout
 from utils.distributed.context import DistributedContext, Launch, read_launch
 from utils.logger import NAME, error_text, setup_logger
 from utils.memory import drop_traceback, is_out_of_memory
-from utils.run.command_line import end_now, reject
-from utils.run.failures import explain_memory
+from utils.run.command_line import exit_now, exit_rejected
 from utils.run.folder import RunFolder
-from utils.run.owner import RunLock
+from utils.run.memory_errors import explain_out_of_memory
+from utils.run.run_lock import RunLock
 from utils.run.supervisor import Supervisor
 from utils.settings.errors import TrainingError, UserError
 
@@ -75,7 +75,7 @@ def supervised(folder: Path, config: TrainingConfig, ctx: DistributedContext) ->
     except BaseException as error:
         supervisor.disarm()
         cause = find_cause(error, exit_reporter.run, config, ctx)
-        cause = supervisor.tell_ranks(error, cause)
+        cause = supervisor.report_to_ranks(error, cause)
         exit_reporter.write_failure(cause)
         raise cause from (error if cause is not error else error.__cause__)
     finally:
@@ -86,12 +86,12 @@ def find_cause(
     error: BaseException, run: RunFolder | None, config: TrainingConfig, ctx: DistributedContext
 ) -> BaseException:
     """The cause of the error: a loader worker of this rank, its open files or memory, or else the error itself."""
-    if text := explain_files(error):
+    if text := explain_open_files(error):
         drop_traceback(error)  # the descriptors, so that the run folder can be written
         return TrainingError(f"rank {ctx.rank}: {text}")
     # the folder is read only if it matters, since its storage may hang
     is_resumed = is_out_of_memory(error) and bool(run and (run.resume_path or step_checkpoints(run.checkpoints)))
-    return explain(error, ctx.rank) or explain_memory(error, config, ctx, is_resumed) or error
+    return explain_worker_error(error, ctx.rank) or explain_out_of_memory(error, config, ctx, is_resumed) or error
 
 
 class ExitReporter:
@@ -99,7 +99,7 @@ class ExitReporter:
 
     def __init__(self, ctx: DistributedContext) -> None:
         self.run: RunFolder | None = None
-        self.clock = Clock(ctx.device)
+        self.clock = PhaseClock(ctx.device)
         self.resources = ExitStack()  # closed in reverse order
 
     def report_to(self, run: RunFolder) -> None:
@@ -108,7 +108,7 @@ class ExitReporter:
 
     def write_failure(self, error: BaseException) -> None:
         if self.run:
-            self.run.failed(error, self.clock.completed)
+            self.run.report_failure(error, self.clock.last_completed_step)
 
 
 def prepare_for_torchrun(error: Exception) -> Exception:
@@ -133,7 +133,7 @@ def exit_with_error(error: BaseException, code: int = 1) -> NoReturn:
     if user_error and user_error.rank is not None:  # raised on every rank
         if launch.rank == 0:
             logger.error("%s", error)
-        reject(user_error, launch)
+        exit_rejected(user_error, launch)
     elif user_error or isinstance(error, TrainingError):
         logger.error("%s", error)
         logger.debug("traceback", exc_info=error)
@@ -145,4 +145,4 @@ def exit_with_error(error: BaseException, code: int = 1) -> NoReturn:
         logger.error("this rank failed", exc_info=error)
         text = f"{type(error).__name__}: {error_text(error)}"
         logger.error("failed: rank %d on %s: %s", launch.rank, socket.gethostname(), text)
-    end_now(user_error.exit_code if user_error else code)
+    exit_now(user_error.exit_code if user_error else code)

@@ -13,24 +13,25 @@ from typing import Any
 
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
-from utils.files import LinesFile, cut_lines, finite, read_json, read_lines, replace_json
-from utils.logger import ALIKE, count, error_text, some_of
+from utils.files import AppendOnlyFile, drop_records, read_json, read_records, replace_json, replace_non_finite
+from utils.logger import ALIKE, error_text, format_count, join_first
 from utils.logger import NAME as LOGGER
 from utils.run.backup import restore_existing_run
-from utils.run.owner import NAME as LOCK
-from utils.run.owner import RunLock, StartDecision
-from utils.run.provenance import now as iso
+from utils.run.provenance import utc_now as iso
+from utils.run.run_lock import NAME as LOCK
+from utils.run.run_lock import RunLock
+from utils.run.start_decision import StartDecision
 from utils.settings.errors import StartError, TrainingError, UserError
-from utils.training.log_window import SkippedStep, is_empty
+from utils.training.log_window import SkippedStep, are_all_empty
 
-BEGINNINGS = ("started", "resumed")  # the first event of each attempt
+START_EVENTS = ("started", "resumed")  # the first event of each attempt
 SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
 
 
 class RunFolder:
     """The folder of one run, as seen by one rank. Records that only rank 0 may write are ignored on other ranks.
 
-    An attempt calls `begin` (status.json), `rewind`, `restore_best`, `mark_training` (lock.json) and `mark_beginning`
+    An attempt calls `begin` (status.json), `rewind`, `restore_best`, `mark_training` (lock.json) and `record_start`
     (first event), in this order. The first status after `begin` makes the start final.
 
     Args:
@@ -56,59 +57,59 @@ class RunFolder:
             hosts,
             start_decision,
         )
-        self.notes, self._moved = list(start_decision.notes), start_decision.renamed_folders
+        self.notes, self._renamed_folders = list(start_decision.notes), start_decision.renamed_folders
         self.resume_path = Path(start_decision.resume_from) if start_decision.resume_from else None
         self.is_main, self.host = rank == 0, hosts[rank]
         self.lock_file = folder / LOCK
         self.log_file = folder / "logs" / f"rank{rank}.log"
         self._lock, self.companions = lock, companions
-        self._files: dict[str, LinesFile] = {}
-        self._first: list[dict[str, Any]] = []  # event of this attempt, until it is written
+        self._files: dict[str, AppendOnlyFile] = {}
+        self._start_event: list[dict[str, Any]] = []  # event of this attempt, until it is written
         self._status: dict[str, Any] = {}
-        self._written = ""  # the latest checkpoint of this attempt
+        self._latest_checkpoint = ""  # the latest checkpoint of this attempt
         self._status_at = -math.inf  # when it was written
         self._status_before: dict[str, Any] = {}  # of a continued run, until this attempt trains
-        self._clock_at_0 = time.time() - time.monotonic()  # once: the system's clock may jump during the attempt
+        self._clock_offset = time.time() - time.monotonic()  # once: the system's clock may jump during the attempt
 
     @property
-    def leads_node(self) -> bool:
+    def is_node_leader(self) -> bool:
         """Whether this rank writes what a run folder has once: rank 0, and the first rank of a node with its own."""
-        return self.is_main or self.has_own_folder
+        return self.is_main or self.is_node_local
 
     @property
-    def has_own_folder(self) -> bool:
+    def is_node_local(self) -> bool:
         """Whether this is the first rank of a node whose run folder is not rank 0's."""
         return bool(self._lock) and not self.is_main
 
-    def _note(self, **values: Any) -> None:
+    def _update_lock(self, **values: Any) -> None:
         """Write to lock.json, where a rank has a lock. From now on no failure undoes the start."""
         if self._lock:
-            self._check()
+            self._require_owner()
             claim = self.start_decision
             identity = {"launch_id": claim.launch_id, "attempt": claim.attempt}
             self._lock.write(**identity, has_trained=True, **values)
-        self._moved = []
+        self._renamed_folders = []
 
     def mark_training(self) -> None:
         """The folder is at the step from which this attempt trains: from now on a restart of this launch continues the
         run in it."""
-        self._note()
+        self._update_lock()
 
     def mark_ended(self) -> None:
         """Tell the programs beside this rank how this attempt has ended, which status.json has already."""
         if self.companions:
             with suppress(OSError):  # a full disk
-                self._note(ended=self._status.get("state", ""))
+                self._update_lock(ended=self._status.get("state", ""))
 
-    def is_ours(self) -> bool:
+    def is_owner(self) -> bool:
         """Whether no other job has taken over the folder while this one was suspended or cut off."""
         return read_json(self.lock_file).get("token", self.start_decision.token) == self.start_decision.token
 
-    def _check(self) -> None:
+    def _require_owner(self) -> None:
         """Call before every write: a later owner would take it for its own. A lock.json that cannot be read counts as
         this owner's, since a failing storage must not end training; `check_owner` is strict, as a save is tried again.
         """
-        if not self.is_ours():
+        if not self.is_owner():
             raise TrainingError(f"run_dir={self.folder}: another job has taken over this run; end this one")
 
     def check_owner(self) -> None:
@@ -123,7 +124,7 @@ class RunFolder:
     def end_companions(self) -> None:
         """After a failure."""
         if self.companions:
-            self.companions.leave()
+            self.companions.stop()
 
     def close(self) -> None:
         """Release the folder."""
@@ -134,33 +135,37 @@ class RunFolder:
 
     def record(self, kind: str, **values: Any) -> dict[str, Any]:
         """Append a record to metrics.jsonl; non-finite numbers become null."""
-        values = finite({"kind": kind} | values)
+        values = replace_non_finite({"kind": kind} | values)
         if self.is_main:
-            self._append("metrics.jsonl", *self._first, values)
-            self._first = []
+            self._append("metrics.jsonl", *self._start_event, values)
+            self._start_event = []
         return values
 
     def event(self, event: str, step: int, **values: Any) -> None:
-        self.record("event", event=event, step=step, **values, time=self.now())
+        self.record("event", event=event, step=step, **values, time=self.timestamp())
 
-    def now(self) -> str:
+    def timestamp(self) -> str:
         """The time as in records."""
-        return iso(self._clock_at_0 + time.monotonic())
+        return iso(self._clock_offset + time.monotonic())
 
-    def mark_beginning(self, began: float, position: dict[str, int], **values: Any) -> None:
+    def record_start(self, started_at: float, position: dict[str, int], **values: Any) -> None:
         """Write the first event of this attempt, which no later one drops, and the status.
 
         Args:
-            began: when its process started, by time.monotonic.
+            started_at: when its process started, by time.monotonic.
             position: epoch, step and samples_seen.
         """
         before = {f"previous_{name}": value for name, value in self._status.pop("previous", {}).items()}
-        first = position | values | before | {"seconds": round(time.monotonic() - began, 3), "time": self.now()}
-        self._first = [{"kind": "event", "event": BEGINNINGS[bool(self.resume_path)]} | first]
+        first = (
+            position | values | before | {"seconds": round(time.monotonic() - started_at, 3), "time": self.timestamp()}
+        )
+        self._start_event = [{"kind": "event", "event": START_EVENTS[bool(self.resume_path)]} | first]
         if self.is_main and (self.folder / "metrics.jsonl").exists():
-            self._append("metrics.jsonl", *self._first)  # else with the next record: a run without one begins again
-            self._first = []
-        self.status("running", **position)
+            self._append(
+                "metrics.jsonl", *self._start_event
+            )  # else with the next record: a run without one begins again
+            self._start_event = []
+        self.write_status("running", **position)
         self._status_at = -math.inf  # the first step is written at once
 
     def record_skipped(self, skipped: list[SkippedStep], sampler: GlobalBatchSampler) -> None:
@@ -169,18 +174,18 @@ class RunFolder:
             indices = sampler.order(skip.epoch)[skip.first : skip.first + skip.samples].tolist()
             self.event("skipped_step", skip.step, epoch=skip.epoch + 1, indices=indices, reason=skip.reason)
         if skipped:
-            steps = some_of([str(skipped_step.step) for skipped_step in skipped], 5)
+            steps = join_first([str(skipped_step.step) for skipped_step in skipped], 5)
             text = "skipped %s with a non-finite loss or gradient: %s"
-            text = "skipped %s without targets: %s" if is_empty(skipped) else text
-            self.warn(text, count(skipped, "optimizer step"), steps)
+            text = "skipped %s without targets: %s" if are_all_empty(skipped) else text
+            self.warn(text, format_count(skipped, "optimizer step"), steps)
 
     def warn(self, text: str, *values: Any) -> None:
         logging.getLogger(LOGGER).log(ALIKE, text, *values)
 
     def _append(self, name: str, *records: dict[str, Any]) -> None:
-        self._check()
+        self._require_owner()
         if name not in self._files:
-            self._files[name] = LinesFile(self.folder / name)
+            self._files[name] = AppendOnlyFile(self.folder / name)
         for record in records:
             self._files[name].append(json.dumps(record))
 
@@ -188,42 +193,42 @@ class RunFolder:
         """Append the samples that this rank computed in a committed step to its own file, on every rank."""
         self._append(f"samples/rank{self.rank}.jsonl", {"epoch": epoch, "step": step, "indices": indices})
 
-    def begin(self) -> None:
+    def mark_running(self) -> None:
         """Write to status.json that an attempt is running."""
         before = read_json(self.folder / "status.json") if self.start_decision.attempt > 1 else {}
         status = {"epoch": 0, "step": 0, "samples_seen": 0, "checkpoint": None} | before
         kept = {name: status[name] for name in ("epoch", "step", "samples_seen", "checkpoint")}
         # of the last attempt that began to train: this one may not
         last_attempt = {name: before[name] for name in ("state", "step", "time") if name in before}
-        self.status(
+        self.write_status(
             "running", **kept, previous=before.get("previous") or last_attempt, error=None, rank=None, host=None
         )
         self._status_before = before if self.is_main else {}
 
-    def progress(self, **values: Any) -> None:
+    def update_progress(self, **values: Any) -> None:
         """`status` of a running attempt, for values that change all the time: written at most once a second."""
         if time.monotonic() - self._status_at < SECONDS_BETWEEN_STATUS:
             self._status |= values
         else:
-            self.status("running", **values)
+            self.write_status("running", **values)
 
-    def status(self, state: str, **values: Any) -> None:
+    def write_status(self, state: str, **values: Any) -> None:
         """Replace status.json: the state, and the values that changed since the last call."""
         self._status_before, self._status_at = {}, time.monotonic()
         is_running = state == "running"
-        if self.is_main or (self.has_own_folder and not is_running):  # each node's launcher reads how it ended
-            self._check()
-            self._status |= {"state": state} | values | {"time": self.now()}
+        if self.is_main or (self.is_node_local and not is_running):  # each node's launcher reads how it ended
+            self._require_owner()
+            self._status |= {"state": state} | values | {"time": self.timestamp()}
             if is_running and not self.lock_file.exists():
                 return  # the file system is unmounted, and nothing belongs below its mount point
             with suppress(OSError) if is_running else nullcontext():  # a full disk: training continues
                 replace_json(self.folder / "status.json", self._status, is_flushed=not is_running)
 
-    def note_written(self, path: Path) -> None:
+    def set_latest_checkpoint(self, path: Path) -> None:
         """Call when a checkpoint is on the disk, in any thread: a failure names it, and does not read the folder."""
-        self._written = str(path)
+        self._latest_checkpoint = str(path)
 
-    def failed(self, error: BaseException, step: int = 0) -> None:
+    def report_failure(self, error: BaseException, step: int = 0) -> None:
         """Undo a start that was refused, or write that the run failed: rank 0 an error that all ranks have, else the
         first rank that finds the run still running.
 
@@ -231,19 +236,19 @@ class RunFolder:
         """
         is_of_all = getattr(error, "rank", None) is not None and not isinstance(error, TrainingError)
         # else the status belongs to another job, or is rank 0's
-        if self.is_ours() and (self.is_main or not is_of_all) and not self._is_undone(error):
+        if self.is_owner() and (self.is_main or not is_of_all) and not self._undo_start(error):
             self._write_failure(error, step)
             if not self.is_main:  # rank 0 may have been writing its own status just then; it waits for this rank now
                 time.sleep(0.3)
                 self._write_failure(error, step)
         self.end_companions()
 
-    def _is_undone(self, error: BaseException) -> bool:
+    def _undo_start(self, error: BaseException) -> bool:
         """Whether this start was refused and had changed the folder: it is then as before."""
         may_continue = isinstance(error, StartError)  # with what has been fetched into a new folder
         if not isinstance(error, UserError):
             return False
-        if moved := [pair for pair in self._moved if pair[1] or not may_continue]:
+        if moved := [pair for pair in self._renamed_folders if pair[1] or not may_continue]:
             restore_existing_run(moved)
         elif self._status_before:
             with suppress(OSError):
@@ -257,9 +262,9 @@ class RunFolder:
             return
         rank, host = getattr(error, "rank", None), getattr(error, "host", None)
         origin = {"rank": self.rank, "host": self.host} if rank is None else {"rank": rank, "host": host}
-        latest = self._written or status.get("checkpoint")
+        latest = self._latest_checkpoint or status.get("checkpoint")
         reached = {"step": max(step, status.get("step", 0)), "checkpoint": latest}
-        status |= {"state": "failed", "error": error_text(error)} | reached | origin | {"time": self.now()}
+        status |= {"state": "failed", "error": error_text(error)} | reached | origin | {"time": self.timestamp()}
         text = "the run failed after step %d; its latest checkpoint is %s"
         logging.getLogger(LOGGER).info(text, reached["step"], latest or "missing")
         try:
@@ -269,22 +274,22 @@ class RunFolder:
                 file.write(json.dumps(status))
                 file.truncate()
 
-    def records(self, kind: str = "") -> list[dict[str, Any]]:
+    def read_records(self, kind: str = "") -> list[dict[str, Any]]:
         """Those of this kind, or all."""
-        return [record for *_, record in read_lines(self.folder / "metrics.jsonl") if kind in ("", record["kind"])]
+        return [record for *_, record in read_records(self.folder / "metrics.jsonl") if kind in ("", record["kind"])]
 
     def write_json(self, name: str, value: Any) -> None:
         if self.is_main:
-            self._check()
+            self._require_owner()
             replace_json(self.folder / name, value)
 
     # ---- checkpoints: on rank 0 ----
 
     def link_best(self, step: int) -> None:
         """Make best.pt a link to the checkpoint of this step. Raises OSError, also if there is none."""
-        self._check()
+        self._require_owner()
         paths = checkpoint.step_checkpoints(self.checkpoints)
-        source = next((path for path in paths if checkpoint.step_of(path) == step), None)
+        source = next((path for path in paths if checkpoint.parse_step(path) == step), None)
         if source is None:
             raise OSError(2, f"there is no checkpoint of step {step}")
         checkpoint.link_best(source)
@@ -294,8 +299,8 @@ class RunFolder:
 
         is_evaluated: the evaluation at this step will not be repeated. has_test: a test set is evaluated at the end.
         """
-        self._check()
-        beyond = [path for path in checkpoint.step_checkpoints(self.checkpoints) if checkpoint.step_of(path) > step]
+        self._require_owner()
+        beyond = [path for path in checkpoint.step_checkpoints(self.checkpoints) if checkpoint.parse_step(path) > step]
         if beyond:  # before the records: after a kill in between nothing resumes from a later step
             aside = self._superseded_dir()
             for path in beyond:
@@ -306,7 +311,7 @@ class RunFolder:
 
         def is_kept(record: dict[str, Any]) -> bool:
             # the time of every attempt counts (utils/report/goodput.py)
-            if record.get("event") in BEGINNINGS:
+            if record.get("event") in START_EVENTS:
                 return True
             if has_test and record.get("split") == "test":  # made at the end of a shorter run, with an earlier step
                 return False
@@ -314,28 +319,28 @@ class RunFolder:
             return record["step"] < step or (record["step"] == step and (is_evaluated or not is_of_evaluation))
 
         # after a train record, no record of an earlier step is dropped; steps of other records may go back
-        cut_lines(
+        drop_records(
             self.folder / "metrics.jsonl", is_kept, lambda record: record["kind"] == "train" and record["step"] < step
         )
         for path in self.folder.glob("samples/rank*.jsonl"):
-            cut_lines(path, lambda record: record["step"] <= step, lambda record: record["step"] < step)
+            drop_records(path, lambda record: record["step"] <= step, lambda record: record["step"] < step)
 
     def restore_best(self, step: int) -> bool:
         """Make best.pt the checkpoint of this step again, from this folder or the resumed one's. Whether it succeeded.
 
         step: of the best evaluation so far; below 0 if there was none.
         """
-        self._check()
+        self._require_owner()
         best = self.checkpoints / checkpoint.BEST
         folders = dict.fromkeys([self.checkpoints, *([self.resume_path.parent] if self.resume_path else [])])
         paths = [
             path for folder in folders for path in [folder / checkpoint.BEST, *checkpoint.step_checkpoints(folder)]
         ]
-        for path in [path for path in paths if path.name == checkpoint.BEST or checkpoint.step_of(path) == step]:
+        for path in [path for path in paths if path.name == checkpoint.BEST or checkpoint.parse_step(path) == step]:
             try:
                 if path.exists() and checkpoint.verify(path).step == step:
                     is_here = path.parent == self.checkpoints
-                    path = path if is_here else checkpoint.copy_here(path, self.checkpoints)
+                    path = path if is_here else checkpoint.copy_checkpoint(path, self.checkpoints)
                     if path.name != checkpoint.BEST:
                         self.link_best(step)
                     return True
@@ -352,14 +357,14 @@ class RunFolder:
             self.notes.append(text % step)
         return step < 0
 
-    def keep_best_so_far(self) -> None:
+    def copy_best(self) -> None:
         """Copy the best checkpoint aside: call it before a new best begins, which supersedes it. Raises OSError.
 
         On storage without links, `restore_best` moves it.
         """
         best = self.checkpoints / checkpoint.BEST
         if best.is_symlink() and best.exists():
-            kept = checkpoint.copy_here(best, self._superseded_dir())
+            kept = checkpoint.copy_checkpoint(best, self._superseded_dir())
             self.notes.append(f"the best checkpoint so far is kept as {kept}")
 
     def _superseded_dir(self) -> Path:

@@ -20,46 +20,48 @@ import torch.distributed as dist
 
 from config import TrainingConfig
 from utils.data.sampler import GlobalBatchSampler
-from utils.data.sets import describe
+from utils.data.sets import describe_dataset
 from utils.distributed.context import DistributedContext
-from utils.redact import redacted
+from utils.redact import redact
 from utils.rng import derive_seed
-from utils.settings.declarations import settings_of
+from utils.settings.declarations import list_settings
 from utils.settings.kinds import to_json
 from utils.training.state import TrainState
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def now(seconds: float | None = None) -> str:
+def utc_now(seconds: float | None = None) -> str:
     """The time in UTC, ISO 8601, or that of these seconds since 1970."""
     return datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC).isoformat(timespec="milliseconds")
 
 
-def collect(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: str) -> dict[str, Any]:
+def collect_provenance(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: str) -> dict[str, Any]:
     """Plain values for every checkpoint. hosts, device_names: an entry per rank."""
-    commit, is_dirty = _commit()
+    commit, is_dirty = _git_commit()
     return {
-        "command": redacted("\n".join([sys.executable, *sys.argv])).split("\n"),
+        "command": redact("\n".join([sys.executable, *sys.argv])).split("\n"),
         "git_commit": commit or git_commit,
         "git_dirty": is_dirty,
-        "versions": versions(),
-        "code": derive_seed(*code_digests().items()),
+        "versions": package_versions(),
+        "code": derive_seed(*code_checksums().items()),
         "hosts": sorted(set(hosts)),
         "ranks": [{"rank": rank, "host": host, "device": device_names[rank]} for rank, host in enumerate(hosts)],
         "world_size": len(hosts),
-        "start_time": now(),
+        "start_time": utc_now(),
     }
 
 
-def provenance_of(
+def create_provenance(
     config: TrainingConfig, ctx: DistributedContext, state: TrainState, sampler: GlobalBatchSampler
 ) -> dict[str, Any]:
     """Content of provenance.json, as far as it is known before the data sets are compared."""
-    from utils.extras.verify import result_of  # extra: verify
+    from utils.extras.verify import find_verification  # extra: verify
 
-    provenance = collect(ctx.hosts, ctx.device_names, ctx.launch.git_commit) | describe(sampler.dataset)
-    provenance |= result_of(state.model, sampler.dataset, config)  # extra: verify
+    provenance = collect_provenance(ctx.hosts, ctx.device_names, ctx.launch.git_commit) | describe_dataset(
+        sampler.dataset
+    )
+    provenance |= find_verification(state.model, sampler.dataset, config)  # extra: verify
     for part in state.parts:
         provenance |= part.provenance
     provenance |= state.strategy.provenance | {
@@ -67,12 +69,12 @@ def provenance_of(
         "precision": state.precision.name,
     }
     # for a fork that has deleted some of them: the default, and whether a resume must or may differ
-    settings = settings_of(type(config))
+    settings = list_settings(type(config))
     provenance["fields"] = {setting.name: [to_json(setting.resolved_default), setting.resume] for setting in settings}
     return provenance | sampler.provenance | {"global_batch_size": sampler.global_batch_size}
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """The versions of Python, the packages (empty if one is missing) and the CUDA and NCCL that torch was built with.
 
     It does not ask for a device: that initializes the driver, which a process forked afterwards cannot use.
@@ -96,7 +98,7 @@ def zip_code(path: Path) -> None:
                 archive.write(file, file.relative_to(ROOT))
 
 
-def code_digests() -> dict[str, str]:
+def code_checksums() -> dict[str, str]:
     """SHA-256 of each file of utils, and of each other imported file of the repository but scripts and tests, by path.
 
     A module of utils counts even if this rank has not imported it: some are imported with some flags, on some ranks.
@@ -110,10 +112,10 @@ def code_digests() -> dict[str, str]:
     ]
     names = [name for name in names if name.parts[0] not in ("scripts", "tests", "utils")]
     names += [path.relative_to(ROOT) for path in ROOT.glob("utils/**/*.py")]
-    return {str(name): sha256_of(ROOT / name) for name in sorted(names)}
+    return {str(name): file_checksum(ROOT / name) for name in sorted(names)}
 
 
-def sha256_of(path: Path) -> str:
+def file_checksum(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 
 
@@ -123,7 +125,7 @@ def _git(*words: str) -> str:
     return done.stdout.decode(errors="replace").strip()  # in any locale
 
 
-def _commit() -> tuple[str, bool]:
+def _git_commit() -> tuple[str, bool]:
     """The commit of the tree ("" if unknown) and whether the tree differs from it."""
     try:
         return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain"))

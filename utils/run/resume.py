@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from config import TrainingConfig, fields_of_yours
+from config import TrainingConfig, fork_settings
 from utils.checkpoint import format as checkpoint
-from utils.data.changes import changed_files, compare_data, keep_listing, read_listing
+from utils.data.changes import compare_data, compare_listings, read_file_listing, save_file_listing
 from utils.data.sampler import GlobalBatchSampler
-from utils.data.sets import DataSets, describe
+from utils.data.sets import DataSets, describe_dataset
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
 from utils.run.attempt import Attempt
 from utils.run.folder import RunFolder
-from utils.settings.declarations import settings_of
+from utils.settings.declarations import list_settings
 from utils.settings.errors import UserError
 from utils.settings.fields import YOURS
 from utils.settings.kinds import to_json, to_text
 from utils.settings.removed import REMOVED
-from utils.training.fingerprint import fingerprint, shown
+from utils.training.fingerprint import fingerprint_state, format_fingerprint
 from utils.training.state import TrainState
 
 
@@ -42,7 +42,7 @@ def resume_run(
     Args:
         provenance: content of provenance.json.
         listing: of the training set's files.
-        selects_best: the metric that selects the best checkpoint, and its sign, as `choose_best` returns them.
+        selects_best: the metric that selects the best checkpoint, and its sign, as `choose_best_metric` returns them.
 
     Returns:
         The allowed differences from the checkpoint's config.
@@ -59,30 +59,30 @@ def resume_run(
         best_metric = f"{'max' if sign > 0 else 'min'}:{name}"
     payload: dict[str, Any] = {}
     if run.resume_path:
-        payload = load_checkpoint(run.resume_path, ctx, state.sharded())
-        files = broadcast_json(on_rank_0(lambda: changed_files(read_listing(run.folder), listing), ctx), ctx)
-        differences = on_all_ranks(lambda: compare(payload, config, provenance, files), ctx)
+        payload = load_checkpoint(run.resume_path, ctx, state.sharded_parameters())
+        files = broadcast_json(on_rank_0(lambda: compare_listings(read_file_listing(run.folder), listing), ctx), ctx)
+        differences = on_all_ranks(lambda: compare_checkpoint(payload, config, provenance, files), ctx)
         # rank 0 decides: ranks may have fetched other numbers of samples to compare
         lines, is_comparable = broadcast_json(
             on_rank_0(lambda: compare_best(payload, config, provenance, best_metric), ctx), ctx
         )
         differences += lines
         on_all_ranks(lambda: state.load_state_dict(payload), ctx)
-        differences += changed_bits(payload, state, ctx)
+        differences += compare_fingerprints(payload, state, ctx)
     state.plan(sampler)
     if payload:
-        differences += lr_jump(payload, state)
+        differences += describe_lr_jump(payload, state)
         if not is_comparable:
-            progress.forget_best()
+            progress.reset_best()
             progress.evaluated_step = -1  # so that an evaluation that is due at this step is repeated
-            on_rank_0(run.keep_best_so_far, ctx)
+            on_rank_0(run.copy_best, ctx)
     progress.best_metric = best_metric
     is_evaluated = not state.schedule.is_evaluation_due
     has_test = "test" in provenance["held_out"]
-    on_all_ranks(lambda: run.rewind(progress.step, is_evaluated, has_test) if run.leads_node else None, ctx)
+    on_all_ranks(lambda: run.rewind(progress.step, is_evaluated, has_test) if run.is_node_leader else None, ctx)
     if not broadcast_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx):
-        progress.forget_best()
-    on_rank_0(lambda: keep_listing(listing, run.folder), ctx)
+        progress.reset_best()
+    on_rank_0(lambda: save_file_listing(listing, run.folder), ctx)
     on_all_ranks(run.mark_training, ctx)
     return differences
 
@@ -91,14 +91,16 @@ def load_checkpoint(path: Path, ctx: DistributedContext, sharded: dict[str, Tens
     """Load the checkpoint on every rank. The ranks of a node verify it together; if it is damaged or differs, all raise
     UserError.
 
-    sharded: of a sharded model (`TrainState.sharded`): only this rank's shards of these tensors are read.
+    sharded: of a sharded model (`TrainState.sharded_parameters`): only this rank's shards of these tensors are read.
     """
     files = all_gather_json([ctx.host, *(path.stat()[1:3] if path.exists() else ())], ctx)  # inode and device
     readers = [rank for rank, file in enumerate(files) if file == files[ctx.rank]]
     part = readers.index(ctx.rank), len(readers)
     trailer = on_all_ranks(lambda: checkpoint.verify(path, part), ctx)
     remedy = "put the run folder on storage that all nodes share"
-    require_equal(trailer.digest, f"{path}: {{other}} and {{first}} see different files under this name; {remedy}", ctx)
+    require_equal(
+        trailer.checksum, f"{path}: {{other}} and {{first}} see different files under this name; {remedy}", ctx
+    )
     return on_all_ranks(lambda: checkpoint.read(path, trailer, sharded)[0], ctx)
 
 
@@ -107,55 +109,57 @@ def load_best(run: RunFolder, state: TrainState, ctx: DistributedContext) -> dic
     best = run.checkpoints / checkpoint.BEST
     if not broadcast_json(best.exists(), ctx):
         return None
-    return load_checkpoint(give_to_nodes(best, run, ctx), ctx, state.sharded())
+    return load_checkpoint(share_with_nodes(best, run, ctx), ctx, state.sharded_parameters())
 
 
-def give_to_nodes(path: Path, run: RunFolder, ctx: DistributedContext) -> Path:
+def share_with_nodes(path: Path, run: RunFolder, ctx: DistributedContext) -> Path:
     """Give a checkpoint of the run to the nodes whose run folder is not rank 0's, if there are any. Collective.
 
     Returns:
         Its path, which is no link if there are such nodes.
     """
     if run.start_decision.node_local_ranks:  # extra: companions
-        from utils.extras.companions.node_local import share
+        from utils.extras.companions.node_local import share_checkpoint
 
-        return share(path, run, ctx)
+        return share_checkpoint(path, run, ctx)
     return path
 
 
-SETTING = "{name}={here}: the checkpoint has {name}={before}"
-UNKNOWN = "{name}: the checkpoint has {name}={before}, and this fork has no such flag (docs/extras.md)"
+SETTING_DIFFERS = "{name}={here}: the checkpoint has {name}={before}"
+SETTING_DELETED = "{name}: the checkpoint has {name}={before}, and this fork has no such flag (docs/extras.md)"
 
 
-class Row(NamedTuple):
+class ComparedValue(NamedTuple):
     """A value that a checkpoint and the run that continues from it have. A difference is rejected or logged."""
 
     name: str
-    before: Any
-    here: Any
+    saved: Any
+    current: Any
     resume: str  # must it be the same, "may" it change, or is it "free"
-    line: str = SETTING  # that says the difference
+    message: str = SETTING_DIFFERS  # that says the difference
 
 
-def rows_of_settings(payload: dict[str, Any], config: TrainingConfig) -> list[Row]:
+def pair_settings(payload: dict[str, Any], config: TrainingConfig) -> list[ComparedValue]:
     """A row for each field, also for those that this fork has deleted and the checkpoint has."""
     saved = payload["config"]
     current = config.to_json()
     rows = []
-    for setting in settings_of(type(config)):
+    for setting in list_settings(type(config)):
         before = saved.get(setting.name, to_json(setting.resolved_default))
-        rows.append(Row(setting.name, before, current[setting.name], setting.resume))
+        rows.append(ComparedValue(setting.name, before, current[setting.name], setting.resume))
     for name, removed in REMOVED.items():
         line = removed.note(name, "{before} of the checkpoint")
-        rows.append(Row(name, saved.get(name, removed.default), removed.default, "may", line))
+        rows.append(ComparedValue(name, saved.get(name, removed.default), removed.default, "may", line))
     fields = payload["provenance"].get("fields", {}).items()
     row_names = {row.name for row in rows}
     deleted_fields = [(name, *field) for name, field in fields if name not in row_names and name in saved]
-    return rows + [Row(name, saved[name], default, resume, UNKNOWN) for name, default, resume in deleted_fields]
+    return rows + [
+        ComparedValue(name, saved[name], default, resume, SETTING_DELETED) for name, default, resume in deleted_fields
+    ]
 
 
-def rows_of(payload: dict[str, Any], config: TrainingConfig, provenance: dict[str, Any]) -> list[Row]:
-    """All that is compared but the data. provenance: as for `compare`."""
+def pair_values(payload: dict[str, Any], config: TrainingConfig, provenance: dict[str, Any]) -> list[ComparedValue]:
+    """All that is compared but the data. provenance: as for `compare_checkpoint`."""
     before = payload["provenance"]
     is_packed = "lengths" in before  # a position is that of a step
     size = "global batch: {here} samples per optimizer step, the checkpoint has {before}"
@@ -163,30 +167,30 @@ def rows_of(payload: dict[str, Any], config: TrainingConfig, provenance: dict[st
     lengths = "lengths: those of the training samples are not the checkpoint's, so they would be packed otherwise"
     precision = "precision: {here}, the checkpoint was made in {before}"
     kinds = {
-        "mean": ("must", SETTING),
-        "std": ("must", SETTING),
+        "mean": ("must", SETTING_DIFFERS),
+        "std": ("must", SETTING_DIFFERS),
         "lengths": ("must" if is_packed and "lengths" in provenance else "free", lengths),
         "global_batch_size": ("must" if config.global_batch_size or is_packed else "may", size),
         "precision": ("may", precision),
     }
     if config.reduction == "exact":  # extra: exact
-        from utils.extras.exact.reduction import rows_of_exact
+        from utils.extras.exact.reduction import pair_exact_values
 
-        kinds |= rows_of_exact(payload)
-    rows = [Row(name, before.get(name), provenance.get(name), *kind) for name, kind in kinds.items()]
-    return [*rows_of_settings(payload, config), *rows]
+        kinds |= pair_exact_values(payload)
+    rows = [ComparedValue(name, before.get(name), provenance.get(name), *kind) for name, kind in kinds.items()]
+    return [*pair_settings(payload, config), *rows]
 
 
-def lines_of(rows: Iterable[Row], resume: str) -> list[str]:
+def describe_differences(rows: Iterable[ComparedValue], resume: str) -> list[str]:
     """A line for each row of this kind whose values differ."""
     lines = []
     for row in rows:
-        if row.resume == resume and row.before != row.here:
-            lines.append(row.line.format(name=row.name, before=to_text(row.before), here=to_text(row.here)))
+        if row.resume == resume and row.saved != row.current:
+            lines.append(row.message.format(name=row.name, before=to_text(row.saved), here=to_text(row.current)))
     return lines
 
 
-def compare(
+def compare_checkpoint(
     payload: dict[str, Any], config: TrainingConfig, provenance: dict[str, Any], files: dict[str, Any] | None = None
 ) -> list[str]:
     """The allowed differences, one line each: with any of them the run is not the same as an uninterrupted one.
@@ -195,18 +199,18 @@ def compare(
         payload: the checkpoint.
         config: resolved, of the resumed run.
         provenance: its provenance.
-        files: of `changed_files`.
+        files: of `compare_listings`.
 
     Raises:
         UserError: if values differ that must not, with all of them.
     """
     check_removed(payload["config"], config)
-    before, rows = payload["provenance"], rows_of(payload, config, provenance)
-    yours = {setting.name for setting in fields_of_yours()}
+    before, rows = payload["provenance"], pair_values(payload, config, provenance)
+    yours = {setting.name for setting in fork_settings()}
     is_same_code = all(before.get(name) == provenance.get(name) for name in ("code", "versions"))
-    is_same_code &= all(row.before == row.here for row in rows if row.name in yours)  # else transforms may differ
+    is_same_code &= all(row.saved == row.current for row in rows if row.name in yours)  # else transforms may differ
     line, is_other = compare_data(before, provenance, files or {}, is_same_code)
-    wrong, may = (lines_of(rows, resume) for resume in ("must", "may"))
+    wrong, may = (describe_differences(rows, resume) for resume in ("must", "may"))
     (wrong if is_other else may).extend([line] if line else [])
     if wrong:
         remedy = "resume_from: these must match; give them as they were, or start a new run with --init_from"
@@ -225,30 +229,32 @@ def check_removed(saved: dict[str, Any], config: TrainingConfig) -> None:
 
 def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
     """Raises UserError if the model or the kind of data differs from the checkpoint's."""
-    compared = {setting.name for setting in settings_of(type(config)) if setting.group in (YOURS, "data")}
-    wrong = lines_of([row for row in rows_of_settings(payload, config) if row.name in compared], "must")
+    compared = {setting.name for setting in list_settings(type(config)) if setting.group in (YOURS, "data")}
+    wrong = describe_differences([row for row in pair_settings(payload, config) if row.name in compared], "must")
     if wrong:
         remedy = f"eval_only: these must match; give --config {payload['config']['run_dir']}/config.json"
         raise UserError("\n".join([*wrong, remedy]))
 
 
-def compare_evaluated(payload: dict[str, Any], config: TrainingConfig, split: str, sets: DataSets) -> list[str]:
+def compare_evaluation_data(payload: dict[str, Any], config: TrainingConfig, split: str, sets: DataSets) -> list[str]:
     """A line for each thing that has changed since the checkpoint in the samples of a split, or in what describes them.
 
     Raises:
         UserError: if they are others, although the seed, the data folder and all fields of yours are the checkpoint's.
     """
     saved, provenance = payload["config"], payload["provenance"]
-    described = describe(sets.train)
+    described = describe_dataset(sets.train)
     before = {"train": provenance} | provenance.get("held_out", {})
-    current = {"train": described | sets.content} | sets.content["held_out"]
+    current = {"train": described | sets.provenance} | sets.provenance["held_out"]
     if split not in before or split not in current:
         return []
     here_as_saved = config.to_json()
-    names = ("seed", "data_dir", "dataset_size", *(setting.name for setting in fields_of_yours()))
+    names = ("seed", "data_dir", "dataset_size", *(setting.name for setting in fork_settings()))
     is_same = all(saved.get(name) == here_as_saved[name] for name in names)
     line, is_other = compare_data(before[split], current[split], {}, is_same, split)
-    changed = lines_of([Row(name, provenance.get(name), described[name], "must") for name in ("mean", "std")], "must")
+    changed = describe_differences(
+        [ComparedValue(name, provenance.get(name), described[name], "must") for name in ("mean", "std")], "must"
+    )
     numbers = {data[split]["identity"].partition(" ")[0] for data in (before, current)}
     lines = changed + [line] * bool(line)
     if is_same and len(numbers) == 1 and (is_other or changed):
@@ -303,9 +309,12 @@ def compare_held_out(before: dict[str, Any], current: dict[str, Any]) -> dict[st
     return changes
 
 
-def changed_bits(payload: dict[str, Any], state: TrainState, ctx: DistributedContext) -> list[str]:
+def compare_fingerprints(payload: dict[str, Any], state: TrainState, ctx: DistributedContext) -> list[str]:
     """A line if a rank has loaded a state of another fingerprint than the checkpoint's. Collective."""
-    saved, fingerprints = payload["provenance"].get("fingerprint"), all_gather_json(shown(int(fingerprint(state))), ctx)
+    saved, fingerprints = (
+        payload["provenance"].get("fingerprint"),
+        all_gather_json(format_fingerprint(int(fingerprint_state(state))), ctx),
+    )
     return [
         f"the state that rank {rank} on {ctx.hosts[rank]} has loaded: its fingerprint is {bits}, that of the checkpoint"
         f" {saved}; look for faulty memory, or an optimizer that converts what it loads"
@@ -314,12 +323,12 @@ def changed_bits(payload: dict[str, Any], state: TrainState, ctx: DistributedCon
     ][:1]
 
 
-def lr_jump(payload: dict[str, Any], state: TrainState) -> list[str]:
+def describe_lr_jump(payload: dict[str, Any], state: TrainState) -> list[str]:
     """A line if a group's learning rate of the last step would be different under this run's settings."""
     step = state.progress.step - 1
     if step < 0:
         return []
-    factors = state.factors_at(step, copy.deepcopy(state.progress))
+    factors = state.lr_factors_at(step, copy.deepcopy(state.progress))
     groups = zip(payload["optimizer"]["param_groups"], state.optimizer.param_groups, factors, strict=False)
     for saved, group, factor in groups:
         before, base = saved["lr"], group["base_lr"]

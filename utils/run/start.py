@@ -14,13 +14,14 @@ from utils.distributed.collectives import broadcast_json, first_rank_where, on_a
 from utils.distributed.context import DistributedContext
 from utils.files import is_transient
 from utils.logger import setup_logger
-from utils.redact import stored
+from utils.redact import redact_config
 from utils.run import provenance
 from utils.run.attempt import Attempt
 from utils.run.exit import ExitReporter, supervised
 from utils.run.folder import RunFolder
-from utils.run.owner import StartDecision, decide_start, is_owner_visible
-from utils.run.resume import give_to_nodes
+from utils.run.resume import share_with_nodes
+from utils.run.run_lock import is_owner_visible
+from utils.run.start_decision import StartDecision, decide_start
 from utils.settings.errors import StartError, UserError
 from utils.signals import STOP, process_start_time
 from utils.table import format_table
@@ -40,8 +41,8 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
     """
     began = process_start_time()
     with STOP, supervised(config.run_folder, config, ctx) as exit_reporter:
-        check_alike(config, ctx)
-        run = claim_run(config, ctx, exit_reporter)
+        check_ranks_equal(config, ctx)
+        run = acquire_run_folder(config, ctx, exit_reporter)
         if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
             on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not create it
         logger = setup_logger(ctx.rank, None if run.start_decision.is_completed else run.log_file)
@@ -52,13 +53,13 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
     run.close()
 
 
-def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
+def check_ranks_equal(config: TrainingConfig, ctx: DistributedContext) -> None:
     """Raise UserError on every rank, with a table of the differences, if code, settings or versions differ."""
-    settings = {name: str(value) for name, value in stored(config).items() if name not in MAY_DIFFER}
+    settings = {name: str(value) for name, value in redact_config(config).items() if name not in MAY_DIFFER}
     if config.reduction == "exact":  # extra: exact
         settings["CPU threads"] = str(torch.get_num_threads())
-    code = {name: digest[:8] for name, digest in provenance.code_digests().items()}
-    facts = settings | code | provenance.versions()
+    code = {name: digest[:8] for name, digest in provenance.code_checksums().items()}
+    facts = settings | code | provenance.package_versions()
     ranks: list[int] = []  # one of equal ranks, from rank 0
     kinds: list[dict[str, str]] = []
     while (rank := first_rank_where(facts not in kinds, ctx)) is not None and len(ranks) < MAX_KINDS:
@@ -73,7 +74,7 @@ def check_alike(config: TrainingConfig, ctx: DistributedContext) -> None:
     raise UserError(f"{text}\n{format_table([head, *rows])}", ranks[1], ctx.hosts[ranks[1]])
 
 
-def claim_run(config: TrainingConfig, ctx: DistributedContext, exit_reporter: ExitReporter) -> RunFolder:
+def acquire_run_folder(config: TrainingConfig, ctx: DistributedContext, exit_reporter: ExitReporter) -> RunFolder:
     """The run in its folder. Rank 0 locks it and decides whether to continue the run in it. Raises UserError."""
     claimed = on_rank_0(lambda: decide_start(config, ctx.host, ctx.launch.id, ctx.launch.may_restart), ctx)
     lock, decided = claimed or (None, None)
@@ -84,12 +85,12 @@ def claim_run(config: TrainingConfig, ctx: DistributedContext, exit_reporter: Ex
     if decided.is_completed:
         return run
     if config.mirror or lock:  # extra: companions
-        from utils.extras.companions.node_local import own_folder
-        from utils.extras.companions.programs import plan_of
+        from utils.extras.companions.node_local import create_node_folder
+        from utils.extras.companions.programs import create_plan
         from utils.extras.companions.sidecar import Companions
 
         if config.mirror:
-            apart, own_lock = own_folder(config, decided, ctx)
+            apart, own_lock = create_node_folder(config, decided, ctx)
             decided, lock = dataclasses.replace(decided, node_local_ranks=apart), lock or own_lock
         run = RunFolder(*folders, decided, lock)
         if lock:
@@ -98,16 +99,16 @@ def claim_run(config: TrainingConfig, ctx: DistributedContext, exit_reporter: Ex
                 "resume_from": decided.resume_from,
                 "decision": decided.mirror_decision,
             }
-            plan = plan_of(config, ctx.rank, ctx.host, decided.token, decided.launch_id, **details)
+            plan = create_plan(config, ctx.rank, ctx.host, decided.token, decided.launch_id, **details)
             run = RunFolder(*folders, decided, lock, Companions(config, plan, ctx))
     exit_reporter.report_to(run)
     if run.resume_path and run.resume_path.parent == run.checkpoints:
-        give_to_nodes(run.resume_path, run, ctx)
-    on_all_ranks(lambda: check_shared(run.folder, decided.token, ctx), ctx)
+        share_with_nodes(run.resume_path, run, ctx)
+    on_all_ranks(lambda: check_shared_storage(run.folder, decided.token, ctx), ctx)
     return run
 
 
-def check_shared(folder: Path, token: str, ctx: DistributedContext) -> None:
+def check_shared_storage(folder: Path, token: str, ctx: DistributedContext) -> None:
     """Raises UserError if this rank does not see what rank 0 has just written to the run folder, or cannot write there.
 
     token: of its owner.

@@ -12,7 +12,7 @@ class Supervisor:
         """Called when this rank has failed, before the cause is looked for. From now on the supervisor ends no
         process."""
 
-    def tell_ranks(self, error: BaseException, cause: BaseException) -> BaseException:
+    def report_to_ranks(self, error: BaseException, cause: BaseException) -> BaseException:
         """Tell the other ranks why this one has failed.
 
         Args:

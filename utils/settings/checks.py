@@ -34,7 +34,7 @@ def between(low: float, high: float, inclusive: bool = False) -> Check:
     return lambda value: "" if low <= value < high else wrong
 
 
-def range_of(value: str) -> tuple[float, float]:
+def parse_range(value: str) -> tuple[float, float]:
     """The two numbers of "0.08,1" or "3/4,4/3"."""
     low, high = (float(Fraction(number)) for number in value.split(","))
     return low, high
@@ -45,7 +45,7 @@ def range_up_to(limit: float) -> Check:
 
     def check(value: str) -> str:
         try:
-            low, high = range_of(value)
+            low, high = parse_range(value)
         except (ValueError, ArithmeticError):
             low = high = 0.0
         return "" if 0 < low <= high <= limit else f"is not a range above 0 and up to {limit}; give e.g. 1/2,1"

@@ -11,13 +11,13 @@ from utils.settings.conflicts import names_in
 from utils.settings.deleted_extras import deleted_extras
 from utils.settings.errors import UserError
 from utils.settings.fields import GENERAL, GROUPS, YOURS, Setting, Settings
-from utils.settings.kinds import kind_of
+from utils.settings.kinds import find_kind
 from utils.settings.removed import REMOVED
 
 _SETTINGS: dict[type[Settings], tuple[Setting, ...]] = {}  # those that have been read, by config class
 
 
-def settings_of(config: type[Settings]) -> tuple[Setting, ...]:
+def list_settings(config: type[Settings]) -> tuple[Setting, ...]:
     """The settings of a config class by group, and within a group in the order of the classes that it is composed of.
 
     Raises:
@@ -38,7 +38,7 @@ def _read_settings(config: type[Settings]) -> tuple[Setting, ...]:
     for field in dataclasses.fields(config):
         try:
             _check_declaration(field, config)
-            settings[field.name] = _setting_of(field, annotations[field.name])
+            settings[field.name] = _create_setting(field, annotations[field.name])
         except UserError as error:
             problems.append(str(error))
     if problems:
@@ -47,10 +47,10 @@ def _read_settings(config: type[Settings]) -> tuple[Setting, ...]:
     in_order = []
     for part in config.__mro__:
         in_order += [settings.pop(name) for name in inspect.get_annotations(part) if name in settings]
-    return tuple(sorted(in_order, key=_place_of_group))
+    return tuple(sorted(in_order, key=_group_position))
 
 
-def _place_of_group(setting: Setting) -> int:
+def _group_position(setting: Setting) -> int:
     return GROUPS.index(setting.group) if setting.group in GROUPS else len(GROUPS)
 
 
@@ -86,9 +86,9 @@ def _check_conflicts(settings: dict[str, Setting]) -> None:
                     raise UserError(f"config.py: a conflict of {setting.name} names {name}, which is no setting")
 
 
-def _setting_of(field: dataclasses.Field, annotation: Any) -> Setting:
+def _create_setting(field: dataclasses.Field, annotation: Any) -> Setting:
     metadata = dict(field.metadata)
-    kind = kind_of(field.name, annotation)
+    kind = find_kind(field.name, annotation)
     if metadata.pop("is_path"):
         kind = dataclasses.replace(kind, is_path=True)
     default = metadata.pop("default")

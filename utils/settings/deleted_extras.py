@@ -1,4 +1,4 @@
-"""The settings of the extras that scripts/without.sh has deleted from this fork."""
+"""The settings of the extras that scripts/remove_extras.sh has deleted from this fork."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from utils.settings.checks import Check, one_of
 from utils.settings.conflicts import Conflict
 from utils.settings.errors import UserError
 from utils.settings.kinds import Kind, to_text
-from utils.settings.paths import expand, known_path
+from utils.settings.paths import check_path_variables, expand
 
 YOURS = "model and data"  # the group of the fork's own settings
 GROUPS = ("run", "data", "model", "training", "precision", "distributed", "checkpoints", "logging", YOURS)
@@ -157,7 +157,7 @@ class Setting:
         if not self.is_path:
             return value, self.problem_with(value)
         text = expand(str(value))
-        return type(value)(text), self.problem_with(text) or known_path(text)
+        return type(value)(text), self.problem_with(text) or check_path_variables(text)
 
     def problem_with(self, value: Any) -> str:
         """What the check says about one value or element, which is a text if it is a path."""

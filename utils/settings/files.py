@@ -47,7 +47,7 @@ def read_file(file: str, settings: Sequence[Setting]) -> FileValues:
     for defaults in deleted_extras().values():
         for name, default in defaults.items():
             is_gone = name in values and name not in by_name
-            if is_gone and _is_alike(values[name], default):  # what this fork does without it
+            if is_gone and _is_default(values[name], default):  # what this fork does without it
                 del values[name]
     read: dict[str, Any] = {}
     unknown: list[str] = []
@@ -71,7 +71,7 @@ def read_file(file: str, settings: Sequence[Setting]) -> FileValues:
     return FileValues(read, unknown + empty, without_value)
 
 
-def _is_alike(value: Any, default: Any) -> bool:
+def _is_default(value: Any, default: Any) -> bool:
     """Whether a value of a file, which is text in YAML, is this default."""
     if isinstance(default, bool):
         return BOOLEANS.get(str(value).lower()) == default
@@ -120,14 +120,14 @@ def _parse_yaml(text: str) -> dict[str, Any]:
         if name in values:  # twice
             values[name] = None
         elif isinstance(value, yaml.SequenceNode):
-            elements = [_text_of(element) for element in value.value]
+            elements = [_node_text(element) for element in value.value]
             values[name] = None if None in elements else elements
         else:
-            values[name] = _text_of(value)
+            values[name] = _node_text(value)
     return values
 
 
-def _text_of(node: Any) -> str | None:
+def _node_text(node: Any) -> str | None:
     """The text of a node of YAML, or None if it is null or no scalar."""
     if node.id != "scalar":
         return None

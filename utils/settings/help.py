@@ -35,14 +35,14 @@ def help_text(settings: Iterable[Setting], is_all: bool) -> str:
         if setting.group != group:
             group = setting.group
             lines += ["", f"{group}:"]
-        lines += _lines_of(setting)
+        lines += _format_setting(setting)
     lines.append(EXAMPLES)
     if left_out:
         lines.append(f"\n--help all shows the other {left_out} flags.")
     return "\n".join(lines)
 
 
-def _lines_of(setting: Setting) -> list[str]:
+def _format_setting(setting: Setting) -> list[str]:
     flag = f"--{setting.name} {setting.kind.placeholder}"
     if setting.kind.is_bool:
         flag = f"--[no-]{setting.name}"

@@ -82,7 +82,7 @@ PLURALS = {int: "whole numbers", float: "numbers", bool: "true or false", str: "
 ALLOWED = "int, float, bool, str, pathlib.Path, and list[...] or tuple[..., ...] of one of them"
 
 
-def kind_of(name: str, annotation: Any) -> Kind:
+def find_kind(name: str, annotation: Any) -> Kind:
     """The kind of a setting's type.
 
     Args:
@@ -101,16 +101,16 @@ def kind_of(name: str, annotation: Any) -> Kind:
             raise UserError(f'config.py: {name} may not be None; leave that out, and write "off" as 0, "" or "auto"')
         non_str_types = [argument for argument in arguments if argument is not str]
         if len(arguments) == 2 and len(non_str_types) == 1:
-            return dataclasses.replace(kind_of(name, non_str_types[0]), may_be_auto=True)
+            return dataclasses.replace(find_kind(name, non_str_types[0]), may_be_auto=True)
     if origin is list and len(arguments) == 1 and arguments[0] in KINDS:
-        return _list_of(arguments[0], list)
+        return _create_list_kind(arguments[0], list)
     if origin is tuple and len(arguments) == 2 and arguments[1] is ... and arguments[0] in KINDS:
-        return _list_of(arguments[0], tuple)
+        return _create_list_kind(arguments[0], tuple)
     shown = annotation.__name__ if isinstance(annotation, type) and not origin else str(annotation)
     raise UserError(f"config.py: {name} has the type {shown}; a setting may have the types {ALLOWED}")
 
 
-def _list_of(element: type, collect: Callable[[Any], Any]) -> Kind:
+def _create_list_kind(element: type, collect: Callable[[Any], Any]) -> Kind:
     """The kind of a list or tuple. Its text has commas between the elements."""
     kind = KINDS[element]
 

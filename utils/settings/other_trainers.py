@@ -615,17 +615,17 @@ TRAINERS = [
 ]
 
 
-def letters_of(name: str) -> str:
+def normalize_name(name: str) -> str:
     """The name in lower case and without separators: options are compared by these."""
     return re.sub(r"[_-]", "", name).lower()
 
 
-def flags_in(text: str) -> set[str]:
+def find_flags(text: str) -> set[str]:
     """The names of the flags of `train.py` in an answer."""
     return {*re.findall(r"`--(?:no-)?(\w+)", text)}
 
 
-def advice_for(name: str, fields: Collection[str]) -> str | None:
+def find_advice(name: str, fields: Collection[str]) -> str | None:
     """The answer for an option of another trainer, in Markdown, or None if no trainer has it.
 
     Args:
@@ -633,11 +633,11 @@ def advice_for(name: str, fields: Collection[str]) -> str | None:
         fields: the names of the flags here. A part of the answer that names another flag is left out: a fork may have
             deleted its field. Nothing may be left.
     """
-    wanted = letters_of(name)
+    wanted = normalize_name(name)
     for trainer in TRAINERS:
         for names, answer in trainer.answers.items():
-            if wanted not in [letters_of(option) for option in names.split()]:
+            if wanted not in [normalize_name(option) for option in names.split()]:
                 continue
-            parts = [part for part in answer.split("; ") if flags_in(part) <= {*fields}]
+            parts = [part for part in answer.split("; ") if find_flags(part) <= {*fields}]
             return "; ".join(parts)
     return None

@@ -13,7 +13,7 @@ def expand(path: str) -> str:
     return os.path.expanduser(os.path.expandvars(path))
 
 
-def known_path(path: str) -> str:
+def check_path_variables(path: str) -> str:
     """A check of an expanded path: what is wrong with it, or ""."""
     if "://" in path or os.path.lexists(path):
         return ""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from utils.settings.declarations import settings_of
+from utils.settings.declarations import list_settings
 from utils.settings.errors import InvalidSettings
 from utils.settings.fields import REDACTED, Settings
 from utils.settings.files import read_file
@@ -32,7 +32,7 @@ def read_config(config: type[T], words: Sequence[str], defaults: dict[str, Any],
     Returns:
         The config, and whether `--print_config` is given.
     """
-    settings = settings_of(config)
+    settings = list_settings(config)
     flags = read_flags(words, settings)
     given = flags.given
     problems = flags.problems

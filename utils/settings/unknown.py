@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 
 from utils.settings.deleted_extras import deleted_extras
-from utils.settings.other_trainers import advice_for
+from utils.settings.other_trainers import find_advice
 from utils.settings.removed import REMOVED
 
 OF_TORCHRUN = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size gpus devices
@@ -33,11 +33,11 @@ def answer_unknown(word: str, names: Collection[str]) -> tuple[str, str]:
     for extra, settings in deleted_extras().items():
         if name.removeprefix("no_") in settings:
             return f"{word}: this fork has no extra {extra}; see docs/extras.md", ""
-    advice = advice_for(name, names)
+    advice = find_advice(name, names)
     if advice == "":
         return f'{word}: is not a flag of this fork; add a field to the block "yours" of config.py, or leave it out', ""
     text = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", (advice or "").replace("`", ""))
-    meant = meant_by(name, names, advice or "")
+    meant = find_meant_flag(name, names, advice or "")
     if meant:
         details = [part for part in text.split("; ")[1:] if not part.startswith(WITHOUT_FIELD)]
         sentence = "".join(f" {detail[0].upper()}{detail[1:]}." for detail in details)
@@ -47,7 +47,7 @@ def answer_unknown(word: str, names: Collection[str]) -> tuple[str, str]:
     return f"{word}: is not known; see --help for all flags", ""
 
 
-def meant_by(name: str, names: Collection[str], advice: str) -> str:
+def find_meant_flag(name: str, names: Collection[str], advice: str) -> str:
     """The flag that another trainer or a typing error calls by this name, or "" if none has its meaning.
 
     Args:
@@ -59,12 +59,12 @@ def meant_by(name: str, names: Collection[str], advice: str) -> str:
     if advice:
         return ""
     for known_name in names:
-        if is_typing_error(name, known_name):
+        if is_misspelled(name, known_name):
             return known_name
     return ""
 
 
-def is_typing_error(name: str, known_name: str) -> bool:
+def is_misspelled(name: str, known_name: str) -> bool:
     """Whether a name is a flag's with other separators, or with at most one wrong letter in each word.
 
     Digits are never wrong: beta1 and beta2 are two settings.
@@ -82,12 +82,12 @@ def is_typing_error(name: str, known_name: str) -> bool:
         if word == known_word:
             continue
         errors += 1
-        if not is_one_slip(word, known_word, shortest=3 if len(words) > 1 else LONG):
+        if not is_one_edit_apart(word, known_word, shortest=3 if len(words) > 1 else LONG):
             return False
     return errors == 1 or len(known_name) >= 2 * LONG
 
 
-def is_one_slip(word: str, known_word: str, shortest: int) -> bool:
+def is_one_edit_apart(word: str, known_word: str, shortest: int) -> bool:
     """Whether two letters side by side were exchanged, or one was left out, added or replaced.
 
     Args:

@@ -36,8 +36,8 @@ class RunningStats:
         if any(layer.momentum is None for layer in self._layers):
             raise UserError("BatchNorm: momentum=None (a cumulative average) cannot be resumed exactly; use e.g. 0.1")
         # what a micro-batch leaves in the layers' buffers; between two steps the same as the committed statistics
-        self._latest = _flatten(self._layers, ("running_mean", "running_var"))
-        self._latest_counts = _flatten(self._layers, ("num_batches_tracked",))
+        self._latest = _flatten_buffers(self._layers, ("running_mean", "running_var"))
+        self._latest_counts = _flatten_buffers(self._layers, ("num_batches_tracked",))
         self._committed, self._committed_counts = self._latest.clone(), self._latest_counts.clone()
         self.size = len(self._latest)
         self._sum, self._moved = torch.zeros_like(self._latest, dtype=torch.float64), torch.zeros_like(self._latest)
@@ -47,7 +47,7 @@ class RunningStats:
         self.begin_epoch()
 
     @property
-    def exist(self) -> bool:
+    def has_layers(self) -> bool:
         return bool(self._layers)
 
     @property
@@ -56,9 +56,9 @@ class RunningStats:
         pairs = zip(self._momenta, self._in_training, strict=True)
         return sorted({momentum for momentum, is_trained in pairs if momentum * is_trained})
 
-    def sum_into(self, accumulator: Tensor) -> None:
+    def use_accumulator(self, accumulator: Tensor) -> None:
         """Sum the statistics here: float64 [size], zeros; the owner reduces it over ranks and zeroes it again."""
-        if self.exist:
+        if self.has_layers:
             self._sum = accumulator
 
     def begin_epoch(self) -> None:
@@ -73,7 +73,7 @@ class RunningStats:
 
     def add(self, samples: int) -> None:
         """Call after the forward pass of a micro-batch with this many samples."""
-        if self.exist:
+        if self.has_layers:
             self._sum.add_(self._latest, alpha=samples)
 
     def commit(self, samples: int, is_finite: Tensor) -> None:
@@ -83,7 +83,7 @@ class RunningStats:
             samples: of all ranks in the global batch.
             is_finite: 0-dimensional bool. torch.where, not a product, since NaN * 0 is NaN.
         """
-        if self.exist:
+        if self.has_layers:
             torch.div(self._sum, samples, out=self._moved)
             torch.lerp(self._committed, self._moved, self._rates, out=self._moved)
             torch.where(is_finite, self._moved, self._committed, out=self._committed)
@@ -93,13 +93,13 @@ class RunningStats:
     def discard(self) -> None:
         """Drop what a pass has left in the layers' buffers: after each backward pass, since a layer that the next
         micro-batch leaves out would add the statistics of this one."""
-        if self.exist:
+        if self.has_layers:
             self._latest.copy_(self._committed)
             self._latest_counts.copy_(self._committed_counts)
 
-    def reload(self) -> None:
+    def read_buffers(self) -> None:
         """Take the statistics from the layers' buffers, into which a checkpoint was loaded."""
-        if self.exist:
+        if self.has_layers:
             self._committed.copy_(self._latest)
             self._committed_counts.copy_(self._latest_counts)
 
@@ -111,7 +111,7 @@ def check_sync_batchnorm(model: nn.Module, sampler: GlobalBatchSampler, ctx: Dis
     if ctx.device.type != "cuda":
         raise UserError("SyncBatchNorm: works on CUDA only; leave out --sync_bn on the CPU")
     full = sampler.micro_batches_per_step
-    is_uneven = any(count % ctx.world_size for count in (full, sampler.count % full))
+    is_uneven = any(count % ctx.world_size for count in (full, sampler.micro_batches_per_epoch % full))
     if is_uneven or (sampler.is_packed and not sampler.drop_last):
         raise UserError(
             "SyncBatchNorm: every rank needs the same number of micro-batches in every step; "
@@ -119,7 +119,7 @@ def check_sync_batchnorm(model: nn.Module, sampler: GlobalBatchSampler, ctx: Dis
         )
 
 
-def _flatten(layers: list[_BatchNorm], names: tuple[str, ...]) -> Tensor:
+def _flatten_buffers(layers: list[_BatchNorm], names: tuple[str, ...]) -> Tensor:
     """One flat tensor; the layers' buffers of these names become views of it."""
     buffers = [(layer, name, getattr(layer, name)) for layer in layers for name in names]
     flat = torch.cat([tensor.reshape(-1) for _, _, tensor in buffers])

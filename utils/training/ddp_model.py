@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.data.sampler import MicroBatch
 from utils.distributed.collectives import is_peer_failure
-from utils.logger import some_of
+from utils.logger import join_first
 from utils.settings.errors import TrainingError, UserError
 
 
@@ -81,7 +81,7 @@ WrappedModel = DDPModel | SingleProcessModel
 def explain_unused(names: list[str]) -> TrainingError:
     """The error for parameters that got no gradient in a step."""
     return TrainingError(
-        f"model: {some_of(names)} got no gradient in this step, while other batches use it, and other ranks"
+        f"model: {join_first(names)} got no gradient in this step, while other batches use it, and other ranks"
         " wait for it; use every parameter in every forward pass, add --find_unused_parameters, or freeze it"
     )
 
@@ -89,7 +89,7 @@ def explain_unused(names: list[str]) -> TrainingError:
 def explain_unfrozen(names: list[str], step: int) -> UserError:
     """The error for parameters that are trainable at this step, and were not when the training was assembled."""
     return UserError(
-        f"model: {some_of(names)} was frozen at the start and got requires_grad_(True) before step {step},"
+        f"model: {join_first(names)} was frozen at the start and got requires_grad_(True) before step {step},"
         " so neither DDP nor the optimizer knows it; let create_model leave it trainable, in a parameter group whose"
         " learning rate is 0 until then, or train it in a second run that starts with --init_from"
     )

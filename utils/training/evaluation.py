@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from utils.clock import Clock
+from utils.clock import PhaseClock
 from utils.data.loader import GlobalBatchLoader
-from utils.data.sets import split_of
+from utils.data.sets import choose_split_name
 from utils.distributed.collectives import require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
 from utils.logger import NAME, show_progress
 from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics
-from utils.rng import seed_evaluation, set_apart
+from utils.rng import preserve_rng_state, seed_evaluation
 from utils.training.hooks import ModelHooks
 from utils.training.parts.part import Part
 from utils.training.precision import Precision
@@ -37,9 +37,9 @@ class Evaluation:
     ctx: DistributedContext
     parts: Sequence[Part] = ()
     consensus: Consensus | None = None  # None: it cannot be stopped
-    clock: Clock = field(default_factory=Clock)  # shows in which function of model.py it is
+    clock: PhaseClock = field(default_factory=PhaseClock)  # shows in which function of model.py it is
 
-    def records(
+    def evaluate_all_weights(
         self, split: str, loader: GlobalBatchLoader, weights: dict[str, AbstractContextManager], progress: Progress
     ) -> list[dict[str, Any]]:
         """An eval record for each kind of weights.
@@ -48,17 +48,17 @@ class Evaluation:
             weights: for each kind, the context in which the model has them.
             progress: where the weights were made.
         """
-        eval_records, split = [], split_of(loader.dataset, split)
+        eval_records, split = [], choose_split_name(loader.dataset, split)
         common = {"kind": "eval", "epoch": progress.epoch_number, "step": progress.step, "split": split}
         for kind, context in weights.items():
             show = partial(show_progress, logging.getLogger(NAME), label=split + " (ema)" * (kind == "ema"))
-            with context, set_apart(self.ctx.device):
-                means = self.means(loader, show, split)
+            with context, preserve_rng_state(self.ctx.device):
+                means = self.evaluate(loader, show, split)
                 eval_records.append({**common, "weights": kind, **means})
         return eval_records
 
     @torch.no_grad()
-    def means(
+    def evaluate(
         self, loader: GlobalBatchLoader, show: Callable[[int, int], None] | None = None, split: str = "val"
     ) -> dict[str, float]:
         """The mean loss and metrics over a set, and its "count".
@@ -79,15 +79,15 @@ class Evaluation:
         for part in self.parts:
             part.begin_evaluation(seed_function, self.clock)
         for number, micro_batch in enumerate(loader.micro_batches(epoch=0), start=1):
-            self.clock.call("compute_loss")
+            self.clock.enter_function("compute_loss")
             seed_function("compute_loss", micro_batch.indices)
             with self.precision.autocast():
                 metrics = self.hooks.compute_loss(self.model, micro_batch.batch)
                 for part in self.parts:
                     part.evaluate(self.model, micro_batch)
             self.clock.enter("evaluation")
-            if not tracker.layout:
-                tracker.lay_out(check_metrics(metrics))
+            if not tracker.shapes:
+                tracker.allocate(check_metrics(metrics))
             if not micro_batch.is_padding:
                 tracker.update(metrics)
                 samples += len(micro_batch.indices)
@@ -98,12 +98,12 @@ class Evaluation:
                 self.consensus.step()
         if self.consensus:
             self.consensus.flush()
-        count = int(all_reduce_scalar(samples, "sum", ctx.control))
+        count = int(all_reduce_scalar(samples, "sum", ctx.control_group))
         if count != (whole := len(loader.dataset)):
             raise RuntimeError(f"evaluation counted {count} samples of {whole}; this is a bug in the loader")
         sentence = "compute_loss: {other} and {first} report different metrics; report the same for every batch"
-        require_equal(tracker.layout, sentence, ctx)
-        if work := ranks.start(tracker.values, loader.sampler.count):
+        require_equal(tracker.shapes, sentence, ctx)
+        if work := ranks.start(tracker.values, loader.sampler.micro_batches_per_epoch):
             work.wait()
         means = tracker.means()
         for part in self.parts:

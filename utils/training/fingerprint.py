@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from utils.distributed.dtensor import device_of, group_of, is_sharded, local, own_rows
-from utils.rng import derive_seed, mix
+from utils.distributed.dtensor import find_shard_group, is_sharded, local_row_range, local_shard, model_device
+from utils.rng import derive_seed, hash_bits
 from utils.training.schedule import Progress
 from utils.training.state import TrainState
 
@@ -29,33 +29,35 @@ WORDS = {1: torch.int8, 2: torch.int16}  # by element size; larger elements are 
 
 
 @torch.no_grad()
-def fingerprint_of(name: str, tensors: Iterable[Tensor], owners: Iterable[Any] | None = None) -> int:
+def fingerprint_tensors(name: str, tensors: Iterable[Tensor], owners: Iterable[Any] | None = None) -> int:
     """The fingerprint of a sequence of tensors, as a signed number. Reads from the device.
 
     owners: of each tensor, itself or the sharded tensor of which it holds this rank's rows. The sum of the fingerprints
     over the shards is that of the whole tensors; what is not sharded, a 0-dimensional tensor, counts on the first one.
     """
-    return int(sum(total.cpu() for total in _totals(name, tensors, owners).values()))
+    return int(sum(total.cpu() for total in _sum_by_device(name, tensors, owners).values()))
 
 
 @torch.no_grad()
-def digest_of(
+def fingerprint_on_device(
     name: str, tensors: Iterable[Tensor], device: torch.device, owners: Iterable[Any] | None = None
 ) -> Tensor:
-    """As `fingerprint_of`, on the device where most of the tensors are: int64, 0-dimensional. Reads nothing."""
-    totals = _totals(name, tensors, owners).values()
+    """As `fingerprint_tensors`, on the device where most of the tensors are: int64, 0-dimensional. Reads nothing."""
+    totals = _sum_by_device(name, tensors, owners).values()
     zero = torch.zeros((), dtype=torch.int64, device=device)
     return sum((total.to(device, non_blocking=True) for total in totals), zero)
 
 
-def _totals(name: str, tensors: Iterable[Tensor], owners: Iterable[Any] | None = None) -> dict[torch.device, Tensor]:
+def _sum_by_device(
+    name: str, tensors: Iterable[Tensor], owners: Iterable[Any] | None = None
+) -> dict[torch.device, Tensor]:
     """The summands of a fingerprint by device: int64, 0-dimensional."""
     tensors, totals = list(tensors), defaultdict[torch.device, Any](int)
     for (device, *_), group in groupby(_pieces(zip(tensors, owners or tensors, strict=True)), lambda piece: piece[:3]):
         pieces = list(group)
         block, first = divmod(pieces[0][3], KEYS)
         products = torch.cat([words for *_, words in pieces]).long()
-        products *= _keys(device)[first : first + len(products)]
+        products *= _random_keys(device)[first : first + len(products)]
         totals[device] += products.sum() * (derive_seed(name, block) | 1)
     return totals
 
@@ -67,7 +69,7 @@ def _pieces(pairs: Iterable[tuple[Tensor, Any]]) -> Iterator[tuple[torch.device,
         per_element, kind = max(1, tensor.element_size() // 4), WORDS.get(tensor.element_size(), torch.int32)
         first, rows, position = 0, torch.atleast_1d(tensor.detach()), end
         if is_sharded(owner):
-            first = own_rows(owner)[0]
+            first = local_row_range(owner)[0]
             position += first * (owner.numel() // owner.shape[0]) * per_element if tensor.ndim else 0
             rows = rows[: len(rows) if tensor.ndim else first == 0]
         end += (owner.numel() if tensor.ndim else 1) * per_element
@@ -82,52 +84,52 @@ def _pieces(pairs: Iterable[tuple[Tensor, Any]]) -> Iterator[tuple[torch.device,
 
 
 @cache
-def _keys(device: torch.device) -> Tensor:
+def _random_keys(device: torch.device) -> Tensor:
     """Odd random numbers. The first passes of a run create them, before other streams of the device use them."""
-    return mix(torch.arange(KEYS, device=device), derive_seed("fingerprint")) | 1
+    return hash_bits(torch.arange(KEYS, device=device), derive_seed("fingerprint")) | 1
 
 
-def fingerprint(state: TrainState) -> Tensor:
+def fingerprint_state(state: TrainState) -> Tensor:
     """The fingerprint of weights, buffers, optimizer state and position: int64, 0-dimensional, on the device. Reads
     nothing from it; a collective if sharded."""
-    total = of_weights(state)
-    if group := group_of(state.owners.values()):
+    total = fingerprint_weights(state)
+    if group := find_shard_group(state.owners.values()):
         dist.all_reduce(total, group=group)
-    return total + of_buffers(state.model) + of_position(state.progress)
+    return total + fingerprint_buffers(state.model) + fingerprint_position(state.progress)
 
 
-def shown(fingerprint: int) -> str:
+def format_fingerprint(fingerprint: int) -> str:
     """As in records and checkpoints."""
     return f"{fingerprint % 2**64:016x}"
 
 
-def of_weights(state: TrainState) -> Tensor:
+def fingerprint_weights(state: TrainState) -> Tensor:
     """The summand of weights and optimizer state; of sharded ones, those of this rank. On the device, as a digest."""
     states = [(state.optimizer.state.get(tensor, {}), owner) for tensor, owner in state.owners.items()]
     keys = sorted({key for param_state, _ in states for key in param_state})
     slots = [(param_state.get(key), owner) for key in keys for param_state, owner in states]
     pairs = [*state.owners.items(), *((value, owner) for value, owner in slots if isinstance(value, Tensor))]
     tensors, owners = zip(*pairs, strict=True)
-    return digest_of("weights", tensors, device_of(state.model), owners)
+    return fingerprint_on_device("weights", tensors, model_device(state.model), owners)
 
 
-def of_parameters(model: nn.Module) -> int:
+def fingerprint_parameters(model: nn.Module) -> int:
     """The fingerprint of all parameters, frozen ones too, whole. Reads from the device; a collective if sharded."""
     owners = list(model.parameters())
-    total = digest_of("parameters", [local(owner) for owner in owners], device_of(model), owners)
-    if group := group_of(owners):
+    total = fingerprint_on_device("parameters", [local_shard(owner) for owner in owners], model_device(model), owners)
+    if group := find_shard_group(owners):
         dist.all_reduce(total, group=group)
     return int(total)
 
 
-def of_position(at: Progress) -> int:
+def fingerprint_position(at: Progress) -> int:
     """The summand of the position."""
     return derive_seed("position", at.epoch, at.step, at.samples_in_epoch, at.samples_seen)
 
 
-def of_buffers(model: nn.Module) -> Tensor:
+def fingerprint_buffers(model: nn.Module) -> Tensor:
     """The summand of the buffers that checkpoints hold, those of integers too. On the device, as a digest."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict()
-    buffers = [local(x) for name, x in state.items() if isinstance(x, Tensor) and name not in names]
-    return digest_of("buffers", buffers, device_of(model))
+    buffers = [local_shard(x) for name, x in state.items() if isinstance(x, Tensor) and name not in names]
+    return fingerprint_on_device("buffers", buffers, model_device(model))

@@ -13,12 +13,12 @@ from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
 from utils.distributed.device import raise_file_limit
-from utils.distributed.dtensor import local
-from utils.logger import count
-from utils.metrics import MetricTracker, check_metrics, choose_best
+from utils.distributed.dtensor import local_shard
+from utils.logger import format_count
+from utils.metrics import MetricTracker, check_metrics, choose_best_metric
 from utils.settings.errors import UserError
 from utils.training.ddp_model import WrappedModel
-from utils.training.fingerprint import fingerprint_of
+from utils.training.fingerprint import fingerprint_tensors
 from utils.training.hooks import ComputeLoss, ModelHooks
 from utils.training.state import TrainState
 
@@ -28,7 +28,7 @@ NOT_AVERAGED = (
 )
 
 
-def first_passes(
+def run_first_passes(
     model: WrappedModel,
     state: TrainState,
     loader: GlobalBatchLoader,
@@ -44,44 +44,45 @@ def first_passes(
 
     Args:
         held_out: by split.
-        best_metric: the setting, as `choose_best` takes it.
+        best_metric: the setting, as `choose_best_metric` takes it.
         max_steps: of the run; 0 for no limit.
 
     Returns:
-        The metric that selects the best checkpoint, as `choose_best` does, of those that an evaluation will report.
+        The metric that selects the best checkpoint, of those that an evaluation will report, and its sign: see
+        `choose_best_metric`.
 
     Raises:
         UserError: if compute_loss returns something invalid, or a parameter got no gradient.
     """
     compute_loss = hooks.compute_loss
-    batch, *other_batches = on_all_ranks(loader.sample_batches, ctx)
+    batch, *other_batches = on_all_ranks(loader.example_batches, ctx)
     # the loss is doubled on every other rank: gradients differ unless they are averaged
     digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)
     on_all_ranks(lambda: [train_twice(model, other_batch, state, compute_loss) for other_batch in other_batches], ctx)
     for part in state.parts:
         part.first_passes(lambda: train_twice(state.model, batch, state, compute_loss), batch)
-    state.updater.drop_gradients()  # also where a part's passes have failed
+    state.updater.zero_gradients()  # also where a part's passes have failed
     state.sums.running_stats.discard()
     if state.strategy.has_whole_gradients:
         require_equal(digest, NOT_AVERAGED, ctx)
-    layout = state.sums.metrics.layout
+    layout = state.sums.metrics.shapes
     require_equal(layout, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx)
 
     def train_smallest() -> None:
-        for indices in loader.sampler.smallest(max_steps):
-            with explained(indices, "another --batch_size or --drop_last"):
+        for indices in loader.sampler.smallest_micro_batch(max_steps):
+            with explain_smallest_batch(indices, "another --batch_size or --drop_last"):
                 train_twice(model, loader.fetch(indices)[2], state, compute_loss)
         if loader.sampler.is_packed:
             check_one_sample(state, loader, compute_loss)
 
     def evaluate(loader: GlobalBatchLoader) -> list[str]:
-        for batch in loader.sample_batches():
+        for batch in loader.example_batches():
             names = evaluate_once(batch, state, compute_loss)
         samples = len(loader.dataset)
         for part in state.parts:
-            names += part.try_evaluation(state.model, state.precision, batch, len(loader.largest()[-1]), samples)
-        for indices in loader.sampler.smallest():
-            with explained(indices, "another --eval_batch_size"):
+            names += part.try_evaluation(state.model, state.precision, batch, len(loader.max_samples()[-1]), samples)
+        for indices in loader.sampler.smallest_micro_batch():
+            with explain_smallest_batch(indices, "another --eval_batch_size"):
                 batch = loader.fetch(indices)[2]
                 evaluate_once(batch, state, compute_loss)
                 for part in state.parts:
@@ -94,7 +95,7 @@ def first_passes(
     workers = sum(data_loader.num_workers for data_loader in loaders)
     tensors = sum(data_loader.shared_tensors for data_loader in loaders)
     on_all_ranks(lambda: raise_file_limit(ctx.world_size, workers, tensors), ctx)
-    return on_all_ranks(lambda: choose_best(best_metric, [*names, []][0]), ctx)
+    return on_all_ranks(lambda: choose_best_metric(best_metric, [*names, []][0]), ctx)
 
 
 @torch.no_grad()
@@ -135,21 +136,21 @@ def train_twice(model: nn.Module, batch: Any, state: TrainState, compute_loss: C
     except ValueError as error:
         explain_one_sample(error)
         raise
-    gradients = [local(p.grad) for p in state.model.parameters() if p.grad is not None]
-    digest = fingerprint_of("gradients", gradients)
-    state.updater.drop_gradients()
+    gradients = [local_shard(p.grad) for p in state.model.parameters() if p.grad is not None]
+    digest = fingerprint_tensors("gradients", gradients)
+    state.updater.zero_gradients()
     state.sums.running_stats.discard()
-    state.lay_out(metrics)
+    state.allocate_metrics(metrics)
     return digest
 
 
 @contextmanager
-def explained(indices: list[int], remedy: str) -> Iterator[None]:
+def explain_smallest_batch(indices: list[int], remedy: str) -> Iterator[None]:
     """Let an error say that it is one of the smallest micro-batch."""
     try:
         yield
     except Exception as error:
-        size = count(indices, "sample")
+        size = format_count(indices, "sample")
         error.add_note(f"the smallest micro-batch has {size}: use {remedy} if that is too few")
         raise
 

@@ -18,9 +18,9 @@ from utils.metrics import Metrics
 from utils.settings.errors import UserError
 from utils.training.blocks import find_blocks
 from utils.training.optimizer import create_optimizer, lr_factor
-from utils.training.parts.create import parts_of_functions
+from utils.training.parts.create import create_parts_of_functions
 from utils.training.parts.part import P, Part, find_part
-from utils.training.signatures import asks_for
+from utils.training.signatures import has_parameter
 
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
 REQUIRED = ("create_model", "param_groups", "compute_loss")
@@ -94,13 +94,13 @@ class ModelHooks:
         if missing:
             raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see docs/reference.md")
         for name, function in functions.items():
-            if config and name not in TAKES_CONFIG and asks_for(function, "config"):
+            if config and name not in TAKES_CONFIG and has_parameter(function, "config"):
                 functions[name] = functools.partial(function, config=config)
         functions = {"predict": predict} | functions  # the part of summarize calls the default too
-        parts = parts_of_functions(functions, device)
+        parts = create_parts_of_functions(functions, device)
         return cls(**functions, parts=tuple(parts))
 
-    def part(self, kind: type[P]) -> P | None:
+    def find_part(self, kind: type[P]) -> P | None:
         """The part of this class, if these functions have one."""
         return find_part(self.parts, kind)
 

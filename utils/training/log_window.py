@@ -26,7 +26,7 @@ class SkippedStep(NamedTuple):
     reason: str = ""  # "non-finite" loss or gradient; EMPTY: the loss counted nothing
 
 
-def is_empty(skipped: list[SkippedStep]) -> bool:
+def are_all_empty(skipped: list[SkippedStep]) -> bool:
     """Whether some steps were skipped, and all because their loss counted nothing."""
     return {skip.reason for skip in skipped} == {NOTHING_COUNTED}
 
@@ -87,9 +87,9 @@ class LogWindow(MetricTracker):
         self._losses: list[Tensor] = []  # with float16: the summed loss of each step
         self._steps: list[SkippedStep] = []  # a record of each step, used if it was skipped
 
-    def lay_out(self, metrics: Metrics, spare: int = 0) -> None:
-        super().lay_out(metrics, spare)
-        self._sums.lay_out(metrics, spare)
+    def allocate(self, metrics: Metrics, spare: int = 0) -> None:
+        super().allocate(metrics, spare)
+        self._sums.allocate(metrics, spare)
 
     def record_step(self, step: SkippedStep, norm: Tensor, divisor: Tensor, loss: Tensor | None) -> None:
         """Keep what tells whether a step was skipped: 0-dimensional, on the device. loss: with float16."""
@@ -128,12 +128,12 @@ class LogWindow(MetricTracker):
             entries |= part.finish_read(other_tensors.pop(0))
         sums = self._sums
         sums.values.copy_(values)
-        norm_sum, finite = sums.sum_of("grad_norm").item(), [norm for norm in norms.tolist() if math.isfinite(norm)]
+        norm_sum, finite = sums.sum_view("grad_norm").item(), [norm for norm in norms.tolist() if math.isfinite(norm)]
         for norm in finite:  # not sum(), so that the bits do not depend on where a resume divides the interval
             norm_sum += norm
-        sums.sum_of("grad_norm").fill_(norm_sum)
-        sums.count_of("grad_norm").add_(len(finite))
-        sums.sum_of("skipped_steps").add_(len(norms) - len(finite))
+        sums.sum_view("grad_norm").fill_(norm_sum)
+        sums.count_view("grad_norm").add_(len(finite))
+        sums.sum_view("skipped_steps").add_(len(norms) - len(finite))
         skipped = []
         rows = (norms.tolist(), divisors.tolist(), losses.tolist() or [math.nan] * len(norms))
         for step, norm, divisor, loss in zip(read.steps, *rows, strict=True):
@@ -150,5 +150,5 @@ class LogWindow(MetricTracker):
     def keep_norms(self) -> None:
         """Add the norms that were read last to the sums, in the middle of an interval, and the skipped steps."""
         for name in ("grad_norm", "skipped_steps"):
-            self.sum_of(name).fill_(self._sums.sum_of(name).item())
-            self.count_of(name).fill_(self._sums.count_of(name).item())
+            self.sum_view(name).fill_(self._sums.sum_view(name).item())
+            self.count_view(name).fill_(self._sums.count_view(name).item())

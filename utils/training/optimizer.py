@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from config import TrainingConfig
 from utils.batch import map_leaves, map_tensors
-from utils.distributed.dtensor import local, shard_of, wrap
+from utils.distributed.dtensor import create_dtensor, local_shard, take_shard
 from utils.settings.errors import UserError
 
 # entries of a parameter group that come from the config or the machine at each start
@@ -40,7 +40,7 @@ def create_optimizer(groups: list[dict[str, Any]], config: TrainingConfig) -> to
     return torch.optim.SGD(groups, momentum=config.momentum, nesterov=nesterov, **common)
 
 
-def checked_groups(groups: Any, names: Mapping[Any, str]) -> list[dict[str, Any]]:
+def check_groups(groups: Any, names: Mapping[Any, str]) -> list[dict[str, Any]]:
     """The groups with only the trainable parameters. Raises UserError if they cannot be trained.
 
     Args:
@@ -72,7 +72,7 @@ def checked_groups(groups: Any, names: Mapping[Any, str]) -> list[dict[str, Any]
     return trained
 
 
-def prepare(optimizer: torch.optim.Optimizer) -> bool:
+def prepare_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Prepare an optimizer for steps that may be skipped. Returns whether it skips them on the device (`found_inf`).
 
     Raises UserError if its `step` needs a closure.
@@ -92,7 +92,7 @@ def prepare(optimizer: torch.optim.Optimizer) -> bool:
     fill_momenta(optimizer)
     for group in optimizer.param_groups:
         group["base_lr"] = group["lr"]
-    return skips_on_device(optimizer)
+    return can_skip_on_device(optimizer)
 
 
 def fill_momenta(optimizer: torch.optim.Optimizer) -> None:
@@ -115,14 +115,14 @@ def optimizer_state(
         names, owners: of each of its tensors: the name, and the parameter, which is the tensor itself or sharded.
         created: `group_entries` when it was created.
     """
-    held, saved = _held(optimizer), optimizer.state_dict()
+    held, saved = _list_tensors(optimizer), optimizer.state_dict()
     states: dict[Any, Any] = {}
     for number, state in saved["state"].items():
         states[number] = state
         if isinstance(number, int):  # else a value of all parameters, such as the count of MADGRAD
             p = held[number]
             states[number] = {
-                key: wrap(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value
+                key: create_dtensor(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value
                 for key, value in state.items()
             }
     return saved | {
@@ -132,7 +132,7 @@ def optimizer_state(
     }
 
 
-def load_optimizer(
+def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     saved: dict[str, Any],
     names: Mapping[Any, str],
@@ -142,14 +142,14 @@ def load_optimizer(
 
     saved, names, owners: as for `optimizer_state`. Raises UserError if it is of other parameters.
     """
-    held = _held(optimizer)
+    held = _list_tensors(optimizer)
     before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", []))}
     is_other = before.keys() != {names[p] for p in held}
     shared = {key: value for key, value in saved["state"].items() if not isinstance(key, int)}
     states: dict[Any, Any] = map_tensors(Tensor.clone, shared)
     for number, p in enumerate([] if is_other else held):
-        local_state = {key: local(shard_of(value, owners[p])) for key, value in before[names[p]].items()}
-        if skips_on_device(optimizer):  # fused kernels do not check
+        local_state = {key: local_shard(take_shard(value, owners[p])) for key, value in before[names[p]].items()}
+        if can_skip_on_device(optimizer):  # fused kernels do not check
             is_other |= any(value.shape != p.shape for key, value in local_state.items() if key != "step")
         states |= {number: local_state} if local_state else {}
     if is_other:
@@ -162,7 +162,7 @@ def load_optimizer(
     for number, p in enumerate(held):
         state = optimizer.state.get(p, {})
         # load_state_dict may have rounded to the type of the parameter, which fused kernels need
-        exact = state if skips_on_device(optimizer) else states.get(number, {})
+        exact = state if can_skip_on_device(optimizer) else states.get(number, {})
         for key, loaded in state.items():
             value = exact.get(key, loaded)
             if not (_is_tensor(value) and _is_tensor(loaded)):
@@ -226,25 +226,25 @@ def restore_entries(optimizer: torch.optim.Optimizer, records: list[dict[str, An
                     " the same parameters now; divide them as before in param_groups, or start a new run with"
                     " --init_from"
                 )
-            device = _held(optimizer)[0].device
+            device = _list_tensors(optimizer)[0].device
             group[key] = map_tensors(functools.partial(Tensor.to, device=device, copy=True), value)
 
 
 def _is_same(left: Any, right: Any) -> bool:
-    return bool(map_leaves(_comparable, left) == map_leaves(_comparable, right))
+    return bool(map_leaves(_to_comparable, left) == map_leaves(_to_comparable, right))
 
 
-def _comparable(value: Any) -> Any:
+def _to_comparable(value: Any) -> Any:
     """The numbers of a tensor or an array, or another value as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _list_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The tensors that it updates, in the order in which it numbers them."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it skips a step itself where `found_inf` is 1."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
@@ -268,7 +268,7 @@ def lr_factor(config: TrainingConfig, step: int, total_steps: int, warmup_steps:
     return least + (1 - least) * SHAPES[config.schedule](done)
 
 
-def factors_of(groups: list[dict[str, Any]], factor: float | dict[str, float]) -> list[float]:
+def list_group_factors(groups: list[dict[str, Any]], factor: float | dict[str, float]) -> list[float]:
     """The factor of each group. Raises UserError if the names of groups and factors do not fit.
 
     factor: what `lr_factor` returned: one for all groups, or one for each name of a group.

@@ -13,7 +13,7 @@ from utils.settings.errors import UserError
 OTHER_NAMES = "model.predict: returned different names for different batches; return the same names for every batch"
 
 
-class Outputs:
+class OutputCollector:
     """What `predict` returned for this rank's samples, on the CPU.
 
     seed: called with the indices of a micro-batch before `predict`, which may draw random numbers.
@@ -41,7 +41,7 @@ class Outputs:
                 kept.append(output.detach().to("cpu", copy=True))  # a view would keep all of its tensor
         self.indices += [] if is_padding else indices
 
-    def part(self) -> dict[str, Any]:
+    def collected(self) -> dict[str, Any]:
         return {"indices": self.indices, "outputs": self.batches}
 
 
@@ -58,7 +58,7 @@ def check_outputs(outputs: object, samples: int) -> None:
             )
 
 
-def in_order(parts: list[dict[str, Any]], samples: int) -> dict[str, Tensor | list[Tensor]]:
+def sort_by_sample(parts: list[dict[str, Any]], samples: int) -> dict[str, Tensor | list[Tensor]]:
     """The parts of all ranks in the order of the samples; a list of rows where shapes differ between batches."""
     order = torch.tensor([index for part in parts for index in part["indices"]]).argsort()
     if len(order) != samples:

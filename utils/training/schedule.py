@@ -34,7 +34,7 @@ class Progress:
     user: dict[str, Any] = field(default_factory=dict)  # a fork's own, plain JSON values, the same on all ranks
 
     @classmethod
-    def of(cls, payload: dict[str, Any]) -> Progress:
+    def from_payload(cls, payload: dict[str, Any]) -> Progress:
         """Where a checkpoint was saved."""
         names = ("epoch", "step", "samples_in_epoch", "samples_seen")
         return cls(**{name: payload["progress"][name] for name in names})
@@ -44,8 +44,8 @@ class Progress:
         """The epoch of the latest sample as records count it: from 1; 0 before the first sample."""
         return self.epoch + (self.samples_in_epoch > 0)
 
-    def note_value(self, value: float, sign: int) -> bool:
-        """Record an evaluation. Returns whether its value is the best so far, by the sign of `choose_best`."""
+    def record_value(self, value: float, sign: int) -> bool:
+        """Record an evaluation. Returns whether its value is the best so far, by the sign of `choose_best_metric`."""
         is_best = math.isfinite(value) and (self.best_value is None or sign * value > sign * self.best_value)
         if is_best:
             self.best_value, self.best_epoch, self.best_step = value, self.epoch_number, self.step
@@ -53,7 +53,7 @@ class Progress:
         self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1
         return is_best
 
-    def forget_best(self) -> None:
+    def reset_best(self) -> None:
         """Let the best value and patience start again: call it if later values cannot be compared with earlier ones."""
         self.best_value, self.best_epoch, self.best_step, self.evaluations_since_best = None, -1, -1, 0
 
@@ -77,13 +77,13 @@ class Schedule:
         if sampler.is_packed:  # the same on each resume
             total = epochs * sampler.steps_per_epoch
         else:
-            total = progress.step + sampler.steps_left(progress.epoch, progress.samples_in_epoch, epochs)
+            total = progress.step + sampler.remaining_steps(progress.epoch, progress.samples_in_epoch, epochs)
         self.total_steps = int(min(total, steps))
         by_epochs = round(config.warmup_epochs * sampler.steps_per_epoch)
         self.warmup_steps = unless_auto(config.warmup_steps, by_epochs)
         self._sampler = sampler
 
-    def factor_at(self, step: int, progress: Progress) -> float | dict[str, float]:
+    def lr_factor_at(self, step: int, progress: Progress) -> float | dict[str, float]:
         """The factor on the learning rate at this step, from 0, or those of the named parameter groups."""
         length = self._config.schedule_steps or self.total_steps
         if length == self.total_steps:
@@ -91,7 +91,7 @@ class Schedule:
         return self._lr_factor(self._config, step, length, self.warmup_steps, progress)
 
     @cached_property
-    def warnings(self) -> list[str]:
+    def list_warnings(self) -> list[str]:
         """Settings that have no effect from the first step of this attempt on: a line for each."""
         config, warnings = self._config, []
         length = max(self.total_steps, config.schedule_steps)
@@ -127,7 +127,7 @@ class Schedule:
     @property
     def is_epoch_complete(self) -> bool:
         epoch, start = self.progress.epoch, self.progress.samples_in_epoch
-        return self._sampler is None or self._sampler.steps_left(epoch, start, epoch + 1) == 0
+        return self._sampler is None or self._sampler.remaining_steps(epoch, start, epoch + 1) == 0
 
     @property
     def is_evaluation_due(self) -> bool:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 
 
-def asks_for(function: Callable | None, name: str) -> bool:
+def has_parameter(function: Callable | None, name: str) -> bool:
     """Whether the function has a parameter of this name."""
     if function is None:
         return False

@@ -15,15 +15,15 @@ from torch import nn
 from config import TrainingConfig
 from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.context import DistributedContext
-from utils.distributed.dtensor import device_of, is_sharded, shard_of
-from utils.logger import some_of
+from utils.distributed.dtensor import is_sharded, model_device, take_shard
+from utils.logger import join_first
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics
 from utils.settings.errors import UserError
 from utils.training.gradient_strategy import GradientStrategy
 from utils.training.hooks import ModelHooks
 from utils.training.log_window import LogWindow, SkippedStep
-from utils.training.optimizer import factors_of
+from utils.training.optimizer import list_group_factors
 from utils.training.parts.part import P, Part, find_part
 from utils.training.precision import Precision
 from utils.training.schedule import Progress, Schedule
@@ -44,7 +44,7 @@ class TrainState:
     ) -> None:
         self._config = config
         self.parts: list[Part] = []  # `create_parts` gives them once the model has the buffers that `sums` puts there
-        device = device_of(model)
+        device = model_device(model)
         self.strategy = strategy or GradientStrategy(config, DistributedContext(0, 0, 1, device))
         self.model, self.precision = model, precision  # the model is not wrapped in DDP
         self.schedule = Schedule(config, hooks.lr_factor)
@@ -53,7 +53,7 @@ class TrainState:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
         self.updater = Updater(model, hooks, config, precision, self.strategy, device)
         self.log_window = LogWindow(device, self.updater.scaler, self.parts)
-        self.factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
+        self.lr_factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
         self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
 
     @property
@@ -72,20 +72,20 @@ class TrainState:
     def progress(self) -> Progress:
         return self.schedule.progress
 
-    def lay_out(self, metrics: Metrics) -> None:
+    def allocate_metrics(self, metrics: Metrics) -> None:
         """Allocate space for the metrics that compute_loss returned for a first batch. Call before the first step.
 
         Raises:
             UserError: if those of a later batch have other names or shapes.
         """
         metrics = self.after_forward(metrics, number=0)
-        if self.sums.metrics.layout:
+        if self.sums.metrics.shapes:
             self.sums.metrics.update(metrics)
             self.sums.metrics.values.zero_()
             return
-        self.sums.lay_out(metrics)
+        self.sums.allocate(metrics)
         # after the metrics, which `commit` adds as the first ones
-        self.log_window.lay_out(metrics | {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)})
+        self.log_window.allocate(metrics | {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)})
         self._first_count = float(metrics["loss"][1])
 
     def plan(self, sampler: GlobalBatchSampler) -> None:
@@ -98,7 +98,7 @@ class TrainState:
         self._loss_scale.fill_(self.strategy.divisor * 2.0**-progress.loss_shift)
         self.schedule.plan(sampler)
 
-    def show(self, progress: Progress, total_steps: int = 0) -> None:
+    def show_progress(self, progress: Progress, total_steps: int = 0) -> None:
         """Let the parts see this progress before a step or an evaluation. total_steps: by default those of the run."""
         for part in self.parts:
             part.see_progress(progress, total_steps or self.schedule.total_steps)
@@ -109,13 +109,13 @@ class TrainState:
             metrics = part.after_forward(metrics, number)
         return metrics
 
-    def factors_at(self, step: int, progress: Progress) -> list[float]:
+    def lr_factors_at(self, step: int, progress: Progress) -> list[float]:
         """The schedule's factors on the learning rates of the groups at this step, from 0. Raises UserError."""
-        return factors_of(self.optimizer.param_groups, self.schedule.factor_at(step, progress))
+        return list_group_factors(self.optimizer.param_groups, self.schedule.lr_factor_at(step, progress))
 
     def _set_lr(self) -> None:
-        factors = self.factors_at(self.progress.step, self.progress)
-        self.factor = max(factors)
+        factors = self.lr_factors_at(self.progress.step, self.progress)
+        self.lr_factor = max(factors)
         for group, factor in zip(self.optimizer.param_groups, factors, strict=True):
             group["lr"] = group["base_lr"] * factor
 
@@ -126,22 +126,22 @@ class TrainState:
         unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
         if unused:
             raise UserError(
-                f"model: the loss does not depend on {some_of(unused)}, and DDP would wait for the"
+                f"model: the loss does not depend on {join_first(unused)}, and DDP would wait for the"
                 " gradient; use it in every forward pass, add --find_unused_parameters, or freeze it in create_model"
                 " with requires_grad_(False)"
             )
 
-    def part(self, kind: type[P]) -> P | None:
+    def find_part(self, kind: type[P]) -> P | None:
         """The part of this class, if there is one."""
         return find_part(self.parts, kind)
 
     @property
-    def norm(self) -> torch.Tensor:
+    def gradient_norm(self) -> torch.Tensor:
         """The gradient norm of the step just taken: 0-dimensional, on the device."""
         return self.log_window.norms[-1]
 
     @property
-    def lrs(self) -> list[float]:
+    def learning_rates(self) -> list[float]:
         """The learning rate of each parameter group in the last step taken."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
@@ -179,7 +179,7 @@ class TrainState:
         self.progress.samples_in_epoch += samples
         self.progress.samples_seen += samples
 
-    def read_skips(self) -> list[SkippedStep]:
+    def read_skipped_steps(self) -> list[SkippedStep]:
         """Count and return the steps that were skipped since the last read, the same on all ranks. Call it before
         `state_dict`. Waits for the device, and adds the norms of the gradients to `interval`."""
         values = self.log_window.finish_read(self.log_window.begin_read(), self.progress)
@@ -240,12 +240,12 @@ class TrainState:
         self._load_weights(self._complete(payload)[kind])
 
     def _load_weights(self, weights: dict[str, Any]) -> None:
-        likes = self.sharded()
+        likes = self.sharded_parameters()
         try:
-            self.model.load_state_dict({name: shard_of(value, likes.get(name)) for name, value in weights.items()})
+            self.model.load_state_dict({name: take_shard(value, likes.get(name)) for name, value in weights.items()})
         except RuntimeError as error:
             raise UserError(f"the checkpoint's model does not fit ({error}); give the model it was made with") from None
-        self.sums.running_stats.reload()
+        self.sums.running_stats.read_buffers()
 
     def weights(self) -> dict[str, AbstractContextManager]:
         """The weights to evaluate, each with the context in which the model has them. The last selects the best."""
@@ -254,20 +254,20 @@ class TrainState:
             contexts |= part.weights()
         return contexts
 
-    def weights_of(self, payload: dict[str, Any]) -> dict[str, AbstractContextManager]:
+    def load_weights_of(self, payload: dict[str, Any]) -> dict[str, AbstractContextManager]:
         """Those in a checkpoint, which replace the weights of the model for good; without one, those of the model."""
         contexts: dict[str, AbstractContextManager] = {}
         kinds = dict.fromkeys(["model", "ema", *self.weights()])  # averaged ones, also if this run averages none
         for kind in kinds:
             if payload.get(kind):
-                contexts[kind] = self._loaded(payload, kind)
+                contexts[kind] = self._with_weights(payload, kind)
         return contexts or {"model": nullcontext()}
 
     @contextmanager
-    def _loaded(self, payload: dict[str, Any], kind: str) -> Iterator[None]:
+    def _with_weights(self, payload: dict[str, Any], kind: str) -> Iterator[None]:
         self.load_model(payload, kind)
         yield
 
-    def sharded(self) -> dict[str, torch.Tensor]:
+    def sharded_parameters(self) -> dict[str, torch.Tensor]:
         """The sharded parameters by name."""
         return {name: p for name, p in self.model.state_dict(keep_vars=True).items() if is_sharded(p)}

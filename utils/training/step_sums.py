@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from utils.data.sampler import MicroBatch
 from utils.distributed.collectives import RankSum
-from utils.distributed.dtensor import device_of
+from utils.distributed.dtensor import model_device
 from utils.metrics import Metrics, MetricTracker
 from utils.training.batchnorm import RunningStats
 
@@ -22,23 +22,23 @@ class StepSums:
 
     def __init__(self, model: nn.Module, ranks: RankSum) -> None:
         self.running_stats = RunningStats(model)
-        self.metrics = MetricTracker(device_of(model))
+        self.metrics = MetricTracker(model_device(model))
         self._ranks, self._work = ranks, None
 
-    def lay_out(self, metrics: Metrics) -> None:
+    def allocate(self, metrics: Metrics) -> None:
         """Allocate space for metrics of these names and shapes, the same on all ranks."""
-        self.metrics.lay_out(metrics, spare=self.running_stats.size)
-        self.running_stats.sum_into(self.metrics.values[len(self.metrics.values) - self.running_stats.size :])
+        self.metrics.allocate(metrics, spare=self.running_stats.size)
+        self.running_stats.use_accumulator(self.metrics.values[len(self.metrics.values) - self.running_stats.size :])
 
     @property
     def loss_count(self) -> Tensor:
         """The count of the loss in the global batch, after `wait`: float64, 0-dimensional, on the device."""
-        return self.metrics.count_of("loss")
+        return self.metrics.count_view("loss")
 
     @property
     def loss(self) -> Tensor:
         """The summed loss of the global batch, as `loss_count`."""
-        return self.metrics.sum_of("loss")
+        return self.metrics.sum_view("loss")
 
     def add(self, metrics: Metrics, micro_batch: MicroBatch) -> None:
         """Call after the forward pass of a micro-batch, unless it is padding."""

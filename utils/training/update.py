@@ -12,7 +12,13 @@ from config import TrainingConfig
 from utils.training.ddp_model import explain_unfrozen, explain_unused
 from utils.training.gradient_strategy import GradientStrategy
 from utils.training.hooks import ModelHooks
-from utils.training.optimizer import checked_groups, group_entries, load_optimizer, optimizer_state, prepare
+from utils.training.optimizer import (
+    check_groups,
+    group_entries,
+    load_optimizer_state,
+    optimizer_state,
+    prepare_optimizer,
+)
 from utils.training.precision import Precision
 
 
@@ -35,15 +41,15 @@ class Updater:
         strategy: GradientStrategy,
         device: torch.device,
     ) -> None:
-        self._config, self._sharing = config, strategy
+        self._config, self._strategy = config, strategy
         self.zeroes_gradients = False  # in place; else they are dropped
         names = {p: name for name, p in model.named_parameters()}
-        groups, tensors = checked_groups(hooks.param_groups(model, config), names), strategy.optimizer_tensors(names)
+        groups, tensors = check_groups(hooks.param_groups(model, config), names), strategy.optimizer_tensors(names)
         groups = [group | {"params": [tensors[p] for p in group["params"]]} for group in groups]
         self.owners = {tensor: p for p, tensor in tensors.items()}  # of a tensor of the optimizer: the parameter
         self.optimizer = hooks.create_optimizer(groups, config)
         strategy.check_optimizer(self.optimizer)
-        self.skips_on_device = prepare(self.optimizer)
+        self.skips_on_device = prepare_optimizer(self.optimizer)
         self._created = group_entries(self.optimizer)
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
         held = {p for group in self.optimizer.param_groups for p in group["params"]}
@@ -58,7 +64,7 @@ class Updater:
         # fused kernels take a float32 divisor, which is exact enough only for float32
         self._divides_in_step = self.skips_on_device and all(p.dtype is torch.float32 for p in self._names)
 
-    def drop_gradients(self) -> None:
+    def zero_gradients(self) -> None:
         """Call before the next global batch."""
         if self.zeroes_gradients:
             self.optimizer.zero_grad(set_to_none=False)
@@ -82,11 +88,11 @@ class Updater:
         """
         if thawed := [name for p, name in self._frozen.items() if p.requires_grad]:
             raise explain_unfrozen(thawed, number)
-        self._sharing.unscale(self.scaler, self.optimizer, self.owners)
+        self._strategy.unscale(self.scaler, self.optimizer, self.owners)
         gradients = [p.grad for p in self._names if p.grad is not None]
         if len(gradients) < len(self._names) and not self._config.find_unused_parameters:
             raise explain_unused([name for p, name in self._names.items() if p.grad is None])
-        norm = self._sharing.gradient_norm(gradients) / divisor  # 0 / 0, of an empty global batch, is NaN
+        norm = self._strategy.gradient_norm(gradients) / divisor  # 0 / 0, of an empty global batch, is NaN
         norm = torch.add(norm, loss, alpha=0)  # 0 times a non-finite loss is NaN
         if self._config.clip_grad_norm:
             divisor = divisor * ((norm + 1e-6) / self._config.clip_grad_norm).clamp(min=1)
@@ -103,7 +109,7 @@ class Updater:
         if self.skips_on_device or is_finite:
             self.optimizer.step()
         self.scaler.update()
-        self.drop_gradients()
+        self.zero_gradients()
         return norm, is_finite, skipped
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,6 +117,6 @@ class Updater:
         return {"optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, payload: dict[str, Any]) -> None:
-        load_optimizer(self.optimizer, payload["optimizer"], self._names, self.owners)
+        load_optimizer_state(self.optimizer, payload["optimizer"], self._names, self.owners)
         if self.scaler.is_enabled() and payload["scaler"]:
             self.scaler.load_state_dict(payload["scaler"])

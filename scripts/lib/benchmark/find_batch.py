@@ -38,7 +38,7 @@ from lib.benchmark.turns import synchronize
 from utils.batch import tensors_in
 from utils.data.sets import load_data
 from utils.extras.lengths.token_budget import read_lengths  # extra: lengths
-from utils.memory import free_memory, gigabytes, is_out_of_memory, own_memory
+from utils.memory import format_bytes, free_memory, is_out_of_memory, read_process_memory
 from utils.settings.errors import UserError
 from utils.training.first_passes import train_twice
 
@@ -68,7 +68,7 @@ class Trial:
     unit: str = "sample"
 
     def __str__(self) -> str:
-        figures = f", {gigabytes(self.needs)}, {self.seconds:.3g} s per micro-batch" if self.needs else ""
+        figures = f", {format_bytes(self.needs)}, {self.seconds:.3g} s per micro-batch" if self.needs else ""
         return f"{self.size:,} {self.unit}{'s' * (self.size > 1)}: {self.outcome}{figures}"
 
 
@@ -89,7 +89,7 @@ def two_steps(config: TrainingConfig, ctx: DistributedContext, folder: Path, siz
     micro_batches = ours.state.progress.samples_seen / size
     if ours.loader.sampler.is_packed:
         micro_batches = 2.0 * ours.state.progress.step
-        for batch in ours.loader.sample_batches():  # the largest ones, beside the optimizer's state
+        for batch in ours.loader.example_batches():  # the largest ones, beside the optimizer's state
             train_twice(ours.model, batch, ours.state, ours.training.hooks.compute_loss)
     seconds /= micro_batches
     checkpoint = sum(tensor.nbytes for tensor in tensors_in(ours.state.state_dict()))
@@ -123,7 +123,7 @@ def limit_memory(device: torch.device, memory: int) -> None:
     else:
         import resource
 
-        limit = own_memory("VmData") + max(0, memory - own_memory("VmRSS"))
+        limit = read_process_memory("VmData") + max(0, memory - read_process_memory("VmRSS"))
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
@@ -150,7 +150,7 @@ def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str])
             if ctx.device.type == "cuda":
                 needs = torch.cuda.max_memory_reserved(ctx.device)
             else:  # including the checkpoint's copy in shared memory and the writer's archive
-                needs = own_memory("VmHWM") + 2 * checkpoint
+                needs = read_process_memory("VmHWM") + 2 * checkpoint
             result = {"outcome": FITS if needs <= memory else TOO_LARGE, "needs": needs, "seconds": seconds}
     except UserError as error:
         result = {"error": str(error)}
@@ -215,7 +215,7 @@ def answer(name: str, trials: list[Trial], max_size: int, global_batch: int, ran
     best = max(fitting, key=lambda trial: trial.size)
     size = keeping(global_batch, best.size, ranks) if global_batch else best.size
     speed = f"{best.seconds:.3g} s per micro-batch, {best.size / best.seconds:,.1f} {best.unit}s/s"
-    lines = [f"{name}: {best.size:,} {best.unit}s, {gigabytes(best.needs)}, {speed}"]
+    lines = [f"{name}: {best.size:,} {best.unit}s, {format_bytes(best.needs)}, {speed}"]
     if best.size == max_size:
         lines.append("  this is the whole training set")
     why = "   (divides the global batch)" if size != best.size else ""
@@ -238,7 +238,7 @@ def find(flags: list[str], ranks: int, gib: float) -> None:
         flags = [*flags, "--batch_size", str(TrainingConfig.batch_size), "--global_batch_size", str(global_batch)]
     facts = start_trial(0, ranks, gib, flags)
     say, max_size, answers = functools.partial(print, flush=True), facts["most"], []
-    say(f"{gigabytes(facts['memory'])} per rank, after {HEADROOM:.0%} headroom")
+    say(f"{format_bytes(facts['memory'])} per rank, after {HEADROOM:.0%} headroom")
     ways: list[list[str]] = [[]]
     ways += [[CHECKPOINTING]] * (not config.activation_checkpointing)  # extra: compile
     for added_flags in ways:

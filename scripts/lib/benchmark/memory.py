@@ -30,9 +30,9 @@ from utils.cpus import usable_cpus
 from utils.data.loader import create_distributed_dataloader
 from utils.data.sampler import MapDataset
 from utils.data.sets import load_data
-from utils.distributed.dtensor import device_of, local
+from utils.distributed.dtensor import local_shard, model_device
 from utils.memory import drop_traceback, free_memory, is_out_of_memory
-from utils.run.create import create_state
+from utils.run.initial_state import create_state
 from utils.settings.errors import UserError
 from utils.table import format_table
 from utils.training.first_passes import train_twice
@@ -61,7 +61,7 @@ def count(state: TrainState, action: Callable[[], object]) -> dict[str, int]:
     Gradients must not exist yet.
     """
     tracker, copies = Tracker(), list[torch.Tensor]()
-    average = state.part(WeightAverage)
+    average = state.find_part(WeightAverage)
     if average:
         copies = [*average._copies.values()]
     tracker.track_external(state.model, state.optimizer, *copies)
@@ -69,7 +69,7 @@ def count(state: TrainState, action: Callable[[], object]) -> dict[str, int]:
         parameter.grad = None
     with tracker:
         action()
-    parameters = [local(parameter.detach()) for parameter in state.model.parameters()]
+    parameters = [local_shard(parameter.detach()) for parameter in state.model.parameters()]
     values = [
         value
         for param_state in state.optimizer.state.values()
@@ -77,7 +77,7 @@ def count(state: TrainState, action: Callable[[], object]) -> dict[str, int]:
         if torch.is_tensor(value)
     ]
     sizes = [sum(t.nbytes for t in tensors) for tensors in (parameters, [*(v for v in values if v.ndim), *copies])]
-    peak = tracker.get_tracker_snapshot("peak")[device_of(state.model)]["Total"]
+    peak = tracker.get_tracker_snapshot("peak")[model_device(state.model)]["Total"]
     return dict(zip(COLUMNS, [*sizes, peak], strict=True))
 
 
@@ -102,7 +102,7 @@ def measure(
     hosts = tuple(f"node{rank // per_node}" for rank in range(ranks))
     size: dict[str, Any] = {"world_size": ranks, "local_world_size": min(ranks, per_node), "hosts": hosts}
     control: Any = weakref.ref(cast(Any, dist.group.WORLD))
-    ctx = dataclasses.replace(ctx, **size, device_names=ctx.device_names * ranks, control_ref=control)
+    ctx = dataclasses.replace(ctx, **size, device_names=ctx.device_names * ranks, control_group_ref=control)
     try:
         state = create_state(hooks, config, ctx)
         loader, sampler = create_distributed_dataloader(data, config, ctx)
@@ -111,7 +111,7 @@ def measure(
         has_own_hook = config.reduction == "exact"  # extra: exact
         if isinstance(model, DistributedDataParallel) and not has_own_hook:
             model.register_comm_hook(None, at_once)
-        train_twice(model, loader.sample_batch(), state, hooks.compute_loss)
+        train_twice(model, loader.example_batch(), state, hooks.compute_loss)
         state.plan(sampler)
         parts = {
             "attempt": mock.MagicMock(config=config, ctx=ctx),
@@ -121,7 +121,7 @@ def measure(
             "model": model,
         }
         training = mock.MagicMock(**parts)  # no votes, records and checkpoints
-        training.reporter.is_due = training.consensus.step.return_value = False
+        training.reporter.is_log_due = training.consensus.step.return_value = False
 
         def two_steps() -> None:
             while not state.schedule.is_at_end:

@@ -70,7 +70,7 @@ class Ours:
 
     def spent(self) -> dict[str, float]:
         """Seconds so far in each phase of the loop."""
-        return self.training.attempt.clock.spent()
+        return self.training.attempt.clock.seconds_by_phase()
 
     def close(self) -> None:
         self.training.checkpoints.finish_writing()

@@ -97,11 +97,11 @@ def is_yours(file: Path) -> bool:
 def weights(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
     """Whether the weights change if code outside the template, which seeds a generator, gets another seed."""
     from lib.verify.draws import other_seeds
-    from utils.training.fingerprint import of_parameters
+    from utils.training.fingerprint import fingerprint_parameters
 
-    plain = of_parameters(new_network(sets.config, ctx))
+    plain = fingerprint_parameters(new_network(sets.config, ctx))
     with other_seeds():
-        reseeded = of_parameters(new_network(sets.config, ctx))
+        reseeded = fingerprint_parameters(new_network(sets.config, ctx))
     return {"is_seeded": plain != reseeded}
 
 

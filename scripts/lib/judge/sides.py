@@ -22,8 +22,8 @@ from typing import Any
 from scripts.lib.judge.statistics import ROUNDING
 from scripts.lib.processes import run, running
 from utils.extras.verify import VERIFIED
-from utils.files import read_json, read_lines, replace_file, replace_json
-from utils.run.provenance import sha256_of, versions
+from utils.files import read_json, read_records, replace_file, replace_json
+from utils.run.provenance import file_checksum, package_versions
 from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,7 +55,7 @@ class Side:
             if missing := [file for file in FILES if not (path / file).exists()]:
                 raise UserError(f"{name}={path}: has no {missing[0]}; give the folder of a fork, a config, or flags")
             digests = path / "utils/training/fingerprint.py"
-            if not digests.exists() or "def of_parameters" not in digests.read_text(encoding="utf-8"):
+            if not digests.exists() or "def fingerprint_parameters" not in digests.read_text(encoding="utf-8"):
                 raise UserError(
                     f"{name}={path}: is a fork of an older template, whose runs record no digest of the weights that"
                     " they start from; merge the newer template into it, see docs/upgrading.md"
@@ -93,7 +93,7 @@ class Side:
     def code(self) -> str:
         """A digest of the files of the fork that can change a result."""
         files = sorted([*self.fork.glob("*.py"), *self.fork.glob("utils/**/*.py")])
-        names = [f"{path.relative_to(self.fork)} {sha256_of(path)}" for path in files]
+        names = [f"{path.relative_to(self.fork)} {file_checksum(path)}" for path in files]
         return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
     def flags(self, out: Path, seed: int, folder: Path) -> list[str]:
@@ -193,13 +193,13 @@ class Side:
 
     def is_verified(self, verified: dict[str, Any]) -> bool:
         """Whether this content of verified.json is that of a check which passed, with the present code and settings."""
-        if not verified.get("passed") or verified.get("versions") != versions():
+        if not verified.get("passed") or verified.get("versions") != package_versions():
             return False
         code = verified.get("code", {})
         files = {path.relative_to(self.fork).as_posix() for path in self.fork.glob("utils/**/*.py")}
         if not files <= code.keys():
             return False
-        if any(sha256_of(self.fork / name) != digest for name, digest in code.items()):
+        if any(file_checksum(self.fork / name) != digest for name, digest in code.items()):
             return False
         for name, value in verified.get("settings", {}).items():
             if name != "seed" and self.settings.get(name) not in (value, "auto"):
@@ -223,7 +223,7 @@ class Run:
     def __post_init__(self) -> None:
         self.summary = read_json(self.folder / "summary.json")
         self.provenance = read_json(self.folder / "provenance.json")
-        lines = [record for *_, record in read_lines(self.folder / "metrics.jsonl")]
+        lines = [record for *_, record in read_records(self.folder / "metrics.jsonl")]
         # the last one: a run that was killed before its first checkpoint begins again
         started = [record for record in lines if record.get("event") == "started"]
         self.weights: str = started[-1].get("weights", "") if started else ""  # a digest, before the first step
@@ -249,7 +249,7 @@ class Run:
             raise UserError(
                 f"{self.folder}: has no record of its samples; delete the folder and give the command again"
             )
-        files = [(line for *_, line in read_lines(path)) for path in paths]
+        files = [(line for *_, line in read_records(path)) for path in paths]
         for step, lines in groupby(merge(*files, key=itemgetter("step")), key=itemgetter("step")):
             yield step, sorted(index for line in lines for index in line["indices"])
 

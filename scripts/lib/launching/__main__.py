@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from utils.settings.errors import UserError, ends_with_a_sentence
 
 with ends_with_a_sentence():  # if a setting of config.py cannot be declared so
-    from config import TrainingConfig, asks_for_more
+    from config import TrainingConfig, trains_longer
 
 from scripts.lib.launching.hosts import Hosts
 from scripts.lib.launching.plan import (
@@ -58,7 +58,7 @@ def launch(argv: Sequence[str], env: dict[str, str]) -> int:
     status, saved = (read_json(config.run_folder / name) for name in ("status.json", "config.json"))
     is_training = program_of(options) == TRAINING
     saved = saved or {"epochs": status.get("epoch", math.inf), "max_steps": 0}  # config.json is lost
-    is_completed = status.get("state") == "completed" and not asks_for_more(vars(config), saved)
+    is_completed = status.get("state") == "completed" and not trains_longer(vars(config), saved)
     if read_nodes(options).most > 1 and is_training and config.resume_from == "auto" and is_completed:
         say(f"{config.run_folder}: this run is completed; there is nothing left to do")  # the other nodes may be gone
         return 0

@@ -18,7 +18,7 @@ from config import TrainingConfig
 from scripts.lib.preflight import verdict
 from utils.distributed.collectives import all_gather_json
 from utils.distributed.context import DistributedContext
-from utils.run.failures import explain_memory
+from utils.run.memory_errors import explain_out_of_memory
 from utils.settings.errors import TrainingError, UserError
 
 MAX_SECONDS, MAX_SECONDS_OF_MODEL = 25.0, 60.0  # for one step, and for one that runs model or data, or uploads
@@ -46,7 +46,7 @@ class Steps:
             try:
                 value = action(*args)
             except Exception as error:
-                if not isinstance(cause := explain_memory(error, self._config, self._ctx) or error, KNOWN):
+                if not isinstance(cause := explain_out_of_memory(error, self._config, self._ctx) or error, KNOWN):
                     raise
                 problem = f"{error}; fix that on this node" if isinstance(cause, OSError) else str(cause)
         with self._deadline(f"end of {name}", seconds):

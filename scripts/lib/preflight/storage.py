@@ -11,7 +11,7 @@ from pathlib import Path
 
 from config import TrainingConfig
 from scripts.lib.storage import Storage  # extra: companions
-from utils.run.owner import SECONDS_UNTIL_VISIBLE
+from utils.run.run_lock import SECONDS_UNTIL_VISIBLE
 from utils.settings.errors import UserError
 
 MAX_BYTES, MAX_SECONDS = 2**28, 2.0  # written to measure the speed

@@ -77,7 +77,7 @@ def order(fork: Fork) -> str:
 
     visits, orders, again = fork.on_all(visit)
     for epoch, (count, dropped) in enumerate(visits):
-        dist.all_reduce(count, group=ctx.control)
+        dist.all_reduce(count, group=ctx.control_group)
         never, often = (count == 0).nonzero().flatten().tolist(), (count > 1).nonzero().flatten().tolist()
         if (len(never) > dropped or often) and not may_repeat:
             raise Broken(
@@ -121,7 +121,7 @@ def compare_order(fork: Fork) -> str:
 def content(fork: Fork) -> str:
     """A sample is the same on any rank, with or without workers, in any order, alone or in a batch."""
     subset, ctx, single = fork.small_train_set(), fork.ctx, fork.single_process
-    fork.on_all(lambda: fork.loader(fork.train_set).sample_batches())  # raises what train.py says of its batches
+    fork.on_all(lambda: fork.loader(fork.train_set).example_batches())  # raises what train.py says of its batches
     order = fork.on_all(lambda: fork.loader(subset).sampler.order(LAST))
     plan = [indices.tolist() for indices in order.split(fork.small_config.batch_size)]
     unseen: set[str] = set()

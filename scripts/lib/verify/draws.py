@@ -20,7 +20,7 @@ from lib.values import digest, generators
 from lib.verify.fork import Broken, Fork, Subset, may_fail
 from lib.verify.memory import modules_of_yours, owner_of
 from utils import rng
-from utils.rng import derive_seed, mix
+from utils.rng import derive_seed, hash_bits
 
 DROPS = re.compile("dropout|rrelu|attention")
 SEEDING = "seed default_rng RandomState SeedSequence MT19937 PCG64 PCG64DXSM Philox SFC64".split()  # of numpy.random
@@ -103,7 +103,7 @@ def other_seeds(*holders: Any) -> Iterator[None]:
                 if new:
                     stack.enter_context(mock.patch.object(namespace, name, new))
         stack.enter_context(mock.patch.object(random.Random, "seed", with_other_seed(random.Random.seed)))
-        stack.enter_context(mock.patch.object(rng, "mix", lambda numbers, key: mix(numbers, key ^ 1)))
+        stack.enter_context(mock.patch.object(rng, "hash_bits", lambda numbers, key: hash_bits(numbers, key ^ 1)))
         stack.enter_context(Advancing())
         yield
 

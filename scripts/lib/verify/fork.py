@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from config import SETTINGS, TrainingConfig, fields_of_yours
+from config import SETTINGS, TrainingConfig, fork_settings
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
 from lib.values import is_dense, one_line, scramble_global_rngs, spread, sums
 from lib.verify import memory
@@ -31,20 +31,20 @@ from utils import assembly
 from utils.batch import map_tensors, tensors_in
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sampler import MapDataset
-from utils.data.sets import ChosenSamples
+from utils.data.sets import SampleSubset
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json, is_peer_failure, on_all_ranks
-from utils.distributed.context import single_environment
-from utils.distributed.dtensor import full, wrap
+from utils.distributed.context import environment_without_launcher
+from utils.distributed.dtensor import create_dtensor, gather_full
 from utils.metrics import MetricTracker
 from utils.report.reporter import Reporter
-from utils.report.tensorboard import Board
+from utils.report.tensorboard import TensorBoardWriter
 from utils.rng import derive_seed, seed_evaluation
 from utils.settings.errors import TrainingError, UserError
 from utils.training.evaluation import Evaluation
 from utils.training.hooks import ModelHooks
-from utils.training.outputs import Outputs
-from utils.training.parts.summary import Summary
+from utils.training.outputs import OutputCollector
+from utils.training.parts.summary import OutputSummary
 from utils.training.precision import Precision
 from utils.training.schedule import Progress
 from utils.training.state import TrainState
@@ -140,7 +140,8 @@ class Update:
     def gather(self, state: TrainState) -> None:
         """Let the gradients be those of whole parameters, not of their shards. Call on all ranks."""
         self.gradients = {
-            state.owners[p]: full(wrap(gradient, state.owners[p])) for p, gradient in self.gradients.items()
+            state.owners[p]: gather_full(create_dtensor(gradient, state.owners[p]))
+            for p, gradient in self.gradients.items()
         }
 
 
@@ -185,7 +186,7 @@ class Fork:
     @property
     def settings(self) -> dict[str, object]:
         """The flags for which the result holds: those that change a run, without those that `small_config` replaces."""
-        names = {"data_dir", *(setting.name for setting in fields_of_yours())}
+        names = {"data_dir", *(setting.name for setting in fork_settings())}
         names.add("cache")  # extra: cache
         names.add("activation_checkpointing")  # extra: compile
         names |= {setting.name for setting in SETTINGS if setting.resume != "free"}
@@ -284,7 +285,7 @@ class Fork:
         loader = self.on_all(lambda: assembly.create_evaluation_dataloader(dataset, self.small_config, self.ctx))
         try:
             precision = Precision(self.ctx.device.type, None)
-            return Evaluation(model, self.hooks, precision, self.ctx, self.hooks.parts).means(loader)
+            return Evaluation(model, self.hooks, precision, self.ctx, self.hooks.parts).evaluate(loader)
         except RuntimeError as error:
             if "evaluation counted" not in str(error):
                 raise
@@ -295,8 +296,8 @@ class Fork:
         of torch as in the evaluation of `split`."""
         loader, tracker = self.loader(subset), MetricTracker(self.ctx.device)
         seed = functools.partial(seed_evaluation, self.ctx.device, self.small_config.seed)
-        summary = self.hooks.part(Summary)
-        outputs = Outputs(self.hooks.predict, functools.partial(seed, "predict", split))
+        summary = self.hooks.find_part(OutputSummary)
+        outputs = OutputCollector(self.hooks.predict, functools.partial(seed, "predict", split))
         for indices in torch.arange(len(subset)).split(self.small_config.batch_size):
             *_, batch = loader.fetch(indices.tolist())
             scramble_global_rngs(noise)  # after the fetch, which seeds them by the samples
@@ -307,12 +308,12 @@ class Fork:
                     outputs.add(net, batch, indices.tolist())
         metrics = {"count": len(subset)} | tracker.means()
         if summary:
-            metrics |= summary.of(outputs)
+            metrics |= summary.summarize_outputs(outputs)
         return metrics
 
     def sample_loss(self, model: nn.Module, device: torch.device) -> float:
         """The summed loss of the first batch of the small set, as in training."""
-        batch = to_device(self.loader(self.small_train_set()).sample_batch(), device)
+        batch = to_device(self.loader(self.small_train_set()).example_batch(), device)
         torch.manual_seed(self.config.seed)  # of what the loss draws
         return sums(self.hooks, model, batch, is_training=True)["loss's sum"].sum().item()
 
@@ -339,7 +340,7 @@ class Fork:
             remembered.append(memory.of_training(training, self._places()))
 
         data = SimpleNamespace(**vars(train.your_data) | {"create_dataset": lambda _, split: sets[split]})
-        alone = mock.patch.dict(os.environ, single_environment(), clear=True) if is_alone else nullcontext()
+        alone = mock.patch.dict(os.environ, environment_without_launcher(), clear=True) if is_alone else nullcontext()
         with alone, mock.patch.object(assembly, "Reporter", Quiet):
             try:
                 if self.ctx.is_main or not is_alone:
@@ -381,10 +382,10 @@ class Quiet(Reporter):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given[:4])
-        self._board = Board(None, 0)
+        self._tensorboard = TensorBoardWriter(None, 0)
 
 
-class Subset(ChosenSamples):
+class Subset(SampleSubset):
     """Some samples in the template's order; the data set's own order has its own check. Floats are cast to `dtype`."""
 
     def __init__(self, dataset: Any, indices: Tensor, dtype: torch.dtype) -> None:
@@ -401,7 +402,7 @@ class Subset(ChosenSamples):
         return default_dtype()(super().__getitems__)
 
     @default_dtype()
-    def _order_of_chosen(self, seed: int, epoch: int, n: int) -> Tensor:
+    def _subset_order(self, seed: int, epoch: int, n: int) -> Tensor:
         self.dataset.epoch_order(seed, epoch, len(self.dataset))  # which may set what __getitem__ reads
         return torch.randperm(n, generator=torch.Generator().manual_seed(derive_seed("order", seed, epoch)))
 
@@ -460,7 +461,7 @@ def raise_if(problem: Exception | None) -> None:
 def as_rank(rank: int = 0, ranks: int = 1) -> Iterator[None]:
     """Code that asks for the rank or the number of ranks sees these. By default it sees a single process."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    seen = single_environment() | {name: str(value) for name, value in names.items() if ranks > 1}
+    seen = environment_without_launcher() | {name: str(value) for name, value in names.items() if ranks > 1}
     dist_values = {"is_initialized": ranks > 1, "get_rank": rank, "get_world_size": ranks}
     answers: Any = {name: lambda *_, value=value, **__: value for name, value in dist_values.items()}
     with mock.patch.dict(os.environ, seen, clear=True), mock.patch.multiple(dist, **answers):

@@ -337,7 +337,7 @@ def for_a_look(fork: Fork) -> str:
             for name, per_sample in counts.items()
             if not math.isclose(per_sample, counts["loss"])
         ]
-        if fork.hooks.part(LossTerms):
+        if fork.hooks.find_part(LossTerms):
             continue
         if other_counts:
             notes += (

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from config import TrainingConfig
 from lib.values import digest, leaves
 from train import Training
-from utils.distributed.dtensor import local
+from utils.distributed.dtensor import local_shard
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = ("utils", "scripts", "tests", "train.py", "config.py", "ddp_utils.py")
@@ -94,7 +94,7 @@ class Memory:
     def __init__(self, roots: dict[str, Any], saved: Iterable[Any] = ()) -> None:
         self.values: dict[str, tuple[str, str]] = {}  # a kind, "" or CACHE, and the value as text
         self._seen = {id(value): value for value in saved}
-        self._saved = {local(value).data_ptr() for value in saved if isinstance(value, Tensor)}
+        self._saved = {local_shard(value).data_ptr() for value in saved if isinstance(value, Tensor)}
         self._undo: list[Callable[[], Any]] = []
         for path, root in roots.items():
             self._look(path, root)
@@ -126,7 +126,7 @@ class Memory:
 
     def _array(self, path: str, value: Any) -> None:
         if isinstance(value, Tensor):
-            value = local(value.detach())
+            value = local_shard(value.detach())
             if value.data_ptr() in self._saved:
                 return
         if value.nbytes > BYTES or getattr(value, "filename", None) or "object" in str(value.dtype):

@@ -47,7 +47,7 @@ from utils.data.sampler import MapDataset
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json
 from utils.settings.errors import UserError
-from utils.training.optimizer import checked_groups
+from utils.training.optimizer import check_groups
 
 
 def parameters(fork: Fork) -> str:
@@ -66,7 +66,7 @@ def parameters(fork: Fork) -> str:
                 f"{shared}: share memory, but are two parameters, so that an update of one changes the other; make them"
                 " one parameter (head.weight = tokens.weight), or give each its own memory"
             )
-        groups = checked_groups(fork.hooks.param_groups(net, fork.config), names)
+        groups = check_groups(fork.hooks.param_groups(net, fork.config), names)
         in_groups = {id(p) for group in groups for p in group["params"]}
         if left_out := [name for name, p in trainable.items() if id(p) not in in_groups]:
             raise Broken(f"{first_three(left_out)}: in no parameter group, never trained; add them to param_groups")

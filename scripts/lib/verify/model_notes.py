@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lib.values import first_three, scramble_global_rngs
 from lib.verify.draws import other_seeds
 from lib.verify.fork import Fork, as_rank, may_fail, perturbed
-from utils.distributed.dtensor import local
+from utils.distributed.dtensor import local_shard
 
 
 @may_fail("whether the initial weights follow --seed, and whether a tie is broken")
@@ -125,4 +125,4 @@ def training_loss(fork: Fork, net: nn.Module) -> float:
 def is_frozen(before: nn.Module, after: nn.Module) -> bool:
     """Whether a module has parameters, and none is trained or an average of trained ones."""
     pairs = [*zip(before.parameters(), after.parameters(), strict=True)]
-    return bool(pairs) and all(not p.requires_grad and torch.equal(p, local(q)) for p, q in pairs)
+    return bool(pairs) and all(not p.requires_grad and torch.equal(p, local_shard(q)) for p, q in pairs)

@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import Subset
 
 from lib.values import digest
-from utils.data.changes import are_alike
-from utils.data.sets import identity
+from utils.data.changes import are_fingerprints_alike
+from utils.data.sets import dataset_identity
 from utils.extras.sketches import sample_fingerprints  # extra: sketches
 
 SECONDS = 120.0  # to wait for it
@@ -78,7 +78,7 @@ def seen(dataset: Any, seed: int) -> Any:
     """What is compared of a data set. A plain subset does not say that the sizes of its files are known."""
     if dataset is None:
         return None
-    summary: list[Any] = [identity(dataset), []]
+    summary: list[Any] = [dataset_identity(dataset), []]
     summary[1] = sample_fingerprints(Subset(dataset, range(len(dataset))), seed)  # extra: sketches
     return summary
 
@@ -94,6 +94,6 @@ def is_same(summary_a: Any, summary_b: Any) -> bool:
     if summary_a is None or summary_b is None:
         return summary_a is summary_b
     (identity_a, samples_a), (identity_b, samples_b) = summary_a, summary_b
-    if identity_a == identity_b and are_alike(samples_a, samples_b):  # extra: sketches
+    if identity_a == identity_b and are_fingerprints_alike(samples_a, samples_b):  # extra: sketches
         return True
     return summary_a == summary_b

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from utils.files import replace_json, temporary_of
+from utils.files import replace_json, temporary_path
 
 CODES = {"ok": 0, "broken": 1, "could not run": 2}
 NOT_CHECKED = "not checked: "  # a part of a check that was not made, and why
@@ -133,7 +133,7 @@ def problem_with(path: Path) -> str:
     if path.is_symlink() or (path.exists() and not path.is_file()):
         return " (it is no regular file)"
     try:
-        temporary = temporary_of(path)
+        temporary = temporary_path(path)
         temporary.touch()
         temporary.unlink()
     except OSError as error:

@@ -21,8 +21,8 @@ from lib.verify.result import notes_last
 from train import Training
 from utils.checkpoint import format as checkpoint
 from utils.distributed.collectives import all_gather_json
-from utils.distributed.dtensor import is_sharded, local
-from utils.training.parts.unsaved import KEY, complete
+from utils.distributed.dtensor import is_sharded, local_shard
+from utils.training.parts.unsaved import KEY, fill_in_unsaved
 
 KEEP = "keep it in a buffer (register_buffer), in the optimizer's state or in progress.user"
 
@@ -65,7 +65,7 @@ def weights(fork: Fork) -> str:
     state, local_digests = whole_run(fork).state, {}
     for name, leaf in leaves(comparable(state.state_dict())).items():
         shard = f" (shard {leaf.device_mesh.get_local_rank('shards')})" if is_sharded(leaf) else ""
-        local_digests[name + shard] = digest(local(leaf))
+        local_digests[name + shard] = digest(local_shard(leaf))
     rank_digests = all_gather_json(local_digests, fork.ctx)
     holders: dict[str, list[tuple[int, str]]] = {}
     for rank, tensors in enumerate(rank_digests):
@@ -165,7 +165,7 @@ def plain_load(fork: Fork) -> str:
             torch.manual_seed(fork.config.seed)
             loaded = fork.hooks.create_model(TrainingConfig(**saved["config"]), device)
             weights = saved["model"]
-            weights = complete(weights, saved["provenance"].get(KEY, {}), loaded, {}, "the checkpoint")
+            weights = fill_in_unsaved(weights, saved["provenance"].get(KEY, {}), loaded, {}, "the checkpoint")
             loaded.load_state_dict(weights)
             loss = fork.sample_loss(loaded, device)
         if not math.isclose(loss, expected, rel_tol=ROUNDING[fork.loss_dtype] if has_shards else 0):
@@ -193,6 +193,6 @@ def differences(fork: Fork, a: str, b: str, number: int = -1) -> list[str]:
     of_a, of_b = (leaves(comparable(payload)) for payload in payloads)
     wrong = [name for name in of_a.keys() | of_b if digest(of_a.get(name)) != digest(of_b.get(name))]
     for kind in ("train", "eval"):
-        of_a, of_b = ([{k: v for k, v in r.items() if k not in TIMES} for r in run.records(kind)] for run in runs)
+        of_a, of_b = ([{k: v for k, v in r.items() if k not in TIMES} for r in run.read_records(kind)] for run in runs)
         wrong += [f"the {kind} record of step {record['step']}" for record in of_b if record not in of_a]
     return sorted(wrong)

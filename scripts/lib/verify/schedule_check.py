@@ -15,7 +15,7 @@ from lib.verify.new_process import CHANGED, NO_ANSWER
 from utils.distributed.collectives import all_gather_json
 from utils.training import optimizer
 from utils.training.hooks import ModelHooks
-from utils.training.optimizer import checked_groups, factors_of
+from utils.training.optimizer import check_groups, list_group_factors
 from utils.training.schedule import Progress, Schedule
 
 Factors = dict[str, float]  # by the name of a group; "" for all groups
@@ -42,11 +42,11 @@ def schedule(fork: Fork) -> str:
         checked = factors + list(by_step.values())
         if not all(math.isfinite(value) and value >= 0 for factor in checked for value in factor.values()):
             raise Broken(f"lr_factor gives {shown(checked)}: must be finite and not negative; fix its formula")
-        groups = checked_groups(
+        groups = check_groups(
             fork.hooks.param_groups(net, fork.config), {p: name for name, p in net.named_parameters()}
         )
         for factor in checked:
-            factors_of(groups, factor.get("", factor))
+            list_group_factors(groups, factor.get("", factor))
         with as_rank(ranks := fork.ctx.world_size, ranks + 1):
             other_factors = ask()
         if factors != ask() or factors != other_factors:
@@ -121,7 +121,7 @@ def simulated(fork: Fork, is_resumed: bool) -> list[Factors]:
     for step in range(total):
         progress.step, progress.epoch = step, step // every
         if step and step % every == 0:
-            progress.note_value(1.0, sign=1)
+            progress.record_value(1.0, sign=1)
         if is_resumed and step == total // 2:  # as a checkpoint restores it
             progress = Progress(**json.loads(json.dumps(asdict(progress))))
         factors.append(factors_at(fork.hooks, fork.config, total, total // 20, progress))

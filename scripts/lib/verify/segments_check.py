@@ -13,7 +13,7 @@ import model as your_model
 from lib.values import ROUNDING, sums
 from lib.verify.fork import Broken, Fork, perturbed, with_cancelled
 from utils.batch import map_tensors
-from utils.training.signatures import asks_for
+from utils.training.signatures import has_parameter
 
 ROWS = 8  # of the batch that is changed
 
@@ -28,7 +28,7 @@ def check_segments(fork: Fork) -> str:
     subset = fork.small_train_set()
     batch = fork.loader(subset).fetch([*range(min(ROWS, len(subset)))])[2]
     segments = your_model.segments
-    if asks_for(segments, "config"):
+    if has_parameter(segments, "config"):
         segments = functools.partial(segments, config=fork.config)
     ids = segments(batch)
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():

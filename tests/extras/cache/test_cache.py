@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 import utils.extras.cache.sample_cache
 from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
-from utils.extras.cache.sample_cache import cached, check_room
+from utils.extras.cache.sample_cache import cache_datasets, check_free_memory
 from utils.settings.errors import UserError
 
 CONFIG = TrainingConfig(batch_size=8, cache="ram", num_workers=0, backend="gloo")
@@ -42,7 +42,7 @@ def cache(ctx, **changes):
     data = Lines()
     for name, value in changes.items():
         setattr(data, name, value)
-    return cached(data, {}, CONFIG, ctx, logging.getLogger("ddp"))[0]
+    return cache_datasets(data, {}, CONFIG, ctx, logging.getLogger("ddp"))[0]
 
 
 def test_a_cached_set_returns_its_samples_and_keeps_its_attributes(ctx):
@@ -87,7 +87,7 @@ class Killed(Lines):
 
 
 def cache_in_this_process(data):
-    cached(data, {}, CONFIG, setup_distributed(CONFIG), logging.getLogger("ddp"))
+    cache_datasets(data, {}, CONFIG, setup_distributed(CONFIG), logging.getLogger("ddp"))
 
 
 @pytest.mark.guarantee("cache")
@@ -110,4 +110,4 @@ def test_a_set_that_does_not_fit_is_rejected(ctx, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 16 << 30))
     on_gpu = dataclasses.replace(ctx, device=torch.device("cuda", 0))
     with pytest.raises(UserError, match="data take 4.50 GiB, cuda:0 on .* has 8.00 GiB free, .*; use --cache ram"):
-        check_room({"train": 9 << 29}, "device", dataclasses.replace(CONFIG, cache="device"), on_gpu)
+        check_free_memory({"train": 9 << 29}, "device", dataclasses.replace(CONFIG, cache="device"), on_gpu)

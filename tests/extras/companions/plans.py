@@ -7,7 +7,7 @@ from config import TrainingConfig
 from test_checkpoint import payload
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.extras.companions.programs import plan_of
+from utils.extras.companions.programs import create_plan
 from utils.files import replace_json
 
 CTX = SimpleNamespace(is_main=True, rank=0, host="here")
@@ -17,7 +17,7 @@ def plan_for(tmp_path, **flags):
     config = TrainingConfig(run_dir=str(tmp_path / "run"), **flags)
     config.checkpoint_folder.mkdir(parents=True, exist_ok=True)
     replace_json(config.run_folder / "lock.json", {"token": "t", "has_trained": True})
-    return plan_of(config, 0, "here", "t", "", resume_from="", decision={}, apart=[])
+    return create_plan(config, 0, "here", "t", "", resume_from="", decision={}, apart=[])
 
 
 def save(plan, step):

@@ -135,7 +135,7 @@ def fake(tmp_path, monkeypatch):
     """A function that replaces the program of `--on_checkpoint`, and starts it. The code finds its plan in `plan`."""
     started = []
     monkeypatch.setattr(programs, "PROGRAMS", tmp_path)
-    monkeypatch.setattr(companions_module, "SECONDS_TO_LEAVE", 0.5)
+    monkeypatch.setattr(companions_module, "SECONDS_TO_STOP", 0.5)
 
     def begin(code, **flags):
         head = "import json, os, signal, subprocess, sys, time\nplan = json.load(sys.stdin)\n"
@@ -149,7 +149,7 @@ def fake(tmp_path, monkeypatch):
     begin.starts = lambda: [line.split() for line in begin.log.read_text().splitlines()] if begin.log.exists() else []
     yield begin
     for companions in started:
-        companions.leave()
+        companions.stop()
 
 
 @pytest.mark.guarantee("companion")
@@ -167,7 +167,7 @@ def test_one_that_dies_is_started_again_with_growing_pauses_and_only_exit_code_7
 
     def has_lost():
         try:
-            companions.look()
+            companions.poll()
         except TrainingError as error:
             return str(error)
 
@@ -205,7 +205,7 @@ def test_after_a_failure_one_that_does_not_answer_is_killed(fake):
     )
     wait_until(lambda: len(fake.starts()) == 2)
     began = time.monotonic()
-    companions.leave()
+    companions.stop()
     assert time.monotonic() - began < 5 and is_gone(int(fake.starts()[0][0]))
 
 
@@ -270,8 +270,8 @@ def test_a_companion_is_gone_soon_after_its_rank_with_what_it_has_started(tmp_pa
     plan = plan_for(tmp_path, on_checkpoint=f"sh -c 'trap : TERM; echo $$ > {tmp_path}/pid; sleep 600; sleep 600'")
     save(plan, 10)
     rank = subprocess.Popen(
-        [sys.executable, "-c", "import sys, json, time; from utils.extras.companions.programs import start\n"
-         "print(start('on_checkpoint', json.loads(sys.argv[1])).pid, flush=True); time.sleep(600)", json.dumps(plan)],
+        [sys.executable, "-c", "import sys, json, time; from utils.extras.companions.programs import start_program\n"
+         "print(start_program('on_checkpoint', json.loads(sys.argv[1])).pid, flush=True); time.sleep(600)", json.dumps(plan)],
         cwd=ROOT, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     companion = int(rank.stdout.readline())

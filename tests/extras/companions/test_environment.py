@@ -83,7 +83,7 @@ def test_a_command_has_no_variable_of_a_rank_and_all_others(tmp_path, monkeypatc
     save(plan, 10)
     companions = Companions(TrainingConfig(**plan["config"]), plan, CTX)
     wait_until(out.exists)
-    companions.leave()
+    companions.stop()
     environment = dict(line.split("=", 1) for line in out.read_text().split("\0") if line)
     assert sorted(environment.keys() & launcher) == []
     assert {name: environment.get(name) for name in KEPT} == KEPT

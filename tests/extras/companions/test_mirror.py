@@ -20,10 +20,10 @@ from training import wait_until
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.extras.companions import programs
-from utils.extras.companions.programs import OTHER_OWNER, plan_of
+from utils.extras.companions.programs import OTHER_OWNER, create_plan
 from utils.files import replace_json
 from utils.run.folder import RunFolder
-from utils.run.owner import decide_start
+from utils.run.start_decision import decide_start
 from utils.settings.errors import StartError, TrainingError, UserError
 
 WHERE = ["memory", "file"]
@@ -31,14 +31,14 @@ WHERE = ["memory", "file"]
 
 def be_quick(monkeypatch):
     """The mirror decides in this process, without its pauses."""
-    plain_ask = programs.ask
+    plain_ask = programs.call_program
 
     def ask(name, plan, title, *flags):
         if name == "mirror":
             return mirror_module.decide(plan)
         return plain_ask(name, plan, title, *flags)
 
-    monkeypatch.setattr(programs, "ask", ask)
+    monkeypatch.setattr(programs, "call_program", ask)
     monkeypatch.setattr(owner_module, "SECONDS_TO_READ_BACK", 0.0)
     monkeypatch.setattr(mirror_module, "SECONDS_BETWEEN_HEARTBEATS", 0.05)
     monkeypatch.setattr(owner_module, "SECONDS_TO_SEE_HEARTBEAT", 0.5)
@@ -71,7 +71,7 @@ class Attempt:
         self.config = TrainingConfig(run_dir=str(folder), mirror=url, keep_last=2, **{"resume_from": "auto"} | flags)
         lock, self.start = decide_start(self.config, "here", launch_id, False)
         self.run = RunFolder(Path(folder), self.config.checkpoint_folder, 0, ("here",), self.start, lock, mock.Mock())
-        self.run.begin()
+        self.run.mark_running()
         self.run.mark_training()
         self.uploads = Uploads(self.plan(launch_id))
         self.mirror = self.uploads.mirror
@@ -80,7 +80,7 @@ class Attempt:
 
     def plan(self, launch_id="", apart=()):
         more = {"resume_from": self.start.resume_from, "decision": self.start.mirror_decision, "apart": apart}
-        return plan_of(self.config, 0, "here", self.start.token, launch_id, **more)
+        return create_plan(self.config, 0, "here", self.start.token, launch_id, **more)
 
     def save(self, step, best=False):
         path = checkpoint.step_path(self.run.checkpoints, step)
@@ -99,7 +99,7 @@ class Attempt:
         return self
 
     def end(self, state="preempted"):
-        self.run.status(state)
+        self.run.write_status(state)
         self.run.mark_ended()
         assert self.uploads.look(self.uploads.state())
         self.run.close()
@@ -120,7 +120,7 @@ def test_a_run_goes_on_from_its_mirror_in_an_empty_folder(url, tmp_path):
     assert second.run.resume_path == tmp_path / "b/checkpoints/step_00000020.pt" and second.start.attempt == 2
     before, after = (tmp_path / name / "checkpoints/step_00000020.pt" for name in "ab")
     assert before.read_bytes() == after.read_bytes()
-    assert [record["step"] for record in second.run.records("train")] == [10, 20]
+    assert [record["step"] for record in second.run.read_records("train")] == [10, 20]
     assert not list((tmp_path / "b/checkpoints").glob(".*"))
     second.upload(30).end("completed")
     lock, start = decide_start(
@@ -276,7 +276,7 @@ def test_a_mirror_of_a_live_run_is_not_claimed(url, tmp_path, caplog):
 @pytest.mark.guarantee("mirror-owner")
 def test_a_failed_run_says_so_at_its_mirror_and_the_next_owner_need_not_wait(url, tmp_path, caplog):
     first = Attempt(url, tmp_path / "a").upload(10)
-    first.run.failed(TrainingError("disk"), 12)
+    first.run.report_failure(TrainingError("disk"), 12)
     first.uploads.leave()
     status = first.mirror.read_json("00000001/records/status.json")
     assert (status["state"], status["error"], status["step"]) == ("failed", "disk", 12)
@@ -333,9 +333,9 @@ def test_a_start_that_is_rejected_leaves_no_copy_of_its_mirror(url, tmp_path, ki
     config = TrainingConfig(run_dir=str(tmp_path / "b"), mirror=url, resume_from="auto")
     lock, start = decide_start(config, "here", "", False)
     run = RunFolder(config.run_folder, config.checkpoint_folder, 0, ("here",), start, lock)
-    run.begin()
+    run.mark_running()
     assert run.resume_path.exists() and (run.folder / "metrics.jsonl").exists()
-    run.failed(kind("lr=1: must be as in the checkpoint"))
+    run.report_failure(kind("lr=1: must be as in the checkpoint"))
     run.close()
     assert run.folder.exists() == (kind is not UserError)
     assert steps_of(url) == [10]
@@ -370,10 +370,10 @@ def test_a_missing_package_and_an_unknown_protocol_are_rejected_in_one_sentence(
 def test_a_run_that_fails_before_its_first_upload_leaves_the_records_of_the_attempt_before(url, tmp_path):
     Attempt(url, tmp_path / "a").upload(10).end()
     second = Attempt(url, tmp_path / "b")
-    second.run.failed(TrainingError("disk"), 12)
+    second.run.report_failure(TrainingError("disk"), 12)
     second.uploads.leave()
     third = Attempt(url, tmp_path / "c")
-    assert third.run.resume_path and [record["step"] for record in third.run.records("train")] == [10]
+    assert third.run.resume_path and [record["step"] for record in third.run.read_records("train")] == [10]
 
 
 def test_nothing_is_deleted_while_the_storage_lists_no_checkpoint(url, tmp_path, monkeypatch):

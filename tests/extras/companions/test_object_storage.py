@@ -28,7 +28,7 @@ from scripts.companions.owner import Mirror
 from tasks import train_task, using
 from training import assert_same_state, difference, wait_until
 from utils.checkpoint import format as checkpoint
-from utils.run import owner
+from utils.run import run_lock
 from utils.training.schedule import Progress
 
 FLAGS = "--epochs 2 --lr 0.02 --record_samples --save_every_steps 3 --dataset_size 60".split()
@@ -39,8 +39,8 @@ KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "geheim", "AWS_
 def train_with(env, *args):
     """The latest checkpoint is the best one."""
     os.environ.update(env)
-    plain = Progress.note_value
-    with mock.patch.object(Progress, "note_value", lambda self, value, sign: plain(self, self.step, 1)):
+    plain = Progress.record_value
+    with mock.patch.object(Progress, "record_value", lambda self, value, sign: plain(self, self.step, 1)):
         return train_task(*args)
 
 
@@ -55,7 +55,7 @@ def train_on_its_own_disk(root, *args):
     folder = Path(root, f"node{rank}")
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
-    soon = mock.patch.object(owner, "SECONDS_UNTIL_VISIBLE", 1.0)  # each disk is its own
+    soon = mock.patch.object(run_lock, "SECONDS_UNTIL_VISIBLE", 1.0)  # each disk is its own
     with soon, mock.patch.dict(tasks.TASKS["images"], {"create_dataset": with_a_test_set}):
         return train_with({}, *args)
 
@@ -172,7 +172,7 @@ def test_nodes_without_a_shared_disk_are_given_the_checkpoint_and_end_alike(runs
     assert not (nodes[1] / "metrics.jsonl").exists()
     assert len(json.loads((nodes[0] / "summary.json").read_text())["test"]) == 1
     best = (nodes[0] / "checkpoints/best.pt").resolve().name
-    digests = [checkpoint.verify(node / "checkpoints" / best).digest for node in nodes]
+    digests = [checkpoint.verify(node / "checkpoints" / best).checksum for node in nodes]
     assert digests[0] == digests[1]  # which the test set was evaluated with
     for rank, node in enumerate(nodes):  # a disk was lost after step 6 or 12
         samples = (node / f"samples/rank{rank}.jsonl").read_text()

@@ -22,7 +22,7 @@ from ranks import ROOT, lack, run_ranks, start, stop
 from tasks import train_task
 from training import wait_until
 from utils.files import read_json
-from utils.run import owner
+from utils.run import start_decision
 
 pytestmark = pytest.mark.slow
 PYTHON = ROOT / ".venv-trackers/bin/python"  # their requirements are not those of the other tests
@@ -118,7 +118,7 @@ def by_hand(where, run, *words, **env):
 def train_tracked(env, *args):
     os.environ.update(env)
     sys.executable = str(PYTHON)
-    with mock.patch.object(owner, "find_spec", lambda name: SimpleNamespace(origin=name)):
+    with mock.patch.object(start_decision, "find_spec", lambda name: SimpleNamespace(origin=name)):
         return train_task(*args)
 
 

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 
 from config import TrainingConfig
-from utils.redact import redacted, stored
-from utils.run.provenance import collect
+from utils.redact import redact, redact_config
+from utils.run.provenance import collect_provenance
 from utils.settings.fields import REDACTED
 
 # each with its secret
@@ -41,18 +41,22 @@ PLAIN = [
 @pytest.mark.parametrize("command", SECRETS)
 def test_a_stored_command_has_no_secret(command):
     config, secret = TrainingConfig(on_checkpoint=command), SECRETS[command]
-    assert secret in config.on_checkpoint and secret not in str(stored(config)) and REDACTED in str(stored(config))
-    TrainingConfig(**stored(config))  # quotes still match
+    assert (
+        secret in config.on_checkpoint
+        and secret not in str(redact_config(config))
+        and REDACTED in str(redact_config(config))
+    )
+    TrainingConfig(**redact_config(config))  # quotes still match
     with mock.patch.object(sys, "argv", ["train.py", "--on_checkpoint", command, "--lr", "0.1"]):
-        words = collect(("a",), ("cpu",), "")["command"]
+        words = collect_provenance(("a",), ("cpu",), "")["command"]
     assert secret not in str(words) and words[1:3] == ["train.py", "--on_checkpoint"] and words[-2:] == ["--lr", "0.1"]
     with mock.patch.object(sys, "argv", ["train.py", *shlex.split(command)]):
-        assert secret not in str(collect(("a",), ("cpu",), "")["command"])
+        assert secret not in str(collect_provenance(("a",), ("cpu",), "")["command"])
 
 
 @pytest.mark.parametrize("command", PLAIN)
 def test_other_commands_are_stored_as_they_are(command):
-    assert redacted(command) == command
+    assert redact(command) == command
 
 
 @pytest.mark.parametrize("place", ["flag", "TOML"])

@@ -15,7 +15,7 @@ from scripts.companions import trackers
 from tasks import train_task
 from training import assert_same_state
 from utils.files import read_json
-from utils.run.owner import decide_start
+from utils.run.start_decision import decide_start
 from utils.settings.errors import UserError
 
 PROGRAM = ROOT / "scripts/companions/track.py"

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 from test_mirror import Attempt, be_quick, quick, steps_of  # noqa: F401
+from test_mirrored_run import step_of_the_next_attempt, without_beats
 from test_object_storage import bucket  # noqa: F401
-from test_stored_run import step_of_the_next_attempt, without_beats
 
 from proxy import Proxy
 from ranks import run_ranks
@@ -62,7 +62,7 @@ def test_what_a_network_does_to_requests_costs_time_only(bucket, behind, tmp_pat
             path = checkpoint.step_path(attempt.run.checkpoints, 20 * number)
             assert attempt.run.resume_path == path
             assert path.read_bytes() == (tmp_path / f"{number - 1}/checkpoints" / path.name).read_bytes()
-            assert [record["step"] for record in attempt.run.records("train")][-1] == 20 * number
+            assert [record["step"] for record in attempt.run.read_records("train")][-1] == 20 * number
         attempt.upload(20 * number + 10, 20 * number + 20).end()
     assert steps_of(url)[-2:] == [50, 60]  # one that is superseded stays until the next save if its deletion fails
     print({kind: met.count(kind) for kind in sorted(set(met))})

@@ -63,7 +63,7 @@ for program in FOLLOWED:
 def begin(tmp_path, monkeypatch):
     """A function that starts a companion with this code in a run that trains, and returns its Companions."""
     monkeypatch.setattr(programs, "PROGRAMS", tmp_path)
-    monkeypatch.setattr(sidecar, "SECONDS_TO_LEAVE", 0.5)
+    monkeypatch.setattr(sidecar, "SECONDS_TO_STOP", 0.5)
     monkeypatch.setattr(sidecar, "SECONDS_TO_SAY", 0.2)
     started = []
 
@@ -78,7 +78,7 @@ def begin(tmp_path, monkeypatch):
 
     yield start
     for companions in started:
-        companions.leave()
+        companions.stop()
 
 
 def write_program(folder, name, hang, before=""):
@@ -89,7 +89,7 @@ def write_program(folder, name, hang, before=""):
 def end_run(companions, tmp_path, state, seconds, deadline=8):
     """End the run as a rank does. Its end must not take longer than the deadline."""
     if state == "failed":
-        ending = threading.Thread(target=companions.leave, daemon=True)
+        ending = threading.Thread(target=companions.stop, daemon=True)
     else:
         replace_json(tmp_path / "run/lock.json", {"token": "t", "has_trained": True, "ended": state})
         companions._silence = seconds or sidecar.SECONDS_OF_SILENCE
@@ -136,10 +136,10 @@ def test_the_command_of_a_program_that_is_ended_ends_with_it(tmp_path, begin):
 
 
 UPLOAD = """
-def put(self, path, name, tick):
+def put(self, path, name, on_progress):
     for block in range({blocks}):
         time.sleep(0.2)
-        {tick}
+        {on_progress}
     mark("uploaded")
 it.Mirror.put = put
 it.Mirror.beat = lambda self: None
@@ -155,18 +155,20 @@ Followed.look = look
 
 @pytest.mark.guarantee("companion")
 @pytest.mark.parametrize(
-    ("hang_timeout", "blocks", "tick", "beats", "is_done"),
+    ("hang_timeout", "blocks", "on_progress", "beats", "is_done"),
     [
         (4.0, 8, "pass", 600, True),  # silent storage: the time of the mirror is hang_timeout
-        (1.0, 600, "tick(block)", 0.1, False),  # and that is all of its time
-        slow(0.0, 40, "tick(block)", 600, True),  # 0: progress
+        (1.0, 600, "on_progress(block)", 0.1, False),  # and that is all of its time
+        slow(0.0, 40, "on_progress(block)", 600, True),  # 0: progress
         (0.0, 40, "pass", 0.1, True),  # 0: a storage that tells none, but answers
         (0.0, 600, "pass", 600, False),
     ],
 )
-def test_a_mirror_that_uploads_keeps_its_time(tmp_path, begin, monkeypatch, hang_timeout, blocks, tick, beats, is_done):
+def test_a_mirror_that_uploads_keeps_its_time(
+    tmp_path, begin, monkeypatch, hang_timeout, blocks, on_progress, beats, is_done
+):
     monkeypatch.setattr(sidecar, "SECONDS_OF_SILENCE", 4)
-    code = UPLOAD.format(blocks=blocks, tick=tick, beats=beats)
+    code = UPLOAD.format(blocks=blocks, on_progress=on_progress, beats=beats)
     companions = begin("mirror", code, hang_timeout=hang_timeout)
     wait_until((tmp_path / "begun").exists)
     end_run(companions, tmp_path, "completed", hang_timeout, deadline=30)

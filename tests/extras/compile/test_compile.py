@@ -137,14 +137,14 @@ def test_a_compiled_run_with_exact_sums_has_the_same_bits_on_one_and_two_ranks(r
 
 def gradients_between_steps(flags):
     """Train with the rule for CUDA graphs, without the compiler; returns what each step leaves in the gradients."""
-    left, plain = set(), Updater.drop_gradients
+    left, plain = set(), Updater.zero_gradients
 
     def drop(self):
         plain(self)
         left.update("none" if p.grad is None else f"norm {p.grad.norm():g}" for p in self.owners.values())
 
     with (
-        mock.patch.object(Updater, "drop_gradients", drop),
+        mock.patch.object(Updater, "zero_gradients", drop),
         mock.patch.object(compiled, "compile_all_sizes", lambda *_: None),
     ):
         train_task("images", flags)

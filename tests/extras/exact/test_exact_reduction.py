@@ -50,7 +50,7 @@ def test_runs_on_any_number_of_ranks_have_the_same_bits(runs, task, flags, world
 
 def train_until(flags, number, step, victim, task="images"):
     """Train until the victim gets this signal after a step."""
-    plain_done = Reporter.step_done
+    plain_done = Reporter.record_step
 
     def done(self, samples, indices):
         plain_done(self, samples, indices)
@@ -61,7 +61,7 @@ def train_until(flags, number, step, victim, task="images"):
             os.kill(os.getpid(), number)
 
     eager = mock.patch.object(assembly, "Consensus", EagerConsensus)
-    with mock.patch.object(Reporter, "step_done", done), eager:
+    with mock.patch.object(Reporter, "record_step", done), eager:
         return train_task(task, flags, goes_on=False)
 
 
@@ -118,7 +118,7 @@ def sent_bytes(flags):
     steps = []
     counted = {"all_to_all_single": all_to_all, "all_gather_into_tensor": all_gather, "all_reduce": all_reduce}
     large = mock.patch.dict(TASKS["images"], create_model=lambda config, device: SmallNet(True, 5000).to(device))
-    with mock.patch.multiple(dist, **counted), mock.patch.object(Reporter, "step_done", done), large:
+    with mock.patch.multiple(dist, **counted), mock.patch.object(Reporter, "record_step", done), large:
         train_task("images", flags)
     return steps[-1]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from utils.extras.exact.tree import END, TreeSum, parts_of, run_of
+from utils.extras.exact.tree import END, TreeSum, rank_leaves, subtree_starts
 
 LEAVES = [torch.randn(5, generator=torch.Generator().manual_seed(k)) * 10.0 ** (k % 7) for k in range(40)]
 
@@ -22,8 +22,8 @@ def defined(count):
 def parts_by_rank(ranks, count):
     """For each rank, its parts by their first leaf. One piece at a time for the last leaf, as in a backward pass."""
     by_rank = []
-    for rank, begins in enumerate(parts_of(ranks, count)):
-        run, tree = run_of(rank, ranks, count), TreeSum()
+    for rank, begins in enumerate(subtree_starts(ranks, count)):
+        run, tree = rank_leaves(rank, ranks, count), TreeSum()
         if not run:
             assert not begins
             continue
@@ -46,7 +46,7 @@ def test_the_sum_is_that_of_the_definition_on_any_number_of_ranks(count):
         tree = TreeSum()
         for begin, part in (pair for parts in parts_by_rank(ranks, count) for pair in parts):
             tree.add(begin, [part])
-        [[total]] = tree.parts(END, END)
+        [[total]] = tree.take_subtrees(END, END)
         assert torch.equal(total, defined(count)), ranks
 
 
@@ -55,10 +55,10 @@ def test_an_evaluation_has_the_same_parts():
     """There, the parts are taken after the last leaf."""
     for ranks, count in ((1, 13), (3, 32), (5, 33), (6, 7)):
         for rank, parts in enumerate(parts_by_rank(ranks, count)):
-            run, tree = run_of(rank, ranks, count), TreeSum()
+            run, tree = rank_leaves(rank, ranks, count), TreeSum()
             for number in run:
                 tree.add(number, [LEAVES[number].clone()])
-            pairs = zip(parts, tree.parts(run.stop, count), strict=True)
+            pairs = zip(parts, tree.take_subtrees(run.stop, count), strict=True)
             assert all(torch.equal(part, other) for (_, part), [other] in pairs)
 
 
@@ -68,9 +68,9 @@ def test_a_rank_has_one_part_where_its_micro_batches_are_a_power_of_two():
     for ranks in (1, 2, 3, 5, 6, 7, 8, 12, 24):
         for size in (1, 2, 4, 8):
             for missing in range(ranks):
-                parts = parts_of(ranks, ranks * size - missing)
+                parts = subtree_starts(ranks, ranks * size - missing)
                 assert max(map(len, parts)) == 1, (ranks, size, missing)
-    mean = {ranks: sum(map(len, parts_of(ranks, 32))) / ranks for ranks in (3, 5, 6, 7, 12)}
+    mean = {ranks: sum(map(len, subtree_starts(ranks, 32))) / ranks for ranks in (3, 5, 6, 7, 12)}
     assert mean == pytest.approx({3: 9 / 3, 5: 13 / 5, 6: 11 / 6, 7: 16 / 7, 12: 21 / 12})
 
 

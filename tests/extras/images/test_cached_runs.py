@@ -16,7 +16,7 @@ from ranks import run_ranks
 from training import TINY
 from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
 from utils.data.sets import load_data
-from utils.extras.cache.sample_cache import cached
+from utils.extras.cache.sample_cache import cache_datasets
 
 FLAGS = [*TINY, *"--image_size 8 --dataset imagefolder --global_batch_size 16 --augment crop".split()]
 
@@ -33,7 +33,7 @@ def load(flags):
     config = TrainingConfig.from_args([*map(str, flags)])
     ctx = setup_distributed(config)
     sets = load_data(train.your_data, config, ctx)
-    return ctx, sets.config, *cached(sets.train, sets.held_out, sets.config, ctx, logging.getLogger("ddp"))
+    return ctx, sets.config, *cache_datasets(sets.train, sets.held_out, sets.config, ctx, logging.getLogger("ddp"))
 
 
 def digests(flags):

@@ -33,7 +33,7 @@ def save_jpegs(root: Path) -> list[Path]:
 
 def train_and_cut(words: list[str], path: Path, step: int) -> None:
     """Train; after this step rank 0 cuts the file short."""
-    plain = Reporter.step_done
+    plain = Reporter.record_step
 
     def done(self, samples, indices):
         plain(self, samples, indices)
@@ -45,7 +45,7 @@ def train_and_cut(words: list[str], path: Path, step: int) -> None:
         self.finish_writing()  # before the file is read again, and this run fails
 
     plain_save_best = Checkpoints.save_best
-    with mock.patch.object(Reporter, "step_done", done), mock.patch.object(Checkpoints, "save_best", save_best):
+    with mock.patch.object(Reporter, "record_step", done), mock.patch.object(Checkpoints, "save_best", save_best):
         train_flags(words, task="")
 
 

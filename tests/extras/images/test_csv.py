@@ -12,7 +12,7 @@ import torch
 from config import TrainingConfig
 from dataset import create_dataset
 from images import save_images
-from utils.data.sets import with_auto
+from utils.data.sets import resolve_auto_fields
 from utils.settings.errors import UserError
 
 TRAIN = {"train": {"cat": 9, "dog": 10}, "val": {"cat": 3, "dog": 4}}
@@ -60,7 +60,7 @@ def test_paths_labels_and_classes_are_those_of_the_list(tmp_path):
     assert train.classes == ["9", "10"] and train.targets.tolist() == [1, 0, 1] and len(train) == 3
     assert train.path(0) == tmp_path / "images/a, b/000.png" and train[0][0].shape == (3, 8, 8)
     assert (val.split, val.targets.tolist(), create_dataset(config, "test")) == ("test", [0], None)
-    auto_config = with_auto(config, train)
+    auto_config = resolve_auto_fields(config, train)
     assert (auto_config.num_classes, auto_config.image_size) == (2, 8)
     texts = {"b": 0, "10": 1, "9": 2}
     write(tmp_path, "path,label\n" + "".join(f"images/c/00{k}.png,{text}\n" for text, k in texts.items()))

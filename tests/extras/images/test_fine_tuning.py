@@ -16,10 +16,10 @@ from images import save_images
 from model import create_model, initial_weights
 from ranks import ROOT, run_ranks
 from training import train_flags
-from utils.checkpoint.format import take_weights
-from utils.data.sets import with_auto
+from utils.checkpoint.weights import load_matching_weights
+from utils.data.sets import resolve_auto_fields
 from utils.extras.images.files import read_image
-from utils.extras.images.pretrained import published, weights_file
+from utils.extras.images.pretrained import find_default_weights, weights_file
 from utils.settings.errors import UserError
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def test_all_but_the_head_is_loaded(tmp_path, name, caplog):
     flags = {"model": name, "data_dir": str(tmp_path), "init_from": "torchvision", "image_size": 64, "num_classes": 7}
     config = TrainingConfig(**flags, freeze="backbone")
     model = create_model(config, CPU)
-    take_weights(model, initial_weights(config), "torchvision")
+    load_matching_weights(model, initial_weights(config), "torchvision")
     trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
     assert changed(weights, model.state_dict()) == trained and len(trained) == 2
 
@@ -129,7 +129,7 @@ def test_a_frozen_parameter_that_the_weights_lack_is_rejected(tmp_path):
     with pytest.raises(
         UserError, match="has no encoder.pos_embedding of this model's shape; give weights of the whole"
     ):
-        take_weights(create_model(config, CPU), initial_weights(config), "torchvision")
+        load_matching_weights(create_model(config, CPU), initial_weights(config), "torchvision")
 
 
 @pytest.mark.slow
@@ -149,8 +149,8 @@ def test_images_are_prepared_as_the_weights_expect_unless_given(tmp_path):
     for name in ("resnet50", "efficientnet_b0", "vit_h_14"):
         config = TrainingConfig(**common, model=name)
         train, val = (create_dataset(config, split) for split in ("train", "val"))
-        expected = published(name).transforms()
-        auto_config = with_auto(config, train)
+        expected = find_default_weights(name).transforms()
+        auto_config = resolve_auto_fields(config, train)
         assert [auto_config.image_size] == expected.crop_size and [auto_config.resize_size] == expected.resize_size
         assert auto_config.interpolation == expected.interpolation.value
         image, label = val[0]
@@ -160,7 +160,9 @@ def test_images_are_prepared_as_the_weights_expect_unless_given(tmp_path):
         # a later command with the resolved values, but other weights: the same images
         again = create_dataset(TrainingConfig(**auto_config.to_dict() | {"init_from": ""}), "val")
         assert torch.equal(again[0][0], image) and torch.equal(again.mean, val.mean)
-    given = with_auto(config, create_dataset(TrainingConfig(**common, model="resnet50", image_size=112), "train"))
+    given = resolve_auto_fields(
+        config, create_dataset(TrainingConfig(**common, model="resnet50", image_size=112), "train")
+    )
     assert given.image_size == 112 and given.resize_size == "auto"
     half = create_dataset(TrainingConfig(model="efficientnet_v2_l"), "train")
     assert half.mean.tolist() == half.std.tolist() == [0.5] * 3
@@ -177,13 +179,15 @@ def test_the_weights_are_downloaded_whole_or_an_error_names_file_and_url(tmp_pat
     for name, expected in (("resnet18-00000000.pth", "invalid hash value"), ("missing-00000000.pth", "No such file")):
         if (url := source.with_name(name)).name.startswith("resnet18"):
             source.rename(url)
-        with mock.patch("utils.extras.images.pretrained.published", return_value=mock.Mock(url=url.as_uri())):
+        with mock.patch(
+            "utils.extras.images.pretrained.find_default_weights", return_value=mock.Mock(url=url.as_uri())
+        ):
             with pytest.raises(UserError, match=rf"{expected}.*; put {url.as_uri()} there as .*/weights/{name}"):
                 prepare_data(config)
             assert not any((tmp_path / "data/weights").iterdir())
     good = source.with_name(f"resnet18-{digest}.pth")
     source.with_name("resnet18-00000000.pth").rename(good)
-    with mock.patch("utils.extras.images.pretrained.published", return_value=mock.Mock(url=good.as_uri())):
+    with mock.patch("utils.extras.images.pretrained.find_default_weights", return_value=mock.Mock(url=good.as_uri())):
         prepare_data(config)
         assert is_prepared(config) and initial_weights(config)["fc.weight"].tolist() == [1, 1]
     with pytest.raises(UserError, match="has no weights of mini_resnet; give one of its models, such as --model"):

@@ -18,7 +18,7 @@ from ddp_utils import cleanup_distributed, setup_distributed
 from images import save_images
 from ranks import run_ranks
 from utils.data.sampler import MicroBatch
-from utils.data.sets import choose_samples, load_data, with_auto
+from utils.data.sets import load_data, resolve_auto_fields, take_subset
 from utils.data.worker import Fetcher
 from utils.example.augment import normalize
 from utils.extras.images.sets import OF_FILES
@@ -42,7 +42,7 @@ def test_image_folder_reads_splits_sizes_and_labels(tmp_path):
     assert (val.split, val.augment) == ("test", "none")  # the only held-out split is used for validation
     image, label = train[4]
     assert image.shape == (3, 8, 8) and image.dtype == torch.uint8 and label == 1
-    config = with_auto(config, train)
+    config = resolve_auto_fields(config, train)
     assert (config.num_classes, config.in_channels, config.image_size) == (2, 3, 8)
     save_images(tmp_path / "val", {"cat": 1})
     assert create_dataset(config, "val").split == "val" and create_dataset(config, "test").split == "test"
@@ -202,7 +202,11 @@ def test_sizes_of_files_are_checked_before_they_are_transformed(tmp_path):
     save_images(tmp_path / "val", {"dog": 1}, size=(12, 13))
     config = folder_config(tmp_path, augment="resized_crop", train_size=8)
     data, val = create_dataset(config, "train"), create_dataset(config, "val")
-    assert data[1][0].shape == (3, 8, 8) and val[0][0].shape == (3, 12, 12) and with_auto(config, data).image_size == 12
+    assert (
+        data[1][0].shape == (3, 8, 8)
+        and val[0][0].shape == (3, 12, 12)
+        and resolve_auto_fields(config, data).image_size == 12
+    )
     with pytest.raises(UserError, match="dog/000.png: has 13x12 pixels, others 12x12; resize all with --image_size N"):
         val[1]
 
@@ -226,20 +230,20 @@ def test_resized_crops_of_data_in_memory_are_rejected(monkeypatch, name):
 def test_dataset_size_takes_a_seeded_subset(tmp_path):
     save_images(tmp_path / "train", {"cat": 6, "dog": 6})
     whole = create_dataset(folder_config(tmp_path), "train")
-    sets = [choose_samples(whole, 5, seed) for seed in (1, 1, 2)]
+    sets = [take_subset(whole, 5, seed) for seed in (1, 1, 2)]
     assert [len(subset) for subset in sets] == [5] * 3 and sets[0].indices == sets[1].indices != sets[2].indices
     assert sets[0].targets.tolist() == [whole[k][1] for k in sets[0].indices] and sets[0].classes == whole.classes
     assert torch.equal(sets[0][2][0], whole[sets[0].indices[2]][0])
-    assert choose_samples(whole, 0, seed=1) is whole
+    assert take_subset(whole, 0, seed=1) is whole
     with pytest.raises(UserError, match="dataset_size=99: the set has 12 samples; give"):
-        choose_samples(whole, 99, seed=1)
+        take_subset(whole, 99, seed=1)
 
 
 def test_data_sets_keep_their_samples_in_tensors_and_arrays(tmp_path):
     """A list of Python's integers takes up to 36 bytes a sample, and forked workers copy it."""
     save_images(tmp_path / "train", {"cat": 30, "dog": 30})
     for whole in (create_dataset(folder_config(tmp_path), "train"), SyntheticImageDataset(60, image_size=8)):
-        for data in (whole, choose_samples(whole, 40, seed=1)):
+        for data in (whole, take_subset(whole, 40, seed=1)):
             assert len(data.targets) == len(data)
             assert not [name for name, value in vars(data).items() if isinstance(value, list) and len(value) > 10]
 
@@ -255,7 +259,7 @@ def listed_folders(flags):
     train_set = sets.train
     count = len([path for path in listed if isinstance(path, str | Path) and str(path).startswith(config.data_dir)])
     cleanup_distributed()
-    return count, len(train_set), train_set.path(6), (train_set.fingerprint, sets.content["content"])
+    return count, len(train_set), train_set.path(6), (train_set.fingerprint, sets.provenance["content"])
 
 
 @pytest.mark.guarantee("data-once")

@@ -14,7 +14,7 @@ from ranks import ROOT, torchrun
 from test_kernel import TO_END, check_against_the_kernel  # extra: template
 from test_oracle import SGD, check_against_the_oracle
 from utils.data.sampler import Assignment, GlobalBatchSampler
-from utils.data.sets import ChosenSamples, choose_samples
+from utils.data.sets import SampleSubset, take_subset
 from utils.data.worker import Fetcher
 from utils.extras.images.mixing import Mixing, mix, repeated_order
 from utils.settings.errors import UserError
@@ -112,8 +112,8 @@ def test_copies_have_other_pixels_and_a_subset_of_the_data_has_them_too(tmp_path
     )
     data = create_dataset(config, "train")
     with pytest.raises(UserError, match=r"dataset_size=5: epoch_order repeats .* \(with_replacement\), .*; give"):
-        choose_samples(data, 5, config.seed)
-    subset = ChosenSamples(data, torch.tensor([0, 2, 3, 4, 7]))
+        take_subset(data, 5, config.seed)
+    subset = SampleSubset(data, torch.tensor([0, 2, 3, 4, 7]))
     assert subset.copies == 3
     fetcher = Fetcher(subset, False, 1)
     copies = [fetcher._sample(0, 2 + 5 * k) for k in range(3)]

@@ -14,7 +14,7 @@ from ranks import ROOT, finish, launch, start
 from scripts.lib.judge import sides
 from scripts.lib.judge.evaluation import difference
 from training import SIZE
-from utils.run.provenance import sha256_of, versions
+from utils.run.provenance import file_checksum, package_versions
 
 TRAIN = """
 import json, sys, time
@@ -123,13 +123,13 @@ def make_fork(folder, **texts):
         "ddp_utils.py": "",
         "losses.py": "def smooth(x):\n    return x\n",
         "utils/metrics.py": "def count_correct(x):\n    return x\n",
-        "utils/training/fingerprint.py": "def of_parameters(model):\n    return 1\n",
+        "utils/training/fingerprint.py": "def fingerprint_parameters(model):\n    return 1\n",
     }
     for name, text in (files | {"changes.json": "{}"} | texts).items():
         (folder / name).write_text(text)
     paths = [path for path in folder.glob("**/*.py") if "scripts" not in path.parts]
-    code = {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}
-    report = {"passed": True, "versions": versions(), "code": code, "settings": {"seed": 42}}
+    code = {path.relative_to(folder).as_posix(): file_checksum(path) for path in paths}
+    report = {"passed": True, "versions": package_versions(), "code": code, "settings": {"seed": 42}}
     (folder / "passed.json").write_text(json.dumps(report))
     shutil.copy(folder / "passed.json", folder / "verified.json")
     return folder

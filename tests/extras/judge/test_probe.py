@@ -81,7 +81,11 @@ MEANS = "utils.metrics.MetricTracker.means"
 REPLACED = {  # by code of B: what create_model does, what the file does, and the function that is named
     "when the network is made": (f"if config.lr == 0.2: {BETTER}", "", MEANS),
     "when the file is imported": ("pass", BETTER, MEANS),
-    "a property": ("pass", "ModelHooks.part = property(lambda self: None)", "utils.training.hooks.ModelHooks.part"),
+    "a property": (
+        "pass",
+        "ModelHooks.part = property(lambda self: None)",
+        "utils.training.hooks.ModelHooks.find_part",
+    ),
     "by another name": ("pass", f"for part in (MetricTracker,): {BETTER.replace('MetricTracker', 'part')}", MEANS),
     "nothing": ("pass", "", ""),
 }

@@ -15,16 +15,16 @@ from ddp_utils import DistributedContext
 from ranks import package
 from utils.data.loader import create_distributed_dataloader, create_evaluation_dataloader
 from utils.data.sampler import Assignment
-from utils.data.sets import choose_samples
-from utils.extras.exact.reduction import Runs  # extra: exact
-from utils.extras.lengths.token_budget import Budget, BudgetSampler, balanced
+from utils.data.sets import take_subset
+from utils.extras.exact.reduction import ContiguousAssignment  # extra: exact
+from utils.extras.lengths.token_budget import BudgetSampler, TokenBudget, balance_ranks
 from utils.settings.errors import UserError
 from utils.training.schedule import Schedule
 
 hypothesis, st = package("hypothesis"), package("hypothesis.strategies")
 WAYS = {
     "by size": Assignment,
-    "runs": Runs,  # extra: exact
+    "runs": ContiguousAssignment,  # extra: exact
 }
 EXAMPLES = hypothesis.settings(
     max_examples=200, derandomize=True, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
@@ -85,7 +85,7 @@ def test_any_ranks_compute_the_same_micro_batches(
         data = Sequences(lengths, epoch_order=lambda *_: order, copies=copies)
         order = order.tolist()
     options = {"shuffle": shuffle, "drop_last": drop}
-    world = samplers(data, Budget(budget, samples, window), ranks, per_step, way, is_padded, **options)
+    world = samplers(data, TokenBudget(budget, samples, window), ranks, per_step, way, is_padded, **options)
     settings = {"samples": samples, "window": window, "order": order, "is_drawn": shuffle}
     expected = micro_batches(lengths, budget, seed=1, epoch=epoch, **settings)
     whole = len(expected) // per_step * per_step
@@ -95,7 +95,7 @@ def test_any_ranks_compute_the_same_micro_batches(
         assert sorted(k % n for k in chain(*expected)) == [*range(n)]
     assert all(len(batch) == 1 or padded(batch, lengths) <= budget for batch in expected)
     assert all(sampler.order(epoch).tolist() == [*chain(*expected)] for sampler in world)
-    assert {sampler.steps_left(epoch, 0, epoch + 1) for sampler in world} == {math.ceil(len(expected) / per_step)}
+    assert {sampler.remaining_steps(epoch, 0, epoch + 1) for sampler in world} == {math.ceil(len(expected) / per_step)}
     positions, before = [0, *accumulate(map(len, expected))], []  # the steps of earlier epochs
     for earlier in range(epoch if order is None else 0):
         made = micro_batches(lengths, budget, seed=1, epoch=earlier, **settings)
@@ -117,14 +117,14 @@ def test_any_ranks_compute_the_same_micro_batches(
             latest, end = [*chain(*latest)], positions[first + len(step)]
             tokens, samples = sum(lengths[k % n] for k in chain(*latest)), sum(map(len, latest))
             density = tokens / samples, 1 - tokens / sum(padded(batch, lengths) for batch in latest)
-            assert {sampler.density(epoch, end, 3) for sampler in world} == {density}
+            assert {sampler.token_density(epoch, end, 3) for sampler in world} == {density}
         assert not any(streams)
     if epoch == 0 and expected:
         for steps in (0, 1, 2):
             smallest = min(map(len, expected[: steps * per_step or None]))
-            chosen = world[0].smallest(steps)
+            chosen = world[0].smallest_micro_batch(steps)
             assert [len(batch) for batch in chosen] == [smallest] and chosen[0] in expected
-            assert all(sampler.smallest(steps) == chosen for sampler in world)
+            assert all(sampler.smallest_micro_batch(steps) == chosen for sampler in world)
 
 
 def check_step(step, by_rank, lengths, is_padded, way):
@@ -160,12 +160,14 @@ def test_a_larger_window_has_less_padding_and_an_order_that_is_farther_from_unif
     logs, rows = lengths.double().log(), []
     for window in (1, 10, 30, 100, 10_000):
         for per_step in (8, 64):
-            [sampler] = samplers(Sequences(lengths), Budget(budget, 0, window), 1, per_step, drop_last=True)
-            order, begins = sampler.order(0), sampler.packed(0).begins[::per_step]
+            [sampler] = samplers(Sequences(lengths), TokenBudget(budget, 0, window), 1, per_step, drop_last=True)
+            order, begins = sampler.order(0), sampler.pack_epoch(0).begins[::per_step]
             steps = [order[first:end] for first, end in pairwise(begins)]
             spread = torch.stack([logs[indices].mean() for indices in steps]).std()
             uniform = torch.tensor([logs.var() / len(indices) for indices in steps]).mean().sqrt()
-            rows.append((window, per_step, sampler.density(0, len(order), len(steps))[1], float(spread / uniform)))
+            rows.append(
+                (window, per_step, sampler.token_density(0, len(order), len(steps))[1], float(spread / uniform))
+            )
             shown = f"padding {rows[-1][2]:.2%}, spread {spread:.2f}, {rows[-1][3]:.1f} times that of a uniform order"
             print(f"{shape}, window {window}, {per_step} micro-batches per step: {shown}")
     few = [row[2:] for row in rows if row[1] == 8]
@@ -180,14 +182,14 @@ def test_padding_is_little_and_the_ranks_have_equally_much(shape, ranks):
     n, data, window = len(lengths), Sequences(lengths), TrainingConfig(batch_tokens=1).bucket_window
     share, worst = {}, {}
     for way in WAYS:
-        [sampler] = samplers(data, Budget(budget, 0, window), 1, 4 * ranks, way)
-        share[way] = sampler.density(0, n, n)[1]
+        [sampler] = samplers(data, TokenBudget(budget, 0, window), 1, 4 * ranks, way)
+        share[way] = sampler.token_density(0, n, n)[1]
         loads = []
-        for first in range(0, sampler.count - 4 * ranks + 1, 4 * ranks):
-            sizes = [sampler.packed(0).padded(k) for k in range(first, first + 4 * ranks)]
-            split = [WAYS[way](r, ranks).numbers(r, len(sizes)) for r in range(ranks)]
+        for first in range(0, sampler.micro_batches_per_epoch - 4 * ranks + 1, 4 * ranks):
+            sizes = [sampler.pack_epoch(0).padded(k) for k in range(first, first + 4 * ranks)]
+            split = [WAYS[way](r, ranks).micro_batch_numbers(r, len(sizes)) for r in range(ranks)]
             if way == "by size":
-                split = [balanced(r, ranks, sizes) for r in range(ranks)]
+                split = [balance_ranks(r, ranks, sizes) for r in range(ranks)]
             load = torch.tensor([sum(sizes[k] for k in numbers) for numbers in split]).double()
             loads.append(float(load.max() / load.mean()))
         worst[way] = sum(loads) / len(loads), max(loads)
@@ -259,11 +261,11 @@ def test_lengths_of_a_subset_are_checked_as_those_of_the_whole_set():
     assert sampler.lengths.tolist() == [9, 7]
     data.__class__ = type("Six", (Sequences,), {"__len__": lambda self: 6})
     data.lengths = torch.tensor([1, 3, 9, 4, 5, 6, 7])  # one too many
-    chosen = choose_samples(data, 4, seed=1)
+    chosen = take_subset(data, 4, seed=1)
     for subset in (chosen, Subset(data, [0, 1])):
         assert "has the shape [7]" in refusal(subset) and "6 in all" in refusal(subset)
     del data.lengths
-    assert "Six (the training set) has no lengths" in refusal(choose_samples(data, 4, seed=1))
+    assert "Six (the training set) has no lengths" in refusal(take_subset(data, 4, seed=1))
 
 
 def test_lengths_of_another_number_or_none_are_refused():
@@ -276,7 +278,7 @@ def test_lengths_of_another_number_or_none_are_refused():
     assert "sample 0 (0.flac) of val has the length 40" in refusal(Sequences([40], split="val"), is_training=False)
     config = TrainingConfig(batch_tokens=16, eval_batch_size=3)
     sampler = create_evaluation_dataloader(range(4), config, DistributedContext(0, 0, 1, torch.device("cpu"))).sampler
-    assert sampler.count == 2
+    assert sampler.micro_batches_per_epoch == 2
 
 
 @pytest.mark.parametrize(
@@ -313,31 +315,31 @@ def test_a_sample_that_is_too_long_may_be_alone_and_batch_size_is_a_bound_if_it_
     batches = [m.indices for m in create_evaluation_dataloader(data, config, ctx).sampler.micro_batches(0)]
     assert max(map(len, batches)) == 3 and sorted(chain(*batches)) == [*range(8)]
     config = TrainingConfig(batch_tokens=16, too_long="alone")
-    chosen = choose_samples(data, 6, config.seed)
+    chosen = take_subset(data, 6, config.seed)
     sampler = create_distributed_dataloader(chosen, config, ctx)[1]
     assert sampler.lengths.tolist() == [int(data.lengths[k]) for k in chosen.indices]
 
 
 def test_the_largest_batches_are_those_of_the_longest_samples_and_of_the_most():
     lengths = [5, 1, 9, 2, 2, 7, 1, 8, 3]
-    [sampler] = samplers(Sequences(lengths), Budget(18, 0, 1), 1, 1)
+    [sampler] = samplers(Sequences(lengths), TokenBudget(18, 0, 1), 1, 1)
     longest, most = sampler.largest[0], sampler.largest[-1]
     assert longest == [2, 7] and {*most} == {1, 6, 3, 4, 8}
-    [sampler] = samplers(Sequences(lengths), Budget(18, 2, 1), 1, 1)
+    [sampler] = samplers(Sequences(lengths), TokenBudget(18, 2, 1), 1, 1)
     assert sampler.largest[0] == [2, 7] and {*sampler.largest[-1]} == {1, 6}
     # with a bound on the samples the longest have few tokens; rows of half the budget have more pairs than one long row
-    [sampler] = samplers(Sequences([10] + [5] * 6 + [1] * 9), Budget(19, 3, 1), 1, 1)
+    [sampler] = samplers(Sequences([10] + [5] * 6 + [1] * 9), TokenBudget(19, 3, 1), 1, 1)
     assert [len(indices) for indices in sampler.largest] == [1, 3, 3] and sampler.largest[1] == [1, 2, 3]
-    [sampler] = samplers(Sequences([40, *lengths]), Budget(18, 0, 1), 1, 1)
+    [sampler] = samplers(Sequences([40, *lengths]), TokenBudget(18, 0, 1), 1, 1)
     assert sampler.largest[0] == [0]
 
 
 def test_a_schedule_of_its_own_length_is_followed_beyond_the_run():
-    [sampler] = samplers(Sequences([5] * 40), Budget(40, 0, 1), 1, 1)
+    [sampler] = samplers(Sequences([5] * 40), TokenBudget(40, 0, 1), 1, 1)
     config = TrainingConfig(batch_tokens=40, epochs=2, schedule_steps=30, warmup_epochs=0)
     schedule = Schedule(config, lambda *given: given[1:3])
     schedule.plan(sampler)
-    assert schedule.total_steps == 10 and schedule.factor_at(12, schedule.progress) == (12, 30)
+    assert schedule.total_steps == 10 and schedule.lr_factor_at(12, schedule.progress) == (12, 30)
 
 
 @pytest.mark.guarantee("lengths")
@@ -346,17 +348,17 @@ def test_the_run_ends_with_its_last_epoch_and_the_factor_holds_beyond_the_schedu
     generator = torch.Generator().manual_seed(3)
     data = Sequences(torch.randint(1, 30, (40,), generator=generator))
     for epochs in (6, 7):
-        [sampler] = samplers(data, Budget(40, 0, 1), 1, 1)
+        [sampler] = samplers(data, TokenBudget(40, 0, 1), 1, 1)
         schedule = Schedule(TrainingConfig(batch_tokens=40, epochs=epochs, warmup_epochs=0), lambda *given: given[1])
         schedule.plan(sampler)
-        counts = [sampler.steps_left(epoch, 0, epoch + 1) for epoch in range(epochs)]
+        counts = [sampler.remaining_steps(epoch, 0, epoch + 1) for epoch in range(epochs)]
         assert len({*counts}) > 1
         assert schedule.total_steps == epochs * counts[0]
         seen, progress = [], schedule.progress
         while not schedule.is_finished:
-            for end in [*sampler.packed(progress.epoch).begins[1:]]:
+            for end in [*sampler.pack_epoch(progress.epoch).begins[1:]]:
                 assert not (schedule.is_at_end or schedule.is_epoch_complete)
-                seen.append(schedule.factor_at(progress.step, progress))
+                seen.append(schedule.lr_factor_at(progress.step, progress))
                 progress.step, progress.samples_in_epoch = progress.step + 1, end
                 if progress.step == sum(counts) // 2:  # a resume plans the same
                     schedule.plan(sampler)
@@ -370,8 +372,8 @@ def test_the_run_ends_with_its_last_epoch_and_the_factor_holds_beyond_the_schedu
 def test_the_steps_of_epochs_differ_little():
     generator = torch.Generator().manual_seed(7)
     data = Sequences((6 + torch.randn(200_000, generator=generator)).exp().clamp(1, 16_000).long())
-    [sampler] = samplers(data, Budget(16_000, 0, 100), 1, 1)
-    counts = [sampler.steps_left(epoch, 0, epoch + 1) for epoch in range(3)]
+    [sampler] = samplers(data, TokenBudget(16_000, 0, 100), 1, 1)
+    counts = [sampler.remaining_steps(epoch, 0, epoch + 1) for epoch in range(3)]
     print(counts)
     assert max(counts) - min(counts) <= 0.001 * min(counts)
 
@@ -380,7 +382,7 @@ def test_the_steps_of_epochs_differ_little():
 def test_ten_million_samples_are_planned_in_ten_seconds():
     generator = torch.Generator().manual_seed(7)
     data = Sequences((6 + torch.randn(10_000_000, generator=generator)).exp().clamp(1, 16_000).long())
-    [sampler] = samplers(data, Budget(16_000, 0, 100), 1, 8)
+    [sampler] = samplers(data, TokenBudget(16_000, 0, 100), 1, 8)
     began = time.process_time()
     assert len(sampler.order(3)) == 10_000_000
     print(f"{time.process_time() - began:.1f} s")
@@ -398,4 +400,4 @@ def test_ten_million_samples_are_planned_in_ten_seconds():
     ],
 )
 def test_micro_batches_are_dealt_by_size_forwards_and_backwards(sizes, shares):
-    assert [balanced(rank, len(shares), sizes) for rank in range(len(shares))] == shares
+    assert [balance_ranks(rank, len(shares), sizes) for rank in range(len(shares))] == shares

@@ -17,8 +17,8 @@ from ranks import ROOT, run_ranks
 from tasks import TASKS
 from training import train_flags
 from utils import assembly
-from utils.distributed.dtensor import local
-from utils.memory import own_memory
+from utils.distributed.dtensor import local_shard
+from utils.memory import read_process_memory
 from utils.run.checkpoints import Checkpoints
 
 FLAGS = "--dataset_size 16 --epochs 1 --max_steps 1 --eval_every 0 --no-use_amp --optimizer adamw".split()
@@ -42,9 +42,9 @@ def return_freed_memory():
 def measured(peaks, name):
     """Note the growth of this process's resident memory: at its peak, over what there was at the start; once."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
-    before = own_memory("VmRSS")
+    before = read_process_memory("VmRSS")
     yield
-    peaks.setdefault(name, own_memory("VmHWM") - before)
+    peaks.setdefault(name, read_process_memory("VmHWM") - before)
 
 
 def size_of(tensors):
@@ -80,7 +80,7 @@ def counted(words, nodes):
         train_flags(words, task="blocks")
     handle.remove()
     state = sizes["state"]
-    parameters = size_of(local(p) for p in state.model.parameters())
+    parameters = size_of(local_shard(p) for p in state.model.parameters())
     moments = size_of(tensor for values in state.optimizer.state.values() for tensor in values.values())
     return parameters, sizes["gradients"], moments, sizes["building"], sizes["saving"]
 
@@ -114,7 +114,7 @@ def test_a_rank_holds_its_part_of_parameters_gradients_and_optimizer_state(runs)
 def train_within(words, limit):
     """Train with a limit on private writable memory above what the process has before."""
     return_freed_memory()
-    resource.setrlimit(resource.RLIMIT_DATA, (own_memory("VmData") + limit, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_DATA, (read_process_memory("VmData") + limit, resource.RLIM_INFINITY))
     with mock.patch.dict(TASKS["blocks"], {"create_model": functools.partial(gpt, depth=16)}):
         return train_flags(words, task="blocks")["state"]
 

@@ -21,7 +21,7 @@ from utils.extras.sharding import layout as layouts
 from utils.extras.sharding.layout import FolderLayout
 
 FAILING = {  # where it fails: the rank, the object and its function
-    "the room": (1, layouts, "check_room"),
+    "the room": (1, layouts, "check_free_space"),
     "the part of rank 0": (0, archive, "write"),
     "another part": (1, archive, "write"),
     "the archive": (1, torch, "save"),

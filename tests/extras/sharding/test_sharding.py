@@ -214,7 +214,7 @@ def watch_the_memory(words):
 
     def create_state(*args, **options):
         state = plain_state(*args, **options)
-        sizes.update({name: (p.to_local().numel(), p.numel()) for name, p in state.sharded().items()})
+        sizes.update({name: (p.to_local().numel(), p.numel()) for name, p in state.sharded_parameters().items()})
         return state
 
     watched = mock.patch.dict(TASKS["blocks"], {"create_model": create_model})
@@ -285,8 +285,8 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused(runs):
 
 
 def train_with_the_first_as_best(words):
-    plain = Progress.note_value
-    with mock.patch.object(Progress, "note_value", lambda self, value, sign: plain(self, -self.step, 1)):
+    plain = Progress.record_value
+    with mock.patch.object(Progress, "record_value", lambda self, value, sign: plain(self, -self.step, 1)):
         train_flags(words, task="images")
 
 

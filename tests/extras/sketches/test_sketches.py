@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from utils.data.changes import are_alike
+from utils.data.changes import are_fingerprints_alike
 from utils.distributed.context import DistributedContext
 from utils.extras import sketches as module
-from utils.extras.sketches import alike_on_all_ranks, fingerprint_of_sample, sample_fingerprints
+from utils.extras.sketches import compare_ranks, fingerprint_of_sample, sample_fingerprints
 
 
 class Samples(Dataset):
@@ -50,7 +50,7 @@ def test_other_content_is_noticed():
         changed(x=lambda _, sample: sample["x"] * 1.01),
         changed(more=lambda *_: 1),
     ):
-        assert not are_alike(reference, sample_fingerprints(other, 0))
+        assert not are_fingerprints_alike(reference, sample_fingerprints(other, 0))
 
 
 @pytest.mark.guarantee("other-samples")
@@ -58,12 +58,14 @@ def test_what_equal_data_sets_may_differ_in_is_ignored(tmp_path, monkeypatch):
     reference, counter = sample_fingerprints(Samples(), 0), itertools.count()
     (tmp_path / "sample 5").touch()
     assert fingerprint_of_sample(str(tmp_path / "sample 5")) == fingerprint_of_sample("sample 5")  # mounted elsewhere
-    assert are_alike(reference, sample_fingerprints(changed(x=lambda _, sample: sample["x"] * (1 + 1e-6)), 0))
+    assert are_fingerprints_alike(
+        reference, sample_fingerprints(changed(x=lambda _, sample: sample["x"] * (1 + 1e-6)), 0)
+    )
     unsteady = sample_fingerprints(changed(label=lambda *_: next(counter)), 0)
-    assert unsteady == [None] * 64 and are_alike(reference, unsteady)
+    assert unsteady == [None] * 64 and are_fingerprints_alike(reference, unsteady)
     assert sample_fingerprints(changed(x=lambda *_: 1 / 0), 0) == [None] * 64
     monkeypatch.setattr(module, "SECONDS", 0)  # one rank has time for one sample
-    assert sample_fingerprints(Samples(), 0) == reference[:1] and are_alike(reference, reference[:1])
+    assert sample_fingerprints(Samples(), 0) == reference[:1] and are_fingerprints_alike(reference, reference[:1])
 
 
 def test_training_files_of_known_sizes_are_not_read_and_held_out_ones_are():
@@ -71,12 +73,12 @@ def test_training_files_of_known_sizes_are_not_read_and_held_out_ones_are():
     held_out = Samples()
     train.has_sizes = held_out.has_sizes = True
     ctx = DistributedContext(0, 0, 1, torch.device("cpu"))
-    train_sketches, seen = alike_on_all_ranks({"train": train, "val": held_out}, 0, "", ctx)
+    train_sketches, seen = compare_ranks({"train": train, "val": held_out}, 0, "", ctx)
     assert train_sketches == [] and len(seen) == 64 and None not in seen
 
 
 def test_arrays_of_numpy_and_lists_are_compared():
     one, two = numpy.arange(6, dtype=numpy.uint8), numpy.arange(6, dtype=numpy.uint8)[::-1]
-    assert are_alike([fingerprint_of_sample([one])], [fingerprint_of_sample([one.copy()])])
-    assert not are_alike([fingerprint_of_sample([one])], [fingerprint_of_sample([two])])
-    assert not are_alike([fingerprint_of_sample(([1.0], "a"))], [fingerprint_of_sample(([2.0], "a"))])
+    assert are_fingerprints_alike([fingerprint_of_sample([one])], [fingerprint_of_sample([one.copy()])])
+    assert not are_fingerprints_alike([fingerprint_of_sample([one])], [fingerprint_of_sample([two])])
+    assert not are_fingerprints_alike([fingerprint_of_sample(([1.0], "a"))], [fingerprint_of_sample(([2.0], "a"))])

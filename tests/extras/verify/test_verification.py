@@ -24,7 +24,10 @@ def verified(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
     monkeypatch.setattr(verify, "VERIFIED", tmp_path / "verified.json")
     report = {"passed": True, "time": "2026-11-21T15:20:05.754+00:00", "ranks": 4, "task": TASK}
-    report |= {"versions": provenance.versions(), "code": {"model.py": provenance.sha256_of(tmp_path / "model.py")}}
+    report |= {
+        "versions": provenance.package_versions(),
+        "code": {"model.py": provenance.file_checksum(tmp_path / "model.py")},
+    }
     report |= {"settings": {"lr": 0.1, "schedule": "linear"}}
     report |= {"invariants": {"order": {"passed": True}, "content": {"passed": True}}}
 
@@ -41,11 +44,11 @@ def changed(what):
 
 def test_verification_holds_while_code_versions_and_task_are_the_same(verified):
     passed = "net on data, 4 ranks, 2026-11-21"
-    assert verify.verification(TASK, CONFIG) == (True, f"verified with this code: {passed}")
+    assert verify.read_verification(TASK, CONFIG) == (True, f"verified with this code: {passed}")
     (provenance.ROOT / "dataset.py").write_text("not imported then")
-    assert verify.verification(TASK, CONFIG)[0]
+    assert verify.read_verification(TASK, CONFIG)[0]
     other = f"not verified for other on data; scripts/verify.py passed for {passed}"
-    assert verify.verification("other on data", CONFIG) == (False, other)
+    assert verify.read_verification("other on data", CONFIG) == (False, other)
 
 
 @pytest.mark.guarantee("verify")
@@ -53,28 +56,28 @@ def test_a_changed_file_or_version_is_named(verified, monkeypatch):
     (provenance.ROOT / "extra.py").write_text("y = 1\n")
     monkeypatch.syspath_prepend(provenance.ROOT)
     importlib.import_module("extra")  # after verify.py passed
-    assert verify.verification(TASK, CONFIG) == changed("extra.py")
+    assert verify.read_verification(TASK, CONFIG) == changed("extra.py")
     monkeypatch.delitem(sys.modules, "extra")
     (provenance.ROOT / "model.py").write_text("x = 2\n")
-    assert verify.verification(TASK, CONFIG) == changed("model.py")
+    assert verify.read_verification(TASK, CONFIG) == changed("model.py")
     (provenance.ROOT / "model.py").write_text("x = 1\n")
-    verified(versions=provenance.versions() | {"torch": "1.0"})
-    assert verify.verification(TASK, CONFIG) == changed(f"torch 1.0 -> {provenance.versions()['torch']}")
+    verified(versions=provenance.package_versions() | {"torch": "1.0"})
+    assert verify.read_verification(TASK, CONFIG) == changed(f"torch 1.0 -> {provenance.package_versions()['torch']}")
 
 
 def test_broken_invariants_are_named(verified):
     verified(passed=False, invariants={"order": {"passed": False}, "content": {"passed": True}})
-    assert verify.verification(TASK, CONFIG) == (False, "scripts/verify.py failed: order")
+    assert verify.read_verification(TASK, CONFIG) == (False, "scripts/verify.py failed: order")
 
 
 @pytest.mark.parametrize("is_passed", [True, False])
 def test_flags_that_differ_from_the_verified_ones_are_named_whether_it_passed_or_failed(verified, is_passed):
     verified(passed=is_passed, invariants={"order": {"passed": is_passed}}, settings={"lr": 0.5, "x": 1, "seed": 42})
     text = f"scripts/verify.py {'passed' if is_passed else 'failed'} with other flags: lr 0.5 -> 0.1, x 1 -> unset"
-    assert verify.verification(TASK, TrainingConfig(epochs=3)) == (False, text)
+    assert verify.read_verification(TASK, TrainingConfig(epochs=3)) == (False, text)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"code": 3}'])
 def test_an_unreadable_result_file_means_not_verified(verified, text):
     verify.VERIFIED.write_text(text)
-    assert verify.verification(TASK, CONFIG) == (False, NOT_VERIFIED)
+    assert verify.read_verification(TASK, CONFIG) == (False, NOT_VERIFIED)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import utils.extras.watch.watchdog
 from ranks import DEADLINE, launch_variables
 from training import says, wait_until
-from utils.clock import Clock
+from utils.clock import PhaseClock
 from utils.extras.watch.debuggers import is_in_debugger
 from utils.extras.watch.heartbeat import Heartbeats
 from utils.extras.watch.watchdog import Watchdog
@@ -184,7 +184,7 @@ def test_looking_for_a_pause_walks_no_stack_of_another_thread(monkeypatch):
 def test_a_pause_ends_no_rank_and_is_said_once_and_a_hang_after_it_ends_the_run(monkeypatch, situation):
     for name in [name for name in vars(utils.extras.watch.watchdog) if name.startswith("SECONDS_")]:
         monkeypatch.setattr(utils.extras.watch.watchdog, name, getattr(utils.extras.watch.watchdog, name) / 10)
-    store, stop, clocks, ended, warnings = dist.HashStore(), Stop(), [Clock(), Clock()], [], []
+    store, stop, clocks, ended, warnings = dist.HashStore(), Stop(), [PhaseClock(), PhaseClock()], [], []
     watchdogs = []
     for rank, clock in enumerate(clocks):
         ctx = SimpleNamespace(

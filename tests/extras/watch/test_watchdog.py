@@ -19,7 +19,7 @@ import torch.distributed as dist
 import utils.clock
 import utils.extras.watch.watchdog
 from training import wait_until
-from utils.clock import Clock
+from utils.clock import PhaseClock
 from utils.distributed.collectives import is_peer_failure
 from utils.extras.watch.heartbeat import Heartbeats, RankStatus
 from utils.extras.watch.watchdog import Watchdog
@@ -57,7 +57,7 @@ def test_a_slow_step_is_a_warning_and_a_hang_from_half_of_hang_timeout_on(quick,
     """Without --hang_timeout, from a minute on (here 2.5 s)."""
     monkeypatch.setattr(utils.extras.watch.watchdog, "FIRST_LIMIT", 2.5)
     monkeypatch.setattr(Watchdog, "report_after", 0.4)
-    clock, logged, watchdogs = Clock(), {5.0: [], 0.0: []}, []
+    clock, logged, watchdogs = PhaseClock(), {5.0: [], 0.0: []}, []
     for hang_timeout, texts in logged.items():
         calls = {
             name: lambda *text, texts=texts, name=name: texts.append((name, text[0]))
@@ -78,7 +78,7 @@ def test_a_slow_step_is_a_warning_and_a_hang_from_half_of_hang_timeout_on(quick,
 
 
 def test_the_limit_is_learned_from_the_steps_and_is_at_least_five_seconds():
-    clock, limits = Clock(), []
+    clock, limits = PhaseClock(), []
     watchdog = watch(clock)
     for durations in ([], [0.1] * 200, [3.0] * 4, [60.0]):  # one slow step in hundreds does not raise the limit
         clock.durations.extend(durations)
@@ -89,7 +89,7 @@ def test_the_limit_is_learned_from_the_steps_and_is_at_least_five_seconds():
 
 @pytest.mark.guarantee("hang")
 def test_other_ranks_see_the_phase_the_step_and_a_beat(quick):
-    store, clock = dist.HashStore(), Clock()
+    store, clock = dist.HashStore(), PhaseClock()
     watchdog, other = watch(clock, heartbeats=heartbeats_of(store, 0)), heartbeats_of(store, 1)
     clock.begin_step(12)
     clock.enter("backward")
@@ -104,7 +104,7 @@ def test_other_ranks_see_the_phase_the_step_and_a_beat(quick):
 @pytest.mark.guarantee("hang")
 def test_stacks_are_read_only_when_a_rank_hangs_and_then_it_ends(quick, monkeypatch):
     """Reading the stacks of running threads rarely ended real runs with SIGSEGV."""
-    ended, clock, dumped, plain = [], Clock(), [], Watchdog._dump_stacks
+    ended, clock, dumped, plain = [], PhaseClock(), [], Watchdog._dump_stacks
     monkeypatch.setattr(Watchdog, "_dump_stacks", lambda self: dumped.append(clock.phase) or plain(self))
     watchdog = watch(clock, 1.0, lambda *args: ended.append(args))
     for phase in ("forward", "backward") * 6:
@@ -123,13 +123,13 @@ def test_stacks_are_read_only_when_a_rank_hangs_and_then_it_ends(quick, monkeypa
 @pytest.mark.guarantee("hang")
 def test_a_function_of_an_evaluation_may_take_ten_times_hang_timeout(quick):
     """Rank 0 judges itself and rank 1, which waits for it."""
-    store, ended, clocks, watchdogs = dist.HashStore(), [], [Clock(), Clock()], []
+    store, ended, clocks, watchdogs = dist.HashStore(), [], [PhaseClock(), PhaseClock()], []
     for rank, clock in enumerate(clocks):
         clock.begin_step(12)
         clock.enter("evaluation")
         heartbeats = heartbeats_of(store, rank)
         watchdogs.append(watch(clock, 0.3, lambda *args: ended.append(args), heartbeats, ("a", "a"), rank))
-    clocks[0].call("log_images")
+    clocks[0].enter_function("log_images")
     began = time.monotonic()
     text, hanging, _ = wait_until(lambda: ended, 10)[0]
     assert time.monotonic() - began > 2.9
@@ -154,7 +154,7 @@ def test_a_rank_without_progress_ends_when_the_next_rank_is_gone(quick):
         ("elsewhere", alive, "start", "start", False),  # silent for less than hang_timeout: it may hold the GIL
     ]
     for number, (host, pid, phase, own, _) in enumerate(cases):
-        store, clock = dist.HashStore(), Clock()
+        store, clock = dist.HashStore(), PhaseClock()
         heartbeats = heartbeats_of(store, 0)
         heartbeats_of(store, 1).set_status(rank_status(3, phase, pid=pid))
         clock.enter(own)
@@ -174,7 +174,7 @@ def test_time_in_which_the_watching_process_was_suspended_does_not_count(quick, 
     monkeypatch.setattr(utils.extras.watch.watchdog, "time", fake)
     monkeypatch.setattr(utils.extras.watch.watchdog, "SECONDS_OF_SILENCE", 2.0)
     for phase in ("backward", "start"):
-        store, clock, note = dist.HashStore(), Clock(), lambda *_, phase=phase: ended.add(phase)
+        store, clock, note = dist.HashStore(), PhaseClock(), lambda *_, phase=phase: ended.add(phase)
         heartbeats = heartbeats_of(store, 0)
         heartbeats_of(store, 1).set_status(rank_status(3, phase))
         clock.enter(phase)
@@ -209,7 +209,7 @@ class Silent(Heartbeats):
 
 def test_steps_may_end_while_the_watchdog_reads_their_durations():
     """An error would end its thread, and with it the heartbeats."""
-    clock, is_over, before = Clock(), threading.Event(), sys.getswitchinterval()
+    clock, is_over, before = PhaseClock(), threading.Event(), sys.getswitchinterval()
     watchdog = watch(clock)
 
     def train():
@@ -230,7 +230,7 @@ def test_steps_may_end_while_the_watchdog_reads_their_durations():
 
 def test_a_store_of_torchrun_that_does_not_answer_ends_nothing(quick):
     """Ctrl-Z stops torchrun and not its ranks."""
-    store, clock, warned, called = dist.HashStore(), Clock(), [], mock.Mock()
+    store, clock, warned, called = dist.HashStore(), PhaseClock(), [], mock.Mock()
     heartbeats = Silent(store, 0, os.getpid(), "", False)
     heartbeats_of(store, 1).set_status(rank_status(3, "backward"))
     clock.enter("backward")
@@ -249,7 +249,7 @@ def test_a_store_that_does_not_answer_is_evidence_about_its_host(quick):
     # whether its process answers, and whether that is rank 0
     cases = {(False, True): "lost", (False, False): "lost", (True, True): "stopped"}
     for case in cases:
-        store, clock = dist.HashStore(), Clock()
+        store, clock = dist.HashStore(), PhaseClock()
         heartbeats_of(store, 0)
         heartbeats = Silent(store, 1, os.getpid(), "", case[1])
         heartbeats.is_there = case[0]
@@ -265,7 +265,7 @@ def test_a_store_that_does_not_answer_is_evidence_about_its_host(quick):
 
 
 def test_a_store_whose_process_is_gone_names_rank_0(quick):
-    store, clock, lost = dist.HashStore(), Clock(), []
+    store, clock, lost = dist.HashStore(), PhaseClock(), []
     heartbeats = heartbeats_of(store, 1)
     with mock.patch.object(Heartbeats, "read_statuses", side_effect=dist.DistNetworkError):
         watchdog = watch(clock, 60.0, heartbeats=heartbeats, hosts=(HERE, HERE), rank=1, exit_peer_lost=lost.append)
@@ -277,7 +277,7 @@ def test_after_a_stop_signal_a_rank_that_stands_before_the_first_step_ends_as_pr
     """Nothing can be lost; it may wait for a rank that does not answer."""
     preempted, ended = [], []
     with STOP:
-        watchdog = watch(Clock(), 60.0, ended.append, exit_preempted=lambda: preempted.append(time.monotonic()))
+        watchdog = watch(PhaseClock(), 60.0, ended.append, exit_preempted=lambda: preempted.append(time.monotonic()))
         began = time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
         assert 2 <= wait_until(lambda: preempted, 8)[0] - began and not ended
@@ -289,7 +289,7 @@ def test_a_rank_without_progress_ends_when_another_one_has_reported_a_failure(qu
     heartbeats = heartbeats_of(store, 0)
     for rank, text in ((2, "rank 2 on b ran out of memory"), (1, "a later one")):
         heartbeats_of(store, rank).report_failure({"text": text, "rank": rank, "host": "b", "is_lost": False})
-    watchdog = watch(Clock(), 60.0, lambda *args: ended.append(args), heartbeats, ("a", "b", "b"))
+    watchdog = watch(PhaseClock(), 60.0, lambda *args: ended.append(args), heartbeats, ("a", "b", "b"))
     assert wait_until(lambda: ended, 5)[0] == ("rank 2 on b ran out of memory", None)
     watchdog.close()
 
@@ -302,7 +302,7 @@ def test_the_lowest_live_rank_reports(quick):
             store = dist.HashStore()
             heartbeats = [heartbeats_of(store, rank) for rank in range(3)]
             for rank in set(range(3)) - set(dead):
-                clock, report = Clock(), lambda *args, by=(dead, rank): reports.append((*by, args[0]))
+                clock, report = PhaseClock(), lambda *args, by=(dead, rank): reports.append((*by, args[0]))
                 clock.enter("backward")
                 calls = {"report_hang": report, "warn": report}  # a warning, as nobody is dead
                 watchdogs.append(watch(clock, heartbeats=heartbeats[rank], hosts=(HERE,) * 3, rank=rank, **calls))
@@ -316,7 +316,7 @@ def test_the_lowest_live_rank_reports(quick):
 
 
 def test_ranks_whose_collective_has_failed_find_the_one_that_is_lost(quick):
-    store, clocks = dist.HashStore(), [Clock() for _ in range(3)]
+    store, clocks = dist.HashStore(), [PhaseClock() for _ in range(3)]
     heartbeats = [heartbeats_of(store, rank) for rank in range(4)]
     watchdogs = [watch(clocks[k], 60.0, heartbeats=heartbeats[k], hosts=(HERE,) * 4, rank=k) for k in range(3)]
 
@@ -342,7 +342,7 @@ def test_after_a_stop_signal_a_rank_that_is_blocked_in_c_ends(quick):
         ended.append((args, signals.received))
         libc.pthread_mutex_unlock(mutex)
 
-    clock = Clock()
+    clock = PhaseClock()
     with STOP as signals:
         watchdog = watch(clock, hang_timeout=60.0, end=end)
         clock.durations.append(0.1)

@@ -15,10 +15,10 @@ import torch
 
 from config import TrainingConfig
 from ranks import ROOT
-from utils.run.resume import rows_of_settings
+from utils.run.resume import pair_settings
 from utils.settings.checks import above, at_least, between, local_path, one_of
 from utils.settings.conflicts import Conflict
-from utils.settings.declarations import settings_of
+from utils.settings.declarations import list_settings
 from utils.settings.errors import UserError
 from utils.settings.fields import GROUPS, yours
 
@@ -148,8 +148,8 @@ def test_a_path_at_its_default_is_at_its_default_after_it_was_expanded(monkeypat
     monkeypatch.setenv("HOME", "/home/me")
     config = Fork(seed=3)
     assert config.home == Path("/home/me/words.txt")
-    rows = {row.name: row for row in rows_of_settings({"config": {}, "provenance": {}}, config)}
-    assert rows["home"].before == rows["home"].here == "/home/me/words.txt"
+    rows = {row.name: row for row in pair_settings({"config": {}, "provenance": {}}, config)}
+    assert rows["home"].saved == rows["home"].current == "/home/me/words.txt"
     with pytest.raises(UserError, match="home=/a: is at home; leave it out"):
         Fork(seed=3, home="/a")
 
@@ -318,9 +318,9 @@ def test_choices_of_extras_are_not_added_to_those_of_a_fork(monkeypatch):
 
 
 def test_settings_stand_by_group_and_those_of_extras_follow():
-    groups = [setting.group for setting in settings_of(Fork)]
+    groups = [setting.group for setting in list_settings(Fork)]
     assert groups == sorted(groups, key=GROUPS.index)
-    names = [setting.name for setting in settings_of(Fork) if setting.group == "distributed"]
+    names = [setting.name for setting in list_settings(Fork) if setting.group == "distributed"]
     assert names[:4] == ["backend", "init_method", "timeout", "bucket_cap_mb"]
 
 

@@ -20,13 +20,13 @@ from torch.utils.data import Dataset, default_collate
 
 from config import TrainingConfig
 from utils.batch import map_leaves, map_tensors, tensors_in
-from utils.data.loader import GlobalBatchLoader, fetches_batches
+from utils.data.loader import GlobalBatchLoader, has_getitems
 from utils.data.sampler import Assignment, GlobalBatchSampler, MapDataset
-from utils.data.transfer import indices_on
+from utils.data.transfer import indices_to_device
 from utils.distributed.collectives import all_gather_json, on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
-from utils.logger import duration, show_progress
-from utils.memory import free_memory, gigabytes
+from utils.logger import format_duration, show_progress
+from utils.memory import format_bytes, free_memory
 from utils.settings.errors import UserError
 
 CHUNK = 32  # samples that a worker decodes at a time
@@ -34,7 +34,7 @@ ALIGNMENT = 64  # bytes
 MAX_OF_MEMORY, MAX_OF_DEVICE = 0.9, 0.5  # fractions of the free memory; the rest is for training
 
 
-def cached(
+def cache_datasets(
     train_set: MapDataset,
     held_out: dict[str, MapDataset],
     config: TrainingConfig,
@@ -46,24 +46,24 @@ def cached(
     sets = {"train": train_set, **held_out}
     decoded = {split for split, dataset in sets.items() if not getattr(dataset, "in_memory", False)}
     chosen = {"none": set(), "ram": decoded, "device": set(sets)}[location]
-    rows = on_all_ranks(lambda: {split: first_row(sets[split], config) for split in sets if split in chosen}, ctx)
+    rows = on_all_ranks(lambda: {split: fetch_first_row(sets[split], config) for split in sets if split in chosen}, ctx)
     sizes = {split: len(sets[split]) * sum(tensor.nbytes for tensor in tensors_in(row)) for split, row in rows.items()}
     require_equal(
         sizes, f"cache={config.cache}: {{other}} and {{first}} have samples of different sizes; use the same data", ctx
     )
-    on_all_ranks(lambda: check_room(sizes, location, config, ctx), ctx)
+    on_all_ranks(lambda: check_free_memory(sizes, location, config, ctx), ctx)
     for split, row in rows.items():
         began = time.perf_counter()
         sets[split] = _decode(sets[split], row, location, config, ctx, logger)
         logger.info(
             "cache=%s: decoded %s %s samples (%s) in %s",
-            *(config.cache, f"{len(sets[split]):,}", split, gigabytes(sizes[split])),
-            duration(time.perf_counter() - began),
+            *(config.cache, f"{len(sets[split]):,}", split, format_bytes(sizes[split])),
+            format_duration(time.perf_counter() - began),
         )
     return sets.pop("train"), sets
 
 
-class Cached(Dataset):
+class CachedDataset(Dataset):
     """A data set whose decoded samples are held in `rows`, one batch of all samples. Other attributes: the source's."""
 
     in_memory = is_cached = True
@@ -84,7 +84,7 @@ class Cached(Dataset):
         return map_tensors(lambda rows: rows[index], self._rows)
 
     def __getitems__(self, indices: list[int]) -> Any:
-        chosen = indices_on(indices, self._device)
+        chosen = indices_to_device(indices, self._device)
         return map_tensors(lambda rows: rows.index_select(0, chosen), self._rows)
 
     @staticmethod
@@ -92,7 +92,7 @@ class Cached(Dataset):
         return batch  # __getitems__ already returns a batch
 
 
-def first_row(source: Any, config: TrainingConfig) -> Any:
+def fetch_first_row(source: Any, config: TrainingConfig) -> Any:
     """The batch of the first sample. Raises UserError if the set cannot be cached."""
     kind = f"cache={config.cache}: {type(source).__name__}"
     if not getattr(source, "cacheable", False):
@@ -100,7 +100,7 @@ def first_row(source: Any, config: TrainingConfig) -> Any:
             f"{kind} is not cacheable, for example because its workers draw resized crops; use --augment crop or"
             " --cache none, or set cacheable = True if its samples never change"
         )
-    samples = source.__getitems__([0]) if fetches_batches(source) else [source[0]]
+    samples = source.__getitems__([0]) if has_getitems(source) else [source[0]]
     row = getattr(source, "collate", default_collate)(samples)
     is_row: list[bool] = []
     map_leaves(lambda leaf: is_row.append(isinstance(leaf, Tensor) and leaf.shape[:1] == (1,)), row)
@@ -109,7 +109,7 @@ def first_row(source: Any, config: TrainingConfig) -> Any:
     return row
 
 
-def check_room(sizes: dict[str, int], location: str, config: TrainingConfig, ctx: DistributedContext) -> None:
+def check_free_memory(sizes: dict[str, int], location: str, config: TrainingConfig, ctx: DistributedContext) -> None:
     """Raises UserError if the decoded sets do not fit into the memory of this node or device.
 
     Args:
@@ -121,21 +121,21 @@ def check_room(sizes: dict[str, int], location: str, config: TrainingConfig, ctx
         free, _ = torch.cuda.mem_get_info(ctx.device)
         if need > MAX_OF_DEVICE * free:
             raise UserError(
-                f"cache=device: the decoded data take {gigabytes(need)}, {ctx.device} on {ctx.host} has"
-                f" {gigabytes(free)} free, half of it kept for training; use --cache ram or a smaller --image_size"
+                f"cache=device: the decoded data take {format_bytes(need)}, {ctx.device} on {ctx.host} has"
+                f" {format_bytes(free)} free, half of it kept for training; use --cache ram or a smaller --image_size"
             )
         need = max(sizes.values())  # one set at a time passes through the node's memory
     left = free_memory()
     if left is not None and need > MAX_OF_MEMORY * left:
         raise UserError(
-            f"cache={config.cache}: the decoded data take {gigabytes(need)}, {ctx.host} has {gigabytes(left)} of memory"
-            " free; give the job more memory, use a smaller --image_size or --dataset_size, or --cache none"
+            f"cache={config.cache}: the decoded data take {format_bytes(need)}, {ctx.host} has {format_bytes(left)} of"
+            " memory free; give the job more memory, use a smaller --image_size or --dataset_size, or --cache none"
         )
 
 
 def _decode(
     source: MapDataset, row: Any, location: str, config: TrainingConfig, ctx: DistributedContext, logger: logging.Logger
-) -> Cached:
+) -> CachedDataset:
     """Each rank decodes its part of the samples into rows that all ranks of the node map."""
     peers = [rank for rank, host in enumerate(ctx.hosts) if host == ctx.host]
     sampler = GlobalBatchSampler(
@@ -159,7 +159,9 @@ def _decode(
 
     on_all_ranks(run, ctx)
     loader.close()
-    return Cached(source, map_tensors(lambda tensor: tensor.to(ctx.device), rows) if location == "device" else rows)
+    return CachedDataset(
+        source, map_tensors(lambda tensor: tensor.to(ctx.device), rows) if location == "device" else rows
+    )
 
 
 def _fill(rows: Any, indices: list[int], batch: Any) -> None:
@@ -183,7 +185,7 @@ def _shared_rows(row: Any, count: int, ctx: DistributedContext) -> Any:
     path = on_all_ranks(lambda: _new_file(sum(sizes)) if ctx.rank == leader else "", ctx)
     try:
         shared = all_gather_json(path, ctx)[leader]
-        file = on_all_ranks(lambda: _opened(shared, ctx), ctx)
+        file = on_all_ranks(lambda: _open_shared_file(shared, ctx), ctx)
     finally:
         if path:
             os.unlink(path)
@@ -210,7 +212,7 @@ def _new_file(size: int) -> str:
     return path
 
 
-def _opened(path: str, ctx: DistributedContext) -> IO[bytes]:
+def _open_shared_file(path: str, ctx: DistributedContext) -> IO[bytes]:
     try:
         return open(path, "r+b")
     except FileNotFoundError:

@@ -15,15 +15,16 @@ from utils.checkpoint import format as checkpoint
 from utils.checkpoint.archive import MANIFEST
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks
 from utils.distributed.context import DistributedContext
-from utils.extras.companions.programs import ask, plan_of
+from utils.extras.companions.programs import call_program, create_plan
 from utils.files import replace_file
 from utils.run.folder import RunFolder
-from utils.run.owner import RunLock, StartDecision, is_owner_visible
+from utils.run.run_lock import RunLock, is_owner_visible
+from utils.run.start_decision import StartDecision
 
 BLOCK_BYTES = 2**24  # of a file that a rank sends to other nodes
 
 
-def own_folder(
+def create_node_folder(
     config: TrainingConfig, start_decision: StartDecision, ctx: DistributedContext
 ) -> tuple[list[list[int]], RunLock | None]:
     """The ranks of each node whose run folder is not rank 0's; on its first rank, the folder's lock. Collective.
@@ -37,7 +38,7 @@ def own_folder(
     is_apart = ctx.local_rank == 0 and not (
         start_decision.is_completed or is_owner_visible(folder, start_decision.token)
     )
-    apart = nodes_apart(all_gather_json([ctx.host, ctx.local_rank, is_apart], ctx))
+    apart = find_node_local_ranks(all_gather_json([ctx.host, ctx.local_rank, is_apart], ctx))
 
     def lock() -> RunLock | None:
         if not is_apart:
@@ -46,14 +47,14 @@ def own_folder(
         run_lock = RunLock(folder, ctx.host, start_decision.token)
         if start_decision.resume_from:
             details = {"apart": apart, "resume_from": start_decision.resume_from}
-            plan = plan_of(config, ctx.rank, ctx.host, start_decision.token, start_decision.launch_id, **details)
-            ask("mirror", plan, f"mirror={config.mirror}", "--first")
+            plan = create_plan(config, ctx.rank, ctx.host, start_decision.token, start_decision.launch_id, **details)
+            call_program("mirror", plan, f"mirror={config.mirror}", "--first")
         return run_lock
 
     return apart, on_all_ranks(lock, ctx) if apart else None
 
 
-def nodes_apart(ranks: list[tuple[str, int, bool]]) -> list[list[int]]:
+def find_node_local_ranks(ranks: list[tuple[str, int, bool]]) -> list[list[int]]:
     """The ranks of each node whose first rank has a folder of its own; ranks: host, local rank, and whether it has."""
     nodes: list[tuple[bool, list[int]]] = []
     latest: dict[str, list[int]] = {}  # by host: srun may spread consecutive ranks over the nodes
@@ -65,7 +66,7 @@ def nodes_apart(ranks: list[tuple[str, int, bool]]) -> list[list[int]]:
     return [node for is_apart, node in nodes if is_apart]
 
 
-def share(path: Path, run: RunFolder, ctx: DistributedContext) -> Path:
+def share_checkpoint(path: Path, run: RunFolder, ctx: DistributedContext) -> Path:
     """Give a checkpoint to the nodes that have a run folder of their own. Rank 0 has it or, if it is sharded, each rank
     its part. Collective.
 
@@ -74,29 +75,29 @@ def share(path: Path, run: RunFolder, ctx: DistributedContext) -> Path:
     """
     path = run.checkpoints / broadcast_json(path.resolve().name, ctx)
     if not broadcast_json(path.is_dir(), ctx):
-        _send(path, 0, run, ctx)
+        _broadcast_file(path, 0, run, ctx)
         return path
-    if run.has_own_folder:
+    if run.is_node_local:
         path.mkdir(exist_ok=True)
-    parts = broadcast_json(sorted(checkpoint.digests(path)), ctx)
+    parts = broadcast_json(sorted(checkpoint.read_checksums(path)), ctx)
     is_whole = broadcast_json(all((path / name).exists() for name in parts), ctx)
     for number, name in enumerate(parts):
-        _send(path / name, 0 if is_whole else number, run, ctx)
-    _send(path / MANIFEST, 0, run, ctx)
+        _broadcast_file(path / name, 0 if is_whole else number, run, ctx)
+    _broadcast_file(path / MANIFEST, 0, run, ctx)
     return path
 
 
-def _send(path: Path, source: int, run: RunFolder, ctx: DistributedContext) -> None:
+def _broadcast_file(path: Path, source: int, run: RunFolder, ctx: DistributedContext) -> None:
     """Send a file of the rank `source` to the other nodes, in blocks. Collective."""
     size = broadcast_json(path.stat().st_size if ctx.rank == source else 0, ctx, source)
 
     def blocks(file: BinaryIO | None = None) -> Iterator[bytearray]:
         for begin in range(0, size, BLOCK_BYTES):
             block = bytearray(file.read(BLOCK_BYTES) if file else min(BLOCK_BYTES, size - begin))
-            dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), source, group=ctx.control)
+            dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), source, group=ctx.control_group)
             yield block
 
-    if run.leads_node and ctx.rank != source:
+    if run.is_node_leader and ctx.rank != source:
         replace_file(path, lambda file: file.writelines(blocks()))
     else:
         with path.open("rb") if ctx.rank == source else nullcontext() as opened:

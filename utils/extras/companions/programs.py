@@ -12,24 +12,26 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from config import TrainingConfig
-from utils.distributed.context import single_environment
+from utils.distributed.context import environment_without_launcher
 from utils.settings.errors import StartError, UserError
 
 OTHER_OWNER = 76  # exit code: another job owns the run
 PROGRAMS = Path(__file__).resolve().parents[3] / "scripts/companions"
 
 
-def plan_of(config: TrainingConfig, rank: int, host: str, token: str, launch_id: str, **details: Any) -> dict[str, Any]:
+def create_plan(
+    config: TrainingConfig, rank: int, host: str, token: str, launch_id: str, **details: Any
+) -> dict[str, Any]:
     """What the programs beside training know (scripts/companions/follow.py). more: see there."""
     folders = {"folder": str(config.run_folder.absolute()), "checkpoints": str(config.checkpoint_folder.absolute())}
     identity = {"rank": rank, "host": host, "token": token, "launch_id": launch_id}
     return folders | identity | {"config": config.to_dict()} | details
 
 
-def start(name: str, plan: dict[str, Any], *flags: str, **options: Any) -> subprocess.Popen:
+def start_program(name: str, plan: dict[str, Any], *flags: str, **options: Any) -> subprocess.Popen:
     """Start a program in a session of its own. plan: what it reads from its standard input, as JSON."""
     words = [sys.executable, str(PROGRAMS / f"{name}.py"), str(plan.get("folder", "")), *flags]
-    env = single_environment()  # what it starts must not wait for other ranks
+    env = environment_without_launcher()  # what it starts must not wait for other ranks
     process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, env=env, **options)
     pipe, process.stdin = cast(BinaryIO, process.stdin), None
     with suppress(BrokenPipeError), pipe:
@@ -37,7 +39,7 @@ def start(name: str, plan: dict[str, Any], *flags: str, **options: Any) -> subpr
     return process
 
 
-def ask(name: str, plan: dict[str, Any], title: str, *flags: str) -> dict[str, Any]:
+def call_program(name: str, plan: dict[str, Any], title: str, *flags: str) -> dict[str, Any]:
     """Wait for a program's answer.
 
     title: what it is called in messages.
@@ -45,7 +47,7 @@ def ask(name: str, plan: dict[str, Any], title: str, *flags: str) -> dict[str, A
     Raises:
         UserError: the answer, if the program rejects the plan; StartError if another attempt may succeed.
     """
-    process = start(name, plan, *flags, stdout=subprocess.PIPE)
+    process = start_program(name, plan, *flags, stdout=subprocess.PIPE)
     try:
         answer = json.loads(process.communicate()[0])
     except ValueError:
@@ -55,7 +57,7 @@ def ask(name: str, plan: dict[str, Any], title: str, *flags: str) -> dict[str, A
     return answer
 
 
-def end_session(leader: int) -> None:
+def kill_session(leader: int) -> None:
     """SIGKILL a program that `start` has started, and what it has started itself: they are in one session."""
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

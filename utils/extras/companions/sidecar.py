@@ -17,14 +17,14 @@ from typing import Any
 
 from config import TrainingConfig
 from utils.distributed.context import DistributedContext
-from utils.extras.companions.programs import OTHER_OWNER, end_session, start
+from utils.extras.companions.programs import OTHER_OWNER, kill_session, start_program
 from utils.logger import NAME
-from utils.redact import redacted
+from utils.redact import redact
 from utils.settings.errors import TrainingError
 
-SECONDS_OF_A_LOOK = 0.1
+SECONDS_PER_POLL = 0.1
 MAX_PAUSE = 60.0  # seconds before one that dies again and again is started
-SECONDS_TO_LEAVE = 10.0
+SECONDS_TO_STOP = 10.0
 SECONDS_AFTER_RANK_0 = 5.0  # for programs beside other ranks to end
 SECONDS_OF_SILENCE = 60.0  # at the end of a run, if hang_timeout is 0
 SECONDS_TO_SAY = 3.0  # of waiting there, before a line about it
@@ -33,14 +33,14 @@ SECONDS_TO_SAY = 3.0  # of waiting there, before a line about it
 class Companions:
     """The companions of a process, each kept alive by a thread.
 
-    plan: what all of them know (`plan_of`).
+    plan: what all of them know (`create_plan`).
     """
 
     def __init__(self, config: TrainingConfig, plan: dict[str, Any], ctx: DistributedContext) -> None:
         every = {"mirror": config.mirror}
         if ctx.is_main:
             every |= {"track": config.track.replace("none", ""), "on_checkpoint": config.on_checkpoint}
-        self._titles = {name: redacted(f"{name}={value}") for name, value in every.items() if value}
+        self._titles = {name: redact(f"{name}={value}") for name, value in every.items() if value}
         self._plan, self._log = plan, logging.getLogger(NAME)
         self._silence = SECONDS_AFTER_RANK_0  # without a sign of life, after which a program is ended
         if ctx.is_main:
@@ -49,26 +49,28 @@ class Companions:
         self._lost, self._is_closed = "", threading.Event()
         self._running: dict[str, subprocess.Popen] = {}
         self._beats = {name: Pipe(duplex=False) for name in self._titles}  # a program's signs of life
-        self._threads = {name: threading.Thread(target=self._keep, args=(name,), daemon=True) for name in self._titles}
+        self._threads = {
+            name: threading.Thread(target=self._keep_running, args=(name,), daemon=True) for name in self._titles
+        }
         for thread in self._threads.values():
             thread.start()
 
-    def _keep(self, name: str) -> None:
+    def _keep_running(self, name: str) -> None:
         title, pause = self._titles[name], 1.0
         file = Path(self._plan["folder"], f".{name}-{self._plan['rank']}.pid")
         with suppress(OSError, ValueError):  # that of the attempt before
             pid = int(file.read_text())
             if f"{name}.py\0{self._plan['folder']}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                end_session(pid)
+                kill_session(pid)
         while not self._is_closed.is_set():
             code = -1
             with suppress(OSError):  # no memory, or no process more
                 beats = self._beats[name][1].fileno()
-                process = self._running[name] = start(name, self._plan | {"beats": beats}, pass_fds=[beats])
+                process = self._running[name] = start_program(name, self._plan | {"beats": beats}, pass_fds=[beats])
                 with suppress(OSError):  # a full disk
                     file.write_text(str(process.pid))
                 code = process.wait()
-                end_session(process.pid)  # what it had started
+                kill_session(process.pid)  # what it had started
             if code == OTHER_OWNER:
                 self._lost = f"{title}: another job has taken over this run; end this one"
             if code in (0, OTHER_OWNER):
@@ -81,15 +83,15 @@ class Companions:
     def _alive(self) -> list[str]:
         return [name for name, thread in self._threads.items() if thread.is_alive()]
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Raises TrainingError if another job owns the run."""
         if self._lost:
             raise TrainingError(self._lost)
 
-    def finish(self, tick: Callable[[], object]) -> None:
+    def finish(self, on_progress: Callable[[], object]) -> None:
         """Wait until they have done what is left after the end that lock.json holds, then end them.
 
-        tick: called meanwhile.
+        on_progress: called meanwhile.
         """
         seconds = self._silence
         began = time.monotonic()
@@ -97,9 +99,9 @@ class Companions:
         says_at = began + SECONDS_TO_SAY
         first = dict(self._running)  # one that dies and is started again gets no more time
         while waiting := [name for name in self._alive() if time.monotonic() < ends[name]]:
-            tick()
-            self.look()
-            time.sleep(SECONDS_OF_A_LOOK)
+            on_progress()
+            self.poll()
+            time.sleep(SECONDS_PER_POLL)
             if time.monotonic() > says_at:
                 says_at = math.inf
                 text = (
@@ -116,15 +118,15 @@ class Companions:
         for name in self._alive():
             text = "%s: lacks the latest checkpoint or records after %.0f s and is ended; they are in %s"
             self._log.warning(text, self._titles[name], time.monotonic() - began, self._plan["folder"])
-        self.look()
-        self.leave(tick)
+        self.poll()
+        self.stop(on_progress)
 
-    def leave(self, tick: Callable[[], object] = lambda: None) -> None:
+    def stop(self, on_progress: Callable[[], object] = lambda: None) -> None:
         """End them within ten seconds. The mirror may still write that the run has failed."""
         self._is_closed.set()
-        ends = time.monotonic() + SECONDS_TO_LEAVE
+        ends = time.monotonic() + SECONDS_TO_STOP
         while self._alive() and (left := ends - time.monotonic()) > -1:
             for process in list(self._running.values()):
                 process.send_signal(signal.SIGUSR2 if left > 0 else signal.SIGKILL)
-            tick()
-            time.sleep(SECONDS_OF_A_LOOK)
+            on_progress()
+            time.sleep(SECONDS_PER_POLL)

@@ -10,7 +10,7 @@ from time import perf_counter
 
 from config import TrainingConfig
 from utils.data.loader import GlobalBatchLoader
-from utils.logger import NAME, count
+from utils.logger import NAME, format_count
 from utils.settings.errors import UserError
 from utils.training.ddp_model import WrappedModel
 from utils.training.first_passes import evaluate_once, train_twice
@@ -29,17 +29,19 @@ def compile_all_sizes(
     """Compile the model in passes with every batch size of the run. Raises UserError if torch compiles nothing.
 
     Two passes each: CUDA graphs are recorded in the second. The passes before were not compiled, so the gradients are
-    in memory of DDP or their own, where `Updater.drop_gradients` leaves them, and not in the memory of a graph.
+    in memory of DDP or their own, where `Updater.zero_gradients` leaves them, and not in the memory of a graph.
     """
     import torch._dynamo  # takes seconds
 
     logger, began = logging.getLogger(NAME), perf_counter()
-    passes = [("training", loader, indices) for indices in batches_of(loader)]
+    passes = [("training", loader, indices) for indices in example_batches_by_size(loader)]
     passes += [
-        ("evaluation", eval_loader, indices) for eval_loader in held_out.values() for indices in batches_of(eval_loader)
+        ("evaluation", eval_loader, indices)
+        for eval_loader in held_out.values()
+        for indices in example_batches_by_size(eval_loader)
     ]
     shown = ", ".join(dict.fromkeys(f"{len(indices)} in {kind}" for kind, _, indices in passes))
-    logger.info("compiling (%s) for %s: %s", config.compile, count(passes, "batch size"), shown)
+    logger.info("compiling (%s) for %s: %s", config.compile, format_count(passes, "batch size"), shown)
     torch.compiler.reset()  # drops the code of an earlier run in this process
     # graphs are split at DDP's buckets, so that these overlap; torch cannot split recomputed blocks, tiny buckets, or
     # alike on any number of ranks
@@ -67,10 +69,10 @@ def compile_all_sizes(
     skipped = counters["inductor"]["cudagraph_skips"] - skipped
     if config.compile == "reduce-overhead" and skipped:
         text = "reduce-overhead: %s run without CUDA graphs (TORCH_LOGS=cudagraphs shows why)"
-        logger.info(text, count(skipped, "compiled part"))  # of rank 0; it is the same on the others
+        logger.info(text, format_count(skipped, "compiled part"))  # of rank 0; it is the same on the others
 
 
-def batches_of(loader: GlobalBatchLoader) -> list[list[int]]:
+def example_batches_by_size(loader: GlobalBatchLoader) -> list[list[int]]:
     """The samples of a batch of each size; where lengths vary too, of the largest, and one: torch takes a size of 1 for
     a constant."""
-    return [*loader.largest(), *([[0]] if loader.sampler.is_packed else loader.sampler.smallest())]
+    return [*loader.max_samples(), *([[0]] if loader.sampler.is_packed else loader.sampler.smallest_micro_batch())]

@@ -19,21 +19,21 @@ from torch import Tensor, nn
 
 from utils.data.sampler import Assignment, MicroBatch
 from utils.distributed.collectives import RankSum
-from utils.extras.exact.tree import ORDER, TreeAllReduce, TreeRankSum, TreeSum, run_of
+from utils.extras.exact.tree import ORDER, TreeAllReduce, TreeRankSum, TreeSum, rank_leaves
 from utils.settings.errors import UserError
 from utils.training.ddp_model import DDPModel, WrappedModel, ddp_options, explain_unused
 from utils.training.gradient_strategy import GradientStrategy
 
-__all__ = ["ORDER", "ExactStrategy", "Runs", "rows_of_exact"]
+__all__ = ["ORDER", "ContiguousAssignment", "ExactStrategy", "pair_exact_values"]
 
 
-class Runs(Assignment):
+class ContiguousAssignment(Assignment):
     """Each rank computes consecutive micro-batches of a global batch. An evaluation is one global batch."""
 
-    def numbers(self, rank: int, count: int) -> Sequence[int]:
-        return run_of(rank, self.world_size, count)
+    def micro_batch_numbers(self, rank: int, count: int) -> Sequence[int]:
+        return rank_leaves(rank, self.world_size, count)
 
-    def together(self, count: int) -> int:
+    def evaluation_group_size(self, count: int) -> int:
         return max(1, count)
 
     def create_rank_sum(self) -> RankSum:
@@ -43,7 +43,7 @@ class Runs(Assignment):
 class ExactStrategy(GradientStrategy):
     """DDP with sums along a tree over micro-batches, which have the same bits on any number of ranks."""
 
-    note = ", summed in one order on any number of ranks"
+    banner_note = ", summed in one order on any number of ranks"
     provenance = {"exact_sums": ORDER}
 
     def create_rank_sum(self) -> RankSum:
@@ -148,7 +148,7 @@ def _views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
     return [flat.as_strided(p.shape, p.stride(), offset) for p, offset in zip(parameters, offsets, strict=False)]
 
 
-def rows_of_exact(payload: dict[str, Any]) -> dict[str, tuple[str, str]]:
+def pair_exact_values(payload: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """How values of the provenance are compared if this run has exact sums, and the line about a difference."""
     is_exact = payload["config"].get("reduction") == "exact"
     threads = "OMP_NUM_THREADS={here}: with reduction=exact it must be as in the checkpoint, {before}"

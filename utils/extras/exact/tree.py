@@ -24,17 +24,17 @@ ORDER = "natural"  # of the leaves; in checkpoints, so that a resume tells if an
 END = 2**40  # after the last leaf
 
 
-def run_of(rank: int, ranks: int, leaves: int) -> range:
+def rank_leaves(rank: int, ranks: int, leaves: int) -> range:
     """The leaves of a rank: equally many for each, except that the last ranks may have fewer, or none."""
     size = math.ceil(leaves / ranks)
     return range(min(rank * size, leaves), min((rank + 1) * size, leaves))
 
 
 @functools.lru_cache(maxsize=64)
-def parts_of(ranks: int, leaves: int) -> list[list[int]]:
+def subtree_starts(ranks: int, leaves: int) -> list[list[int]]:
     """For each rank, the first leaves of its parts: the largest subtrees that its run consists of."""
     parts: list[list[int]] = []
-    for run in (run_of(rank, ranks, leaves) for rank in range(ranks)):
+    for run in (rank_leaves(rank, ranks, leaves) for rank in range(ranks)):
         begin, end = run.start, _after(run.stop, leaves)
         parts.append([])
         while begin < run.stop:
@@ -69,9 +69,9 @@ class TreeSum:
         after, inner = _after(number + 1, leaves), []
         while self._held and _is_complete(self._held[-1][0], number, after):
             inner.append(self._held.pop()[1])
-        return self.parts(number + 1, leaves), inner
+        return self.take_subtrees(number + 1, leaves), inner
 
-    def parts(self, stop: int, leaves: int) -> list[list[Tensor]]:
+    def take_subtrees(self, stop: int, leaves: int) -> list[list[Tensor]]:
         """The parts of a run that ends before leaf `stop`. They are no longer held."""
         self._close(_after(stop, leaves))
         parts, self._held = [tensors for _, tensors in self._held], []
@@ -100,14 +100,14 @@ class TreeAllReduce:
     Args:
         flat: contiguous, 1-dimensional: the last part of this rank. Ignored if it has none.
         parts: the parts before it, like `flat`.
-        leaves: the number of micro-batches, of which each rank has those of `run_of`.
+        leaves: the number of micro-batches, of which each rank has those of `rank_leaves`.
     """
 
     def __init__(self, flat: Tensor, parts: list[Tensor], leaves: int) -> None:
         self._flat, self._ranks = flat, dist.get_world_size()
         if self._ranks == 1:
             return
-        self._parts = parts_of(self._ranks, leaves)
+        self._parts = subtree_starts(self._ranks, leaves)
         missing = -len(flat) % self._ranks
         self._sum = sent = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
         self._chunk = len(sent) // self._ranks
@@ -127,7 +127,7 @@ class TreeAllReduce:
             chunks, tree = self._received.split(self._chunk), TreeSum()
             for begin, chunk in zip(itertools.chain(*self._parts), chunks, strict=False):  # without those of idle ranks
                 tree.add(begin, [chunk])
-            [[total]] = tree.parts(END, END)
+            [[total]] = tree.take_subtrees(END, END)
             self._work = dist.all_gather_into_tensor(self._sum, total, async_op=True)
 
     def finish(self) -> None:
@@ -154,7 +154,7 @@ class TreeRankSum(RankSum):
         values.zero_()
 
     def start(self, values: Tensor, count: int) -> Any:
-        stop = run_of(dist.get_rank(), dist.get_world_size(), count).stop
-        if parts := [part for [part] in self._tree.parts(stop, count)]:
+        stop = rank_leaves(dist.get_rank(), dist.get_world_size(), count).stop
+        if parts := [part for [part] in self._tree.take_subtrees(stop, count)]:
             values.copy_(parts.pop())
         return TreeAllReduce(values, parts, count)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from utils.files import is_transient
-from utils.logger import ALIKE, NAME, count
-from utils.packages import import_for
+from utils.logger import ALIKE, NAME, format_count
+from utils.packages import import_optional
 from utils.settings.errors import UserError
 
 # what torchvision's ImageFolder reads
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 HIDDEN = "hidden or of tools"  # by a dot, or one of these names of systems and tools
-OF_TOOLS = {
+TOOL_FOLDERS = {
     *"__MACOSX __pycache__ @eaDir @Recycle #recycle $RECYCLE.BIN lost+found".split(),
     "System Volume Information",
 }
@@ -42,10 +42,10 @@ def log_listed(sets: Sequence[Any]) -> None:
     if kinds:
         example = next(dataset.example for dataset in sets if dataset.example)
         text = "data: left out %s of other types than images: %s, e.g. %s"
-        logging.getLogger(NAME).info(text, count(kinds.total(), "file"), _in_words(kinds), example)
+        logging.getLogger(NAME).info(text, format_count(kinds.total(), "file"), _describe_suffixes(kinds), example)
     for path in (dataset.path(k) for dataset in sets for k in range(0, len(dataset), max(1, len(dataset) // SAMPLED))):
         with suppress(Exception), Image.open(path) as file:  # an unreadable one ends the run when it is needed
-            _of_8_bits(file, path)
+            _convert_to_8_bits(file, path)
     if 0 < (peak := _met.get("peak", 0)) < DARK:
         text = "data: the 16-bit images have values up to %d of 65535, of which reading keeps %d levels; scale them up"
         logging.getLogger(NAME).warning(text, peak, peak // 256 + 1)
@@ -64,7 +64,7 @@ def list_folder(folder: Path, classes: list[str]) -> tuple[bytes, list[os.DirEnt
     if is_train:
         check_splits(folder)
     for name in classes:
-        images, non_images = images_in(folder / name, must_exist=is_train)
+        images, non_images = find_images(folder / name, must_exist=is_train)
         other_files += non_images
         rows += [os.fsencode(f"{image.path[start:]} {image.stat().st_size}") for image in images]
     with os.scandir(folder) as entries:
@@ -87,12 +87,12 @@ def check_splits(train: Path) -> None:
             logging.getLogger(NAME).info("data: %s is not read, but %s", path, val)
 
 
-def images_in(folder: Path, must_exist: bool = False) -> tuple[list[os.DirEntry], list[os.DirEntry]]:
+def find_images(folder: Path, must_exist: bool = False) -> tuple[list[os.DirEntry], list[os.DirEntry]]:
     """The images below a folder, those that torchvision's ImageFolder finds, in its order, but for hidden files and
     those of tools; and the rest. Raises UserError if there must be images and are none."""
     files = sorted(_files(folder), key=lambda entry: os.path.split(entry.path)) if folder.is_dir() else []
-    images = [file for file in files if kind_of(file.name) in SUFFIXES]
-    non_images = [file for file in files if kind_of(file.name) not in SUFFIXES]
+    images = [file for file in files if file_suffix(file.name) in SUFFIXES]
+    non_images = [file for file in files if file_suffix(file.name) not in SUFFIXES]
     if must_exist and not images:
         raise _no_images(folder, "images", non_images)
     return images, non_images
@@ -103,7 +103,7 @@ def _files(folder: str | Path) -> Iterator[os.DirEntry]:
     with os.scandir(folder) as entries:
         children = [*entries]
     for entry in children:
-        if not is_folder(entry):
+        if not is_class_folder(entry):
             yield entry
         elif entry.is_symlink() and Path(folder).resolve().is_relative_to(Path(entry).resolve()):
             raise UserError(f"{entry.path}: is a link to a folder that contains it; remove the link")
@@ -111,34 +111,36 @@ def _files(folder: str | Path) -> Iterator[os.DirEntry]:
             yield from _files(entry.path)
 
 
-def is_folder(entry: os.DirEntry) -> bool:
+def is_class_folder(entry: os.DirEntry) -> bool:
     """Whether it is a folder that is read."""
-    return entry.is_dir() and kind_of(entry.name) != HIDDEN
+    return entry.is_dir() and file_suffix(entry.name) != HIDDEN
 
 
-def kind_of(name: str) -> str:
+def file_suffix(name: str) -> str:
     """The suffix of a file, in lower case, or HIDDEN."""
-    return HIDDEN if name.startswith(".") or name in OF_TOOLS else os.path.splitext(name)[1].lower()
+    return HIDDEN if name.startswith(".") or name in TOOL_FOLDERS else os.path.splitext(name)[1].lower()
 
 
 def _no_images(folder: Path, missing: str, other_files: list[os.DirEntry]) -> UserError:
-    contents = f", only {_in_words(Counter(kind_of(entry.name) for entry in other_files))}" if other_files else ""
+    contents = (
+        f", only {_describe_suffixes(Counter(file_suffix(entry.name) for entry in other_files))}" if other_files else ""
+    )
     return UserError(f"{folder}: has no {missing} ({', '.join(SUFFIXES)}){contents}; add some or delete the folder")
 
 
-def _in_words(kinds: Counter[str]) -> str:
+def _describe_suffixes(kinds: Counter[str]) -> str:
     return ", ".join(f"{number:,} {kind or 'without a suffix'}" for kind, number in kinds.most_common(5))
 
 
-def classes_of(root: Path, split: str) -> list[str]:
+def list_classes(root: Path, split: str) -> list[str]:
     """The class folders of <root>/train. Raises UserError if <root>/<split> has others."""
     train = root / "train"
-    classes = sorted(entry.name for entry in os.scandir(train) if is_folder(entry)) if train.is_dir() else []
+    classes = sorted(entry.name for entry in os.scandir(train) if is_class_folder(entry)) if train.is_dir() else []
     if not classes:
         raise UserError(f"data_dir={root}: has no {train}/<class>/ folders; give the folder that holds train/ and val/")
     if len(classes) == 1:
         raise UserError(f"data_dir={root}: has only one class, {classes[0]}; put two or more into {train}")
-    unknown = sorted({entry.name for entry in os.scandir(root / split) if is_folder(entry)} - set(classes))
+    unknown = sorted({entry.name for entry in os.scandir(root / split) if is_class_folder(entry)} - set(classes))
     if unknown:
         raise UserError(f"{root / split / unknown[0]}: is a class that is not in {train}; use the same classes in both")
     return classes
@@ -150,14 +152,16 @@ def read_image(path: Path, channels: int, class_name: str = "") -> Tensor:
 
     Raises UserError, which names the class (by default the folder), if it cannot be read.
     """
-    transforms = import_for("images", "torchvision.transforms.v2.functional")
-    image_files = import_for("images", "PIL.Image")
+    transforms = import_optional("images", "torchvision.transforms.v2.functional")
+    image_files = import_optional("images", "PIL.Image")
     try:
         with image_files.open(path) as file:  # reads only the header
             is_plain = file.format in ("JPEG", "MPO") and file.mode in ("RGB", "L")[channels == 1 :]
             image = _decode_jpeg(path, channels) if is_plain else None
             if image is None:
-                image = transforms.pil_to_tensor(_of_8_bits(file, path).convert("L" if channels == 1 else "RGB"))
+                image = transforms.pil_to_tensor(
+                    _convert_to_8_bits(file, path).convert("L" if channels == 1 else "RGB")
+                )
     except Exception as error:  # for a broken file PIL raises OSError, SyntaxError, ValueError, struct.error, ...
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and is_transient(error)):
             raise
@@ -168,7 +172,7 @@ def read_image(path: Path, channels: int, class_name: str = "") -> Tensor:
     return image
 
 
-def _of_8_bits(file: Any, path: Path) -> Any:
+def _convert_to_8_bits(file: Any, path: Path) -> Any:
     """A Pillow image that `convert` neither clips nor turns black: 16 bits to 8, and transparent pixels on white.
 
     Raises ValueError for other integers and floats.

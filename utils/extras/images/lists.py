@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.extras.images.files import check_splits
-from utils.logger import ALIKE, NAME, count
+from utils.logger import ALIKE, NAME, format_count
 from utils.settings.errors import UserError
 
 DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
@@ -32,20 +32,20 @@ def list_csv(file: Path, limit: int | str) -> bytes:
         UserError: for a wrong line or label.
     """
     train, locations = file.with_name("train.csv"), {}
-    for line, (_, label) in enumerate(rows_of(train), 2):
+    for line, (_, label) in enumerate(read_rows(train), 2):
         if label not in locations:
             locations[label] = f"{train}, line {line}"
     if file == train:
         check_splits(train)
         check_labels(locations)
-    classes = _in_order(set(locations))
+    classes = _sort_labels(set(locations))
     if len(classes) == 1:
         raise UserError(f"{train}: has only one class, {classes[0]}; put two or more into it")
     if isinstance(limit, int) and len(classes) > limit:
         raise UserError(f"num_classes={limit}: {train} has {len(classes)}; give that number or leave it auto")
     numbers, listing = {name: number for number, name in enumerate(classes)}, bytearray()
     labels: dict[int, int] = {}  # by the hash of the path, which takes fewer bytes
-    for line, (path, label) in enumerate(rows_of(file), 2):
+    for line, (path, label) in enumerate(read_rows(file), 2):
         location = f"{file}, line {line}"
         if label not in numbers:
             check_labels(locations | {label: location})
@@ -54,16 +54,16 @@ def list_csv(file: Path, limit: int | str) -> bytes:
         name = os.path.normpath(path)
         if (index := labels.setdefault(hash(name), numbers[label])) != numbers[label]:
             first = next(
-                n for n, (other_path, _) in enumerate(rows_of(file), 2) if os.path.normpath(other_path) == name
+                n for n, (other_path, _) in enumerate(read_rows(file), 2) if os.path.normpath(other_path) == name
             )
             raise UserError(f"{location}: {path} is {label!r} here and {classes[index]!r} in line {first}; delete one")
     if repeated := line - 1 - len(labels):
         text = "data: %s lists files again, with the same label, in %s"
-        logging.getLogger(NAME).log(ALIKE, text, file, count(repeated, "line"))
+        logging.getLogger(NAME).log(ALIKE, text, file, format_count(repeated, "line"))
     return bytes(listing + b"\0") + json.dumps(classes).encode()
 
 
-def rows_of(file: Path) -> Iterator[tuple[str, str]]:
+def read_rows(file: Path) -> Iterator[tuple[str, str]]:
     """The path and the label in each line of a CSV file after its header `path,label`. Raises UserError."""
     line, ends = 1, 0  # ends: the first empty line, which only empty ones may follow
     try:
@@ -106,7 +106,7 @@ def check_labels(locations: dict[str, str]) -> None:
             logging.getLogger(NAME).log(ALIKE, text, location, label, other, locations[other])
 
 
-def _in_order(labels: set[str]) -> list[str]:
+def _sort_labels(labels: set[str]) -> list[str]:
     """Sorted as numbers if all are, else as text."""
     try:
         return sorted(sorted(labels), key=float)  # of equal numbers the text decides

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from config import unless_auto
-from utils.packages import import_for
+from utils.packages import import_optional
 from utils.rng import derive_seed
 
 
 @functools.cache
 def _mixing(mixup: float, cutmix: float, classes: int) -> Any:
-    v2 = import_for("mixup_alpha, cutmix_alpha", "torchvision.transforms.v2")
+    v2 = import_optional("mixup_alpha, cutmix_alpha", "torchvision.transforms.v2")
     kinds = [
         kind(alpha=alpha, num_classes=classes) for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix)) if alpha
     ]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from utils.memory import is_out_of_memory
-from utils.packages import import_for
+from utils.packages import import_optional
 from utils.settings.errors import UserError
 
 
@@ -21,7 +21,7 @@ def classifier_names(wanted: str) -> list[str]:
     Raises:
         UserError: if torchvision cannot be used.
     """
-    models = import_for(f"model={wanted}", "torchvision.models")
+    models = import_optional(f"model={wanted}", "torchvision.models")
     return models.list_models(module=models)
 
 
@@ -33,7 +33,7 @@ def torchvision_model(name: str, in_channels: int, num_classes: int, image_size:
     """
     if name not in classifier_names(name):
         return None
-    models = import_for(f"model={name}", "torchvision.models")
+    models = import_optional(f"model={name}", "torchvision.models")
     if in_channels != 3:
         raise UserError(
             f"in_channels={in_channels}: torchvision's models take 3; use --model mini_resnet or 3 channels"

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from config import TrainingConfig
 from utils.checkpoint.format import load_weights
-from utils.packages import import_for
+from utils.packages import import_optional
 from utils.settings.errors import UserError
 
 
-def published(model: str) -> Any:
+def find_default_weights(model: str) -> Any:
     """torchvision's default weights of a model: `url` and `transforms()`. None if it is not one of torchvision's."""
     if model == "mini_resnet":
         return None
@@ -28,8 +28,8 @@ def published(model: str) -> Any:
 
 def weights_file(config: TrainingConfig) -> Path:
     """Where the weights are: torch.hub's folder if they are there, else <data_dir>/weights. Raises UserError."""
-    import_for("init_from=torchvision", "torchvision.models")
-    weights = published(config.model)
+    import_optional("init_from=torchvision", "torchvision.models")
+    weights = find_default_weights(config.model)
     if weights is None:
         raise UserError(
             f"init_from=torchvision: has no weights of {config.model}; give one of its models, such as --model resnet50"
@@ -39,7 +39,7 @@ def weights_file(config: TrainingConfig) -> Path:
     return in_hub if in_hub.exists() else Path(config.data_dir) / "weights" / name
 
 
-def published_weights(config: TrainingConfig) -> dict[str, Tensor]:
+def load_published_weights(config: TrainingConfig) -> dict[str, Tensor]:
     """The weights by name. DenseNet's were published under the names of an older torchvision."""
     older = re.compile(r"(denselayer\d+\.(?:norm|conv))\.")
     return {older.sub(r"\1", name): value for name, value in load_weights(weights_file(config)).items()}
@@ -47,7 +47,7 @@ def published_weights(config: TrainingConfig) -> dict[str, Tensor]:
 
 def download_weights(config: TrainingConfig) -> None:
     """Download the weights, completely or not at all. Raises UserError."""
-    file, weights = weights_file(config), published(config.model)
+    file, weights = weights_file(config), find_default_weights(config.model)
     digest = file.stem.rpartition("-")[2]  # the name ends with the beginning of the file's SHA-256
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from config import TrainingConfig, UserError, unless_auto
 from utils.example.images import ImageDataset
-from utils.extras.images.files import classes_of, images_in, kind_of, list_folder, log_listed, read_image
-from utils.extras.images.lists import list_csv, rows_of
+from utils.extras.images.files import file_suffix, find_images, list_classes, list_folder, log_listed, read_image
+from utils.extras.images.lists import list_csv, read_rows
 from utils.extras.images.mixing import Mixing, repeated_order
-from utils.extras.images.transforms import STATISTICS, expected_by, file_transform, sizes_of
+from utils.extras.images.transforms import STATISTICS, file_transform, find_pretrained_transforms, resolve_auto_sizes
 
 OF_FILES = (
     *("crop_scale", "crop_ratio", "auto_augment", "random_erase"),
@@ -56,7 +56,7 @@ class ImageFolderDataset(ImageDataset):
         """<class>/<path below it> and the bytes of each file, between zeros. Raises UserError for an empty class."""
         listing, other_files = list_folder(self.folder, self.classes)
         self.left_out, self.example = (
-            Counter(kind_of(file.name) for file in other_files),
+            Counter(file_suffix(file.name) for file in other_files),
             other_files[0].path if other_files else "",
         )
         return listing
@@ -140,18 +140,18 @@ def image_files(config: TrainingConfig, split: str) -> ImageFolderDataset | None
     source = root / f"{split}{suffix}"
     if not source.exists() and split != "train":
         return None
-    classes = [] if suffix else classes_of(root, split)
+    classes = [] if suffix else list_classes(root, split)
     channels = unless_auto(config.in_channels, 3)
     if channels not in STATISTICS:
         raise UserError(f"in_channels={channels}: images have 1 or 3 channels; give 1 or 3")
-    sizes: dict[str, Any] = sizes_of(config)
+    sizes: dict[str, Any] = resolve_auto_sizes(config)
     config = dataclasses.replace(config, **sizes)
     size = config.image_size
     if not isinstance(size, int):  # that of the first image
         if suffix:
-            first = root / next(rows_of(root / "train.csv"))[0]
+            first = root / next(read_rows(root / "train.csv"))[0]
         else:
-            first = Path(images_in(root / "train" / classes[0], must_exist=True)[0][0])
+            first = Path(find_images(root / "train" / classes[0], must_exist=True)[0][0])
         size, width = read_image(first, channels).shape[1:]
         if size != width:
             raise UserError(f"{first}: is not square ({width}x{size} pixels); resize all to N x N with --image_size N")
@@ -166,7 +166,7 @@ def apply_image_settings(dataset: Any, config: TrainingConfig, split: str) -> No
     Raises:
         UserError: if a setting is for image files, and the set is in memory.
     """
-    expected = expected_by(config)
+    expected = find_pretrained_transforms(config)
     if expected:
         dataset.mean = torch.tensor(expected.mean)
         dataset.std = torch.tensor(expected.std)

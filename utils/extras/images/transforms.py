@@ -9,24 +9,24 @@ from torch import Tensor
 
 from config import TrainingConfig, unless_auto
 from utils.example.augment import choose
-from utils.extras.images.pretrained import published
-from utils.packages import import_for
-from utils.settings.checks import range_of
+from utils.extras.images.pretrained import find_default_weights
+from utils.packages import import_optional
+from utils.settings.checks import parse_range
 
 STATISTICS = {1: ((0.5,), (0.25,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}  # by channels; 3: ImageNet's
 
 
-def expected_by(config: TrainingConfig) -> Any | None:
+def find_pretrained_transforms(config: TrainingConfig) -> Any | None:
     """The transforms of torchvision's weights of the model; None for other models. Their mean and std follow the model,
     so that a run that starts with another's weights has the same."""
-    weights = published(config.model) if config.in_channels in ("auto", 3) else None
+    weights = find_default_weights(config.model) if config.in_channels in ("auto", 3) else None
     return weights and weights.transforms()
 
 
-def sizes_of(config: TrainingConfig) -> dict[str, int | str]:
+def resolve_auto_sizes(config: TrainingConfig) -> dict[str, int | str]:
     """Values for fields at "auto" of image files: what torchvision's weights expect, if the run starts with them."""
     values = {"interpolation": "bilinear"}
-    if config.init_from == "torchvision" and (expected := expected_by(config)):
+    if config.init_from == "torchvision" and (expected := find_pretrained_transforms(config)):
         values["interpolation"] = expected.interpolation.value
         if config.image_size in ("auto", *expected.crop_size):  # another one is resized in proportion
             values |= {"image_size": expected.crop_size[0], "resize_size": expected.resize_size[0]}
@@ -37,7 +37,7 @@ def file_transform(config: TrainingConfig, size: int, is_train: bool) -> tuple[C
     """torchvision's reference transforms, in its order: decoded uint8 [C, H, W] -> uint8 [C, size, size], in workers;
     and whether they draw. A worker seeds torch's generator for each sample, so draws depend on (seed, epoch, sample).
     """
-    v2 = import_for(f"dataset={config.dataset}", "torchvision.transforms.v2")
+    v2 = import_optional(f"dataset={config.dataset}", "torchvision.transforms.v2")
     mode, steps = v2.InterpolationMode(config.interpolation), []
     is_cropped = choose(config.augment, size) == "resized_crop"
     if not is_train:
@@ -45,7 +45,7 @@ def file_transform(config: TrainingConfig, size: int, is_train: bool) -> tuple[C
         return v2.Compose([v2.Resize(unless_auto(config.resize_size, usual), mode), v2.CenterCrop(size)]), False
     size = unless_auto(config.train_size, size)
     if is_cropped:
-        crop = range_of(config.crop_scale), range_of(config.crop_ratio)
+        crop = parse_range(config.crop_scale), parse_range(config.crop_ratio)
         steps += [v2.RandomResizedCrop(size, *crop, interpolation=mode), v2.RandomHorizontalFlip()]
     else:
         steps += [v2.Resize(size, mode), v2.CenterCrop(size)]
@@ -54,6 +54,10 @@ def file_transform(config: TrainingConfig, size: int, is_train: bool) -> tuple[C
         turned = v2.InterpolationMode("nearest" if mode.value == "nearest" else "bilinear")  # no bicubic of tensors
         steps.append(policies.get(config.auto_augment, v2.AutoAugment)(interpolation=turned))
     if config.random_erase:  # a box of the mean, which is 0 after the device has normalized
-        mean = expected.mean if (expected := expected_by(config)) else STATISTICS[unless_auto(config.in_channels, 3)][0]
+        mean = (
+            expected.mean
+            if (expected := find_pretrained_transforms(config))
+            else STATISTICS[unless_auto(config.in_channels, 3)][0]
+        )
         steps.append(v2.RandomErasing(config.random_erase, value=[round(255 * part) for part in mean]))
     return v2.Compose(steps), is_cropped or config.auto_augment != "none" or config.random_erase > 0

@@ -28,19 +28,19 @@ from torch.utils.data import Subset
 
 from config import TrainingConfig
 from utils.data.sampler import Assignment, GlobalBatchSampler, MicroBatch
-from utils.data.sets import kind_of, split_of
+from utils.data.sets import choose_split_name, dataset_class_name
 from utils.data.worker import sample_name
 from utils.distributed.collectives import read_once
 from utils.distributed.context import DistributedContext
-from utils.packages import import_for
+from utils.packages import import_optional
 from utils.rng import derive_seed
 from utils.settings.errors import UserError
 
-numpy = import_for("batch_tokens", "numpy")
+numpy = import_optional("batch_tokens", "numpy")
 DIFFER = "lengths: {other} and {first} read different lengths; copy the data again, or sort what they are made from"
 
 
-class Packed(NamedTuple):
+class PackedEpoch(NamedTuple):
     """The micro-batches of an epoch, in their order."""
 
     order: Tensor  # of the samples
@@ -57,7 +57,7 @@ class Packed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Budget:
+class TokenBudget:
     """What a micro-batch may hold: `tokens` with padding, and `samples`, if that is not 0."""
 
     tokens: int
@@ -101,10 +101,10 @@ class BudgetSampler(GlobalBatchSampler):
 
     is_packed = True
 
-    def __init__(self, dataset: Any, lengths: Tensor, budget: Budget, **options: Any) -> None:
+    def __init__(self, dataset: Any, lengths: Tensor, budget: TokenBudget, **options: Any) -> None:
         super().__init__(dataset, batch_size=budget.samples or len(dataset), **options)
         self.lengths, self.budget, self.largest = lengths, budget, budget.largest(lengths)
-        self._packed: dict[int, Packed] = {}  # of an epoch and the one before
+        self._packed: dict[int, PackedEpoch] = {}  # of an epoch and the one before
         budget_line = f"{budget.tokens:,} tokens, padding included"
         self.provenance = {"budget": budget_line, "lengths": hashlib.sha256(lengths.numpy().tobytes()).hexdigest()[:16]}
 
@@ -119,26 +119,26 @@ class BudgetSampler(GlobalBatchSampler):
         return len(self.order(0)) if self.drop_last else len(self.dataset)
 
     @functools.cached_property
-    def count(self) -> int:  # type: ignore[override]
-        return len(self.packed(0).longest)
+    def micro_batches_per_epoch(self) -> int:  # type: ignore[override]
+        return len(self.pack_epoch(0).longest)
 
-    def smallest(self, max_steps: int = 0) -> list[list[int]]:
-        packed = self.packed(0)
+    def smallest_micro_batch(self, max_steps: int = 0) -> list[list[int]]:
+        packed = self.pack_epoch(0)
         sizes = torch.tensor(packed.begins).diff()[: max_steps * self.micro_batches_per_step or None]
         number = int(sizes.argmin())
         return [packed.order[packed.begins[number] : packed.begins[number + 1]].tolist()]
 
-    def steps_left(self, epoch: int, start: int, epochs: float) -> float:
+    def remaining_steps(self, epoch: int, start: int, epochs: float) -> float:
         if epoch >= epochs:
             return 0
-        packed = self.packed(epoch)
+        packed = self.pack_epoch(epoch)
         left = len(packed.longest) - packed.number_at(start)
         return math.ceil(left / self.micro_batches_per_step) + max(0, epochs - epoch - 1) * self.steps_per_epoch
 
     def order(self, epoch: int) -> Tensor:
-        return self.packed(epoch).order
+        return self.pack_epoch(epoch).order
 
-    def packed(self, epoch: int) -> Packed:
+    def pack_epoch(self, epoch: int) -> PackedEpoch:
         """The micro-batches of an epoch. Raises UserError as `GlobalBatchSampler.order`."""
         if epoch not in self._packed:
             self._packed = {
@@ -155,7 +155,7 @@ class BudgetSampler(GlobalBatchSampler):
             self._packed[epoch] = self._pack(epoch, drawn.order(epoch))
         return self._packed[epoch]
 
-    def _pack(self, epoch: int, order: Tensor) -> Packed:
+    def _pack(self, epoch: int, order: Tensor) -> PackedEpoch:
         lengths, n = self.lengths[order % len(self.lengths)], len(order)
         samples = min(self.budget.tokens * n // int(lengths.sum()), self.budget.samples or n)  # in a micro-batch, about
         window = self.budget.window * max(1, samples) if self.shuffle else n
@@ -173,12 +173,12 @@ class BudgetSampler(GlobalBatchSampler):
             begins = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
             positions = positions[(firsts - begins[:-1]).repeat_interleave(counts) + torch.arange(int(begins[-1]))]
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[positions].cumsum(0)])[begins].diff()
-        return Packed(order[positions], begins.tolist(), longest.tolist(), tokens.tolist())
+        return PackedEpoch(order[positions], begins.tolist(), longest.tolist(), tokens.tolist())
 
-    def density(self, epoch: int, end: int | None, steps: int) -> tuple[float, float]:
+    def token_density(self, epoch: int, end: int | None, steps: int) -> tuple[float, float]:
         samples = tokens = padded = 0
         while steps > 0 and epoch >= 0:
-            packed, full = self.packed(epoch), self.micro_batches_per_step
+            packed, full = self.pack_epoch(epoch), self.micro_batches_per_step
             last = len(packed.longest) if end is None else packed.number_at(end)
             first = max(0, math.ceil(last / full) - steps) * full
             samples += packed.begins[last] - packed.begins[first]
@@ -190,15 +190,15 @@ class BudgetSampler(GlobalBatchSampler):
         return tokens / samples, 1 - tokens / padded
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        packed = self.packed(epoch)
+        packed = self.pack_epoch(epoch)
         for first in range(packed.number_at(start), len(packed.longest), self.micro_batches_per_step):
             sizes = [*map(packed.padded, range(len(packed.longest))[first : first + self.micro_batches_per_step])]
             begins, count = packed.begins[first : first + len(sizes) + 1], len(sizes)
             is_free = type(self.assignment) is Assignment  # else in runs, along which exact sums are formed
             if is_free:
-                numbers: Sequence[int] = balanced(self.rank, self.num_replicas, sizes)
+                numbers: Sequence[int] = balance_ranks(self.rank, self.num_replicas, sizes)
             else:
-                numbers = self.assignment.numbers(self.rank, count)
+                numbers = self.assignment.micro_batch_numbers(self.rank, count)
             passes = math.ceil(count / self.num_replicas) if self.assignment.is_padded else max(1, len(numbers))
             for k in range(passes):
                 is_padding = k >= len(numbers)
@@ -207,7 +207,7 @@ class BudgetSampler(GlobalBatchSampler):
                 yield MicroBatch(epoch, number, indices, is_padding, k == passes - 1, count, begins[-1] - begins[0])
 
 
-def balanced(rank: int, ranks: int, sizes: Sequence[int]) -> list[int]:
+def balance_ranks(rank: int, ranks: int, sizes: Sequence[int]) -> list[int]:
     """The numbers of a rank's micro-batches: from large to small they are dealt to the ranks, forwards and backwards in
     turns, so that all ranks have equally many of about the same total size."""
     ranked = sorted(range(len(sizes)), key=lambda number: -sizes[number])
@@ -249,7 +249,7 @@ def read_lengths(outer_dataset: Any, split: str, folder: Path, ctx: DistributedC
     return torch.frombuffer(bytearray(data), dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
 
 
-def budget_sampler(
+def create_budget_sampler(
     dataset: Any, config: TrainingConfig, ctx: DistributedContext, is_training: bool
 ) -> Callable[..., GlobalBatchSampler]:
     """What creates the sampler of a set, from the options of GlobalBatchSampler without batch_size. Collective.
@@ -260,14 +260,16 @@ def budget_sampler(
     samples = config.batch_size if config.batch_size != type(config).batch_size else 0
     if not is_training:
         samples = config.eval_batch_size or samples
-    split = split_of(dataset, "the training set" if is_training else "the held-out set")
+    split = choose_split_name(dataset, "the training set" if is_training else "the held-out set")
     lengths = read_lengths(dataset, split, Path(config.data_dir), ctx)
     if not len(lengths):
         if config.eval_batch_size and not is_training:
             return functools.partial(GlobalBatchSampler, dataset, batch_size=config.eval_batch_size)
         remedy = "give it an array with one number per sample (docs/reference.md)"
         remedy += "" if is_training else ", or --eval_batch_size"
-        raise UserError(f"batch_tokens={config.batch_tokens}: {kind_of(dataset)} ({split}) has no lengths; {remedy}")
+        raise UserError(
+            f"batch_tokens={config.batch_tokens}: {dataset_class_name(dataset)} ({split}) has no lengths; {remedy}"
+        )
     longest = int(lengths.max())
     if longest > config.batch_tokens and config.too_long == "error":
         sample, many = sample_name(dataset, int(lengths.argmax())), int((lengths > config.batch_tokens).sum())
@@ -277,5 +279,5 @@ def budget_sampler(
             f" give --batch_tokens {longest} or more, or --too_long alone, for a micro-batch of its own"
         )
     return functools.partial(
-        BudgetSampler, dataset, lengths, Budget(config.batch_tokens, samples, config.bucket_window)
+        BudgetSampler, dataset, lengths, TokenBudget(config.batch_tokens, samples, config.bucket_window)
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from config import TrainingConfig
 from utils.data.sampler import MicroBatch
 from utils.distributed.context import DistributedContext
-from utils.distributed.dtensor import group_of, local
+from utils.distributed.dtensor import find_shard_group, local_shard
 from utils.extras.sharding.model import ELEMENTWISE, build_sharded
 from utils.settings.errors import UserError
 from utils.training.ddp_model import SingleProcessModel, WrappedModel
@@ -49,8 +49,8 @@ class FSDPStrategy(GradientStrategy):
 
     def optimizer_tensors(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
         parameters = list(parameters)
-        self._group = group_of(parameters)
-        return {p: nn.Parameter(local(p.detach()), p.requires_grad) for p in parameters}
+        self._group = find_shard_group(parameters)
+        return {p: nn.Parameter(local_shard(p.detach()), p.requires_grad) for p in parameters}
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer may need whole tensors, such as their norms."""
@@ -67,7 +67,7 @@ class FSDPStrategy(GradientStrategy):
     ) -> None:
         for group in optimizer.param_groups:
             for shard in group["params"]:
-                shard.grad = local(owners[shard].grad)
+                shard.grad = local_shard(owners[shard].grad)
         scaler.unscale_(optimizer)
         if scaler.is_enabled():  # an overflow in any shard counts on all ranks
             for found_inf in scaler._found_inf_per_device(optimizer).values():

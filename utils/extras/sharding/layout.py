@@ -11,7 +11,7 @@ from typing import Any
 from config import TrainingConfig
 from utils.checkpoint import archive
 from utils.checkpoint.format import replace_folder, step_path
-from utils.checkpoint.layouts import Call, FileLayout, Payload, check_room, explained
+from utils.checkpoint.layouts import Callback, FileLayout, Payload, check_free_space, explain_write_error
 from utils.distributed.collectives import all_gather_json
 from utils.distributed.context import DistributedContext
 from utils.extras.sharding import shards
@@ -19,7 +19,7 @@ from utils.files import TEMPORARY, replace_json
 from utils.settings.errors import TrainingError
 
 
-def shards_of(config: TrainingConfig, ctx: DistributedContext) -> int:
+def count_shards(config: TrainingConfig, ctx: DistributedContext) -> int:
     """The number of shards. Rank r has the shard r % shards."""
     return ctx.local_world_size if config.sharding == "hybrid" else ctx.world_size
 
@@ -28,7 +28,7 @@ class FolderLayout(FileLayout):
     """A folder with a file of each rank that has a shard. All ranks take part, and have the same outcome.
 
     Args:
-        ctx: of its thread (`of_threads`).
+        ctx: of its thread (`create_thread_context`).
         parts: the number of shards; rank r has the shard r % parts.
         leads_node: whether this rank makes the folder and its manifest: rank 0, and one rank of each node whose disk
             is its own. There a folder has the parts of the ranks of the node.
@@ -42,7 +42,7 @@ class FolderLayout(FileLayout):
     def path(self, folder: Path, step: int) -> Path:
         return step_path(folder, step).with_suffix("")
 
-    def write(self, path: Path, payload: Payload, before_rename: Call, tick: Call) -> None:
+    def write(self, path: Path, payload: Payload, before_rename: Callback, on_progress: Callback) -> None:
         """As FileLayout.write, with the error of the rank that failed on all ranks."""
         folder = path.with_name(f"{path.name}.{next(self._numbers)}{TEMPORARY}")
         name = shards.part_name(self.ctx.rank)
@@ -54,7 +54,7 @@ class FolderLayout(FileLayout):
             replace_folder(folder, path)
 
         def write_part() -> dict[str, str]:
-            return {name: archive.write(folder / name, payload, tick=tick)} if self._has_part else {}
+            return {name: archive.write(folder / name, payload, on_progress=on_progress)} if self._has_part else {}
 
         try:
             self._on_all(lambda: self._prepare(path, folder, payload), path, payload)
@@ -66,7 +66,7 @@ class FolderLayout(FileLayout):
             raise
 
     def _prepare(self, path: Path, folder: Path, payload: Payload) -> None:
-        check_room(path, payload)
+        check_free_space(path, payload)
         if self._leads_node:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
@@ -79,7 +79,7 @@ class FolderLayout(FileLayout):
         except TrainingError as error:
             problem, is_final = str(error), True
         except Exception as error:
-            problem = f"{explained(error, path, payload)} (rank {self.ctx.rank} on {self.ctx.host})"
+            problem = f"{explain_write_error(error, path, payload)} (rank {self.ctx.rank} on {self.ctx.host})"
         self.is_waiting = True
         outcomes = all_gather_json([result, problem, is_final], self.ctx)
         self.is_waiting = False

@@ -45,8 +45,10 @@ def build_sharded(
     kind, mesh = type(model).__name__, _create_mesh(config, ctx)
     parts = blocks(model)
     check_blocks(parts)
-    uses, parts = _uses(model), [block for block in dict.fromkeys(parts) if block is not model]
-    whole = [block for block in parts if _uses(block).items() <= uses.items()]  # shares no weight with other parts
+    uses, parts = _count_uses(model), [block for block in dict.fromkeys(parts) if block is not model]
+    whole = [
+        block for block in parts if _count_uses(block).items() <= uses.items()
+    ]  # shares no weight with other parts
     use_cores(config, ctx)
     offload = CPUOffloadPolicy(pin_memory=ctx.device.type != "cpu") if config.cpu_offload else OffloadPolicy()
     dtype = None  # of the gathered parameters; shards and sums of gradients keep theirs
@@ -112,7 +114,7 @@ def _build(build: Callable[[torch.device], nn.Module], ctx: DistributedContext) 
     return model
 
 
-def _uses(module: nn.Module) -> Counter[Tensor]:
+def _count_uses(module: nn.Module) -> Counter[Tensor]:
     """How often the module uses each of its parameters."""
     return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 

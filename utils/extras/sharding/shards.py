@@ -42,7 +42,7 @@ class FolderFormat(FileFormat):
         except FileNotFoundError:
             raise UserError(f"{path}: lacks {MANIFEST}; give another checkpoint") from None
         except OSError as error:
-            raise archive.unreadable(path, error) from None
+            raise archive.explain_unreadable(path, error) from None
         except (AttributeError, ValueError, KeyError, TypeError):
             raise UserError(f"{path}: its {MANIFEST} is damaged; give another checkpoint") from None
         if ".metadata" in files:
@@ -56,10 +56,10 @@ class FolderFormat(FileFormat):
         for number, name in enumerate(sorted(files)):
             if archive.verify(path / name, is_hashed=number % part[1] == part[0]) != (step, files[name]):
                 raise UserError(f"{path}: is damaged: {name} does not match {MANIFEST}; give another checkpoint")
-        archive.check_name(path.resolve(), step)
+        archive.check_step_in_name(path.resolve(), step)
         return archive.Trailer(step, hashlib.sha256(text).hexdigest())
 
-    def outline(self, path: Path) -> tuple[int, dict[str, str]]:
+    def read_manifest(self, path: Path) -> tuple[int, dict[str, str]]:
         manifest = read_json(path / MANIFEST)
         return manifest.get("step", -1), manifest.get("files", {})
 
@@ -92,11 +92,11 @@ def _join(parts: list[dict[str, Any]], like: Tensor | None) -> Tensor:
     """The whole tensor; or, sharded as `like`, the rows that this rank has of it."""
     import torch
 
-    from utils.distributed.dtensor import own_rows, wrap
+    from utils.distributed.dtensor import create_dtensor, local_row_range
 
     size = torch.Size(parts[0]["size"])
     is_part = like is not None and like.shape == size
-    first, count = own_rows(like) if is_part else (0, size[0])
+    first, count = local_row_range(like) if is_part else (0, size[0])
     rows, filled = torch.empty(count, *size[1:], dtype=parts[0]["rows"].dtype), 0
     for part in parts:
         begin, end = max(first, part["first"]), min(first + count, part["first"] + len(part["rows"]))
@@ -105,4 +105,4 @@ def _join(parts: list[dict[str, Any]], like: Tensor | None) -> Tensor:
             filled += end - begin
     if filled != count:
         raise ValueError(f"{filled} rows of {count}")
-    return wrap(rows, like) if is_part else rows
+    return create_dtensor(rows, like) if is_part else rows

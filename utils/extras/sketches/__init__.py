@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.data.changes import Sketch, are_alike
-from utils.data.loader import fetches_batches
+from utils.data.changes import SampleFingerprint, are_fingerprints_alike
+from utils.data.loader import has_getitems
 from utils.data.sampler import MapDataset, MicroBatch
 from utils.data.worker import Fetcher
 from utils.distributed.collectives import broadcast_json, on_all_ranks, require_equal
@@ -28,16 +28,16 @@ SAMPLES, SECONDS = 64, 2.0  # of each data set: how many are compared, and for h
 ARRAYS, VALUES = 16, 4096  # of a sample; of an array, to twice as many
 
 
-def alike_on_all_ranks(
+def compare_ranks(
     sets: dict[str, MapDataset], seed: int, sentence: str, ctx: DistributedContext
-) -> list[list[Sketch | None]]:
+) -> list[list[SampleFingerprint | None]]:
     """Sketches of each data set. Collective. Raises UserError with the sentence if a rank has other samples.
 
     A training set whose file sizes are known has none. A held-out set has: another resize_size makes other samples of
     the same files, on which metrics are not comparable.
     """
 
-    def look() -> list[list[Sketch | None]]:
+    def look() -> list[list[SampleFingerprint | None]]:
         has_sizes = getattr(sets["train"], "has_sizes", False)
         return [
             [] if split == "train" and has_sizes else sample_fingerprints(dataset, seed)
@@ -46,17 +46,17 @@ def alike_on_all_ranks(
 
     local_sketches = on_all_ranks(look, ctx)
     first = broadcast_json(local_sketches, ctx)
-    require_equal(first if all(map(are_alike, local_sketches, first)) else local_sketches, sentence, ctx)
+    require_equal(first if all(map(are_fingerprints_alike, local_sketches, first)) else local_sketches, sentence, ctx)
     return local_sketches
 
 
-def sample_fingerprints(dataset: MapDataset, seed: int) -> list[Sketch | None]:
+def sample_fingerprints(dataset: MapDataset, seed: int) -> list[SampleFingerprint | None]:
     """Sketches of samples that are spread over the data set. None for a sample that cannot be fetched, or that is not
     the same when it is fetched again with the same seed."""
     size, count = len(dataset), min(SAMPLES, len(dataset))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
-    fetcher, ends = Fetcher(dataset, fetches_batches(dataset), seed), time.monotonic() + SECONDS
-    sketch_list: list[Sketch | None] = []
+    fetcher, ends = Fetcher(dataset, has_getitems(dataset), seed), time.monotonic() + SECONDS
+    sketch_list: list[SampleFingerprint | None] = []
     for position in order:
         if sketch_list and time.monotonic() > ends:
             break
@@ -69,7 +69,7 @@ def sample_fingerprints(dataset: MapDataset, seed: int) -> list[Sketch | None]:
     return sketch_list
 
 
-def fingerprint_of_sample(sample: Any) -> Sketch:
+def fingerprint_of_sample(sample: Any) -> SampleFingerprint:
     """A digest of the texts and integers in a sample, then the norm and a random projection of each array of floats,
     pixels or audio. Objects of other kinds are left out."""
     exact: list[Any] = []

@@ -12,33 +12,36 @@ from typing import Any
 from torch import nn
 
 from config import TrainingConfig
-from utils.data.sets import kind_of
-from utils.logger import count
+from utils.data.sets import dataset_class_name
+from utils.logger import format_count
 from utils.run import provenance
 
 VERIFIED = provenance.ROOT / "verified.json"  # the result of scripts/verify.py
 
 
-def result_of(model: nn.Module, dataset: Any, config: TrainingConfig) -> dict[str, Any]:
+def find_verification(model: nn.Module, dataset: Any, config: TrainingConfig) -> dict[str, Any]:
     """The entries of provenance.json."""
-    is_verified, text = verification(task_of(model, kind_of(dataset)), config)
+    is_verified, text = read_verification(fingerprint_task(model, dataset_class_name(dataset)), config)
     return {"verified": is_verified, "verification": text}
 
 
-def task_of(model: nn.Module, dataset: str) -> str:
+def fingerprint_task(model: nn.Module, dataset: str) -> str:
     """What scripts/verify.py verifies, besides its flags. dataset: its class name."""
     return f"{type(model).__name__} on {dataset}"
 
 
-def verification(task: str, config: TrainingConfig) -> tuple[bool, str]:
-    """Whether scripts/verify.py passed with this code, task (of `task_of`) and flags, and a line for the banner."""
+def read_verification(task: str, config: TrainingConfig) -> tuple[bool, str]:
+    """Whether scripts/verify.py passed with this code, task (`fingerprint_task`) and flags, and a line for the"
+    " banner."""
     try:
         record = json.loads(VERIFIED.read_text(encoding="utf-8"))
         changed = [
-            name for name, digest in record["code"].items() if provenance.sha256_of(provenance.ROOT / name) != digest
+            name
+            for name, digest in record["code"].items()
+            if provenance.file_checksum(provenance.ROOT / name) != digest
         ]
-        changed += [name for name in provenance.code_digests() if name not in record["code"]]
-        before, current = record["versions"], provenance.versions()
+        changed += [name for name in provenance.code_checksums() if name not in record["code"]]
+        before, current = record["versions"], provenance.package_versions()
         changed += [
             f"{name} {before[name]} -> {current.get(name)}" for name in before if before[name] != current.get(name)
         ]
@@ -46,7 +49,7 @@ def verification(task: str, config: TrainingConfig) -> tuple[bool, str]:
         verified, is_passed = record["task"], record["passed"]
         pairs = [(name, value, getattr(config, name, "unset")) for name, value in record["settings"].items()]
         flags = [f"{name} {before} -> {now}" for name, before, now in pairs if before != now]
-        summary = f"{verified}, {count(record['ranks'], 'rank')}, {record['time'][:10]}"
+        summary = f"{verified}, {format_count(record['ranks'], 'rank')}, {record['time'][:10]}"
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return False, "not verified; scripts/verify.py checks your model and data in a minute"
     if changed:

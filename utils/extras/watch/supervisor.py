@@ -21,7 +21,7 @@ from utils.distributed.context import DistributedContext
 from utils.extras.watch.watchdog import Watchdog
 from utils.files import read_json
 from utils.logger import NAME
-from utils.run.command_line import end_now, report_to_torchrun
+from utils.run.command_line import exit_now, write_error_file
 from utils.run.supervisor import Supervisor
 from utils.settings.errors import TrainingError
 
@@ -57,7 +57,7 @@ class WatchdogSupervisor(Supervisor):
     def close(self) -> None:
         self._watchdog.close()
 
-    def tell_ranks(self, error: BaseException, cause: BaseException) -> BaseException:
+    def report_to_ranks(self, error: BaseException, cause: BaseException) -> BaseException:
         if cause is error and is_peer_failure(error):
             cause = self._watchdog.find_lost_rank() or error
         self.report_failure(cause, is_lost=cause is not error and isinstance(cause, TrainingError))
@@ -88,7 +88,7 @@ class WatchdogSupervisor(Supervisor):
         """End this process because a rank hangs. hanging: that rank; None if another rank reports it."""
         if hanging is None:
             self._run_bounded(lambda: self._logger.info("this rank ends: %s", text))
-            end_now(1)
+            exit_now(1)
         remedy = f"fix what the stacks in {self.report_hang(text, stacks, SECONDS_TO_WRITE)} show"
         remedy += ", or raise --hang_timeout, then --resume_from auto"
         self._exit_with_error(TrainingError(f"{text}; {remedy}", hanging, self._ctx.hosts[hanging]), f"{stacks}\n")
@@ -111,14 +111,14 @@ class WatchdogSupervisor(Supervisor):
         text = "no progress after a stop signal; this rank ends before the first step, so nothing is lost"
         self._run_bounded(lambda: self._logger.info(text))
         if run := self._exit_reporter.run:
-            self._run_bounded(lambda: run.status("preempted"))
+            self._run_bounded(lambda: run.write_status("preempted"))
         if self._ctx.launch.is_under_torchrun:
             os.kill(os.getppid(), signal.SIGTERM)  # else it would wait for ranks that do not end, or restart them
-        end_now(0 if self._ctx.launch.is_under_torchrun else PREEMPTED)
+        exit_now(0 if self._ctx.launch.is_under_torchrun else PREEMPTED)
 
     def exit_unreported(self) -> None:
         """End this process, which has failed and could not report it."""
-        end_now(1)
+        exit_now(1)
 
     def report_failure(self, error: BaseException, is_lost: bool) -> None:
         """Tell the other ranks. is_lost: the error is that of a rank that could not report it."""
@@ -132,8 +132,8 @@ class WatchdogSupervisor(Supervisor):
         self.report_failure(error, is_lost=True)
 
         def write() -> None:
-            report_to_torchrun(f"TrainingError: {error}", f"{stacks}TrainingError: {error}", self._ctx.launch)
+            write_error_file(f"TrainingError: {error}", f"{stacks}TrainingError: {error}", self._ctx.launch)
             self._exit_reporter.write_failure(error)
 
         self._run_bounded(write)
-        end_now(1)
+        exit_now(1)

@@ -33,7 +33,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from utils.clock import NO_FUNCTION, STEP_PHASES, Clock
+from utils.clock import NO_FUNCTION, STEP_PHASES, PhaseClock
 from utils.distributed.context import DistributedContext
 from utils.extras.watch.debuggers import is_in_debugger
 from utils.extras.watch.heartbeat import RankStatus, describe_hang, process_state
@@ -71,7 +71,7 @@ class Watchdog:
         supervisor: a `WatchdogSupervisor`, which reports and ends this process.
     """
 
-    def __init__(self, clock: Clock, ctx: DistributedContext, hang_timeout: float, supervisor: Any) -> None:
+    def __init__(self, clock: PhaseClock, ctx: DistributedContext, hang_timeout: float, supervisor: Any) -> None:
         self._clock, self._hang_timeout, self._supervisor = clock, hang_timeout, supervisor
         self._hangs_after = hang_timeout / 2 or FIRST_LIMIT  # a live rank; until then it is slow
         self._rank, self._hosts, self._heartbeats = ctx.rank, ctx.hosts, cast(Any, ctx.heartbeats)

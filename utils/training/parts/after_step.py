@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from utils.training.parts.part import Part
 from utils.training.schedule import Progress
-from utils.training.signatures import asks_for
+from utils.training.signatures import has_parameter
 
 GET_PROGRESS = ("compute_loss", "log_images")
 
@@ -64,7 +64,7 @@ class AfterStep(Part):
     @classmethod
     def create(cls, functions: dict[str, Callable], device: torch.device) -> AfterStep | None:
         """None if nothing asks for it."""
-        asking = {name: functions[name] for name in GET_PROGRESS if asks_for(functions.get(name), "progress")}
+        asking = {name: functions[name] for name in GET_PROGRESS if has_parameter(functions.get(name), "progress")}
         after_step = functions.get("after_step")
         if not asking and not after_step:
             return None

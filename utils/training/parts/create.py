@@ -15,13 +15,13 @@ from utils.training.parts.loss_terms import LossTerms
 from utils.training.parts.mfu import FlopCounter
 from utils.training.parts.part import Part
 from utils.training.parts.profiler import Profiler
-from utils.training.parts.summary import Summary
+from utils.training.parts.summary import OutputSummary
 from utils.training.parts.unsaved import UnsavedParameters
 from utils.training.parts.weight_average import WeightAverage
 from utils.training.precision import Precision
 
 
-def parts_of_functions(functions: dict[str, Callable[..., Any]], device: torch.device) -> list[Part]:
+def create_parts_of_functions(functions: dict[str, Callable[..., Any]], device: torch.device) -> list[Part]:
     """The parts that functions of model.py ask for: the first ones of the list.
 
     Args:
@@ -29,7 +29,7 @@ def parts_of_functions(functions: dict[str, Callable[..., Any]], device: torch.d
         device: of the tensors that the functions get.
     """
     parts: list[Part] = []
-    for create in (AfterStep.create, LossTerms.create, Summary.create):
+    for create in (AfterStep.create, LossTerms.create, OutputSummary.create):
         part = create(functions, device)
         if part:
             functions |= part.replaced_functions
@@ -48,7 +48,7 @@ def create_parts(
     """All parts that this attempt uses.
 
     Args:
-        of_functions: from `parts_of_functions`.
+        of_functions: from `create_parts_of_functions`.
         model: not wrapped in DDP. Create its TrainState before, since that replaces buffers of BatchNorm.
         is_saved: of model.py, if it has one: whether checkpoints hold the parameter of this name.
 

@@ -89,7 +89,7 @@ class LossTerms(Part):
 
     def before_update(self, model: nn.Module, sums: MetricTracker) -> None:
         """Keep the counts that compute_loss returned for the global batch, for `check`."""
-        counts = torch.stack([sums.count_of(f"loss/{name}") for name in self._means.names])
+        counts = torch.stack([sums.count_view(f"loss/{name}") for name in self._means.names])
         self._steps.append(torch.stack([self._counts, counts]))
 
     def begin_read(self, is_log_point: bool) -> Tensor | None:

@@ -29,7 +29,7 @@ PEAKS = {
 }
 
 
-def peak_of(device_name: str, dtype: torch.dtype | None, has_tf32: bool) -> float:
+def find_peak_flops(device_name: str, dtype: torch.dtype | None, has_tf32: bool) -> float:
     """The peak of a device in operations per second, 0 if it is not known. dtype: of autocast; None: float32, which has
     a figure where it is computed as TF32, at half the speed of 16 bits."""
     words = set(re.split(r"\W+", device_name))
@@ -54,7 +54,7 @@ class FlopCounter(Part):
     @classmethod
     def create(cls, device: torch.device, dtype: torch.dtype | None) -> FlopCounter:
         """dtype: of autocast."""
-        return cls(peak_of(torch.cuda.get_device_name(device), dtype, torch.cuda.is_tf32_supported()))
+        return cls(find_peak_flops(torch.cuda.get_device_name(device), dtype, torch.cuda.is_tf32_supported()))
 
     def first_passes(self, run_passes: Callable[[], object], batch: Any) -> None:
         try:
@@ -65,12 +65,12 @@ class FlopCounter(Part):
         except Exception as error:  # an operation of the model that torch cannot count
             logging.getLogger(NAME).info("mfu: the operations cannot be counted (%s)", error)
             return
-        self._per_element = counter.get_total_flops() / 2 / max(1, elements_in(batch))
+        self._per_element = counter.get_total_flops() / 2 / max(1, count_elements(batch))
 
     def micro_batches(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         for micro_batch in stream:
             if not micro_batch.is_padding:
-                self._elements += elements_in(micro_batch.batch)
+                self._elements += count_elements(micro_batch.batch)
             yield micro_batch
 
     def begin_read(self, is_log_point: bool) -> None:
@@ -85,5 +85,5 @@ class FlopCounter(Part):
         return {"mfu": self._per_element * self._logged / self._peak / seconds}
 
 
-def elements_in(batch: Any) -> int:
+def count_elements(batch: Any) -> int:
     return sum(tensor.numel() for tensor in tensors_in(batch))

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from utils.clock import Clock
+from utils.clock import PhaseClock
 from utils.data.sampler import MicroBatch
 from utils.distributed.context import DistributedContext
 from utils.metrics import Metrics, MetricTracker
@@ -194,13 +194,14 @@ class Part:
         """
         return []
 
-    def begin_evaluation(self, seed: Callable[[str, Sequence[int]], object], clock: Clock) -> None:
+    def begin_evaluation(self, seed: Callable[[str, Sequence[int]], object], clock: PhaseClock) -> None:
         """Called before the first pass over a set with the model's weights, and with those of each part.
 
         Args:
             seed: seeds the random draws of a function of model.py for the samples with these indices. Call
                 `seed("predict", indices)` before `predict`.
-            clock: shows in which function of model.py this rank is. Call `clock.call("predict")` before `predict`.
+            clock: shows in which function of model.py this rank is. Before `predict` call
+                `clock.enter_function("predict")`.
         """
 
     def evaluate(self, model: nn.Module, micro_batch: MicroBatch) -> None:

@@ -15,21 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from utils.clock import Clock
+from utils.clock import PhaseClock
 from utils.data.sampler import MicroBatch
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
 from utils.logger import NAME
 from utils.metrics import NOT_A_NAME, is_metric_name
 from utils.settings.errors import UserError
-from utils.training.outputs import OTHER_NAMES, Outputs, in_order
+from utils.training.outputs import OTHER_NAMES, OutputCollector, sort_by_sample
 from utils.training.parts.part import Part
 from utils.training.precision import Precision
 
 MAX_BYTES = 2**30  # of a set that is summarized, on rank 0, where gathering and sorting take up to four times as much
 
 
-def check_size(size: float) -> None:
+def check_output_bytes(size: float) -> None:
     """Raises UserError if outputs of so many bytes cannot be summarized."""
     if size > MAX_BYTES:
         raise UserError(
@@ -38,11 +38,11 @@ def check_size(size: float) -> None:
         )
 
 
-def bytes_of(outputs: Outputs) -> int:
+def count_bytes(outputs: OutputCollector) -> int:
     return sum(batch.nbytes for batches in outputs.batches.values() for batch in batches)
 
 
-class Summary(Part):
+class OutputSummary(Part):
     """Metrics that are no sums over samples: `summarize` is called with what `predict` returned for a whole set."""
 
     def __init__(
@@ -52,52 +52,52 @@ class Summary(Part):
     ) -> None:
         self._predict = predict
         self._summarize = summarize
-        self._outputs = Outputs(predict, lambda _: None)  # of this rank in the current evaluation
+        self._outputs = OutputCollector(predict, lambda _: None)  # of this rank in the current evaluation
         self._bytes = 0
-        self._clock = Clock()
+        self._clock = PhaseClock()
 
     @classmethod
-    def create(cls, functions: dict[str, Callable], device: torch.device) -> Summary | None:
+    def create(cls, functions: dict[str, Callable], device: torch.device) -> OutputSummary | None:
         """None if model.py has no summarize."""
         if "summarize" not in functions:
             return None
         return cls(functions["predict"], functions["summarize"])
 
-    def of(self, outputs: Outputs) -> dict[str, float]:
+    def summarize_outputs(self, outputs: OutputCollector) -> dict[str, float]:
         """The metrics of the outputs of one process. Raises UserError."""
-        return self._numbers([outputs.part()], len(outputs.indices))
+        return self._numbers([outputs.collected()], len(outputs.indices))
 
     def try_evaluation(self, model: nn.Module, precision: Precision, batch: Any, size: int, samples: int) -> list[str]:
         """Raises UserError if the outputs of the set would take too much memory, or summarize fails."""
-        outputs = Outputs(self._predict, seed=lambda _: None)
+        outputs = OutputCollector(self._predict, seed=lambda _: None)
         with torch.no_grad(), precision.autocast():
             outputs.add(model.eval(), batch, range(size))
-        check_size(bytes_of(outputs) / size * samples)
-        return list(self.of(outputs))
+        check_output_bytes(count_bytes(outputs) / size * samples)
+        return list(self.summarize_outputs(outputs))
 
-    def begin_evaluation(self, seed: Callable[[str, Sequence[int]], object], clock: Clock) -> None:
-        self._outputs = Outputs(self._predict, functools.partial(seed, "predict"))
+    def begin_evaluation(self, seed: Callable[[str, Sequence[int]], object], clock: PhaseClock) -> None:
+        self._outputs = OutputCollector(self._predict, functools.partial(seed, "predict"))
         self._bytes = 0
         self._clock = clock
 
     def evaluate(self, model: nn.Module, micro_batch: MicroBatch) -> None:
         """Raises UserError if the outputs of this rank become too large."""
-        self._clock.call("predict")
+        self._clock.enter_function("predict")
         self._outputs.add(model, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
         if not micro_batch.is_padding:
             self._bytes += sum(batches[-1].nbytes for batches in self._outputs.batches.values())
-        check_size(self._bytes)
+        check_output_bytes(self._bytes)
 
     def finish_evaluation(self, means: dict[str, float], samples: int, ctx: DistributedContext) -> dict[str, float]:
         """The metrics of the outputs of all ranks, computed on rank 0."""
         outputs = self._outputs
         require_equal(sorted(outputs.batches), f"{OTHER_NAMES} ({{first}} and {{other}})", ctx)
-        check_size(sum(all_gather_json(bytes_of(outputs), ctx)))
-        parts = [outputs.part()] * (ctx.world_size if ctx.is_main else 0)
+        check_output_bytes(sum(all_gather_json(count_bytes(outputs), ctx)))
+        parts = [outputs.collected()] * (ctx.world_size if ctx.is_main else 0)
         if ctx.world_size > 1:
-            dist.gather_object(outputs.part(), parts or None, group=ctx.control)
+            dist.gather_object(outputs.collected(), parts or None, group=ctx.control_group)
         if ctx.is_main:
-            self._clock.call("summarize")
+            self._clock.enter_function("summarize")
         metrics = broadcast_json(on_rank_0(lambda: self._numbers(parts, samples), ctx), ctx)
         self._clock.enter("evaluation")
         if both := sorted(means.keys() & metrics.keys()):
@@ -105,7 +105,7 @@ class Summary(Part):
         return metrics
 
     def _numbers(self, parts: list[dict[str, Any]], samples: int) -> dict[str, float]:
-        outputs = in_order(parts, samples)
+        outputs = sort_by_sample(parts, samples)
         try:
             metrics = {name: float(value) for name, value in self._summarize(outputs).items()}
         except UserError:

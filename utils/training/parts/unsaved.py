@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.distributed.dtensor import full
-from utils.logger import some_of
+from utils.distributed.dtensor import gather_full
+from utils.logger import join_first
 from utils.settings.errors import UserError
 from utils.training.parts.part import Part
 
@@ -26,7 +26,7 @@ class UnsavedParameters(Part):
 
     def __init__(self, model: nn.Module, is_saved: Callable[[str], bool] | None) -> None:
         self._model = model
-        self._digests = digests(left_out(model, is_saved))  # by name
+        self._digests = fingerprint_values(find_unsaved(model, is_saved))  # by name
         self.provenance = {}
         if self._digests:
             self.provenance = {KEY: self._digests}
@@ -42,20 +42,20 @@ class UnsavedParameters(Part):
         completed = {}
         for kind in ("model", "ema"):
             if payload[kind]:
-                completed[kind] = complete(payload[kind], saved, self._model, self._digests, "the checkpoint")
+                completed[kind] = fill_in_unsaved(payload[kind], saved, self._model, self._digests, "the checkpoint")
         return payload | completed
 
 
-def digests(values: Mapping[str, Tensor]) -> dict[str, str]:
+def fingerprint_values(values: Mapping[str, Tensor]) -> dict[str, str]:
     """A digest of the bytes of each tensor. Gathers sharded ones: call it on all ranks."""
     by_name = {}
     for name in sorted(values):
-        data = full(values[name].detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+        data = gather_full(values[name].detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
         by_name[name] = hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
     return by_name
 
 
-def left_out(model: nn.Module, is_saved: Callable[[str], bool] | None) -> dict[str, Tensor]:
+def find_unsaved(model: nn.Module, is_saved: Callable[[str], bool] | None) -> dict[str, Tensor]:
     """The parameters that checkpoints leave out, by name. Raises UserError if one of them is trained."""
     if is_saved is None:
         return {}
@@ -69,15 +69,15 @@ def left_out(model: nn.Module, is_saved: Callable[[str], bool] | None) -> dict[s
     return unsaved
 
 
-def checked(
+def check_weights(
     weights: dict[str, Any], model: nn.Module, is_saved: Callable[[str], bool] | None, source: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The weights of `--init_from`, and what the model has already. Raises UserError if they have other values."""
-    given = left_out(model, is_saved)
-    return complete(weights, {}, model, digests(given), source), given
+    given = find_unsaved(model, is_saved)
+    return fill_in_unsaved(weights, {}, model, fingerprint_values(given), source), given
 
 
-def complete(
+def fill_in_unsaved(
     weights: dict[str, Any], saved: dict[str, str], model: nn.Module, current: dict[str, str], source: str
 ) -> dict[str, Any]:
     """The weights, and the model's own values of those that the checkpoint left out.
@@ -93,15 +93,16 @@ def complete(
     if not names:
         return weights
     state_dict = model.state_dict()
-    ours = current | digests({name: state_dict[name] for name in names & state_dict.keys() - current.keys()})
+    ours = current | fingerprint_values({name: state_dict[name] for name in names & state_dict.keys() - current.keys()})
     # an average of 16-bit weights has more bits
     expected = (
-        digests({name: weights[name].to(state_dict[name].dtype) for name in current.keys() & weights.keys()}) | saved
+        fingerprint_values({name: weights[name].to(state_dict[name].dtype) for name in current.keys() & weights.keys()})
+        | saved
     )
     wrong = sorted(name for name in names if ours.get(name) != expected[name])
     if wrong:
         raise UserError(
-            f"{source}: was trained with other values of {some_of(wrong, 1)} than create_model gives, which is_saved"
+            f"{source}: was trained with other values of {join_first(wrong, 1)} than create_model gives, which is_saved"
             " left out of it; let create_model load the weights that it loaded then"
         )
     return {name: state_dict[name] for name in names} | weights

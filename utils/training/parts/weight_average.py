@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.distributed.dtensor import local, shard_of, wrap
+from utils.distributed.dtensor import create_dtensor, local_shard, take_shard
 from utils.training.parts.part import Part
 from utils.training.schedule import Progress
 
@@ -35,11 +35,11 @@ class WeightAverage(Part):
         self._weights = {
             name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)
         }
-        sources = {value: local(value.detach()) for value in self._weights.values()}  # a tied weight once
-        self._copies = {value: full_precision(source) for value, source in sources.items()}
+        sources = {value: local_shard(value.detach()) for value in self._weights.values()}  # a tied weight once
+        self._copies = {value: copy_in_float32(source) for value, source in sources.items()}
         self._pairs = [(self._copies[value], source) for value, source in sources.items()]
         self._averages, self._sources = zip(*[pair for pair in self._pairs if pair[1].is_floating_point()], strict=True)
-        device = local(next(model.parameters())).device
+        device = local_shard(next(model.parameters())).device
         self._least_rate = 1.0 - decay
         self._taken = torch.zeros((), dtype=torch.float64, device=device)  # the updates so far
         self._counters = [pair for pair in self._pairs if not pair[1].is_floating_point()]
@@ -82,13 +82,13 @@ class WeightAverage(Part):
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict with the average in it."""
-        averages = {name: wrap(self._copies[value], value) for name, value in self._weights.items()}
+        averages = {name: create_dtensor(self._copies[value], value) for name, value in self._weights.items()}
         return self._model.state_dict() | averages
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in self._weights.items():
-            self._copies[value].copy_(local(shard_of(state[name], value)))
+            self._copies[value].copy_(local_shard(take_shard(state[name], value)))
 
     @torch.no_grad()
     def _swap(self) -> None:
@@ -99,6 +99,6 @@ class WeightAverage(Part):
         self._pairs.reverse()  # the way back is the inverse, also where one tensor is a view of another
 
 
-def full_precision(value: Tensor) -> Tensor:
+def copy_in_float32(value: Tensor) -> Tensor:
     """A copy, in float32 if the value is of fewer bits."""
     return value.float() if value.is_floating_point() and value.element_size() < 4 else value.clone()

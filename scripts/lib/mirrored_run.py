@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 from scripts.lib.storage import TRIES, Storage
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.files import read_lines, replace_file, replace_json
+from utils.files import read_records, replace_file, replace_json
 from utils.logger import NAME
 from utils.settings.errors import StartError, UserError
 
@@ -37,7 +37,7 @@ SECONDS_BETWEEN_LINES = 10.0  # of progress
 FETCHED = ".fetched-"  # a folder with the part of a checkpoint that has been fetched
 
 
-class StoredRun(Storage):
+class MirroredRun(Storage):
     """The run at a URL."""
 
     def latest(self) -> int:
@@ -110,7 +110,7 @@ class StoredRun(Storage):
         staging, path = folder / f"{FETCHED}{Path(manifest['manifest']).stem}", folder / manifest["name"]
         digests = {name: file["sha256"] for name, file in manifest["files"].items()}
         with suppress(UserError):
-            if checkpoint.digests(path) == digests and checkpoint.verify(path):
+            if checkpoint.read_checksums(path) == digests and checkpoint.verify(path):
                 return path
         for stale in folder.glob(f"{FETCHED}*"):
             if stale != staging:
@@ -120,7 +120,7 @@ class StoredRun(Storage):
         total, logged_at = sum(file["bytes"] for file in manifest["files"].values()), time.monotonic()
         done = sum(entry.stat().st_size for entry in staging.iterdir())
 
-        def tick(count: int) -> None:
+        def on_progress(count: int) -> None:
             nonlocal done, logged_at
             done += count
             if time.monotonic() - logged_at > SECONDS_BETWEEN_LINES:
@@ -129,8 +129,8 @@ class StoredRun(Storage):
 
         try:
             for part, file in manifest["files"].items():
-                self.get(file["object"], staging / part, file["bytes"], tick)
-                if archive.verify(staging / part).digest != file["sha256"]:
+                self.get(file["object"], staging / part, file["bytes"], on_progress)
+                if archive.verify(staging / part).checksum != file["sha256"]:
                     raise UserError("another checksum")
         except StartError:
             raise
@@ -158,7 +158,7 @@ def _write(data: bytes, file: BinaryIO) -> None:
 
 def best_step(records: Path, last: int | None = None) -> int:
     """The step of the best checkpoint, of those up to this step; -1: there is none."""
-    events = [record["step"] for *_, record in read_lines(records) if record.get("event") == "best"]
+    events = [record["step"] for *_, record in read_records(records) if record.get("event") == "best"]
     return next((step for step in reversed(events) if last is None or step <= last), -1)
 
 
@@ -174,7 +174,7 @@ def local_run(source: str, choose: Callable[[list[int], int], Iterable[int]] = l
     """
     if "://" not in source:
         return Path(source)
-    run = StoredRun(source)
+    run = MirroredRun(source)
     folder = _copies(run.url) / Path(run.url).name
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
@@ -223,7 +223,7 @@ def local_checkpoint(source: str) -> Path:
         return chosen
 
     folder = local_run(url, choose) / "checkpoints"
-    return next(path for path in checkpoint.step_checkpoints(folder) if checkpoint.step_of(path) in chosen)
+    return next(path for path in checkpoint.step_checkpoints(folder) if checkpoint.parse_step(path) in chosen)
 
 
 def _local_file(url: str) -> Path:

@@ -14,8 +14,9 @@ import pytest
 from config import TrainingConfig
 from ranks import CONTEXT
 from test_run_folder import open_run, with_
-from utils.run import owner as owner_module
-from utils.run.owner import RunLock, decide_start
+from utils.run import run_lock, start_decision
+from utils.run.run_lock import RunLock
+from utils.run.start_decision import decide_start
 from utils.settings.errors import StartError, TrainingError, UserError
 
 
@@ -23,7 +24,7 @@ from utils.settings.errors import StartError, TrainingError, UserError
 def quick(monkeypatch):
     """A fraction of the seconds."""
     for name, divisor in {"BETWEEN_HEARTBEATS": 50, "TO_SEE_HEARTBEAT": 15, "TO_READ_BACK": 10}.items():
-        monkeypatch.setattr(owner_module, f"SECONDS_{name}", getattr(owner_module, f"SECONDS_{name}") / divisor)
+        monkeypatch.setattr(run_lock, f"SECONDS_{name}", getattr(run_lock, f"SECONDS_{name}") / divisor)
 
 
 @pytest.mark.guarantee("one-owner")
@@ -32,13 +33,13 @@ def test_a_former_owner_writes_nothing_after_another_job_has_taken_over(tmp_path
     former = open_run(config)
     former.record("train", step=1, loss=1.0)
     owner = open_run(with_(config, resume_from="auto"))
-    assert owner.is_ours() and not former.is_ours()
-    writes = [lambda: former.status("running", step=2), lambda: former.link_best(1), former.mark_training]
+    assert owner.is_owner() and not former.is_owner()
+    writes = [lambda: former.write_status("running", step=2), lambda: former.link_best(1), former.mark_training]
     for write in [*writes, lambda: former.rewind(0), lambda: former.restore_best(-1)]:
         with pytest.raises(TrainingError, match="another job has taken over this run; end this one"):
             write()
-    owner.status("running", step=1)
-    former.failed(RuntimeError("lost"))
+    owner.write_status("running", step=1)
+    former.report_failure(RuntimeError("lost"))
     assert '"running"' in (tmp_path / "status.json").read_text()
 
 
@@ -76,11 +77,11 @@ def test_a_file_lock_that_outlives_its_machine_is_waited_for(tmp_path, monkeypat
     try:
         token = ours.recv()
         (tmp_path / "boot_id").write_text("another")
-        monkeypatch.setattr(owner_module, "BOOT", tmp_path / "boot_id")
-        monkeypatch.setattr(owner_module, "SECONDS_OF_NFS_LEASE", 0)
+        monkeypatch.setattr(run_lock, "BOOT", tmp_path / "boot_id")
+        monkeypatch.setattr(run_lock, "SECONDS_OF_NFS_LEASE", 0)
         with pytest.raises(UserError, match="is in use by"):
             RunLock(tmp_path, "here")
-        monkeypatch.setattr(owner_module, "SECONDS_OF_NFS_LEASE", 60)
+        monkeypatch.setattr(run_lock, "SECONDS_OF_NFS_LEASE", 60)
         threading.Timer(0.5, owner.kill).start()
         assert RunLock(tmp_path, "here").previous_owner["token"] == token
     finally:
@@ -98,13 +99,13 @@ def test_without_shared_file_locks_an_owner_on_another_machine_is_seen_by_its_he
     owner = RunLock(tmp_path, "here" if boot else "there")
     if boot:
         (tmp_path / "boot_id").write_text(boot)
-        monkeypatch.setattr(owner_module, "BOOT", tmp_path / "boot_id")
+        monkeypatch.setattr(run_lock, "BOOT", tmp_path / "boot_id")
     with pytest.raises(UserError, match=rf"is in use by process {os.getpid()} on t?here since"):
         RunLock(tmp_path, "here")
     owner.close()
     began = time.monotonic()
     assert RunLock(tmp_path, "here").previous_owner["token"] == owner.token
-    assert time.monotonic() - began > owner_module.SECONDS_TO_SEE_HEARTBEAT
+    assert time.monotonic() - began > run_lock.SECONDS_TO_SEE_HEARTBEAT
 
 
 def test_an_owner_on_another_machine_that_has_reported_its_end_is_not_waited_for(tmp_path, quick):
@@ -112,7 +113,7 @@ def test_an_owner_on_another_machine_that_has_reported_its_end_is_not_waited_for
     (tmp_path / "status.json").write_text('{"state": "preempted"}')
     began = time.monotonic()
     RunLock(tmp_path, "here")
-    assert time.monotonic() - began < owner_module.SECONDS_TO_SEE_HEARTBEAT
+    assert time.monotonic() - began < run_lock.SECONDS_TO_SEE_HEARTBEAT
 
 
 @pytest.mark.guarantee("one-owner")
@@ -121,7 +122,7 @@ def test_a_status_from_before_the_owners_claim_does_not_show_that_it_has_ended(t
     RunLock(tmp_path, "there").close()
     began = time.monotonic()
     RunLock(tmp_path, "here")
-    assert time.monotonic() - began > owner_module.SECONDS_TO_SEE_HEARTBEAT
+    assert time.monotonic() - began > run_lock.SECONDS_TO_SEE_HEARTBEAT
 
 
 def test_an_owner_that_cannot_be_read_is_not_one_that_is_missing(tmp_path, monkeypatch):
@@ -152,7 +153,7 @@ def test_of_two_starts_at_the_same_time_without_file_locks_one_owns_the_run(tmp_
     def no_locks(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(owner_module.fcntl, "lockf", no_locks)
+    monkeypatch.setattr(run_lock.fcntl, "lockf", no_locks)
     if before != "nothing":
         RunLock(tmp_path, "dead").close()
     owners, rejected = [], []
@@ -179,6 +180,6 @@ def test_the_token_is_written_before_the_newest_checkpoint_is_verified(tmp_path,
     first.record("train", step=1)
     first.close()
     token = lambda: json.loads((tmp_path / "lock.json").read_text())["token"]  # noqa: E731
-    monkeypatch.setattr(owner_module.checkpoint, "latest_valid", lambda _: (seen.append(token()), (None, []))[1])
+    monkeypatch.setattr(start_decision.checkpoint, "latest_valid", lambda _: (seen.append(token()), (None, []))[1])
     run = open_run(with_(config, resume_from="auto"))
     assert seen == [run.start_decision.token] != [first.start_decision.token]

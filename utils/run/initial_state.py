@@ -9,13 +9,13 @@ from torch import nn
 
 from config import TrainingConfig
 from utils.checkpoint.format import load_weights
-from utils.checkpoint.stored import local_checkpoint
-from utils.checkpoint.weights import match_names, take_weights, warn_of_other_classes
+from utils.checkpoint.remote import local_checkpoint
+from utils.checkpoint.weights import load_matching_weights, match_parameter_names, warn_of_changed_classes
 from utils.distributed.context import DistributedContext
 from utils.training.gradient_strategy import GradientStrategy
 from utils.training.hooks import ModelHooks
 from utils.training.parts.create import create_parts
-from utils.training.parts.unsaved import checked
+from utils.training.parts.unsaved import check_weights
 from utils.training.precision import Precision
 from utils.training.state import TrainState
 
@@ -40,10 +40,10 @@ def create_state(
         if config.init_from and not is_resumed and device.type != "meta":
             initial_weights = hooks.initial_weights
             weights = initial_weights(config) if initial_weights else load_weights(local_checkpoint(config.init_from))
-            warn_of_other_classes(weights, train_set, config.init_from)
-            weights = match_names(weights, model.state_dict(), config.init_from)
-            weights, given = checked(weights, model, hooks.is_saved, config.init_from)
-            take_weights(
+            warn_of_changed_classes(weights, train_set, config.init_from)
+            weights = match_parameter_names(weights, model.state_dict(), config.init_from)
+            weights, given = check_weights(weights, model, hooks.is_saved, config.init_from)
+            load_matching_weights(
                 model,
                 weights,
                 config.init_from,

@@ -15,15 +15,15 @@ from config import TrainingConfig
 from scripts.companions import follow as follow_module
 from scripts.companions.mirror import Uploads
 from scripts.companions.owner import Mirror
-from scripts.lib import storage, stored
+from scripts.lib import mirrored_run, storage
 from test_checkpoint import payload
 from training import wait_until
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.stored import local_checkpoint
-from utils.extras.companions.node_local import nodes_apart
+from utils.checkpoint.remote import local_checkpoint
+from utils.extras.companions.node_local import find_node_local_ranks
 from utils.files import read_json, replace_json
-from utils.run.owner import RunLock
+from utils.run.run_lock import RunLock
 from utils.settings.errors import UserError
 
 
@@ -76,16 +76,16 @@ class Wire:
 
 def without_beats(monkeypatch):
     """Whose requests come at any time, and whose threads would stay."""
-    for owner in (Uploads, RunLock):
-        monkeypatch.setattr(owner, "_touch", lambda self: None)
+    monkeypatch.setattr(Uploads, "_beat", lambda self: None)
+    monkeypatch.setattr(RunLock, "_touch", lambda self: None)
 
 
 def step_of_the_next_attempt(url, folder):
     """It goes on from a checkpoint of the killed one, in an empty folder, and leaves nothing of that one over."""
     second = Attempt(url, folder / "c", launch_id="job")
-    step = checkpoint.step_of(second.run.resume_path)
+    step = checkpoint.parse_step(second.run.resume_path)
     assert second.run.resume_path.read_bytes() == checkpoint.step_path(folder / "a/checkpoints", step).read_bytes()
-    assert {step} <= {record["step"] for record in second.run.records("train")}
+    assert {step} <= {record["step"] for record in second.run.read_records("train")}
     second.upload(40, 50).suspend()
     assert steps_of(url) == [40, 50]
     assert sum(name.endswith(".pt") for name in second.mirror.names()) == 2
@@ -165,7 +165,7 @@ def test_a_failing_upload_is_a_warning_and_is_tried_again(url, tmp_path, monkeyp
     assert caplog.text.count("tries have failed") == 1 and steps_of(url) == []
     is_down.clear()
     wait_until(lambda: steps_of(url) == [10])
-    attempt.run.status("preempted")
+    attempt.run.write_status("preempted")
     attempt.run.mark_ended()
     program.join(20)
     assert not program.is_alive() and attempt.mirror.has_ended()
@@ -221,25 +221,25 @@ def copies(tmp_path, monkeypatch):
 def test_a_run_at_a_url_is_copied_as_far_as_it_is_needed(url, tmp_path, copies):
     first = Attempt(url, tmp_path / "a").upload(10, best=True)
     first.upload(20, 30)
-    folder = stored.local_run(url)
+    folder = mirrored_run.local_run(url)
     assert read_json(folder / "status.json")["state"] == "running" and not checkpoint.step_checkpoints(folder)
     steps = {f"{url}/checkpoints/step_00000020.pt": 20, f"{url}/checkpoints/best.pt": 10, url: 10}
     for source, step in steps.items():
-        path = stored.local_checkpoint(source)
+        path = mirrored_run.local_checkpoint(source)
         assert checkpoint.verify(path).step == step and path.is_relative_to(copies)
     assert (folder / "checkpoints/best.pt").readlink() == Path("step_00000010.pt")
     first.upload(40)
     with pytest.raises(UserError, match=r"step_00000020.pt: is not there; the run has .* these steps: 10, 30, 40$"):
-        stored.local_checkpoint(f"{url}/checkpoints/step_00000020.pt")
+        mirrored_run.local_checkpoint(f"{url}/checkpoints/step_00000020.pt")
     if url.startswith("file"):  # as a rank asks for it
         assert local_checkpoint(url) == path
         with pytest.raises(UserError, match="step_00000020.pt: is not there"):
             local_checkpoint(f"{url}/checkpoints/step_00000020.pt")
-    stored.local_run(url, lambda steps, best: steps[-1:])
-    assert [checkpoint.step_of(path) for path in checkpoint.step_checkpoints(folder / "checkpoints")] == [10, 40]
+    mirrored_run.local_run(url, lambda steps, best: steps[-1:])
+    assert [checkpoint.parse_step(path) for path in checkpoint.step_checkpoints(folder / "checkpoints")] == [10, 40]
     first.end()
     with pytest.raises(UserError, match="nothing: holds no run; give the URL that its --mirror had"):
-        stored.local_run(f"{url}/nothing")
+        mirrored_run.local_run(f"{url}/nothing")
 
 
 def test_a_file_at_a_url_is_fetched_again_when_it_has_changed(url, tmp_path, copies):
@@ -247,13 +247,13 @@ def test_a_file_at_a_url_is_fetched_again_when_it_has_changed(url, tmp_path, cop
     for size in (1000, 2000):
         (tmp_path / "w.pt").write_bytes(bytes(size))
         place.put(tmp_path / "w.pt", "w.pt")
-        path = stored.local_checkpoint(f"{url}/w.pt")
+        path = mirrored_run.local_checkpoint(f"{url}/w.pt")
         assert path.name == "w.pt" and path.stat().st_size == size
     before = path.stat().st_mtime_ns
-    assert stored.local_checkpoint(f"{url}/w.pt").stat().st_mtime_ns == before
+    assert mirrored_run.local_checkpoint(f"{url}/w.pt").stat().st_mtime_ns == before
     assert sum(file.is_file() for file in copies.rglob("w.pt")) == 1
     with pytest.raises(UserError, match=r"other.pt: cannot be read or written \(FileNotFoundError"):
-        stored.local_checkpoint(f"{url}/other.pt")
+        mirrored_run.local_checkpoint(f"{url}/other.pt")
     with pytest.raises(UserError, match="has a key in it; give that in the environment"):
         TrainingConfig(init_from="s3://key:secret@b/w.pt")
 
@@ -269,4 +269,4 @@ def test_a_file_at_a_url_is_fetched_again_when_it_has_changed(url, tmp_path, cop
     ],
 )
 def test_ranks_belong_to_the_first_rank_of_their_node(ranks, expected):
-    assert nodes_apart(ranks) == expected
+    assert find_node_local_ranks(ranks) == expected

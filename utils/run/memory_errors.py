@@ -10,7 +10,7 @@ from utils.memory import drop_traceback, is_out_of_memory
 from utils.settings.errors import TrainingError
 
 
-def explain_memory(
+def explain_out_of_memory(
     error: BaseException, config: TrainingConfig, ctx: DistributedContext, is_resumed: bool = False
 ) -> TrainingError | None:
     """The error for a failed allocation, with flags that help; None for another error, or one that says the fix.
@@ -30,14 +30,14 @@ def explain_memory(
     if is_of_device and ctx.world_size > 1 and config.sharding == "none":  # extra: sharding
         ways.append("--sharding zero3")
     name, size = config.micro_batch
-    flags = halved(name, size, size * config.micro_batches_per_step(ctx.world_size))
+    flags = suggest_half_batch(name, size, size * config.micro_batches_per_step(ctx.world_size))
     if flags and not is_resumed:
         ways.insert(0, f"{flags} (the same global batch; scripts/benchmark.py --find-batch shows what fits)")
     ways.append("a smaller model or image size")
     return TrainingError(f"rank {ctx.rank} on {ctx.host} ran out of {resource}: {text}; use {' or '.join(ways)}")
 
 
-def halved(name: str, size: int, global_size: int) -> str:
+def suggest_half_batch(name: str, size: int, global_size: int) -> str:
     """Flags for a micro-batch of at most half of `size` with the same global batch; empty below 1.
 
     name: the setting that gives the micro-batch its size.

@@ -15,10 +15,11 @@ from test_checkpoint import payload
 from test_run_folder import commit, commit_best, contents, fill, from_step_10, names, open_run, with_
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.stored import local_checkpoint
+from utils.checkpoint.remote import local_checkpoint
 from utils.files import read_json, replace_json
 from utils.run import folder as run_folder
-from utils.run import owner
+from utils.run import start_decision
+from utils.run.run_lock import RunLock
 from utils.settings.errors import TrainingError, UserError
 
 IS_HELD = "holds a run already; add --resume_from auto to continue it, --overwrite to replace it, or give another --run"
@@ -67,28 +68,28 @@ def test_an_earlier_run_is_moved_aside_with_its_checkpoints(config, changes):
 
 def test_a_start_that_finds_the_folder_in_use_leaves_it_to_the_start_that_made_it(config, monkeypatch):
     """Both have found no folder."""
-    plain = owner.RunLock.__init__
+    plain = RunLock.__init__
 
     def lock_second(lock, folder, host, token=""):
         (folder / "lock.json").write_text("of the first start")
         raise UserError("is in use")
 
-    monkeypatch.setattr(owner.RunLock, "__init__", lock_second)
+    monkeypatch.setattr(RunLock, "__init__", lock_second)
     with pytest.raises(UserError, match="is in use"):
         open_run(config)
     assert [path.name for path in contents(Path(config.run_dir))] == [] and (config.run_folder / "lock.json").exists()
     shutil.rmtree(config.run_folder)
-    monkeypatch.setattr(owner.RunLock, "__init__", plain)
+    monkeypatch.setattr(RunLock, "__init__", plain)
     open_run(config).close()
 
 
 def test_once_it_trains_no_failure_undoes_a_start(config):
     """A run that was fetched from its mirror stays."""
-    lock, start = owner.decide_start(config, "here", "", False)
+    lock, start = start_decision.decide_start(config, "here", "", False)
     start = dataclasses.replace(start, renamed_folders=[[config.run_dir, ""]])
     run = run_folder.RunFolder(config.run_folder, config.checkpoint_folder, 0, ("here",), start, lock)
     run.mark_training()
-    run.failed(UserError("data: sample 8 is broken; repair it", 0, "here"))
+    run.report_failure(UserError("data: sample 8 is broken; repair it", 0, "here"))
     assert config.run_folder.exists()
 
 
@@ -99,15 +100,17 @@ def test_a_start_that_is_rejected_later_moves_the_earlier_run_back(config, chang
     fill(open_run(config))
     before = contents(config.run_folder), contents(config.checkpoint_folder)
     run = open_run(config, "job-7")
-    run.status("running", step=0)
+    run.write_status("running", step=0)
     run.log_file.parent.mkdir()
     with run.log_file.open("w"):
-        run.failed(UserError("data_dir=typo: has no train/<class>/ folders; give the folder that holds it", 0, "here"))
+        run.report_failure(
+            UserError("data_dir=typo: has no train/<class>/ folders; give the folder that holds it", 0, "here")
+        )
     run.close()
     assert (contents(config.run_folder), contents(config.checkpoint_folder)) == before
     assert not list(Path("runs").glob("*.1")) and not list(Path("runs").glob("*.tmp"))
     with pytest.raises(TrainingError, match="another job has taken over"):
-        run.status("running", step=1)
+        run.write_status("running", step=1)
     assert open_run(with_(config, overwrite=False, resume_from="auto")).resume_path.name == "step_00000020.pt"
 
 
@@ -162,30 +165,30 @@ def test_a_rejected_start_leaves_the_status_of_the_run(config):
     run = open_run(with_(config, resume_from="auto"))
     file = run.folder / "status.json"
     before = read_json(file)
-    run.begin()
+    run.mark_running()
     assert (read_json(file)["state"], read_json(file)["step"]) == ("running", 20)
-    run.failed(UserError("seed=1: the checkpoint has seed=2", 0, "here"))
+    run.report_failure(UserError("seed=1: the checkpoint has seed=2", 0, "here"))
     assert read_json(file) == before
-    run.begin()
-    run.status("running", step=21)  # it trains
-    run.failed(UserError("a.png: cannot be read", 0, "here"))
+    run.mark_running()
+    run.write_status("running", step=21)  # it trains
+    run.report_failure(UserError("a.png: cannot be read", 0, "here"))
     assert read_json(file)["state"] == "failed"
 
 
 @pytest.mark.guarantee("disk")
 def test_the_cause_of_a_failure_is_written_where_no_file_can_be_created(config, monkeypatch):
     run, nothing = open_run(config), mock.Mock(side_effect=OSError(28, "No space left on device"))
-    run.status("running", step=7, checkpoint="x" * 999)
+    run.write_status("running", step=7, checkpoint="x" * 999)
     monkeypatch.setattr(run_folder, "replace_json", nothing)
-    run.failed(TrainingError("no inodes are free"))
+    run.report_failure(TrainingError("no inodes are free"))
     status = read_json(run.folder / "status.json")
     assert nothing.called and (status["state"], status["error"], status["step"]) == ("failed", "no inodes are free", 7)
 
 
 def test_a_run_without_records_or_checkpoints_is_started_again_in_its_folder(config):
     run = open_run(config)
-    run.status("running")
-    run.failed(UserError("bad data; fix it"))
+    run.write_status("running")
+    run.report_failure(UserError("bad data; fix it"))
     run.close()
     run = open_run(config)
     assert run.start_decision.attempt == 1
@@ -194,7 +197,7 @@ def test_a_run_without_records_or_checkpoints_is_started_again_in_its_folder(con
     run = open_run(with_(config, resume_from="auto"))
     assert run.resume_path is None
     run.rewind(0)
-    assert run.records("train") == []
+    assert run.read_records("train") == []
 
 
 @pytest.mark.guarantee("all-damaged")
@@ -205,7 +208,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_over(config):
     fill(run)
     path = checkpoint.step_checkpoints(config.checkpoint_folder)[-1]
     run = open_run(config)
-    run.status("failed", checkpoint=str(path))
+    run.write_status("failed", checkpoint=str(path))
     run.close()
     shutil.move(config.checkpoint_folder, config.run_folder / "elsewhere")
     before = contents(config.run_folder)

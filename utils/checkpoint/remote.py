@@ -1,0 +1,22 @@
+"""A checkpoint or weights at a URL: a program makes a local copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from utils.checkpoint.format import best_or_latest
+
+
+def local_checkpoint(source: str) -> Path:
+    """The path of a checkpoint or another file; of one at a URL a local copy (scripts/lib/mirrored_run.py).
+
+    source: a path (of a folder too: the best checkpoint in it, or else the latest) or a URL.
+
+    Raises:
+        UserError: if it is not there or damaged.
+    """
+    if "://" in source:  # extra: companions
+        from utils.extras.companions.programs import call_program
+
+        return Path(call_program("fetch", {"source": source}, source)["path"])
+    return best_or_latest(Path(source), prefers_best=True)[0]
