@@ -264,16 +264,22 @@ def test_a_companion_that_is_started_by_hand_names_its_page(name):
     assert ended.returncode == 2 and ended.stderr == "train.py starts this program; see docs/companions.md\n"
 
 
+STARTS_PROGRAM = """
+import json, sys, time
+from utils.extras.companions.programs import start_program
+print(start_program("on_checkpoint", json.loads(sys.argv[1])).pid, flush=True)
+time.sleep(600)
+"""
+
+
 @pytest.mark.guarantee("companion")
 def test_a_companion_is_gone_soon_after_its_rank_with_what_it_has_started(tmp_path):
     """The rank is killed. The command ignores SIGTERM."""
     plan = plan_for(tmp_path, on_checkpoint=f"sh -c 'trap : TERM; echo $$ > {tmp_path}/pid; sleep 600; sleep 600'")
     save(plan, 10)
     rank = subprocess.Popen(
-        [sys.executable, "-c", "import sys, json, time; from utils.extras.companions.programs import start_program\n"
-         "print(start_program('on_checkpoint', json.loads(sys.argv[1])).pid, flush=True); time.sleep(600)", json.dumps(plan)],
-        cwd=ROOT, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", STARTS_PROGRAM, json.dumps(plan)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     companion = int(rank.stdout.readline())
     command = int(wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # which are for training
