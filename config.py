@@ -29,12 +29,12 @@ from utils.settings.checks import (
     refuse,
     rendezvous_url,
 )
-from utils.settings.conflicts import EITHER, Conflict, find_conflicts
+from utils.settings.conflicts import GIVE_ONLY_ONE, Conflict, find_conflicts
 from utils.settings.declarations import list_settings
 from utils.settings.errors import InvalidSettings, StartError, TrainingError, UserError
-from utils.settings.fields import YOURS, Setting, Settings, convert_values, setting, yours
-from utils.settings.kinds import to_json, to_text
+from utils.settings.fields import FORK_GROUP, Setting, Settings, convert_values, setting, yours
 from utils.settings.reading import read_config
+from utils.settings.value_types import to_json_value, to_text
 
 __all__ = [  # what forks import from here; the checks and errors are defined in utils/settings
     "Conflict",
@@ -86,7 +86,7 @@ class Yours(Settings):
     # fmt: on
 
 
-def nearest_multiples(config: TrainingConfig) -> str:
+def suggest_global_batch_sizes(config: TrainingConfig) -> str:
     """The micro-batch and its multiples next to global_batch_size. Empty if global_batch_size is a multiple."""
     name, size = config.micro_batch
     remainder = config.global_batch_size % size
@@ -105,7 +105,7 @@ def has_min_lr_above_lr(config: TrainingConfig) -> bool:
     return config.min_lr >= config.lr
 
 
-def run_dir_problem(config: TrainingConfig) -> str:
+def explain_invalid_run_dir(config: TrainingConfig) -> str:
     """What is wrong with the names of settings in run_dir."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(config.run_dir) if name is not None]
@@ -129,7 +129,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         "run folder; may contain fields: runs/{model}-s{seed}",
         extras.RUN_DIR_CHECK,
         is_path=True,
-        conflicts=[Conflict(run_dir_problem, "{found}; use e.g. {{model}} or {{lr}}")],
+        conflicts=[Conflict(explain_invalid_run_dir, "{found}; use e.g. {{model}} or {{lr}}")],
     )
     resume_from: str = setting(
         "run",
@@ -144,7 +144,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         False,
         "move an existing run in run_dir aside, to NAME.1",
         is_copied=False,
-        conflicts=[Conflict("resume_from", f"would move aside the run that resume_from continues; {EITHER}")],
+        conflicts=[Conflict("resume_from", f"would move aside the run that resume_from continues; {GIVE_ONLY_ONE}")],
     )
     init_from: str = setting(
         "run",
@@ -152,7 +152,9 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         "weights to start with: a checkpoint, a state dict, torchvision",
         extras.INIT_FROM_CHECK,
         is_path=True,
-        conflicts=[Conflict(is_resumed_from_path, f"a resumed run takes its weights from resume_from; {EITHER}")],
+        conflicts=[
+            Conflict(is_resumed_from_path, f"a resumed run takes its weights from resume_from; {GIVE_ONLY_ONE}")
+        ],
     )
     eval_only: bool = setting(
         "run", False, "only evaluate resume_from (empty: the best of run_dir) or init_from", is_copied=False
@@ -183,14 +185,14 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         "micro-batches K per rank and optimizer step. BatchNorm moves once per step: its momentum 1 - 0.9^K has the"
         " memory of K updates with 0.1",
         at_least(1),
-        conflicts=[Conflict("global_batch_size", f"is derived from global_batch_size; {EITHER}")],
+        conflicts=[Conflict("global_batch_size", f"is derived from global_batch_size; {GIVE_ONLY_ONE}")],
     )
     global_batch_size: int = setting(
         "training",
         0,
         "samples or tokens per step (0: by grad_accum_steps)",
         at_least(0),
-        conflicts=[Conflict(nearest_multiples, "is not a multiple of {found}")],
+        conflicts=[Conflict(suggest_global_batch_sizes, "is not a multiple of {found}")],
     )
     optimizer: str = setting("training", "sgd", "optimizer", one_of("sgd", "adamw"), "must")
     lr: float = setting("training", "auto", "peak, not scaled by ranks (auto: 0.1, adamw 0.001)", above(0), "may")
@@ -221,7 +223,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         at_least(0),
         "may",
         rare=True,
-        conflicts=[Conflict("warmup_epochs", f"there is warmup_epochs={{warmup_epochs}}; {EITHER}")],
+        conflicts=[Conflict("warmup_epochs", f"there is warmup_epochs={{warmup_epochs}}; {GIVE_ONLY_ONE}")],
     )
     clip_grad_norm: float = setting("training", 0.0, "max gradient norm (0 = off)", at_least(0), "may")
     ema_decay: float = setting(
@@ -339,11 +341,11 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     @property
     def limits(self) -> tuple[float, float]:
         """The epochs and optimizer steps after which the run ends; infinite if that limit is not set."""
-        return read_limits(vars(self))
+        return read_training_limits(vars(self))
 
     def to_json(self) -> dict[str, Any]:
         """All settings by name, with lists for tuples and text for paths, as files and checkpoints have them."""
-        return {setting.name: to_json(getattr(self, setting.name)) for setting in list_settings(type(self))}
+        return {setting.name: to_json_value(getattr(self, setting.name)) for setting in list_settings(type(self))}
 
     def to_dict(self) -> dict[str, Any]:
         """`to_json` with run_dir and checkpoint_dir as paths; `from_args(["--config", ...])` reads it back."""
@@ -355,7 +357,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         return "\n".join(lines) + "\n"
 
     @classmethod
-    def known_values(cls, saved: dict[str, Any]) -> dict[str, Any]:
+    def select_known_values(cls, saved: dict[str, Any]) -> dict[str, Any]:
         """The values of a saved config for which there are fields: a fork may have deleted some since."""
         return {setting.name: saved[setting.name] for setting in list_settings(cls) if setting.name in saved}
 
@@ -371,7 +373,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
             notes: gets a line for each setting of the file that was removed from this version and is ignored.
         """
         words = sys.argv[1:] if argv is None else argv
-        defaults = cls.known_values(saved or {})
+        defaults = cls.select_known_values(saved or {})
         config, is_printed = read_config(cls, words, defaults, [] if notes is None else notes)
         if is_printed:
             print(config.to_toml(), end="")
@@ -380,7 +382,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
 
 
 SETTINGS = list_settings(TrainingConfig)  # an import finds a setting that cannot work
-PATHS = [setting.name for setting in SETTINGS if setting.is_path and setting.group != YOURS]
+PATH_SETTINGS = [setting.name for setting in SETTINGS if setting.is_path and setting.group != FORK_GROUP]
 
 
 def resolve_auto(values: dict[str, Any]) -> dict[str, Any]:
@@ -396,13 +398,13 @@ def unless_auto(value: int | str, automatic: int) -> int:
     return value if isinstance(value, int) else automatic
 
 
-def read_limits(saved: dict[str, Any]) -> tuple[float, float]:
+def read_training_limits(saved: dict[str, Any]) -> tuple[float, float]:
     """`TrainingConfig.limits` of the values in a config.json."""
     epochs, steps = saved["epochs"], saved["max_steps"]
     return math.inf if epochs == "auto" else epochs, steps or math.inf
 
 
-def trains_longer(values: dict[str, Any], saved: dict[str, Any]) -> bool:
+def can_train_longer(values: dict[str, Any], saved: dict[str, Any]) -> bool:
     """Whether a run with these values may go on where one with the saved values, if there are any, was completed.
 
     Its epochs, its steps or its patience may have ended it. Patience starts again with another metric.
@@ -412,11 +414,11 @@ def trains_longer(values: dict[str, Any], saved: dict[str, Any]) -> bool:
     old_patience = saved.get("patience", 0)
     if old_patience and saved["best_metric"] != values["best_metric"]:
         return True
-    new_limits = *read_limits(values), values["patience"] or math.inf
-    old_limits = *read_limits(saved), old_patience or math.inf
+    new_limits = *read_training_limits(values), values["patience"] or math.inf
+    old_limits = *read_training_limits(saved), old_patience or math.inf
     return any(new > old for new, old in zip(new_limits, old_limits, strict=True))
 
 
-def fork_settings() -> list[Setting]:
+def list_fork_settings() -> list[Setting]:
     """The settings of the model and data: those of the block "yours", and of an extra that adds to the example."""
-    return [setting for setting in SETTINGS if setting.group == YOURS]
+    return [setting for setting in SETTINGS if setting.group == FORK_GROUP]

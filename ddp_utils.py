@@ -9,7 +9,7 @@ import torch.distributed as dist
 from config import TrainingConfig
 from utils.distributed.context import DistributedContext, is_main_process, read_launch
 from utils.distributed.device import set_up_device
-from utils.distributed.groups import create_groups
+from utils.distributed.groups import create_process_groups
 from utils.distributed.rendezvous import exchange_rank_info, open_store, start_heartbeats
 from utils.run.checkpoints import Checkpoints
 from utils.run.resume import load_checkpoint
@@ -49,7 +49,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         launch, store, rank_info, backend=config.backend, timeout=config.timeout
     )
     beats = start_heartbeats(launch, store, launch_nonce, config.init_method)
-    control = create_groups(launch, store, backend, device, timeout=config.timeout)
+    control = create_process_groups(launch, store, backend, device, timeout=config.timeout)
     hosts = tuple(info["host"] for info in rank_infos)
     return DistributedContext(
         rank=launch.rank,
@@ -79,5 +79,5 @@ def save_checkpoint(checkpoints: Checkpoints, must: bool = True) -> None:
 
     must: wait for an earlier checkpoint that is still being written. Otherwise this one is postponed.
     """
-    checkpoints.save(now=must)
+    checkpoints.save(blocking=must)
     checkpoints.finish_copy()

@@ -7,10 +7,10 @@ scripts/launch.sh --epochs 5                                     several machine
 
 from __future__ import annotations
 
-from utils.settings.errors import ends_with_a_sentence
+from utils.settings.errors import exit_on_user_error
 
-with ends_with_a_sentence():  # a setting that config.py declares wrongly ends the program with one sentence
-    from config import PATHS, TrainingConfig
+with exit_on_user_error():  # a setting that config.py declares wrongly ends the program with one sentence
+    from config import PATH_SETTINGS, TrainingConfig
 
 from utils.run.command_line import check_command_line
 from utils.signals import catch_stop_signals
@@ -36,7 +36,7 @@ from utils.distributed.collectives import broadcast_json
 from utils.distributed.consensus import Stopped, is_every
 from utils.rng import seed_device
 from utils.run.evaluate_only import evaluate_only
-from utils.run.exit import PREEMPTED, cleaned_up, exit_with_error, prepare_for_torchrun
+from utils.run.exit import EXIT_PREEMPTED, clean_up_on_exit, exit_with_error, prepare_for_torchrun
 from utils.run.start import open_run
 
 
@@ -49,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         raise prepare_for_torchrun(error) from error.__cause__
     is_preempted = outcome.get("state") == "preempted"
-    return PREEMPTED if is_preempted and not read_launch().is_under_torchrun else 0
+    return EXIT_PREEMPTED if is_preempted and not read_launch().is_under_torchrun else 0
 
 
-@cleaned_up()
+@clean_up_on_exit()
 def train(
     config: TrainingConfig, data: Any = your_data, after_epoch: Callable[[Training], object] | None = None
 ) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def train(
         UserError: if the config or the data cannot be used; the message ends with the fix.
     """
     ctx = setup_distributed(config)
-    config = with_paths_of_rank_0(config, ctx)
+    config = broadcast_paths(config, ctx)
     if config.eval_only:
         outcome = evaluate_only(config, ctx, your_model, data)
     else:
@@ -85,10 +85,10 @@ def train(
     return outcome
 
 
-def with_paths_of_rank_0(config: TrainingConfig, ctx: DistributedContext) -> TrainingConfig:
+def broadcast_paths(config: TrainingConfig, ctx: DistributedContext) -> TrainingConfig:
     """The config with the paths of rank 0, whose `~` may be another folder than on this node. Data may be mounted
     elsewhere, so `data_dir` stays."""
-    paths = {name: getattr(config, name) for name in PATHS if name != "data_dir"}
+    paths = {name: getattr(config, name) for name in PATH_SETTINGS if name != "data_dir"}
     return replace(config, **broadcast_json(paths, ctx))
 
 
@@ -100,7 +100,7 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
     try:
         train_epochs(training, after_epoch)
         checkpoints.finish_writing()
-        test_records = training.validation.test_best()
+        test_records = training.validation.evaluate_best_on_test()
     except Stopped:
         final_state = "preempted"
         # after a stop during the test it saves nothing: the last step is saved, and the model has other weights by now
@@ -110,7 +110,7 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
         raise
     for part in training.state.parts:  # before the summary, since the profiler logs here
         part.close()
-    best_metric, _ = training.validation.best_metric
+    best_metric, _ = training.validation.metric_and_sign
     return training.reporter.finish(final_state, best_metric, test_records)
 
 
@@ -121,10 +121,10 @@ def train_epochs(training: Training, after_epoch: Callable[[Training], object] |
     schedule = training.state.schedule
     checkpoints = training.checkpoints
     if training.attempt.run.resume_path:
-        checkpoints.save(now=True)  # does nothing if the checkpoint is already in this run's folder
+        checkpoints.save(blocking=True)  # does nothing if the checkpoint is already in this run's folder
         if schedule.is_at_end:
             logger.info("nothing is left to train; to train longer, increase --epochs or --max_steps")
-    training.consensus.flush()  # raises Stopped if a rank was asked to stop before the first step
+    training.consensus.vote_and_wait()  # raises Stopped if a rank was asked to stop before the first step
     while not schedule.is_finished:
         train_one_epoch(training)
         if after_epoch:
@@ -132,12 +132,12 @@ def train_epochs(training: Training, after_epoch: Callable[[Training], object] |
             after_epoch(training)
         if schedule.is_at_end or is_every(config.save_every, schedule.progress.epoch_number):
             # before the evaluation, so that a failure there loses no training; a resume repeats the evaluation
-            checkpoints.save(now=schedule.is_at_end)
+            checkpoints.save(blocking=schedule.is_at_end)
         if schedule.is_evaluation_due:
             validate(training)
         schedule.end_epoch()
         if schedule.is_patience_over:
-            checkpoints.save(now=True)
+            checkpoints.save(blocking=True)
     if schedule.is_patience_over:
         text = "patience: no improvement in %d evaluations, so the run ends; to train longer, increase --patience"
         logger.info(text, config.patience)
@@ -154,7 +154,7 @@ def train_one_epoch(training: Training) -> None:
     reporter = training.reporter
 
     training.model.train()
-    state.sums.running_stats.begin_epoch()
+    state.step_sums.running_stats.begin_epoch()
     stream = training.loader.micro_batches(progress.epoch, progress.samples_in_epoch)
     for part in state.parts:
         stream = part.micro_batches(stream)
@@ -165,9 +165,9 @@ def train_one_epoch(training: Training) -> None:
             if schedule.is_patience_over:
                 return  # train_epochs ends the run: no evaluation is due, and the epoch does not count as complete
         clock.begin_step(progress.step + 1)
-        state.show_progress(progress)  # to the parts, and to functions of model.py that ask for it
+        state.notify_progress(progress)  # to the parts, and to functions of model.py that ask for it
         samples, indices = compute_gradient(training, stream)  # forward and backward
-        clock.enter("update")
+        clock.enter_phase("update")
         checkpoints.finish_copy()  # before the weights change
         state.update_if_finite(samples)  # divides by the count, clips, steps; if not finite, all ranks skip it
         state.advance(samples)
@@ -176,12 +176,12 @@ def train_one_epoch(training: Training) -> None:
             reporter.begin_log_point()
         # step() returns an earlier vote on whether to save. It raises Stopped if a rank was asked to stop.
         if training.consensus.step() or is_every(config.save_every_steps, progress.step):
-            training.consensus.flush()  # an earlier vote must not count after a save
+            training.consensus.vote_and_wait()  # an earlier vote must not count after a save
             checkpoints.save()
     pause_steps(training)
 
 
-def compute_gradient(training: Training, stream: Iterator[MicroBatch]) -> tuple[int, list[int]]:
+def compute_gradient(training: Training, micro_batches: Iterator[MicroBatch]) -> tuple[int, list[int]]:
     """Compute this rank's gradient of one step. The next call continues the stream where this one stopped.
 
     Returns:
@@ -190,18 +190,18 @@ def compute_gradient(training: Training, stream: Iterator[MicroBatch]) -> tuple[
     attempt = training.attempt
     state = training.state
     indices: list[int] = []
-    for micro_batch in stream:  # an idle rank gets padding, whose gradient is 0, since DDP waits for every rank
-        with training.model.accumulating(micro_batch):
+    for micro_batch in micro_batches:  # an idle rank gets padding, whose gradient is 0, since DDP waits for every rank
+        with training.model.accumulate(micro_batch):
             seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)
             with state.precision.autocast():
                 metrics = training.hooks.compute_loss(training.model, micro_batch.batch)
             metrics = state.after_forward(metrics, micro_batch.number)
             if not micro_batch.is_padding:
-                state.sums.add(metrics, micro_batch)
+                state.step_sums.add(metrics, micro_batch)
                 indices += micro_batch.indices
             if micro_batch.is_last:
-                state.sums.start_reduce(micro_batch)  # overlaps the backward pass
-            attempt.clock.enter("backward")
+                state.step_sums.start_reduce(micro_batch)  # overlaps the backward pass
+            attempt.clock.enter_phase("backward")
             loss_sum = metrics["loss"][0]  # its count, metrics["loss"][1], divides the gradient in the update
             state.backward(loss_sum, micro_batch.is_padding)
         if micro_batch.is_last:
@@ -215,7 +215,7 @@ def pause_steps(training: Training) -> None:
     Raises Stopped if a rank was asked to stop.
     """
     training.attempt.clock.pause_steps()
-    training.consensus.flush()  # an earlier vote must not count afterwards
+    training.consensus.vote_and_wait()  # an earlier vote must not count afterwards
     training.reporter.finish_log_point()
 
 

@@ -32,7 +32,7 @@ import shlex
 from config import TrainingConfig
 
 
-def numbers(text: str) -> list[int]:
+def parse_ranks(text: str) -> list[int]:
     """Parse the value of --ranks."""
     try:
         return sorted({*map(int, text.split(","))})
@@ -40,7 +40,7 @@ def numbers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text}: is not a list of numbers; write --ranks 1,2,4") from None
 
 
-def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Split the arguments into this script's options and train.py's flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -60,11 +60,11 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures; an existing file is extended")
     help_ = "with --find-batch: ranks on this machine [1]"
     help_ += "; with --sharding-memory: a list [1,2,4,8]"  # extra: sharding
-    parser.add_argument("--ranks", type=numbers, default=[], help=help_)
+    parser.add_argument("--ranks", type=parse_ranks, default=[], help=help_)
     parser.add_argument(
         "--memory", type=float, default=0.0, metavar="GIB", help="with --find-batch: memory limit per rank"
     )
-    options, flags = parser.parse_known_args(words)
+    options, flags = parser.parse_known_args(argv)
     if options.mode == "sharding-memory":  # extra: sharding
         options.ranks = options.ranks or [1, 2, 4, 8]
     options.ranks = options.ranks or [1]
@@ -83,7 +83,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 if __name__ == "__main__":
-    parse(sys.argv[1:])  # rejects a bad flag before the slow import of torch
+    parse_arguments(sys.argv[1:])  # rejects a bad flag before the slow import of torch
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence torch's profiler
 
@@ -94,27 +94,27 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.benchmark import find_batch, speed
-from lib.benchmark.turns import facts
+from lib.benchmark.turns import collect_machine_facts
 from utils.distributed.collectives import broadcast_json, on_rank_0
 from utils.files import replace_json
 from utils.run.exit import exit_with_error
 
 
 @record
-def main(words: list[str] | None = None) -> int:
-    options, flags = parse(sys.argv[1:] if words is None else words)
+def main(argv: list[str] | None = None) -> int:
+    options, flags = parse_arguments(sys.argv[1:] if argv is None else argv)
     if options.mode == "find-batch":
-        find_batch.find(flags, options.ranks[0], options.memory)
+        find_batch.find_largest_batch(flags, options.ranks[0], options.memory)
         return 0
     config = TrainingConfig.from_args(flags)
     ctx = setup_distributed(config)
     if options.mode == "sharding-memory":  # extra: sharding
         from lib.benchmark import memory  # private parts of torch, which other versions may lack
 
-        memory.show(config, ctx, options.ranks, print)
+        memory.print_sharding_memory(config, ctx, options.ranks, print)
         return 0
 
-    def say(text: str) -> None:
+    def print_on_rank_0(text: str) -> None:
         if ctx.is_main:
             print(text, flush=True)
 
@@ -123,19 +123,19 @@ def main(words: list[str] | None = None) -> int:
         run.parent.mkdir(parents=True, exist_ok=True)
         return tempfile.mkdtemp(prefix=f"{run.name}.benchmark-", dir=run.parent)
 
-    report = on_rank_0(lambda: speed.open_report(options.json, flags), ctx)
-    about = facts(ctx, config) | {"rounds": options.rounds, "steps": options.steps}
-    say(", ".join(f"{name} {value}" for name, value in about.items()))
+    report = on_rank_0(lambda: speed.read_report(options.json, flags), ctx)
+    about = collect_machine_facts(ctx, config) | {"rounds": options.rounds, "steps": options.steps}
+    print_on_rank_0(", ".join(f"{name} {value}" for name, value in about.items()))
     folder = Path(broadcast_json(on_rank_0(create_folder, ctx), ctx))
     try:
-        job = about | speed.measure(options, config, ctx, folder, say)
+        job = about | speed.measure_speed(options, config, ctx, folder, print_on_rank_0)
     finally:
         if ctx.is_main:
             shutil.rmtree(folder, ignore_errors=True)
     if options.json and ctx.is_main:
-        speed.add(report, job)
+        speed.add_launch(report, job)
         replace_json(options.json, report)
-        print("", speed.scaling(report), sep="\n", flush=True)
+        print("", speed.format_scaling(report), sep="\n", flush=True)
     cleanup_distributed()
     return 0
 

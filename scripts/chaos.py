@@ -27,20 +27,20 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from config import TrainingConfig
-from scripts.lib.processes import children_of, running
+from scripts.lib.processes import list_children, running_process
 from utils.files import read_json
 
-KILLS = ("kill a rank",)
-ALL = (*KILLS, "kill rank 0", "kill torchrun", "terminate torchrun", "stop a rank", "kill a worker")
-START_S, END_S = 300.0, 900.0  # deadlines of a launch
+KILL_FAULTS = ("kill a rank",)
+ALL_FAULTS = (*KILL_FAULTS, "kill rank 0", "kill torchrun", "terminate torchrun", "stop a rank", "kill a worker")
+START_TIMEOUT_S, END_TIMEOUT_S = 300.0, 900.0  # deadlines of a launch
 
 
-class Chaos:
+class ChaosTest:
     """Launches of one run, and the faults injected into them. `ranks` is that of the current launch."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.random, self.began = options, random.Random(options.seed), time.monotonic()
-        self.folder, self.faults = TrainingConfig.from_args(options.flags).run_folder, 0
+        self.options, self.random, self.started_at = options, random.Random(options.seed), time.monotonic()
+        self.folder, self.fault_count = TrainingConfig.from_args(options.flags).run_folder, 0
         self.ranks = options.ranks[0]
 
     def run(self) -> int:
@@ -48,40 +48,44 @@ class Chaos:
         options, log = self.options, self.options.log.open("a") if self.options.log else None
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         train, state, ranks = [ROOT / "train.py", *options.flags, "--resume_from", "auto"], "", cycle(options.ranks)
-        while state != "completed" and not self.is_over():
+        while state != "completed" and not self.is_time_up():
             self.ranks = next(ranks)
             command = [*torchrun, f"--nproc-per-node={self.ranks}", *train]
-            with running(command, stdout=log, stderr=log) as launch:
+            with running_process(command, stdout=log, stderr=log) as launch:
                 self.wait_until_training(launch)
-                while launch.poll() is None and not self.is_over() and self.faults < (options.faults or float("inf")):
-                    if self.wait_for_next_fault(launch) and not self.is_over():
-                        self.inject(launch)
-                if self.is_over():
+                while (
+                    launch.poll() is None
+                    and not self.is_time_up()
+                    and self.fault_count < (options.faults or float("inf"))
+                ):
+                    if self.wait_for_next_fault(launch) and not self.is_time_up():
+                        self.inject_fault(launch)
+                if self.is_time_up():
                     launch.terminate()  # save and stop
-                launch.wait(END_S)
+                launch.wait(END_TIMEOUT_S)
             status = self.folder / "status.json"
             state = json.loads(status.read_text())["state"] if status.exists() else "unknown"
-            self.say(f"launch ended: {state}")
+            self.print_line(f"launch ended: {state}")
             if launch.returncode == 2:
                 return 2
-        return self.report()
+        return self.print_summary()
 
-    def step(self) -> int:
+    def read_step(self) -> int:
         """The last completed step, as of a second ago."""
         return read_json(self.folder / "status.json").get("step", 0)
 
-    def is_over(self) -> bool:
-        return bool(self.options.minutes) and time.monotonic() - self.began > 60 * self.options.minutes
+    def is_time_up(self) -> bool:
+        return bool(self.options.minutes) and time.monotonic() - self.started_at > 60 * self.options.minutes
 
-    def say(self, text: str) -> None:
-        print(f"{time.monotonic() - self.began:6.0f} s  {text}", flush=True)
+    def print_line(self, text: str) -> None:
+        print(f"{time.monotonic() - self.started_at:6.0f} s  {text}", flush=True)
 
     def wait_until_training(self, launch: subprocess.Popen) -> None:
         """Wait until the file in which it first writes has changed."""
-        records, ends = self.folder / "metrics.jsonl", time.monotonic() + START_S
+        records, ends = self.folder / "metrics.jsonl", time.monotonic() + START_TIMEOUT_S
         before = records.stat() if records.exists() else None
         while launch.poll() is None and time.monotonic() < ends:
-            if records.exists() and records.stat() != before and len(children_of(launch.pid)) == self.ranks:
+            if records.exists() and records.stat() != before and len(list_children(launch.pid)) == self.ranks:
                 return
             time.sleep(0.05)
 
@@ -89,17 +93,21 @@ class Chaos:
         """Wait for a random number of seconds or steps of training. Returns whether the launch is still running."""
         draw, first, began = self.random.uniform(0.5, 1.5), 0, time.monotonic()
         steps, seconds = self.options.every_steps * draw, self.options.every * draw
-        while launch.poll() is None and not self.is_over():
-            first = first or self.step()  # 0 until a resumed run has loaded its state
-            if self.step() >= max(first, 1) + steps if steps else time.monotonic() >= began + seconds:
+        while launch.poll() is None and not self.is_time_up():
+            first = first or self.read_step()  # 0 until a resumed run has loaded its state
+            if self.read_step() >= max(first, 1) + steps if steps else time.monotonic() >= began + seconds:
                 return True
             time.sleep(0.05)
         return False
 
-    def inject(self, launch: subprocess.Popen) -> None:
+    def inject_fault(self, launch: subprocess.Popen) -> None:
         """Inject one fault, and wait for the launch to end if the fault ends it."""
-        kind, rank, step = self.random.choice(ALL if self.options.kinds == "all" else KILLS), 0, self.step()
-        pids = sorted(children_of(launch.pid))  # torchrun starts the ranks in order
+        kind, rank, step = (
+            self.random.choice(ALL_FAULTS if self.options.kinds == "all" else KILL_FAULTS),
+            0,
+            self.read_step(),
+        )
+        pids = sorted(list_children(launch.pid))  # torchrun starts the ranks in order
         if not pids:
             return
         number = {"terminate": signal.SIGTERM, "stop": signal.SIGSTOP}.get(kind.split()[0], signal.SIGKILL)
@@ -107,26 +115,26 @@ class Chaos:
             pid = launch.pid
         else:
             rank = 0 if kind == "kill rank 0" else self.random.randrange(len(pids))
-            pid = pids[rank] if "rank" in kind else next(iter(children_of(pids[rank])), 0)
+            pid = pids[rank] if "rank" in kind else next(iter(list_children(pids[rank])), 0)
         if not pid:
             return
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-        self.faults += 1
+        self.fault_count += 1
         rank_text = "" if kind.endswith("torchrun") else f" (rank {rank})"
-        self.say(f"fault {self.faults}: {kind}{rank_text}, step {step}")
-        launch.wait(END_S)
+        self.print_line(f"fault {self.fault_count}: {kind}{rank_text}, step {step}")
+        launch.wait(END_TIMEOUT_S)
 
-    def report(self) -> int:
+    def print_summary(self) -> int:
         summary = json.loads((self.folder / "summary.json").read_text())
         times = ", ".join(f"{name.removesuffix('_s')} {seconds:.0f} s" for name, seconds in summary["time"].items())
-        counts = f"faults: {self.faults}, restarts: {summary['restarts']}, steps: {summary['steps']}"
+        counts = f"faults: {self.fault_count}, restarts: {summary['restarts']}, steps: {summary['steps']}"
         print(f"{counts}, state: {summary['state']}, goodput: {summary['goodput']:.1%}")
         print(f"time: {summary['wall_s']:.0f} s ({times})")
         return 0 if summary["state"] in ("completed", "preempted") else 1
 
 
-def ranks_of(text: str) -> list[int]:
+def parse_ranks(text: str) -> list[int]:
     """The value of --ranks."""
     return [int(number) for number in text.split(",")]
 
@@ -135,7 +143,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--ranks", type=ranks_of, default=[2], help="ranks, or those of each launch in turn: 4,1,2 [2]")
+    parser.add_argument(
+        "--ranks", type=parse_ranks, default=[2], help="ranks, or those of each launch in turn: 4,1,2 [2]"
+    )
     parser.add_argument("--faults", type=int, default=0, help="number of faults (0: until the time is up)")
     parser.add_argument("--minutes", type=float, default=0.0, help="duration (0: until the run is completed)")
     parser.add_argument("--every", type=float, default=60.0, help="mean seconds of training between faults")
@@ -148,7 +158,7 @@ def main() -> int:
     if not options.faults and not options.minutes:
         parser.error("give --faults or --minutes")
     try:
-        return Chaos(options).run()
+        return ChaosTest(options).run()
     except subprocess.TimeoutExpired as error:
         print(f"the launch did not end within {error.timeout:.0f} s; see the logs in the run folder", file=sys.stderr)
         return 1

@@ -31,7 +31,7 @@ import model as fork
 from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
 from scripts.lib.arguments import check_arguments
-from scripts.lib.weights import TITLES, add_ema_flag, choose_weights
+from scripts.lib.weights import WEIGHT_TITLES, add_ema_flag, choose_weights
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.remote import local_checkpoint
 from utils.data.loader import create_evaluation_dataloader
@@ -42,15 +42,15 @@ from utils.run.command_line import repair_standard_streams
 from utils.run.resume import compare_evaluation_data
 from utils.settings.errors import UserError
 from utils.training.hooks import ModelHooks
-from utils.training.parts.unsaved import KEY, fill_in_unsaved
+from utils.training.parts.unsaved_parameters import PROVENANCE_KEY, fill_in_unsaved
 
-LOAD = """\
+LOAD_WEIGHTS = """\
 import torch; from config import TrainingConfig; from model import create_model
 saved = torch.load({file!r}, weights_only=True)
 model = create_model(TrainingConfig(**saved["config"]), torch.device("cpu")).eval()
 model.load_state_dict(saved["model"])
 """
-SAFETENSORS = """\
+LOAD_SAFETENSORS = """\
 import json, torch; from safetensors import safe_open; from config import TrainingConfig; from model import create_model
 with safe_open({file!r}, "pt") as file:
     saved = {{name: json.loads(text) for name, text in file.metadata().items()}}
@@ -58,59 +58,59 @@ with safe_open({file!r}, "pt") as file:
 model = create_model(TrainingConfig(**saved["config"]), torch.device("cpu")).eval()
 model.load_state_dict(weights)
 """
-IMAGES = """\
+IMAGE_STATISTICS = """\
 mean, std = (torch.tensor(saved[name]).view(-1, 1, 1) for name in ("mean", "std"))  # images: [B, C, H, W], {units}
 """
 IMAGE_OUTPUTS = "outputs = model(({scaled} - mean) / std)\n"
 IMAGE_CLASSES = """\
 predict = lambda images: [saved["classes"][k] for k in model(({scaled} - mean) / std).argmax(1)]
 """
-OTHERS = "outputs = model(*inputs)  # {shapes}\n"
-PROGRAM_OF_IMAGES = """\
+RUN_MODEL = "outputs = model(*inputs)  # {shapes}\n"
+LOAD_IMAGE_PROGRAM = """\
 import json, torch; files = {{"metadata.json": ""}}
 model = torch.export.load({file!r}, extra_files=files).module(); saved = json.loads(files["metadata.json"])
 """
-PROGRAM = "import torch; model = torch.export.load({file!r}).module()\noutputs = model(*inputs)  # {shapes}\n"
-ONNX = """\
+RUN_PROGRAM = "import torch; model = torch.export.load({file!r}).module()\noutputs = model(*inputs)  # {shapes}\n"
+RUN_ONNX = """\
 import onnxruntime; session = onnxruntime.InferenceSession({file!r})
 outputs = session.run(None, {{each.name: x for each, x in zip(session.get_inputs(), arrays)}})  # NumPy: {shapes}
 """
-ONNX_OF_IMAGES = """\
+RUN_IMAGE_ONNX = """\
 import json, numpy, onnxruntime; session = onnxruntime.InferenceSession({file!r})
 metadata, name = session.get_modelmeta().custom_metadata_map, session.get_inputs()[0].name
 mean, std = (numpy.float32(json.loads(metadata[key])).reshape(-1, 1, 1) for key in ("mean", "std"))
 run = lambda images: session.run(None, {{name: ({scaled} - mean) / std}})  # NumPy: [B, C, H, W], {units}
 """
-ONNX_OUTPUTS = "outputs = run(images)\n"
-ONNX_CLASSES = 'predict = lambda images: [json.loads(metadata["classes"])[k] for k in run(images)[0].argmax(1)]\n'
-METADATA = ("mean", "std", "classes", "size")  # of a program
+IMAGE_ONNX_OUTPUTS = "outputs = run(images)\n"
+IMAGE_ONNX_CLASSES = 'predict = lambda images: [json.loads(metadata["classes"])[k] for k in run(images)[0].argmax(1)]\n'
+METADATA_KEYS = ("mean", "std", "classes", "size")  # of a program
 # of the printed code: images as floats in the units of mean and std, for bytes and for other data; in NumPy for ONNX
 SCALED = {"onnx": "images / numpy.float32(255)"}
 UNSCALED = {"onnx": "images.astype(numpy.float32)"}
 
 FORMATS = ("weights", "safetensors", "torch.export", "onnx")
 # fields of ours that an export does not have: the commands and places of one machine
-PLACES = ["run_dir", "resume_from", "init_from", "data_dir", "init_method", "checkpoint_dir"]
-PLACES += ["mirror", "on_checkpoint"]  # extra: companions
+MACHINE_FIELDS = ["run_dir", "resume_from", "init_from", "data_dir", "init_method", "checkpoint_dir"]
+MACHINE_FIELDS += ["mirror", "on_checkpoint"]  # extra: companions
 
 
-def read(source: Path, use_ema: bool | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_export(source: Path, use_ema: bool | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The contents of an export, and the values of the config that it does not have.
 
     use_ema: as for `choose_weights`, which may raise UserError.
     """
-    payload, _ = checkpoint.read(source)
+    payload, _ = checkpoint.read_checkpoint(source)
     kind = choose_weights(payload, use_ema, source)
     saved: dict[str, Any] = {"model": payload[kind], "weights": kind}
-    config = TrainingConfig.known_values(payload["config"])
-    saved["config"] = {name: value for name, value in config.items() if name not in PLACES}
+    config = TrainingConfig.select_known_values(payload["config"])
+    saved["config"] = {name: value for name, value in config.items() if name not in MACHINE_FIELDS}
     saved |= {name: payload["provenance"][name] for name in ("classes", "mean", "std")}
-    saved[KEY] = payload["provenance"].get(KEY, {})
-    local_fields = {name: value for name, value in config.items() if name in PLACES}
+    saved[PROVENANCE_KEY] = payload["provenance"].get(PROVENANCE_KEY, {})
+    local_fields = {name: value for name, value in config.items() if name in MACHINE_FIELDS}
     return saved, local_fields | {"init_from": "", "resume_from": ""}
 
 
-def example(config: TrainingConfig, payload: dict[str, Any]) -> tuple[nn.Module, tuple, TrainingConfig]:
+def create_example(config: TrainingConfig, payload: dict[str, Any]) -> tuple[nn.Module, tuple, TrainingConfig]:
     """The model, without its weights, its inputs for a batch of two training samples, and the config with what the data
     has resolved. Prints how these samples differ from those of the checkpoint.
 
@@ -123,7 +123,7 @@ def example(config: TrainingConfig, payload: dict[str, Any]) -> tuple[nn.Module,
     for line in compare_evaluation_data(payload, data.config, "train", data):
         print(f"changed: {line}", file=sys.stderr)
     loader = create_evaluation_dataloader(data.train, config, ctx)
-    inputs = hooks.example_inputs(loader.fetch([0, len(data.train) - 1])[2])
+    inputs = hooks.example_inputs(loader.fetch_samples([0, len(data.train) - 1])[2])
     cleanup_distributed()
     net = hooks.create_model(data.config, torch.device("cpu")).eval()
     check_arguments(net, inputs, "example_inputs(batch) that returns a tuple of this model's arguments")
@@ -143,12 +143,12 @@ def export_program(saved: dict[str, Any], net: nn.Module, inputs: tuple, target:
     for module in program.graph_module.modules():
         for node in getattr(getattr(module, "graph", None), "nodes", ()):
             node.meta.pop("stack_trace", None)  # has the paths of this machine
-    metadata = {name: saved[name] for name in METADATA if name in saved}
+    metadata = {name: saved[name] for name in METADATA_KEYS if name in saved}
     if kind == "torch.export":
         files = {"metadata.json": json.dumps(metadata)}
         replace_file(target, lambda file: torch.export.save(program, file, extra_files=files))
         return
-    check_types(program)
+    check_dtypes(program)
     try:
         for name in ("onnx", "onnxscript"):
             import_module(name)
@@ -158,11 +158,11 @@ def export_program(saved: dict[str, Any], net: nn.Module, inputs: tuple, target:
     onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
     onnx.model.metadata_props.update({name: json.dumps(value) for name, value in metadata.items()})
     data = onnx.model_proto.SerializeToString()
-    check_loads(data)
+    check_onnx_loads(data)
     replace_file(target, lambda file: file.write(data))
 
 
-def check_types(program: torch.export.ExportedProgram) -> None:
+def check_dtypes(program: torch.export.ExportedProgram) -> None:
     """Raises UserError if a tensor of the program is bfloat16, for which onnxruntime lacks most operators."""
     for module in program.graph_module.modules():
         for node in getattr(getattr(module, "graph", None), "nodes", ()):
@@ -174,7 +174,7 @@ def check_types(program: torch.export.ExportedProgram) -> None:
                 )
 
 
-def check_loads(data: bytes) -> None:
+def check_onnx_loads(data: bytes) -> None:
     """Raises UserError if onnxruntime is installed and cannot load the program: it has no float64 convolution."""
     try:
         import onnxruntime
@@ -203,29 +203,29 @@ def as_safetensors(saved: dict[str, Any]) -> bytes:
     return data
 
 
-def describe(value: Any) -> str:
+def describe_tensors(value: Any) -> str:
     """The dtype and shape of a tensor, or of each tensor in a dict or list."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {['batch', *value.shape[1:]]}".replace("'", "")
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name!r}: {describe(item)}" for name, item in value.items()) + "}"
-    return f"[{', '.join(map(describe, value))}]" if isinstance(value, list | tuple) else repr(value)
+        return "{" + ", ".join(f"{name!r}: {describe_tensors(item)}" for name, item in value.items()) + "}"
+    return f"[{', '.join(map(describe_tensors, value))}]" if isinstance(value, list | tuple) else repr(value)
 
 
-def gives_class_scores(net: nn.Module, inputs: tuple, classes: list[str]) -> bool:
+def has_class_scores(net: nn.Module, inputs: tuple, classes: list[str]) -> bool:
     """Whether the model's output for inputs of two samples is a tensor [2, classes], as a classifier's is."""
     with torch.no_grad():
         output = net(*inputs)
     return isinstance(output, Tensor) and output.shape == (2, len(classes)) and bool(classes)
 
 
-def classifies_zeros(config: TrainingConfig, saved: dict[str, Any]) -> bool:
-    """`gives_class_scores` of a new model, without data: for two images of zeros of the config's image_size."""
+def can_classify_zeros(config: TrainingConfig, saved: dict[str, Any]) -> bool:
+    """`has_class_scores` of a new model, without data: for two images of zeros of the config's image_size."""
     size: Any = getattr(config, "image_size", None)
     shape = (2, count_channels(saved), size, size)
     with suppress(Exception):  # a model that needs other inputs fails in any way; what it returns is unknown then
         net = ModelHooks.from_module(fork).create_model(config, torch.device("cpu")).eval()
-        return gives_class_scores(net, (torch.zeros(shape),), saved["classes"])
+        return has_class_scores(net, (torch.zeros(shape),), saved["classes"])
     return False
 
 
@@ -242,38 +242,45 @@ def has_image_filters(saved: dict[str, Any]) -> bool:
     return channels > 0 and any(weight.ndim == 4 and weight.shape[1] == channels for weight in saved["model"].values())
 
 
-def takes_images(inputs: tuple, channels: int) -> bool:
+def has_image_input(inputs: tuple, channels: int) -> bool:
     """Whether the model's only argument is a float32 tensor [B, channels, H, W], as normalized images are."""
     if len(inputs) != 1 or not isinstance(inputs[0], Tensor) or inputs[0].ndim != 4:
         return False
     return inputs[0].dtype is torch.float32 and inputs[0].shape[1] == channels
 
 
-def is_of_bytes(saved: dict[str, Any]) -> bool:
+def has_byte_range(saved: dict[str, Any]) -> bool:
     """Whether mean and std can be those of images from 0 to 255 that are divided by 255."""
     mean, std = torch.tensor(saved["mean"]), torch.tensor(saved["std"])
     return bool(((mean >= 0) & (mean <= 1)).all() and (std <= 1).all())
 
 
-def snippet(kind: str, is_image_model: bool, is_classifier: bool) -> str:
+def choose_snippet(kind: str, is_image_model: bool, is_classifier: bool) -> str:
     """The code that loads and runs an export of this format, for str.format.
 
     is_classifier: of an image model: whether its outputs are scores of the classes, which have names.
     """
     if not is_image_model:
-        load = {"onnx": ONNX, "torch.export": PROGRAM, "safetensors": SAFETENSORS + OTHERS, "weights": LOAD + OTHERS}
+        load = {
+            "onnx": RUN_ONNX,
+            "torch.export": RUN_PROGRAM,
+            "safetensors": LOAD_SAFETENSORS + RUN_MODEL,
+            "weights": LOAD_WEIGHTS + RUN_MODEL,
+        }
         return load[kind]
     if kind == "onnx":
-        return ONNX_OF_IMAGES + (ONNX_CLASSES if is_classifier else ONNX_OUTPUTS)
-    load = {"torch.export": PROGRAM_OF_IMAGES, "safetensors": SAFETENSORS, "weights": LOAD}
-    return load[kind] + IMAGES + (IMAGE_CLASSES if is_classifier else IMAGE_OUTPUTS)
+        return RUN_IMAGE_ONNX + (IMAGE_ONNX_CLASSES if is_classifier else IMAGE_ONNX_OUTPUTS)
+    load = {"torch.export": LOAD_IMAGE_PROGRAM, "safetensors": LOAD_SAFETENSORS, "weights": LOAD_WEIGHTS}
+    return load[kind] + IMAGE_STATISTICS + (IMAGE_CLASSES if is_classifier else IMAGE_OUTPUTS)
 
 
-def usage(options: argparse.Namespace, saved: dict[str, Any], shapes: str, is_image: bool, is_classifier: bool) -> str:
+def format_usage(
+    options: argparse.Namespace, saved: dict[str, Any], shapes: str, is_image: bool, is_classifier: bool
+) -> str:
     """The printed code."""
-    code = snippet(options.format, is_image, is_classifier)
+    code = choose_snippet(options.format, is_image, is_classifier)
     scaled, units = SCALED.get(options.format, "images / 255"), "from 0 to 255"
-    if is_image and not is_of_bytes(saved):
+    if is_image and not has_byte_range(saved):
         scaled, units = UNSCALED.get(options.format, "images.float()"), "in the units of the data set"
     return code.format(file=str(options.out), shapes=shapes, scaled=scaled, units=units)
 
@@ -299,14 +306,14 @@ def main() -> int:
     out, has_code = options.out, options.format in ("torch.export", "onnx")
     try:
         source = local_checkpoint(options.checkpoint)
-        saved, local_fields = read(source, options.ema)
+        saved, local_fields = read_export(source, options.ema)
         if out.exists() and out.samefile(source):
             raise UserError(f"{out}: is the checkpoint itself; give another name for the export")
         out.parent.mkdir(parents=True, exist_ok=True)
         local_fields["compile"] = "off"  # extra: compile
         config = TrainingConfig(**saved["config"] | local_fields | {"backend": "gloo"})  # on the CPU
-        check_only_saved(options, saved[KEY], has_code)
-        if unsaved := saved.pop(KEY):
+        check_only_saved(options, saved[PROVENANCE_KEY], has_code)
+        if unsaved := saved.pop(PROVENANCE_KEY):
             torch.manual_seed(config.seed)
             net = ModelHooks.from_module(fork).create_model(config, torch.device("cpu"))
             saved["model"] = fill_in_unsaved(saved["model"], unsaved, net, {}, str(source))
@@ -314,21 +321,21 @@ def main() -> int:
         is_image_model = has_image_filters(saved)
         if has_code or not is_image_model:
             try:
-                net, inputs, config = example(config, checkpoint.read(source)[0])
-                shapes = ", ".join(map(describe, tree_leaves(inputs) if options.format == "onnx" else inputs))
+                net, inputs, config = create_example(config, checkpoint.read_checkpoint(source)[0])
+                shapes = ", ".join(map(describe_tensors, tree_leaves(inputs) if options.format == "onnx" else inputs))
             except UserError as error:
                 if has_code:
                     raise
                 print(error, file=sys.stderr)
                 shapes = "as in compute_loss; their shapes are unknown without the data"
         else:
-            is_classifier = classifies_zeros(config, saved)
+            is_classifier = can_classify_zeros(config, saved)
         if options.only_saved:
             saved["model"] = {name: value for name, value in saved["model"].items() if name not in unsaved}
-            saved[KEY] = unsaved
+            saved[PROVENANCE_KEY] = unsaved
         if has_code:
-            is_image_model = is_image_model and takes_images(inputs, count_channels(saved))
-            is_classifier = is_image_model and gives_class_scores(net, inputs, saved["classes"])
+            is_image_model = is_image_model and has_image_input(inputs, count_channels(saved))
+            is_classifier = is_image_model and has_class_scores(net, inputs, saved["classes"])
             size: Any = getattr(config, "image_size", "auto")
             if is_image_model and size != "auto":
                 saved["size"] = size
@@ -344,13 +351,13 @@ def main() -> int:
         return 2
     if not has_code:
         print(f"left out of its config, as places and commands of this machine: {', '.join(local_fields)}")
-    code = usage(options, saved, shapes, is_image_model, is_classifier)
+    code = format_usage(options, saved, shapes, is_image_model, is_classifier)
     if options.only_saved:
         print(f"left out of its weights; create_model must give these: {', '.join(unsaved)}")
         # training seeds the generator, from which create_model may draw the frozen weights
         code = code.replace("model = create", 'torch.manual_seed(saved["config"]["seed"])\nmodel = create')
         code = re.sub(r"(load_state_dict\(.*)\)", r"\1, strict=False)", code)
-    weights, size = TITLES[saved["weights"]], out.stat().st_size / 1e6
+    weights, size = WEIGHT_TITLES[saved["weights"]], out.stat().st_size / 1e6
     print(f"wrote {out} from the {weights} of {source} ({size:.1f} MB); to use it:\n")
     print(code)
     return 0

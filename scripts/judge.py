@@ -24,26 +24,26 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.lib.judge.evaluation import difference, notes_on
-from scripts.lib.judge.statistics import LEVEL, are_equal, collapsed, judged
-from scripts.lib.verify.result import REFUSED, problem_with
+from scripts.lib.judge.evaluation_code import explain_difference, list_notes
+from scripts.lib.judge.statistics import CONFIDENCE_LEVEL, are_equal, find_collapsed, judge_differences
+from scripts.lib.verify.result import CANNOT_WRITE, explain_unwritable
 from utils.files import read_json, replace_json
 from utils.run.command_line import repair_standard_streams
 from utils.settings.checks import metric_name
 from utils.settings.errors import UserError
 from utils.table import format_table
 
-FEWEST_SEEDS = 3
+MIN_SEEDS = 3
 DEFAULT_SEEDS = 5
-AGAIN = "give the same command again, which keeps what is complete"
-UNCOMPARED = {  # settings, and what of theirs no record shows
+RERUN_ADVICE = "give the same command again, which keeps what is complete"
+UNRECORDED_CONTENT = {  # settings, and what of theirs no record shows
     "init_from": "what these weights have learned before",
     "data_dir": "the content of training samples, beyond their names and labels,",
 }
-SLOWER = 1.25  # a side whose steps take more than this many times as long, in all pairs, is noted
+MIN_SLOWDOWN = 1.25  # a side whose steps take more than this many times as long, in all pairs, is noted
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -90,43 +90,46 @@ class Judge:
         from scripts.lib.judge.sides import Side  # it imports torch
 
         options = self.options
-        if options.seeds < FEWEST_SEEDS:
+        if options.seeds < MIN_SEEDS:
             few = f"seeds={options.seeds}: are too few for an interval"
-            raise UserError(f"{few}; give {FEWEST_SEEDS} or more, or {DEFAULT_SEEDS}")
+            raise UserError(f"{few}; give {MIN_SEEDS} or more, or {DEFAULT_SEEDS}")
         if not 0 <= self.seeds[0] <= self.seeds[-1] < 2**63:
             raise UserError(f"first-seed={options.first_seed}: seeds are from 0 to 2^63 - 1; give another")
         if options.ranks < 1:
             raise UserError(f"ranks={options.ranks}: is below 1; give 1 or more")
-        self.sides = [Side.of("A", options.a, options.flags), Side.of("B", options.b, options.flags)]
-        codes = [side.code for side in self.sides]
+        self.sides = [
+            Side.from_argument("A", options.a, options.flags),
+            Side.from_argument("B", options.b, options.flags),
+        ]
+        codes = [side.code_checksum for side in self.sides]
         self.compare_sides(codes)
-        self.metric = self.checked_metric()
+        self.metric = self.choose_metric()
         settings = [side.settings for side in self.sides]
-        self.open({"settings": settings, "code": codes, "ranks": options.ranks, "seeds": [*self.seeds]})
+        self.open_folder({"settings": settings, "code": codes, "ranks": options.ranks, "seeds": [*self.seeds]})
         for side in self.sides:
             notes = side.verify(self.out, self.seeds[0])
             self.notes += [f"verify of {side.name}: {note}" for note in notes]
-        self.conclude(self.train())
+        self.print_verdict(self.train())
 
     def compare_sides(self, codes: list[str]) -> None:
         """Compare settings and code before any training, and note what a person has to compare. Raises UserError."""
-        from scripts.lib.judge.sides import check_budget, differing
+        from scripts.lib.judge.sides import check_budget, find_differing_settings
 
         a, b = self.sides
-        settings = {name: [a.settings.get(name), b.settings.get(name)] for name in differing(a, b)}
+        settings = {name: [a.settings.get(name), b.settings.get(name)] for name in find_differing_settings(a, b)}
         self.report["settings"] = settings
         if not settings and codes[0] == codes[1]:
             raise UserError("A and B have the same code and settings; let them differ (flags after -- count for both)")
         check_budget(a, b, self.options.ranks)
-        if a.fork != b.fork and (reason := difference(a.fork, b.fork)):
+        if a.fork != b.fork and (reason := explain_difference(a.fork, b.fork)):
             raise UserError(reason)
-        self.notes += notes_on(a.fork, b.fork)
-        for name, unrecorded in UNCOMPARED.items():
+        self.notes += list_notes(a.fork, b.fork)
+        for name, unrecorded in UNRECORDED_CONTENT.items():
             if name in settings:
                 paths = " and ".join(path or "none" for path in settings[name])
                 self.notes.append(f"{name}: A and B have {paths}; {unrecorded} was not compared")
 
-    def checked_metric(self) -> str:
+    def choose_metric(self) -> str:
         """--metric or the sides' best_metric; "auto" is settled by the first evaluation. Raises UserError."""
         from utils.metrics import choose_best_metric
 
@@ -142,19 +145,19 @@ class Judge:
             choose_best_metric(metric, [metric.rpartition(":")[2]])  # does it need a direction?
         return metric
 
-    def open(self, request: dict[str, Any]) -> None:
+    def open_folder(self, request: dict[str, Any]) -> None:
         """Make the folder of the runs, or find that of the same request. Raises UserError if it has another one, or if
         the same sides were begun with another number of seeds."""
         out = self.options.out
         if not out:
             numbered = (Path(f"runs/judge-{number}") for number in count(1))
-            out = next(folder for folder in numbered if is_usable(folder, request))
-        elif not is_usable(out, request):
-            self.compare_with(out, request)
+            out = next(folder for folder in numbered if is_usable_folder(folder, request))
+        elif not is_usable_folder(out, request):
+            self.compare_with_earlier(out, request)
             raise UserError(f"out={out}: has other files, or runs with other settings or code; give another")
         for file in sorted(out.parent.glob("*/judge.json")):
             if file.parent.resolve() != out.resolve():
-                self.compare_with(file.parent, request)
+                self.compare_with_earlier(file.parent, request)
         self.out = out
         self.record = read_json(out / "judge.json") or {"request": request, "judged": []}
         out.mkdir(parents=True, exist_ok=True)
@@ -162,11 +165,15 @@ class Judge:
         self.report["out"] = str(out)
         print(f"runs: {out}", flush=True)
 
-    def compare_with(self, folder: Path, request: dict[str, Any]) -> None:
+    def compare_with_earlier(self, folder: Path, request: dict[str, Any]) -> None:
         """Note that the runs in another folder are of the same sides. Raises UserError if only some seeds are new."""
         record = read_json(folder / "judge.json")
         earlier = record.get("request", {})
-        if "seeds" not in earlier or sides_of(earlier) != sides_of(request) or not any(folder.glob("[ab]-seed*")):
+        if (
+            "seeds" not in earlier
+            or serialize_sides(earlier) != serialize_sides(request)
+            or not any(folder.glob("[ab]-seed*"))
+        ):
             return
         last = earlier["seeds"][-1]
         seeds = f"seeds {earlier['seeds'][0]} to {last}"
@@ -200,34 +207,38 @@ class Judge:
             a, b = pair["A"], pair["B"]
             check_pair(a, b, has_samples=is_first)
             if is_first:
-                self.name, self.sign = choose_best_metric(self.metric, [*(a.summary.get("final") or {})])
-                if note := check_quantity(self.sides, self.out, seed, self.name):
+                self.final_metric, self.sign = choose_best_metric(self.metric, [*(a.summary.get("final") or {})])
+                if note := check_quantity(self.sides, self.out, seed, self.final_metric):
                     self.notes.append(note)
-            print(f"seed {seed}: {self.name} A {a.value(self.name):.6g}, B {b.value(self.name):.6g}", flush=True)
+            print(
+                f"seed {seed}: {self.final_metric} A {a.value(self.final_metric):.6g}, B"
+                f" {b.value(self.final_metric):.6g}",
+                flush=True,
+            )
             pairs.append(pair)
         return pairs
 
-    def conclude(self, pairs: list[dict[str, Any]]) -> None:
+    def print_verdict(self, pairs: list[dict[str, Any]]) -> None:
         """Print the table, the notes and the verdict. Raises UserError if the differences have no deviation."""
         rows = []
         table = [["seed", "A", "B", "B - A"]]
         for pair in pairs:
             seed = pair["A"].seed
-            a = pair["A"].value(self.name)
-            b = pair["B"].value(self.name)
+            a = pair["A"].value(self.final_metric)
+            b = pair["B"].value(self.final_metric)
             rows.append({"seed": seed, "a": a, "b": b, "difference": b - a})
             table.append([str(seed), f"{a:.6g}", f"{b:.6g}", f"{b - a:+.6g}"])
-        print(format_table(table, numbers=range(4)))
-        result = judged(self.checked_differences(rows), self.sign)
-        self.note_seconds(pairs)
+        print(format_table(table, right_aligned=range(4)))
+        result = judge_differences(self.check_differences(rows), self.sign)
+        self.note_slow_side(pairs)
         for side in ("A", "B"):
             self.note_collapses(side, [row[side.lower()] for row in rows])
         direction = "max" if self.sign > 0 else "min"
         self.report |= {
-            "metric": self.name,
+            "metric": self.final_metric,
             "direction": direction,
             "n": len(rows),
-            "confidence": LEVEL,
+            "confidence": CONFIDENCE_LEVEL,
             "rows": rows,
             "mean_difference": result.mean,
             "standard_deviation": result.deviation,
@@ -235,15 +246,15 @@ class Judge:
             "verdict": result.verdict,
             "sentence": result.sentence,
         }
-        self.note_earlier(f"{direction}:{self.name}", result.sentence)
+        self.note_earlier_results(f"{direction}:{self.final_metric}", result.sentence)
         low, high = result.interval
         print(f"mean difference {result.mean:+.6g}, 95 % interval [{low:.6g}, {high:.6g}], n = {len(rows)}")
         for note in self.notes:
             print(f"note: {note}")
         better = "higher" if self.sign > 0 else "lower"
-        print(f"{result.sentence} ({direction}:{self.name}, {better} is better)")
+        print(f"{result.sentence} ({direction}:{self.final_metric}, {better} is better)")
 
-    def checked_differences(self, rows: list[dict[str, Any]]) -> list[float]:
+    def check_differences(self, rows: list[dict[str, Any]]) -> list[float]:
         """The differences, or zeros if they are zero but for rounding. Raises UserError if all of them are another
         number."""
         differences = [row["difference"] for row in rows]
@@ -252,29 +263,30 @@ class Judge:
             return differences
         if not are_equal([0.0, *differences], values):
             raise UserError(
-                f"{self.name}: all {len(rows)} differences are {differences[0]:.6g}, but for rounding, so their"
+                f"{self.final_metric}: all {len(rows)} differences are {differences[0]:.6g}, but for rounding, so their"
                 " deviation is unknown; give a finer metric, such as --metric min:loss, or other seeds"
             )
         return [0.0] * len(rows)
 
     def note_collapses(self, side: str, values: list[float]) -> None:
         """Note the runs of a side whose values are far worse than those of its other seeds."""
-        for index in collapsed(values, self.sign):
+        for index in find_collapsed(values, self.sign):
             self.notes.append(
-                f"{side}, seed {self.seeds[index]}: {self.name} is {values[index]:.6g}, far worse than with the other"
-                f" seeds; the mean depends on how often {side} collapses, which {len(values)} seeds hardly show"
+                f"{side}, seed {self.seeds[index]}: {self.final_metric} is {values[index]:.6g}, far worse than with"
+                f" the other seeds; the mean depends on how often {side} collapses, which {len(values)} seeds hardly"
+                " show"
             )
 
-    def note_seconds(self, pairs: list[dict[str, Any]]) -> None:
+    def note_slow_side(self, pairs: list[dict[str, Any]]) -> None:
         """Note that each step of one side takes longer in all pairs."""
         for slow, fast in (("A", "B"), ("B", "A")):
-            ratios = [time_ratio(pair[slow], pair[fast]) for pair in pairs]
-            if min(ratios) > SLOWER:
+            ratios = [compute_time_ratio(pair[slow], pair[fast]) for pair in pairs]
+            if min(ratios) > MIN_SLOWDOWN:
                 ratio = statistics.median(ratios)
                 text = f"a step of {slow} takes {ratio:.1f} times as long; the other side trains longer in that time"
                 self.notes.append(text)
 
-    def note_earlier(self, metric: str, sentence: str) -> None:
+    def note_earlier_results(self, metric: str, sentence: str) -> None:
         """Note results of these runs by other metrics: who takes the best of several is misled."""
         results = self.record["judged"]
         other_results = [f"{name}: {result}" for name, result in results if name != metric]
@@ -286,19 +298,19 @@ class Judge:
             replace_json(self.out / "judge.json", self.record)
 
 
-def is_usable(folder: Path, request: dict[str, Any]) -> bool:
+def is_usable_folder(folder: Path, request: dict[str, Any]) -> bool:
     """Whether a folder has the runs of this request, or nothing."""
     is_same = read_json(folder / "judge.json").get("request") == request
     return is_same or not folder.exists() or not any(folder.iterdir())
 
 
-def sides_of(request: dict[str, Any]) -> list[str]:
+def serialize_sides(request: dict[str, Any]) -> list[str]:
     """A text for each side of a request, in one order for A and B and for B and A."""
     sides = zip(request.get("settings", []), request.get("code", []), strict=True)
     return sorted(json.dumps([*side, request["ranks"]], sort_keys=True) for side in sides)
 
 
-def time_ratio(run: Any, other: Any) -> float:
+def compute_time_ratio(run: Any, other: Any) -> float:
     """How many times as long a sample of the first run takes; 0 if that is unknown."""
     rate = run.summary.get("samples_per_s") or 0
     other_rate = other.summary.get("samples_per_s") or 0
@@ -306,14 +318,14 @@ def time_ratio(run: Any, other: Any) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parse(sys.argv[1:] if argv is None else argv)
+    options = parse_arguments(sys.argv[1:] if argv is None else argv)
     if options.json:  # it takes the place of an earlier result, and of no other file
-        problem = problem_with(options.json)
+        problem = explain_unwritable(options.json)
         is_empty = not options.json.is_file() or options.json.stat().st_size == 0
         if options.json.name == "judge.json" or not (is_empty or "verdict" in read_json(options.json)):
             problem = " (it is no result of a judge)"
         if problem:
-            print(f"json={options.json}: {REFUSED.format(problem)}", file=sys.stderr)
+            print(f"json={options.json}: {CANNOT_WRITE.format(problem)}", file=sys.stderr)
             return 2
         options.json.unlink(missing_ok=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -325,9 +337,11 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         judge.report["refused"] = str(error)
     except OSError as error:
-        judge.report["refused"] = f"{error.filename}: {error.strerror}; repair this or give another --out, and {AGAIN}"
+        judge.report["refused"] = (
+            f"{error.filename}: {error.strerror}; repair this or give another --out, and {RERUN_ADVICE}"
+        )
     except KeyboardInterrupt:
-        judge.report["refused"] = f"interrupted; {AGAIN}"
+        judge.report["refused"] = f"interrupted; {RERUN_ADVICE}"
     refused = judge.report["refused"]
     if refused:
         print(refused, file=sys.stderr)

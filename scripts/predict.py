@@ -33,27 +33,27 @@ from config import TrainingConfig
 from ddp_utils import cleanup_distributed, load_checkpoint, setup_distributed
 from scripts.lib.arguments import check_arguments
 from scripts.lib.row_order import check_row_order
-from scripts.lib.weights import TITLES, add_ema_flag, choose_weights
+from scripts.lib.weights import WEIGHT_TITLES, add_ema_flag, choose_weights
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.remote import local_checkpoint
 from utils.data.loader import GlobalBatchLoader, create_evaluation_dataloader
 from utils.data.sets import choose_split_name, load_data
 from utils.distributed.collectives import on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
-from utils.files import TEMPORARY, replace_file, replace_json
-from utils.logger import ALIKE, setup_logger, show_progress
+from utils.files import TEMPORARY_SUFFIX, replace_file, replace_json
+from utils.logger import RANK_0_WARNING, setup_logger, show_progress_bar
 from utils.rng import seed_evaluation
 from utils.run.command_line import repair_standard_streams
-from utils.run.exit import exit_with_error, supervised
-from utils.run.initial_state import create_state
+from utils.run.exit import exit_with_error, supervise_ranks
+from utils.run.initial_state import create_train_state
 from utils.run.resume import compare_evaluation_data
 from utils.run.start import check_ranks_equal
 from utils.settings.errors import UserError
 from utils.training.hooks import ModelHooks, first_tensor
-from utils.training.outputs import OTHER_NAMES, OutputCollector, sort_by_sample
+from utils.training.outputs import NAMES_DIFFER, OutputCollector, sort_by_sample
 from utils.training.state import TrainState
 
-FLOAT32 = {"use_amp": False, "amp_dtype": "auto"}
+FLOAT32_SETTINGS = {"use_amp": False, "amp_dtype": "auto"}
 
 
 def main() -> None:
@@ -67,45 +67,47 @@ def main() -> None:
     options, flags = parser.parse_known_args()
     is_remote, options.checkpoint = "://" in options.checkpoint, local_checkpoint(options.checkpoint)
     beside = Path() if is_remote else options.checkpoint.parent.parent
-    saved = checkpoint.read(options.checkpoint)[0]["config"]
-    config = TrainingConfig.from_args(flags, saved | {"init_from": "", "resume_from": "", "overwrite": False} | FLOAT32)
+    saved = checkpoint.read_checkpoint(options.checkpoint)[0]["config"]
+    config = TrainingConfig.from_args(
+        flags, saved | {"init_from": "", "resume_from": "", "overwrite": False} | FLOAT32_SETTINGS
+    )
     out = options.out or beside / "predictions.pt"
     ctx = setup_distributed(config)
-    with supervised(out.parent, config, ctx):
+    with supervise_ranks(out.parent, config, ctx):
         check_ranks_equal(config, ctx)
-        run(options, config, out, ctx)
+        write_predictions(options, config, out, ctx)
     cleanup_distributed()
 
 
-def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: DistributedContext) -> None:
+def write_predictions(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: DistributedContext) -> None:
     """Compute and write the outputs. Raises UserError."""
     logger = setup_logger(ctx.rank)
     sets = load_data(your_data, config, ctx)
     data: dict[str, Any] = {"train": sets.train, **sets.held_out}
     if options.split == "predict":
         data["predict"] = on_all_ranks(lambda: your_data.create_dataset(sets.config, "predict"), ctx)
-    dataset = on_all_ranks(lambda: choose(data, options.split), ctx)
+    dataset = on_all_ranks(lambda: choose_split(data, options.split), ctx)
     hooks = ModelHooks.from_module(fork, sets.config, ctx.device)
-    state = on_all_ranks(lambda: create_state(hooks, sets.config, ctx, is_resumed=True), ctx)
+    state = on_all_ranks(lambda: create_train_state(hooks, sets.config, ctx, is_resumed=True), ctx)
     payload = load_checkpoint(options.checkpoint, ctx, state.sharded_parameters())
-    on_all_ranks(lambda: check(options, out), ctx)
+    on_all_ranks(lambda: check_out(options, out), ctx)
     kind = on_all_ranks(lambda: choose_weights(payload, options.ema, options.checkpoint), ctx)
     for line in on_all_ranks(lambda: compare_evaluation_data(payload, sets.config, options.split, sets), ctx):
-        logger.log(ALIKE, "changed: %s", line)
-    on_all_ranks(lambda: state.load_model(payload, kind), ctx)
+        logger.log(RANK_0_WARNING, "changed: %s", line)
+    on_all_ranks(lambda: state.load_model_weights(payload, kind), ctx)
     loader = on_all_ranks(lambda: create_evaluation_dataloader(dataset, sets.config, ctx), ctx)
 
-    def progress(step: int) -> None:
-        show_progress(logger, step, loader.sampler.passes_per_epoch, "predicting")
+    def on_progress(step: int) -> None:
+        show_progress_bar(logger, step, loader.sampler.passes_per_epoch, "predicting")
 
     split = choose_split_name(dataset, options.split)
     seed = functools.partial(seed_evaluation, ctx.device, sets.config.seed, "predict", split)
-    outputs = on_all_ranks(lambda: predict(hooks, state, loader, seed, progress), ctx)
-    require_equal(sorted(outputs.batches), f"{OTHER_NAMES} ({{first}} and {{other}})", ctx)
+    outputs = on_all_ranks(lambda: predict(hooks, state, loader, seed, on_progress), ctx)
+    require_equal(sorted(outputs.batches_by_name), f"{NAMES_DIFFER} ({{first}} and {{other}})", ctx)
     part = out.with_name(f"{out.name}.rank{ctx.rank}")
     try:
-        on_all_ranks(lambda: write(part, outputs.collected()), ctx)
-        on_rank_0(lambda: merge(out, len(loader.dataset), ctx), ctx)
+        on_all_ranks(lambda: write_tensors(part, outputs.to_dict()), ctx)
+        on_rank_0(lambda: merge_rank_files(out, len(loader.dataset), ctx), ctx)
         described = {
             "checkpoint": str(options.checkpoint),
             "weights": kind,
@@ -116,12 +118,12 @@ def run(options: argparse.Namespace, config: TrainingConfig, out: Path, ctx: Dis
         on_rank_0(lambda: replace_json(out.with_name(f"{out.name}.json"), described), ctx)
     finally:
         part.unlink(missing_ok=True)
-    names, samples = ", ".join(outputs.batches), len(loader.dataset)
-    logger.info("wrote %s: %s of %d samples, computed with the %s", out, names, samples, TITLES[kind])
+    names, samples = ", ".join(outputs.batches_by_name), len(loader.dataset)
+    logger.info("wrote %s: %s of %d samples, computed with the %s", out, names, samples, WEIGHT_TITLES[kind])
     loader.close()
 
 
-def check(options: argparse.Namespace, out: Path) -> None:
+def check_out(options: argparse.Namespace, out: Path) -> None:
     """Raises UserError."""
     if out.suffix not in (".pt", ".pth"):
         raise UserError(f"out={out}: predictions are written as a torch file; give a name that ends in .pt")
@@ -129,7 +131,7 @@ def check(options: argparse.Namespace, out: Path) -> None:
         raise UserError(f"{out}: is the checkpoint itself; give another --out")
 
 
-def choose(data: dict[str, Any], split: str) -> Any:
+def choose_split(data: dict[str, Any], split: str) -> Any:
     """Raises UserError."""
     if data.get(split) is None:
         available = [name for name, dataset in data.items() if dataset is not None]
@@ -138,14 +140,16 @@ def choose(data: dict[str, Any], split: str) -> Any:
 
 
 @torch.no_grad()
-def predict(hooks: ModelHooks, state: TrainState, loader: GlobalBatchLoader, seed, progress) -> OutputCollector:
-    """The outputs for this rank's samples. seed: called with the indices of each micro-batch.
+def predict(
+    hooks: ModelHooks, state: TrainState, loader: GlobalBatchLoader, seed_micro_batch, on_progress
+) -> OutputCollector:
+    """The outputs for this rank's samples. seed_micro_batch: called with the indices of each micro-batch.
 
     Raises UserError if the outputs of a batch are in another order than its samples.
     """
-    net, outputs = state.model.eval(), OutputCollector(hooks.predict, seed)
+    net, outputs = state.model.eval(), OutputCollector(hooks.predict, seed_micro_batch)
 
-    def predicted(batch: Any) -> dict[str, torch.Tensor]:
+    def predict_batch(batch: Any) -> dict[str, torch.Tensor]:
         with state.precision.autocast():
             return hooks.predict(net, batch)
 
@@ -158,22 +162,22 @@ def predict(hooks: ModelHooks, state: TrainState, loader: GlobalBatchLoader, see
         with state.precision.autocast():
             outputs.add(net, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
         if step == 1:  # the workers have started
-            size, batch_size = len(loader.dataset), min(map(len, loader.max_samples()))
-            check_row_order(predicted, lambda rows: loader.fetch(rows)[2], size, batch_size)
-        progress(step)
+            size, batch_size = len(loader.dataset), min(map(len, loader.list_example_indices()))
+            check_row_order(predict_batch, lambda rows: loader.fetch_samples(rows)[2], size, batch_size)
+        on_progress(step)
     return outputs
 
 
-def write(path: Path, value: object) -> None:
+def write_tensors(path: Path, value: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, lambda file: torch.save(value, file))
 
 
-def merge(out: Path, samples: int, ctx: DistributedContext) -> None:
+def merge_rank_files(out: Path, samples: int, ctx: DistributedContext) -> None:
     """Merge the parts of all ranks into one file, in the order of the samples."""
     parts = [torch.load(out.with_name(f"{out.name}.rank{rank}"), weights_only=True) for rank in range(ctx.world_size)]
-    write(out, sort_by_sample(parts, samples))
-    part = re.compile(rf"{re.escape(out.name)}\.rank\d+(\..+{re.escape(TEMPORARY)})?")
+    write_tensors(out, sort_by_sample(parts, samples))
+    part = re.compile(rf"{re.escape(out.name)}\.rank\d+(\..+{re.escape(TEMPORARY_SUFFIX)})?")
     for left in out.parent.iterdir():  # also those of a killed process with more ranks
         if part.fullmatch(left.name):
             left.unlink(missing_ok=True)

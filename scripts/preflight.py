@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from config import TrainingConfig
 
 
-def parse(argv: Sequence[str] | None = None) -> tuple[TrainingConfig, str]:
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[TrainingConfig, str]:
     """The config from train.py's flags, and the file given with --json."""
     parser = argparse.ArgumentParser(prog="preflight.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--json", default="", metavar="FILE")
@@ -34,7 +34,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[TrainingConfig, str]:
 if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__)
-    parse()  # rejects a bad flag before torch is imported
+    parse_arguments()  # rejects a bad flag before torch is imported
 
 import dataclasses
 import functools
@@ -49,8 +49,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import dataset
 import train
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
-from scripts.lib.preflight import links, rates, storage, verdict
-from scripts.lib.preflight.facts import gather
+from scripts.lib.preflight import diagnosis, links, rates, storage
+from scripts.lib.preflight.facts import collect_facts
 from scripts.lib.preflight.steps import MAX_SECONDS_OF_MODEL, Steps
 from utils.data.loader import create_distributed_dataloader
 from utils.data.sets import load_data
@@ -59,7 +59,7 @@ from utils.files import replace_json
 from utils.logger import format_count
 from utils.run import provenance
 from utils.run.exit import exit_with_error
-from utils.run.initial_state import create_state
+from utils.run.initial_state import create_train_state
 from utils.run.start import check_ranks_equal
 from utils.table import format_table
 from utils.training.hooks import ModelHooks, check_model_module
@@ -70,14 +70,21 @@ from utils.training.precision import Precision
 @record
 def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
-    config, json_file = parse(argv)
+    config, json_file = parse_arguments(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the probe folder is deleted
     ctx = setup_distributed(config)
     steps = Steps(config, ctx)
-    check(config, ctx, steps)
-    is_failed = any(finding.level == verdict.FAILURE for finding in steps.findings)
+    run_steps(config, ctx, steps)
+    is_failed = any(finding.level == diagnosis.FAILURE for finding in steps.findings)
     if ctx.is_main:
-        print("", table(steps.measured), "", *steps.findings, conclusion(steps, time.monotonic() - began), sep="\n")
+        print(
+            "",
+            format_nodes(steps.measured),
+            "",
+            *steps.findings,
+            format_conclusion(steps, time.monotonic() - began),
+            sep="\n",
+        )
         if json_file:
             findings = [dataclasses.asdict(finding) for finding in steps.findings]
             replace_json(Path(json_file), {"measured": steps.measured, "findings": findings})
@@ -85,17 +92,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(is_failed)
 
 
-def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None:
+def run_steps(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None:
     """Run all steps; those that use model and data only if all ranks have the same code, settings and data."""
-    facts, findings = steps.take("facts", gather, ctx), steps.findings
+    facts, findings = steps.run_step("facts", collect_facts, ctx), steps.findings
     if not facts:
         return  # a finding says why
-    nodes = verdict.nodes_of(facts)
+    nodes = diagnosis.group_ranks_by_node(facts)
     leaders = [ranks[0] for ranks in nodes]
     loader: Any = None
     sizes = None
 
-    def load() -> int:
+    def load_samples() -> int:
         nonlocal config, loader
         check_model_module(train.your_model, config, ctx)
         sets = load_data(dataset, config, ctx)
@@ -103,8 +110,8 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
         loader, _ = create_distributed_dataloader(train_set, config, ctx)
         return len(train_set)
 
-    def create() -> dict[str, int]:
-        state = create_state(ModelHooks.from_module(train.your_model, config, ctx.device), config, ctx)
+    def count_state_bytes() -> dict[str, int]:
+        state = create_train_state(ModelHooks.from_module(train.your_model, config, ctx.device), config, ctx)
         gradient = sum(p.nbytes for group in state.optimizer.param_groups for p in group["params"])
         weights = sum(value.nbytes for value in state.model.state_dict().values())
         average = state.find_part(WeightAverage)
@@ -120,52 +127,64 @@ def check(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None
                 break
         return loader.num_workers
 
-    if steps.take("same code", check_ranks_equal, config, ctx):
-        versions = ", ".join(f"{name} {version}" for name, version in provenance.package_versions().items() if version)
-        findings += verdict.findings("same code", f"the same code, settings and versions on all ranks ({versions})")
-        if samples := steps.take("data", load, seconds=config.timeout):
-            findings += verdict.findings("data", f"the same {samples[0]:,} samples on all ranks")
-            if workers := steps.take("loader", read_batches, seconds=MAX_SECONDS_OF_MODEL):
-                findings += verdict.findings(
+    if steps.run_step("same code", check_ranks_equal, config, ctx):
+        versions = ", ".join(
+            f"{name} {version}" for name, version in provenance.collect_package_versions().items() if version
+        )
+        findings += diagnosis.create_findings(
+            "same code", f"the same code, settings and versions on all ranks ({versions})"
+        )
+        if samples := steps.run_step("data", load_samples, seconds=config.timeout):
+            findings += diagnosis.create_findings("data", f"the same {samples[0]:,} samples on all ranks")
+            if workers := steps.run_step("loader", read_batches, seconds=MAX_SECONDS_OF_MODEL):
+                findings += diagnosis.create_findings(
                     "loader", f"reads batches with {format_count(workers[0], 'worker')} per rank"
                 )
-            sizes = steps.take("model", create, seconds=MAX_SECONDS_OF_MODEL)
+            sizes = steps.run_step("model", count_state_bytes, seconds=MAX_SECONDS_OF_MODEL)
     findings += (
-        verdict.host_names(facts) + verdict.network(facts) + verdict.devices(facts) + verdict.shared_memory(facts)
+        diagnosis.diagnose_host_names(facts)
+        + diagnosis.diagnose_network(facts)
+        + diagnosis.diagnose_devices(facts)
+        + diagnosis.diagnose_shared_memory(facts)
     )
     run, checkpoints = config.run_folder.absolute(), config.checkpoint_folder.absolute()
     if not checkpoints.is_relative_to(run):
-        check_folder(run, leaders, 0, config, ctx, steps)
+        probe_folder(run, leaders, 0, config, ctx, steps)
         run = checkpoints
     checkpoint = sizes[0]["checkpoint"] if sizes else 0
-    check_folder(run, leaders, checkpoint, config, ctx, steps)
+    probe_folder(run, leaders, checkpoint, config, ctx, steps)
     if config.mirror:  # extra: companions
-        use = functools.partial(storage.use_mirror, config.mirror, checkpoint)
-        if used := steps.take("mirror", lambda: use() if ctx.is_main else None, seconds=MAX_SECONDS_OF_MODEL):
-            findings += verdict.mirror(used[0], checkpoint, config.save_every_minutes, config.mirror)
+        use = functools.partial(storage.measure_mirror, config.mirror, checkpoint)
+        if used := steps.run_step("mirror", lambda: use() if ctx.is_main else None, seconds=MAX_SECONDS_OF_MODEL):
+            findings += diagnosis.diagnose_mirror(used[0], checkpoint, config.save_every_minutes, config.mirror)
 
     if len(nodes) > 1:
-        times = steps.take("clocks", lambda: [all_gather_json(None, ctx), time.time()][1])  # all at the same moment
+        times = steps.run_step("clocks", lambda: [all_gather_json(None, ctx), time.time()][1])  # all at the same moment
         if times:
-            findings += verdict.clocks({rank: times[rank] - times[0] for rank in leaders}, facts)
-        pairs = steps.take("links", links.measure_pairs, leaders, ctx)
-        findings += verdict.links([pair for rank_pairs in pairs or [] for pair in rank_pairs], facts)
+            findings += diagnosis.diagnose_clocks({rank: times[rank] - times[0] for rank in leaders}, facts)
+        pairs = steps.run_step("links", links.measure_pairs, leaders, ctx)
+        findings += diagnosis.diagnose_links([pair for rank_pairs in pairs or [] for pair in rank_pairs], facts)
     if ctx.world_size > 1:
-        number = min(rates.MESSAGE, sizes[0]["gradient"] if sizes else rates.MESSAGE)
-        if seconds := steps.take("all-reduce", rates.all_reduce_seconds, number, ctx.device):
-            text = f"{verdict.size(number)} over {ctx.world_size} ranks in {1e3 * max(seconds):.2f} ms"
-            findings += verdict.findings("all-reduce", text)
+        number = min(rates.MAX_MESSAGE_BYTES, sizes[0]["gradient"] if sizes else rates.MAX_MESSAGE_BYTES)
+        if seconds := steps.run_step("all-reduce", rates.time_all_reduce, number, ctx.device):
+            text = f"{diagnosis.format_size(number)} over {ctx.world_size} ranks in {1e3 * max(seconds):.2f} ms"
+            findings += diagnosis.create_findings("all-reduce", text)
 
     precision = Precision.choose(
         use_amp=config.use_amp, amp_dtype=config.amp_dtype, device=ctx.device, fast_bf16=ctx.fast_bf16
     )
     dtype = precision.dtype or torch.float32
-    if speeds := steps.take("speed", rates.device_speed, ctx.device, dtype):
-        findings += verdict.speed("speed", [speed / 1e9 for speed in speeds], "GFLOP/s", facts)
+    if speeds := steps.run_step("speed", rates.measure_device_speed, ctx.device, dtype):
+        findings += diagnosis.diagnose_speed("speed", [speed / 1e9 for speed in speeds], "GFLOP/s", facts)
 
 
-def check_folder(
-    folder: Path, leaders: list[int], checkpoint: int, config: TrainingConfig, ctx: DistributedContext, steps: Steps
+def probe_folder(
+    folder: Path,
+    leaders: list[int],
+    checkpoint_bytes: int,
+    config: TrainingConfig,
+    ctx: DistributedContext,
+    steps: Steps,
 ) -> None:
     """One rank per node tests the folder, which each node may have for itself if there is a mirror. If checkpoints (of
     this many bytes) go there, rank 0 measures the disk."""
@@ -173,42 +192,46 @@ def check_folder(
     is_shared = True
     is_shared = not config.mirror  # extra: companions
     creates = ctx.is_main if is_shared else is_leader
-    created = steps.take("run folder", lambda: storage.create_probe(folder) if creates else "")
+    created = steps.run_step("run folder", lambda: storage.create_probe(folder) if creates else "")
     if not created:
         return
     probe = Path(created[ctx.rank] or created[0])
     try:
-        if steps.take("shared folder", lambda: storage.use_folder(probe, f"rank{ctx.rank}") if is_leader else None):
+        if steps.run_step(
+            "shared folder", lambda: storage.check_folder(probe, f"rank{ctx.rank}") if is_leader else None
+        ):
             how = "visible and writable" if is_shared else "writable"
-            steps.findings += verdict.findings("shared folder", f"{folder}: {how} on every node")
-        measure = functools.partial(storage.measure, probe, checkpoint, config)
-        if checkpoint and (disk := steps.take("disk", lambda: measure() if ctx.is_main else None)):
+            steps.findings += diagnosis.create_findings("shared folder", f"{folder}: {how} on every node")
+        measure = functools.partial(storage.measure_disk, probe, checkpoint_bytes, config)
+        if checkpoint_bytes and (disk := steps.run_step("disk", lambda: measure() if ctx.is_main else None)):
             kept, location = config.keep_last + 2, f"{folder} on {ctx.hosts[0]}"
-            steps.findings += verdict.disk(disk[0], checkpoint, kept, config.save_every_minutes, location)
+            steps.findings += diagnosis.diagnose_disk(
+                disk[0], checkpoint_bytes, kept, config.save_every_minutes, location
+            )
     finally:
         if creates:
             shutil.rmtree(probe, ignore_errors=True)
 
 
-def table(measured: dict[str, Any]) -> str:
+def format_nodes(measured: dict[str, Any]) -> str:
     """A row for each node; none if a node could not report its facts."""
-    facts, size = measured.get("facts", []), verdict.size
+    facts, size = measured.get("facts", []), diagnosis.format_size
     zeros = [0.0] * len(facts)
     times, speeds = measured.get("clocks", zeros), measured.get("speed", zeros)
     rows = [["node", "ranks", "address", "devices", "memory", "GFLOP/s", "clock", "/dev/shm"]]
-    for ranks in verdict.nodes_of(facts):
+    for ranks in diagnosis.group_ranks_by_node(facts):
         node, slowest = facts[ranks[0]], min(speeds[rank] for rank in ranks) / 1e9
         address = f"{node['address'] or '?'} ({node['interface'] or '?'})"
-        row = [node["host"], verdict.rank_range(ranks), address, f"{len(ranks)} x {node['device']}"]
+        row = [node["host"], diagnosis.format_rank_range(ranks), address, f"{len(ranks)} x {node['device']}"]
         clock = f"{times[ranks[0]] - times[0]:+.2f} s"
         rows.append([*row, size(node["memory"]), f"{slowest:,.0f}", clock, size(node["shm"])])
     return format_table(rows)
 
 
-def conclusion(steps: Steps, seconds: float) -> str:
+def format_conclusion(steps: Steps, seconds: float) -> str:
     ok, warnings, failures = (
         sum(finding.level == level for finding in steps.findings)
-        for level in (verdict.OK, verdict.WARNING, verdict.FAILURE)
+        for level in (diagnosis.OK, diagnosis.WARNING, diagnosis.FAILURE)
     )
     left = [name for name in ("data", "loader", "model") if name not in steps.measured]
     counts = f"{ok} OK, {warnings} warning{'s' * (warnings != 1)}, {failures} failure{'s' * (failures != 1)}"

@@ -32,7 +32,7 @@ if [ "${1:-}" = --kill ]; then
 fi
 # ---- end of chaos and reports ----
 
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$("$PYTHON" -c 'from utils.cpus import usable_cpus; print(max(1, usable_cpus() // 2))')}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$("$PYTHON" -c 'from utils.cpus import count_usable_cpus; print(max(1, count_usable_cpus() // 2))')}
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node=2 train.py \
     --run_dir "$run" --backend "$(backend 2)" "${flags[@]}" "$@"
 "$PYTHON" - "$run" <<'EOF'

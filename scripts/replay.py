@@ -42,10 +42,10 @@ import model as fork
 import train
 from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
-from lib.benchmark.ours import Ours
-from lib.values import TIMES, comparable, digest, leaves
+from lib.benchmark.in_process_run import InProcessRun
+from lib.values import TIMING_FIELDS, comparable_state, flatten_nested, hash_nested
 from scripts.lib.mirrored_run import local_run  # extra: companions
-from utils.batch import map_tensors, tensors_in
+from utils.batch import list_tensors, map_tensors
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import MicroBatch
 from utils.distributed.consensus import Stopped
@@ -60,13 +60,13 @@ from utils.training.hooks import ModelHooks
 from utils.training.parts.loss_terms import LossTerms
 from utils.training.step_sums import StepSums
 
-SHOWN = 8
-OFF = """save_every save_every_steps save_every_minutes max_time max_skipped_steps hang_timeout record_samples
-enable_profiling cpu_offload""".split()
+ROWS_SHOWN = 8
+DISABLED_SETTINGS = """save_every save_every_steps save_every_minutes max_time max_skipped_steps hang_timeout
+record_samples enable_profiling cpu_offload""".split()
 
 
 @dataclass
-class Step:
+class ReplayedStep:
     """What is found out about the step. Tensors are on the CPU."""
 
     number: int = 0  # from 1
@@ -97,14 +97,14 @@ def main() -> int:
     parser.add_argument("--step", type=int, required=True, help="the optimizer step, from 1, as in metrics.jsonl")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write everything to this file")
     options, flags = parser.parse_known_args()
-    options.run = local_run(options.run, functools.partial(needed, options.step))  # extra: companions
+    options.run = local_run(options.run, functools.partial(choose_checkpoints, options.step))  # extra: companions
     options.run = Path(options.run)
-    with opened(options.run, options.step, flags) as (ours, start):
-        is_equal = replay(ours, options, start)
-    return 0 if is_equal or vars(ours.config).get("reduction") != "exact" else 1
+    with open_replay(options.run, options.step, flags) as (rerun, start):
+        is_equal = replay(rerun, options, start)
+    return 0 if is_equal or vars(rerun.config).get("reduction") != "exact" else 1
 
 
-def needed(step: int, steps: list[int], best: int) -> list[int]:
+def choose_checkpoints(step: int, steps: list[int], best: int) -> list[int]:
     """The checkpoints that are needed: the latest before the step, and the step's own."""
     return [saved_step for saved_step in steps if saved_step < step][-1:] + [
         saved_step for saved_step in steps if saved_step == step
@@ -112,37 +112,37 @@ def needed(step: int, steps: list[int], best: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def opened(run: Path, step: int, flags: list[str]) -> Iterator[tuple[Ours, Path | None]]:
+def open_replay(run: Path, step: int, flags: list[str]) -> Iterator[tuple[InProcessRun, Path | None]]:
     """The run in a temporary folder, at its latest checkpoint before the step, and that checkpoint."""
-    start, payload = latest_before(run, step)
+    start, payload = find_checkpoint_before(run, step)
     config = choose_config(run, payload, flags)
     if payload and payload["provenance"].get("cpu_threads"):
         os.environ["OMP_NUM_THREADS"] = str(payload["provenance"]["cpu_threads"])
         torch.set_num_threads(payload["provenance"]["cpu_threads"])
     ctx = setup_distributed(config)
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
-        ours = Ours(config, ctx, Path(folder) / "run", 0, str(start or ""))
+        rerun = InProcessRun(config, ctx, Path(folder) / "run", 0, str(start or ""))
         try:
-            yield ours, start
+            yield rerun, start
         finally:
-            ours.close()
+            rerun.close()
     cleanup_distributed()
 
 
-def records_of(run: Path, first: int, last: int) -> dict[int, dict[str, Any]]:
+def record_steps(run: Path, first: int, last: int) -> dict[int, dict[str, Any]]:
     """Records of the replayed steps up to `last`, by step, from the latest checkpoint before step `first` on."""
-    with opened(run, first, ["--log_interval", "1"]) as (ours, _):
-        go_on(ours, last)
-        return {record["step"]: record for record in ours.training.attempt.run.read_records("train")}
+    with open_replay(run, first, ["--log_interval", "1"]) as (rerun, _):
+        train_to_step(rerun, last)
+        return {record["step"]: record for record in rerun.training.attempt.run.read_records("train")}
 
 
-def dump_of(run: Path, step: int) -> dict[str, Any]:
+def dump_step(run: Path, step: int) -> dict[str, Any]:
     """What --dump writes."""
-    with opened(run, step, []) as (ours, _):
-        return vars(look_at(ours, step))
+    with open_replay(run, step, []) as (rerun, _):
+        return vars(replay_step(rerun, step))
 
 
-def latest_before(run: Path, step: int) -> tuple[Path | None, dict[str, Any] | None]:
+def find_checkpoint_before(run: Path, step: int) -> tuple[Path | None, dict[str, Any] | None]:
     """The latest valid checkpoint before the step, and its content; None for a start from scratch. Raises UserError."""
     if not (status := read_json(run / "status.json")):
         raise UserError(f"{run}: has no status.json; give a run folder")
@@ -150,10 +150,10 @@ def latest_before(run: Path, step: int) -> tuple[Path | None, dict[str, Any] | N
         raise UserError(f"step={step}: the run has steps 1 to {status.get('step', 0)}; give one of these")
     folder = run / "checkpoints"
     folder = folder if folder.is_dir() else Path(read_json(run / "config.json")["checkpoint_dir"])
-    for path in reversed(checkpoint.step_checkpoints(folder)):
+    for path in reversed(checkpoint.list_step_checkpoints(folder)):
         if checkpoint.parse_step(path) < step:
             try:
-                return path, checkpoint.read(path)[0]
+                return path, checkpoint.read_checkpoint(path)[0]
             except UserError as error:
                 print(f"skipped: {error}")
     return None, None
@@ -166,49 +166,49 @@ def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -
     is_inside = payload and payload["progress"]["step"] < origin.get("total_steps", math.inf)
     saved = payload["config"] if payload and is_inside else read_json(run / "config.json")
     plain: dict[str, Any] = {"init_method": "", "on_checkpoint": "", "track": "none", "sharding": "none"}
-    plain |= dict.fromkeys(OFF, 0) | ({"init_from": ""} if payload else {})
+    plain |= dict.fromkeys(DISABLED_SETTINGS, 0) | ({"init_from": ""} if payload else {})
     if ModelHooks.from_module(fork).lr_factor is ModelHooks.lr_factor:  # else the schedule may depend on evaluations
         plain |= {"eval_every_steps": 0}
     sizes = {"global_batch_size": origin["global_batch_size"], "grad_accum_steps": 1}
     return TrainingConfig.from_args(flags, saved | plain | sizes)
 
 
-def replay(ours: Ours, options: argparse.Namespace, start: Path | None) -> bool:
+def replay(rerun: InProcessRun, options: argparse.Namespace, start: Path | None) -> bool:
     """Train to the step, examine it, go on to the next record. Returns whether everything equals the run's."""
-    state, first, target = ours.state, ours.state.progress.step, options.step
+    state, first, target = rerun.state, rerun.state.progress.step, options.step
     records = read_records(options.run / "metrics.jsonl")
     run_records = [r for *_, r in records if r.get("kind") == "train" and r["step"] > first]
     end = min((r["step"] for r in run_records if r["step"] >= target), default=target)
     print(f"step {target} of {options.run}, replayed from {start.name if start else 'the start'}", flush=True)
-    step = look_at(ours, target)
-    show(step)
+    step = replay_step(rerun, target)
+    print_step(step)
     different = None
-    for path in checkpoint.step_checkpoints(options.run / "checkpoints"):
+    for path in checkpoint.list_step_checkpoints(options.run / "checkpoints"):
         if checkpoint.parse_step(path) != target:
             continue
-        different = differing_state(path, state.state_dict())
+        different = find_differing_state(path, state.state_dict())
         text = (
             f"{len(different)} tensors differ from it, e.g. {', '.join(different[:3])}"
             if different
             else "bitwise equal"
         )
         print(f"state after the step, compared with {path.name}: {text}")
-    go_on(ours, end)
-    replay_records = {r["step"]: r for r in ours.training.attempt.run.read_records("train")}
-    is_equal = show_records([(r, replay_records[r["step"]]) for r in run_records if r["step"] <= end])
+    train_to_step(rerun, end)
+    replay_records = {r["step"]: r for r in rerun.training.attempt.run.read_records("train")}
+    is_equal = compare_records([(r, replay_records[r["step"]]) for r in run_records if r["step"] <= end])
     if options.dump:
         replace_file(options.dump, lambda file: torch.save(vars(step), file))
         print(f"wrote {options.dump}")
     return is_equal and not different
 
 
-def look_at(ours: Ours, target: int) -> Step:
+def replay_step(rerun: InProcessRun, target: int) -> ReplayedStep:
     """Train to the step, and examine it."""
-    state, progress = ours.state, ours.state.progress
-    go_on(ours, target - 1)
-    begin_epoch(ours)
-    step = Step(number=target, epoch=progress.epoch, before=copies(state.model.state_dict()))
-    planned = ours.loader.sampler.micro_batches(step.epoch, progress.samples_in_epoch)
+    state, progress = rerun.state, rerun.state.progress
+    train_to_step(rerun, target - 1)
+    begin_epoch(rerun)
+    step = ReplayedStep(number=target, epoch=progress.epoch, before=copy_tensors(state.model.state_dict()))
+    planned = rerun.loader.sampler.micro_batches(step.epoch, progress.samples_in_epoch)
     plan = [first := next(planned), *itertools.islice(planned, first.count - 1)]
     plain_commit = StepSums.commit
 
@@ -216,81 +216,81 @@ def look_at(ours: Ours, target: int) -> Step:
         step.loss, step.norm = (sums.loss / sums.loss_count).item(), state.gradient_norm.item()
         plain_commit(sums, *args)
 
-    def note(*_: Any) -> None:
-        step.used = copies({name: p.grad for name, p in state.model.named_parameters()})
+    def copy_gradients(*_: Any) -> None:
+        step.used = copy_tensors({name: p.grad for name, p in state.model.named_parameters()})
 
-    hook = state.optimizer.register_step_pre_hook(note)
+    hook = state.optimizer.register_step_pre_hook(copy_gradients)
     with mock.patch.object(StepSums, "commit", commit):
-        go_on(ours, target)
+        train_to_step(rerun, target)
     hook.remove()
-    step.after, step.lrs = copies(state.model.state_dict()), state.learning_rates
-    step.moments = copies(leaves(comparable(state.state_dict())["optimizer"]))
-    examine(step, plan, ours)
+    step.after, step.lrs = copy_tensors(state.model.state_dict()), state.learning_rates
+    step.moments = copy_tensors(flatten_nested(comparable_state(state.state_dict())["optimizer"]))
+    examine_step(step, plan, rerun)
     return step
 
 
-def go_on(ours: Ours, step: int) -> None:
+def train_to_step(rerun: InProcessRun, step: int) -> None:
     """Train until the run has made so many steps."""
-    state, training = ours.state, ours.training
+    state, training = rerun.state, rerun.training
 
-    def stop_there() -> bool:
+    def stop_at_step() -> bool:
         if state.progress.step >= step:
             raise Stopped
         return False
 
     while state.progress.step < step:
-        begin_epoch(ours)
+        begin_epoch(rerun)
         if state.schedule.is_at_end:
             raise UserError(f"step={step}: its checkpoint's settings end before; add --max_steps {step}")
         with contextlib.suppress(Stopped):
-            train.train_one_epoch(replace(training, consensus=mock.Mock(step=stop_there)))
+            train.train_one_epoch(replace(training, consensus=mock.Mock(step=stop_at_step)))
         training.reporter.finish_log_point()
 
 
-def begin_epoch(ours: Ours) -> None:
+def begin_epoch(rerun: InProcessRun) -> None:
     """At the end of an epoch, begin the next one, as a run does."""
-    state, has_schedule = ours.state, ModelHooks.from_module(fork).lr_factor is not ModelHooks.lr_factor
+    state, has_schedule = rerun.state, ModelHooks.from_module(fork).lr_factor is not ModelHooks.lr_factor
     if state.schedule.is_epoch_complete:
-        if has_schedule and state.schedule.is_evaluation_due and "val" in ours.training.held_out:
-            train.validate(ours.training)  # the fork's schedule may depend on it
+        if has_schedule and state.schedule.is_evaluation_due and "val" in rerun.training.held_out:
+            train.validate(rerun.training)  # the fork's schedule may depend on it
         state.schedule.end_epoch()
 
 
-def copies(tensors: dict[str, Any]) -> dict[str, Any]:
+def copy_tensors(tensors: dict[str, Any]) -> dict[str, Any]:
     return {name: value.detach().cpu().clone() for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
-def examine(step: Step, plan: list[MicroBatch], ours: Ours) -> None:
+def examine_step(step: ReplayedStep, plan: list[MicroBatch], rerun: InProcessRun) -> None:
     """Compute the micro-batches once more with the weights before the step, and then each sample by itself."""
-    hooks, config, loader, device = ours.training.hooks, ours.config, ours.loader, ours.loader.device
+    hooks, config, loader, device = rerun.training.hooks, rerun.config, rerun.loader, rerun.loader.device
     epoch = step.epoch
     model = hooks.create_model(config, device)
     model.load_state_dict(step.before)
 
     terms = hooks.find_part(LossTerms)
 
-    def loss_of(batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
+    def compute_loss(batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
         seed_device(device, "step", config.seed, step.number - 1, micro_batch.number)
-        with ours.state.precision.autocast():
+        with rerun.state.precision.autocast():
             total, counted = hooks.compute_loss(model, batch)["loss"][:2]
             if terms:
-                return terms.mean(total), 0.0
+                return terms.compute_mean(total), 0.0
             return total, counted
 
     count, gradients_are_finite = 0.0, True
     if terms:
-        batches = [loader.fetch(planned.indices, epoch)[2] for planned in plan]
-        terms.divide_by(torch.stack([terms.counts(batch) for batch in batches]).sum(0))
+        batches = [loader.fetch_samples(planned.indices, epoch)[2] for planned in plan]
+        terms.set_divisors(torch.stack([terms.count_terms(batch) for batch in batches]).sum(0))
         count = 1.0
     for micro_batch in sorted(plan, key=lambda planned: planned.number):
-        label, batch = f"micro-batch {micro_batch.number}", loader.fetch(micro_batch.indices, epoch)[2]
+        label, batch = f"micro-batch {micro_batch.number}", loader.fetch_samples(micro_batch.indices, epoch)[2]
         step.indices += micro_batch.indices
         step.micro_batches.append(micro_batch.indices)
         step.outputs.append([])
         step.batches.append(map_tensors(lambda tensor: tensor.cpu(), batch))
         model.train()
-        with watching(model, batch, step.places, label, step.outputs[-1]):
-            total, counted = loss_of(batch, micro_batch)
+        with note_non_finite(model, batch, step.places, label, step.outputs[-1]):
+            total, counted = compute_loss(batch, micro_batch)
         step.micro_losses.append(total.item())
         total.backward()
         count += float(counted)
@@ -298,13 +298,13 @@ def examine(step: Step, plan: list[MicroBatch], ours: Ours) -> None:
             step.places.setdefault(label, "in compute_loss, after the model")
         if gradients_are_finite and not is_finite([p.grad for p in model.parameters()]):
             gradients_are_finite = False
-            step.places.setdefault(label, explain_backward(functools.partial(loss_of, batch, micro_batch)))
+            step.places.setdefault(label, explain_backward(functools.partial(compute_loss, batch, micro_batch)))
     step.gradients = {name: p.grad.cpu() / count for name, p in model.named_parameters() if p.grad is not None}
     model.load_state_dict(step.before)
     model.eval()
     for index in step.indices:
-        label, batch = f"sample {index}", loader.fetch([index], epoch)[2]
-        with torch.no_grad(), ours.state.precision.autocast(), watching(model, batch, step.places, label):
+        label, batch = f"sample {index}", loader.fetch_samples([index], epoch)[2]
+        with torch.no_grad(), rerun.state.precision.autocast(), note_non_finite(model, batch, step.places, label):
             total, counted = hooks.compute_loss(model, batch)["loss"][:2]
         counted = torch.as_tensor(counted)
         step.losses.append(torch.where(counted == 0, 0.0, total / counted).sum().item())
@@ -313,27 +313,27 @@ def examine(step: Step, plan: list[MicroBatch], ours: Ours) -> None:
 
 
 def is_finite(value: Any) -> bool:
-    return all(tensor.isfinite().all() for tensor in tensors_in(value) if tensor.is_floating_point())
+    return all(tensor.isfinite().all() for tensor in list_tensors(value) if tensor.is_floating_point())
 
 
 @contextlib.contextmanager
-def watching(
+def note_non_finite(
     model: nn.Module, batch: Any, origins: dict[str, str], label: str, outputs: list[tuple[str, int]] | None = None
 ) -> Iterator[None]:
     """Note the first module of the forward pass whose output is not finite, and in `outputs` all of them."""
     if not is_finite(batch):
         origins[label] = "in the batch itself, before the model"
 
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+    def note_output(module: nn.Module, inputs: Any, output: Any) -> None:
         if outputs is not None:
             name = f"{names[module] or 'the model'} ({type(module).__name__})"
-            outputs.append((name, fingerprint_tensors("output", tensors_in(output))))
+            outputs.append((name, fingerprint_tensors("output", list_tensors(output))))
         if not is_finite(output):
             relation = "in" if is_finite(inputs) else "before"
             origins.setdefault(label, f"{relation} {names[module] or 'the model'} ({type(module).__name__})")
 
     names = {module: name for name, module in model.named_modules()}
-    hooks = [module.register_forward_hook(hook) for module in names]
+    hooks = [module.register_forward_hook(note_output) for module in names]
     try:
         yield
     finally:
@@ -352,15 +352,15 @@ def explain_backward(loss: Callable[[], tuple[Tensor, Any]]) -> str:
     return "in the backward pass, by a sum that is too large"
 
 
-def show(step: Step) -> None:
+def print_step(step: ReplayedStep) -> None:
     samples = f"{len(step.indices)} samples in {len(step.micro_batches)} micro-batches"
     print(f"epoch {step.epoch + 1}, {samples}, learning rate {step.lrs[0]:.6g}")
     print(f"loss {step.loss:.9g}, gradient norm {step.norm:.9g}")
     worst = sorted(zip(step.losses, step.indices, strict=True), key=lambda pair: (math.isfinite(pair[0]), -pair[0]))
     print("largest losses of samples, in evaluation mode with the weights before the step:")
-    print(format_table([["sample", "loss"], *([index, f"{loss:.6g}"] for loss, index in worst[:SHOWN])]))
+    print(format_table([["sample", "loss"], *([index, f"{loss:.6g}"] for loss, index in worst[:ROWS_SHOWN])]))
     norms = {name: gradient.double().norm().item() for name, gradient in step.gradients.items()}
-    largest = sorted(norms, key=lambda name: (math.isfinite(norms[name]), -norms[name]))[:SHOWN]
+    largest = sorted(norms, key=lambda name: (math.isfinite(norms[name]), -norms[name]))[:ROWS_SHOWN]
     print("largest gradients:")
     rows = [[name, f"{norms[name]:.6g}", f"{step.before[name].double().norm().item():.6g}"] for name in largest]
     print(format_table([["parameter", "norm", "norm of the weights"], *rows]))
@@ -369,19 +369,21 @@ def show(step: Step) -> None:
         print(format_table([["in", "where"], *([label, origin] for label, origin in step.places.items())]))
 
 
-def differing_state(path: Path, state: dict[str, Any]) -> list[str]:
+def find_differing_state(path: Path, state: dict[str, Any]) -> list[str]:
     """The names of the values that are not bitwise equal to those in a checkpoint."""
-    both = [comparable(payload) for payload in (checkpoint.read(path)[0], state)]
-    saved, current = (leaves({key: value for key, value in contents.items() if key != "progress"}) for contents in both)
-    return [name for name in saved if digest(saved[name]) != digest(current.get(name))]
+    both = [comparable_state(payload) for payload in (checkpoint.read_checkpoint(path)[0], state)]
+    saved, current = (
+        flatten_nested({key: value for key, value in contents.items() if key != "progress"}) for contents in both
+    )
+    return [name for name in saved if hash_nested(saved[name]) != hash_nested(current.get(name))]
 
 
-def show_records(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
+def compare_records(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
     """Compare records of the run with those of the replay. Returns whether they are equal."""
     gaps: dict[str, float] = {}
     for run_record, replay_record in pairs:
         for name, value in run_record.items():
-            if name not in TIMES and value != replay_record.get(name):
+            if name not in TIMING_FIELDS and value != replay_record.get(name):
                 is_number = isinstance(value, float) and isinstance(replay_record.get(name), float)
                 gap = abs(value - replay_record[name]) / max(abs(value), 1e-30) if is_number else math.inf
                 gaps[name] = max(gap, gaps.get(name, 0.0))

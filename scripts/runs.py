@@ -31,17 +31,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.lib import listing
-from scripts.lib.svg import Series, color, line_plot, svg_file
+from scripts.lib.svg import Series, choose_color, draw_line_plot, parse_output_path
 from utils.files import read_json, read_records
 from utils.report.goodput import split_attempts
 from utils.run.command_line import repair_standard_streams
 from utils.settings.errors import UserError
 from utils.table import format_table
 
-NOT_SETTINGS = ("run_dir", "checkpoint_dir", "resume_from", "overwrite", "init_method")
-AXES = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
-BOOT = Path("/proc/sys/kernel/random/boot_id")
-SECONDS_OF_A_LEASE = 120.0  # a live owner of a run folder touches its lock.json more often
+IGNORED_SETTINGS = ("run_dir", "checkpoint_dir", "resume_from", "overwrite", "init_method")
+AXIS_LABELS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+SECONDS_UNTIL_STALE = 120.0  # a live owner of a run folder touches its lock.json more often
 NO_RECORDS = "metric={}: no run has recorded it; give a metric of the eval records"
 
 
@@ -52,7 +52,7 @@ class RunInfo:
         self.folder, self.title = folder, title or str(folder)
         self.config = read_json(folder / "config.json")
         self.status = read_json(folder / "status.json")
-        if self.status.get("state") == "running" and not may_run(folder):
+        if self.status.get("state") == "running" and not may_be_running(folder):
             self.status["state"] = "killed"  # no rank was left to write it
         self.summary = read_json(folder / "summary.json")
         self.provenance = read_json(folder / "provenance.json")
@@ -77,30 +77,30 @@ class RunInfo:
         return [(r["step"], r[name]) for r in records if r.get(name) is not None]
 
 
-def may_run(folder: Path) -> bool:
+def may_be_running(folder: Path) -> bool:
     """Whether the run's owner may be alive: it holds the file lock, or is elsewhere and touches lock.json."""
     try:
         with open(folder / ".lock", "rb") as file:  # asks for the lock without taking it
             request = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
             is_held = struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, request))[0] != fcntl.F_UNLCK
-        is_here = read_json(folder / "lock.json").get("boot") == BOOT.read_text().strip()
-        is_fresh = time.time() - (folder / "lock.json").stat().st_mtime < SECONDS_OF_A_LEASE
+        is_here = read_json(folder / "lock.json").get("boot") == BOOT_ID_FILE.read_text().strip()
+        is_fresh = time.time() - (folder / "lock.json").stat().st_mtime < SECONDS_UNTIL_STALE
     except OSError:  # no lock, as in a copy; or not Linux
         return True
     return is_held or (is_fresh and not is_here)
 
 
-def find_runs(sources: list[str], choose: Callable[[list[int], int], list[int]] | None = None) -> list[RunInfo]:
+def find_runs(sources: list[str], choose_steps: Callable[[list[int], int], list[int]] | None = None) -> list[RunInfo]:
     """The runs (folders with a status.json) in these folders and at these URLs. Raises UserError if there are none.
 
-    choose: the checkpoints that are needed (lib.mirrored_run.local_run).
+    choose_steps: the checkpoints that are needed (lib.mirrored_run.local_run).
     """
     titles: dict[Path, str] = {}
     for source in sources:
         if "://" in source:  # extra: companions
             from scripts.lib.mirrored_run import local_run  # only here: not every run is at a URL
 
-            titles[local_run(source, choose or (lambda steps, best: []))] = source
+            titles[local_run(source, choose_steps or (lambda steps, best: []))] = source
             continue
         titles |= {file.parent: "" for file in sorted(Path(source).glob("**/status.json"))}
     if not titles:
@@ -108,13 +108,13 @@ def find_runs(sources: list[str], choose: Callable[[list[int], int], list[int]] 
     return [RunInfo(folder, title) for folder, title in titles.items()]
 
 
-def metric_of(runs: list[RunInfo]) -> str:
+def choose_metric(runs: list[RunInfo]) -> str:
     """The metric by which most of the runs choose their best checkpoint, else the loss."""
     names = [run.summary["best_metric"] for run in runs if run.summary.get("best_metric")]
     return max(names, key=names.count, default="loss")
 
 
-def sort(runs: list[RunInfo], by: str) -> list[RunInfo]:
+def sort_runs(runs: list[RunInfo], by: str) -> list[RunInfo]:
     """Sort by a setting or a metric of the best evaluation: numbers, text, then runs without it. Raises UserError."""
     values = {id(run): {**run.config, **(run.summary.get("best") or {})}.get(by) for run in runs}
     with_value = [run for run in runs if values[id(run)] is not None]
@@ -126,20 +126,20 @@ def sort(runs: list[RunInfo], by: str) -> list[RunInfo]:
     return with_value + [run for run in runs if values[id(run)] is None]
 
 
-def labels(runs: list[RunInfo]) -> list[str]:
+def label_runs(runs: list[RunInfo]) -> list[str]:
     """Their folder names, or the paths if two runs have the same name."""
     names = [run.folder.name for run in runs]
     return names if len({*names}) == len(names) else [run.title for run in runs]
 
 
-def differing_settings(runs: list[RunInfo]) -> list[str]:
-    names = [name for name in dict.fromkeys(n for run in runs for n in run.config) if name not in NOT_SETTINGS]
+def find_differing_settings(runs: list[RunInfo]) -> list[str]:
+    names = [name for name in dict.fromkeys(n for run in runs for n in run.config) if name not in IGNORED_SETTINGS]
     return [name for name in names if len({json.dumps(run.config.get(name)) for run in runs if run.config}) > 1]
 
 
-def table(runs: list[RunInfo], metric: str) -> str:
+def format_runs(runs: list[RunInfo], metric: str) -> str:
     """One row per run: state, progress, results, time, size, and the settings that differ."""
-    differing = differing_settings(runs)
+    differing = find_differing_settings(runs)
     rows: list[list[Any]] = [["run", "state", "epochs", "step", "best", f"final {metric}", "minutes", "MB", *differing]]
     for run in runs:
         summary, status = run.summary, run.status
@@ -152,14 +152,14 @@ def table(runs: list[RunInfo], metric: str) -> str:
     return format_table(rows)
 
 
-def plot(runs: list[RunInfo], metric: str, title: str = "") -> str:
+def plot_curves(runs: list[RunInfo], metric: str, title: str = "") -> str:
     """An SVG with the evaluation curves (solid) and the training curves (dashed) of all runs. Raises UserError."""
     series, marks = [], []
-    for k, (label, run) in enumerate(zip(labels(runs), runs, strict=True)):
+    for k, (label, run) in enumerate(zip(label_runs(runs), runs, strict=True)):
         # with up to three runs, earlier lines are wider, so that later lines do not hide them
         covering = len(runs) - 1 - k if len(runs) <= 3 else 0
         look: dict[str, Any] = {
-            "color": color(k, len(runs)),
+            "color": choose_color(k, len(runs)),
             "width": 2 + 5 * covering,
             "opacity": 0.35 if covering else 1.0,
         }
@@ -174,30 +174,30 @@ def plot(runs: list[RunInfo], metric: str, title: str = "") -> str:
     if not any(curve.points for curve in series):
         raise UserError(NO_RECORDS.format(metric))
     y_range = (0.0, 1.0) if metric in ("top1", "top5", "accuracy") else None
-    label = AXES.get(metric, metric)
-    return line_plot(series, x_label="optimizer step", y_label=label, title=title, y_range=y_range, marks=marks)
+    label = AXIS_LABELS.get(metric, metric)
+    return draw_line_plot(series, x_label="optimizer step", y_label=label, title=title, y_range=y_range, marks=marks)
 
 
-def weights_digests(folder: Path) -> dict[str, str]:
+def hash_weights(folder: Path) -> dict[str, str]:
     """SHA-256 of the bytes of each weight in the latest checkpoint, by name. Raises UserError if there is none."""
     import torch
 
     from utils.checkpoint import format as checkpoint
 
-    path, _ = checkpoint.best_or_latest(folder, prefers_best=False)
+    path, _ = checkpoint.find_best_or_latest(folder, prefer_best=False)
     weights = {
         name: weight.flatten().contiguous().view(torch.uint8)
-        for name, weight in checkpoint.read(path)[0]["model"].items()
+        for name, weight in checkpoint.read_checkpoint(path)[0]["model"].items()
     }
     return {name: hashlib.sha256(weights[name].numpy()).hexdigest() for name in sorted(weights)}
 
 
-def compare(runs: list[RunInfo]) -> dict[str, Any]:
+def compare_weights(runs: list[RunInfo]) -> dict[str, Any]:
     """Whether the final weights of all runs are bitwise equal, and which differ from those of the first run. Raises
     UserError."""
     if len(runs) < 2:
         raise UserError("compare: needs two runs; give their folders")
-    first, *other_digests = digests = [weights_digests(run.folder) for run in runs]
+    first, *other_digests = digests = [hash_weights(run.folder) for run in runs]
     differences = []
     for name in dict.fromkeys(name for run_digests in digests for name in run_digests):
         pairs = zip(runs[1:], other_digests, strict=True)
@@ -214,18 +214,18 @@ def compare(runs: list[RunInfo]) -> dict[str, Any]:
     return {"equal": not differences, "differences": differences, "runs": named}
 
 
-def diverge(sources: list[str], may_replay: bool) -> bool:  # extra: replay
+def print_divergence(sources: list[str], may_replay: bool) -> bool:  # extra: replay
     """Print where two runs diverge, or two dumps of scripts/replay.py. Returns whether they are equal."""
-    from scripts.lib.diverge import of_dumps, report  # import torch
+    from scripts.lib.diverge import compare_dump_files, compare_runs  # import torch
 
     if len(sources) != 2:
         raise UserError("diverge: needs two runs; give their folders")
     if all(os.path.isfile(source) for source in sources):
-        text, is_equal = of_dumps([*map(Path, sources)])
+        text, is_equal = compare_dump_files([*map(Path, sources)])
     else:
         a, b = (find_runs([source], (lambda steps, best: steps) if may_replay else None)[0] for source in sources)
-        label_a, label_b = labels([a, b])
-        text, is_equal = report(a, b, differing_settings([a, b]), (label_a, label_b), may_replay)
+        label_a, label_b = label_runs([a, b])
+        text, is_equal = compare_runs(a, b, find_differing_settings([a, b]), (label_a, label_b), may_replay)
     print(text)
     return is_equal
 
@@ -235,13 +235,16 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("folders", nargs="*", default=["runs"], help="run folders, or URLs of mirrored runs")
-    parser.add_argument("--plot", type=svg_file, metavar="FILE.svg", help="plot the curves here")
+    parser.add_argument("--plot", type=parse_output_path, metavar="FILE.svg", help="plot the curves here")
     parser.add_argument("--title", default="", help="title of the plot")
     parser.add_argument(
         "--metric", default="", help="metric to show: loss, top1, ... [the one that selects the best checkpoint]"
     )
     parser.add_argument(
-        "--html", type=lambda text: svg_file(text, ".html"), metavar="FILE.html", help="write an HTML report here"
+        "--html",
+        type=lambda text: parse_output_path(text, ".html"),
+        metavar="FILE.html",
+        help="write an HTML report here",
     )
     parser.add_argument("--sort", default="", metavar="NAME", help="sort by a setting or metric of the best evaluation")
     parser.add_argument("--compare", action="store_true", help="compare the weights; exit code 1 if they differ")
@@ -261,8 +264,8 @@ def main() -> int:
         parser.error("--json: --diverge prints text only; leave out --json")
     try:
         if options.diverge:  # extra: replay
-            return int(not diverge(options.folders, options.replay))
-        return show(options)
+            return int(not print_divergence(options.folders, options.replay))
+        return show_runs(options)
     except UserError as error:
         print(error, file=sys.stderr)
     except OSError as error:
@@ -272,29 +275,29 @@ def main() -> int:
     return 2
 
 
-def show(options: argparse.Namespace) -> int:
+def show_runs(options: argparse.Namespace) -> int:
     """Print and write what is asked for. Returns the exit code. Raises UserError."""
     runs = find_runs(options.folders, (lambda steps, best: steps[-1:]) if options.compare else None)
-    runs = sort(runs, options.sort) if options.sort else runs
-    metric = options.metric or metric_of(runs)
+    runs = sort_runs(runs, options.sort) if options.sort else runs
+    metric = options.metric or choose_metric(runs)
     if options.metric and not any(run.curve(kind, metric) for run in runs for kind in ("train", "eval")):
         raise UserError(NO_RECORDS.format(metric))
     say = functools.partial(print, file=sys.stderr if options.json else sys.stdout)
     if not options.json:
-        say(table(runs, metric))
+        say(format_runs(runs, metric))
     if options.plot:
-        options.plot.write_text(plot(runs, metric, options.title), encoding="utf-8", errors="backslashreplace")
+        options.plot.write_text(plot_curves(runs, metric, options.title), encoding="utf-8", errors="backslashreplace")
         say(f"wrote {options.plot}")
     if options.html:
         from scripts.lib import report  # imports torch
 
-        shown = dict(zip(labels(runs), runs, strict=True))
-        page = report.page(shown, differing_settings(runs))
+        shown = dict(zip(label_runs(runs), runs, strict=True))
+        page = report.format_page(shown, find_differing_settings(runs))
         options.html.write_text(page, encoding="utf-8", errors="backslashreplace")
         say(f"wrote {options.html}")
-    comparison = compare(runs) if options.compare else {}
+    comparison = compare_weights(runs) if options.compare else {}
     if options.json:
-        print(listing.as_json(comparison) if comparison else listing.listing(runs))
+        print(listing.as_json(comparison) if comparison else listing.runs_as_json(runs))
     elif comparison:
         for entry in comparison["runs"]:
             restarts = "-" if entry["restarts"] is None else entry["restarts"]

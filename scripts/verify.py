@@ -22,14 +22,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
 from lib.verify.result import RESULT
 
-PROBLEM = RESULT.begin() if __name__ == "__main__" else ""
+JSON_PROBLEM = RESULT.take_json_flag() if __name__ == "__main__" else ""
 
 import io
 from contextlib import redirect_stderr, redirect_stdout
 
-from config import TrainingConfig, fork_settings
+from config import TrainingConfig, list_fork_settings
 from utils.distributed.context import read_launch
-from utils.run.command_line import check_command_line, exit_rejected
+from utils.run.command_line import check_command_line, exit_with_user_error
 from utils.settings.errors import UserError
 
 
@@ -37,16 +37,16 @@ def check_flags() -> None:
     """Handle --help and bad flags, and exit, as train.py does."""
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__)
-    if PROBLEM:
+    if JSON_PROBLEM:
         if (launch := read_launch()).rank == 0:
-            print(PROBLEM, file=sys.stderr, flush=True)
-        exit_rejected(UserError(PROBLEM, is_final=True), launch)
+            print(JSON_PROBLEM, file=sys.stderr, flush=True)
+        exit_with_user_error(UserError(JSON_PROBLEM, is_final=True), launch)
     err = io.StringIO()
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(err):
             TrainingConfig.from_args()
     except SystemExit as ended:
-        RESULT.end("could not run", err.getvalue().strip()) if ended.code else RESULT.withdraw()
+        RESULT.finish("could not run", err.getvalue().strip()) if ended.code else RESULT.withdraw()
     check_command_line()
 
 
@@ -68,11 +68,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import dataset
 import model
 from ddp_utils import cleanup_distributed, setup_distributed
-from lib.values import first_three, one_line, plural
+from lib.values import error_text, format_plural, join_first_three
 from lib.verify.data_checks import content, order
-from lib.verify.fork import Broken, Fork
+from lib.verify.fork import BrokenInvariant, Fork
+from lib.verify.hidden_state import SHIPPED_FIELDS, find_mentioned_fields, record_field_reads
 from lib.verify.loss_checks import loss
-from lib.verify.memory import SHIPPED, mentioned_fields, note_reads
 from lib.verify.model_checks import evaluation, gradient, parameters
 from lib.verify.new_process import NewProcess
 from lib.verify.run_checks import plain_load, reduction, resume, training, weights
@@ -90,39 +90,39 @@ from utils.training.hooks import ModelHooks, check_model_module
 # in this order: an early failure is usually the cause of later ones
 CHECKS = (order, content, loss, parameters, schedule, evaluation, gradient, training, weights, resume, plain_load)
 TRAINING_CHECKS = CHECKS[6:]  # skipped if "parameters" is broken
-OUT = sys.stdout
+STDOUT = sys.stdout
 
 
-class Once(io.TextIOBase):
+class DeduplicatedOutput(io.TextIOBase):
     """Standard output without lines that were printed before: the checks build the model dozens of times."""
 
     def __init__(self, stream: TextIO | None) -> None:
-        self._stream, self._rest = stream, ""
-        self._seen: set[str] = set()
+        self._stream, self._partial_line = stream, ""
+        self._seen_lines: set[str] = set()
 
     def write(self, text: str) -> int:
-        *lines, self._rest = (self._rest + text).split("\n")
+        *lines, self._partial_line = (self._partial_line + text).split("\n")
         for line in lines:
-            if self._stream and line not in self._seen:
+            if self._stream and line not in self._seen_lines:
                 print(line, file=self._stream)
-            self._seen.add(line)
+            self._seen_lines.add(line)
         return len(text)
 
 
 @record
 def main(argv: Sequence[str] | None = None) -> int:
-    config, read = TrainingConfig.from_args(argv), note_reads()
-    fork = prepare(config)
+    config, read = TrainingConfig.from_args(argv), record_field_reads()
+    fork = prepare_fork(config)
     checks = CHECKS
     checks += (reduction,) * (config.reduction == "exact")  # extra: exact
     try:
         if fork.ctx.is_main:
             fork.new_process = NewProcess(
-                {"given": fork.given.to_json(), "config": fork.config.to_json()}, environment_without_launcher()
+                {"given": fork.given_config.to_json(), "config": fork.config.to_json()}, environment_without_launcher()
             )
-        report = Report(fork, sys.argv[1:] if argv is None else list(argv), len(checks))
+        report = CheckRunner(fork, sys.argv[1:] if argv is None else list(argv), len(checks))
         for check in checks:
-            report.run(check)
+            report.run_check(check)
         report.check_fields(read)
     finally:
         fork.clean_up()
@@ -132,18 +132,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if is_passed else 1
 
 
-def prepare(config: TrainingConfig) -> Fork:
+def prepare_fork(config: TrainingConfig) -> Fork:
     """Load the data on all ranks. Raises UserError."""
     config = replace(config, mirror="", track="none", on_checkpoint="")  # extra: companions
     config = replace(config, compile="off")  # extra: compile
     config = replace(config, resume_from="", overwrite=False, eval_only=False)
-    device.choose_kernels = functools.partial(device.choose_kernels, has_tf32=False)  # for the short runs too
+    device.configure_kernels = functools.partial(device.configure_kernels, allow_tf32=False)  # for the short runs too
     gc.freeze()  # each short run begins with a collection, which need not look at what is imported
     ctx = setup_distributed(config)
     collected = provenance.collect_provenance(ctx.hosts, ctx.device_names, ctx.launch.git_commit)
     RESULT.values |= {"ranks": ctx.world_size}
     RESULT.values |= {name: collected[name] for name in ("git_commit", "git_dirty", "versions")}
-    sys.stdout = Once(OUT if ctx.is_main else None)
+    sys.stdout = DeduplicatedOutput(STDOUT if ctx.is_main else None)
     token = all_gather_json(time.time_ns(), ctx)[0]
     folder = config.run_folder.parent / f".verify-{token:x}"
     config = replace(config, run_dir=str(folder / "first"), checkpoint_dir="")  # without an earlier run
@@ -157,17 +157,19 @@ def prepare(config: TrainingConfig) -> Fork:
     return fork
 
 
-class Report:
+class CheckRunner:
     """Runs the checks on all ranks, prints the outcomes on rank 0, and writes them to verified.json."""
 
-    def __init__(self, fork: Fork, flags: list[str], checks: int) -> None:
-        self._fork, self._flags, self._checks, self._prints = fork, flags, checks, fork.ctx.is_main
+    def __init__(self, fork: Fork, flags: list[str], check_count: int) -> None:
+        self._fork, self._flags, self._check_count, self._is_printing = fork, flags, check_count, fork.ctx.is_main
         self._outcomes: dict[str, dict[str, object]] = {}
-        self._code = provenance.code_checksums()  # of the code as imported
-        ranks = plural(fork.ctx.world_size, "rank")
-        self._task = verified.fingerprint_task(fork.new_model(), dataset_class_name(fork.train_set))
+        self._code_checksums = provenance.compute_code_checksums()  # of the code as imported
+        ranks = format_plural(fork.ctx.world_size, "rank")
+        self._task = verified.describe_task(fork.create_model(), dataset_class_name(fork.train_set))
         precision = str(fork.dtype).removeprefix("torch.")
-        self._print(f"verifying {self._task}, {plural(len(fork.train_set), 'sample')}, on {ranks}, in {precision}")
+        self._print(
+            f"verifying {self._task}, {format_plural(len(fork.train_set), 'sample')}, on {ranks}, in {precision}"
+        )
         RESULT.values |= {"task": self._task, "samples": len(fork.train_set), "precision": precision}
         if fork.ctx.world_size < 4:
             verb = "does" if fork.ctx.world_size == 1 else "do"
@@ -175,92 +177,94 @@ class Report:
             self._print(f"  note: {RESULT.values['notes'][0]}")
 
     @property
-    def broken(self) -> list[str]:
+    def broken_checks(self) -> list[str]:
         return [name for name, outcome in self._outcomes.items() if not outcome["passed"]]
 
-    def run(self, check: Callable[[Fork], str]) -> None:
-        name, began, broken = check.__name__.replace("_", " "), time.monotonic(), self.broken
+    def run_check(self, check: Callable[[Fork], str]) -> None:
+        name, began, broken = check.__name__.replace("_", " "), time.monotonic(), self.broken_checks
         is_skipped = check in TRAINING_CHECKS and "parameters" in broken
         logging.disable(logging.CRITICAL)  # silence the short runs
         try:
             if is_skipped:
-                raise Broken("skipped: parameters is broken; fix that first")
-            self._note(name, True, check(self._fork), began)
+                raise BrokenInvariant("skipped: parameters is broken; fix that first")
+            self._record_outcome(name, True, check(self._fork), began)
         except UserError as problem:
             hint = f" (may be caused by what is broken above: {', '.join(broken)})" if broken and not is_skipped else ""
-            self._note(name, False, str(problem), began, hint)
+            self._record_outcome(name, False, str(problem), began, hint)
         except Exception as error:
             # it may have failed on this rank only, with the others waiting in a collective: every rank has to exit
             rank, is_peers = self._fork.ctx.rank, is_peer_failure(error)
             if rank or is_peers:
                 time.sleep(3)  # let rank 0 report first if it has the same error, and the cause come before lost peers
             if not is_peers:
-                self._prints = True
-                self._note(name, False, f"rank {rank}: {one_line(error)}; fix that first", began)
+                self._is_printing = True
+                self._record_outcome(name, False, f"rank {rank}: {error_text(error)}; fix that first", began)
                 self.finish()
             logging.disable(logging.NOTSET)
             self._fork.clean_up()
-            RESULT.end("could not run", f"rank {rank}: {one_line(error)}")  # unless it is broken
+            RESULT.finish("could not run", f"rank {rank}: {error_text(error)}")  # unless it is broken
             exit_with_error(error, RESULT.exit_code)
         finally:
             logging.disable(logging.NOTSET)
 
-    def _note(self, name: str, is_passed: bool, text: str, began: float, hint: str = "") -> None:
+    def _record_outcome(self, name: str, is_passed: bool, text: str, began: float, hint: str = "") -> None:
         seconds = time.monotonic() - began
-        RESULT.check(name, is_passed, text, seconds)
+        RESULT.add_check(name, is_passed, text, seconds)
         text += hint
         self._outcomes[name] = {"passed": is_passed, "figure": text, "seconds": round(seconds, 1)}
         self._print(f"{'ok    ' if is_passed else 'BROKEN'}  {name:<11} {text}  [{seconds:.1f} s]")
 
     def _print(self, text: str) -> None:
-        if self._prints:
-            print(text, file=OUT, flush=True)
+        if self._is_printing:
+            print(text, file=STDOUT, flush=True)
 
-    def check_fields(self, read: set[str]) -> None:
-        """Call after all checks. read: the fields that the fork's code has read meanwhile."""
-        used_fields, given = read | mentioned_fields(), self._fork.given
-        unread = [setting for setting in fork_settings() if setting.name not in used_fields]
+    def check_fields(self, fields_read: set[str]) -> None:
+        """Call after all checks. fields_read: the fields that the fork's code has read meanwhile."""
+        used_fields, given = fields_read | find_mentioned_fields(), self._fork.given_config
+        unread = [setting for setting in list_fork_settings() if setting.name not in used_fields]
         names = []
         for setting in unread:
             # those of the shipped model and data may stand in a fork without them, unless they are given
             is_given = getattr(given, setting.name) != setting.resolved_default
-            if setting.name not in SHIPPED or is_given:
+            if setting.name not in SHIPPED_FIELDS or is_given:
                 names.append(setting.name)
         if names := all_gather_json(names, self._fork.ctx)[0]:
-            text = f"{first_three(names)}: no code of the fork reads it; read it in model.py or dataset.py, or delete"
-            self._note("fields", False, f"{text} it from config.py", time.monotonic())
+            text = (
+                f"{join_first_three(names)}: no code of the fork reads it; read it in model.py or dataset.py, or delete"
+            )
+            self._record_outcome("fields", False, f"{text} it from config.py", time.monotonic())
 
     def finish(self) -> bool:
         """Write verified.json. Returns whether all invariants hold."""
-        now, ctx = provenance.code_checksums(), self._fork.ctx
-        if edited := [name for name in self._code if now.get(name) != self._code[name]]:
-            text = f"{first_three(edited)}: edited during the checks; run verify.py again"
-            self._note("code", False, text, time.monotonic())
-        broken = self.broken
-        is_passed = not broken and len(self._outcomes) == self._checks
+        now, ctx = provenance.compute_code_checksums(), self._fork.ctx
+        if edited := [name for name in self._code_checksums if now.get(name) != self._code_checksums[name]]:
+            text = f"{join_first_three(edited)}: edited during the checks; run verify.py again"
+            self._record_outcome("code", False, text, time.monotonic())
+        broken = self.broken_checks
+        is_passed = not broken and len(self._outcomes) == self._check_count
         report = {
             "passed": is_passed,
-            "time": provenance.utc_now(),
+            "time": provenance.format_utc_time(),
             "ranks": ctx.world_size,
             "task": self._task,
             "flags": self._flags,
             "settings": self._fork.settings,
             "devices": sorted(set(ctx.device_names)),
-            "versions": provenance.package_versions(),
-            "code": now | self._code,
+            "versions": provenance.collect_package_versions(),
+            "code": now | self._code_checksums,
             "invariants": self._outcomes,
             "notes": [note for check in RESULT.values["checks"] for note in check["notes"]],
             "not_checked": [part for check in RESULT.values["checks"] for part in check["not_checked"]],
         }
-        if self._prints:
-            replace_json(verified.VERIFIED, report)
+        if self._is_printing:
+            replace_json(verified.VERIFICATION_FILE, report)
         broken_text = f"; broken: {', '.join(broken)}" if broken else ""
         held = len(self._outcomes) - len(broken)
-        text = f"{held} of {self._checks} invariants hold{broken_text}"
+        text = f"{held} of {self._check_count} invariants hold{broken_text}"
         if not_checked := RESULT.values["not_checked"]:
-            text += f"; not checked: {plural(not_checked, 'part')}"
-        self._print(f"{text}; wrote {os.path.relpath(verified.VERIFIED)}")
-        RESULT.end("ok" if is_passed else "broken", text, self._prints)
+            text += f"; not checked: {format_plural(not_checked, 'part')}"
+        self._print(f"{text}; wrote {os.path.relpath(verified.VERIFICATION_FILE)}")
+        RESULT.finish("ok" if is_passed else "broken", text, self._is_printing)
         return is_passed
 
 
@@ -269,8 +273,8 @@ if __name__ == "__main__":
         sys.exit(main())
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: no result, nothing was written\n")
-        RESULT.end("could not run", "interrupted")
+        RESULT.finish("could not run", "interrupted")
         os._exit(RESULT.exit_code)
     except Exception as error:
-        RESULT.end("could not run", str(error) if isinstance(error, UserError) else one_line(error))
+        RESULT.finish("could not run", str(error) if isinstance(error, UserError) else error_text(error))
         exit_with_error(error, RESULT.exit_code)

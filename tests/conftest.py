@@ -27,9 +27,9 @@ for number in (signal.SIGINT, signal.SIGHUP):
 import pytest
 import torch
 
-from utils.settings.deleted_extras import deleted_extras
+from utils.settings.deleted_extras import read_deleted_extras
 
-DELETED = deleted_extras()
+DELETED = read_deleted_extras()
 torch.set_num_threads(1)
 
 

@@ -51,7 +51,7 @@ from utils.distributed.context import DistributedContext
 from utils.metrics import MetricTracker
 from utils.run import async_snapshot as copier_module
 from utils.run.checkpoints import Checkpoints
-from utils.run.initial_state import create_state
+from utils.run.initial_state import create_train_state
 from utils.training import fingerprint
 from utils.training import first_passes as first_passes_module
 from utils.training.batchnorm import RunningStats
@@ -346,7 +346,7 @@ def planned(sampler):
 
 def train_and_save(recorder, loader, held_out, config, ctx):
     hooks, clock, sampler = ModelHooks.from_module(your_model, config, ctx.device), loader._clock, loader.sampler
-    state = create_state(hooks, config, ctx)
+    state = create_train_state(hooks, config, ctx)
     model = wrap_ddp(state.model, config, ctx)
     run_first_passes(
         model,
@@ -358,7 +358,7 @@ def train_and_save(recorder, loader, held_out, config, ctx):
         best_metric=config.best_metric,
         max_steps=config.max_steps,
     )
-    state.plan(sampler)
+    state.plan_schedule(sampler)
     for owner, name, part in (
         (loader, "_fetch_micro_batch", "loader"),
         (loader, "_to_device", "augmentation"),
@@ -397,7 +397,7 @@ def train_and_save(recorder, loader, held_out, config, ctx):
 
 def save(recorder, state, attempt):
     """The copy of a checkpoint, whose thread is this one: modes of torch are those of their thread."""
-    run = mock.MagicMock(leads_node=True, mirror=None, resume_path=None, checkpoints=Path("checkpoints"))
+    run = mock.MagicMock(is_node_leader=True, mirror=None, resume_path=None, checkpoint_folder=Path("checkpoints"))
     attempt = SimpleNamespace(run=run, **vars(attempt))
     checkpoints = Checkpoints(attempt, state, {}, before_save=lambda: None)
     recorder.take()

@@ -42,137 +42,137 @@ class Mutation:
 
 # fmt: off
 MUTATIONS = [
-    Mutation('GlobalBatchSampler.smallest_micro_batch', 'return [self.order(0)[-(samples % size) :].tolist()]', 'return []', 'smallest'),
-    Mutation('TrainState.allocate_metrics', 'self.sums.metrics.values.zero_()', 'pass', 'smallest'),
-    Mutation('cleaned_up', 'lock.close()', 'pass', 'living-process'),
-    Mutation('cleaned_up', 'drop_traceback(error)', 'pass', 'living-process'),
+    Mutation('GlobalBatchSampler.find_smallest_micro_batch', 'return [self.epoch_order(0)[-(samples % size) :].tolist()]', 'return []', 'smallest'),
+    Mutation('TrainState.allocate_metrics', 'self.step_sums.metrics.values.zero_()', 'pass', 'smallest'),
+    Mutation('clean_up_on_exit', 'lock.close()', 'pass', 'living-process'),
+    Mutation('clean_up_on_exit', 'drop_traceback(error)', 'pass', 'living-process'),
     Mutation('import_optional', 'except Exception as error:', 'except ImportError as error:', 'packages'),
-    Mutation('TensorBoardWriter._write', 'self._folder = None', 'pass', 'packages'),
-    Mutation('raise_file_limit', 'need = FILES + FILES_PER_RANK * world_size + FILES_PER_WORKER * workers + tensors', 'need = FILES + FILES_PER_RANK * world_size + FILES_PER_WORKER * workers', 'open-files'),
-    Mutation('send_error', 'queue.put((number, (micro_batch, kind(explain_open_files(error) or text))))', 'queue.put((number, (micro_batch, kind(text))))', 'open-files'),
-    Mutation('trains_longer', 'new_limits = *read_limits(values), values["patience"] or math.inf', 'new_limits = *read_limits(values), old_patience or math.inf', 'schedule-end'),
+    Mutation('TensorBoardWriter._call_writer', 'self._folder = None', 'pass', 'packages'),
+    Mutation('raise_open_file_limit', 'need += shared_tensor_count', 'pass', 'open-files'),
+    Mutation('send_pickling_error', 'queue.put((number, (micro_batch, kind(explain_open_file_limit(error) or text))))', 'queue.put((number, (micro_batch, kind(text))))', 'open-files'),
+    Mutation('can_train_longer', 'new_limits = *read_training_limits(values), values["patience"] or math.inf', 'new_limits = *read_training_limits(values), old_patience or math.inf', 'schedule-end'),
     Mutation('environment_without_launcher', 'return {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(name)}', 'return dict(os.environ)', 'command'),  # extra: companions
     Mutation('compare_evaluation_data', 'line, is_other = compare_data(before[split], current[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),
     Mutation('read_best_name', 'return path.stem if best.is_dir() else path.name', 'return ""', 'keep-last'),
     Mutation('decide_start', 'restore_existing_run(new)', 'pass', 'mirror-owner'),  # extra: companions
     Mutation('RunFolder._undo_start', 'restore_existing_run(moved)', 'pass', 'mirror-owner'),  # extra: companions
-    Mutation('seed_evaluation', 'seed_device(device, "evaluation", seed, function, split, indices[0])', 'pass', 'eval-only'),
+    Mutation('seed_evaluation', 'seed_device(device, "evaluation", seed, hook, split, indices[0])', 'pass', 'eval-only'),
     Mutation('Evaluation.evaluate_all_weights', 'with context, preserve_rng_state(self.ctx.device):', 'with context:', 'eval-only'),
-    Mutation('Watchdog._handle_stall', 'if seconds <= TIMES_IN_A_FUNCTION * self._hang_timeout:', 'if False:', 'hang'),  # extra: watch
+    Mutation('Watchdog._handle_stall', 'if seconds <= HOOK_TIMEOUT_FACTOR * self._hang_timeout:', 'if False:', 'hang'),  # extra: watch
     Mutation('_wrap_method', 'setattr(debugger, name, wait_for_commands)', 'pass', 'hang'),  # extra: watch
     Mutation('_convert_to_8_bits', 'return Image.fromarray((values >> 8).astype("uint8"))', 'return file', 'image-levels'),  # extra: images
     Mutation('_convert_to_8_bits', 'file = Image.alpha_composite(Image.new("RGBA", file.size, "white"), file).convert("RGB")', 'file = file.convert("RGB")', 'image-levels'),  # extra: images
-    Mutation('file_suffix', 'return HIDDEN if name.startswith(".") or name in TOOL_FOLDERS else os.path.splitext(name)[1].lower()', 'return os.path.splitext(name)[1].lower()', 'splits'),  # extra: images
+    Mutation('file_suffix', 'return HIDDEN_SUFFIX if name.startswith(".") or name in TOOL_FOLDERS else os.path.splitext(name)[1].lower()', 'return os.path.splitext(name)[1].lower()', 'splits'),  # extra: images
     Mutation('check_splits', 'if not val.exists():', 'if False:', 'splits'),  # extra: images
     Mutation('check_labels', 'shown = "".join(char for char in label if unicodedata.category(char) != "Cf")  # marks without width', 'shown = label', 'labels'),  # extra: images
     Mutation('read_config', 'problems += read.problems', 'pass', 'config'),
     Mutation('read_config', 'sources = {name: f"{file}: " for name in in_file if name not in given}', 'sources = dict[str, str]()', 'config'),
-    Mutation('find_conflicts', 'config = _valid_part(config, missing)', 'pass', 'config'),
-    Mutation('Setting.problem_with', 'return self.check(value) if self.check else ""', 'return ""', 'config'),
+    Mutation('find_conflicts', 'config = _create_partial_config(config, missing)', 'pass', 'config'),
+    Mutation('Setting.find_problem', 'return self.check(value) if self.check else ""', 'return ""', 'config'),
     Mutation('read_config', 'unreadable = names & without_value - given.keys() - in_file.keys()', 'unreadable = set[str]()', 'config'),
     Mutation('Setting.resolved_default', 'return self.convert(self.default)[0]', 'return self.default', 'config'),
-    Mutation('to_json', 'return [to_json(element) for element in value]', 'return value', 'config'),
-    Mutation('to_json', 'return str(value)', 'return value', 'config'),
-    Mutation('_create_list_kind', 'return collect(kind.read(part) for part in value)', 'return [kind.read(part) for part in value]', 'config'),
-    Mutation('expand', 'return os.path.expanduser(os.path.expandvars(path))', 'return path', 'paths'),
+    Mutation('to_json_value', 'return [to_json_value(element) for element in value]', 'return value', 'config'),
+    Mutation('to_json_value', 'return str(value)', 'return value', 'config'),
+    Mutation('_create_list_type', 'return collection_type(kind.read(part) for part in value)', 'return [kind.read(part) for part in value]', 'config'),
+    Mutation('expand_path', 'return os.path.expanduser(os.path.expandvars(path))', 'return path', 'paths'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].add_(other.values[:size])', 'no-silence'),
     Mutation('LogWindow.finish_read', 'sums.sum_view("skipped_steps").add_(len(norms) - len(finite))', 'pass', 'no-silence'),
     Mutation('AsyncSnapshot._compare_ranks', 'self._rank_with_other_buffers = differing[0] if differing else None', 'pass', 'other-buffers'),
-    Mutation('MirroredRun.checkpoints', 'names = [*owner.get("inherits", []), *self.names(f"{latest:08d}/manifests")]', 'names = [name for name in self.names() if "/manifests/" in name]', 'mirror-owner'),  # extra: companions
-    Mutation('MirroredRun.fetch', 'if archive.verify(staging / part).checksum != file["sha256"]:', 'if False:', 'mirror-resume'),  # extra: companions
-    Mutation('MirroredRun.restore_own_records', 'self._restore(name, path)', 'pass', 'mirror-resume'),  # extra: companions
-    Mutation('Uploads._is_a_node_behind', 'return any(node.get("step", -1) < step or (state and not node.get("state")) for node in self._of_nodes())', 'return False', 'mirror-resume'),  # extra: companions
-    Mutation('Mirror.end', 'if status.get("state") == "failed" and self.read_json(name):  # else the earlier records count', 'if status.get("state") == "failed":', 'mirror-resume'),  # extra: companions
-    Mutation('Mirror.end', 'self.write_json(f"owners/{self.generation:08d}.beat", {"state": "ended"})', 'pass', 'mirror-owner'),  # extra: companions
+    Mutation('MirroredRun.read_manifests', 'names = [*owner.get("inherits", []), *self.list_objects(f"{latest:08d}/manifests")]', 'names = [name for name in self.names() if "/manifests/" in name]', 'mirror-owner'),  # extra: companions
+    Mutation('MirroredRun.fetch_checkpoint', 'if archive.verify_archive(staging / part).checksum != file["sha256"]:', 'if False:', 'mirror-resume'),  # extra: companions
+    Mutation('MirroredRun.restore_rank_records', 'self._restore_file(name, path)', 'pass', 'mirror-resume'),  # extra: companions
+    Mutation('MirrorUploader._is_node_behind', 'return any(node.get("step", -1) < step or (final_state and not node.get("state")) for node in statuses)', 'return False', 'mirror-resume'),  # extra: companions
+    Mutation('Mirror.mark_ended', 'if status.get("state") == "failed" and self.read_json(name):  # else the earlier records count', 'if status.get("state") == "failed":', 'mirror-resume'),  # extra: companions
+    Mutation('Mirror.mark_ended', 'self.write_json(f"owners/{self.generation:08d}.beat", {"state": "ended"})', 'pass', 'mirror-owner'),  # extra: companions
     Mutation('share_checkpoint', '_broadcast_file(path / name, 0 if is_whole else number, run, ctx)', '_broadcast_file(path / name, 0, run, ctx)', 'mirror-resume'),  # extra: companions
-    Mutation('FolderLayout.write', 'self._on_all(lambda: publish() if self._leads_node else None, path, payload)', 'self._on_all(lambda: publish() if self._ctx.is_main else None, path, payload)', 'mirror-resume'),  # extra: companions and sharding
+    Mutation('FolderLayout.write', 'self._run_on_all_ranks(lambda: publish() if self._is_node_leader else None, path, payload)', 'self._run_on_all_ranks(lambda: publish() if self._ctx.is_main else None, path, payload)', 'mirror-resume'),  # extra: companions and sharding
     Mutation('_broadcast_file', 'dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), source, group=ctx.control_group)', 'pass', 'mirror-resume'),  # extra: companions
-    Mutation('Uploads._upload', 'self._upload_records()  # before the manifest: who resumes from the checkpoint needs them', 'pass', 'mirror-resume'),  # extra: companions
-    Mutation('Track._send', 'if record["step"] > sent.get(group, -1):', 'if True:', 'tracker'),  # extra: companions
-    Mutation('Track._open', 'note["sent"] = self._tracker.open(note["sent"])', 'self._tracker.open(note["sent"])', 'tracker'),  # extra: companions
-    Mutation('Track.send', 'self._tracker = None', 'pass', 'tracker'),  # extra: companions
-    Mutation('follow', 'except (UserError, OSError) as error:', 'except KeyError as error:', 'mirror-fails'),  # extra: companions
-    Mutation('Companion.state', 'return lock.get("ended", "") if lock.get("token") == self.plan["token"] else ""', 'return lock.get("ended", "")', 'companion'),  # extra: companions
+    Mutation('MirrorUploader._upload_checkpoint', 'self._upload_records()  # before the manifest: who resumes from the checkpoint needs them', 'pass', 'mirror-resume'),  # extra: companions
+    Mutation('TrackCompanion._send_records', 'if record["step"] > sent.get(group, -1):', 'if True:', 'tracker'),  # extra: companions
+    Mutation('TrackCompanion._open_tracker', 'note["sent"] = self._tracker.open(note["sent"])', 'self._tracker.open(note["sent"])', 'tracker'),  # extra: companions
+    Mutation('TrackCompanion.send_new', 'self._tracker = None', 'pass', 'tracker'),  # extra: companions
+    Mutation('follow_run', 'except (UserError, OSError) as error:', 'except KeyError as error:', 'mirror-fails'),  # extra: companions
+    Mutation('Companion.read_final_state', 'return lock.get("ended", "") if lock.get("token") == self.plan["token"] else ""', 'return lock.get("ended", "")', 'companion'),  # extra: companions
     Mutation('Companions._keep_running', 'kill_session(process.pid)  # what it had started', 'pass', 'companion'),  # extra: companions
-    Mutation('Companions._keep_running', 'self._lost = f"{title}: another job has taken over this run; end this one"', 'pass', 'companion'),  # extra: companions
-    Mutation('watch', 'os._exit(0)', 'pass', 'companion'),  # extra: companions
-    Mutation('link', 'os.link(file, copy)', 'copy.symlink_to(file)', 'companion'),  # extra: companions
-    Mutation('Storage.create', 'with open(path, "xb") as file:', 'with open(path, "wb") as file:', 'mirror-owner'),  # extra: companions
+    Mutation('Companions._keep_running', 'self._takeover_error = f"{title}: another job has taken over this run; end this one"', 'pass', 'companion'),  # extra: companions
+    Mutation('stop_with_rank', 'os._exit(0)', 'pass', 'companion'),  # extra: companions
+    Mutation('link_or_copy', 'os.link(file, target)', 'target.symlink_to(file)', 'companion'),  # extra: companions
+    Mutation('Storage.create_object', 'with open(path, "xb") as file:', 'with open(path, "wb") as file:', 'mirror-owner'),  # extra: companions
     Mutation('AsyncSnapshot._compare_ranks', 'odd, fingerprint = broadcast_json([sorted(odd), format_fingerprint(whole + buffers[0] + position)], self._ctx)', 'odd, fingerprint = broadcast_json([sorted(odd), format_fingerprint(whole)], self._ctx)', 'fingerprint'),
     Mutation('find_node_local_ranks', 'latest[host].append(rank)', 'nodes[-1][1].append(rank)', 'mirror-resume'),  # extra: companions
     Mutation('_sum_by_device', 'products *= _random_keys(device)[first : first + len(products)]', 'pass', 'fingerprint'),
     Mutation('_sum_by_device', 'totals[device] += products.sum() * (derive_seed(name, block) | 1)', 'totals[device] += products.sum()', 'fingerprint'),
-    Mutation('_pieces', 'first = local_row_range(owner)[0]', 'pass', 'fingerprint'),
+    Mutation('_split_pieces', 'first = local_row_range(owner)[0]', 'pass', 'fingerprint'),
     Mutation('compare_fingerprints', 'if saved not in (None, bits)', 'if False', 'fingerprint'),
     Mutation('fingerprint_state', 'dist.all_reduce(total, group=group)', 'pass', 'fingerprint'),
-    Mutation('first_gap', 'if "fingerprint" in names or (names and not record_a.keys() & record_b.keys() & {"fingerprint"}):', 'if names:', 'diverge'),  # extra: replay and reports
-    Mutation('content', 'positions = unequal(tensor_a, tensor_b)', 'positions = unequal(tensor_a, tensor_a)', 'diverge'),  # extra: replay and reports
-    Mutation('DDPModel.accumulating', 'with nullcontext() if micro_batch.is_last else self.no_sync():', 'with self.no_sync() if micro_batch.is_last else nullcontext():', 'gradient'),
-    Mutation('TrainState.plan', 'self._loss_scale.fill_(self.strategy.divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
-    Mutation('TrainState.update_if_finite', 'divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.sums.loss_count, float(samples)) * 2.0**-self.progress.loss_shift', 'gradient'),
-    Mutation('train_one_epoch', 'state.show_progress(progress)  # to the parts, and to functions of model.py that ask for it', 'pass', 'step-loss'),
-    Mutation('Validation.validate', 'self.state.show_progress(progress)', 'pass', 'step-loss'),
+    Mutation('find_divergence', 'if "fingerprint" in names or (names and not record_a.keys() & record_b.keys() & {"fingerprint"}):', 'if names:', 'diverge'),  # extra: replay and reports
+    Mutation('compare_batches', 'positions = find_unequal(tensor_a, tensor_b)', 'positions = find_unequal(tensor_a, tensor_a)', 'diverge'),  # extra: replay and reports
+    Mutation('DDPModel.accumulate', 'with nullcontext() if micro_batch.is_last else self.no_sync():', 'with self.no_sync() if micro_batch.is_last else nullcontext():', 'gradient'),
+    Mutation('TrainState.plan_schedule', 'self._loss_scale.fill_(self.strategy.gradient_divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
+    Mutation('TrainState.update_if_finite', 'divisor = self.step_sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.step_sums.loss_count, float(samples)) * 2.0**-self.progress.loss_shift', 'gradient'),
+    Mutation('train_one_epoch', 'state.notify_progress(progress)  # to the parts, and to functions of model.py that ask for it', 'pass', 'step-loss'),
+    Mutation('Validation.validate', 'self.state.notify_progress(progress)', 'pass', 'step-loss'),
     Mutation('TrainState._set_lr', 'group["lr"] = group["base_lr"] * factor', 'group["lr"] = group["base_lr"] * self.factor', 'group-factors'),
-    Mutation('ddp_options', '"find_unused_parameters": find_unused_parameters,', '"find_unused_parameters": False,', 'unused'),
-    Mutation('ExactDDPModel.__init__', 'self._is_static, self._count = is_static or self.find_unused_parameters, dist.get_world_size()', 'self._is_static, self._count = is_static, dist.get_world_size()', 'unused'),  # extra: exact
+    Mutation('create_ddp_options', '"find_unused_parameters": find_unused_parameters,', '"find_unused_parameters": False,', 'unused'),
+    Mutation('ExactDDPModel.__init__', 'self._has_static_gradients = has_static_gradients or self.find_unused_parameters', 'self._has_static_gradients = has_static_gradients', 'unused'),  # extra: exact
     Mutation('seed_device', 'for generator in (torch.default_generator, *on_device):', 'for generator in on_device or [torch.default_generator]:', 'unused'),
-    Mutation('list_group_factors', 'if wrong := sorted(set(names) ^ factor.keys()):', 'if wrong := sorted(set(names) - factor.keys()):', 'group-factors'),
-    Mutation('AfterStep.after_update', 'self._after_step(model, self.view, (1 - skipped).double())', 'self._after_step(model, self.view, torch.ones_like(skipped).double())', 'after-step'),
+    Mutation('list_group_lr_factors', 'if wrong := sorted(set(names) ^ factor.keys()):', 'if wrong := sorted(set(names) - factor.keys()):', 'group-factors'),
+    Mutation('AfterStep.after_update', 'self._after_step(model, self.step_view, (1 - skipped).double())', 'self._after_step(model, self.step_view, torch.ones_like(skipped).double())', 'after-step'),
     Mutation('StepView.fill', 'self.samples_seen.fill_(progress.samples_seen)', 'self.samples_seen.fill_(progress.samples_in_epoch)', 'step-loss'),
-    Mutation('LossTerms._begun', 'work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None', 'work = None', 'terms'),
-    Mutation('LossTerms._begun', 'counts[fetched_batch.number] = self.counts(fetched_batch.batch)', 'counts[0] += self.counts(fetched_batch.batch)', 'terms'),
-    Mutation('LossTerms.divide_by', 'self._counts, self._divisors = counts, torch.where(counts > 0, counts, math.inf)', 'self._counts, self._divisors = counts, counts', 'terms'),
-    Mutation('LossTerms.mean', 'return (sums / self._divisors).sum()', 'return sums.sum() / self._divisors.mean()', 'terms'),
-    Mutation('LossTerms.after_forward', 'return metrics | {"loss": (self.mean(sums), self._one if number == 0 else 0.0)} | terms', 'return metrics | {"loss": (self.mean(sums), self._one)} | terms', 'terms'),
-    Mutation('LossTerms.finish_read', 'self.check(counted, actual)', 'pass', 'terms'),
+    Mutation('LossTerms._start_count_reduces', 'work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None', 'work = None', 'terms'),
+    Mutation('LossTerms._start_count_reduces', 'counts[fetched_batch.number] = self.count_terms(fetched_batch.batch)', 'counts[0] += self.counts(fetched_batch.batch)', 'terms'),
+    Mutation('LossTerms.set_divisors', 'self._counts, self._divisors = counts, torch.where(counts > 0, counts, math.inf)', 'self._counts, self._divisors = counts, counts', 'terms'),
+    Mutation('LossTerms.compute_mean', 'return (sums / self._divisors).sum()', 'return sums.sum() / self._divisors.compute_mean()', 'terms'),
+    Mutation('LossTerms.after_forward', 'return metrics | {"loss": (self.compute_mean(sums), self._mean_count if number == 0 else 0.0)} | terms', 'return metrics | {"loss": (self.compute_mean(sums), self._mean_count)} | terms', 'terms'),
+    Mutation('LossTerms.finish_read', 'self.check_counts(counted, actual)', 'pass', 'terms'),
     Mutation('TermMeans.__call__', 'quotients = torch.where(count == 0, total, total / count)  # a sum that is not finite stays so', 'quotients = total / count.sum()', 'terms'),
     Mutation('compute_gradient', 'state.backward(loss_sum, micro_batch.is_padding)', 'state.backward(loss_sum, False)', 'gradient'),
-    Mutation('TokenBudget.pack', 'if (length if length > longest else longest) * count > self.tokens or count > max_samples:', 'if (length if length > longest else longest) * count >= self.tokens or count > max_samples:', 'lengths'),  # extra: lengths
-    Mutation('TokenBudget.pack', 'if count > 1:', 'if count > 2:', 'lengths'),  # extra: lengths
-    Mutation('BudgetSampler._pack', 'part.sort(stable=True, descending=number % 2 == 1).indices + number * window', 'part.sort(stable=True).indices + number * window', 'lengths'),  # extra: lengths
+    Mutation('TokenBudget.cut_into_micro_batches', 'if (length if length > longest else longest) * count > self.max_tokens or count > max_samples:', 'if (length if length > longest else longest) * count >= self.max_tokens or count > max_samples:', 'lengths'),  # extra: lengths
+    Mutation('TokenBudget.cut_into_micro_batches', 'if count > 1:', 'if count > 2:', 'lengths'),  # extra: lengths
+    Mutation('BudgetSampler._pack_order', 'part.sort(stable=True, descending=number % 2 == 1).indices + number * window', 'part.sort(stable=True).indices + number * window', 'lengths'),  # extra: lengths
     Mutation('BudgetSampler.micro_batches', 'number = sizes.index(min(sizes)) if is_padding else numbers[k]', 'number = 0 if is_padding else numbers[k]', 'lengths'),  # extra: lengths
     Mutation('BudgetSampler.micro_batches', 'passes = math.ceil(count / self.num_replicas) if self.assignment.is_padded else max(1, len(numbers))', 'passes = max(1, len(numbers))', 'lengths'),  # extra: lengths
-    Mutation('balance_ranks', 'dealt = [(hand, ranks - 1 - rank if turn % 2 else rank) for turn, hand in enumerate(hands)]', 'dealt = [(hand, rank) for turn, hand in enumerate(hands)]', 'lengths'),  # extra: lengths
-    Mutation('Schedule.plan', 'total = epochs * sampler.steps_per_epoch', 'total = progress.step + sampler.remaining_steps(progress.epoch, progress.samples_in_epoch, epochs)', 'lengths'),  # extra: lengths
-    Mutation('Schedule.lr_factor_at', 'step = min(step, length - 1)  # epochs may have a few more steps than the first one', 'pass', 'lengths'),  # extra: lengths
+    Mutation('assign_micro_batches', 'dealt = [(hand, world_size - 1 - rank if turn % 2 else rank) for turn, hand in enumerate(hands)]', 'dealt = [(hand, rank) for turn, hand in enumerate(hands)]', 'lengths'),  # extra: lengths
+    Mutation('Schedule.plan', 'total = epochs * sampler.steps_per_epoch', 'total = progress.step + sampler.count_remaining_steps(progress.epoch, progress.samples_in_epoch, epochs)', 'lengths'),  # extra: lengths
+    Mutation('Schedule.compute_lr_factor', 'step = min(step, length - 1)  # epochs may have a few more steps than the first one', 'pass', 'lengths'),  # extra: lengths
     Mutation('read_lengths', 'return lengths.tobytes()', 'return lengths[::-1].tobytes()', 'lengths'),  # extra: lengths
     Mutation('run_first_passes', 'on_all_ranks(lambda: [train_twice(model, other_batch, state, compute_loss) for other_batch in other_batches], ctx)', 'pass', 'lengths'),  # extra: lengths
     Mutation('GlobalBatchSampler.micro_batches', 'count = math.ceil(len(entries) / size)', 'count = max(1, len(entries) // size)', 'order'),
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm.cpu() < math.inf', 'no-reads'),
     Mutation('Updater.step', 'divisor = divisor * ((norm + 1e-6) / self._config.clip_grad_norm).clamp(min=1)', 'divisor = divisor * ((2 * norm + 1e-6) / self._config.clip_grad_norm).clamp(min=1)', 'weights'),
     Mutation('lr_factor', 'return (step + 1) / warmup_steps', 'return step / warmup_steps', 'weights'),
-    Mutation('WeightAverage.update', 'self._taken.add_(taken)', 'self._taken.add_(1)', 'weights'),
+    Mutation('WeightAverage.update', 'self._steps_taken.add_(is_step_taken)', 'self._steps_taken.add_(1)', 'weights'),
     Mutation('Reporter.before_save', 'self.finish_log_point()', 'pass', 'files'),
     Mutation('pause_steps', 'training.reporter.finish_log_point()', 'pass', 'files'),
-    Mutation('Reporter.record_step', 'if self._unwritten and step - self._unwritten.at["step"] >= READ_AFTER:', 'if self._unwritten:', 'no-reads'),
-    Mutation('Checkpoints._poll', 'self._link_best()', 'pass', 'keep-last'),
+    Mutation('Reporter.record_step', 'if self._pending_log_point and step - self._pending_log_point.position["step"] >= STEPS_BEFORE_READ:', 'if self._pending_log_point:', 'no-reads'),
+    Mutation('Checkpoints._poll_write', 'self._link_best()', 'pass', 'keep-last'),
     Mutation('Checkpoints.save_best', 'self._link_best()', 'pass', 'keep-last'),
     Mutation('Checkpoints._agree_on_best', 'self._state.progress.reset_best()', 'pass', 'keep-last'),
-    Mutation('Checkpoints.finish_best', 'if self._is_linked is False:', 'if False:', 'keep-last'),
-    Mutation('WeightAverage.after_load', 'self._taken.fill_(progress.step - progress.skipped_steps - progress.overflow_steps)', 'self._taken.fill_(progress.step)', 'weights'),
-    Mutation('WeightAverage.update', 'rate = (9 / (9 + self._taken)).clamp(min=self._least_rate) * taken  # 1 minus the decay', 'rate = (1 / (1 + self._taken)).clamp(min=self._least_rate) * taken', 'weights'),
+    Mutation('Checkpoints.finish_best', 'if self._is_best_linked is False:', 'if False:', 'keep-last'),
+    Mutation('WeightAverage.after_load', 'self._steps_taken.fill_(progress.step - progress.skipped_steps - progress.overflow_steps)', 'self._steps_taken.fill_(progress.step)', 'weights'),
+    Mutation('WeightAverage.update', 'rate = (9 / (9 + self._steps_taken)).clamp(min=self._min_rate) * is_step_taken  # 1 minus the decay', 'rate = (1 / (1 + self._steps_taken)).clamp(min=self._min_rate) * is_step_taken', 'weights'),
     Mutation('compute_gradient', 'seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)', 'seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, attempt.ctx.rank)', 'dropout'),
     Mutation('GlobalBatchLoader.micro_batches', 'self.sampler.set_epoch(epoch, start)', 'self.sampler.set_epoch(0, start)', 'order'),
-    Mutation('GlobalBatchSampler.order', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, 0))', 'order'),
-    Mutation('sample_draws', 'return _shift(hash_bits(indices.unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'return _shift(hash_bits(torch.arange(len(indices), device=indices.device).unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'samples'),
-    Mutation('GlobalBatchLoader._to_device', 'batch = self.transform(batch, self.sampler.seed, micro_batch.epoch, indices)', 'batch = self.transform(batch, self.sampler.seed, 0, indices)', 'samples'),
-    Mutation('Fetcher._batch', 'seed_host("sample", self._seed, epoch, *indices)', 'pass', 'samples'),
-    Mutation('repeated_order', 'copies = n * torch.arange(repeats).unsqueeze(1)', 'copies = 0 * torch.arange(repeats).unsqueeze(1)', 'order'),  # extra: images
-    Mutation('mix', 'torch.default_generator.manual_seed(seed)', 'pass', 'samples'),  # extra: images
+    Mutation('GlobalBatchSampler.epoch_order', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, 0))', 'order'),
+    Mutation('sample_draws', 'return _shift_right(hash_bits(indices.unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'return _shift_right(hash_bits(torch.arange(len(indices), device=indices.device).unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'samples'),
+    Mutation('GlobalBatchLoader._to_device', 'batch = self.device_transform(batch, self.sampler.seed, micro_batch.epoch, indices)', 'batch = self.device_transform(batch, self.sampler.seed, 0, indices)', 'samples'),
+    Mutation('Fetcher._fetch_batch', 'seed_host("sample", self._seed, epoch, *indices)', 'pass', 'samples'),
+    Mutation('create_repeated_order', 'copies = n * torch.arange(repeats).unsqueeze(1)', 'copies = 0 * torch.arange(repeats).unsqueeze(1)', 'order'),  # extra: images
+    Mutation('mix_batch', 'torch.default_generator.manual_seed(seed)', 'pass', 'samples'),  # extra: images
     Mutation('run_first_passes', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss), ctx)', 'unwrapped'),
-    Mutation('Updater.step', 'if thawed := [name for p, name in self._frozen.items() if p.requires_grad]:', 'if thawed := []:', 'thawed'),
-    Mutation('compare_ranks', 'require_equal(first if all(map(are_fingerprints_alike, local_sketches, first)) else local_sketches, sentence, ctx)', 'pass', 'other-samples'),  # extra: sketches
+    Mutation('Updater.step', 'if thawed := [name for p, name in self._frozen_names.items() if p.requires_grad]:', 'if thawed := []:', 'thawed'),
+    Mutation('compare_sample_fingerprints', 'require_equal(first if all(map(are_fingerprints_alike, local_sketches, first)) else local_sketches, sentence, ctx)', 'pass', 'other-samples'),  # extra: sketches
     Mutation('compare_checkpoint', '(wrong if is_other else may).extend([line] if line else [])', 'may.extend([line] if line else [])', 'other-samples'),  # extra: sketches
-    Mutation('_is_fingerprint_alike', 'return all(abs(a - b) <= TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))', 'return True', 'other-samples'),  # extra: sketches
-    Mutation('RunningStats.add', 'self._sum.add_(self._latest, alpha=samples)', 'self._sum.add_(self._latest)', 'batchnorm'),
-    Mutation('StepSums.start_reduce', 'self._work = self._ranks.start(self.metrics.values, micro_batch.count)', 'self._work = None', 'batchnorm'),
-    Mutation('_is_complete', 'return left % 2**height == 0 and left >> height != after >> height', 'return left >> height != after >> height', 'exact-ranks'),  # extra: exact
-    Mutation('_after', 'return stop if stop < leaves else END', 'return END', 'exact-ranks'),  # extra: exact
-    Mutation('TreeAllReduce.gather', 'chunks, tree = self._received.split(self._chunk), TreeSum()', 'chunks, tree = self._received.split(self._chunk)[::-1], TreeSum()', 'exact-ranks'),  # extra: exact
-    Mutation('TreeRankSum.start', 'return TreeAllReduce(values, parts, count)', 'return dist.get_world_size() > 1 and dist.all_reduce(values, async_op=True)', 'exact-ranks'),  # extra: exact
-    Mutation('RunningStats.commit', 'torch.where(is_finite, self._moved, self._committed, out=self._committed)', 'self._committed.copy_(self._moved)', 'not-finite'),
-    Mutation('train_twice', 'state.sums.running_stats.discard()', 'pass', 'weights'),
-    Mutation('buffers_restored', 'buffer.copy_(before[name])', 'pass', 'smallest'),
+    Mutation('_is_close_fingerprint', 'return all(abs(a - b) <= FINGERPRINT_TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))', 'return True', 'other-samples'),  # extra: sketches
+    Mutation('RunningStats.add', 'self._sum.add_(self._buffers, alpha=samples)', 'self._sum.add_(self._buffers)', 'batchnorm'),
+    Mutation('StepSums.start_reduce', 'self._work = self._rank_sum.start_all_reduce(self.metrics.values, micro_batch.count)', 'self._work = None', 'batchnorm'),
+    Mutation('_is_complete_subtree', 'return left % 2**height == 0 and left >> height != next_leaf >> height', 'return left >> height != next_leaf >> height', 'exact-ranks'),  # extra: exact
+    Mutation('_next_leaf', 'return stop if stop < leaf_count else AFTER_LAST_LEAF', 'return AFTER_LAST_LEAF', 'exact-ranks'),  # extra: exact
+    Mutation('TreeAllReduce.start_all_gather', 'chunks, tree = self._receive_buffer.split(self._chunk_size), TreeSum()', 'chunks, tree = self._receive_buffer.split(self._chunk_size)[::-1], TreeSum()', 'exact-ranks'),  # extra: exact
+    Mutation('TreeRankSum.start_all_reduce', 'return TreeAllReduce(values, parts, count)', 'return dist.get_world_size() > 1 and dist.all_reduce(values, async_op=True)', 'exact-ranks'),  # extra: exact
+    Mutation('RunningStats.commit', 'torch.where(is_finite, self._next, self._committed, out=self._committed)', 'self._committed.copy_(self._next)', 'not-finite'),
+    Mutation('train_twice', 'state.step_sums.running_stats.discard()', 'pass', 'weights'),
+    Mutation('preserve_buffers', 'buffer.copy_(before[name])', 'pass', 'smallest'),
     Mutation('Evaluation.evaluate', 'if not micro_batch.is_padding:', 'if True:', 'evaluation-counts'),
     Mutation('Evaluation.evaluate', 'if count != (whole := len(loader.dataset)):', 'if False:', 'evaluation-counts'),
     Mutation('train_twice', 'for _ in range(2):', 'for _ in range(0):', 'resume'),
@@ -182,19 +182,19 @@ MUTATIONS = [
     Mutation('train_one_epoch', 'if schedule.is_patience_over:', 'if False:', 'evaluation-by-steps'),
     Mutation('fill_in_unsaved', 'wrong = sorted(name for name in names if ours.get(name) != expected[name])', 'wrong = []', 'unsaved'),
     Mutation('fill_in_unsaved', 'names = saved.keys() | (current.keys() & weights.keys())', 'names = saved.keys()', 'unsaved'),
-    Mutation('find_unsaved', 'if trained := [name for name, parameter in unsaved.items() if parameter.requires_grad]:', 'if trained := []:', 'unsaved'),
+    Mutation('find_unsaved_parameters', 'if trained := [name for name, parameter in unsaved.items() if parameter.requires_grad]:', 'if trained := []:', 'unsaved'),
     Mutation('WeightAverage.after_load', 'self.load_state_dict(payload["ema"] or payload["model"])', 'self.load_state_dict(payload["model"])', 'resume'),
-    Mutation('sort_by_sample', 'order = torch.tensor([index for part in parts for index in part["indices"]]).argsort()', 'order = torch.arange(sum(len(part["indices"]) for part in parts))', 'summary'),
+    Mutation('sort_by_sample', 'order = torch.tensor([index for part in rank_outputs for index in part["indices"]]).argsort()', 'order = torch.arange(sum(len(part["indices"]) for part in rank_outputs))', 'summary'),
     Mutation('OutputCollector.add', 'if not is_padding:', 'if True:', 'summary'),
-    Mutation('OutputSummary.finish_evaluation', 'check_output_bytes(sum(all_gather_json(count_bytes(outputs), ctx)))', 'pass', 'summary'),
-    Mutation('OutputSummary.try_evaluation', 'check_output_bytes(count_bytes(outputs) / size * samples)', 'pass', 'summary'),
+    Mutation('OutputSummary.finish_evaluation', 'check_output_bytes(sum(all_gather_json(count_output_bytes(outputs), ctx)))', 'pass', 'summary'),
+    Mutation('OutputSummary.try_evaluation', 'check_output_bytes(count_output_bytes(outputs) / size * samples)', 'pass', 'summary'),
     Mutation('Updater.load_state_dict', 'if self.scaler.is_enabled() and payload["scaler"]:', 'if False:', 'resume'),
-    Mutation('load_optimizer_state', 'restore_entries(optimizer, saved.get("changed_in_groups", []), names)', 'pass', 'resume'),
+    Mutation('load_optimizer_state', 'restore_group_entries(optimizer, saved.get("changed_in_groups", []), names)', 'pass', 'resume'),
     Mutation('load_optimizer_state', 'optimizer.load_state_dict(state_dict | other_entries | {"state": states})', 'optimizer.load_state_dict(state_dict | other_entries | {"state": {}})', 'resume'),
     Mutation('load_optimizer_state', 'other_entries = {key: saved[key] for key in state_dict.keys() & saved.keys() if key != "param_groups"}', 'other_entries = {}', 'resume'),
     Mutation('load_matching_weights', 'if is_other_model or 2 * len(fitting) < len(in_started):', 'if is_other_model:', 'plain-load'),
     Mutation('match_parameter_names', 'short = name.removeprefix(prefix)', 'short = name', 'plain-load'),
-    Mutation('WeightAverage.__init__', 'self._copies = {value: copy_in_float32(source) for value, source in sources.items()}', 'self._copies = {value: source.clone() for value, source in sources.items()}', 'weights'),
+    Mutation('WeightAverage.__init__', 'self._average_by_value = {value: copy_in_float32(source) for value, source in sources.items()}', 'self._average_by_value = {value: source.clone() for value, source in sources.items()}', 'weights'),
     Mutation('resume_run', 'if not is_comparable:', 'if False:', 'changed-settings'),
     Mutation('compare_held_out', 'elif split not in new:', 'elif False:', 'changed-settings'),
     Mutation('resume_run', 'on_all_ranks(lambda: run.rewind(progress.step, is_evaluated, has_test) if run.is_node_leader else None, ctx)', 'pass', 'records-once'),
@@ -202,9 +202,9 @@ MUTATIONS = [
     Mutation('Updater.step', 'norm = torch.add(norm, loss, alpha=0)  # 0 times a non-finite loss is NaN', 'pass', 'not-finite'),
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm <= math.inf', 'not-finite'),
     Mutation('WeightAverage.after_update', 'self.update(1 - skipped)', 'self.update(torch.ones_like(skipped))', 'not-finite'),
-    Mutation('prepare_optimizer', 'fill_momenta(optimizer)', 'pass', 'not-finite'),
-    Mutation('Consensus.flush', 'self._start(every=1)', 'pass', 'stop'),
-    Mutation('train_one_epoch', 'training.consensus.flush()  # an earlier vote must not count after a save', 'pass', 'stop'),
+    Mutation('prepare_optimizer', 'fill_momentum_buffers(optimizer)', 'pass', 'not-finite'),
+    Mutation('Consensus.vote_and_wait', 'self._start_vote(steps_between_votes=1)', 'pass', 'stop'),
+    Mutation('train_one_epoch', 'training.consensus.vote_and_wait()  # an earlier vote must not count after a save', 'pass', 'stop'),
     Mutation('ignore_signals_in_worker', 'signal.signal(number, signal.SIG_IGN)', 'signal.signal(number, signal.SIG_DFL)', 'stop'),
     Mutation('StopSignals._record', 'self._received, self.received_at = signal.Signals(number).name, time.monotonic()', 'pass', 'stop'),
     Mutation('cleanup_distributed', 'dist.barrier()', 'pass', 'clean-exit'),
@@ -212,60 +212,60 @@ MUTATIONS = [
     Mutation('replace_file', 'os.fsync(file.fileno())', 'pass', 'whole-file'),
     Mutation('replace_file', 'fsync_folder(path.parent)', 'pass', 'whole-file'),
     Mutation('replace_file', 'temporary = temporary_path(path)', 'temporary = path', 'whole-file'),
-    Mutation('verify', 'if is_hashed and trailer.checksum != digest:', 'if False:', 'damaged'),
-    Mutation('check_step_in_name', 'if (name := STEP_NAME.fullmatch(path.name)) and int(name[1]) != step:', 'if False:', 'damaged'),
-    Mutation('latest_valid', 'if skipped:', 'if False:', 'all-damaged'),
-    Mutation('load', 'return retry(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped))', 'return retry(lambda: torch.load(path, map_location="cpu", weights_only=False, mmap=is_mapped))', 'untrusted'),
-    Mutation('superseded_steps', 'for step in list(steps)[:-keep_last]:', 'for step in list(steps)[:-1]:', 'keep-last'),
+    Mutation('verify_archive', 'if computes_checksum and trailer.checksum != digest:', 'if False:', 'damaged'),
+    Mutation('check_step_in_name', 'if (name := STEP_NAME_PATTERN.fullmatch(path.name)) and int(name[1]) != step:', 'if False:', 'damaged'),
+    Mutation('find_latest_valid', 'if skipped:', 'if False:', 'all-damaged'),
+    Mutation('load_weights_only', 'return retry(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))', 'return retry(lambda: torch.load(path, map_location="cpu", weights_only=False, mmap=mmap))', 'untrusted'),
+    Mutation('find_superseded_steps', 'for step in list(steps)[:-keep_last]:', 'for step in list(steps)[:-1]:', 'keep-last'),
     Mutation('AsyncSnapshot._compare_ranks', 'odd, fingerprint = broadcast_json([sorted(odd), format_fingerprint(whole + buffers[0] + position)], self._ctx)', 'odd, fingerprint = [], ""', 'divergence'),
     Mutation('CheckpointWriter.poll', 'except OSError as error:', 'except BlockingIOError as error:', 'disk'),
-    Mutation('Checkpoints._after_copy', 'self.finish_copy()', 'pass', 'resume'),
+    Mutation('Checkpoints._finish_copy_before', 'self.finish_copy()', 'pass', 'resume'),
     Mutation('train_epochs', 'checkpoints.finish_copy()  # after_epoch may change the weights', 'pass', 'resume'),
-    Mutation('CheckpointWriter._check_progress', 'self._stalled_s = 0.0 if has_moved else self._stalled_s + min(now - self._polled_at, MAX_SECONDS_COUNTED)', 'self._stalled_s = 0.0', 'stalled-write'),
+    Mutation('CheckpointWriter._check_progress', 'self._stalled_s = 0.0 if has_moved else self._stalled_s + min(now - self._polled_at, MAX_STALL_SECONDS_PER_POLL)', 'self._stalled_s = 0.0', 'stalled-write'),
     Mutation('_HashingWriter.write', 'self._on_progress()', 'pass', 'stalled-write'),
-    Mutation('OnCheckpoint.leave', 'os.killpg(command.pid, number)', 'command.send_signal(number)', 'command'),  # extra: companions
+    Mutation('CheckpointCommand.leave', 'os.killpg(command.pid, number)', 'command.send_signal(number)', 'command'),  # extra: companions
     Mutation('exit_with_torchrun', 'die_with_parent()', 'pass', 'launcher-killed'),
     Mutation('open_run', 'check_ranks_equal(config, ctx)', 'pass', 'alike'),
-    Mutation('exit_rejected', 'exit_now(error.exit_code)', 'exit_now(1)', 'exit-codes'),
-    Mutation('main', 'return PREEMPTED if is_preempted and not read_launch().is_under_torchrun else 0', 'return 0', 'exit-codes'),
+    Mutation('exit_with_user_error', 'exit_now(error.exit_code)', 'exit_now(1)', 'exit-codes'),
+    Mutation('main', 'return EXIT_PREEMPTED if is_preempted and not read_launch().is_under_torchrun else 0', 'return 0', 'exit-codes'),
     Mutation('make_libraries_deterministic', 'os.environ.setdefault("NCCL_NVLS_ENABLE", "0")', 'pass', 'kernels'),
     Mutation('train_one_epoch', 'reporter.record_step(samples, indices)', 'reporter.record_step(samples + 0 * int(metrics["loss"][0].item()), indices)', 'no-reads'),
-    Mutation('ddp_options', '"gradient_as_bucket_view": True,', '"gradient_as_bucket_view": False,', 'buckets'),
-    Mutation('ddp_options', 'return no_buffers | {', 'return {', 'collectives'),
+    Mutation('create_ddp_options', '"gradient_as_bucket_view": True,', '"gradient_as_bucket_view": False,', 'buckets'),
+    Mutation('create_ddp_options', 'return no_buffers | {', 'return {', 'collectives'),
     Mutation('setup_distributed', 'fast_bf16=all(info["bf16"] for info in rank_infos),', 'fast_bf16=any(info["bf16"] for info in rank_infos),', 'precision'),
     Mutation('describe_hang', 'last = [rank for rank, reached in progress.items() if reached == min(progress.values())]', 'last = [rank for rank, reached in progress.items() if reached == max(progress.values())]', 'hang'),  # extra: watch
     Mutation('RunFolder.rewind', 'if record.get("event") in START_EVENTS:', 'if False:', 'goodput'),
-    Mutation('RunFolder.timestamp', 'return iso(self._clock_offset + time.monotonic())', 'return iso()', 'clock-jump'),
+    Mutation('RunFolder.format_timestamp', 'return iso(self._clock_offset + time.monotonic())', 'return iso()', 'clock-jump'),
     Mutation('RunFolder.check_owner', 'if token != self.start_decision.token:', 'if False:', 'one-owner'),
     Mutation('RunLock._take_file_lock', 'fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].copy_(other.values[:size])', 'weights'),
     Mutation('Updater.step', 'self.optimizer.found_inf = skipped', 'self.optimizer.found_inf = self.zero', 'not-finite'),
-    Mutation('compare_data', 'if before["identity"] != current["identity"]:', 'if False:', 'must-match'),
+    Mutation('compare_data', 'if saved["identity"] != current["identity"]:', 'if False:', 'must-match'),
     Mutation('kill_workers', 'child.kill()', 'pass', 'clean-exit'),
     Mutation('compute_loss', 'return {"loss": (loss, len(labels)), "top1": (count_correct(logits, labels), len(labels))}', 'return {"loss": (loss / len(labels), len(labels)), "top1": (count_correct(logits, labels), len(labels))}', 'shipped-loss'),
     Mutation('StepSums.allocate', 'self.running_stats.use_accumulator(self.metrics.values[len(self.metrics.values) - self.running_stats.size :])', 'pass', 'batchnorm'),
     Mutation('train_one_epoch', 'stream = training.loader.micro_batches(progress.epoch, progress.samples_in_epoch)', 'stream = training.loader.micro_batches(progress.epoch, 0)', 'kills'),
-    Mutation('Consensus._read', 'if stop:', 'if False:', 'stop'),
+    Mutation('Consensus._read_votes', 'if stop:', 'if False:', 'stop'),
     Mutation('count_gpus', 'if not shutil.which(command[0]) and any(path.exists() for path in GPU_DRIVERS):  # importing torch takes seconds', 'if False:', 'devices'),  # extra: launcher
-    Mutation('exit_code', 'if state == "preempted":', 'if state == "stopped":', 'exit-codes'),  # extra: launcher
+    Mutation('determine_exit_code', 'if state == "preempted":', 'if state == "stopped":', 'exit-codes'),  # extra: launcher
     Mutation('check_interfaces', 'if variable.startswith("GLOO") and given.startswith(("^", "=")):', 'if False:', 'misconfigured'),  # extra: launcher
-    Mutation('launch', 'create_folders(config, has_run=is_training and plan.nodes.most > 1)', 'create_folders(config)', 'nodes'),  # extra: launcher
+    Mutation('launch', 'create_folders(config, has_run=is_training and plan.nodes.max_nodes > 1)', 'create_folders(config)', 'nodes'),  # extra: launcher
     Mutation('read_nodes', 'if rank >= most:', 'if rank > most:', 'misconfigured'),  # extra: launcher
-    Mutation('main', 'is_failed = any(finding.level == verdict.FAILURE for finding in steps.findings)', 'is_failed = False', 'preflight'),  # extra: preflight
+    Mutation('main', 'is_failed = any(finding.level == diagnosis.FAILURE for finding in steps.findings)', 'is_failed = False', 'preflight'),  # extra: preflight
     Mutation('main', 'return 0 if is_passed else 1', 'return 0', 'verify'),  # extra: verify
-    Mutation('read', 'kind = choose_weights(payload, use_ema, source)', 'kind = "model"', 'export'),
-    Mutation('merge', 'if part.fullmatch(left.name):', 'if left.name.startswith(f"{out.name}.rank"):', 'predict'),
-    Mutation('WatchdogSupervisor.report_to_ranks', 'cause = self._watchdog.find_lost_rank() or error', 'pass', 'rank-killed'),  # extra: watch
-    Mutation('_shared_rows', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes), mmap.MAP_PRIVATE), dtype=torch.uint8)', 'cache'),  # extra: cache
-    Mutation('_shared_rows', 'os.unlink(path)', 'pass', 'cache'),  # extra: cache
+    Mutation('read_export', 'kind = choose_weights(payload, use_ema, source)', 'kind = "model"', 'export'),
+    Mutation('merge_rank_files', 'if part.fullmatch(left.name):', 'if left.name.startswith(f"{out.name}.rank"):', 'predict'),
+    Mutation('RankSupervisor.report_to_ranks', 'cause = self._watchdog.find_lost_rank() or error', 'pass', 'rank-killed'),  # extra: watch
+    Mutation('_create_shared_rows', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes), mmap.MAP_PRIVATE), dtype=torch.uint8)', 'cache'),  # extra: cache
+    Mutation('_create_shared_rows', 'os.unlink(path)', 'pass', 'cache'),  # extra: cache
     Mutation('GlobalBatchLoader._start_transfer', 'if isinstance(item[1], (UserError, TrainingError)):', 'if False:', 'bad-sample'),
-    Mutation('build_sharded', 'group.set_gradient_divide_factor(1.0)', 'pass', 'sharding'),  # extra: sharding
-    Mutation('norm_over', 'return torch.linalg.vector_norm(norms)', 'return norm', 'sharding'),  # extra: sharding
-    Mutation('build_sharded', 'group.reshard()', 'pass', 'sharding'),  # extra: sharding
+    Mutation('build_sharded_model', 'group.set_gradient_divide_factor(1.0)', 'pass', 'sharding'),  # extra: sharding
+    Mutation('combine_norms', 'return torch.linalg.vector_norm(norms)', 'return norm', 'sharding'),  # extra: sharding
+    Mutation('build_sharded_model', 'group.reshard()', 'pass', 'sharding'),  # extra: sharding
     Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(numbers))', 'passes = max(1, len(numbers))', 'sharding'),  # extra: sharding
-    Mutation('optimizer_state', 'key: create_dtensor(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value', 'key: value', 'sharded-resume'),  # extra: sharding
-    Mutation('FolderLayout.write', 'self._on_all(lambda: self._prepare(path, folder, payload), path, payload)', 'self._prepare(path, folder, payload)', 'sharded-save'),  # extra: sharding
-    Mutation('FolderFormat.verify', 'if archive.verify(path / name, is_hashed=number % part[1] == part[0]) != (step, files[name]):', 'if archive.verify(path / name).step != step:', 'sharded-damage'),  # extra: sharding
+    Mutation('collect_optimizer_state', 'states[number][key] = create_dtensor(value, parameters_by_tensor[p])', 'pass', 'sharded-resume'),  # extra: sharding
+    Mutation('FolderLayout.write', 'self._run_on_all_ranks(lambda: self._prepare_folder(path, folder, payload), path, payload)', 'self._prepare_folder(path, folder, payload)', 'sharded-save'),  # extra: sharding
+    Mutation('FolderFormat.verify', 'if trailer != (step, files[name]):', 'if trailer.step != step:', 'sharded-damage'),  # extra: sharding
 ]
 # fmt: on
 

@@ -314,8 +314,8 @@ def train_task(task, flags, dtype=torch.float32, stops=(), goes_on=True):
 class EagerConsensus(Consensus):
     """Votes at every step."""
 
-    def _start(self, every):
-        super()._start(1)
+    def _start_vote(self, steps_between_votes):
+        super()._start_vote(1)
 
 
 @contextlib.contextmanager

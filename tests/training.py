@@ -24,8 +24,8 @@ from utils.run.checkpoints import Checkpoints
 class PatientCheckpoints(Checkpoints):
     """Waits for the write before, so that the saved steps do not depend on the clock."""
 
-    def save(self, now: bool = False, again: bool = False) -> None:
-        super().save(True, again)
+    def save(self, blocking: bool = False, force: bool = False) -> None:
+        super().save(blocking=True, force=force)
 
 
 assembly.Checkpoints = PatientCheckpoints
@@ -76,10 +76,10 @@ class Runs:
         run_ranks(world_size, train_task, task, self.words(name, *flags), dtype, stops, goes_on)
 
     def checkpoints(self, name: str) -> list[Path]:
-        return checkpoint.step_checkpoints(self.folder(name) / "checkpoints")
+        return checkpoint.list_step_checkpoints(self.folder(name) / "checkpoints")
 
     def last(self, name: str) -> dict:
-        return checkpoint.read(self.checkpoints(name)[-1])[0]
+        return checkpoint.read_checkpoint(self.checkpoints(name)[-1])[0]
 
     def json(self, name: str, file: str) -> dict:
         return json.loads((self.folder(name) / file).read_text())

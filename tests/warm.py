@@ -13,7 +13,7 @@ from utils.run import provenance
 from utils.training import fingerprint
 
 fingerprint._random_keys(torch.device("cpu"))  # cached: megabytes that each rank would compute again
-provenance.package_versions()  # caches the packages' metadata
+provenance.collect_package_versions()  # caches the packages' metadata
 gc.collect()
 gc.freeze()  # a garbage collection in a forked process would copy every page of these imports
 
@@ -21,8 +21,8 @@ gc.freeze()  # a garbage collection in a forked process would copy every page of
 def be_quick():
     """Turn off features that cost more than a tiny run and that no test checks in these processes (test_whole_run.py
     does)."""
-    provenance._git_commit = lambda: ("", False)
-    utils.report.reporter.zip_code = lambda path: None
+    provenance._read_git_commit = lambda: ("", False)
+    utils.report.reporter.write_code_zip = lambda path: None
     utils.report.reporter.TensorBoardWriter = lambda folder, start_step: utils.report.tensorboard.TensorBoardWriter(
         None, start_step
     )

@@ -16,12 +16,12 @@ from utils.report.reporter import Reporter
 from utils.report.validation import Validation
 from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
-from utils.run.initial_state import create_state
+from utils.run.initial_state import create_train_state
 from utils.run.provenance import create_provenance
 from utils.run.resume import resume_run
 from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.ddp_model import WrappedModel
-from utils.training.first_passes import buffers_restored, run_first_passes
+from utils.training.first_passes import preserve_buffers, run_first_passes
 from utils.training.gradient_strategy import wrap_ddp
 from utils.training.hooks import ModelHooks, check_model_module
 from utils.training.state import TrainState
@@ -64,7 +64,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
     attempt = replace(attempt, config=config)
     hooks = ModelHooks.from_module(model_module, config, ctx.device)
     is_resumed = bool(run.resume_path)
-    state = on_all_ranks(lambda: create_state(hooks, config, ctx, is_resumed, sets.train), ctx)
+    state = on_all_ranks(lambda: create_train_state(hooks, config, ctx, is_resumed, sets.train), ctx)
 
     train_set, held_out_sets = sets.train, sets.held_out
     train_set, held_out_sets = cache_datasets(train_set, held_out_sets, config, ctx, attempt.logger)  # extra: cache
@@ -78,8 +78,8 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
 
     on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
-    with buffers_restored(state.model):
-        selects_best = run_first_passes(
+    with preserve_buffers(state.model):
+        metric_and_sign = run_first_passes(
             model,
             state,
             loader,
@@ -94,7 +94,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
 
             on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, hooks, config), ctx)
     provenance = create_provenance(config, ctx, state, sampler) | sets.provenance
-    differences = resume_run(attempt, state, sampler, provenance, sets.file_listing, selects_best)
+    differences = resume_run(attempt, state, sampler, provenance, sets.file_listing, metric_and_sign)
 
     reporter = Reporter(attempt, state, loader, provenance, hooks.log_images)
     attempt.resources.callback(reporter.close)
@@ -106,11 +106,11 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
         part.start()
 
     def vote() -> Vote:
-        return Vote(stop=attempt.is_asked_to_stop, save=checkpoints.is_save_due())
+        return Vote(stop=attempt.is_stop_requested, save=checkpoints.is_save_due())
 
     consensus = Consensus(vote, ctx.control_group)
     loaders = {"train": loader, **held_out}
-    validation = Validation(attempt, state, hooks, consensus, loaders, reporter, checkpoints, best_metric=selects_best)
+    validation = Validation(attempt, state, hooks, consensus, loaders, reporter, checkpoints, metric_and_sign)
     return Training(
         attempt=attempt,
         hooks=hooks,

@@ -10,52 +10,54 @@ from typing import Any
 from torch import Tensor
 
 
-def map_leaves(function: Callable[[Any], Any], batch: Any, method: str = "") -> Any:
+def map_leaves(function: Callable[[Any], Any], batch: Any, leaf_method: str = "") -> Any:
     """The batch with function(value) in place of every value that is not a container.
 
     Containers and objects are copied without their constructors, and keep their class and what else they hold.
 
     Args:
-        method: objects that have a method of this name are leaves.
+        leaf_method: objects that have a method of this name are leaves.
     """
-    return _map(batch, function, method, {})
+    return _map_nested(batch, function, leaf_method, {})
 
 
-def _map(value: Any, function: Callable[[Any], Any], method: str, copies: dict[int, tuple[Any, Any]]) -> Any:
+def _map_nested(value: Any, function: Callable[[Any], Any], leaf_method: str, memo: dict[int, tuple[Any, Any]]) -> Any:
     """`map_leaves` of a part. A nested function that calls itself would be a reference cycle, and would keep the batch
     in memory until the garbage collector runs.
 
-    copies: of containers and objects by id, since these may refer to each other. The original is stored beside its
+    memo: of containers and objects by id, since these may refer to each other. The original is stored beside its
         copy, so that its id cannot be used again.
     """
-    if isinstance(value, Tensor) or has_method(value, method):
+    if isinstance(value, Tensor) or has_method(value, leaf_method):
         return function(value)
-    if id(value) in copies:
-        return copies[id(value)][1]
+    if id(value) in memo:
+        return memo[id(value)][1]
     if isinstance(value, tuple):
-        values = [_map(entry, function, method, copies) for entry in value]
+        values = [_map_nested(entry, function, leaf_method, memo) for entry in value]
         try:
             return tuple.__new__(type(value), values)
         except TypeError:  # torch.Size and torch.return_types are classes of C
             return type(value)(values)
     is_container = isinstance(value, dict | list | deque)
-    if is_container or (has_batch_values(type(value)) and object.__getstate__(value)):
+    if is_container or (has_batch_attributes(type(value)) and object.__getstate__(value)):
         result = copy.copy(value)
-        copies[id(value)] = value, result
+        memo[id(value)] = value, result
         for entries in (result if is_container else {}, getattr(result, "__dict__", {})):
             for key, entry in [*entries.items()] if isinstance(entries, dict) else enumerate(entries):
-                entries[key] = _map(entry, function, method, copies)
+                entries[key] = _map_nested(entry, function, leaf_method, memo)
         state: Any = object.__getstate__(result)
         if isinstance(state, tuple):  # with the attributes in slots
             for name, entry in state[1].items():
-                object.__setattr__(result, name, _map(entry, function, method, copies))  # also if it is frozen
+                object.__setattr__(
+                    result, name, _map_nested(entry, function, leaf_method, memo)
+                )  # also if it is frozen
         return result
     if isinstance(value, Mapping):  # without attributes, such as types.MappingProxyType
-        return {key: _map(entry, function, method, copies) for key, entry in value.items()}
+        return {key: _map_nested(entry, function, leaf_method, memo) for key, entry in value.items()}
     return function(value)
 
 
-def has_batch_values(kind: type) -> bool:
+def has_batch_attributes(kind: type) -> bool:
     """Whether the attributes of a class's objects are values of a batch."""
     marks = "__dataclass_fields__", "__attrs_attrs__", "to", "pin_memory"
     return issubclass(kind, Mapping | Sequence) or any(hasattr(kind, mark) for mark in marks)
@@ -90,7 +92,7 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def tensors_in(batch: Any) -> list[Tensor]:
+def list_tensors(batch: Any) -> list[Tensor]:
     """The tensors of the batch, in order."""
     tensors: list[Tensor] = []
     map_tensors(tensors.append, batch)

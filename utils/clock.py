@@ -11,8 +11,8 @@ import torch
 
 PHASES = ("start", "data", "forward", "backward", "update", "save", "evaluation", "end")
 STEP_PHASES = ("data", "forward", "backward", "update")
-STEPS_KEPT = 512
-NO_FUNCTION = "-"
+MAX_STEP_DURATIONS = 512
+NO_HOOK = "-"
 
 
 class PhaseClock:
@@ -23,46 +23,49 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._seconds, self._seconds_taken = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)  # taken: by `take`
-        self.counter = self.step = 0
-        self.durations: deque[float] = deque(maxlen=STEPS_KEPT)  # seconds of the latest steps
-        self.phase, self._counted_until, self._step_began = "start", time.perf_counter(), 0.0
-        self.function = NO_FUNCTION  # of model.py, in which an evaluation is
+        self._seconds, self._seconds_at_last_take = (
+            dict.fromkeys(PHASES, 0.0),
+            dict.fromkeys(PHASES, 0.0),
+        )  # taken: by `take`
+        self.progress_count = self.step = 0
+        self.step_durations: deque[float] = deque(maxlen=MAX_STEP_DURATIONS)  # seconds of the latest steps
+        self.phase, self._counted_until, self._step_started_at = "start", time.perf_counter(), 0.0
+        self.hook = NO_HOOK  # of model.py, in which an evaluation is
         self._events: list[tuple[str, torch.Event]] | None = [] if device and device.type != "cpu" else None
-        self.enter("start")
+        self.enter_phase("start")
 
     @property
     def last_completed_step(self) -> int:
         """The last optimizer step that is complete; that of this phase may be."""
         return self.step - (self.phase in STEP_PHASES)
 
-    def enter_function(self, function: str) -> None:
+    def enter_hook(self, hook: str) -> None:
         """Show that the evaluation is in this function of model.py, until a phase is entered."""
-        self.function = function
-        self.counter += 1
+        self.hook = hook
+        self.progress_count += 1
 
-    def enter(self, phase: str) -> None:
+    def enter_phase(self, phase: str) -> None:
         """Enter a phase."""
         self._count_time()
-        self.phase, self.function = phase, NO_FUNCTION
-        self.counter += 1
+        self.phase, self.hook = phase, NO_HOOK
+        self.progress_count += 1
         if phase in ("forward", "backward"):
-            self._mark_device(phase)
+            self._record_device_event(phase)
 
     def begin_step(self, step: int) -> None:
         """Begin optimizer step `step` (from 1), in the data phase."""
         now = self._count_time()  # belongs to the previous step
-        if self._step_began:
-            self.durations.append(now - self._step_began)
+        if self._step_started_at:
+            self.step_durations.append(now - self._step_started_at)
         else:
-            self._mark_device("update")
-        self._step_began = now
-        self.step, self.phase, self.counter = step, "data", self.counter + 1
+            self._record_device_event("update")
+        self._step_started_at = now
+        self.step, self.phase, self.progress_count = step, "data", self.progress_count + 1
 
     def pause_steps(self) -> None:
         """Leave the training steps, for an evaluation or the end of an epoch."""
-        self._step_began = 0.0
-        self._mark_device("pause")
+        self._step_started_at = 0.0
+        self._record_device_event("pause")
 
     def seconds_by_phase(self) -> dict[str, float]:
         """The seconds so far in each phase."""
@@ -72,15 +75,15 @@ class PhaseClock:
     def take_step_times(self) -> Callable[[], tuple[float, float, float]]:
         """The seconds of this rank since the last call in training steps, in waits for data and in forward passes, as a
         function. Those of an accelerator are its own, and the function waits until it has reached this call."""
-        spent, before = self.seconds_by_phase(), self._seconds_taken
-        self._seconds_taken = spent
+        spent, before = self.seconds_by_phase(), self._seconds_at_last_take
+        self._seconds_at_last_take = spent
         data, forward, *other_phases = (spent[phase] - before[phase] for phase in STEP_PHASES)
         if self._events is None:
             return lambda: (data + forward + sum(other_phases), data, forward)
-        self._mark_device("update")
+        self._record_device_event("update")
         events, self._events = self._events, self._events[-1:]  # which is where the next interval begins
 
-        def on_the_device() -> tuple[float, float, float]:
+        def read_device_times() -> tuple[float, float, float]:
             events[-1][1].synchronize()
             pieces = [
                 (a, then, begin.elapsed_time(end) / 1000) for (a, begin), (then, end) in itertools.pairwise(events)
@@ -88,7 +91,7 @@ class PhaseClock:
             in_steps = sum(seconds for name, _, seconds in pieces if name != "pause")
             return in_steps, data, sum(seconds for *names, seconds in pieces if names == ["forward", "backward"])
 
-        return on_the_device
+        return read_device_times
 
     def _count_time(self) -> float:
         """Count the time up to now for the current phase. Returns the time."""
@@ -96,7 +99,7 @@ class PhaseClock:
         self._seconds[self.phase] += self._counted_until - before
         return self._counted_until
 
-    def _mark_device(self, phase: str) -> None:
+    def _record_device_event(self, phase: str) -> None:
         """Queue a time stamp on an accelerator, at which this phase begins."""
         if self._events is not None:
             event = torch.Event(enable_timing=True)
@@ -105,5 +108,5 @@ class PhaseClock:
 
     def close(self) -> None:
         """Call when this rank has finished, or has reported its failure."""
-        self.enter("end")
+        self.enter_phase("end")
         self._events = None

@@ -9,19 +9,19 @@ from itertools import product
 from pathlib import Path
 
 CGROUP_MOUNT = Path("/sys/fs/cgroup")
-OWN_CGROUP = Path("/proc/self/cgroup")
-CPU_CGROUP = r"(?m)^\d+:([^:]*\bcpu\b[^:]*|):/*(.*)"  # the controllers (none in version 2) and the path
+PROCESS_CGROUP_FILE = Path("/proc/self/cgroup")
+CPU_CGROUP_PATTERN = r"(?m)^\d+:([^:]*\bcpu\b[^:]*|):/*(.*)"  # the controllers (none in version 2) and the path
 QUOTA_FILES = ["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]  # of version 2 and of version 1
 
 
-def usable_cpus() -> int:
+def count_usable_cpus() -> int:
     """CPUs that this process may use: its affinity mask (where the system has one), and the smallest quota of a cgroup
     from its own one up to the root, in versions 1 and 2."""
     cpus = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     cgroups = "0::/\n0:cpu,cpuacct:/\n"  # in a container the mount's root may be the own one, under another path
     with suppress(OSError, ValueError):
-        cgroups += OWN_CGROUP.read_text()
-    for controllers, path in re.findall(CPU_CGROUP, cgroups):
+        cgroups += PROCESS_CGROUP_FILE.read_text()
+    for controllers, path in re.findall(CPU_CGROUP_PATTERN, cgroups):
         mounts = (controllers, "cpu") if controllers else ("",)
         for mount, level, names in product(mounts, [Path(path), *Path(path).parents], QUOTA_FILES):
             with suppress(OSError, ValueError, ArithmeticError):  # no such file, or "max": no quota

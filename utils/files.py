@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 
 T = TypeVar("T")
 
-TEMPORARY = ".tmp"
+TEMPORARY_SUFFIX = ".tmp"
 PERMANENT_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 PERMANENT_ERRORS |= {
     errno.ELOOP,
@@ -26,7 +26,7 @@ PERMANENT_ERRORS |= {
     errno.ENXIO,
 }  # the last two: of wrong content, of sockets
 SECONDS_BETWEEN_TRIES = 1.0
-MAX_WAITING_LINES = 100_000  # lines kept while they cannot be written
+MAX_PENDING_LINES = 100_000  # lines kept while they cannot be written
 BLOCK_BYTES = 1 << 18  # bytes of a step back from the end of a file
 
 
@@ -82,7 +82,7 @@ def replace_file(
 
 def temporary_path(path: Path) -> Path:
     """A new name for a temporary file. Several ranks may write `path`, in containers even with equal names and pids."""
-    return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}{TEMPORARY}")
+    return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}{TEMPORARY_SUFFIX}")
 
 
 def replace_json(path: Path, value: Any, is_flushed: bool = True) -> None:
@@ -124,25 +124,25 @@ class AppendOnlyFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._waiting: list[bytes] = []
+        self._pending_lines: list[bytes] = []
         # the folder now, the file once: if they are missing later, the file system may be unmounted, and nothing
         # belongs below a mount point
-        self._creates = os.O_CREAT
+        self._create_flag = os.O_CREAT
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)
 
     def append(self, line: str) -> None:
         """Append a whole line. Never raises because of the disk: a lost record must not stop training."""
-        self._waiting = [*self._waiting[-MAX_WAITING_LINES:], f"{line}\n".encode(errors="backslashreplace")]
+        self._pending_lines = [*self._pending_lines[-MAX_PENDING_LINES:], f"{line}\n".encode(errors="backslashreplace")]
         try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | self._creates, 0o666)
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | self._create_flag, 0o666)
         except OSError:
             return
-        self._creates = 0
+        self._create_flag = 0
         try:
-            size, data = os.fstat(descriptor).st_size, b"".join(self._waiting)
+            size, data = os.fstat(descriptor).st_size, b"".join(self._pending_lines)
             if os.write(descriptor, data) == len(data):
-                self._waiting = []
+                self._pending_lines = []
             else:
                 os.ftruncate(descriptor, size)
         except OSError:

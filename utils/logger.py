@@ -15,15 +15,15 @@ from typing import Any
 
 from utils.files import AppendOnlyFile
 
-NAME = "ddp"
-RESERVED = (  # keys of a record besides the metrics
+LOGGER_NAME = "ddp"
+RESERVED_NAMES = (  # keys of a record besides the metrics
     *("kind", "epoch", "step", "split", "weights", "count", "lr", "lr_of_groups", "grad_norm", "samples_per_s"),
     *("skipped_steps", "data_wait_s", "step_s", "peak_memory_bytes", "fingerprint", "tokens_per_s", "padding", "mfu"),
 )
-ALIKE = 25  # the level of a warning that all ranks have: only rank 0 shows it
-logging.addLevelName(ALIKE, "WARNING")
+RANK_0_WARNING = 25  # the level of a warning that all ranks have: only rank 0 shows it
+logging.addLevelName(RANK_0_WARNING, "WARNING")
 BAR_WIDTH = 24
-COLUMNS = 120  # maximum width of a line
+MAX_COLUMNS = 120  # maximum width of a line
 
 
 def join_first(names: list[str], limit: int = 3) -> str:
@@ -89,7 +89,7 @@ def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
 
     file: lines are appended to it: on rank 0 all of them, on the others warnings and tracebacks. None: no file.
     """
-    logger = logging.getLogger(NAME)
+    logger = logging.getLogger(LOGGER_NAME)
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
     for handler in list(logger.handlers):
@@ -137,7 +137,7 @@ def log_training_step(
         end.append(f"{format_duration(step_s * left)} left")
 
     def has_room(part: str) -> bool:
-        return len(" | ".join([*begin, *end, part])) <= COLUMNS
+        return len(" | ".join([*begin, *end, part])) <= MAX_COLUMNS
 
     for name in metrics:
         part = f"{name} {format_value(record[name])}"
@@ -164,14 +164,16 @@ def log_epoch_summary(
     """
     parts = [title or f"epoch {records[0]['epoch']}"]
     for record in records:
-        values = ", ".join(f"{name} {format_value(value)}" for name, value in record.items() if name not in RESERVED)
+        values = ", ".join(
+            f"{name} {format_value(value)}" for name, value in record.items() if name not in RESERVED_NAMES
+        )
         parts.append(f"{record['split']}{' (ema)' * (record['weights'] == 'ema')}: {values}")
     parts.append(f"{format_count(records[0]['count'], 'sample')} in {format_duration(seconds)}")
     logger.info("%s", " | ".join(parts + ["best so far"] * is_best))
     for record in records:
         if not math.isfinite(record["loss"]):
             logger.log(
-                ALIKE,
+                RANK_0_WARNING,
                 "evaluation of %s: the loss is %s. To find the sample, write all outputs with scripts/predict.py."
                 ' If the set has no labels, return it as "predict" from create_dataset.',
                 record["split"],
@@ -184,7 +186,7 @@ def has_terminal(logger: logging.Logger) -> bool:
     return any(isinstance(handler, _ConsoleHandler) and handler.stream.isatty() for handler in logger.handlers)
 
 
-def show_progress(logger: logging.Logger, step: int, total_steps: int, label: str, suffix: str = "") -> None:
+def show_progress_bar(logger: logging.Logger, step: int, total_steps: int, label: str, suffix: str = "") -> None:
     """Show a progress bar, if this logger writes to a terminal."""
     filled = BAR_WIDTH * step // max(1, total_steps)
     bar = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {label} {step}/{total_steps}{suffix}"
@@ -198,10 +200,10 @@ def error_text(error: BaseException) -> str:
     return "; ".join(filter(None, [str(error).strip(), *getattr(error, "__notes__", [])])) or type(error).__name__
 
 
-def format_count(things: Any, name: str) -> str:
+def format_count(items: Any, noun: str) -> str:
     """A number and its noun: 1 node, 2 nodes."""
-    number = things if isinstance(things, int) else len(things)
-    return f"{number:,} {name}{'' if number == 1 else 's'}"
+    number = items if isinstance(items, int) else len(items)
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def format_value(value: float | str | None) -> str:

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import torch
 
-OUT_OF_MEMORY = re.compile(
+OUT_OF_MEMORY_PATTERN = re.compile(
     r"(CUDA|HIP) (out of memory|error: out of memory)|(CUDNN|CUBLAS)_STATUS_ALLOC_FAILED|Cuda failure.*out of memory"
     r"|DefaultCPUAllocator: (can't allocate|not enough) memory|bad_alloc|Cannot allocate memory"
 )
-ONE_DNN = re.compile(r"could not (create|execute) a primitive|could not create a memory object")  # gives no reason
-LITTLE_MEMORY = 512 * 2**20  # bytes: if less memory than this is free, it was the reason
+ONEDNN_FAILURE_PATTERN = re.compile(
+    r"could not (create|execute) a primitive|could not create a memory object"
+)  # gives no reason
+LOW_MEMORY_BYTES = 512 * 2**20  # bytes: if less memory than this is free, it was the reason
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -28,10 +30,11 @@ def is_out_of_memory(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     if not isinstance(error, RuntimeError):
         return False
-    text, free = str(error), free_memory()
-    has_little = free is not None and free < LITTLE_MEMORY
+    text, free = str(error), read_free_memory()
+    has_little = free is not None and free < LOW_MEMORY_BYTES
     return bool(
-        OUT_OF_MEMORY.search(text) or (has_little and (ONE_DNN.search(text) or "can't start new thread" in text))
+        OUT_OF_MEMORY_PATTERN.search(text)
+        or (has_little and (ONEDNN_FAILURE_PATTERN.search(text) or "can't start new thread" in text))
     )
 
 
@@ -43,7 +46,7 @@ def drop_traceback(error: BaseException) -> None:
         exception = exception.__context__
 
 
-def free_memory() -> int | None:
+def read_free_memory() -> int | None:
     """Bytes that the machine, the cgroup (version 2) and ulimit let this process still allocate. None if unknown."""
     limits = []
     if "MemAvailable" in (machine := _read_proc_table("/proc/meminfo")):
@@ -66,7 +69,7 @@ def read_process_memory(name: str) -> int:
     return _read_proc_table("/proc/self/status").get(name, 0)
 
 
-def peak_memory() -> int:
+def read_peak_memory() -> int:
     """Peak bytes of the CUDA allocator, or of the process without CUDA."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()

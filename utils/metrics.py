@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from utils.logger import RESERVED
+from utils.logger import RESERVED_NAMES
 from utils.settings.errors import UserError
 
 Metrics = dict[str, tuple]  # name -> (sum, count) or (sum, count, function of their quotient); numbers or tensors
 KNOWN_DIRECTIONS = {"loss": -1, "accuracy": 1, "top1": 1, "top5": 1}
-NOT_A_NAME = "which is not allowed (reserved, of a term of the loss, or with an empty part)"
-EXAMPLE = '{"loss": (loss_sum, len(labels)), "accuracy": (correct, len(labels))}'
+INVALID_NAME_REASON = "which is not allowed (reserved, of a term of the loss, or with an empty part)"
+METRICS_EXAMPLE = '{"loss": (loss_sum, len(labels)), "accuracy": (correct, len(labels))}'
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TermMeans:
 
 def is_metric_name(name: Any) -> bool:
     """Whether a metric may have this name. It may have slashes, as "rewards/margin" has."""
-    if not isinstance(name, str) or name in RESERVED or name.startswith("loss/"):
+    if not isinstance(name, str) or name in RESERVED_NAMES or name.startswith("loss/"):
         return False
     return not {"", ".", ".."} & {*name.split("/")}  # trackers take the name for a path
 
@@ -59,7 +59,7 @@ def check_metrics(metrics: Any) -> Metrics:
         for name, entry in metrics.items():
             is_entry = isinstance(entry, tuple | list) and len(entry) in (2, 3) and all(map(is_value, entry[:2]))
             if not is_metric_name(name):
-                problem = f"returned a metric named {name!r}, {NOT_A_NAME}"
+                problem = f"returned a metric named {name!r}, {INVALID_NAME_REASON}"
             elif not is_entry or (len(entry) == 3 and not callable(entry[2])):
                 problem = f"returned no (sum, count) or (sum, count, function) for {name}"
         if isinstance(metrics["loss"], dict):
@@ -77,7 +77,7 @@ def check_metrics(metrics: Any) -> Metrics:
             elif not all(math.isfinite(number) and number >= 0 for number in counts):
                 problem = f"returned a loss with a count of {', '.join(map(str, counts))}"
     if problem:
-        raise UserError(f"model.compute_loss: {problem}; return sums and their counts, e.g. {EXAMPLE}")
+        raise UserError(f"model.compute_loss: {problem}; return sums and their counts, e.g. {METRICS_EXAMPLE}")
     return metrics
 
 
@@ -89,7 +89,7 @@ class MetricTracker:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
-        self._finish: dict[str, Callable[[Any], Any]] = {}
+        self._transforms: dict[str, Callable[[Any], Any]] = {}
         self._slices: dict[str, tuple[Tensor, Tensor]] = {}  # the sum and the count of each name: views of `values`
         self.values = torch.zeros(0, dtype=torch.float64, device=self._device)
         self._zero = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -107,19 +107,19 @@ class MetricTracker:
         """The shape of each sum and count."""
         return {key: list(tensor.shape) for key, tensor in self.state().items()}
 
-    def allocate(self, metrics: Metrics, spare: int = 0) -> None:
-        """Allocate zeros for metrics of these names and shapes, followed by `spare` more numbers."""
+    def allocate(self, metrics: Metrics, extra_size: int = 0) -> None:
+        """Allocate zeros for metrics of these names and shapes, followed by `extra_size` more numbers."""
         shapes = [
             value.shape if isinstance(value, Tensor) else torch.Size()
             for entry in metrics.values()
             for value in entry[:2]
         ]
         sizes = [shape.numel() for shape in shapes]
-        self.values = torch.zeros(sum(sizes) + spare, dtype=torch.float64, device=self._device)
+        self.values = torch.zeros(sum(sizes) + extra_size, dtype=torch.float64, device=self._device)
         parts = self.values[: sum(sizes)].split(sizes)
         views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         self._slices = dict(zip(metrics, zip(views[::2], views[1::2], strict=True), strict=True))
-        self._finish = {name: entry[2] for name, entry in metrics.items() if len(entry) > 2}
+        self._transforms = {name: entry[2] for name, entry in metrics.items() if len(entry) > 2}
 
     def update(self, metrics: Metrics) -> None:
         """Add one micro-batch's metrics: {name: (sum, count)}, numbers or tensors of any one shape.
@@ -162,11 +162,11 @@ class MetricTracker:
         host_tensors = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
         means: dict[str, float] = {}
         for name, total, count in zip(self._slices, host_tensors[::2], host_tensors[1::2], strict=True):
-            finish = self._finish.get(name)
+            finish = self._transforms.get(name)
             if isinstance(finish, TermMeans):
                 means |= finish(total, count)
                 continue
-            reported = _record_entries(name, torch.where(count == 0, math.nan, total / count), finish)
+            reported = _create_record_entries(name, torch.where(count == 0, math.nan, total / count), finish)
             if twice := means.keys() & reported:
                 raise UserError(f"model.compute_loss: two metrics are reported as {min(twice)}; rename one of them")
             means |= reported
@@ -185,17 +185,17 @@ class MetricTracker:
                 tensor.copy_(state[key])
 
 
-def _record_entries(name: str, quotient: Tensor, finish: Callable[[Any], Any] | None) -> dict[str, float]:
+def _create_record_entries(name: str, quotient: Tensor, transform: Callable[[Any], Any] | None) -> dict[str, float]:
     """The entries of one metric in a record."""
-    if quotient.ndim == 0 and (finish is None or quotient.isnan()):
+    if quotient.ndim == 0 and (transform is None or quotient.isnan()):
         return {name: quotient.item()}
-    if finish is None:
+    if transform is None:
         raise UserError(
             f"model.compute_loss: {name} has the shape {list(quotient.shape)}; give it a third entry, a function from"
             " the tensor of quotients to a number or a dict of numbers, e.g. lambda iou: iou.nanmean()"
         )
     try:
-        value = finish(quotient if quotient.ndim else quotient.item())
+        value = transform(quotient if quotient.ndim else quotient.item())
     except OverflowError:  # exp of a loss that blew up
         value = math.inf
     if isinstance(value, dict):

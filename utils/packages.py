@@ -9,7 +9,9 @@ from typing import Any
 
 from utils.settings.errors import UserError
 
-NEEDS = {"torchvision": ("numpy", "PIL.Image")}  # imported first, so that a message names the one that is broken
+REQUIRED_MODULES = {
+    "torchvision": ("numpy", "PIL.Image")
+}  # imported first, so that a message names the one that is broken
 
 
 def import_optional(setting: str, module: str) -> Any:
@@ -19,7 +21,7 @@ def import_optional(setting: str, module: str) -> Any:
         UserError: whatever the import raises. It is RuntimeError if torchvision was built for another torch.
     """
     package = module.partition(".")[0]
-    first = NEEDS.get(package, ()) if find_spec(package) else ()
+    first = REQUIRED_MODULES.get(package, ()) if find_spec(package) else ()
     for name in (*first, module):
         try:
             imported = importlib.import_module(name)

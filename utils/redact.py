@@ -8,11 +8,11 @@ from typing import Any
 from config import TrainingConfig
 from utils.settings.fields import REDACTED
 
-NAMES = r"token\b|secret\b|password\b|passwd\b|pwd\b|(?:api|access|account|secret|private)[-_]?key\b|cookie\b"
-VALUE = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"'&;|]+)"""
-SECRETS = (  # what stays, then what is replaced
+SECRET_NAMES = r"token\b|secret\b|password\b|passwd\b|pwd\b|(?:api|access|account|secret|private)[-_]?key\b|cookie\b"
+SECRET_VALUE = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"'&;|]+)"""
+SECRET_PATTERNS = (  # what stays, then what is replaced
     r"""(?i)(authorization\s*[:=]\s*)(?:\\.|[^"'\n\\])+""",
-    rf"""(?i)((?:{NAMES})["']?\s*[\s:=]\s*){VALUE}""",
+    rf"""(?i)((?:{SECRET_NAMES})["']?\s*[\s:=]\s*){SECRET_VALUE}""",
     r"""(?i)((?:^|\s)(?:-u|--user)[\s=]*["']?)[^\s"':]+:[^\s"']+""",
     r"""(\w://)[^\s"'/@]+(?=@)""",  # the user of a URL, and its query
     r"""(\w://[^\s"'?]*\?)[^\s"']+""",
@@ -22,9 +22,9 @@ SECRETS = (  # what stays, then what is replaced
 )
 
 
-def redact(text: str) -> str:
+def redact_secrets(text: str) -> str:
     """The text without what looks like a key, a token, a password, or a URL with credentials or a signature."""
-    for pattern in SECRETS:
+    for pattern in SECRET_PATTERNS:
         text = re.sub(pattern, rf"\1{REDACTED}", text)
     return text
 
@@ -32,5 +32,5 @@ def redact(text: str) -> str:
 def redact_config(config: TrainingConfig) -> dict[str, Any]:
     """The config as it is written to files."""
     settings = config.to_dict()
-    settings["on_checkpoint"] = redact(config.on_checkpoint)  # extra: companions
+    settings["on_checkpoint"] = redact_secrets(config.on_checkpoint)  # extra: companions
     return settings

@@ -42,9 +42,9 @@ def seed_device(device: torch.device, *key: object) -> None:
         generator.manual_seed(derive_seed(*key))
 
 
-def seed_evaluation(device: torch.device, seed: int, function: str, split: str, indices: Sequence[int]) -> None:
+def seed_evaluation(device: torch.device, seed: int, hook: str, split: str, indices: Sequence[int]) -> None:
     """Seed the device's generator and that of the CPU, before a function of model.py gets the micro-batch of a set."""
-    seed_device(device, "evaluation", seed, function, split, indices[0])
+    seed_device(device, "evaluation", seed, hook, split, indices[0])
 
 
 def preserve_rng_state(device: torch.device) -> AbstractContextManager[None]:
@@ -62,7 +62,7 @@ def sample_draws(seed: int, epoch: int, indices: Tensor, count: int) -> Tensor:
         int64 [B, count], each in [0, 2^32).
     """
     number = torch.arange(count, device=indices.device)
-    return _shift(hash_bits(indices.unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)
+    return _shift_right(hash_bits(indices.unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)
 
 
 def hash_bits(numbers: Tensor, key: int) -> Tensor:
@@ -71,10 +71,10 @@ def hash_bits(numbers: Tensor, key: int) -> Tensor:
     SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014), as tensor operations on
     int64, whose products wrap: the same bits on every device.
     """
-    x = numbers * _signed(0x9E3779B97F4A7C15) + key
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift(x, 31)
+    x = numbers * _to_signed(0x9E3779B97F4A7C15) + key
+    x = (x ^ _shift_right(x, 30)) * _to_signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _to_signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
 
 
 def draw_integers(draws: Tensor, high: int) -> Tensor:
@@ -89,16 +89,16 @@ def draw_uniform(draws: Tensor) -> Tensor:
     return (draws >> 8).float() * 2.0**-24
 
 
-def _signed(constant: int) -> int:
+def _to_signed(constant: int) -> int:
     return constant - 2**64
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
+def _shift_right(x: Tensor, bits: int) -> Tensor:
     """A logical right shift: torch's own keeps the sign."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
-def find_diverged(digests: list[int]) -> list[int]:
+def find_diverged_ranks(digests: list[int]) -> list[int]:
     """The ranks whose digest differs from the most common one; of two ranks that differ, the second."""
     usual = statistics.mode(digests)  # of equally common ones the first
     return [rank for rank, digest in enumerate(digests) if digest != usual]

@@ -22,8 +22,8 @@ if not hasattr(signal, "SIGUSR1"):
     sys.exit(2)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-PROCESS, PARENT = os.getpid(), os.getppid()
-START_TIMES = {PROCESS: time.monotonic()}
+PROCESS_ID, PARENT_ID = os.getpid(), os.getppid()
+PROCESS_START_TIMES = {PROCESS_ID: time.monotonic()}
 
 
 class StopSignals:
@@ -38,9 +38,9 @@ class StopSignals:
 
     def _reset(self) -> None:
         self._received, self.received_at = "", math.inf  # when the first one came, by time.monotonic
-        self._is_handled, self._wakeup_before = False, -1
-        self._before: dict[int, Any] = {}
-        self._sockets: tuple[socket.socket, ...] = ()  # one is read, the interpreter writes to the other
+        self._is_handled, self._previous_wakeup_fd = False, -1
+        self._previous_handlers: dict[int, Any] = {}
+        self._wakeup_sockets: tuple[socket.socket, ...] = ()  # one is read, the interpreter writes to the other
 
     @property
     def received(self) -> str:
@@ -48,13 +48,13 @@ class StopSignals:
         is blocked in C; before that, the interpreter writes the number of the signal into a socket.
         """
         with contextlib.suppress(BlockingIOError):
-            for number in self._sockets[0].recv(4096) if self._sockets else ():
+            for number in self._wakeup_sockets[0].recv(4096) if self._wakeup_sockets else ():
                 self._record(number)
         return self._received
 
     @property
-    def are_caught(self) -> bool:
-        return bool(self._before)
+    def is_catching(self) -> bool:
+        return bool(self._previous_handlers)
 
     def __enter__(self) -> StopSignals:
         self._depth += 1
@@ -62,18 +62,18 @@ class StopSignals:
         if self._depth == 1 and threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                    self._before[number] = signal.signal(number, self._handle)
-            self._sockets = socket.socketpair()
-            for sock in self._sockets:
+                    self._previous_handlers[number] = signal.signal(number, self._handle)
+            self._wakeup_sockets = socket.socketpair()
+            for sock in self._wakeup_sockets:
                 sock.setblocking(False)
-            self._wakeup_before = signal.set_wakeup_fd(self._sockets[1].fileno(), warn_on_full_buffer=False)
+            self._previous_wakeup_fd = signal.set_wakeup_fd(self._wakeup_sockets[1].fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *_) -> None:
         self._depth -= 1
-        if self._depth == 0 and self._before:
-            signal.set_wakeup_fd(self._wakeup_before)
-            for number, handler in self._before.items():
+        if self._depth == 0 and self._previous_handlers:
+            signal.set_wakeup_fd(self._previous_wakeup_fd)
+            for number, handler in self._previous_handlers.items():
                 signal.signal(number, handler)
             self._reset()  # for a later run in this process
 
@@ -88,28 +88,28 @@ class StopSignals:
             self._received, self.received_at = signal.Signals(number).name, time.monotonic()
 
 
-STOP = StopSignals()
+STOP_HANDLER = StopSignals()
 # a child must not write there, nor into a file that gets the same number
 os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def catch_stop_signals() -> None:
     """Catch stop signals from now on, while torch is imported; the run acts on them."""
-    STOP.__enter__()
+    STOP_HANDLER.__enter__()
 
 
 def restore_signals() -> None:
     """Undo `catch_stop_signals`: stop signals end this process, also one that has come since."""
-    received = STOP.received
-    if STOP.are_caught:
-        STOP.__exit__()
+    received = STOP_HANDLER.received
+    if STOP_HANDLER.is_catching:
+        STOP_HANDLER.__exit__()
     if received:
         os.kill(os.getpid(), signal.Signals[received])
 
 
-def process_start_time() -> float:
+def pop_process_start_time() -> float:
     """When this process began, by time.monotonic; the current time for a second run in it or a forked process."""
-    return START_TIMES.pop(os.getpid(), time.monotonic())
+    return PROCESS_START_TIMES.pop(os.getpid(), time.monotonic())
 
 
 @contextlib.contextmanager
@@ -134,7 +134,7 @@ def kill_workers() -> None:
     """At exit: multiprocessing would send SIGTERM to the remaining workers, which ignore it, and wait forever."""
     if threading.current_thread() is threading.main_thread():
         # Python removes its handlers now, and another signal (srun --kill-on-bad-exit) would change the exit code
-        for number in STOP_SIGNALS if STOP.are_caught else ():
+        for number in STOP_SIGNALS if STOP_HANDLER.is_catching else ():
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise for workers killed here
     for child in multiprocessing.active_children():
@@ -142,7 +142,7 @@ def kill_workers() -> None:
             child.kill()
 
 
-def kill_workers_at_exit(_=None) -> None:
+def register_kill_workers(_=None) -> None:
     """Let this process call `kill_workers` before multiprocessing's own handler, which its import above has registered.
 
     A process of multiprocessing runs no handlers of atexit before Python 3.13, and later none from before its fork.
@@ -151,8 +151,8 @@ def kill_workers_at_exit(_=None) -> None:
     multiprocessing.util.Finalize(None, kill_workers, exitpriority=100)
 
 
-kill_workers_at_exit()
-multiprocessing.util.register_after_fork(kill_workers, kill_workers_at_exit)
+register_kill_workers()
+multiprocessing.util.register_after_fork(kill_workers, register_kill_workers)
 
 
 def wait_for_gloo_threads() -> None:
@@ -176,8 +176,8 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 def exit_with_torchrun() -> None:
     """End this process when torchrun dies, or now if it is gone. It may be process 1 of a container."""
     die_with_parent()
-    is_orphan = PARENT != os.getppid() or (sys.platform == "linux" and not is_torchrun_alive(PARENT))
-    if is_orphan and PROCESS == os.getpid():
+    is_orphan = PARENT_ID != os.getppid() or (sys.platform == "linux" and not is_torchrun_alive(PARENT_ID))
+    if is_orphan and PROCESS_ID == os.getpid():
         sys.exit("torchrun has already exited; start it again")
 
 

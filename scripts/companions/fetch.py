@@ -9,8 +9,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.companions.follow import answer
+from scripts.companions.follow import answer_rank
 from scripts.lib.mirrored_run import local_checkpoint
 
 if __name__ == "__main__":
-    answer(lambda plan: {"path": str(local_checkpoint(plan["source"]))})
+    answer_rank(lambda plan: {"path": str(local_checkpoint(plan["source"]))})

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from utils.checkpoint import format as checkpoint
-from utils.extras.companions.programs import OTHER_OWNER
-from utils.files import TEMPORARY, read_json
-from utils.logger import NAME, setup_logger
+from utils.extras.companions.programs import EXIT_OTHER_OWNER
+from utils.files import TEMPORARY_SUFFIX, read_json
+from utils.logger import LOGGER_NAME, setup_logger
 from utils.run.command_line import repair_standard_streams
 from utils.settings.errors import StartError, UserError
 
 NICENESS = 10
-SECONDS_TO_WARN = 60.0  # of failing tries
-MAX_PAUSE = 60.0  # seconds between two tries
-SECONDS_TO_LEAVE = 8.0
-SECONDS_AT_THE_END = 3600.0  # of a run, for the mirror and the tracker if hang_timeout is 0
+SECONDS_UNTIL_WARNING = 60.0  # of failing tries
+MAX_SECONDS_BETWEEN_RETRIES = 60.0  # seconds between two tries
+SECONDS_TO_STOP = 8.0
+SECONDS_AFTER_END = 3600.0  # of a run, for the mirror and the tracker if hang_timeout is 0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # are for training
 
 
@@ -41,7 +41,7 @@ class Companion:
 
     Attributes:
         name: of the program, in messages and temporary files.
-        is_limited: whether its time after the end of the run is limited, whatever it does.
+        has_time_limit: whether its time after the end of the run is limited, whatever it does.
         ended_at: when this program saw the end of the run.
         folder: of the run.
         checkpoints: the folder of its checkpoints.
@@ -51,19 +51,19 @@ class Companion:
             apart: the ranks of each node that has a run folder of its own; beats: a pipe to the rank (`show_life`).
     """
 
-    name, seconds_of_a_look = "", 0.5
-    is_limited = True
+    name, seconds_per_poll = "", 0.5
+    has_time_limit = True
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.plan, self.config = plan, plan["config"]
         self.ended_at = math.inf
         self.folder, self.checkpoints = Path(plan["folder"]), Path(plan["checkpoints"])
-        self.log = logging.getLogger(NAME)
+        self.log = logging.getLogger(LOGGER_NAME)
 
-    def look(self, state: str) -> bool:
+    def look(self, final_state: str) -> bool:
         """Handle what is new. Called again and again; an error is tried again.
 
-        state: how the run has ended; empty while it lives.
+        final_state: how the run has ended; empty while it lives.
 
         Returns:
             Whether nothing is left to do after an end.
@@ -86,109 +86,109 @@ class Companion:
         if beats is None:  # started by hand
             return
         with suppress(OSError):
-            if self.is_limited and self.state():
+            if self.has_time_limit and self.read_final_state():
                 self.ended_at = min(self.ended_at, time.monotonic())
-            seconds = 0.0 if self.config.get("hang_timeout") else SECONDS_AT_THE_END
+            seconds = 0.0 if self.config.get("hang_timeout") else SECONDS_AFTER_END
             if time.monotonic() < self.ended_at + seconds:
                 os.set_blocking(beats, False)  # before the end of the run the rank does not read: the pipe gets full
                 os.write(beats, b".")
 
     def delete_copies(self) -> None:
         """Delete what a kill or an end has left of `kept`."""
-        for copy_folder in self.checkpoints.glob(f"*.{self.name}{TEMPORARY}"):
+        for copy_folder in self.checkpoints.glob(f"*.{self.name}{TEMPORARY_SUFFIX}"):
             shutil.rmtree(copy_folder, ignore_errors=True)
 
-    def has_begun(self) -> bool:
+    def has_training_begun(self) -> bool:
         """Whether the run folder is at the step from which this attempt trains."""
         lock = read_json(self.folder / "lock.json")
         if lock.get("token", self.plan["token"]) != self.plan["token"]:
             raise OtherOwnerError
         return bool(lock.get("has_trained"))
 
-    def state(self) -> str:
+    def read_final_state(self) -> str:
         """How this attempt has ended in order; empty while it lives, and in the lock of another attempt."""
         lock = read_json(self.folder / "lock.json")
         return lock.get("ended", "") if lock.get("token") == self.plan["token"] else ""
 
-    def latest(self) -> Path | None:
+    def find_latest_checkpoint(self) -> Path | None:
         """The latest checkpoint."""
-        return next(reversed(checkpoint.step_checkpoints(self.checkpoints)), None)
+        return next(reversed(checkpoint.list_step_checkpoints(self.checkpoints)), None)
 
     @contextmanager
-    def kept(self, path: Path) -> Iterator[Path]:
+    def temporary_copy(self, path: Path) -> Iterator[Path]:
         """A copy of a checkpoint by hard links, which training does not delete; a real copy on storage without links.
 
         Raises:
             OSError: if the checkpoint is gone, or there is no room for a copy.
         """
         self.delete_copies()
-        copy_folder = self.checkpoints / f"{path.name}.{self.name}{TEMPORARY}"
+        copy_folder = self.checkpoints / f"{path.name}.{self.name}{TEMPORARY_SUFFIX}"
         copy_folder.mkdir()
         try:
             for file in [*path.iterdir()] if path.is_dir() else [path]:
-                link(file, copy_folder / file.name)
+                link_or_copy(file, copy_folder / file.name)
             yield copy_folder if path.is_dir() else copy_folder / path.name
         finally:
             self.delete_copies()
 
 
-def link(file: Path, copy: Path) -> None:
+def link_or_copy(file: Path, target: Path) -> None:
     try:
-        os.link(file, copy)
+        os.link(file, target)
     except FileNotFoundError:
         raise
     except OSError:  # storage without links
-        if shutil.disk_usage(copy.parent).free < 2 * file.stat().st_size:
+        if shutil.disk_usage(target.parent).free < 2 * file.stat().st_size:
             raise
-        shutil.copyfile(file, copy)
+        shutil.copyfile(file, target)
 
 
-class Lines:
+class RecordReader:
     """The records of a growing file of JSON lines. A file that a resume has cut is read from its start."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._end, self._last = path, 0, b""
+        self._path, self._offset, self._last_line = path, 0, b""
 
-    def new(self) -> list[dict[str, Any]]:
+    def read_new(self) -> list[dict[str, Any]]:
         """The records since the last call, without a line that is being written."""
         records: list[dict[str, Any]] = []
         with suppress(FileNotFoundError), self._path.open("rb") as file:
-            file.seek(self._end - len(self._last))
-            if file.read(len(self._last)) != self._last:
+            file.seek(self._offset - len(self._last_line))
+            if file.read(len(self._last_line)) != self._last_line:
                 file.seek(0)
-                self._end, self._last = 0, b""
+                self._offset, self._last_line = 0, b""
             for line in file:
                 if line.endswith(b"\n"):
-                    self._end, self._last = self._end + len(line), line
+                    self._offset, self._last_line = self._offset + len(line), line
                     with suppress(ValueError):
                         records.append(json.loads(line))
         return records
 
 
-def watch(plan: dict[str, Any], leave: Callable[[], object]) -> None:
-    """In a thread: end this process when its rank is gone, or asks for it after a failure. leave: called before that,
+def stop_with_rank(plan: dict[str, Any], stop: Callable[[], object]) -> None:
+    """In a thread: end this process when its rank is gone, or asks for it after a failure. stop: called before that,
     for a limited time."""
     is_asked = threading.Event()
     signal.signal(signal.SIGUSR2, lambda *_: is_asked.set())
 
-    def wait() -> None:
+    def wait_for_rank() -> None:
         while os.getppid() == plan["parent"] and not is_asked.wait(0.5):
             pass
-        last = threading.Thread(target=leave, daemon=True)
+        last = threading.Thread(target=stop, daemon=True)
         last.start()
-        last.join(SECONDS_TO_LEAVE)
+        last.join(SECONDS_TO_STOP)
         os._exit(0)
 
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=wait_for_rank, daemon=True).start()
 
 
-def answer(action: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
+def answer_rank(action: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
     """Act before the run starts, and print the result, or the problem with which the run is rejected (exit code 2)."""
     out = os.dup(1)
     os.dup2(2, 1)  # log lines must not get into the answer
     plan = read_plan()
     setup_logger(0)
-    watch(plan, lambda: None)
+    stop_with_rank(plan, lambda: None)
     try:
         result = action(plan)
     except UserError as error:
@@ -210,33 +210,33 @@ def read_plan() -> dict[str, Any]:
     return json.load(sys.stdin)
 
 
-def follow(companion: Companion) -> int:
+def follow_run(companion: Companion) -> int:
     """Look again and again until the run has ended and nothing is left to do. Returns the exit code."""
     setup_logger(companion.plan["rank"], companion.folder / "logs" / f"rank{companion.plan['rank']}.log")
     companion.delete_copies()
 
-    def leave() -> None:
+    def stop() -> None:
         companion.delete_copies()
         companion.leave()
 
-    watch(companion.plan, leave)
-    failing_since, pause, is_said = 0.0, companion.seconds_of_a_look, False
+    stop_with_rank(companion.plan, stop)
+    failing_since, pause, is_said = 0.0, companion.seconds_per_poll, False
     while True:
-        state = companion.state()  # before the look, which then sees all that was written until the end
+        state = companion.read_final_state()  # before the look, which then sees all that was written until the end
         try:
             if companion.look(state) and state:
                 return 0
-            failing_since, pause, is_said = 0.0, companion.seconds_of_a_look, False
+            failing_since, pause, is_said = 0.0, companion.seconds_per_poll, False
         except OtherOwnerError:
-            return OTHER_OWNER
+            return EXIT_OTHER_OWNER
         except (UserError, OSError) as error:
             failing_since = failing_since or time.monotonic()
-            failing, pause = time.monotonic() - failing_since, min(2 * pause, MAX_PAUSE)
-            if failing > SECONDS_TO_WARN and not is_said:
+            failing, pause = time.monotonic() - failing_since, min(2 * pause, MAX_SECONDS_BETWEEN_RETRIES)
+            if failing > SECONDS_UNTIL_WARNING and not is_said:
                 is_said, text = True, "%s: tries have failed for %.0f s, and training continues: %s"
                 companion.log.warning(text, companion.name, failing, error)
         ends = time.monotonic() + pause
-        while time.monotonic() < ends and companion.state() == state:  # at the end of the run the rank waits
+        while time.monotonic() < ends and companion.read_final_state() == state:  # at the end of the run the rank waits
             if not failing_since:
                 companion.show_life()
             time.sleep(min(pause, 0.5))

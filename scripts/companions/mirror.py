@@ -17,26 +17,34 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from config import trains_longer
-from scripts.companions.follow import SECONDS_TO_LEAVE, Companion, Lines, OtherOwnerError, answer, follow, read_plan
+from config import can_train_longer
+from scripts.companions.follow import (
+    SECONDS_TO_STOP,
+    Companion,
+    OtherOwnerError,
+    RecordReader,
+    answer_rank,
+    follow_run,
+    read_plan,
+)
 from scripts.companions.owner import SECONDS_BETWEEN_HEARTBEATS, Mirror
-from scripts.lib.mirrored_run import SECONDS_BETWEEN_LINES, files_of
+from scripts.lib.mirrored_run import SECONDS_BETWEEN_LOG_LINES, list_rank_files
 from utils.checkpoint import format as checkpoint
-from utils.extras.companions.programs import OTHER_OWNER
-from utils.files import TEMPORARY, read_json, replace_json
+from utils.extras.companions.programs import EXIT_OTHER_OWNER
+from utils.files import TEMPORARY_SUFFIX, read_json, replace_json
 from utils.settings.errors import StartError, UserError
 
-SECONDS_TO_WARN = 60.0  # of an upload without progress
+SECONDS_UNTIL_WARNING = 60.0  # of an upload without progress
 SECONDS_BETWEEN_REQUESTS = 0.5  # of a node whose run folder is its own
-LEFT_OUT = (".", "superseded-", "traces")  # how names of files and folders begin that are not uploaded
-MIRRORED = "mirror.json"  # in the run folder: which run its mirror is a copy of
-WANTED = "wanted.json"  # the checkpoint of which other nodes upload their parts, samples and logs
+EXCLUDED_PREFIXES = (".", "superseded-", "traces")  # how names of files and folders begin that are not uploaded
+MIRROR_FILE = "mirror.json"  # in the run folder: which run its mirror is a copy of
+WANTED_FILE = "wanted.json"  # the checkpoint of which other nodes upload their parts, samples and logs
 
 
 # ---- the start ----
 
 
-def decide(plan: dict[str, Any]) -> dict[str, Any]:
+def decide_start(plan: dict[str, Any]) -> dict[str, Any]:
     """How the run starts, as seen from its mirror: what the folder lacks is fetched, and the URL is claimed.
 
     Returns:
@@ -49,63 +57,63 @@ def decide(plan: dict[str, Any]) -> dict[str, Any]:
     mirror = Mirror(config["mirror"])
     is_same_launch = mirror.check_is_free(plan["launch_id"])
     is_continued = is_same_launch or config["resume_from"] == "auto"
-    valid, local_paths = mirror.checkpoints(), checkpoint.step_checkpoints(checkpoints)
+    valid, local_paths = mirror.read_manifests(), checkpoint.list_step_checkpoints(checkpoints)
     if valid and not is_continued:
         raise UserError(
             f"mirror={mirror.url}: holds a run already; add --resume_from auto to continue it, or give another --mirror"
         )
-    run_id = read_json(folder / MIRRORED).get("run", "") if is_continued else ""
+    run_id = read_json(folder / MIRROR_FILE).get("run", "") if is_continued else ""
     if valid and (local_paths or (folder / "metrics.jsonl").exists()) and run_id != mirror.run_id:
         raise UserError(f"run_dir={folder}: holds another run than mirror={mirror.url}; give another --run_dir")
     decision: dict[str, Any] = {"notes": []}
     if valid:
-        replace_json(folder / MIRRORED, {"url": mirror.url, "run": mirror.run_id})  # first: a kill may follow
+        replace_json(folder / MIRROR_FILE, {"url": mirror.url, "run": mirror.run_id})  # first: a kill may follow
     if valid and valid[-1]["step"] > max(map(checkpoint.parse_step, local_paths), default=-1):
         decision["owner"] = mirror.restore_records(folder)
         saved = read_json(folder / "config.json")
-        has_more = trains_longer(config, saved)
+        has_more = can_train_longer(config, saved)
         if read_json(folder / "status.json").get("state") == "completed" and not has_more:
             return decision | {"is_completed": True}
     if valid:
-        decision["notes"] = fetch_latest(mirror, folder, checkpoints)
+        decision["notes"] = fetch_latest_checkpoint(mirror, folder, checkpoints)
     mirror.claim(plan["token"], plan["launch_id"], plan["host"], run_id)
     return decision | {"generation": mirror.generation, "run": mirror.run_id}
 
 
-def fetch_latest(mirror: Mirror, folder: Path, checkpoints: Path) -> list[str]:
+def fetch_latest_checkpoint(mirror: Mirror, folder: Path, checkpoints: Path) -> list[str]:
     """Fetch the latest valid checkpoint, if it is later than that of the folder. Returns why others were skipped.
 
     Raises:
         UserError: if there are checkpoints, but none is valid.
     """
     step, notes = -1, []
-    for path in reversed(checkpoint.step_checkpoints(checkpoints)):
+    for path in reversed(checkpoint.list_step_checkpoints(checkpoints)):
         try:
-            step = checkpoint.verify(path).step
+            step = checkpoint.verify_checkpoint(path).step
             break
         except StartError:
             raise
         except UserError as error:
             notes.append(str(error))
-    fetched, skipped = mirror.fetch_latest(checkpoints, step, folder / "metrics.jsonl")
+    fetched, skipped = mirror.fetch_latest_checkpoint(checkpoints, step, folder / "metrics.jsonl")
     if fetched is None and step < 0:
         remedy = "start over with another --run_dir and --mirror"
         raise UserError("\n".join([*notes, *skipped, f"mirror={mirror.url}: has no valid checkpoint; {remedy}"]))
     return [*notes, *skipped]
 
 
-def decide_on_node(plan: dict[str, Any]) -> dict[str, Any]:
+def restore_node_records(plan: dict[str, Any]) -> dict[str, Any]:
     """On a node whose run folder is its own: fetch the samples and logs of its ranks, if the folder has less."""
     if plan["resume_from"]:
         ranks = next(ranks for ranks in plan["apart"] if ranks[0] == plan["rank"])
-        Mirror(plan["config"]["mirror"]).restore_own_records(Path(plan["folder"]), ranks)
+        Mirror(plan["config"]["mirror"]).restore_rank_records(Path(plan["folder"]), ranks)
     return {}
 
 
 # ---- while it runs ----
 
 
-class Uploads(Companion):
+class MirrorUploader(Companion):
     """On rank 0: uploads the latest checkpoint, the best one and the records of the run folder.
 
     On a node whose run folder is its own: uploads the samples and logs of its ranks, and of a sharded checkpoint their
@@ -118,74 +126,84 @@ class Uploads(Companion):
         super().__init__(plan)
         self.mirror = Mirror(self.config["mirror"], plan["decision"]["generation"], plan["decision"]["run"])
         apart, rank = plan["apart"], plan["rank"]
-        self._nodes = [ranks[0] for ranks in apart]
-        self._of_node = next((files_of(ranks) for ranks in apart if ranks[0] == rank), set[str]())
-        self._of_others = files_of(global_rank for ranks in apart for global_rank in ranks) - self._of_node
-        self._there: dict[str, dict[str, str]] = {}  # uploaded checkpoints: the checksums of their files
-        self._records: dict[Path, tuple[int, int]] = {}  # uploaded ones: bytes and time
-        self._lines, self._best, self._is_new = Lines(self.folder / "metrics.jsonl"), -1, True
-        self._next_request, self._state = 0.0, ""
-        self._uploading, self._moved_at, self._said_at, self._is_warned = "", 0.0, 0.0, False
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._node_leaders = [ranks[0] for ranks in apart]
+        self._node_files = next((list_rank_files(ranks) for ranks in apart if ranks[0] == rank), set[str]())
+        self._other_nodes_files = (
+            list_rank_files(global_rank for ranks in apart for global_rank in ranks) - self._node_files
+        )
+        self._uploaded_checkpoints: dict[str, dict[str, str]] = {}  # uploaded checkpoints: the checksums of their files
+        self._uploaded_records: dict[Path, tuple[int, int]] = {}  # uploaded ones: bytes and time
+        self._record_reader, self._best_step, self._is_first_poll = (
+            RecordReader(self.folder / "metrics.jsonl"),
+            -1,
+            True,
+        )
+        self._next_request_at, self._final_state = 0.0, ""
+        self._upload_title, self._progress_at, self._logged_at, self._is_warned = "", 0.0, 0.0, False
+        self._stop_event = threading.Event()
+        self._heartbeat_thread = threading.Thread(target=self._write_heartbeats, daemon=True)
 
     # ---- life ----
 
-    def start(self) -> None:
+    def start_heartbeat(self) -> None:
         """Begin to show that the owner is alive."""
         if self.plan["rank"] == 0:
-            self._thread.start()
+            self._heartbeat_thread.start()
 
-    def _beat(self) -> None:
-        while not self._end.is_set():
+    def _write_heartbeats(self) -> None:
+        while not self._stop_event.is_set():
             try:
-                self.mirror.beat()
-                if self._uploading:  # not every storage tells the progress of an upload
+                self.mirror.write_heartbeat()
+                if self._upload_title:  # not every storage tells the progress of an upload
                     self.show_life()
             except OtherOwnerError:
-                _exit(OTHER_OWNER)
+                _exit(EXIT_OTHER_OWNER)
             except UserError:
                 pass  # the next one may succeed
-            stands = time.monotonic() - self._moved_at
-            if self._uploading and stands > SECONDS_TO_WARN and not self._is_warned:
+            stands = time.monotonic() - self._progress_at
+            if self._upload_title and stands > SECONDS_UNTIL_WARNING and not self._is_warned:
                 self._is_warned, text = True, "mirror=%s: the upload of %s has made no progress for %.0f s"
-                self.log.warning(text + "; training continues", self.mirror.url, self._uploading, stands)
-            self._end.wait(SECONDS_BETWEEN_HEARTBEATS)
+                self.log.warning(text + "; training continues", self.mirror.url, self._upload_title, stands)
+            self._stop_event.wait(SECONDS_BETWEEN_HEARTBEATS)
 
     def leave(self) -> None:
-        self._end.set()
+        self._stop_event.set()
         if self.plan["rank"] == 0:
-            self._thread.join(SECONDS_TO_LEAVE / 2)  # its last beat comes before this one
-            self.mirror.end(read_json(self.folder / "status.json"))
+            self._heartbeat_thread.join(SECONDS_TO_STOP / 2)  # its last beat comes before this one
+            self.mirror.mark_ended(read_json(self.folder / "status.json"))
 
-    def look(self, state: str) -> bool:
-        if not self.has_begun():
+    def look(self, final_state: str) -> bool:
+        if not self.has_training_begun():
             return False
         if self.plan["rank"]:
-            return self._look_on_node(state)
-        if self._is_new:  # what earlier attempts have uploaded
-            replace_json(self.folder / MIRRORED, {"url": self.mirror.url, "run": self.mirror.run_id})
-            for manifest in self.mirror.checkpoints():
-                self._there[manifest["name"]] = {name: file["sha256"] for name, file in manifest["files"].items()}
-        has_changed, before, self._state = self._is_new, self._best, state
-        for record in self._lines.new():
-            self._best = record["step"] if record.get("event") == "best" else self._best
-        has_changed |= before != self._best
-        paths = checkpoint.step_checkpoints(self.checkpoints)
-        for path in [*paths[-1:], *(path for path in paths if checkpoint.parse_step(path) == self._best)]:
-            if self._there.get(path.name) != checkpoint.read_checksums(path):
-                self._upload(path)
+            return self._poll_on_node(final_state)
+        if self._is_first_poll:  # what earlier attempts have uploaded
+            replace_json(self.folder / MIRROR_FILE, {"url": self.mirror.url, "run": self.mirror.run_id})
+            for manifest in self.mirror.read_manifests():
+                self._uploaded_checkpoints[manifest["name"]] = {
+                    name: file["sha256"] for name, file in manifest["files"].items()
+                }
+        has_changed, before, self._final_state = self._is_first_poll, self._best_step, final_state
+        for record in self._record_reader.read_new():
+            self._best_step = record["step"] if record.get("event") == "best" else self._best_step
+        has_changed |= before != self._best_step
+        paths = checkpoint.list_step_checkpoints(self.checkpoints)
+        for path in [*paths[-1:], *(path for path in paths if checkpoint.parse_step(path) == self._best_step)]:
+            if self._uploaded_checkpoints.get(path.name) != checkpoint.read_checksums(path):
+                self._upload_checkpoint(path)
                 has_changed = True
-        while state and self._is_a_node_behind(0, state):
+        while final_state and self._is_node_behind(0, final_state):
             self._wait_for_nodes()
-        if state or (has_changed and self._there and not self._is_a_node_behind(0)):  # else its records would not count
+        if final_state or (
+            has_changed and self._uploaded_checkpoints and not self._is_node_behind(0)
+        ):  # else its records would not count
             self._upload_records()
-            self.mirror.prune(self.config["keep_last"], self.config["keep_every"], self._best)
-        self._is_new = False
-        if state:
-            self._end.set()
-            self._thread.join()
-            self.mirror.end({})
+            self.mirror.prune(self.config["keep_last"], self.config["keep_every"], self._best_step)
+        self._is_first_poll = False
+        if final_state:
+            self._stop_event.set()
+            self._heartbeat_thread.join()
+            self.mirror.mark_ended({})
         return True
 
     def _wait_for_nodes(self) -> None:
@@ -194,27 +212,28 @@ class Uploads(Companion):
 
     # ---- uploads ----
 
-    def _of_nodes(self) -> list[dict[str, Any]]:
+    def _read_node_statuses(self) -> list[dict[str, Any]]:
         """What each node with a folder of its own has uploaded: samples and logs up to a `step`, or to the end."""
-        return [self.mirror.read_json(self.mirror.own(f"nodes/{rank}.json")) for rank in self._nodes]
+        return [self.mirror.read_json(self.mirror.object_name(f"nodes/{rank}.json")) for rank in self._node_leaders]
 
-    def _is_a_node_behind(self, step: int, state: str = "") -> bool:
-        return any(node.get("step", -1) < step or (state and not node.get("state")) for node in self._of_nodes())
+    def _is_node_behind(self, step: int, final_state: str = "") -> bool:
+        statuses = self._read_node_statuses()
+        return any(node.get("step", -1) < step or (final_state and not node.get("state")) for node in statuses)
 
-    def _upload(self, path: Path) -> None:
+    def _upload_checkpoint(self, path: Path) -> None:
         mirror, began = self.mirror, time.monotonic()
-        with self.kept(path) as source:
+        with self.temporary_copy(path) as source:
             digests, step = checkpoint.read_checksums(source), checkpoint.parse_step(path)
-            objects = {name: mirror.own(f"{path.stem}.{digest[:8]}.{name}") for name, digest in digests.items()}
-            if self._nodes:
-                mirror.write_json(mirror.own(WANTED), {"name": path.name, "step": step, "files": digests})
-            self._put_parts(source, objects, path.name)
+            objects = {name: mirror.object_name(f"{path.stem}.{digest[:8]}.{name}") for name, digest in digests.items()}
+            if self._node_leaders:
+                mirror.write_json(mirror.object_name(WANTED_FILE), {"name": path.name, "step": step, "files": digests})
+            self._upload_files(source, objects, path.name)
             wanted = set(objects.values())
-            while wanted - (sizes := mirror.names(mirror.own(""))).keys() or self._is_a_node_behind(step):
+            while wanted - (sizes := mirror.list_objects(mirror.object_name(""))).keys() or self._is_node_behind(step):
                 if checkpoint.read_checksums(path) not in ({}, digests):
                     return  # saved again meanwhile
-                if any(node_status.get("lacks") == path.name for node_status in self._of_nodes()):
-                    self._there[path.name] = digests  # superseded there before its parts were uploaded
+                if any(node_status.get("lacks") == path.name for node_status in self._read_node_statuses()):
+                    self._uploaded_checkpoints[path.name] = digests  # superseded there before its parts were uploaded
                     return
                 self._wait_for_nodes()
         self._upload_records()  # before the manifest: who resumes from the checkpoint needs them
@@ -222,73 +241,77 @@ class Uploads(Companion):
             name: {"object": objects[name], "bytes": sizes[objects[name]], "sha256": digest}
             for name, digest in digests.items()
         }
-        mirror.commit(path, files)
-        self._there[path.name] = digests
+        mirror.write_manifest(path, files)
+        self._uploaded_checkpoints[path.name] = digests
         self.log.info("uploaded %s to %s in %.1f s", path.name, mirror.url, time.monotonic() - began)
 
-    def _look_on_node(self, state: str) -> bool:
-        if time.monotonic() < self._next_request:
+    def _poll_on_node(self, final_state: str) -> bool:
+        if time.monotonic() < self._next_request_at:
             return False
-        self._next_request = time.monotonic() + SECONDS_BETWEEN_REQUESTS
-        wanted, mirror = self.mirror.read_json(self.mirror.own(WANTED)), self.mirror
+        self._next_request_at = time.monotonic() + SECONDS_BETWEEN_REQUESTS
+        wanted, mirror = self.mirror.read_json(self.mirror.object_name(WANTED_FILE)), self.mirror
         path = self.checkpoints / wanted.get("name", "")
-        is_wanted, lacks = wanted and self._there.get(path.name) != wanted["files"], ""
+        is_wanted, lacks = wanted and self._uploaded_checkpoints.get(path.name) != wanted["files"], ""
         if is_wanted and not path.suffix:  # a sharded one
             has_parts = checkpoint.read_checksums(path) == wanted["files"]
-            latest = self.latest()
+            latest = self.find_latest_checkpoint()
             if has_parts:
-                with self.kept(path) as source:
+                with self.temporary_copy(path) as source:
                     digests = wanted["files"].items()
-                    objects = {name: mirror.own(f"{path.stem}.{digest[:8]}.{name}") for name, digest in digests}
-                    self._put_parts(source, objects, path.name)
+                    objects = {name: mirror.object_name(f"{path.stem}.{digest[:8]}.{name}") for name, digest in digests}
+                    self._upload_files(source, objects, path.name)
             elif latest and checkpoint.parse_step(latest) > wanted["step"]:
                 lacks = path.name
             else:
                 return False  # it appears here in a moment
-        if is_wanted or state != self._state:
+        if is_wanted or final_state != self._final_state:
             self._upload_records()
-            reached = {"step": wanted.get("step", -1), "state": state, "lacks": lacks}
-            mirror.write_json(mirror.own(f"nodes/{self.plan['rank']}.json"), reached)
-            self._there[path.name], self._state = wanted.get("files", {}), state
-        return bool(state) and mirror.has_ended()
+            reached = {"step": wanted.get("step", -1), "state": final_state, "lacks": lacks}
+            mirror.write_json(mirror.object_name(f"nodes/{self.plan['rank']}.json"), reached)
+            self._uploaded_checkpoints[path.name], self._final_state = wanted.get("files", {}), final_state
+        return bool(final_state) and mirror.has_ended()
 
-    def _put_parts(self, source: Path, objects: dict[str, str], title: str) -> None:
+    def _upload_files(self, source: Path, objects: dict[str, str], title: str) -> None:
         """Upload the file, or those parts of the folder that are here."""
 
         def on_progress(sent: int) -> None:
-            self._moved_at = time.monotonic()
+            self._progress_at = time.monotonic()
             self.show_life()
-            if self._state and self._moved_at - self._said_at > SECONDS_BETWEEN_LINES:
-                self._said_at = self._moved_at
+            if self._final_state and self._progress_at - self._logged_at > SECONDS_BETWEEN_LOG_LINES:
+                self._logged_at = self._progress_at
                 self.log.info("waiting for the upload of %s to %s: %.0f MB", title, self.mirror.url, sent / 1e6)
 
-        self._uploading, self._moved_at, self._is_warned = title, time.monotonic(), False
+        self._upload_title, self._progress_at, self._is_warned = title, time.monotonic(), False
         for name, target in objects.items():
             file = source / name if source.is_dir() else source
             if file.exists():
-                self.mirror.put(file, target, on_progress)
-        self._uploading = ""
+                self.mirror.upload(file, target, on_progress)
+        self._upload_title = ""
 
     def _upload_records(self) -> None:
         folder = self.folder
         for path in sorted(folder.rglob("*"), key=lambda path: (path.name == "status.json", path)):  # with it all count
             name = path.relative_to(folder)
-            is_left_out = any(part.startswith(LEFT_OUT) for part in name.parts) or path.suffix == TEMPORARY
-            is_left_out |= str(name) in self._of_others or (bool(self._of_node) and str(name) not in self._of_node)
+            is_left_out = (
+                any(part.startswith(EXCLUDED_PREFIXES) for part in name.parts) or path.suffix == TEMPORARY_SUFFIX
+            )
+            is_left_out |= str(name) in self._other_nodes_files or (
+                bool(self._node_files) and str(name) not in self._node_files
+            )
             if not is_left_out and path.is_file() and not path.is_relative_to(self.checkpoints):
                 stamp = path.stat().st_size, path.stat().st_mtime_ns
-                if self._records.get(path) != stamp:
-                    self.mirror.put(path, self.mirror.own(f"records/{name}"))
+                if self._uploaded_records.get(path) != stamp:
+                    self.mirror.upload(path, self.mirror.object_name(f"records/{name}"))
                     self.show_life()
-                    self._records[path] = stamp
+                    self._uploaded_records[path] = stamp
 
 
 def main() -> int:
     if sys.argv[2:] == ["--first"]:
-        answer(lambda plan: decide_on_node(plan) if plan["rank"] else decide(plan))
-    uploads = Uploads(read_plan())
-    uploads.start()
-    return follow(uploads)
+        answer_rank(lambda plan: restore_node_records(plan) if plan["rank"] else decide_start(plan))
+    uploads = MirrorUploader(read_plan())
+    uploads.start_heartbeat()
+    return follow_run(uploads)
 
 
 if __name__ == "__main__":

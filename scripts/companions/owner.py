@@ -15,11 +15,11 @@ from scripts.companions.follow import OtherOwnerError
 from scripts.lib.mirrored_run import MirroredRun
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.logger import NAME
+from utils.logger import LOGGER_NAME
 from utils.settings.errors import UserError
 
 SECONDS_BETWEEN_HEARTBEATS, SECONDS_TO_SEE_HEARTBEAT = 10.0, 30.0
-SECONDS_TO_READ_BACK = 2.0  # a claim: not every object storage can create an object only if it is absent
+SECONDS_UNTIL_READ_BACK = 2.0  # a claim: not every object storage can create an object only if it is absent
 
 
 class Mirror(MirroredRun):
@@ -33,13 +33,13 @@ class Mirror(MirroredRun):
     def __init__(self, url: str, generation: int = 0, run_id: str = "") -> None:
         super().__init__(url, f"mirror={url.rstrip('/')}")
         self.generation, self.run_id = generation, run_id
-        self._seen, self._count = 0, 0  # the latest generation at the start; beats
+        self._generation_seen, self._heartbeat_count = 0, 0  # the latest generation at the start; beats
 
     # ---- the owner ----
 
     def check_is_free(self, launch_id: str) -> bool:
         """Whether the latest owner is an attempt of this launch. Raises UserError if another run is alive."""
-        latest = self._seen = self.latest()
+        latest = self._generation_seen = self.find_latest_generation()
         owner, name = self.read_json(f"owners/{latest:08d}.json"), f"owners/{latest:08d}.beat"
         self.run_id = owner.get("run", "")
         if not latest or (launch_id and owner.get("launch_id") == launch_id):
@@ -48,7 +48,7 @@ class Mirror(MirroredRun):
         if beat.get("state", "running") == "running":
             owner_text = f"a job on {owner.get('host', '?')} since {owner.get('time', '?')}"
             text = "%s: looking for up to %.0f s whether its owner, %s, is alive"
-            logging.getLogger(NAME).warning(text, self.url, SECONDS_TO_SEE_HEARTBEAT, owner_text)
+            logging.getLogger(LOGGER_NAME).warning(text, self.url, SECONDS_TO_SEE_HEARTBEAT, owner_text)
             while time.monotonic() < ends:
                 time.sleep(SECONDS_TO_SEE_HEARTBEAT / 20)
                 if self.read_json(name) != beat:
@@ -59,34 +59,37 @@ class Mirror(MirroredRun):
 
     def claim(self, token: str, launch_id: str, host: str, run_id: str) -> None:
         """Become the owner: the generation after that of `check_is_free`. Raises UserError if another job is faster."""
-        inherits = [manifest["manifest"] for manifest in self.checkpoints()]
-        generation = self._seen + 1
+        inherits = [manifest["manifest"] for manifest in self.read_manifests()]
+        generation = self._generation_seen + 1
         name, self.run_id = f"owners/{generation:08d}.json", self.run_id or run_id or uuid.uuid4().hex
-        owner = {"token": token, "run": self.run_id, "launch_id": launch_id, "host": host, "time": now()}
+        owner = {"token": token, "run": self.run_id, "launch_id": launch_id, "host": host, "time": utc_now()}
         data, path = json.dumps(owner | {"inherits": inherits}, indent=2).encode(), f"{self._root}/{name}"
         try:
-            self.create(name, data)
+            self.create_object(name, data)
         except Exception:  # there is one, or this storage cannot do it: each has errors of its own
-            self._ask(lambda: self._files.exists(path) or self._files.pipe_file(path, data))
-        time.sleep(0 if self._is_local else SECONDS_TO_READ_BACK)
+            self._request(lambda: self._filesystem.exists(path) or self._filesystem.pipe_file(path, data))
+        time.sleep(0 if self._is_local else SECONDS_UNTIL_READ_BACK)
         if self.read_json(name).get("token") != token:
             raise UserError(f"mirror={self.url}: another job has claimed it; end that job or give another --mirror")
         self.generation = generation
 
     def check_owner(self) -> None:
         """Raises OtherOwnerError if another job has claimed the URL since."""
-        if self.latest() > self.generation:
+        if self.find_latest_generation() > self.generation:
             raise OtherOwnerError
 
-    def beat(self) -> None:
+    def write_heartbeat(self) -> None:
         """Show that the owner is alive. Call it each ten seconds. Raises OtherOwnerError as `check_owner`."""
         self.check_owner()
-        self._count += 1
-        self.write_json(f"owners/{self.generation:08d}.beat", {"count": self._count, "state": "running", "time": now()})
+        self._heartbeat_count += 1
+        self.write_json(
+            f"owners/{self.generation:08d}.beat",
+            {"count": self._heartbeat_count, "state": "running", "time": utc_now()},
+        )
 
-    def end(self, status: dict[str, Any]) -> None:
+    def mark_ended(self, status: dict[str, Any]) -> None:
         """The next owner need not wait for a beat. status: of the run, which is written there if it has failed."""
-        name = self.own("records/status.json")
+        name = self.object_name("records/status.json")
         if status.get("state") == "failed" and self.read_json(name):  # else the earlier records count
             self.write_json(name, status)
         self.write_json(f"owners/{self.generation:08d}.beat", {"state": "ended"})
@@ -96,43 +99,44 @@ class Mirror(MirroredRun):
 
     # ---- checkpoints ----
 
-    def own(self, name: str) -> str:
+    def object_name(self, name: str) -> str:
         """The name of an object of this generation."""
         return f"{self.generation:08d}/{name}"
 
-    def commit(self, path: Path, files: dict[str, dict[str, Any]]) -> None:
+    def write_manifest(self, path: Path, files: dict[str, dict[str, Any]]) -> None:
         """Write the manifest of a checkpoint whose files are all there. Raises OtherOwnerError as `check_owner`."""
         self.check_owner()
-        name = self.own(f"manifests/{path.stem}.{next(iter(files.values()))['sha256'][:8]}.json")
+        name = self.object_name(f"manifests/{path.stem}.{next(iter(files.values()))['sha256'][:8]}.json")
         step = checkpoint.parse_step(path)
-        self.write_json(name, {"step": step, "name": path.name, "files": files, "time": now()})
+        self.write_json(name, {"step": step, "name": path.name, "files": files, "time": utc_now()})
 
-    def prune(self, keep_last: int, keep_every: int, best: int) -> None:
-        """Delete superseded checkpoints and what else no reader considers. best: the step of the best checkpoint."""
-        valid = {manifest["step"]: manifest for manifest in self.checkpoints()}
+    def prune(self, keep_last: int, keep_every: int, best_step: int) -> None:
+        """Delete superseded checkpoints and what else no reader considers. best_step: the step of the best"
+        " checkpoint."""
+        valid = {manifest["step"]: manifest for manifest in self.read_manifests()}
         if not valid:  # the storage lists what was there some time ago
             return
-        gone = checkpoint.superseded_steps(valid, keep_last, keep_every)
-        kept = [manifest for step, manifest in valid.items() if step not in gone or step == best]
+        gone = checkpoint.find_superseded_steps(valid, keep_last, keep_every)
+        kept = [manifest for step, manifest in valid.items() if step not in gone or step == best_step]
         used = {manifest["manifest"] for manifest in kept}
         used |= {file["object"] for manifest in kept for file in manifest["files"].values()}
-        every = self.names()
-        has_records = self.own("records/status.json") in every
+        every = self.list_objects()
+        has_records = self.object_name("records/status.json") in every
 
         def is_removed(name: str) -> bool:
             if name in used or name.startswith("owners/"):
                 return False
             if "/records/" in name:
-                return has_records and name < self.own("")
-            step = archive.STEP_NAME.match(Path(name).name)
+                return has_records and name < self.object_name("")
+            step = archive.STEP_NAME_PATTERN.match(Path(name).name)
             is_superseded = step is not None and int(step[1]) < max(valid)
-            return name < self.own("") or (name.startswith(self.own("")) and is_superseded)
+            return name < self.object_name("") or (name.startswith(self.object_name("")) and is_superseded)
 
         removed = sorted(filter(is_removed, every), key=lambda name: "/manifests/" not in name)  # these first
         if removed:
-            self.remove(removed)
+            self.delete_objects(removed)
 
 
-def now() -> str:
+def utc_now() -> str:
     """The time in UTC, ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

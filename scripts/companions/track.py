@@ -24,37 +24,37 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
 
-from scripts.companions.follow import Companion, Lines, follow, read_plan
+from scripts.companions.follow import Companion, RecordReader, follow_run, read_plan
 from scripts.companions.trackers import TRACKERS, Tracker
 from utils.files import read_json, replace_json
-from utils.redact import redact
+from utils.redact import redact_secrets
 from utils.settings.errors import UserError
 
-SECONDS_BETWEEN_LOOKS, SECONDS_AFTER_REJECTION, SECONDS_TO_GET_A_PLAN = 2.0, 60.0, 10.0
-ROWS = 200  # sent at once
-PROJECT = ROOT.name
-REJECTIONS = ("UsageError", "AuthenticationError", "LocalTokenNotFoundError")  # names of errors
-NOTE = "track.json"  # the run in the tracker, and the last step sent
+SECONDS_BETWEEN_POLLS, SECONDS_AFTER_REJECTION, SECONDS_TO_GET_PLAN = 2.0, 60.0, 10.0
+ROWS_PER_REQUEST = 200  # sent at once
+DEFAULT_PROJECT = ROOT.name
+REJECTION_ERRORS = ("UsageError", "AuthenticationError", "LocalTokenNotFoundError")  # names of errors
+STATE_FILE = "track.json"  # the run in the tracker, and the last step sent
 
 
-def name_of(text: str) -> str:
+def sanitize_name(text: str) -> str:
     """The name with what MLflow rejects replaced."""
     return re.sub(r"[^\w/. -]", "_", text)
 
 
-def numbers(group: str, values: dict[str, Any]) -> dict[str, float]:
+def flatten_numbers(group: str, values: dict[str, Any]) -> dict[str, float]:
     """The numbers of a record as `GROUP/NAME`. The step is the last one: a tracker that has it has all others."""
     scalars: dict[str, float] = {}
     for name, value in sorted(values.items(), key=lambda item: item[0] == "step"):
-        key = name_of(f"{group}/{name}")
+        key = sanitize_name(f"{group}/{name}")
         if isinstance(value, dict):
-            scalars |= numbers(key, value)
+            scalars |= flatten_numbers(key, value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             scalars[key] = value
     return scalars
 
 
-class Track(Companion):
+class TrackCompanion(Companion):
     """Sends each record once: those of a step that the tracker has are left out, also if a resumed run writes them."""
 
     name = "track"
@@ -62,34 +62,44 @@ class Track(Companion):
     def __init__(self, plan: dict[str, Any]) -> None:
         super().__init__(plan)
         (self.folder / "logs").mkdir(exist_ok=True)
-        self._kind = self.config["track"]
-        self._class = TRACKERS[self._kind]
-        self._note = read_json(self.folder / NOTE)
-        if self._note.get("tracker") != self._kind:
-            project = os.environ.get(self._class.variable) or PROJECT
-            self._note = {"tracker": self._kind, "project": project, "id": uuid.uuid4().hex, "sent": {}, "end": ""}
+        self._tracker_name = self.config["track"]
+        self._tracker_class = TRACKERS[self._tracker_name]
+        self._tracker_state = read_json(self.folder / STATE_FILE)
+        if self._tracker_state.get("tracker") != self._tracker_name:
+            project = os.environ.get(self._tracker_class.project_variable) or DEFAULT_PROJECT
+            self._tracker_state = {
+                "tracker": self._tracker_name,
+                "project": project,
+                "id": uuid.uuid4().hex,
+                "sent": {},
+                "end": "",
+            }
         self._tracker: Tracker | None = None
-        self._output = (self.folder / "logs/track.log").open("a", buffering=1)
-        self._lock = (self.folder / ".track.lock").open("w")
-        self._lines, self._next_look, self._is_warned = Lines(self.folder / "metrics.jsonl"), 0.0, False
+        self._log_file = (self.folder / "logs/track.log").open("a", buffering=1)
+        self._lock_file = (self.folder / ".track.lock").open("w")
+        self._record_reader, self._next_poll_at, self._is_warned = (
+            RecordReader(self.folder / "metrics.jsonl"),
+            0.0,
+            False,
+        )
 
-    def look(self, state: str) -> bool:
-        if (time.monotonic() < self._next_look and not state) or not self.has_begun():
+    def look(self, final_state: str) -> bool:
+        if (time.monotonic() < self._next_poll_at and not final_state) or not self.has_training_begun():
             return False
-        self._next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
-        sys.stdout = sys.stderr = self._output  # what the packages print
+        self._next_poll_at = time.monotonic() + SECONDS_BETWEEN_POLLS
+        sys.stdout = sys.stderr = self._log_file  # what the packages print
         try:
-            self.send(state)
+            self.send_new(final_state)
             return True
         except UserError as error:
             problem = error
-        self._next_look = time.monotonic() + SECONDS_AFTER_REJECTION
+        self._next_poll_at = time.monotonic() + SECONDS_AFTER_REJECTION
         if not self._is_warned:
             self._is_warned = True
             self.log.warning("%s; training continues", problem)
-        return bool(state)
+        return bool(final_state)
 
-    def send(self, state: str) -> None:
+    def send_new(self, final_state: str) -> None:
         """Send what is new.
 
         Raises:
@@ -97,91 +107,95 @@ class Track(Companion):
             UserError: the tracker or its package rejects the run.
         """
         try:
-            tracker = self._tracker or self._open()
-            records = [record for record in self._lines.new() if record["kind"] in ("train", "eval")]
-            for at in range(0, len(records), ROWS):
-                self._send(tracker, records[at : at + ROWS])
+            tracker = self._tracker or self._open_tracker()
+            records = [record for record in self._record_reader.read_new() if record["kind"] in ("train", "eval")]
+            for at in range(0, len(records), ROWS_PER_REQUEST):
+                self._send_records(tracker, records[at : at + ROWS_PER_REQUEST])
                 self.show_life()
-            if state:
-                self._close(tracker, state)
+            if final_state:
+                self._close_tracker(tracker, final_state)
         except Exception as error:  # whatever a package raises
             self._tracker = None
             status = getattr(error, "get_http_status_code", int)()
-            is_final = isinstance(error, ImportError | ValueError) or type(error).__name__ in REJECTIONS
+            is_final = isinstance(error, ImportError | ValueError) or type(error).__name__ in REJECTION_ERRORS
             first = [*str(error).strip().splitlines(), type(error).__name__][0].rstrip(".")
             first = first if len(first) < 300 else f"{first[:140]} ... {first[-140:]}"  # the cause is at the end
-            text = redact(f"track={self._kind}: {first}")
+            text = redact_secrets(f"track={self._tracker_name}: {first}")
             if isinstance(error, UserError):
                 raise UserError(f"{text}; wait until it has ended") from None
             if is_final or (400 <= status < 500 and status not in (408, 429)):
-                missing = f"pip install {self._kind}" if isinstance(error, ImportError) else self._class.remedy
+                missing = (
+                    f"pip install {self._tracker_name}"
+                    if isinstance(error, ImportError)
+                    else self._tracker_class.remedy
+                )
                 raise UserError(f"{text}; {missing}") from error
             raise OSError(text) from error
 
-    def _open(self) -> Tracker:
+    def _open_tracker(self) -> Tracker:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two would send each record twice
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two would send each record twice
         except BlockingIOError:
             raise UserError(f"another track.py sends {self.folder}") from None
         except OSError:  # storage without locks
             pass
-        note, settings = self._note, read_json(self.folder / "config.json")  # without secrets
-        replace_json(self.folder / NOTE, note)  # first: a kill may follow, and the next try finds the run
-        self._tracker = self._class(note["id"], note["project"], settings, self.folder)
+        note, settings = self._tracker_state, read_json(self.folder / "config.json")  # without secrets
+        replace_json(self.folder / STATE_FILE, note)  # first: a kill may follow, and the next try finds the run
+        self._tracker = self._tracker_class(note["id"], note["project"], settings, self.folder)
         note["sent"] = self._tracker.open(note["sent"])
         note["id"] = self._tracker.id
-        replace_json(self.folder / NOTE, note)
-        self._lines = Lines(self.folder / "metrics.jsonl")
+        replace_json(self.folder / STATE_FILE, note)
+        self._record_reader = RecordReader(self.folder / "metrics.jsonl")
         return self._tracker
 
-    def _send(self, tracker: Tracker, records: list[dict[str, Any]]) -> None:
-        rows, sent = [], dict(self._note["sent"])
+    def _send_records(self, tracker: Tracker, records: list[dict[str, Any]]) -> None:
+        rows, sent = [], dict(self._tracker_state["sent"])
         for record in records:
-            group = name_of(record.get("split", "train") + ("_ema" if record.get("weights") == "ema" else ""))
+            group = sanitize_name(record.get("split", "train") + ("_ema" if record.get("weights") == "ema" else ""))
             if record["step"] > sent.get(group, -1):
                 sent[group] = record["step"]
-                rows.append((record["step"], numbers(group, record)))
+                rows.append((record["step"], flatten_numbers(group, record)))
         if rows:
             tracker.send(rows)
-            self._note["sent"] = sent
-            replace_json(self.folder / NOTE, self._note, is_flushed=False)
+            self._tracker_state["sent"] = sent
+            replace_json(self.folder / STATE_FILE, self._tracker_state, is_flushed=False)
 
-    def _close(self, tracker: Tracker, state: str) -> None:
+    def _close_tracker(self, tracker: Tracker, final_state: str) -> None:
         """A run that has failed has no summary, and one is sent once."""
-        summary = read_json(self.folder / "summary.json") if state in ("completed", "preempted") else {}
-        end = f"{state} {summary.get('steps')}"
-        is_new = self._note["end"] != end
-        tracker.close(state, summary.get("steps", 0), numbers("summary", summary) if is_new else {})
-        self._tracker, self._note["end"] = None, end
-        replace_json(self.folder / NOTE, self._note)
+        summary = read_json(self.folder / "summary.json") if final_state in ("completed", "preempted") else {}
+        end = f"{final_state} {summary.get('steps')}"
+        is_new = self._tracker_state["end"] != end
+        tracker.close(final_state, summary.get("steps", 0), flatten_numbers("summary", summary) if is_new else {})
+        self._tracker, self._tracker_state["end"] = None, end
+        replace_json(self.folder / STATE_FILE, self._tracker_state)
 
     def leave(self) -> None:
-        self._next_look, tracker = float("inf"), self._tracker
+        self._next_poll_at, tracker = float("inf"), self._tracker
         with suppress(Exception):
             if tracker:
-                tracker.close(self.state() or "failed", 0, {})
+                tracker.close(self.read_final_state() or "failed", 0, {})
 
 
-def is_by_hand() -> bool:
+def is_started_by_hand() -> bool:
     """Whether no rank has started this program: a rank sends the plan through a pipe at once."""
     if not stat.S_ISFIFO(os.fstat(0).st_mode):
         return True
-    return not (select.select([0], [], [], SECONDS_TO_GET_A_PLAN)[0] and cast(BufferedReader, sys.stdin.buffer).peek(1))
+    return not (select.select([0], [], [], SECONDS_TO_GET_PLAN)[0] and cast(BufferedReader, sys.stdin.buffer).peek(1))
 
 
-def catch_up(folder: Path, *words: str) -> int:
+def send_ended_run(folder: Path, *argv: str) -> int:
     """By hand: send what the tracker lacks of a run that has ended. Returns the exit code."""
-    files = (read_json(folder / name) for name in ("config.json", "status.json", NOTE))
+    files = (read_json(folder / name) for name in ("config.json", "status.json", STATE_FILE))
     config, status, note = files
-    name = [*words, note.get("tracker") or config.get("track", "")][0]
+    name = [*argv, note.get("tracker") or config.get("track", "")][0]
     if name not in TRACKERS or not config:
         missing = f"run_dir={folder}: holds no run; give" if not config else f"track={name}: is not a tracker; choose"
         print(f"{missing} track.py RUN {'|'.join(TRACKERS)}", file=sys.stderr)
         return 2
     plan = {"config": config | {"track": name}, "folder": folder.absolute(), "checkpoints": folder / "checkpoints"}
-    track = Track(plan)
+    track = TrackCompanion(plan)
     try:
-        track.send(status.get("state", "failed"))
+        track.send_new(status.get("state", "failed"))
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
@@ -190,4 +204,8 @@ def catch_up(folder: Path, *words: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(catch_up(Path(sys.argv[1]), *sys.argv[2:]) if is_by_hand() else follow(Track(read_plan())))
+    sys.exit(
+        send_ended_run(Path(sys.argv[1]), *sys.argv[2:])
+        if is_started_by_hand()
+        else follow_run(TrackCompanion(read_plan()))
+    )

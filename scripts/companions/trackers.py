@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-WANDB = {"console": "off", "save_code": False, "disable_git": True, "x_disable_meta": True, "init_timeout": 30}
-WANDB |= {"x_transaction_log_flush_interval": 0.2}  # seconds, after which a kill loses nothing
-MLFLOW = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}  # track.py tries again
-MLFLOW |= {"MLFLOW_DISABLE_TELEMETRY": "true"}
-BLOCK = 32768  # bytes
+WANDB_SETTINGS = {"console": "off", "save_code": False, "disable_git": True, "x_disable_meta": True, "init_timeout": 30}
+WANDB_SETTINGS |= {"x_transaction_log_flush_interval": 0.2}  # seconds, after which a kill loses nothing
+MLFLOW_VARIABLES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}  # track.py tries again
+MLFLOW_VARIABLES |= {"MLFLOW_DISABLE_TELEMETRY": "true"}
+BLOCK_BYTES = 32768  # bytes
 Rows = list[tuple[int, dict[str, float]]]  # of each record the step, and the values, "train/loss" for example
 
 
@@ -30,13 +30,14 @@ class Tracker:
         project, name, settings, folder: of the run.
     """
 
-    variable, remedy = "", ""  # which names the project; what to do if the tracker rejects the run
+    project_variable, remedy = "", ""  # which names the project; what to do if the tracker rejects the run
 
     def __init__(self, id: str, project: str, settings: dict[str, Any], folder: Path) -> None:
         self.id, self.project, self.settings, self.folder, self.name = id, project, settings, folder, folder.name
 
-    def open(self, sent: dict[str, int]) -> dict[str, int]:
-        """Continue the run or begin it. Returns the last step that it has, by group; `sent` if the tracker is mute."""
+    def open(self, sent_steps: dict[str, int]) -> dict[str, int]:
+        """Continue the run or begin it. Returns the last step that it has, by group; `sent_steps` if the tracker is"
+        " mute."""
         raise NotImplementedError
 
     def send(self, rows: Rows) -> None:
@@ -51,15 +52,15 @@ class Tracker:
 class Wandb(Tracker):
     variable, remedy = "WANDB_PROJECT", "run `wandb login`, or set WANDB_MODE=offline"
 
-    def open(self, sent: dict[str, int]) -> dict[str, int]:
+    def open(self, sent_steps: dict[str, int]) -> dict[str, int]:
         import wandb
 
         wandb.teardown()  # what a failed try has left
         mode, url = (getattr(wandb.setup().settings, name) for name in ("mode", "base_url"))
         if mode in ("online", "shared"):  # a try to begin without a network would leave a folder
-            reach(url)
+            check_reachable(url)
         settings = wandb.Settings(
-            **{name: value for name, value in WANDB.items() if name in wandb.Settings.model_fields}
+            **{name: value for name, value in WANDB_SETTINGS.items() if name in wandb.Settings.model_fields}
         )
         init_args = {"project": self.project, "dir": os.environ.get("WANDB_DIR") or self.folder}
         self._run = run = wandb.init(id=self.id, name=self.name, resume="allow", settings=settings, **init_args)
@@ -67,16 +68,16 @@ class Wandb(Tracker):
         rows = [dict(run.summary)] if run.resumed else []
         if run.offline:  # where `resume` has no effect
             files = Path(run.settings.wandb_dir).glob(f"offline-run-*-{self.id}/*.wandb")
-            rows = [row for file in files for row in offline_rows(file)]
-        stored_steps = last_steps(rows) or (sent if run.offline or run.resumed else {})
+            rows = [row for file in files for row in read_offline_rows(file)]
+        stored_steps = find_last_steps(rows) or (sent_steps if run.offline or run.resumed else {})
         last = [*(int(row.get("_step", -1)) for row in rows), *stored_steps.values()]
-        self._row = max([run.step, *(step + 1 for step in last)])
+        self._next_row = max([run.step, *(step + 1 for step in last)])
         return stored_steps
 
     def send(self, rows: Rows) -> None:
         for step, values in rows:
-            self._row = max(self._row, step)  # a row of an earlier step would be ignored
-            self._run.log(values, step=self._row)
+            self._next_row = max(self._next_row, step)  # a row of an earlier step would be ignored
+            self._run.log(values, step=self._next_row)
 
     def close(self, state: str, step: int, summary: dict[str, float]) -> None:
         self._run.summary.update(summary)
@@ -86,8 +87,8 @@ class Wandb(Tracker):
 class Mlflow(Tracker):
     variable, remedy = "MLFLOW_EXPERIMENT_NAME", "set MLFLOW_TRACKING_URI and the variables of its login"
 
-    def open(self, sent: dict[str, int]) -> dict[str, int]:
-        for name, value in MLFLOW.items():
+    def open(self, sent_steps: dict[str, int]) -> dict[str, int]:
+        for name, value in MLFLOW_VARIABLES.items():
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
         from mlflow.entities import Param
@@ -105,7 +106,7 @@ class Mlflow(Tracker):
         ]
         for at in range(0, len(params), 100):  # which cannot be changed later
             client.log_batch(self.id, params=params[at : at + 100])
-        return last_steps([run.data.metrics])
+        return find_last_steps([run.data.metrics])
 
     def send(self, rows: Rows) -> None:
         from mlflow.entities import Metric
@@ -123,22 +124,22 @@ class Mlflow(Tracker):
 class Trackio(Tracker):
     variable, remedy = "TRACKIO_PROJECT", "run `hf auth login`, or unset TRACKIO_SPACE_ID"
 
-    def open(self, sent: dict[str, int]) -> dict[str, int]:
+    def open(self, sent_steps: dict[str, int]) -> dict[str, int]:
         import trackio
 
         self._is_local = not os.environ.keys() & {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_STORAGE_MODE"}
         if not self.id.startswith(f"{self.name}-"):  # it resumes by name, which other runs may have
             self.id = f"{self.name}-{self.id[:8]}"
         if self._is_local:
-            return last_steps(trackio.SQLiteStorage.get_logs(self.project, self.id))
+            return find_last_steps(trackio.SQLiteStorage.get_logs(self.project, self.id))
         self.send([])  # what Trackio has kept while its server was out of reach
-        return sent
+        return sent_steps
 
     def send(self, rows: Rows) -> None:
         import trackio
 
         if url := os.environ.get("TRACKIO_SERVER_URL"):
-            reach(url.partition("?")[0])  # Trackio would keep what it cannot send
+            check_reachable(url.partition("?")[0])  # Trackio would keep what it cannot send
         init_args = {"project": self.project, "name": self.id, "resume": "allow", "embed": False}
         run = trackio.init(**init_args, config=self.settings, auto_log_cpu=False, auto_log_gpu=False)
         for step, values in rows:
@@ -160,13 +161,13 @@ class Trackio(Tracker):
 TRACKERS = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
 
 
-def reach(url: str) -> None:
+def check_reachable(url: str) -> None:
     """Raises OSError if no server answers there."""
     with suppress(urllib.error.HTTPError):
         urllib.request.urlopen(url, timeout=10).close()
 
 
-def last_steps(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+def find_last_steps(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """The last step of each group: the largest of its values called `step`."""
     steps: dict[str, int] = {}
     for row in rows:
@@ -177,7 +178,7 @@ def last_steps(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     return steps
 
 
-def offline_rows(file: Path) -> Iterator[dict[str, Any]]:
+def read_offline_rows(file: Path) -> Iterator[dict[str, Any]]:
     """The rows in the file of an offline run, which a kill may have cut. It has the format of LevelDB's logs."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -188,5 +189,5 @@ def offline_rows(file: Path) -> Iterator[dict[str, Any]]:
         if kind in (1, 4) and at <= len(data):
             items = Record.FromString(whole).history.item
             yield {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
-        if (left := BLOCK - at % BLOCK) < 7:
+        if (left := BLOCK_BYTES - at % BLOCK_BYTES) < 7:
             at += left

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from utils.settings.errors import UserError
 
-LACKS = """model.py: has no {}; add it, for example, if the model takes two tensors of a batch:
+MISSING_FUNCTION = """model.py: has no {}; add it, for example, if the model takes two tensors of a batch:
     def predict(model, batch): return {{"output": model(batch[0], batch[1])}}  # {{name: tensor [B, ...]}}
     def example_inputs(batch): return batch[0], batch[1]  # the model's arguments"""
 
@@ -24,6 +24,6 @@ def check_arguments(model: nn.Module, inputs: Any, function: str) -> None:
             raise TypeError("is no tuple")
         inspect.signature(model.forward).bind(*inputs)
     except TypeError:
-        raise UserError(LACKS.format(function)) from None
+        raise UserError(MISSING_FUNCTION.format(function)) from None
     except ValueError:  # a function of C++ has no signature
         pass

@@ -14,40 +14,50 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]  # as scr
 
 import torch
 
-from scripts.lib.values import TIMES, plural
-from utils.batch import tensors_in
+from scripts.lib.values import TIMING_FIELDS, format_plural
+from utils.batch import list_tensors
 from utils.files import read_records
 from utils.settings.errors import UserError
 from utils.table import format_table
 
-FIRST = ("fingerprint", "samples", "lr", "loss", "grad_norm")  # the order of the report
-ORIGIN = ("versions", "code", "exact_sums", "world_size", "hosts", "devices", "precision", "cpu_threads", "identity")
+REPORT_ORDER = ("fingerprint", "samples", "lr", "loss", "grad_norm")  # the order of the report
+PROVENANCE_FIELDS = (
+    "versions",
+    "code",
+    "exact_sums",
+    "world_size",
+    "hosts",
+    "devices",
+    "precision",
+    "cpu_threads",
+    "identity",
+)
 
 
-class Gap(NamedTuple):
+class Divergence(NamedTuple):
     """The records between which two runs diverge."""
 
-    equal: int  # the last step with equal records; 0 if there is none
+    last_equal_step: int  # the last step with equal records; 0 if there is none
     step: int  # of the first records that differ; 0 if none does
     rows: list[list[Any]]  # name and values of what differs in them
 
 
-class Found(NamedTuple):
+class Difference(NamedTuple):
     kind: str
     text: str
 
 
-def settings(a: Any, b: Any, names: list[str]) -> list[list[Any]]:
+def compare_settings(a: Any, b: Any, names: list[str]) -> list[list[Any]]:
     """Rows of what differs in settings, versions, code and machines."""
     rows = [[name, a.config.get(name, "-"), b.config.get(name, "-")] for name in names]
-    for name in ORIGIN:
-        before, after = (of_origin(run.provenance, name) for run in (a, b))
+    for name in PROVENANCE_FIELDS:
+        before, after = (format_provenance(run.provenance, name) for run in (a, b))
         if before != after:
             rows.append([name, before, after])
     return rows
 
 
-def of_origin(provenance: dict[str, Any], name: str) -> str:
+def format_provenance(provenance: dict[str, Any], name: str) -> str:
     value = provenance.get(name, "-")
     if name == "devices":
         value = sorted({rank["device"] for rank in provenance.get("ranks", [])})
@@ -56,7 +66,7 @@ def of_origin(provenance: dict[str, Any], name: str) -> str:
     return " ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
 
 
-def records_of(run: Any) -> dict[int, dict[str, Any]]:
+def read_train_records(run: Any) -> dict[int, dict[str, Any]]:
     """The train records by step, each with its samples if they were recorded."""
     samples: dict[int, list[int]] = {}
     for file in sorted(run.folder.glob("samples/rank*.jsonl")):
@@ -69,7 +79,7 @@ def records_of(run: Any) -> dict[int, dict[str, Any]]:
     }
 
 
-def first_gap(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]], has_means: bool = True) -> Gap:
+def find_divergence(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]], has_means: bool = True) -> Divergence:
     """Compare records of the same steps: by their fingerprints, or all values where one has none.
 
     has_means: whether both have means of equal intervals. Raises UserError if no step has two records.
@@ -80,40 +90,50 @@ def first_gap(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]], has_me
     for step in steps:
         record_a, record_b = a[step], b[step]
         names = {name for name in record_a.keys() & record_b.keys() if record_a[name] != record_b[name]} - {
-            *TIMES,
+            *TIMING_FIELDS,
             "time",
         }
         names = names if has_means else names & {"fingerprint", "samples", "lr"}
         if "fingerprint" in names or (names and not record_a.keys() & record_b.keys() & {"fingerprint"}):
-            order = sorted(names, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
-            return Gap(
+            order = sorted(
+                names, key=lambda name: (REPORT_ORDER.index(name) if name in REPORT_ORDER else len(REPORT_ORDER), name)
+            )
+            return Divergence(
                 equal,
                 step,
-                [[name, text_of(name, record_a, record_b), text_of(name, record_b, record_a)] for name in order],
+                [
+                    [name, format_value(name, record_a, record_b), format_value(name, record_b, record_a)]
+                    for name in order
+                ],
             )
         equal = step
-    return Gap(equal, 0, [])
+    return Divergence(equal, 0, [])
 
 
-def text_of(name: str, record: dict[str, Any], other_record: dict[str, Any]) -> str:
+def format_value(name: str, record: dict[str, Any], other_record: dict[str, Any]) -> str:
     if name != "samples":
         return str(record[name])
     own_samples = sorted({*record[name]} - {*other_record[name]})
     return f"{len(own_samples)} of its own: {', '.join(map(str, own_samples[:5]))}"
 
 
-def narrowed(a: Any, b: Any, gap: Gap) -> tuple[int, int, list[Any]]:
+def bisect_checkpoints(a: Any, b: Any, gap: Divergence) -> tuple[int, int, list[Any]]:
     """The last step known to be equal, the first known to differ and the runs' fingerprints in it, by bisection of the
     checkpoints that both have."""
     from utils.checkpoint import format as checkpoint
 
     kept = [
-        {checkpoint.parse_step(p): p for p in checkpoint.step_checkpoints(r.folder / "checkpoints")} for r in (a, b)
+        {checkpoint.parse_step(p): p for p in checkpoint.list_step_checkpoints(r.folder / "checkpoints")}
+        for r in (a, b)
     ]
-    low, high, prints = gap.equal, gap.step, [records_of(run)[gap.step].get("fingerprint") for run in (a, b)]
+    low, high, prints = (
+        gap.last_equal_step,
+        gap.step,
+        [read_train_records(run)[gap.step].get("fingerprint") for run in (a, b)],
+    )
     while steps := [step for step in sorted(kept[0].keys() & kept[1].keys()) if low < step < high]:
         middle = steps[len(steps) // 2]
-        fingerprints = [checkpoint.read(paths[middle])[0]["provenance"].get("fingerprint") for paths in kept]
+        fingerprints = [checkpoint.read_checkpoint(paths[middle])[0]["provenance"].get("fingerprint") for paths in kept]
         if fingerprints[0] == fingerprints[1]:
             low = middle
         else:
@@ -121,17 +141,17 @@ def narrowed(a: Any, b: Any, gap: Gap) -> tuple[int, int, list[Any]]:
     return low, high, prints
 
 
-def replayed(a: Any, b: Any, gap: Gap, names: tuple[str, str]) -> str:
+def replay_divergence(a: Any, b: Any, gap: Divergence, names: tuple[str, str]) -> str:
     """Replay both runs to the step at which they diverge, here, in one process; what differs first in it."""
     import replay
 
-    low, high, prints = narrowed(a, b, gap)
-    again = [replay.records_of(run.folder, low + 1, high) for run in (a, b)]
+    low, high, prints = bisect_checkpoints(a, b, gap)
+    again = [replay.record_steps(run.folder, low + 1, high) for run in (a, b)]
     steps = [step for step in sorted(again[0].keys() & again[1].keys()) if step > low]
     step = next((step for step in steps if again[0][step]["fingerprint"] != again[1][step]["fingerprint"]), 0)
     if step:
-        dump_a, dump_b = (replay.dump_of(run.folder, step) for run in (a, b))
-        return f"{until(step - 1)}; in step {step} {compare(dump_a, dump_b, names).text}"
+        dump_a, dump_b = (replay.dump_step(run.folder, step) for run in (a, b))
+        return f"{describe_equal_steps(step - 1)}; in step {step} {compare_dumps(dump_a, dump_b, names).text}"
     odd = [k for k in (0, 1) if prints[k] != again[k][high]["fingerprint"]]
     step_range = f"step {high}" if high == low + 1 else f"steps {low + 1} to {high}"
     dumps = "compare dumps of scripts/replay.py that were made where the runs were"
@@ -140,44 +160,53 @@ def replayed(a: Any, b: Any, gap: Gap, names: tuple[str, str]) -> str:
         return f"here the replays of {step_range} are equal, and repeat neither run ({causes}); {dumps}"
     run, name = (a, b)[odd[0]], names[odd[0]]
     is_alone = high == low + 1 and run.config.get("log_interval") == 1
-    cause = cause_of(records_of(run)[high], again[odd[0]][high]) if is_alone else ""
+    cause = describe_cause(read_train_records(run)[high], again[odd[0]][high]) if is_alone else ""
     causes = "a fault that came once, or another machine or version"
-    return f"{until(low)}; in {step_range} {name} did what its replay here does not{cause} ({causes}); {dumps}"
+    equal_steps = describe_equal_steps(low)
+    return f"{equal_steps}; in {step_range} {name} did what its replay here does not{cause} ({causes}); {dumps}"
 
 
-def until(step: int) -> str:
+def describe_equal_steps(step: int) -> str:
     return f"equal until step {step}" if step else "equal at the start"
 
 
-def cause_of(record: dict[str, Any], again: dict[str, Any]) -> str:
+def describe_cause(record: dict[str, Any], replayed_record: dict[str, Any]) -> str:
     """What in a record is not repeated in its replay."""
     causes = {
         "lr": "its learning rate was another",
         "loss": "its loss was another, so look at samples, their content and the forward passes",
         "grad_norm": "its loss is repeated, and its gradient is not",
     }
-    wrong = [text for name, text in causes.items() if record[name] != again[name]]
+    wrong = [text for name, text in causes.items() if record[name] != replayed_record[name]]
     return ": " + (wrong or ["loss and gradient norm are repeated, and weights or optimizer state are not"])[0]
 
 
-def compare(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found:
+def compare_dumps(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Difference:
     """What differs first in two dumps of the same step. Raises UserError if they are of different ones."""
     if a["number"] != b["number"]:
         raise UserError(f"diverge: dumps of steps {a['number']} and {b['number']}; give two of the same step")
     if a["host"] != b["host"]:
         names = (f"{names[0]} (on {a['host']})", f"{names[1]} (on {b['host']})")
-    checks: Iterable[Callable[..., Found | None]] = (state, samples, content, outputs, gradients, used, update)
+    checks: Iterable[Callable[..., Difference | None]] = (
+        compare_state,
+        compare_samples,
+        compare_batches,
+        compare_outputs,
+        compare_gradients,
+        compare_used_gradients,
+        compare_updates,
+    )
     return next(
         (difference for check in checks if (difference := check(a, b, names))),
-        Found("", "nothing that a dump holds differs"),
+        Difference("", "nothing that a dump holds differs"),
     )
 
 
-def different(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    return [name for name in {**a, **b} if name not in a or name not in b or len(unequal(a[name], b[name])) > 0]
+def find_different(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    return [name for name in {**a, **b} if name not in a or name not in b or len(find_unequal(a[name], b[name])) > 0]
 
 
-def unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def find_unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The flat places at which two tensors differ in a bit."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return torch.zeros(1, dtype=torch.int64)
@@ -186,41 +215,45 @@ def unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (bytes_a != bytes_b).any(1).nonzero().flatten()
 
 
-def shown(tensors: dict[str, Any], other_tensors: dict[str, Any], names: list[str]) -> str:
+def describe_tensors(tensors: dict[str, Any], other_tensors: dict[str, Any], names: list[str]) -> str:
     tensor_a, tensor_b, size = tensors.get(names[0]), other_tensors.get(names[0]), ""
     if tensor_a is not None and tensor_b is not None:
-        size = f" ({len(unequal(tensor_a, tensor_b)):,} of {plural(tensor_a.numel(), 'value')})"
+        size = f" ({len(find_unequal(tensor_a, tensor_b)):,} of {format_plural(tensor_a.numel(), 'value')})"
     return names[0] + size + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def state(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found | None:
-    wrong = different(a["before"], b["before"])
-    text = f"the weights before it differ already: {shown(a['before'], b['before'], wrong)}" if wrong else ""
-    return Found("state", text) if wrong else None
+def compare_state(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Difference | None:
+    wrong = find_different(a["before"], b["before"])
+    text = f"the weights before it differ already: {describe_tensors(a['before'], b['before'], wrong)}" if wrong else ""
+    return Difference("state", text) if wrong else None
 
 
-def samples(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found | None:
+def compare_samples(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Difference | None:
     sizes = [[len(indices) for indices in dump["micro_batches"]] for dump in (a, b)]
     if sizes[0] != sizes[1]:
-        return Found("samples", f"the micro-batches have {sizes[0]} samples in {names[0]} and {sizes[1]} in {names[1]}")
+        return Difference(
+            "samples", f"the micro-batches have {sizes[0]} samples in {names[0]} and {sizes[1]} in {names[1]}"
+        )
     for number, (indices_a, indices_b) in enumerate(zip(a["micro_batches"], b["micro_batches"], strict=True)):
         for position, (index_a, index_b) in enumerate(zip(indices_a, indices_b, strict=False)):
             if index_a != index_b:
                 sample = f"sample {position} of micro-batch {number}"
-                return Found("samples", f"{sample} is {index_a:,} in {names[0]} and {index_b:,} in {names[1]}")
+                return Difference("samples", f"{sample} is {index_a:,} in {names[0]} and {index_b:,} in {names[1]}")
     return None
 
 
-def content(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found | None:
+def compare_batches(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Difference | None:
     for number, (batch_a, batch_b) in enumerate(zip(a["batches"], b["batches"], strict=True)):
         indices = a["micro_batches"][number]
-        for tensor_a, tensor_b in zip(tensors_in(batch_a), tensors_in(batch_b), strict=False):
-            positions = unequal(tensor_a, tensor_b)
+        for tensor_a, tensor_b in zip(list_tensors(batch_a), list_tensors(batch_b), strict=False):
+            positions = find_unequal(tensor_a, tensor_b)
             if not len(positions):
                 continue
             if tensor_a.shape != tensor_b.shape or tensor_a.dtype != tensor_b.dtype:
                 kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (tensor_a, tensor_b)]
-                return Found("content", f"micro-batch {number} is {kinds[0]} in {names[0]}, {kinds[1]} in {names[1]}")
+                return Difference(
+                    "content", f"micro-batch {number} is {kinds[0]} in {names[0]}, {kinds[1]} in {names[1]}"
+                )
             subject = f"micro-batch {number}"
             if tensor_a.ndim and len(tensor_a) == len(indices):
                 rows = sorted({*(positions // (tensor_a.numel() // len(tensor_a))).tolist()})
@@ -228,81 +261,90 @@ def content(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Fou
                 subject = f"sample {indices[rows[0]]:,}{and_more}"
             gap = (tensor_a.double() - tensor_b.double()).abs().max().item()
             text = f"the content of {subject} differs between {names[0]} and {names[1]}"
-            return Found("content", f"{text}: {len(positions):,} of {tensor_a.numel():,} values, by at most {gap:.3g}")
+            return Difference(
+                "content", f"{text}: {len(positions):,} of {tensor_a.numel():,} values, by at most {gap:.3g}"
+            )
     return None
 
 
-def outputs(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found | None:
+def compare_outputs(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Difference | None:
     """Of modules, and the losses."""
     for number, (outputs_a, outputs_b) in enumerate(zip(a["outputs"], b["outputs"], strict=True)):
         for (module, bits), (other_module, other_bits) in zip(outputs_a, outputs_b, strict=False):
             if module != other_module:
-                return Found(
+                return Difference(
                     "module", f"micro-batch {number} runs {module} in {names[0]} and {other_module} in {names[1]}"
                 )
             if bits != other_bits:
-                return Found(
+                return Difference(
                     "module", f"the output of {module} differs first, for micro-batch {number} with equal inputs"
                 )
     for number, (loss, its_loss) in enumerate(zip(a["micro_losses"], b["micro_losses"], strict=True)):
         if repr(loss) != repr(its_loss):
             text = f"the loss of micro-batch {number} is {loss:.9g} in {names[0]} and {its_loss:.9g} in {names[1]}"
-            return Found("loss", f"{text}, with equal outputs of all modules: look at compute_loss")
+            return Difference("loss", f"{text}, with equal outputs of all modules: look at compute_loss")
     return None
 
 
-def gradients(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found | None:
-    wrong = different(a["gradients"], b["gradients"])[::-1]  # the backward pass begins with the last ones
+def compare_gradients(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Difference | None:
+    wrong = find_different(a["gradients"], b["gradients"])[::-1]  # the backward pass begins with the last ones
     if not wrong:
         return None
-    return Found(
-        "gradient", f"the gradient of {shown(a['gradients'], b['gradients'], wrong)} differs, with equal losses"
+    return Difference(
+        "gradient",
+        f"the gradient of {describe_tensors(a['gradients'], b['gradients'], wrong)} differs, with equal losses",
     )
 
 
-def used(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found | None:
+def compare_used_gradients(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Difference | None:
     """The gradients that the optimizer got: before, the micro-batches were computed once more, outside of the step."""
-    wrong = different(a.get("used", {}), b.get("used", {}))[::-1]
+    wrong = find_different(a.get("used", {}), b.get("used", {}))[::-1]
     if not wrong:
         return None
-    subject = shown(a["used"], b["used"], wrong)
+    subject = describe_tensors(a["used"], b["used"], wrong)
     text = f"the gradient of {subject} that the optimizer gets differs; computed again outside of the step it is equal"
-    return Found("gradient", f"{text}: look at what sums or changes gradients")
+    return Difference("gradient", f"{text}: look at what sums or changes gradients")
 
 
-def update(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Found | None:
+def compare_updates(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Difference | None:
     if a["lrs"] != b["lrs"]:
         lr_a, lr_b = next(pair for pair in zip(a["lrs"], b["lrs"], strict=True) if pair[0] != pair[1])
-        return Found("learning rate", f"the learning rate is {lr_a:.9g} in {names[0]} and {lr_b:.9g} in {names[1]}")
-    wrong = different(a["after"], b["after"])
-    moments = different(a.get("moments", {}), b.get("moments", {}))
+        return Difference(
+            "learning rate", f"the learning rate is {lr_a:.9g} in {names[0]} and {lr_b:.9g} in {names[1]}"
+        )
+    wrong = find_different(a["after"], b["after"])
+    moments = find_different(a.get("moments", {}), b.get("moments", {}))
     if not (wrong or moments):
         return None
-    subject = shown(a["after"], b["after"], wrong) if wrong else shown(a["moments"], b["moments"], moments)
+    subject = (
+        describe_tensors(a["after"], b["after"], wrong)
+        if wrong
+        else describe_tensors(a["moments"], b["moments"], moments)
+    )
     subject = subject if wrong else f"the optimizer's {subject}"
-    return Found(
+    return Difference(
         "update", f"the update of {subject} differs, with equal gradients (before clipping) and learning rates"
     )
 
 
-def report(a: Any, b: Any, names: list[str], labels: tuple[str, str], may_replay: bool) -> tuple[str, bool]:
+def compare_runs(a: Any, b: Any, names: list[str], labels: tuple[str, str], may_replay: bool) -> tuple[str, bool]:
     """One page of text, and whether the runs are equal. names: of settings that differ. Raises UserError."""
     has_means = a.config.get("log_interval") == b.config.get("log_interval")
-    rows, gap = settings(a, b, names), first_gap(records_of(a), records_of(b), has_means)
+    rows, gap = compare_settings(a, b, names), find_divergence(read_train_records(a), read_train_records(b), has_means)
     lines = [format_table([["differs", *labels], *rows])] if rows else ["settings, versions, code and machines: equal"]
     if not gap.step:
-        return "\n".join([*lines, f"no difference in the records up to step {gap.equal}"]), True
-    lines += [f"records: {until(gap.equal)}; in that of step {gap.step} differ:"]
+        return "\n".join([*lines, f"no difference in the records up to step {gap.last_equal_step}"]), True
+    lines += [f"records: {describe_equal_steps(gap.last_equal_step)}; in that of step {gap.step} differ:"]
     lines += [format_table([["", *labels], *gap.rows[:8]])]
     if may_replay:
-        lines += [f"replay: {replayed(a, b, gap, labels)}"]
+        lines += [f"replay: {replay_divergence(a, b, gap, labels)}"]
     else:
         lines += ["next: --replay repeats both runs up to there, and looks into the step"]
     return "\n".join(lines), False
 
 
-def of_dumps(paths: list[Path]) -> tuple[str, bool]:
+def compare_dump_files(paths: list[Path]) -> tuple[str, bool]:
     """The report on two dumps of scripts/replay.py."""
     a, b = (torch.load(path, weights_only=True) for path in paths)
-    difference = compare(a, b, (paths[0].name, paths[1].name))
+    difference = compare_dumps(a, b, (paths[0].name, paths[1].name))
     return f"in step {a['number']} {difference.text}", not difference.kind

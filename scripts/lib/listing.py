@@ -10,9 +10,9 @@ from typing import Any
 from utils.files import replace_non_finite
 
 
-def listing(runs: list[Any]) -> str:
+def runs_as_json(runs: list[Any]) -> str:
     """A JSON list with an object per run. runs: RunInfo."""
-    return as_json([facts(run) for run in runs])
+    return as_json([summarize_run(run) for run in runs])
 
 
 def as_json(value: Any) -> str:
@@ -20,43 +20,44 @@ def as_json(value: Any) -> str:
     return json.dumps(replace_non_finite(value), indent=2, allow_nan=False)
 
 
-def facts(run: Any) -> dict[str, Any]:
+def summarize_run(run: Any) -> dict[str, Any]:
     """All keys are always there. A value is None if it is not known, or of another type in a damaged file."""
-    status, origin, state = run.status, run.provenance, kept(run.status, "state", str)
+    status, origin, state = run.status, run.provenance, get_typed(run.status, "state", str)
     summary = run.summary if run.summary.get("state") == state else {}  # else that of an earlier attempt
     train: dict[str, Any] = next((record for record in reversed(run.records) if record["kind"] == "train"), {})
-    began, until = (run.attempts[0].started_at, run.attempts[-1].until) if run.attempts else (0.0, 0.0)
+    began, until = (run.attempts[0].started_at, run.attempts[-1].ended_at) if run.attempts else (0.0, 0.0)
     first = datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds") if began else None
     has_ended = state not in (None, "starting", "running")
-    tests = kept(summary, "test", list) or []
+    tests = get_typed(summary, "test", list) or []
     return {
         "run": run.title,
         "folder": str(run.folder),
         "state": state,
-        "error": kept(status, "error", str),
-        "epochs": kept(status, "epoch", int),
-        "steps": kept(status, "step", int),
-        "world_size": kept(summary, "world_size", int) or kept(origin, "world_size", int),
-        "restarts": len(run.attempts) - 1 if run.attempts else kept(summary, "restarts", int),
-        "started": first or kept(origin, "start_time", str),
-        "ended": kept(status, "time", str) if has_ended else None,
-        "wall_s": kept(summary, "wall_s", int, float) or ((until - began) if began else None),
-        "samples_per_s": kept(summary, "samples_per_s", int, float) or kept(train, "samples_per_s", int, float),
-        "best_metric": kept(summary, "best_metric", str),
-        "best_value": kept(summary, "best_value", int, float),
-        "best_epoch": kept(summary, "best_epoch", int),
-        "best": kept(summary, "best", dict) or {},
-        "final": kept(summary, "final", dict) or {},
+        "error": get_typed(status, "error", str),
+        "epochs": get_typed(status, "epoch", int),
+        "steps": get_typed(status, "step", int),
+        "world_size": get_typed(summary, "world_size", int) or get_typed(origin, "world_size", int),
+        "restarts": len(run.attempts) - 1 if run.attempts else get_typed(summary, "restarts", int),
+        "started": first or get_typed(origin, "start_time", str),
+        "ended": get_typed(status, "time", str) if has_ended else None,
+        "wall_s": get_typed(summary, "wall_s", int, float) or ((until - began) if began else None),
+        "samples_per_s": get_typed(summary, "samples_per_s", int, float)
+        or get_typed(train, "samples_per_s", int, float),
+        "best_metric": get_typed(summary, "best_metric", str),
+        "best_value": get_typed(summary, "best_value", int, float),
+        "best_epoch": get_typed(summary, "best_epoch", int),
+        "best": get_typed(summary, "best", dict) or {},
+        "final": get_typed(summary, "final", dict) or {},
         "test": [result for result in tests if isinstance(result, dict)],
         "settings": run.config,
-        "git_commit": kept(origin, "git_commit", str),
-        "git_dirty": kept(origin, "git_dirty", bool),
-        "verified": kept(origin, "verified", bool),  # extra: verify
+        "git_commit": get_typed(origin, "git_commit", str),
+        "git_dirty": get_typed(origin, "git_dirty", bool),
+        "verified": get_typed(origin, "verified", bool),  # extra: verify
         "bytes": run.size(),
     }
 
 
-def kept(values: dict[str, Any], name: str, *kinds: type) -> Any:
+def get_typed(values: dict[str, Any], name: str, *kinds: type) -> Any:
     """A value of one of these types, else None. A bool is no number."""
     value = values.get(name)
     return value if isinstance(value, kinds) and isinstance(value, bool) == (bool in kinds) else None

@@ -26,60 +26,60 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from scripts.lib.storage import TRIES, Storage
+from scripts.lib.storage import MAX_TRIES, Storage
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.files import read_records, replace_file, replace_json
-from utils.logger import NAME
+from utils.logger import LOGGER_NAME
 from utils.settings.errors import StartError, UserError
 
-SECONDS_BETWEEN_LINES = 10.0  # of progress
-FETCHED = ".fetched-"  # a folder with the part of a checkpoint that has been fetched
+SECONDS_BETWEEN_LOG_LINES = 10.0  # of progress
+STAGING_PREFIX = ".fetched-"  # a folder with the part of a checkpoint that has been fetched
 
 
 class MirroredRun(Storage):
     """The run at a URL."""
 
-    def latest(self) -> int:
+    def find_latest_generation(self) -> int:
         """The latest generation; 0: none."""
-        return max((int(Path(name).stem) for name in self.names("owners") if name.endswith(".json")), default=0)
+        return max((int(Path(name).stem) for name in self.list_objects("owners") if name.endswith(".json")), default=0)
 
-    def checkpoints(self) -> list[dict[str, Any]]:
+    def read_manifests(self) -> list[dict[str, Any]]:
         """The manifests of the checkpoints that count, by step: the latest generation's and those that it inherits."""
-        latest = self.latest()
+        latest = self.find_latest_generation()
         owner = self.read_json(f"owners/{latest:08d}.json")
-        names = [*owner.get("inherits", []), *self.names(f"{latest:08d}/manifests")]
+        names = [*owner.get("inherits", []), *self.list_objects(f"{latest:08d}/manifests")]
         manifests = [self.read_json(name) | {"manifest": name} for name in names]
         manifests = [manifest for manifest in manifests if "files" in manifest]  # others were deleted
         return sorted(manifests, key=lambda manifest: (manifest["step"], manifest["manifest"][:8], manifest["time"]))
 
     def restore_records(self, folder: Path) -> dict[str, Any]:
         """Fetch the run's files other than checkpoints. Returns the content of its lock.json, which is not replaced."""
-        records = self._records()
+        records = self._list_records()
         for file, (name, _) in records.items():
             if file != "lock.json":
-                self._restore(name, folder / file)
+                self._restore_file(name, folder / file)
         return self.read_json(records["lock.json"][0]) if "lock.json" in records else {}
 
-    def restore_own_records(self, folder: Path, ranks: list[int]) -> None:
+    def restore_rank_records(self, folder: Path, ranks: list[int]) -> None:
         """Fetch the samples and logs of these ranks, unless the folder has more."""
-        for file, (name, size) in self._records().items():
+        for file, (name, size) in self._list_records().items():
             path = folder / file
-            if file in files_of(ranks) and not (path.exists() and path.stat().st_size >= size):
-                self._restore(name, path)
+            if file in list_rank_files(ranks) and not (path.exists() and path.stat().st_size >= size):
+                self._restore_file(name, path)
 
-    def _records(self) -> dict[str, tuple[str, int]]:
+    def _list_records(self) -> dict[str, tuple[str, int]]:
         """The files of the latest generation that has records: their names in the run folder, as objects, and bytes."""
-        sizes = {name: size for name, size in self.names().items() if name[8:17] == "/records/"}
+        sizes = {name: size for name, size in self.list_objects().items() if name[8:17] == "/records/"}
         latest = max((name[:9] for name in sizes if name.endswith("/records/status.json")), default="-")
         return {name[17:]: (name, size) for name, size in sizes.items() if name.startswith(latest)}
 
-    def _restore(self, name: str, path: Path) -> None:
-        data = self._ask(partial(self._files.cat_file, f"{self._root}/{name}"), TRIES)
+    def _restore_file(self, name: str, path: Path) -> None:
+        data = self._request(partial(self._filesystem.cat_file, f"{self._root}/{name}"), MAX_TRIES)
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, partial(_write, data))
+        replace_file(path, partial(_write_bytes, data))
 
-    def fetch_latest(self, folder: Path, step: int, records: Path) -> tuple[Path | None, list[str]]:
+    def fetch_latest_checkpoint(self, folder: Path, after_step: int, records: Path) -> tuple[Path | None, list[str]]:
         """Fetch the latest valid checkpoint after this step, and the best one at that time.
 
         records: metrics.jsonl.
@@ -87,50 +87,50 @@ class MirroredRun(Storage):
         Returns:
             Its path (None: there is none), and why later ones were skipped.
         """
-        valid, notes = {manifest["step"]: manifest for manifest in self.checkpoints()}, []
-        for number in sorted((valid_step for valid_step in valid if valid_step > step), reverse=True):
+        valid, notes = {manifest["step"]: manifest for manifest in self.read_manifests()}, []
+        for number in sorted((valid_step for valid_step in valid if valid_step > after_step), reverse=True):
             try:
-                path = self.fetch(valid[number], folder)
+                path = self.fetch_checkpoint(valid[number], folder)
             except StartError:
                 raise
             except UserError as error:
                 notes.append(str(error))
                 continue
-            best = best_step(records, number)
+            best = find_best_step(records, number)
             if best in valid and best != number:
                 try:
-                    self.fetch(valid[best], folder)
+                    self.fetch_checkpoint(valid[best], folder)
                 except UserError as error:
                     notes.append(str(error))
             return path, notes
         return None, notes
 
-    def fetch(self, manifest: dict[str, Any], folder: Path) -> Path:
+    def fetch_checkpoint(self, manifest: dict[str, Any], folder: Path) -> Path:
         """A checkpoint, under its name in this folder. Raises UserError if it is damaged."""
-        staging, path = folder / f"{FETCHED}{Path(manifest['manifest']).stem}", folder / manifest["name"]
+        staging, path = folder / f"{STAGING_PREFIX}{Path(manifest['manifest']).stem}", folder / manifest["name"]
         digests = {name: file["sha256"] for name, file in manifest["files"].items()}
         with suppress(UserError):
-            if checkpoint.read_checksums(path) == digests and checkpoint.verify(path):
+            if checkpoint.read_checksums(path) == digests and checkpoint.verify_checkpoint(path):
                 return path
-        for stale in folder.glob(f"{FETCHED}*"):
+        for stale in folder.glob(f"{STAGING_PREFIX}*"):
             if stale != staging:
                 shutil.rmtree(stale, ignore_errors=True)
         staging.mkdir(exist_ok=True)
-        source, log = f"{self.url}/{manifest['manifest']}", logging.getLogger(NAME)
+        source, log = f"{self.url}/{manifest['manifest']}", logging.getLogger(LOGGER_NAME)
         total, logged_at = sum(file["bytes"] for file in manifest["files"].values()), time.monotonic()
         done = sum(entry.stat().st_size for entry in staging.iterdir())
 
         def on_progress(count: int) -> None:
             nonlocal done, logged_at
             done += count
-            if time.monotonic() - logged_at > SECONDS_BETWEEN_LINES:
+            if time.monotonic() - logged_at > SECONDS_BETWEEN_LOG_LINES:
                 logged_at = time.monotonic()
                 log.info("fetching %s: %.0f of %.0f MB", source, done / 1e6, total / 1e6)
 
         try:
             for part, file in manifest["files"].items():
-                self.get(file["object"], staging / part, file["bytes"], on_progress)
-                if archive.verify(staging / part).checksum != file["sha256"]:
+                self.download(file["object"], staging / part, file["bytes"], on_progress)
+                if archive.verify_archive(staging / part).checksum != file["sha256"]:
                     raise UserError("another checksum")
         except StartError:
             raise
@@ -141,33 +141,34 @@ class MirroredRun(Storage):
             (staging / part).replace(path)
             staging.rmdir()
         else:
-            replace_json(staging / archive.MANIFEST, {"step": manifest["step"], "files": digests})
+            replace_json(staging / archive.MANIFEST_FILE, {"step": manifest["step"], "files": digests})
             checkpoint.replace_folder(staging, path)
         log.info("fetched %s (%.0f MB)", source, total / 1e6)
         return path
 
 
-def files_of(ranks: Iterable[int]) -> set[str]:
+def list_rank_files(ranks: Iterable[int]) -> set[str]:
     """The files of the run folder that each of these ranks writes itself."""
     return {file for rank in ranks for file in (f"samples/rank{rank}.jsonl", f"logs/rank{rank}.log")}
 
 
-def _write(data: bytes, file: BinaryIO) -> None:
+def _write_bytes(data: bytes, file: BinaryIO) -> None:
     file.write(data)
 
 
-def best_step(records: Path, last: int | None = None) -> int:
+def find_best_step(records: Path, last_step: int | None = None) -> int:
     """The step of the best checkpoint, of those up to this step; -1: there is none."""
     events = [record["step"] for *_, record in read_records(records) if record.get("event") == "best"]
-    return next((step for step in reversed(events) if last is None or step <= last), -1)
+    return next((step for step in reversed(events) if last_step is None or step <= last_step), -1)
 
 
-def local_run(source: str, choose: Callable[[list[int], int], Iterable[int]] = lambda steps, best: []) -> Path:
+def local_run(source: str, choose_steps: Callable[[list[int], int], Iterable[int]] = lambda steps, best: []) -> Path:
     """The folder of a run; of one at a URL a local copy, with its records and the chosen checkpoints.
 
     Args:
         source: a path or a URL.
-        choose: the steps of the checkpoints that are needed, from those that there are, rising, and the best one's.
+        choose_steps: the steps of the checkpoints that are needed, from those that there are, rising, and the best
+        one's.
 
     Raises:
         UserError: if there is no run, or a checkpoint is damaged.
@@ -175,22 +176,22 @@ def local_run(source: str, choose: Callable[[list[int], int], Iterable[int]] = l
     if "://" not in source:
         return Path(source)
     run = MirroredRun(source)
-    folder = _copies(run.url) / Path(run.url).name
+    folder = _cache_folder(run.url) / Path(run.url).name
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     with (folder.parent / "lock").open("w") as lock:  # the ranks of a node share the copy
         fcntl.flock(lock, fcntl.LOCK_EX)
-        valid = {manifest["step"]: manifest for manifest in run.checkpoints()}
+        valid = {manifest["step"]: manifest for manifest in run.read_manifests()}
         run.restore_records(folder)
         if not (folder / "status.json").exists():
             raise UserError(f"{source}: holds no run; give the URL that its --mirror had")
-        best = best_step(folder / "metrics.jsonl")
+        best = find_best_step(folder / "metrics.jsonl")
         best = best if best in valid else -1
-        for path in checkpoint.step_checkpoints(checkpoints):
+        for path in checkpoint.list_step_checkpoints(checkpoints):
             if path.name not in {manifest["name"] for manifest in valid.values()}:
-                checkpoint.remove(path)
-        for step in choose(list(valid), best):
-            path = run.fetch(valid[step], checkpoints)
+                checkpoint.remove_checkpoint(path)
+        for step in choose_steps(list(valid), best):
+            path = run.fetch_checkpoint(valid[step], checkpoints)
             if step == best:
                 checkpoint.link_best(path)
     return folder
@@ -207,14 +208,14 @@ def local_checkpoint(source: str) -> Path:
         UserError: if it is not there or damaged.
     """
     if "://" not in source:
-        return checkpoint.best_or_latest(Path(source), prefers_best=True)[0]
+        return checkpoint.find_best_or_latest(Path(source), prefer_best=True)[0]
     url, _, name = source.partition("/checkpoints/")
     if not name and Path(url).suffix:
-        return _local_file(source)
+        return _fetch_file(source)
     chosen: list[int] = []
 
-    def choose(steps: list[int], best: int) -> list[int]:
-        step = archive.STEP_NAME.fullmatch(name)
+    def choose_steps(steps: list[int], best: int) -> list[int]:
+        step = archive.STEP_NAME_PATTERN.fullmatch(name)
         wanted = int(step[1]) if step else best if best >= 0 or name else max(steps, default=-1)
         if wanted not in steps:
             available = ", ".join(map(str, steps)) or "none"
@@ -222,16 +223,16 @@ def local_checkpoint(source: str) -> Path:
         chosen.append(wanted)
         return chosen
 
-    folder = local_run(url, choose) / "checkpoints"
-    return next(path for path in checkpoint.step_checkpoints(folder) if checkpoint.parse_step(path) in chosen)
+    folder = local_run(url, choose_steps) / "checkpoints"
+    return next(path for path in checkpoint.list_step_checkpoints(folder) if checkpoint.parse_step(path) in chosen)
 
 
-def _local_file(url: str) -> Path:
+def _fetch_file(url: str) -> Path:
     """A local copy of an object, fetched again only when it has changed. Raises UserError."""
     folder, _, name = url.rpartition("/")
     storage = Storage(folder, url)
-    size, version = storage.version(name)
-    cache_folder = _copies(url)
+    size, version = storage.read_version(name)
+    cache_folder = _cache_folder(url)
     path = cache_folder / hashlib.sha256(version.encode()).hexdigest()[:16] / name
     cache_folder.mkdir(parents=True, exist_ok=True)
     with (cache_folder / "lock").open("w") as lock:
@@ -240,13 +241,13 @@ def _local_file(url: str) -> Path:
             for stale in cache_folder.glob("*/"):
                 shutil.rmtree(stale)
             path.parent.mkdir()
-            part = path.with_name(f"{FETCHED}{name}")
-            storage.get(name, part, size, lambda count: None)
+            part = path.with_name(f"{STAGING_PREFIX}{name}")
+            storage.download(name, part, size, lambda count: None)
             part.replace(path)
     return path
 
 
-def _copies(url: str) -> Path:
+def _cache_folder(url: str) -> Path:
     """The folder for copies of what is at this URL, where torch keeps what it downloads ($TORCH_HOME)."""
     home = os.environ.get("TORCH_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "torch"))
     return Path(os.path.expanduser(home), "hub/copies", hashlib.sha256(url.encode()).hexdigest()[:16])

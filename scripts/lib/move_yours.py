@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "    # ---- yours", "    # ---- end of yours"
-OF_EXTRA = re.compile(r"\s*# ---- (extra: \w+|end of \w+) ----\s*$")
-RARE = re.compile(r"RARE\.(append|extend)\(")
-TRY = "import config; config.TrainingConfig(); print(*(setting.name for setting in config.SETTINGS))"
+EXTRA_MARK = re.compile(r"\s*# ---- (extra: \w+|end of \w+) ----\s*$")
+RARE_CALL = re.compile(r"RARE\.(append|extend)\(")
+CHECK_PROGRAM = "import config; config.TrainingConfig(); print(*(setting.name for setting in config.SETTINGS))"
 
 
 class Statement(NamedTuple):
@@ -35,20 +35,20 @@ class Statement(NamedTuple):
         return ast.unparse(self.node)
 
 
-class Moved(NamedTuple):
+class MoveResult(NamedTuple):
     text: str  # of the new config.py
     left_out: list[str]  # what the fork has changed and is not in it
     deleted: set[str]  # the names of the settings that the fork has deleted
 
 
 def main() -> int:
-    base, fork, template = (show(revision) for revision in (merge_base(), "HEAD", "MERGE_HEAD"))
-    moved = move(base, fork, template)
+    base, fork, template = (read_config(revision) for revision in (find_merge_base(), "HEAD", "MERGE_HEAD"))
+    moved = move_settings(base, fork, template)
     (ROOT / "config.py").write_text(moved.text, encoding="utf-8")
     print("config.py: your settings are in the block of the newer template")
     for line in moved.left_out:
         print(f"not moved, write it again where it is needed: {line}")
-    tried = subprocess.run([sys.executable, "-c", TRY], cwd=ROOT, capture_output=True, text=True, check=False)
+    tried = subprocess.run([sys.executable, "-c", CHECK_PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False)
     if tried.returncode:
         problem = tried.stderr.strip().splitlines()[-1]
         print(f"config.py cannot be used yet ({problem}); import or define at its top what is missing")
@@ -62,7 +62,7 @@ def main() -> int:
     return 0
 
 
-def merge_base() -> str:
+def find_merge_base() -> str:
     """The version of the template that the fork has."""
     command = ["git", "merge-base", "HEAD", "MERGE_HEAD"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -71,7 +71,7 @@ def merge_base() -> str:
     return ended.stdout.strip()
 
 
-def show(revision: str) -> str:
+def read_config(revision: str) -> str:
     """The config.py of a revision. The fork may be a folder of a larger repository, and the template not."""
     for path in ("./config.py", "config.py"):
         command = ["git", "show", f"{revision}:{path}"]
@@ -86,7 +86,7 @@ def fail(sentence: str) -> str:
     raise SystemExit(2)
 
 
-def move(base: str, fork: str, template: str) -> Moved:
+def move_settings(base: str, fork: str, template: str) -> MoveResult:
     """Move the settings of a fork.
 
     Args:
@@ -94,34 +94,34 @@ def move(base: str, fork: str, template: str) -> Moved:
         fork: that of the fork.
         template: that of the newer template.
     """
-    old, forked, new = statements(base), statements(fork), statements(template)
+    old, forked, new = parse_statements(base), parse_statements(fork), parse_statements(template)
     block = {name: statement.lines for name, statement in new.items() if statement.is_yours}
     deleted = {name for name, statement in old.items() if statement.is_yours and name not in forked}
     changed = {name: stmt for name, stmt in forked.items() if name not in old or stmt.code != old[name].code}
     rare = {name for name, statement in new.items() if "rare=True" in statement.code}
     for name in changed:
-        if RARE.match(name):
+        if RARE_CALL.match(name):
             rare.update(re.findall(r"['\"](\w+)['\"]", name))
     added: list[str] = []
     left_out = [f"the deleted {name}" for name, stmt in old.items() if not stmt.is_yours and name not in forked]
     for name, statement in changed.items():
-        if RARE.match(name) and statement.is_yours:
+        if RARE_CALL.match(name) and statement.is_yours:
             continue
         if not statement.is_yours or name.startswith("CONFLICTS"):
             left_out.append(name if isinstance(statement.node, ast.FunctionDef) else statement.code)
             continue
-        lines = as_rare(statement) if name in rare else statement.lines
+        lines = mark_as_rare(statement) if name in rare else statement.lines
         if name in block:
             block[name] = lines
         else:
             added += lines
     kept = [line for name, lines in block.items() if name not in deleted for line in lines]
-    text = with_block(template, added + kept)
-    comments = comments_of(fork) - comments_of(base) - comments_of(text)
-    return Moved(text, [*left_out, *sorted(comments)], deleted)
+    text = replace_block(template, added + kept)
+    comments = list_comments(fork) - list_comments(base) - list_comments(text)
+    return MoveResult(text, [*left_out, *sorted(comments)], deleted)
 
 
-def as_rare(statement: Statement) -> list[str]:
+def mark_as_rare(statement: Statement) -> list[str]:
     """The lines of a setting that only `--help all` shows."""
     call = getattr(statement.node, "value", None)
     if not isinstance(call, ast.Call) or "rare=True" in statement.code:
@@ -134,7 +134,7 @@ def as_rare(statement: Statement) -> list[str]:
     return [*before, f"{head.rstrip().rstrip(',')}, rare=True{tail}"]
 
 
-def with_block(template: str, lines: list[str]) -> str:
+def replace_block(template: str, lines: list[str]) -> str:
     """The config.py of the template with these lines in its block."""
     before, remainder = template.split(BEGIN, 1)
     mark, remainder = remainder.split("\n", 1)
@@ -142,14 +142,14 @@ def with_block(template: str, lines: list[str]) -> str:
     return f"{before}{BEGIN}{mark}\n{block}{END}{remainder.split(END, 1)[1]}"
 
 
-def comments_of(text: str) -> set[str]:
+def list_comments(text: str) -> set[str]:
     """The lines of the block that are comments."""
-    begin, end = marks_of(text.splitlines())
+    begin, end = find_marks(text.splitlines())
     lines = (line.strip() for line in text.splitlines()[begin + 1 : end])
-    return {line for line in lines if line.startswith("#") and not OF_EXTRA.match(line)}
+    return {line for line in lines if line.startswith("#") and not EXTRA_MARK.match(line)}
 
 
-def marks_of(lines: list[str]) -> tuple[int, int]:
+def find_marks(lines: list[str]) -> tuple[int, int]:
     """The numbers, from 0, of the lines with the two marks."""
     line_numbers = []
     for mark in (BEGIN, END):
@@ -160,14 +160,14 @@ def marks_of(lines: list[str]) -> tuple[int, int]:
     return line_numbers[0], line_numbers[1]
 
 
-def statements(text: str) -> dict[str, Statement]:
+def parse_statements(text: str) -> dict[str, Statement]:
     """The statements of a config.py, and those of its classes, by the name that each defines or by its text."""
     lines = text.splitlines()
-    begin, end = marks_of(lines)
+    begin, end = find_marks(lines)
     by_name = {}
     for node in ast.parse(text).body:
         if not isinstance(node, ast.ClassDef):
-            by_name[name_of(node)] = Statement(node, [], False)
+            by_name[statement_name(node)] = Statement(node, [], False)
             continue
         first = node.lineno
         for member in node.body:
@@ -175,15 +175,15 @@ def statements(text: str) -> dict[str, Statement]:
             if is_yours:
                 first = max(first, begin + 1)
             last = member.end_lineno or first
-            member_lines = [line for line in lines[first:last] if line.strip() and not OF_EXTRA.match(line)]
+            member_lines = [line for line in lines[first:last] if line.strip() and not EXTRA_MARK.match(line)]
             first = last
             is_docstring = isinstance(member, ast.Expr) and isinstance(member.value, ast.Constant)
             if not is_docstring:
-                by_name[name_of(member)] = Statement(member, member_lines, is_yours)
+                by_name[statement_name(member)] = Statement(member, member_lines, is_yours)
     return by_name
 
 
-def name_of(statement: ast.stmt) -> str:
+def statement_name(statement: ast.stmt) -> str:
     if isinstance(statement, ast.AnnAssign):
         return ast.unparse(statement.target)
     if isinstance(statement, ast.Assign):

@@ -32,7 +32,7 @@ def has_ipv4_loopback() -> bool:
     return True
 
 
-def own_address_to(address: str) -> str:
+def find_local_address(address: str) -> str:
     """This machine's address on its route to another one; sends nothing. Raises OSError if there is no route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -40,7 +40,7 @@ def own_address_to(address: str) -> str:
         return probe.getsockname()[0]
 
 
-def addresses() -> dict[str, str]:
+def list_addresses() -> dict[str, str]:
     """Each interface's IPv4 address with its prefix length, {"eth0": "10.0.0.1/24"}; empty if not on Linux."""
     by_interface = {}
     with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -55,14 +55,14 @@ def addresses() -> dict[str, str]:
     return by_interface
 
 
-def interface_of(address: str) -> str:
+def find_interface(address: str) -> str:
     """The interface of this machine that has this address; empty if unknown."""
     with suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines() if ":" in address else ():
             words = line.split()
             if ipaddress.IPv6Address(int(words[0], 16)) == ipaddress.IPv6Address(address.split("%")[0]):
                 return words[5]
-    return next((name for name, cidr in addresses().items() if cidr.split("/")[0] == address), "")
+    return next((name for name, cidr in list_addresses().items() if cidr.split("/")[0] == address), "")
 
 
 def check_interfaces(env: dict[str, str]) -> None:
@@ -86,7 +86,7 @@ def check_interfaces(env: dict[str, str]) -> None:
                 )
 
 
-def why(error: OSError) -> str:
+def explain_connection_error(error: OSError) -> str:
     """Why a connection failed; each cause has a different fix."""
     if error.errno == errno.ECONNREFUSED:
         return "connection refused, nothing is listening there"

@@ -14,12 +14,12 @@ from typing import Any
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
 
-def start(command: Sequence[object], **options: Any) -> subprocess.Popen:
+def start_process(command: Sequence[object], **options: Any) -> subprocess.Popen:
     """`subprocess.Popen` in a new session."""
     return subprocess.Popen([str(word) for word in command], start_new_session=True, **options)
 
 
-def end(process: subprocess.Popen, grace: float = GRACE_S) -> None:
+def end_process(process: subprocess.Popen, grace: float = GRACE_S) -> None:
     """Send SIGTERM to the process group, and SIGKILL to the rest of it after `grace` seconds."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError, PermissionError):
@@ -29,23 +29,23 @@ def end(process: subprocess.Popen, grace: float = GRACE_S) -> None:
 
 
 @contextmanager
-def running(command: Sequence[object], grace: float = GRACE_S, **options: Any) -> Iterator[subprocess.Popen]:
+def running_process(command: Sequence[object], grace: float = GRACE_S, **options: Any) -> Iterator[subprocess.Popen]:
     """Start a program, and end what remains of its process group when the block exits."""
-    process = start(command, **options)
+    process = start_process(command, **options)
     try:
         yield process
     finally:
-        end(process, grace)
+        end_process(process, grace)
 
 
-def run(command: Sequence[object], seconds: float | None = None, **options: Any) -> subprocess.CompletedProcess:
+def run_process(command: Sequence[object], seconds: float | None = None, **options: Any) -> subprocess.CompletedProcess:
     """Run a program to its end and capture its output. Raises subprocess.TimeoutExpired after `seconds`."""
-    with running(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+    with running_process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
         out, err = process.communicate(timeout=seconds)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def children_of(pid: int) -> list[int]:
+def list_children(pid: int) -> list[int]:
     """The running child processes; empty on a system without /proc."""
     pids = []
     for file in Path("/proc").glob("[0-9]*/stat"):

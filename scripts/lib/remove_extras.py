@@ -39,113 +39,123 @@ from lib.fork_files import Files, changed_files, emptied_folders, read_files, sp
 from lib.git_tree import SO_THAT, fail, git, require_clean, require_undoable, try_git
 from lib.unused_imports import remove_unused_imports
 
-PAGE, PROJECT = "docs/extras.md", "pyproject.toml"
-KERNEL = {"average", "profiler", "steps", "summarize", "terms", "unsaved"}  # extras of earlier versions
-SETTINGS = "utils/extras/settings.py"  # the list of the settings of extras
-UPGRADING = "docs/upgrading.md, one-time setup"
-NAMES = r"\w+(?: (?:and|or) \w+)*"
-MARKER = re.compile(rf"(?:#|<!--) extra: ({NAMES})(?: -->)?$")
-ALONE = re.compile(rf"\s*(?:#|<!--) (?:---- )?extra: ({NAMES})(?: ----| -->)?$")
-END = r"\s*(?:#|<!--) (?:---- )?end of {}(?: ----| -->)?$"
+EXTRAS_PAGE, PROJECT_FILE = "docs/extras.md", "pyproject.toml"
+FORMER_EXTRAS = {"average", "profiler", "steps", "summarize", "terms", "unsaved"}  # extras of earlier versions
+SETTINGS_FILE = "utils/extras/settings.py"  # the list of the settings of extras
+UPGRADING_PAGE = "docs/upgrading.md, one-time setup"
+NAMES_PATTERN = r"\w+(?: (?:and|or) \w+)*"
+MARKER = re.compile(rf"(?:#|<!--) extra: ({NAMES_PATTERN})(?: -->)?$")
+LINE_MARKER = re.compile(rf"\s*(?:#|<!--) (?:---- )?extra: ({NAMES_PATTERN})(?: ----| -->)?$")
+BLOCK_END = r"\s*(?:#|<!--) (?:---- )?end of {}(?: ----| -->)?$"
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]*)(#[^)]*)?\)")
-RECORD = re.compile(r"^(\[tool\.extras\].*\n(?:(?!\[).*\n)*?)without = \{.*\}", re.MULTILINE)
+DELETED_RECORD = re.compile(r"^(\[tool\.extras\].*\n(?:(?!\[).*\n)*?)without = \{.*\}", re.MULTILINE)
 TEMPLATE_PAGES = re.compile(r"(docs/.*|README|AGENTS|CLAUDE|CHANGELOG|CONTRIBUTING)\.md")
 Fields = dict[str, dict[str, Any]]  # default by name, by extra
 
 
-def is_cut(names: str, cut: set[str]) -> bool:
+def is_deleted(names: str, extras: set[str]) -> bool:
     """Whether what this marker stands at is deleted."""
     words = names.split(" or ")
-    return all(not cut.isdisjoint(alternative.split(" and ")) for alternative in words)
+    return all(not extras.isdisjoint(alternative.split(" and ")) for alternative in words)
 
 
-def extras_of(files: Files) -> dict[str, str]:
+def read_extras(files: Files) -> dict[str, str]:
     """The sentence of each extra, by name: the rows of docs/extras.md."""
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", files.get(PAGE, ""), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", files.get(EXTRAS_PAGE, ""), re.MULTILINE)
     return dict(rows)
 
 
-def without(files: Files, cut: set[str]) -> tuple[Files, Fields]:
+def delete_from_files(files: Files, extras: set[str]) -> tuple[Files, Fields]:
     """What is left of the files, and the fields of the config that are deleted."""
     left: Files = {}
     for name, text in files.items():
         parts = Path(name).parts
-        is_of_cut = len(parts) > 3 and parts[0] in ("utils", "tests") and parts[1] == "extras" and parts[2] in cut
-        if not is_of_cut and not is_marked_as_a_whole(name, text, cut):
-            left[name] = cut_text(name, text, cut)
-    if SETTINGS in left:
-        left[SETTINGS] = without_entries(left[SETTINGS], cut)
-    fields = fields_of(files, cut)
+        is_of_cut = len(parts) > 3 and parts[0] in ("utils", "tests") and parts[1] == "extras" and parts[2] in extras
+        if not is_of_cut and not is_whole_file_marked(name, text, extras):
+            left[name] = delete_from_text(name, text, extras)
+    if SETTINGS_FILE in left:
+        left[SETTINGS_FILE] = delete_entries(left[SETTINGS_FILE], extras)
+    fields = read_settings(files, extras)
     gone = {field for extra_fields in fields.values() for field in extra_fields}
     deleted = files.keys() - left.keys()
     deleted |= {f"{Path(path).parent}" for path in deleted} - {f"{Path(path).parent}" for path in left}
     for name in left:
         if TEMPLATE_PAGES.fullmatch(name):
-            rows_of = gone if name != PAGE else set[str]()  # a row there is about an extra
-            text = unlinked(name, left[name], files.keys() - left.keys())
-            left[name] = without_rows(without_commands(text, deleted, {f"--{field}" for field in gone}), rows_of)
+            rows_of = gone if name != EXTRAS_PAGE else set[str]()  # a row there is about an extra
+            text = remove_dead_links(name, left[name], files.keys() - left.keys())
+            left[name] = delete_rows(delete_commands(text, deleted, {f"--{field}" for field in gone}), rows_of)
     return left, fields
 
 
-def is_marked_as_a_whole(name: str, text: str, cut: set[str]) -> bool:
+def is_whole_file_marked(name: str, text: str, extras: set[str]) -> bool:
     """Whether one of the first five lines is a marker, and begins no block."""
     first_lines = split_lines(text)[:5] if "extra: " in text else []
     for number, line in enumerate(first_lines):
-        marker = ALONE.match(line)
-        is_whole = marker and "----" not in marker[0] and is_cut(marker[1], cut) and not _ends(text, marker[1])
-        if is_whole and number in places_of_markers(name, text):
+        marker = LINE_MARKER.match(line)
+        is_whole = (
+            marker
+            and "----" not in marker[0]
+            and is_deleted(marker[1], extras)
+            and not _has_end_marker(text, marker[1])
+        )
+        if is_whole and number in find_comment_lines(name, text):
             return True
     return False
 
 
-def _ends(text: str, names: str) -> bool:
-    return re.search(END.format(names), text, re.MULTILINE) is not None
+def _has_end_marker(text: str, names: str) -> bool:
+    return re.search(BLOCK_END.format(names), text, re.MULTILINE) is not None
 
 
-def cut_text(name: str, text: str, cut: set[str]) -> str:
+def delete_from_text(name: str, text: str, extras: set[str]) -> str:
     """The text of a file without what belongs to these extras, and in Python without imports that only it used."""
     if "extra: " not in text or name.endswith(".patch"):  # whose lines are those of other files
         return text
     lines = split_lines(text)
-    comment_lines = places_of_markers(name, text)
-    deleted = lines_of_blocks(lines, cut, comment_lines)
+    comment_lines = find_comment_lines(name, text)
+    deleted = find_block_lines(lines, extras, comment_lines)
     marked = set()
     for number in comment_lines - deleted:
         marker = MARKER.search(lines[number].rstrip("\n"))
-        if marker and is_cut(marker[1], cut):
+        if marker and is_deleted(marker[1], extras):
             marked.add(number)
     if not deleted and not marked:
         return text
     if not name.endswith(".py"):
-        return without_lines(lines, deleted | marked)
+        return delete_lines(lines, deleted | marked)
     try:
-        deleted |= lines_of_statements(name, text, marked)
+        deleted |= find_statement_lines(name, text, marked)
         lines, deleted = remove_unused_imports(lines, deleted)
-        left = without_lines(lines, deleted)
+        left = delete_lines(lines, deleted)
         ast.parse(left)
     except (SyntaxError, tokenize.TokenError) as error:
         fail(f"{name}: is no valid Python, or would not be without its marked lines ({error}); move the markers")
     return left
 
 
-def places_of_markers(name: str, text: str) -> set[int]:
+def find_comment_lines(name: str, text: str) -> set[int]:
     """The numbers, from 0, of the lines with a comment of this kind of file: a string may quote a marker."""
     comment = "<!--" if name.endswith(".md") else "#"
     comment_lines = {number for number, line in enumerate(split_lines(text)) if comment in line}
     if name.endswith(".py"):
         with suppress(SyntaxError, tokenize.TokenError):  # no Python; a marker in it is refused
-            comment_lines &= comments_of(text)
+            comment_lines &= find_python_comments(text)
     return comment_lines
 
 
-def lines_of_blocks(lines: list[str], cut: set[str], comment_lines: set[int]) -> set[int]:
+def find_block_lines(lines: list[str], extras: set[str], comment_lines: set[int]) -> set[int]:
     """The numbers, from 0, of the lines between the two marks of blocks, with the marks."""
     deleted = set()
     open_until = None
     for number, line in enumerate(lines):
-        begin = ALONE.match(line.rstrip("\n")) if number in comment_lines else None
-        if not open_until and begin and is_cut(begin[1], cut) and _ends("".join(lines[number:]), begin[1]):
-            open_until = re.compile(END.format(begin[1]))
+        begin = LINE_MARKER.match(line.rstrip("\n")) if number in comment_lines else None
+        if (
+            not open_until
+            and begin
+            and is_deleted(begin[1], extras)
+            and _has_end_marker("".join(lines[number:]), begin[1])
+        ):
+            open_until = re.compile(BLOCK_END.format(begin[1]))
         if open_until:
             deleted.add(number)
             if open_until.match(line.rstrip("\n")):
@@ -153,10 +163,10 @@ def lines_of_blocks(lines: list[str], cut: set[str], comment_lines: set[int]) ->
     return deleted
 
 
-def lines_of_statements(name: str, text: str, markers: Iterable[int]) -> set[int]:
+def find_statement_lines(name: str, text: str, markers: Iterable[int]) -> set[int]:
     """The numbers, from 0, of the lines of the statements and elements that have a marker on these lines."""
     lines = split_lines(text)
-    spans = spans_of(text)
+    spans = find_spans(text)
     deleted = set[int]()
     for number in markers:
         if lines[number].lstrip().startswith("#"):
@@ -170,7 +180,7 @@ def lines_of_statements(name: str, text: str, markers: Iterable[int]) -> set[int
     return deleted
 
 
-def without_lines(lines: list[str], deleted: set[int]) -> str:
+def delete_lines(lines: list[str], deleted: set[int]) -> str:
     """The text without these lines. Of the gaps before and after them, the shorter one goes too; none ends the file."""
     left: list[str] = []
     number = 0
@@ -197,12 +207,12 @@ def without_lines(lines: list[str], deleted: set[int]) -> str:
 
 
 @functools.cache  # the list of all extras asks for each file once per extra
-def comments_of(text: str) -> frozenset[int]:
+def find_python_comments(text: str) -> frozenset[int]:
     tokens = tokenize.generate_tokens(StringIO(text).readline)
     return frozenset(token.start[0] - 1 for token in tokens if token.type == tokenize.COMMENT)
 
 
-def spans_of(text: str) -> list[tuple[int, int, set[int]]]:
+def find_spans(text: str) -> list[tuple[int, int, set[int]]]:
     """Of each statement and each element of a list the first and the last line, and those that may have its marker.
 
     Lines count from 0. The last line of a compound statement is that of another one, and has the marker of that.
@@ -210,11 +220,11 @@ def spans_of(text: str) -> list[tuple[int, int, set[int]]]:
     return [
         (first - 1, last - 1, {line - 1 for line in ends})
         for node in ast.walk(ast.parse(text))
-        for first, last, ends in _spans(node)
+        for first, last, ends in _find_node_spans(node)
     ]
 
 
-def _spans(node: ast.AST) -> Iterator[tuple[int, int, set[int]]]:
+def _find_node_spans(node: ast.AST) -> Iterator[tuple[int, int, set[int]]]:
     if isinstance(node, ast.stmt):
         decorators = [decorator.lineno for decorator in getattr(node, "decorator_list", [])]
         first, last = min([node.lineno, *decorators]), node.end_lineno or node.lineno
@@ -238,12 +248,12 @@ def _spans(node: ast.AST) -> Iterator[tuple[int, int, set[int]]]:
     yield from ((first.lineno, last.end_lineno, {first.lineno, last.end_lineno}) for first, last in elements)
 
 
-def fields_of(files: Files, cut: set[str]) -> Fields:
+def read_settings(files: Files, extras: set[str]) -> Fields:
     """The settings of these extras, with their defaults."""
-    return {name: defaults_of(files.get(f"utils/extras/{name}/settings.py", "")) for name in sorted(cut)}
+    return {name: parse_defaults(files.get(f"utils/extras/{name}/settings.py", "")) for name in sorted(extras)}
 
 
-def defaults_of(settings: str) -> dict[str, Any]:
+def parse_defaults(settings: str) -> dict[str, Any]:
     """The default of each setting that this file declares."""
     defaults = {}
     for node in ast.walk(ast.parse(settings)):
@@ -256,48 +266,48 @@ def defaults_of(settings: str) -> dict[str, Any]:
     return defaults
 
 
-def without_entries(text: str, cut: set[str]) -> str:
+def delete_entries(text: str, extras: set[str]) -> str:
     """The list of the settings of extras without what it imports of these extras."""
     lines = split_lines(text)
     names: set[str] = set()
     deleted: set[int] = set()
     for node in ast.parse(text).body:
-        if isinstance(node, ast.ImportFrom) and re.match(rf"utils\.extras\.({'|'.join(cut)})\.", node.module or ""):
+        if isinstance(node, ast.ImportFrom) and re.match(rf"utils\.extras\.({'|'.join(extras)})\.", node.module or ""):
             names |= {alias.asname or alias.name for alias in node.names}
             deleted |= set(range(node.lineno - 1, node.end_lineno or node.lineno))
     for number, line in enumerate(lines):
         if names.intersection(re.findall(r"\w+", line)):
             deleted.add(number)
-    return without_lines(lines, deleted)
+    return delete_lines(lines, deleted)
 
 
-def unlinked(page: str, text: str, gone: set[str]) -> str:
+def remove_dead_links(page: str, text: str, deleted: set[str]) -> str:
     """The page with the texts of links to files that are gone."""
 
-    def shown(link: re.Match) -> str:
+    def replace_link(link: re.Match) -> str:
         target = os.path.normpath(Path(page).parent / link[2]) if link[2] and "://" not in link[2] else page
-        is_gone = target in gone or (
-            any(path.startswith(f"{target}/") for path in gone) and not (ROOT / target).exists()
+        is_gone = target in deleted or (
+            any(path.startswith(f"{target}/") for path in deleted) and not (ROOT / target).exists()
         )
         return link[1] if is_gone else link[0]
 
-    return LINK.sub(shown, text)
+    return LINK.sub(replace_link, text)
 
 
-def without_commands(text: str, deleted: set[str], flags: set[str]) -> str:
+def delete_commands(text: str, deleted: set[str], flags: set[str]) -> str:
     """The page without the commands, and the rows of tables, that are about these files and folders, or flags."""
     lines = split_lines(text)
     gone = set()
     for number, line in enumerate(lines):
         if line == "```bash\n":
-            gone |= lines_of_commands(lines, number, deleted | flags)
+            gone |= find_command_lines(lines, number, deleted | flags)
         names = re.findall(r"`([^`]+)`", line.split(" | ")[0]) if line.startswith("| `") else []
         if names and deleted.issuperset(names):
             gone.add(number)
-    return without_lines(lines, gone)
+    return delete_lines(lines, gone)
 
 
-def lines_of_commands(lines: list[str], fence: int, names: set[str]) -> set[int]:
+def find_command_lines(lines: list[str], fence: int, names: set[str]) -> set[int]:
     """The numbers of the lines, after that of a fence, of commands with one of these words; all if none is left."""
     gone = set[int]()
     begin = number = fence + 1
@@ -312,7 +322,7 @@ def lines_of_commands(lines: list[str], fence: int, names: set[str]) -> set[int]
     return set(range(fence, number + 1)) if gone and is_empty else gone
 
 
-def without_rows(text: str, fields: set[str]) -> str:
+def delete_rows(text: str, fields: set[str]) -> str:
     """The page without the rows of tables that are about these fields, and without tables that have no other row."""
     lines = split_lines(text)
     cells = [re.match(r"\| *`(?:--)?(\w+)[^`]*`", line) for line in lines]
@@ -327,40 +337,42 @@ def without_rows(text: str, fields: set[str]) -> str:
         has_heading = first > 1 and lines[first - 2].startswith("#") and not lines[first - 1].strip()
         if has_heading and gone.issuperset(range(first + 2, last + 1)):
             gone |= set(range(first - 2, last + 1))
-    return without_lines(lines, gone)
+    return delete_lines(lines, gone)
 
 
-def recorded(text: str) -> Fields:
+def read_deleted(text: str) -> Fields:
     """What pyproject.toml says is deleted."""
     return tomllib.loads(text).get("tool", {}).get("extras", {}).get("without", {})
 
 
-def with_record(text: str, fields: Fields) -> str:
+def replace_record(text: str, fields: Fields) -> str:
     tables = {name: [f"{field} = {json.dumps(value)}" for field, value in fields[name].items()] for name in fields}
     pairs = ", ".join(f"{name} = {{{', '.join(tables[name])}}}" for name in sorted(tables))
-    if not RECORD.search(text):
-        fail(f'{PROJECT} has no line "without = {{}}" in [tool.extras], where this is remembered; add it and commit')
-    return RECORD.sub(lambda record: f"{record[1]}without = {{{pairs}}}", text)
+    if not DELETED_RECORD.search(text):
+        fail(
+            f'{PROJECT_FILE} has no line "without = {{}}" in [tool.extras], where this is remembered; add it and commit'
+        )
+    return DELETED_RECORD.sub(lambda record: f"{record[1]}without = {{{pairs}}}", text)
 
 
-def dangling(files: Files, left: Files) -> list[str]:
+def find_dangling_imports(files: Files, remaining: Files) -> list[str]:
     """What is left that imports modules, or names of modules, which were there and are gone."""
     roots = ["", "scripts/", *sorted({f"{Path(name).parent}/" for name in files if name.startswith("tests/")})]
     ends = (".py", "/__init__.py")
-    deleted_names = names_deleted(files, left)
+    deleted_names = find_deleted_names(files, remaining)
     problems = []
-    for importer, text in left.items():
-        for module, name in imports_of(importer, text):
+    for importer, text in remaining.items():
+        for module, name in list_imports(importer, text):
             paths = [f"{root}{module.replace('.', '/')}{end}" for root in roots for end in ends]
             existing = [path for path in paths if path in files]
-            if existing and left.keys().isdisjoint(existing):
+            if existing and remaining.keys().isdisjoint(existing):
                 problems.append(f"{importer} imports {existing[0]}")
             elif existing and name in deleted_names.get(existing[0], ()):
                 problems.append(f"{importer} imports {name} of {existing[0]}")
     return problems
 
 
-def imports_of(file: str, text: str) -> Iterator[tuple[str, str]]:
+def list_imports(file: str, text: str) -> Iterator[tuple[str, str]]:
     """The modules that a file imports, and those that an imported name may be, each with that name or ""."""
     try:
         nodes = [*ast.walk(ast.parse(text))] if file.endswith(".py") else []
@@ -375,16 +387,16 @@ def imports_of(file: str, text: str) -> Iterator[tuple[str, str]]:
                 yield f"{node.module}.{alias.name}", ""
 
 
-def names_deleted(files: Files, left: Files) -> dict[str, set[str]]:
+def find_deleted_names(files: Files, remaining: Files) -> dict[str, set[str]]:
     """The names that modules which stay have bound, and bind no more, by file."""
     names = {}
-    for file in changed_files(files, left):
+    for file in changed_files(files, remaining):
         if file.endswith(".py"):
-            names[file] = bound_names(ast.parse(files[file])) - bound_names(ast.parse(left[file]))
+            names[file] = list_bound_names(ast.parse(files[file])) - list_bound_names(ast.parse(remaining[file]))
     return names
 
 
-def bound_names(module: ast.Module) -> set[str]:
+def list_bound_names(module: ast.Module) -> set[str]:
     """The names that a module binds, outside of its functions and classes."""
     names = set()
     inside: list[ast.AST] = [module]
@@ -401,7 +413,7 @@ def bound_names(module: ast.Module) -> set[str]:
     return names
 
 
-def sizes(files: Files) -> Counter[str]:
+def count_lines(files: Files) -> Counter[str]:
     """Lines of Python and shell by part of the template."""
     line_counts = Counter[str]()
     for name, text in files.items():
@@ -411,27 +423,27 @@ def sizes(files: Files) -> Counter[str]:
     return Counter({name: line_counts[name] for name in ("core", "scripts", "tests")})
 
 
-def promises(files: Files) -> dict[str, str]:
+def read_promises(files: Files) -> dict[str, str]:
     rows = re.findall(r"^\| ([\w-]+) \| ([^|]*) \| ([^|]*) \|", files.get("docs/guarantees.md", ""), re.MULTILINE)
     return {key: f"{subject}: {promise}" for key, subject, promise in rows}
 
 
-def cut_tree(root: Path, cut: set[str], is_fork: bool = True) -> tuple[Files, Files]:
+def delete_from_folder(root: Path, extras: set[str], is_fork: bool = True) -> tuple[Files, Files]:
     """Delete these extras from the files in a folder. Returns the files before and after.
 
     Args:
         root: the folder.
-        cut: names of extras.
+        extras: names of extras.
         is_fork: whether the folder is a user's, where git has to be able to undo it.
     """
     files = read_files(root)
-    before = recorded(files[PROJECT])
-    left, fields = without(files, cut | before.keys())
-    if problems := dangling(files, left):
+    before = read_deleted(files[PROJECT_FILE])
+    left, fields = delete_from_files(files, extras | before.keys())
+    if problems := find_dangling_imports(files, left):
         fail(f"{problems[0]}; keep the extra of that file, or delete that of this one too")
-    still_extras = extras_of(files)  # in a newer version some are part of the kernel
+    still_extras = read_extras(files)  # in a newer version some are part of the kernel
     record = {name: table for name, table in (fields | before).items() if name in still_extras}
-    left[PROJECT] = with_record(left[PROJECT], record)
+    left[PROJECT_FILE] = replace_record(left[PROJECT_FILE], record)
     changed = changed_files(files, left)
     for name in changed:
         if "\r" in files[name]:
@@ -443,38 +455,38 @@ def cut_tree(root: Path, cut: set[str], is_fork: bool = True) -> tuple[Files, Fi
     return files, read_files(root)
 
 
-def show_list(files: Files) -> None:
-    gone = recorded(files[PROJECT])
+def print_extras(files: Files) -> None:
+    gone = read_deleted(files[PROJECT_FILE])
     print(f"{'lines of':12}  core scripts tests  what it buys")
-    for name, sentence in extras_of(files).items():
+    for name, sentence in read_extras(files).items():
         if name in gone:
             print(f"{name:12} deleted             {sentence}")
             continue
-        less = sizes(files) - sizes(without(files, {name})[0])
+        less = count_lines(files) - count_lines(delete_from_files(files, {name})[0])
         print(f"{name:12} {less['core']:5} {less['scripts']:7} {less['tests']:5}  {sentence}")
 
 
-def delete(names: set[str]) -> None:
-    before, left = cut_tree(ROOT, names)
+def delete_extras(names: set[str]) -> None:
+    before, left = delete_from_folder(ROOT, names)
     print(f"deleted {', '.join(sorted(names))}; lines before and after:")
-    for part, number in sizes(before).items():
-        print(f"  {part:8} {number:6,} -> {sizes(left)[part]:6,}")
-    lost = [promise for key, promise in promises(before).items() if key not in promises(left)]
+    for part, number in count_lines(before).items():
+        print(f"  {part:8} {number:6,} -> {count_lines(left)[part]:6,}")
+    lost = [promise for key, promise in read_promises(before).items() if key not in read_promises(left)]
     print(*(["this fork no longer promises:"] if lost else []), *(f"  - {promise}" for promise in lost), sep="\n")
     print(f"to undo this: git restore --source=HEAD --staged --worktree {shlex.quote(str(ROOT))}")
 
 
-def merge(ref: str) -> None:
+def merge_template(ref: str) -> None:
     """Merge a newer template: between the old one and the new one, both without the deleted extras."""
     require_clean(ROOT, ":/")
-    old, new = versions_to_merge(ref)
+    old, new = find_versions(ref)
     if old == new:
         print(f"{ref} is already merged")
         return
-    cut = set(recorded((ROOT / PROJECT).read_text(encoding="utf-8")))
+    cut = set(read_deleted((ROOT / PROJECT_FILE).read_text(encoding="utf-8")))
     message = "{} without " + ", ".join(sorted(cut))
-    old_cut = git("commit-tree", cut_version(old, cut), "-m", message.format(old), root=ROOT)
-    new_cut = git("commit-tree", cut_version(new, cut), "-p", old_cut, "-m", message.format(new), root=ROOT)
+    old_cut = git("commit-tree", delete_from_commit(old, cut), "-m", message.format(old), root=ROOT)
+    new_cut = git("commit-tree", delete_from_commit(new, cut), "-p", old_cut, "-m", message.format(new), root=ROOT)
     command = ["git", "merge-recursive"]
     if folder_in_repository := git("rev-parse", "--show-prefix", root=ROOT):
         command.append(f"--subtree={folder_in_repository}")  # the template's files are not in a folder
@@ -492,28 +504,31 @@ def merge(ref: str) -> None:
     print(f"merged {ref}")
 
 
-def versions_to_merge(ref: str) -> tuple[str, str]:
+def find_versions(ref: str) -> tuple[str, str]:
     """The commit of the template that this fork has, and the one that is to be merged."""
     new = try_git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}", root=ROOT).stdout.strip()
     if not new:
-        fail(f"--merge {ref}: git knows no such tag, branch or commit; git fetch --tags template first ({UPGRADING})")
+        fail(
+            f"--merge {ref}: git knows no such tag, branch or commit; git fetch --tags template first"
+            f" ({UPGRADING_PAGE})"
+        )
     old = try_git("merge-base", "HEAD", new, root=ROOT).stdout.strip()
     if not old and git("rev-parse", "--is-shallow-repository", root=ROOT) == "true":
         fail(f"HEAD and {ref} share no history in this shallow clone; git fetch --unshallow origin (or template) first")
     if not old:
-        fail(f"HEAD and {ref} share no history; record once which version this fork started from ({UPGRADING})")
+        fail(f"HEAD and {ref} share no history; record once which version this fork started from ({UPGRADING_PAGE})")
     return old, new
 
 
-def cut_version(commit: str, cut: set[str]) -> str:
+def delete_from_commit(commit: str, extras: set[str]) -> str:
     """The tree, in git's sense, of a commit without these extras. It is made in a temporary folder."""
     with tempfile.TemporaryDirectory() as temporary:
         tree = Path(temporary, "tree")
         no_hooks = f"core.hooksPath={os.devnull}"  # those of the fork are about its own checkouts
         try:
             git("-c", no_hooks, "worktree", "add", "--quiet", "--detach", str(tree), commit, root=ROOT)
-            if cut:
-                cut_tree(tree, cut, is_fork=False)
+            if extras:
+                delete_from_folder(tree, extras, is_fork=False)
             git("add", "--all", root=tree)
             return git("write-tree", root=tree)
         finally:
@@ -521,26 +536,26 @@ def cut_version(commit: str, cut: set[str]) -> str:
                 git("worktree", "remove", "--force", str(tree), root=ROOT)
 
 
-def main(words: list[str]) -> None:
+def main(argv: list[str]) -> None:
     files = read_files(ROOT)
-    if PROJECT not in files or PAGE not in files:
-        fail(f"git has no {PROJECT} or no {PAGE} here; restore them, add and commit all files, {SO_THAT}")
-    extras = extras_of(files)
-    if words[:1] == ["--list"]:
-        show_list(files)
-    elif words[:1] == ["--merge"] and len(words) == 2:
-        merge(words[1])
-    elif words:
-        names = set(words) - {"--all-but"}
-        if names & KERNEL:
-            name = min(names & KERNEL)
-            fail(f"{name}: is part of the kernel now, at no cost if unused; leave out this name ({PAGE})")
+    if PROJECT_FILE not in files or EXTRAS_PAGE not in files:
+        fail(f"git has no {PROJECT_FILE} or no {EXTRAS_PAGE} here; restore them, add and commit all files, {SO_THAT}")
+    extras = read_extras(files)
+    if argv[:1] == ["--list"]:
+        print_extras(files)
+    elif argv[:1] == ["--merge"] and len(argv) == 2:
+        merge_template(argv[1])
+    elif argv:
+        names = set(argv) - {"--all-but"}
+        if names & FORMER_EXTRAS:
+            name = min(names & FORMER_EXTRAS)
+            fail(f"{name}: is part of the kernel now, at no cost if unused; leave out this name ({EXTRAS_PAGE})")
         if wrong := names - extras.keys():
             fail(f"{min(wrong)}: is not an extra; give some of {', '.join(extras)}")
         require_clean(ROOT, ".")
-        gone = recorded(files[PROJECT]).keys()
-        names = (extras.keys() - names if words[0] == "--all-but" else names) - gone
-        delete(names) if names else print("these are already deleted")
+        gone = read_deleted(files[PROJECT_FILE]).keys()
+        names = (extras.keys() - names if argv[0] == "--all-but" else names) - gone
+        delete_extras(names) if names else print("these are already deleted")
     else:
         fail("give the names of extras to delete, or --list to see them (docs/extras.md)")
 

@@ -10,13 +10,19 @@ from torch import Tensor
 
 from utils.settings.errors import UserError
 
-LEAST, MOST = 4, 16  # samples that are compared
-NEAR, FAR = 0.02, 0.2  # of the mean distance between outputs of two samples: equal up to rounding, and another sample's
+MIN_SAMPLES, MAX_SAMPLES = 4, 16  # samples that are compared
+NEAR_FRACTION, FAR_FRACTION = (
+    0.02,
+    0.2,
+)  # of the mean distance between outputs of two samples: equal up to rounding, and another sample's
 
 
 @torch.no_grad()
 def check_row_order(
-    predict: Callable[[Any], dict[str, Tensor]], fetch: Callable[[list[int]], Any], size: int, batch_size: int = MOST
+    predict: Callable[[Any], dict[str, Tensor]],
+    fetch: Callable[[list[int]], Any],
+    size: int,
+    batch_size: int = MAX_SAMPLES,
 ) -> Exception | None:
     """Compare the outputs of a batch with those of the same samples in another order.
 
@@ -29,12 +35,12 @@ def check_row_order(
     Returns the error of outputs that cannot be compared. Raises UserError if the outputs are those of the samples in
     another order, and only then: padding, noise or the other samples of the batch may change an output.
     """
-    count = min(MOST, max(LEAST, batch_size))
+    count = min(MAX_SAMPLES, max(MIN_SAMPLES, batch_size))
     rows = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:count].tolist()
     try:
         batch = predict(fetch(rows))
         again, ordered = predict(fetch(sorted(rows))), sorted(range(len(rows)), key=rows.__getitem__)
-        is_moved = are_moved([([*again[name]], [output[k] for k in ordered]) for name, output in batch.items()])
+        is_moved = are_rows_permuted([([*again[name]], [output[k] for k in ordered]) for name, output in batch.items()])
     except Exception as error:  # the caller may reject these outputs
         return error
     if is_moved:
@@ -46,41 +52,41 @@ def check_row_order(
     return None
 
 
-def are_moved(outputs: list[tuple[list[Tensor], list[Tensor]]]) -> bool:
+def are_rows_permuted(outputs: list[tuple[list[Tensor], list[Tensor]]]) -> bool:
     """Whether a permutation of the rows fits and the identity does not. outputs: the rows found and expected."""
     count = len(outputs[0][0])
     near, far = torch.ones(count, count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
     for actual, expected in outputs:
         actual, expected = ([row.detach().cpu().double() for row in rows] for rows in (actual, expected))
-        distance, between = distances(actual, expected), distances(expected, expected)
+        distance, between = measure_distances(actual, expected), measure_distances(expected, expected)
         spread = between.sum() / max(1, count * (count - 1))
         size = torch.stack([row.abs().mean() for row in expected]).mean()
         rounding = size * (1e-5 if outputs[0][0][0].dtype.itemsize > 2 else 0.02)
-        near &= distance <= NEAR * spread + rounding
-        far |= distance.diagonal() > FAR * spread + rounding
+        near &= distance <= NEAR_FRACTION * spread + rounding
+        far |= distance.diagonal() > FAR_FRACTION * spread + rounding
     return bool(far.any()) and can_match(near)
 
 
-def distances(rows: list[Tensor], other_rows: list[Tensor]) -> Tensor:
+def measure_distances(rows: list[Tensor], other_rows: list[Tensor]) -> Tensor:
     """[B, B]: mean absolute differences of rows, of the part that both have where padding differs."""
 
-    def between(a: Tensor, b: Tensor) -> float:
+    def measure_distance(a: Tensor, b: Tensor) -> float:
         common = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
         return (a[common] - b[common]).abs().mean().item()
 
-    return torch.tensor([[between(a, b) for b in other_rows] for a in rows])
+    return torch.tensor([[measure_distance(a, b) for b in other_rows] for a in rows])
 
 
 def can_match(fits: Tensor) -> bool:
     """Whether each row can get a column of its own that fits it. fits: bool [B, B]."""
     owner: dict[int, int] = {}  # of each column
 
-    def give(row: int, visited: set[int]) -> bool:
+    def assign_column(row: int, visited: set[int]) -> bool:
         for column in set(fits[row].nonzero().flatten().tolist()) - visited:
             visited.add(column)
-            if column not in owner or give(owner[column], visited):
+            if column not in owner or assign_column(owner[column], visited):
                 owner[column] = row
                 return True
         return False
 
-    return all(give(row, set()) for row in range(len(fits)))
+    return all(assign_column(row, set()) for row in range(len(fits)))

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from utils.packages import import_optional
-from utils.redact import redact
+from utils.redact import redact_secrets
 from utils.settings.errors import StartError, UserError
 
 T = TypeVar("T")
 
-BLOCK_BYTES, BLOCKS = 2**24, 8  # of a request, and requests at a time, when an object is fetched
-TRIES = 5
+BLOCK_BYTES, MAX_REQUESTS = 2**24, 8  # of a request, and requests at a time, when an object is fetched
+MAX_TRIES = 5
 
 
 class Storage:
@@ -43,7 +43,7 @@ class Storage:
             import_optional(self.title, module)
         try:
             options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
-            self._files, self._root = url_to_fs(self.url, **options)
+            self._filesystem, self._root = url_to_fs(self.url, **options)
         except ImportError:
             package = implementation.get("class", "").partition(".")[0]
             raise UserError(f"{self.title}: {implementation.get('err')}; pip install {package}") from None
@@ -51,9 +51,9 @@ class Storage:
             raise UserError(f"{self.title}: {protocol} is unknown to fsspec; give s3://, gs:// or az://") from None
         self._is_local = bool(options)
         # of a put: s3fs takes 50 MB parts, 10 at a time
-        self._parts = {"chunksize": 2**23, "max_concurrency": 4} if protocol in ("s3", "s3a") else {}
+        self._upload_options = {"chunksize": 2**23, "max_concurrency": 4} if protocol in ("s3", "s3a") else {}
 
-    def _ask(self, action: Callable[[], T], tries: int = 1) -> T:
+    def _request(self, action: Callable[[], T], tries: int = 1) -> T:
         """The result of a request. Raises UserError if it fails, or StartError if that may pass."""
         for left in reversed(range(tries)):
             try:
@@ -63,52 +63,52 @@ class Storage:
                 if left and not lasts:
                     time.sleep(2.0 ** (tries - left))
                     continue
-                reason = redact(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+                reason = redact_secrets(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
                 remedy = "check the address, and the keys in the environment or the provider's files"
                 text = f"{self.title}: cannot be read or written ({reason}); {remedy}"
                 raise (UserError if lasts else StartError)(text) from None
         raise AssertionError
 
-    def names(self, folder: str = "") -> dict[str, int]:
+    def list_objects(self, folder: str = "") -> dict[str, int]:
         """The objects below a folder, by their names from the URL, with their bytes."""
 
-        def find() -> dict[str, dict[str, Any]]:
-            self._files.invalidate_cache()
+        def find_objects() -> dict[str, dict[str, Any]]:
+            self._filesystem.invalidate_cache()
             with suppress(FileNotFoundError):
-                return self._files.find(f"{self._root}/{folder}".rstrip("/"), detail=True)
+                return self._filesystem.find(f"{self._root}/{folder}".rstrip("/"), detail=True)
             return {}
 
-        return {name[len(self._root) + 1 :]: info["size"] for name, info in sorted(self._ask(find).items())}
+        return {name[len(self._root) + 1 :]: info["size"] for name, info in sorted(self._request(find_objects).items())}
 
     def read_json(self, name: str) -> dict[str, Any]:
         """The dict in an object; an empty one if there is none or it is damaged."""
 
         def read() -> bytes:
             with suppress(FileNotFoundError):
-                return self._files.cat_file(f"{self._root}/{name}")
+                return self._filesystem.cat_file(f"{self._root}/{name}")
             return b""
 
         try:
-            content = json.loads(self._ask(read))
+            content = json.loads(self._request(read))
             return content if isinstance(content, dict) else {}
         except json.JSONDecodeError:
             return {}
 
-    def version(self, name: str) -> tuple[int, str]:
+    def read_version(self, name: str) -> tuple[int, str]:
         """The bytes of an object, and what changes when it is replaced. Raises UserError if there is none."""
 
-        def ask() -> tuple[int, str]:
+        def read_info() -> tuple[int, str]:
             path = f"{self._root}/{name}"
-            self._files.invalidate_cache()
-            return self._files.info(path)["size"], str(self._files.ukey(path))
+            self._filesystem.invalidate_cache()
+            return self._filesystem.info(path)["size"], str(self._filesystem.ukey(path))
 
-        return self._ask(ask, TRIES)
+        return self._request(read_info, MAX_TRIES)
 
     def write_json(self, name: str, value: Any) -> None:
         data = json.dumps(value, indent=2).encode()
-        self._ask(lambda: self._files.pipe_file(f"{self._root}/{name}", data))
+        self._request(lambda: self._filesystem.pipe_file(f"{self._root}/{name}", data))
 
-    def create(self, name: str, data: bytes) -> None:
+    def create_object(self, name: str, data: bytes) -> None:
         """Write an object that is absent. Raises an error of the storage if there is one, or if it cannot do this."""
         path = f"{self._root}/{name}"
         if self._is_local:  # fsspec looks first, and then writes
@@ -116,12 +116,12 @@ class Storage:
             with open(path, "xb") as file:
                 file.write(data)
         else:
-            self._files.pipe_file(path, data, mode="create")
+            self._filesystem.pipe_file(path, data, mode="create")
 
-    def remove(self, names: list[str]) -> None:
-        self._ask(lambda: self._files.rm([f"{self._root}/{name}" for name in names]))
+    def delete_objects(self, names: list[str]) -> None:
+        self._request(lambda: self._filesystem.rm([f"{self._root}/{name}" for name in names]))
 
-    def put(self, path: Path, name: str, on_progress: Callable[[int], None] = lambda sent: None) -> None:
+    def upload(self, path: Path, name: str, on_progress: Callable[[int], None] = lambda sent: None) -> None:
         """Upload a file; the object is whole or absent.
 
         on_progress: called with the bytes sent, where the storage tells.
@@ -131,21 +131,21 @@ class Storage:
         hook = Callback(hooks={"tick": lambda size, value, **_: on_progress(value)})
         target = f"{self._root}/{name}"
         written = f"{target}.part" if self._is_local else target
-        self._ask(lambda: self._files.put_file(str(path), written, callback=hook, **self._parts))
+        self._request(lambda: self._filesystem.put_file(str(path), written, callback=hook, **self._upload_options))
         if self._is_local:
             os.replace(written, target)
 
-    def get(self, name: str, path: Path, size: int, on_progress: Callable[[int], None]) -> None:
+    def download(self, name: str, path: Path, size: int, on_progress: Callable[[int], None]) -> None:
         """Fetch an object of this size. It continues where an earlier call was interrupted.
 
         on_progress: called with the bytes of some blocks.
         """
-        size = min(size, self.version(name)[0])  # if it is too short, its checksum shows that
+        size = min(size, self.read_version(name)[0])  # if it is too short, its checksum shows that
         with path.open("ab") as file:
             while (begin := file.tell()) < size:
-                starts = list(range(begin, min(size, begin + BLOCKS * BLOCK_BYTES), BLOCK_BYTES))
+                starts = list(range(begin, min(size, begin + MAX_REQUESTS * BLOCK_BYTES), BLOCK_BYTES))
                 ends = [min(size, start + BLOCK_BYTES) for start in starts]
-                request = partial(self._files.cat_ranges, [f"{self._root}/{name}"] * len(starts), starts, ends)
-                blocks = self._ask(partial(request, on_error="raise"), TRIES)
+                request = partial(self._filesystem.cat_ranges, [f"{self._root}/{name}"] * len(starts), starts, ends)
+                blocks = self._request(partial(request, on_error="raise"), MAX_TRIES)
                 file.writelines(blocks)
                 on_progress(sum(map(len, blocks)))

@@ -14,7 +14,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C
 LEFT, RIGHT, BOTTOM, HEIGHT, WIDTH = 68, 20, 50, 330, 760  # HEIGHT: of the plot area only
 
 
-def svg_file(text: str, suffix: str = ".svg") -> Path:
+def parse_output_path(text: str, suffix: str = ".svg") -> Path:
     """The value of --plot, checked before anything is measured. Raises argparse.ArgumentTypeError."""
     path = Path(text)
     if path.suffix != suffix or not path.parent.is_dir():
@@ -35,10 +35,10 @@ class Series:
     has_markers: bool = True
     width: float = 2.0
     opacity: float = 1.0
-    tip: str = ""  # tooltip of its points, if the plot has tooltips
+    tooltip: str = ""  # tooltip of its points, if the plot has tooltips
 
 
-def line_plot(
+def draw_line_plot(
     series: Sequence[Series],
     *,
     x_label: str,
@@ -46,92 +46,97 @@ def line_plot(
     title: str = "",
     y_range: tuple[float, float] | None = None,
     marks: Sequence[tuple[float, str, str]] = (),
-    tips: bool = False,
+    has_tooltips: bool = False,
 ) -> str:
     """Plot all series on one pair of axes that starts at x = 0.
 
-    `marks` are vertical lines: (x, text, color). tips: for a plot in an HTML page, whose points have tooltips and whose
-    y axis is logarithmic if it covers more than two decades.
+    `marks` are vertical lines: (x, text, color). has_tooltips: for a plot in an HTML page, whose points have tooltips
+    and whose y axis is logarithmic if it covers more than two decades.
     """
     points = [(x, y) for curve in series for x, y in curve.points if y is not None]
     legend = [curve for curve in series if curve.name]
     top = 36 + 20 * bool(title) + 18 * len(legend)
     height, bottom = top + HEIGHT + BOTTOM, top + HEIGHT
     low, high = y_range or (min(y for _, y in points), max(y for _, y in points))
-    is_log = tips and 0 < 100 * low < high and high > 1
+    is_log = has_tooltips and 0 < 100 * low < high and high > 1
     if is_log:
         low, high, y_label = math.log10(low), math.log10(high), f"{y_label} (log scale)"
     last = max(x for x, _ in points) or 1.0
 
-    def across(x: float) -> float:
+    def scale_x(x: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * x / last
 
-    def up(y: float) -> float:
+    def scale_y(y: float) -> float:
         return bottom - HEIGHT * ((math.log10(y) if is_log else y) - low) / ((high - low) or 1.0)
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif"'
         ' font-size="12" fill="#333">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        _text(LEFT, 20, title, "start", 'font-weight="bold"'),
-        _text((LEFT + WIDTH - RIGHT) / 2, height - 10, x_label),
-        _text(16, top + HEIGHT / 2, y_label, "middle", f'transform="rotate(-90 16 {top + HEIGHT / 2})"'),
+        _draw_text(LEFT, 20, title, "start", 'font-weight="bold"'),
+        _draw_text((LEFT + WIDTH - RIGHT) / 2, height - 10, x_label),
+        _draw_text(16, top + HEIGHT / 2, y_label, "middle", f'transform="rotate(-90 16 {top + HEIGHT / 2})"'),
     ]
     decades = [10.0**k for k in range(math.ceil(low), math.floor(high) + 1)] if is_log else []
     for value in decades or [low + (high - low) * k / 5 for k in range(6)]:
-        at = up(value)
-        parts += [_line(LEFT, at, WIDTH - RIGHT, at, 'stroke="#ddd"'), _text(LEFT - 8, at + 4, _short(value), "end")]
-    for value, words in ticks(last):
-        parts.append(_text(across(value), bottom + 18, words))
+        at = scale_y(value)
+        parts += [
+            _draw_line(LEFT, at, WIDTH - RIGHT, at, 'stroke="#ddd"'),
+            _draw_text(LEFT - 8, at + 4, _format_number(value), "end"),
+        ]
+    for value, words in choose_ticks(last):
+        parts.append(_draw_text(scale_x(value), bottom + 18, words))
     ends = -math.inf
     for step, words, color in sorted(marks):
-        left, half = across(step), 3.3 * len(words)  # about half of its width
+        left, half = scale_x(step), 3.3 * len(words)  # about half of its width
         is_raised = left - half < ends  # it would overlap the one before
         ends = ends if is_raised else left + half
         parts += [
-            _line(left, top, left, bottom, f'stroke="{color}" stroke-dasharray="1 3"'),
-            _text(left, top - 4 - 13 * is_raised, words, "middle", f'style="fill:{color}"'),
+            _draw_line(left, top, left, bottom, f'stroke="{color}" stroke-dasharray="1 3"'),
+            _draw_text(left, top - 4 - 13 * is_raised, words, "middle", f'style="fill:{color}"'),
         ]
     for curve in series:
         look = f'stroke="{curve.color}" stroke-width="{curve.width}" opacity="{curve.opacity:g}" fill="none"'
         dashes = ' stroke-dasharray="4 3"' if curve.is_dashed else ""
         stretches = itertools.groupby(curve.points, lambda point: point[1] is not None)
         for stretch in (group for is_number, group in stretches if is_number):
-            path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in stretch if y is not None)
+            path = " ".join(f"{scale_x(x):.1f},{scale_y(y):.1f}" for x, y in stretch if y is not None)
             parts.append(f'<polyline points="{path}" {look}{dashes}/>')
-        for x, y in curve.points if curve.has_markers or tips else []:
+        for x, y in curve.points if curve.has_markers or has_tooltips else []:
             if y is not None:
                 fill = "white" if curve.is_dashed else curve.color
                 look = f'r="3.5" fill="{fill}" stroke="{curve.color}"' if curve.has_markers else 'r="5" opacity="0"'
-                tip = f"<title>{escape(curve.tip)}, {escape(x_label)} {x:,g}: {y:.5g}</title>" if tips else ""
-                parts.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" {look}>{tip}</circle>')
+                tip = (
+                    f"<title>{escape(curve.tooltip)}, {escape(x_label)} {x:,g}: {y:.5g}</title>" if has_tooltips else ""
+                )
+                parts.append(f'<circle cx="{scale_x(x):.1f}" cy="{scale_y(y):.1f}" {look}>{tip}</circle>')
     for k, curve in enumerate(legend):
         y = 20 + 20 * bool(title) + 18 * k
         dashes = ' stroke-dasharray="4 3"' if curve.is_dashed else ""
         look = f'stroke="{curve.color}" stroke-width="{curve.width}" opacity="{curve.opacity:g}"{dashes}'
-        parts.append(_line(LEFT, y, LEFT + 24, y, look))
-        parts.append(_text(LEFT + 30, y + 4, curve.name, "start"))
+        parts.append(_draw_line(LEFT, y, LEFT + 24, y, look))
+        parts.append(_draw_text(LEFT + 30, y + 4, curve.name, "start"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def color(number: int, count: int) -> str:
+def choose_color(number: int, count: int) -> str:
     """A distinct color for each of `count` series: from the palette, or evenly spaced hues if it is too small."""
     return COLORS[number] if count <= len(COLORS) else f"hsl({360 * number // count} 75% 42%)"
 
 
-def _short(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def _text(x: float, y: float, words: str, anchor: str = "middle", attributes: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {attributes}>{escape(words)}</text>'
+def _draw_text(x: float, y: float, text: str, anchor: str = "middle", attributes: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {attributes}>{escape(text)}</text>'
 
 
-def _line(x: float, y: float, to_x: float, to_y: float, look: str) -> str:
-    return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" {look}/>'
+def _draw_line(x: float, y: float, to_x: float, to_y: float, attributes: str) -> str:
+    return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" {attributes}/>'
 
 
-def ticks(last: float) -> list[tuple[float, str]]:
+def choose_ticks(last: float) -> list[tuple[float, str]]:
     """Four to ten round values from 0 to `last`."""
     magnitude = 10.0 ** math.floor(math.log10(last))
     step = next(magnitude * k for k in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0) if last / (magnitude * k) <= 10)

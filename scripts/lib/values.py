@@ -20,18 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.batch import map_leaves, map_tensors, tensors_in
+from utils.batch import list_tensors, map_leaves, map_tensors
 from utils.metrics import Metrics, check_metrics
 from utils.training.hooks import ModelHooks
 from utils.training.parts.loss_terms import LossTerms
 
-STATE = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint
+STATE_KEYS = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint
 # of records: they differ between equal runs
-TIMES = ("samples_per_s", "tokens_per_s", "data_wait_s", "step_s", "peak_memory_bytes", "mfu")
+TIMING_FIELDS = ("samples_per_s", "tokens_per_s", "data_wait_s", "step_s", "peak_memory_bytes", "mfu")
 # relative: sums in another order; losses of a batch and its halves, for which layers may choose other kernels
-ROUNDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-11}
-ADDING = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-11}
-SETS = 3  # in each other, whose content is compared
+ROUNDING_TOLERANCE = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-11}
+SUM_TOLERANCE = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-11}
+MAX_SET_DEPTH = 3  # in each other, whose content is compared
 
 
 def scramble_global_rngs(number: int) -> None:
@@ -43,22 +43,22 @@ def scramble_global_rngs(number: int) -> None:
         sys.modules["numpy"].random.seed(number)
 
 
-def leaves(nest: Any, path: str = "") -> dict[str, Any]:
+def flatten_nested(nest: Any, path: str = "") -> dict[str, Any]:
     """The values in nested mappings, lists, tuples and dataclasses, by path. Of other objects: those that may be values
     of a batch."""
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         nest = {field.name: getattr(nest, field.name, None) for field in dataclasses.fields(nest)}
     elif not isinstance(nest, Tensor | Mapping | list | tuple):
         values: list[Any] = []
-        map_leaves(values.append, without_cache(nest))
+        map_leaves(values.append, copy_without_cache(nest))
         nest = values if any(isinstance(value, Tensor) for value in values) else nest
     if isinstance(nest, Mapping | list | tuple):
         parts = nest.items() if isinstance(nest, Mapping) else enumerate(nest)
-        return {name: leaf for key, value in parts for name, leaf in leaves(value, f"{path}/{key}").items()}
+        return {name: leaf for key, value in parts for name, leaf in flatten_nested(value, f"{path}/{key}").items()}
     return {path.lstrip("/"): nest}
 
 
-def without_cache(value: Any) -> Any:
+def copy_without_cache(value: Any) -> Any:
     """The object, or a copy without what functools.cached_property has stored in it."""
     kind, values = type(value), getattr(value, "__dict__", {})
     cached = [name for name in values if isinstance(getattr(kind, name, None), functools.cached_property)]
@@ -69,17 +69,19 @@ def without_cache(value: Any) -> Any:
     return value
 
 
-def digest(nest: Any, unseen: set[str] | None = None, depth: int = 0) -> str:
+def hash_nested(nest: Any, unhashed_types: set[str] | None = None, depth: int = 0) -> str:
     """A hash of names, dtypes, shapes and bytes. Equal content has one digest, also in other memory or processes.
 
     Args:
-        unseen: gets the types of objects that have no pickle and are not compared.
+        unhashed_types: gets the types of objects that have no pickle and are not compared.
         depth: the number of sets around the value.
     """
     hashed = hashlib.sha256()
-    for name, leaf in leaves(nest).items():
+    for name, leaf in flatten_nested(nest).items():
         hashed.update(name.encode())
-        hashed.update(tensor_content(leaf) if isinstance(leaf, Tensor) else object_content(leaf, unseen, depth))
+        hashed.update(
+            serialize_tensor(leaf) if isinstance(leaf, Tensor) else serialize_object(leaf, unhashed_types, depth)
+        )
     return hashed.hexdigest()[:16]
 
 
@@ -88,7 +90,7 @@ def is_dense(value: Tensor) -> bool:
     return value.layout is torch.strided and not value.is_nested
 
 
-def tensor_content(value: Tensor) -> bytes:
+def serialize_tensor(value: Tensor) -> bytes:
     """The dtype, shape and numbers of a tensor: of each row of a NestedTensor, of the indices and values of a sparse
     one."""
     value, shape = value.detach(), ""
@@ -114,13 +116,13 @@ class ContentPickler(pickle.Pickler):
     and by the order of insertion. A hash of their content takes their place, wherever an object holds them.
     """
 
-    unseen: set[str]  # the names of the types of what is left out
+    unhashed_types: set[str]  # the names of the types of what is left out
     depth: int
 
     def persistent_id(self, value: Any) -> int | None:
         content = None
         if isinstance(value, Tensor):
-            content = tensor_content(value)
+            content = serialize_tensor(value)
         elif isinstance(value, str):
             content = value.encode(errors="surrogatepass")
         elif isinstance(value, bytes):
@@ -128,12 +130,14 @@ class ContentPickler(pickle.Pickler):
         elif isinstance(value, type | FunctionType):  # also those that no module names
             content = f"{value.__module__}.{value.__qualname__}".encode()
             if getattr(value, "__closure__", None):
-                self.unseen.add(value.__qualname__)
+                self.unhashed_types.add(value.__qualname__)
         elif isinstance(value, set | frozenset):
             content = b"%d" % len(value)
-            if self.depth < SETS:  # a set may hold objects that have the set
-                content = "".join(sorted(digest(item, self.unseen, self.depth + 1) for item in value)).encode()
-        elif is_array(value):
+            if self.depth < MAX_SET_DEPTH:  # a set may hold objects that have the set
+                content = "".join(
+                    sorted(hash_nested(item, self.unhashed_types, self.depth + 1) for item in value)
+                ).encode()
+        elif is_numpy_array(value):
             content = f"{value.dtype} {value.shape}".encode() + value.tobytes()
         if content is None:
             return None
@@ -143,31 +147,31 @@ class ContentPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         try:
             reduce = copyreg.dispatch_table.get(type(value))
-            return reduce(value) if reduce else without_cache(value).__reduce_ex__(4)
+            return reduce(value) if reduce else copy_without_cache(value).__reduce_ex__(4)
         except Exception:
-            self.unseen.add(type(value).__qualname__)
+            self.unhashed_types.add(type(value).__qualname__)
             return str, (type(value).__qualname__,)
 
 
-def is_array(value: Any) -> bool:
+def is_numpy_array(value: Any) -> bool:
     """Whether it is an array of NumPy without references to objects."""
     return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and not value.dtype.hasobject
 
 
-def object_content(value: Any, unseen: set[str] | None = None, depth: int = 0) -> bytes:
+def serialize_object(value: Any, unhashed_types: set[str] | None = None, depth: int = 0) -> bytes:
     """The pickle of a value, with the name of its type in place of an object that has none, such as an open file."""
     stream = io.BytesIO()
     pickler = ContentPickler(stream)
-    pickler.unseen, pickler.depth = set() if unseen is None else unseen, depth
+    pickler.unhashed_types, pickler.depth = set() if unhashed_types is None else unhashed_types, depth
     try:
         pickler.dump(value)
     except (pickle.PicklingError, RecursionError):  # it is nested too deeply
-        pickler.unseen.add(type(value).__qualname__)
+        pickler.unhashed_types.add(type(value).__qualname__)
         return type(value).__qualname__.encode()
     return stream.getvalue()
 
 
-def padded_rows(nested: Tensor) -> Tensor:
+def pad_rows(nested: Tensor) -> Tensor:
     """The rows of a NestedTensor in a dense one, with zeros after them. torch's own rejects those with holes."""
     rows = nested.unbind()
     if not rows:
@@ -178,48 +182,48 @@ def padded_rows(nested: Tensor) -> Tensor:
     return result
 
 
-def generators() -> dict[str, str]:
+def hash_rng_states() -> dict[str, str]:
     """Digests of the states of the global generators, by name."""
     states = {"torch's": [torch.get_rng_state()], "Python's": repr(random.getstate())}
     if torch.cuda.is_initialized():
         states["torch's on CUDA"] = [torch.cuda.get_rng_state()]
     if "numpy" in sys.modules:
         states["numpy's"] = repr(sys.modules["numpy"].random.get_state(legacy=False)["state"])
-    return {name: digest(state) for name, state in states.items()}
+    return {name: hash_nested(state) for name, state in states.items()}
 
 
-def spread(count: int, size: int) -> Tensor:
+def spread_rows(count: int, size: int) -> Tensor:
     """Up to `count` rows of so many, from the first to the last."""
     count = min(count, size)
     return torch.arange(count) * (size - 1) // max(1, count - 1)
 
 
-def one_line(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error's type and text; for an error from a worker, whose text is a traceback, the last line."""
     lines = (str(error).strip() or "no text").splitlines()
     return lines[-1] if lines[0].startswith("Caught ") else f"{type(error).__name__}: {lines[0]}"
 
 
-def first_three(names: list[str]) -> str:
+def join_first_three(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def plural(count: int, noun: str) -> str:
+def format_plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def joined(batches: list[Any], size: int) -> Any:
+def join_batches(batches: list[Any], size: int) -> Any:
     """Nested batches of `size` samples as one. Raises RuntimeError or ValueError if they hold other things than rows,
     or do not fit."""
     values: list[Any] = []
     map_leaves(values.append, batches)
     if not all(isinstance(leaf, Tensor) and is_dense(leaf) and leaf.ndim and len(leaf) == size for leaf in values):
         raise ValueError("not all are tensors with a row for each sample")
-    rows = iter([torch.cat(parts) for parts in zip(*map(tensors_in, batches), strict=True)])
+    rows = iter([torch.cat(parts) for parts in zip(*map(list_tensors, batches), strict=True)])
     return map_tensors(lambda _: next(rows), batches[0])
 
 
-def shared_memory(net: nn.Module) -> str:
+def find_shared_memory(net: nn.Module) -> str:
     """The names of two parameters whose memory overlaps, if there are any."""
     spans = []
     for name, p in net.named_parameters():
@@ -229,7 +233,7 @@ def shared_memory(net: nn.Module) -> str:
     return next((f"{a[-1]}, {b[-1]}" for a, b in pairs if a[0] == b[0] and b[1] < a[2]), "")
 
 
-def shown(value: Tensor) -> str:
+def format_tensor(value: Tensor) -> str:
     return f"{value.item():.6g}" if value.numel() == 1 else f"{value.double().sum().item():.6g} in total"
 
 
@@ -237,15 +241,15 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
-def sums(hooks: ModelHooks, net: nn.Module, batch: Any, is_training: bool) -> dict[str, Tensor]:
+def compute_sums(hooks: ModelHooks, net: nn.Module, batch: Any, is_training: bool) -> dict[str, Tensor]:
     """All sums and counts of a micro-batch, as in training or evaluation, but without dropout and batch statistics."""
     net.eval()
     net.training = is_training
     with torch.set_grad_enabled(is_training):
-        return sums_of(hooks, hooks.compute_loss(net, batch), batch)
+        return collect_sums(hooks, hooks.compute_loss(net, batch), batch)
 
 
-def sums_of(hooks: ModelHooks, metrics: Metrics, batch: Any) -> dict[str, Tensor]:
+def collect_sums(hooks: ModelHooks, metrics: Metrics, batch: Any) -> dict[str, Tensor]:
     """In their dtypes, flat, on the CPU. Raises UserError if loss_counts lies."""
     metrics = check_metrics(metrics)
     terms_of_loss = hooks.find_part(LossTerms)
@@ -253,14 +257,14 @@ def sums_of(hooks: ModelHooks, metrics: Metrics, batch: Any) -> dict[str, Tensor
         total, count, means = metrics["loss"]
         terms = {f"loss/{name}": (total[k], count[k]) for k, name in enumerate(means.names)}
         if torch.is_grad_enabled():  # an evaluation may count otherwise
-            terms_of_loss.check(terms_of_loss.counts(batch), count)
+            terms_of_loss.check_counts(terms_of_loss.count_terms(batch), count)
         metrics = terms | metrics  # a term first, which may be a mean while the others are sums
     parts = {f"{name}'s {part}": entry[k] for name, entry in metrics.items() for k, part in enumerate(("sum", "count"))}
     return {name: torch.as_tensor(value).detach().cpu().flatten() for name, value in parts.items()}
 
 
-def comparable(payload: dict[str, Any]) -> dict[str, Any]:
+def comparable_state(payload: dict[str, Any]) -> dict[str, Any]:
     """The state in a checkpoint, with optimizer state by parameter name, since the order of groups may differ."""
     optimizer = payload["optimizer"]
     by_name = {name: optimizer["state"].get(number, {}) for number, name in enumerate(optimizer["names"])}
-    return {key: payload[key] for key in STATE} | {"optimizer": by_name}
+    return {key: payload[key] for key in STATE_KEYS} | {"optimizer": by_name}

@@ -10,7 +10,7 @@ from typing import Any
 
 from utils.settings.errors import UserError
 
-TITLES = {"ema": "averaged weights", "model": "plain weights"}
+WEIGHT_TITLES = {"ema": "averaged weights", "model": "plain weights"}
 
 
 def add_ema_flag(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from config import SETTINGS
-from utils.settings.kinds import to_text
+from utils.settings.value_types import to_text
 
 PAGE = ROOT / "docs" / "configuration.md"
 BEGIN, END = "<!-- config table: made by tests/builtin/config_table.py -->", "<!-- end of config table -->"

@@ -6,25 +6,25 @@ import re
 import pytest
 
 from coming_from_page import BEGIN, END, PAGE, tables
-from config import SETTINGS, fork_settings
+from config import SETTINGS, list_fork_settings
 from test_reference import entries
 from trainer_options import OPTIONS, OTHER_MEANING
-from utils.settings.deleted_extras import deleted_extras
+from utils.settings.deleted_extras import read_deleted_extras
 from utils.settings.other_trainers import TRAINERS, find_advice, find_flags, normalize_name
-from utils.settings.unknown import OF_TORCHRUN, answer_unknown
+from utils.settings.unknown_flags import TORCHRUN_FLAGS, explain_unknown_flag
 
 FIELDS = {setting.name for setting in SETTINGS}
-FIELDS |= {name for fields in deleted_extras().values() for name in fields}  # the page is that of the template
+FIELDS |= {name for fields in read_deleted_extras().values() for name in fields}  # the page is that of the template
 FLAGS = FIELDS | {"config", "print_config"}
-YOURS = {field.name for field in fork_settings()}
+YOURS = {field.name for field in list_fork_settings()}
 ROWS = [row for trainer in TRAINERS for row in trainer.answers.items()]
-IS_CUT = bool(deleted_extras())  # which deletes rows
+IS_CUT = bool(read_deleted_extras())  # which deletes rows
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
 def answer(flag, fields=FIELDS):
     """What train.py says about a flag in a fork with these fields."""
-    return answer_unknown(f"--{flag}", {*fields, "config", "print_config"})[0]
+    return explain_unknown_flag(f"--{flag}", {*fields, "config", "print_config"})[0]
 
 
 def test_the_tables_of_the_page_are_those_of_the_program():
@@ -34,7 +34,7 @@ def test_the_tables_of_the_page_are_those_of_the_program():
 @pytest.mark.parametrize("program", OPTIONS)
 def test_each_option_of_a_program_is_a_flag_here_or_is_answered(program):
     options = OPTIONS[program].split()
-    others = [name for name in options if name not in FLAGS and name not in OF_TORCHRUN.split()]
+    others = [name for name in options if name not in FLAGS and name not in TORCHRUN_FLAGS.split()]
     assert IS_CUT or not [name for name in others if not find_advice(name, FLAGS)]
     assert IS_CUT or not [name for name in others if "see --help" in answer(name)]
 

@@ -74,14 +74,14 @@ def test_the_page_has_twenty_commands_and_at_least_half_run_by_default():
     text = (ROOT / PAGE).read_text()
     assert text.count("\n| ") == len(COMMANDS) + 1  # each row is parsed
     by_default = [command for command in COMMANDS if not any(part in command for part in SLOW)]
-    is_cut = remove_extras.recorded((ROOT / "pyproject.toml").read_text())
+    is_cut = remove_extras.read_deleted((ROOT / "pyproject.toml").read_text())
     assert is_cut or (len(set(COMMANDS)) == 20 and len(by_default) >= 10)
 
 
-@pytest.mark.parametrize("name", remove_extras.extras_of(REPOSITORY))
+@pytest.mark.parametrize("name", remove_extras.read_extras(REPOSITORY))
 def test_without_an_extra_no_row_needs_it(name):
     files = {path: text for path, text in REPOSITORY.items() if path.startswith(("scripts/", "config.py", PAGE))}
-    left, fields = remove_extras.without(files, {name})
+    left, fields = remove_extras.delete_from_files(files, {name})
     for command in ROW.findall(left.get(PAGE, "")):
         scripts = re.findall(r"scripts/\S+", command)
         assert left.keys() >= {*scripts}, command

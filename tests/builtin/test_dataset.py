@@ -7,7 +7,7 @@ import torch
 import dataset
 from config import TrainingConfig
 from dataset import SyntheticImageDataset, create_dataset, is_prepared, prepare_data
-from utils.data.sets import dataset_identity, take_subset
+from utils.data.sets import identify_dataset, take_subset
 from utils.example.augment import augment_images, normalize
 from utils.settings.errors import UserError
 
@@ -16,9 +16,9 @@ def test_synthetic_set_is_reproducible_uint8_and_class_conditional():
     train, again = SyntheticImageDataset(200, seed=1), SyntheticImageDataset(200, seed=1)
     val = SyntheticImageDataset(100, seed=1, split="val")
     assert train.images.dtype == torch.uint8 and train.images.shape == (200, 3, 32, 32)
-    assert torch.equal(train.images, again.images) and dataset_identity(train) == dataset_identity(
+    assert torch.equal(train.images, again.images) and identify_dataset(train) == identify_dataset(
         again
-    ) != dataset_identity(val)
+    ) != identify_dataset(val)
     means = torch.stack([train.images[train.labels == k].float().mean(0) for k in range(10)])
     nearest = ((val.images[:, None].float() - means) ** 2).sum((2, 3, 4)).argmin(1)
     assert (nearest == val.labels).float().mean() > 0.95

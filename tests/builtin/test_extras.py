@@ -15,7 +15,7 @@ import forks
 from lib import remove_extras
 from ranks import ROOT, copy_repository, slow
 
-EXTRAS = remove_extras.extras_of(remove_extras.read_files(ROOT))
+EXTRAS = remove_extras.read_extras(remove_extras.read_files(ROOT))
 CORE = [ROOT / name for name in ("train.py", "config.py", "ddp_utils.py")]
 CORE += [path for path in (ROOT / "utils").rglob("*.py") if "extras" not in path.parts]
 WHO = {f"GIT_{role}_{what}": "a@example.com" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
@@ -110,7 +110,7 @@ def smaller(request, tmp_path_factory):
     names = request.param
     folder = copy(tmp_path_factory.mktemp("smaller") / "fork")
     gone = EXTRAS.keys() if names == ["--all-but"] else names
-    flags = remove_extras.fields_of(remove_extras.read_files(folder), set(gone))
+    flags = remove_extras.read_settings(remove_extras.read_files(folder), set(gone))
     return Cut(folder, flags, cut(folder, *names))
 
 
@@ -158,12 +158,12 @@ def marked_lines(path):
     text = path.read_text()
     every = set(EXTRAS)
     markers = [number for number, line in enumerate(text.splitlines()) if remove_extras.MARKER.search(line)]
-    left = remove_extras.cut_text(path.name, text, every).splitlines()
+    left = remove_extras.delete_from_text(path.name, text, every).splitlines()
     return left, len(markers)
 
 
 def test_the_kernel_names_an_extra_only_in_marked_lines():
-    fields = remove_extras.fields_of(remove_extras.read_files(ROOT), set(EXTRAS))
+    fields = remove_extras.read_settings(remove_extras.read_files(ROOT), set(EXTRAS))
     names = "|".join(name for field_names in fields.values() for name in field_names)
     named = re.compile(rf"utils\.extras|config\.({names})\b|\b({names})=|[\"' -]({names})[\"' ,]")
     total = 0
@@ -183,7 +183,7 @@ def test_the_kernel_names_an_extra_only_in_marked_lines():
 def test_bad_names_and_a_changed_tree_are_refused_and_a_deletion_can_be_undone(tmp_path):
     folder = copy(tmp_path / "fork")
     assert "nonsense: is not an extra; give some of" in run(folder, "scripts/remove_extras.sh", "nonsense", code=2)
-    for name in sorted(remove_extras.KERNEL):
+    for name in sorted(remove_extras.FORMER_EXTRAS):
         assert f"{name}: is part of the kernel now" in run(folder, "scripts/remove_extras.sh", name, code=2)
     name = next(iter(EXTRAS))
     listed = run(folder, "scripts/remove_extras.sh", "--list")
@@ -321,7 +321,7 @@ REFUSED = {  # what is done to a fork, and the answer to a deletion of `watch` t
         "has no line .without = .*; add it",
     ),
     "import of a deleted module": (
-        f"echo import utils.extras.watch.supervisor > mine.py && {COMMIT}",
+        f"echo import utils.extras.watch.rank_supervisor > mine.py && {COMMIT}",
         "mine.py imports utils/extras/",
     ),
     "import of a deleted name": (
@@ -639,11 +639,11 @@ def test_a_fork_that_was_cut_and_changed_takes_newer_templates_without_a_conflic
     )  # above `watch`
     change(
         template,
-        "utils/extras/watch/supervisor.py",
-        "class WatchdogSupervisor(Supervisor):",
-        "NEW = 1\n\n\nclass WatchdogSupervisor(Supervisor):",
+        "utils/extras/watch/rank_supervisor.py",
+        "class RankSupervisor(Supervisor):",
+        "NEW = 1\n\n\nclass RankSupervisor(Supervisor):",
     )
-    change(template, "utils/extras/sharding/model.py", "def build_sharded(", "def build_sharded_model(")
+    change(template, "utils/extras/sharding/sharded_model.py", "def build_sharded_model(", "def build_sharded_model(")
     change(template, "config.py", '"logging", 20, "optimizer', '"logging", 25, "optimizer')
     change(template, "config.py", "sync_bn: bool", "new_flag: int = yours(1, 'new')\n    sync_bn: bool")
     (template / "utils/new.py").write_text('"""New."""\n')
@@ -677,6 +677,6 @@ def test_the_readme_has_the_sizes_of_forks():
     for words, *shown in rows:
         names = set(words.strip("`").split()) - {"nothing"}
         names = EXTRAS.keys() - names if "--all-but" in names else names
-        left = remove_extras.sizes(remove_extras.without(files, set(names))[0]).values()
+        left = remove_extras.count_lines(remove_extras.delete_from_files(files, set(names))[0]).values()
         rounded = [f"{round(lines, -2):,}" for lines in left]
         assert all(abs(int(a.replace(",", "")) - b) <= 100 for a, b in zip(shown, left, strict=True)), (words, rounded)

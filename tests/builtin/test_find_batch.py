@@ -34,7 +34,7 @@ def test_the_size_found_can_be_trained_and_half_as_much_again_cannot(runs):
     def trial(size):
         return find_batch.Trial(size, **find_batch.start_trial(size, 1, GIB, words))
 
-    trials = find_batch.search(trial, 32, 5_000, printed.append)
+    trials = find_batch.search_largest_size(trial, 32, 5_000, printed.append)
     best = max(candidate.size for candidate in trials if candidate.outcome == find_batch.FITS)
     assert not runs.folder("none").exists()  # it trains nothing
     program = runs.program(LIMITED.format(memory=int(GIB * 2**30)), task="")

@@ -145,12 +145,12 @@ def test_published_weights_are_stripped_of_prefixes_and_must_be_whole_to_be_eval
     for prefix in ("module.", "_orig_mod.", "module._orig_mod."):
         torch.save({prefix + name: value for name, value in source.items() if "num_batches" not in name}, file)
         with caplog.at_level("INFO", logger="ddp"):
-            load_matching_weights(model, load_weights(file), str(file), must_be_whole=True)
+            load_matching_weights(model, load_weights(file), str(file), requires_all=True)
         assert torch.equal(model.head.weight, source["head.weight"])
         assert f"removed wrappers and prefixes from the names of the tensors in {file}" in caplog.text
     torch.save({name: value for name, value in source.items() if "head" not in name}, file)
     with pytest.raises(UserError, match="has no head.weight, head.bias of this model's shape; give weights of"):
-        load_matching_weights(model, load_weights(file), str(file), must_be_whole=True)
+        load_matching_weights(model, load_weights(file), str(file), requires_all=True)
 
 
 def test_init_from_another_model_is_rejected(tmp_path):

@@ -54,7 +54,7 @@ BEGIN = "    # ---- yours: fields ----\n"
 def moved(old, new):
     """The block, and what is left out, after the fork has replaced a part of its config.py."""
     assert OLD.count(old) == 1
-    text, left_out, _ = move_yours.move(OLD, OLD.replace(old, new), NEW)
+    text, left_out, _ = move_yours.move_settings(OLD, OLD.replace(old, new), NEW)
     before, block, after = re.fullmatch(
         r"(.*?# ---- yours: fields ----\n)(.*)(    # ---- end of yours.*)", text, re.S
     ).groups()
@@ -177,15 +177,15 @@ SETTINGS = [SimpleNamespace(name="mixup")]
 
 def test_a_config_py_without_the_marks_is_named(capsys):
     with pytest.raises(SystemExit):
-        move_yours.move(OLD, OLD.replace("    # ---- end of yours ----\n", ""), NEW)
+        move_yours.move_settings(OLD, OLD.replace("    # ---- end of yours ----\n", ""), NEW)
     assert "config.py has no line that begins with '# ---- end of yours'; put the mark back" in capsys.readouterr().err
 
 
 def test_a_merge_whose_config_py_cannot_be_used_says_what_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(move_yours, "ROOT", tmp_path)
-    monkeypatch.setattr(move_yours, "merge_base", lambda: "base")
+    monkeypatch.setattr(move_yours, "find_merge_base", lambda: "base")
     lost = OLD.replace(END, f"    a: int = yours(4, 'a', even)\n{END}")
-    monkeypatch.setattr(move_yours, "show", {"base": OLD, "HEAD": lost, "MERGE_HEAD": NEW}.get)
+    monkeypatch.setattr(move_yours, "read_config", {"base": OLD, "HEAD": lost, "MERGE_HEAD": NEW}.get)
     assert move_yours.main() == 1
     out = capsys.readouterr().out
     assert "cannot be used yet (NameError: name " in out and "; import or define at its top what is missing" in out

@@ -36,7 +36,7 @@ def test_a_run_with_a_byte_of_latin_1_in_every_name_trains_resumes_and_names_its
     ended = finish(WarmLaunch(0, TRAIN, ["--config", run / "config.json", "--eval_only"]))
     assert ended.code == 0, ended.text
     status = json.loads((run / "status.json").read_bytes().decode())
-    assert status["state"] == "completed" and checkpoint.verify(Path(status["checkpoint"]))
+    assert status["state"] == "completed" and checkpoint.verify_checkpoint(Path(status["checkpoint"]))
 
     path = sorted((data / "val").rglob("*.png"))[1]
     path.write_bytes(path.read_bytes()[:60])
@@ -61,4 +61,4 @@ def test_no_output_channel_ends_a_run(runs, channels):
     ended = launch(["bash", "-c", f'exec "$@" {channels}', "bash", sys.executable, TRAIN, *words])
     assert ended.code == 0 and ended.text == "", ended.text
     assert runs.json("run", "status.json")["state"] == "completed" and "epoch 1 | step 4/4" in runs.log("run")
-    assert all(checkpoint.verify(path) for path in runs.checkpoints("run"))
+    assert all(checkpoint.verify_checkpoint(path) for path in runs.checkpoints("run"))

@@ -15,9 +15,9 @@ import forks
 from config import TrainingConfig
 from config_table import BEGIN, END, table
 from images import save_images
-from lib.remove_extras import recorded
+from lib.remove_extras import read_deleted
 from ranks import PATH, ROOT, copy_repository, lack, launch
-from scripts.lib.network import addresses
+from scripts.lib.network import list_addresses
 
 NAMES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "docs/**/*.md")
 PAGES = {path: path.read_text() for name in NAMES for path in ROOT.glob(name)}
@@ -34,14 +34,14 @@ ENV = {"PATH": PATH}
 TINY = "--image_size 8 --batch_size 8 --dataset_size 32 --backend gloo"
 # can be learned within seconds
 TASK = "--dataset_size 100 --epochs 2 --image_size 8 --num_classes 2 --augment none --batch_size 8 --lr 0.03"
-DELETED = recorded((ROOT / "pyproject.toml").read_text())
+DELETED = read_deleted((ROOT / "pyproject.toml").read_text())
 IS_CUT = bool(DELETED)  # text may name what is deleted
 FIELDS = {f"--{name}" for name in TrainingConfig.__dataclass_fields__} | {"--config", "--print-config"}
 
 
 def own_address() -> str:
     """An address of this machine that other nodes could reach."""
-    candidates = [address.split("/")[0] for name, address in addresses().items() if name != "lo"]
+    candidates = [address.split("/")[0] for name, address in list_addresses().items() if name != "lo"]
     return candidates[0] if candidates else pytest.skip("this machine has no address besides the loopback address")
 
 

@@ -17,7 +17,7 @@ import dataset
 import model
 from ranks import ROOT
 from utils.example.images import ImageDataset
-from utils.training.hooks import REQUIRED, ModelHooks
+from utils.training.hooks import REQUIRED_HOOKS, ModelHooks
 from utils.training.parts.after_step import StepView
 from utils.training.schedule import Progress
 
@@ -93,7 +93,7 @@ def test_an_entry_says_what_it_gets_and_returns_when_it_is_called_its_default_an
         present = [part for part in PARTS if re.search(rf"^- {part}: \S", text, re.MULTILINE)]
         assert present == re.findall(rf"^- ({'|'.join(PARTS)}): ", text, re.MULTILINE), name
         missing = {*PARTS} - {*present}
-        allowed = {"Errors"} | ({"Default"} if name in (*REQUIRED, *DATA_FUNCTIONS, "__getitem__") else set())
+        allowed = {"Errors"} | ({"Default"} if name in (*REQUIRED_HOOKS, *DATA_FUNCTIONS, "__getitem__") else set())
         assert missing <= allowed | ({"Gets"} if name == "depends_on_batch" else set()), name
 
 

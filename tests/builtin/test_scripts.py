@@ -248,7 +248,7 @@ REFUSED = [  # ranks, arguments of predict.py, message
 @pytest.mark.parametrize(("ranks", "words", "sentence"), REFUSED)
 def test_a_prediction_that_cannot_be_made_is_rejected_in_one_sentence(two_runs, tmp_path, ranks, words, sentence):
     plain = tmp_path / "plain.pt"
-    archive.write(plain, two_runs.last("fast") | {"ema": {}})
+    archive.write_archive(plain, two_runs.last("fast") | {"ema": {}})
     before = plain.read_bytes()
     ended = run_script("predict.py", *words.replace("PLAIN", str(plain)).split(), ranks=ranks)
     assert ended.err.count(sentence) == 1 and len(ended.err.splitlines()) == 1, ended.text

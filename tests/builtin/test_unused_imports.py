@@ -99,10 +99,10 @@ CASES = [
 def test_an_import_goes_if_only_deleted_lines_used_its_name(before, used, left):
     left = before if left is ... else left
     text = f"x = 0\n\n{before}{USE.format(used)}"
-    cut = remove_extras.cut_text("mine.py", text, {NAME})
+    cut = remove_extras.delete_from_text("mine.py", text, {NAME})
     assert cut.strip() == f"x = 0\n\n{left}".strip()
     ast.parse(cut)
-    assert remove_extras.cut_text("mine.py", text, {"another"}) == text
+    assert remove_extras.delete_from_text("mine.py", text, {"another"}) == text
 
 
 OTHER = "\n\ndef g():\n    import a\n    a()\n"
@@ -112,7 +112,7 @@ TEST = "from a import b\n\n\ndef test_c({}): ...  # extra: shiny\n\n\ndef test_d
 @pytest.mark.parametrize("arguments", ["b", "c, *, b", "*b", "request, b=1"])
 def test_an_import_goes_if_it_was_the_fixture_of_deleted_tests_only(arguments):
     left = "def test_d(): ...\n"
-    assert remove_extras.cut_text("test_mine.py", TEST.format(arguments), {NAME}) == left
+    assert remove_extras.delete_from_text("test_mine.py", TEST.format(arguments), {NAME}) == left
 
 
 INSIDE = [
@@ -128,7 +128,7 @@ INSIDE = [
 @pytest.mark.parametrize(("body", "left"), [pytest.param(*case[1:], id=case[0]) for case in INSIDE])
 def test_an_import_in_a_function_goes_if_the_function_used_it(body, left):
     text = f"def f():\n    {body}".format(USE.format("a").strip())
-    assert remove_extras.cut_text("mine.py", text, {NAME}) == f"def f():\n    {left}"
+    assert remove_extras.delete_from_text("mine.py", text, {NAME}) == f"def f():\n    {left}"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_an_import_in_a_function_goes_if_the_function_used_it(body, left):
     ],
 )
 def test_what_is_left_of_a_file_is_as_it_was(text, left):
-    assert remove_extras.cut_text("mine.py", text, {NAME}) == left
+    assert remove_extras.delete_from_text("mine.py", text, {NAME}) == left
 
 
 @pytest.mark.parametrize(
@@ -157,9 +157,9 @@ def test_what_is_left_of_a_file_is_as_it_was(text, left):
 def test_a_file_that_is_no_python_is_refused_only_where_it_has_marked_lines(text, capsys):
     if "extra: " in text:
         with pytest.raises(SystemExit):
-            remove_extras.cut_text("mine.py", text, {NAME})
+            remove_extras.delete_from_text("mine.py", text, {NAME})
         assert "mine.py: is no valid Python" in capsys.readouterr().err
-    assert remove_extras.cut_text("mine.py", text.replace("# extra: shiny", "# shiny"), {NAME})
+    assert remove_extras.delete_from_text("mine.py", text.replace("# extra: shiny", "# shiny"), {NAME})
 
 
 TEXTS = [
@@ -189,8 +189,8 @@ QUOTED = [
 
 @pytest.mark.parametrize(("name", "text"), QUOTED)
 def test_a_marker_that_is_no_comment_of_the_file_deletes_nothing(name, text):
-    config = {"config.py": "", remove_extras.PAGE: ""}
-    assert remove_extras.without({name: text, **config}, {NAME})[0][name] == text
+    config = {"config.py": "", remove_extras.EXTRAS_PAGE: ""}
+    assert remove_extras.delete_from_files({name: text, **config}, {NAME})[0][name] == text
 
 
 def test_pages_of_a_fork_are_its_own():
@@ -202,6 +202,6 @@ def test_pages_of_a_fork_are_its_own():
         "results/README.md": page,
         "mine/extras/chaos/a.py": "a = 1\n",
     }
-    left, _ = remove_extras.without(files, {"sharding", "chaos"})
+    left, _ = remove_extras.delete_from_files(files, {"sharding", "chaos"})
     assert left["results/README.md"] == page and "mine/extras/chaos/a.py" in left
     assert "scripts/chaos.py" not in left

@@ -17,8 +17,8 @@ import forks
 from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.verify import data_checks, loss_checks, model_checks
-from lib.verify.fork import Broken, Fork, with_cancelled
-from lib.verify.precision_checks import rounding
+from lib.verify.fork import BrokenInvariant, Fork, measure_cancellation
+from lib.verify.precision_checks import measure_rounding
 from ranks import copy_repository, slow
 from test_verify import INVARIANTS, outcomes
 from test_verify_findings import FLAGS, LINEAR, REGRESSION
@@ -76,17 +76,17 @@ def fork_of(compute_loss, data=Rows, create_model=lambda *_: Net(), has_held_out
 
 def problems(fork, is_repeated=False):
     """The texts of the findings."""
-    checks = [partial(loss_checks.check_adding, number=number) for number in range(3)]
+    checks = [partial(loss_checks.check_sums_add_up, number=number) for number in range(3)]
     if is_repeated:
-        checks = [loss_checks.check_repeated]
+        checks = [loss_checks.check_loss_is_sum]
     messages = []
-    for check in (*checks, loss_checks.for_a_look, rounding, model_checks.evaluation, data_checks.content):
+    for check in (*checks, loss_checks.describe_loss, measure_rounding, model_checks.evaluation, data_checks.content):
         try:
             text = check(fork)
             for reason in ("the data in a new process (is not asked)", "there is no held-out set"):
                 text = text.replace(f"not checked: {reason}", "")
             assert "not checked" not in text, text
-        except Broken as problem:
+        except BrokenInvariant as problem:
             messages.append(str(problem))
     return messages
 
@@ -208,9 +208,9 @@ def test_a_repeated_sum_of_a_small_difference_is_no_mean(sound):
 
 def test_what_torch_has_to_compile_is_called_without_a_look_at_its_sums():
     x = torch.randn(1, 1, 4, 8)
-    total, cancelled = with_cancelled(lambda: flex_attention(x, x, x).sum() - 1e3)
+    total, cancelled = measure_cancellation(lambda: flex_attention(x, x, x).sum() - 1e3)
     assert torch.equal(total, flex_attention(x, x, x).sum() - 1e3) and not cancelled
-    assert with_cancelled(lambda: x.abs().sum() - x.abs().sum() + 1e-3)[1] > 1
+    assert measure_cancellation(lambda: x.abs().sum() - x.abs().sum() + 1e-3)[1] > 1
 
 
 @pytest.mark.parametrize("faulty", [free_energy_mean, masked_mean])
@@ -470,7 +470,7 @@ def drawn(key, count):
     return torch.rand(count, generator=torch.Generator().manual_seed(KEY + key))
 
 @functools.cache
-def order_of(seed, epoch, n):
+def hash_order(seed, epoch, n):
     return drawn(1000 * seed + epoch, n).argsort()
 
 class Drawn(Rows):
@@ -484,7 +484,7 @@ class Drawn(Rows):
         return self.cache[index]
 
     def epoch_order(self, seed, epoch, n):
-        return order_of(seed, epoch, n)
+        return hash_order(seed, epoch, n)
 
     @property
     def fingerprint(self):

@@ -10,7 +10,7 @@ import torch
 from config import TrainingConfig
 from ddp_utils import DistributedContext
 from lib.verify import data_checks
-from lib.verify.fork import Broken, Fork
+from lib.verify.fork import BrokenInvariant, Fork
 from test_verify_data import MODEL, REGRESSION, broken, verified
 
 ENVIRON = "int(os.environ.get('{}', 0))".format
@@ -88,10 +88,10 @@ def test_data_that_depend_on_the_attempt_are_found(tmp_path, kind, monkeypatch):
     torch.set_default_dtype(torch.float64)
     fork = replace(fork, dtype=torch.float64)
     if expected is BROKEN:
-        with pytest.raises(Broken, match=BROKEN):
-            data_checks.compare_continued(fork)
+        with pytest.raises(BrokenInvariant, match=BROKEN):
+            data_checks.check_continued_data(fork)
     else:
-        text = data_checks.compare_continued(fork)
+        text = data_checks.check_continued_data(fork)
         assert expected in text if expected else text == "", text
     assert torch.get_default_dtype() == torch.float64
 
@@ -101,7 +101,7 @@ WAITS = """
 import os, time
 from utils.checkpoint import format
 
-plain = format.step_checkpoints
+plain = format.list_step_checkpoints
 
 def when_rank_0_goes_on(folder):
     ends = time.monotonic() + 1
@@ -111,7 +111,7 @@ def when_rank_0_goes_on(folder):
         time.sleep(0.001)
     return plain(folder)
 
-format.step_checkpoints = when_rank_0_goes_on
+format.list_step_checkpoints = when_rank_0_goes_on
 """
 
 

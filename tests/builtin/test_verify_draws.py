@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import forks
-from lib.verify.draws import Dropping
+from lib.verify.randomness import DropoutRecorder
 from ranks import copy_repository
 from test_verify import FLAGS, INVARIANTS, outcomes
 
@@ -88,9 +88,9 @@ def left_in_training(module):
     ],
 )
 def test_a_dropout_that_draws_is_named(net, name):
-    with torch.no_grad(), Dropping() as dropping:
+    with torch.no_grad(), DropoutRecorder() as dropping:
         net(-torch.ones(2, 3, 4, 4))
-    assert dropping.found == [name] * (name is not None)
+    assert dropping.dropout_calls == [name] * (name is not None)
 
 
 SMOOTHED = """
@@ -135,6 +135,6 @@ def test_smoothing_in_evaluation_and_other_counts_are_notes(tmp_path, condition,
     ],
 )
 def test_smoothed_labels_are_seen(loss, is_found):
-    with torch.no_grad(), Dropping() as seen:
+    with torch.no_grad(), DropoutRecorder() as seen:
         loss(torch.ones(2, 3), torch.tensor([0, 1]))
-    assert seen.smooths == is_found
+    assert seen.has_label_smoothing == is_found

@@ -12,12 +12,12 @@ import torch
 
 import dataset
 import forks
-from config import TrainingConfig, fork_settings
+from config import TrainingConfig, list_fork_settings
 from ddp_utils import DistributedContext
 from lib.verify import data_checks
 from lib.verify.fork import default_dtype
-from lib.verify.memory import SHIPPED
-from lib.verify.new_process import seen
+from lib.verify.hidden_state import SHIPPED_FIELDS
+from lib.verify.new_process import summarize_dataset
 from ranks import copy_repository, slow
 from test_verify import outcomes
 from utils.data.sets import load_data
@@ -332,7 +332,7 @@ def scaled(count):
 
 
 def test_the_fields_of_the_shipped_model_and_data_are_known_to_verify():
-    assert sorted(field.name for field in fork_settings()) == sorted(SHIPPED)
+    assert sorted(field.name for field in list_fork_settings()) == sorted(SHIPPED_FIELDS)
 
 
 def test_data_created_in_float32_are_compared_in_float32():
@@ -341,12 +341,12 @@ def test_data_created_in_float32_are_compared_in_float32():
     ctx = DistributedContext(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     sets = load_data(dataset, config, ctx)
     (held_out,) = sets.held_out.values()
-    observed = [seen(data, config.seed) for data in (sets.train, held_out)]
+    observed = [summarize_dataset(data, config.seed) for data in (sets.train, held_out)]
     fork = mock.Mock(config=config, train_set=sets.train, held_out=held_out)
     fork.new_process.answer.return_value = observed, ""
     with default_dtype(torch.float64):
         with default_dtype():
-            assert data_checks.compare_elsewhere(fork) == ""
+            assert data_checks.check_new_process_samples(fork) == ""
         assert torch.get_default_dtype() == torch.float64
 
 
@@ -367,5 +367,9 @@ def test_positions_in_a_batch_are_no_values_of_a_sample(rows, alone, is_found):
     labels = torch.tensor([7, 5, 6, 4])
     collated = {0: [labels, torch.tensor(rows)]}
     by_index = {index: [labels[index : index + 1], torch.tensor([alone])] for index in range(4)}
-    with pytest.raises(data_checks.Broken, match="differs between a batch and alone") if is_found else nullcontext():
+    with (
+        pytest.raises(data_checks.BrokenInvariant, match="differs between a batch and alone")
+        if is_found
+        else nullcontext()
+    ):
         data_checks.check_rows(subset, plan, collated, by_index)

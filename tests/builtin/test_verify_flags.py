@@ -111,7 +111,7 @@ def test_verify_finds_nothing_on_the_template_with(tmp_path, row):
 )
 def test_the_note_on_few_ranks_is_in_the_singular_for_one(ranks, note):
     fork = mock.MagicMock(ctx=mock.Mock(world_size=ranks, is_main=True), train_set=[0], dtype="torch.float64")
-    with mock.patch.object(verify, "OUT", io.StringIO()) as out:
-        verify.Report(fork, [], 11)
+    with mock.patch.object(verify, "STDOUT", io.StringIO()) as out:
+        verify.CheckRunner(fork, [], 11)
     output = out.getvalue()
     assert "1 sample, on" in output and (note in output if note else "note" not in output)

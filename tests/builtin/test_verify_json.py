@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ranks import ROOT, WarmLaunch, copy_repository, finish, launch, slow, stop, torchrun
-from scripts.lib.verify.result import Result, notes_last
+from scripts.lib.verify.result import Result, put_notes_last
 from test_verify import FLAGS, INVARIANTS
 from training import wait_until
 
@@ -159,7 +159,7 @@ def test_an_interruption_is_in_the_file_with_the_checks_so_far(tmp_path, ranks, 
 def test_notes_and_parts_that_were_not_checked_are_lists(text, notes, not_checked):
     result = Result()
     for is_passed in (True, False):
-        result.check("loss", is_passed, text, 0.1)
+        result.add_check("loss", is_passed, text, 0.1)
     passed, broken = result.values["checks"]
     assert (passed["notes"], passed["not_checked"]) == (notes, not_checked)
     assert (broken["notes"], broken["not_checked"]) == ([], []) and result.values["not_checked"] == len(not_checked)
@@ -167,7 +167,7 @@ def test_notes_and_parts_that_were_not_checked_are_lists(text, notes, not_checke
 
 def test_notes_come_after_other_parts_of_a_text():
     parts = "; please check: a", "; b", "; not checked: c", "; d"
-    assert notes_last(*parts) == "; b; d; please check: a; not checked: c"
+    assert put_notes_last(*parts) == "; b; d; please check: a; not checked: c"
 
 
 def test_the_first_result_stays(tmp_path, monkeypatch):
@@ -180,9 +180,9 @@ def test_the_first_result_stays(tmp_path, monkeypatch):
     for rank, result in enumerate(results):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setattr(sys, "argv", ["verify.py", "--epochs", "3", "--json", "found.json", "--lr=1"])
-        assert result.begin() == "" and sys.argv == ["verify.py", "--epochs", "3", "--lr=1"]
+        assert result.take_json_flag() == "" and sys.argv == ["verify.py", "--epochs", "3", "--lr=1"]
         assert not (tmp_path / "found.json").exists()
-    results[0].end("ok", "not written", is_written=False)
+    results[0].finish("ok", "not written", is_written=False)
     for rank, reason in ((2, "the cause"), (1, "lost its peers"), (2, "again"), (0, "again")):
-        results[rank].end("could not run", reason)
+        results[rank].finish("could not run", reason)
     assert read(tmp_path / "found.json")["text"] == "the cause" and results[0].exit_code == 0

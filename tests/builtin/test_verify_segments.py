@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import forks
-from lib.verify.segments_check import interior, with_other_tokens
+from lib.verify.segments_check import exchange_tokens, find_interior
 from recipe_data import token_files
 from recipe_forks import Fork
 
@@ -40,7 +40,7 @@ def test_inputs_and_targets_of_tokens_move_together_and_all_else_stays():
     ids = torch.tensor([[0, 0, 0, 0, 1, 1, 1, -1], [4, 4, 4, 4, 4, 9, 9, 9]])
     tokens = torch.arange(10, 26).view(2, 8) ** 2
     place = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0], [0, 1, 2, 3, 4, 0, 1, 2]])
-    inside = interior(ids)
+    inside = find_interior(ids)
     assert inside.int().tolist() == [[0, 1, 1, 0, 0, 1, 0, 0], [0, 1, 1, 1, 0, 0, 1, 0]]
     batch = {
         "tokens": tokens,
@@ -50,7 +50,7 @@ def test_inputs_and_targets_of_tokens_move_together_and_all_else_stays():
         "place": place,
     }
     batch |= {"mask": torch.ones(2, 8, 8), "label": torch.tensor([1, 2])}
-    changed = with_other_tokens(batch, ids, inside, inside & (ids == 4))
+    changed = exchange_tokens(batch, ids, inside, inside & (ids == 4))
     is_other = changed["tokens"] != tokens
     assert torch.equal(is_other, inside & (ids == 4)) and torch.isin(changed["tokens"], tokens[inside])[is_other].all()
     assert torch.equal(changed["targets"], changed["tokens"] + 1)

@@ -121,7 +121,7 @@ def test_the_last_checkpoints_are_kept_and_open_with_plain_torch_load(whole):
     kept = [path for path in whole.checkpoints("run") if path.name != str(best.readlink())]
     assert len(whole.checkpoints("run")[-2:]) == 2 >= len(kept) and kept[-1].name == "step_00000015.pt"
     payload = torch.load(whole.checkpoints("run")[-1], weights_only=True)
-    assert tuple(payload) == archive.KEYS
+    assert tuple(payload) == archive.PAYLOAD_KEYS
     assert not any(name.startswith(("module.", "_orig_mod.")) for name in payload["model"])
     assert torch.load(best, weights_only=True)["progress"]["step"] in (5, 10, 15)
 

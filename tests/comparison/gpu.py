@@ -39,7 +39,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from lib.processes import children_of
+from lib.processes import list_children
 from utils.files import replace_json
 from utils.table import format_table
 
@@ -223,7 +223,7 @@ def send(number: int, pids: list[int]) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    children = children_of(pid)
+    children = list_children(pid)
     return [*children, *(descendant for child in children for descendant in descendants(child))]
 
 

@@ -27,9 +27,9 @@ import train
 from comparison.gpu import COMMON, FOLDER, IS_TINY, ROOT, Note
 from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
-from lib.benchmark.ours import Ours
-from utils.cpus import usable_cpus
-from utils.memory import format_bytes, free_memory
+from lib.benchmark.in_process_run import InProcessRun
+from utils.cpus import count_usable_cpus
+from utils.memory import format_bytes, read_free_memory
 from utils.run import provenance
 
 MODES = {  # 40 steps each
@@ -49,8 +49,8 @@ SECONDS_OF_A_MODE = 25
 def facts(note: Note) -> str:
     """What a figure depends on, and what may be missing."""
     info: dict[str, Any] = {
-        "versions": provenance.package_versions(),
-        "time": provenance.utc_now(),
+        "versions": provenance.collect_package_versions(),
+        "time": provenance.format_utc_time(),
         "host": socket.gethostname(),
     }
     commands = {"nvidia-smi": "nvidia-smi", "compiler": f"{os.environ.get('CC', 'cc')} --version"}
@@ -71,7 +71,12 @@ def facts(note: Note) -> str:
         info["own address"] = socket.gethostbyname(info["host"])
     except OSError as error:
         info["own address"] = str(error)
-    info |= {"python": sys.version, "kernel": platform.release(), "cpus": usable_cpus(), "free_memory": free_memory()}
+    info |= {
+        "python": sys.version,
+        "kernel": platform.release(),
+        "cpus": count_usable_cpus(),
+        "free_memory": read_free_memory(),
+    }
     info["device"] = "cpu" if IS_TINY else torch.cuda.get_device_name()
     print(json.dumps(info, indent=1), flush=True)
     note(info)
@@ -132,13 +137,13 @@ def waits() -> dict[str, Any]:
     """An epoch with torch's warnings of operations that wait for the device: there are none, also at a log point."""
     config = TrainingConfig.from_args([*COMMON, "--log_interval", "10"])
     ctx = setup_distributed(config)
-    ours = Ours(config, ctx, FOLDER / "waits", 4 if IS_TINY else 40)
-    ours.epoch()
+    ours = InProcessRun(config, ctx, FOLDER / "waits", 4 if IS_TINY else 40)
+    ours.train_epoch()
     if ctx.device.type == "cuda":
         torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        ours.epoch()
+        ours.train_epoch()
     if ctx.device.type == "cuda":
         torch.cuda.set_sync_debug_mode("default")
     ours.close()

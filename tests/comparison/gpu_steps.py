@@ -28,9 +28,9 @@ from comparison import gpu_first, speed
 from comparison.gpu import COMMON, DATA, ENDS, FOLDER, IS_TINY, OUT, Note
 from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
-from lib.benchmark.ours import Ours
+from lib.benchmark.in_process_run import InProcessRun
 from lib.benchmark.turns import synchronize
-from utils.batch import tensors_in
+from utils.batch import list_tensors
 from utils.checkpoint import format as checkpoint
 from utils.example.cifar10 import cifar10_folder
 from utils.files import replace_json
@@ -83,7 +83,7 @@ def loops(note: Note) -> str:
         config = TrainingConfig.from_args([*COMMON, "--batch_size", str(size)])
         comparison = speed.Comparison(config, ctx, STEPS, FOLDER / f"of-{size}")
         flops, dtype = speed.flops_per_sample(comparison.ours), comparison.ours.state.precision.dtype
-        turns = 3 * timed(comparison.ours.epoch, ctx.device)  # of the three loops
+        turns = 3 * timed(comparison.ours.train_epoch, ctx.device)  # of the three loops
         rounds = max(1, int(min(ROUNDS, (ENDS - time.time()) / turns / 4 - 1)))
         peak = speed.peak_flops(ctx.device, dtype or torch.float32, seconds=0.2)
         rows = comparison.run(rounds, print)
@@ -115,10 +115,10 @@ def profile(note: Note) -> str:
     (OUT / "kernels.txt").write_text("")
     for size in (BATCHES[0], BATCHES[-1]):
         config = TrainingConfig.from_args([*COMMON, "--batch_size", str(size), "--log_interval", "1000"])
-        ours = Ours(config, setup_distributed(config), FOLDER / f"profile-{size}", steps)
-        ours.epoch()
+        ours = InProcessRun(config, setup_distributed(config), FOLDER / f"profile-{size}", steps)
+        ours.train_epoch()
         with torch.profiler.profile(activities=activities) as profiler:
-            seconds = timed(ours.epoch, ours.training.attempt.ctx.device)
+            seconds = timed(ours.train_epoch, ours.training.attempt.ctx.device)
         events = profiler.key_averages()
         with open(OUT / "kernels.txt", "a") as file:
             table = events.table(sort_by=f"self_{key}_time_total", row_limit=60, max_name_column_width=90)
@@ -194,19 +194,19 @@ def save(note: Note) -> str:
     flags += " --lr 1e-5 --save_every_minutes 0 --save_every 0 --keep_last 2 --hang_timeout 0"
     config = TrainingConfig.from_args([*COMMON[:2], *flags.split()])
     ctx, steps = setup_distributed(config), 3 if IS_TINY else 10
-    ours = Ours(config, ctx, FOLDER / "run", steps)
+    ours = InProcessRun(config, ctx, FOLDER / "run", steps)
     checkpoints, run = ours.training.checkpoints, ours.training.attempt.run
-    plain_s = min(timed(ours.epoch, ctx.device) for _ in range(3)) / steps
+    plain_s = min(timed(ours.train_epoch, ctx.device) for _ in range(3)) / steps
     expected = [tensor.to("cpu", copy=True) for tensor in state_of(ours.state.state_dict())]
     step, began = ours.state.progress.step, time.perf_counter()
-    checkpoints.save(now=True)
-    during_s = timed(ours.epoch, ctx.device) / steps
+    checkpoints.save(blocking=True)
+    during_s = timed(ours.train_epoch, ctx.device) / steps
     checkpoints.finish_writing()
     written_s = time.perf_counter() - began
     blocked_s = [event["blocked_s"] for event in run.read_records("event") if event["event"] == "checkpoint"][-1]
-    path = checkpoint.step_path(run.checkpoints, step)
+    path = checkpoint.step_checkpoint_path(run.checkpoint_folder, step)
     began = time.perf_counter()
-    saved = state_of(checkpoint.read(path)[0])
+    saved = state_of(checkpoint.read_checkpoint(path)[0])
     measured = {"bytes": path.stat().st_size, "blocked_s": blocked_s, "written_s": written_s}
     measured |= {"read_s": time.perf_counter() - began, "step_s": plain_s, "step_during_s": during_s}
     note(measured)
@@ -224,7 +224,7 @@ def save(note: Note) -> str:
 
 
 def state_of(payload: dict[str, Any]) -> list[torch.Tensor]:
-    return tensors_in([payload[key] for key in ("model", "ema", "optimizer")])
+    return list_tensors([payload[key] for key in ("model", "ema", "optimizer")])
 
 
 def compile_modes(note: Note) -> str:  # extra: compile
@@ -237,10 +237,10 @@ def compile_modes(note: Note) -> str:  # extra: compile
         config = TrainingConfig.from_args([*COMMON, *flags])
         began = time.perf_counter()
         ctx = setup_distributed(config)
-        ours = Ours(config, ctx, FOLDER / mode, steps)
+        ours = InProcessRun(config, ctx, FOLDER / mode, steps)
         start_s = time.perf_counter() - began
-        ours.epoch()
-        step_s = statistics.median(timed(ours.epoch, ctx.device) / steps for _ in range(5))
+        ours.train_epoch()
+        step_s = statistics.median(timed(ours.train_epoch, ctx.device) / steps for _ in range(5))
         log = ours.training.attempt.run.log_file.read_text()
         ours.close()
         cleanup_distributed()

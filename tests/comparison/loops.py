@@ -38,7 +38,7 @@ class RankSubset(Dataset):
         self._source, self._ctx = source, ctx
         self._side = SideStream(ctx.device) if ctx.device.type != "cpu" else None
         if self._side:
-            self._side.begin()
+            self._side.wait_for_current_stream()
         self._indices = range(ctx.rank, len(source) - len(source) % ctx.world_size, ctx.world_size)
         self.collate = getattr(source, "collate", torch.utils.data.default_collate)
         self._transform = getattr(source, "device_transform", lambda batch, *_: batch)
@@ -65,7 +65,7 @@ class RankSubset(Dataset):
             return self._transform(batch, seed, epoch, indices)
 
         batch, event = self._side.run(move)
-        self._side.hand_over(batch, event)
+        self._side.sync_to_current_stream(batch, event)
         return batch
 
 

@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from comparison import plain_run, speed
 from config import TrainingConfig
 from ddp_utils import cleanup_distributed, setup_distributed
-from lib.benchmark.turns import facts
+from lib.benchmark.turns import collect_machine_facts
 from utils.distributed.collectives import broadcast_json
 from utils.files import replace_json
 from utils.run.exit import exit_with_error
@@ -61,7 +61,11 @@ def main(words: list[str] | None = None) -> int:
         if ctx.is_main:
             print(text, flush=True)
 
-    about = facts(ctx, config) | {"rounds": options.rounds, "steps": options.steps, "task": " ".join(flags)}
+    about = collect_machine_facts(ctx, config) | {
+        "rounds": options.rounds,
+        "steps": options.steps,
+        "task": " ".join(flags),
+    }
     say(", ".join(f"{name} {value}" for name, value in about.items()))
     with tempfile.TemporaryDirectory(prefix="comparison-") as temp_folder:
         folder = Path(broadcast_json(temp_folder, ctx))

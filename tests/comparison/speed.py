@@ -25,10 +25,10 @@ import model as fork_model
 from comparison import loops
 from config import TrainingConfig
 from ddp_utils import DistributedContext
-from lib.benchmark.ours import Ours
+from lib.benchmark.in_process_run import InProcessRun
 from lib.benchmark.turns import Candidate, synchronize, take_turns
 from utils.clock import STEP_PHASES
-from utils.memory import peak_memory
+from utils.memory import read_peak_memory
 from utils.metrics import Metrics, count_correct
 from utils.table import format_table
 from utils.training.hooks import ModelHooks
@@ -46,7 +46,7 @@ class Comparison:
     ) -> None:
         self.steps, self._ctx = steps, ctx
         before, self._held = allocated(ctx.device), Counter[str]()  # device memory that a loop keeps between its epochs
-        self.ours = Ours(config, ctx, folder, steps)
+        self.ours = InProcessRun(config, ctx, folder, steps)
         self._held[TEMPLATE] = allocated(ctx.device) - before
         accumulation = config.micro_batches_per_step(ctx.world_size) // ctx.world_size
         self.config = dataclasses.replace(self.ours.config, grad_accum_steps=accumulation, global_batch_size=0)
@@ -56,7 +56,7 @@ class Comparison:
         plain, bare = (loop(self.config, ctx, precision) for loop in (loops.plain, loops.bare))
         self._plain_losses: list[tuple[Tensor, float]] = []
         epoch_of: dict[str, Callable[[], object]] = {
-            TEMPLATE: self.ours.epoch,
+            TEMPLATE: self.ours.train_epoch,
             PLAIN: lambda: self._plain_losses.extend(next(plain)[1:] for _ in range(steps)),
             BARE: lambda: [next(bare) for _ in range(steps)],
         }
@@ -74,9 +74,13 @@ class Comparison:
             variant.epoch()
             self._held[variant.name] += allocated(device) - before
         counted = {variant.name: count(variant.epoch, device, self._held[variant.name]) for variant in candidates}
-        before = self.ours.spent()
+        before = self.ours.seconds_by_phase()
         take_turns(candidates, rounds, device, report)
-        spent = {phase: seconds - before[phase] for phase, seconds in self.ours.spent().items() if phase in STEP_PHASES}
+        spent = {
+            phase: seconds - before[phase]
+            for phase, seconds in self.ours.seconds_by_phase().items()
+            if phase in STEP_PHASES
+        }
         self.ours.close()
         plain, bare, rows = self.candidates[PLAIN], self.candidates[BARE], {}
         for variant in candidates:
@@ -90,7 +94,7 @@ class Comparison:
                 "control_wall": variant.control(),
                 "control_cpu": variant.control("cpu"),
                 "warning": variant.warning("wall", "cpu"),
-                "samples_per_s": self.ours.samples / variant.seconds(),
+                "samples_per_s": self.ours.samples_per_epoch / variant.seconds(),
                 "collectives_per_step": counted[variant.name]["collectives"] / self.steps,
                 "peak_memory_bytes": counted[variant.name]["peak_memory"],
                 "turns_wall_s": variant.wall,
@@ -184,13 +188,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -
     return best
 
 
-def flops_per_sample(ours: Ours) -> float:
+def flops_per_sample(ours: InProcessRun) -> float:
     """Matrix products and convolutions of a forward and backward pass, as torch's FlopCounterMode counts them."""
-    batch = ours.loader.example_batch()
+    batch = ours.loader.fetch_example_batch()
     with FlopCounterMode(display=False) as counter, ours.state.precision.autocast():
         ours.training.hooks.compute_loss(ours.state.model, batch)["loss"][0].backward()
     ours.state.optimizer.zero_grad()
-    ours.state.sums.running_stats.discard()
+    ours.state.step_sums.running_stats.discard()
     return counter.get_total_flops() / min(ours.config.batch_size, len(ours.loader.dataset))
 
 
@@ -214,7 +218,7 @@ def count(epoch: Callable[[], object], device: torch.device, held: int = 0) -> d
         collectives = sum(event.count for event in profiler.key_averages() if event.key.startswith("c10d::"))
     else:  # where reading a profile can take longer than the epoch
         epoch()
-    return {"collectives": collectives, "peak_memory": peak_memory() - others * (device.type == "cuda")}
+    return {"collectives": collectives, "peak_memory": read_peak_memory() - others * (device.type == "cuda")}
 
 
 class Costless(nn.Module):

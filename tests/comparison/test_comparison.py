@@ -119,7 +119,7 @@ def test_the_plain_run_has_the_curve_of_a_run(tmp_path):
 def test_the_memory_of_a_loop_is_without_that_of_the_others(monkeypatch):
     """2,000 bytes are allocated, 300 of them by this loop, which needs 500 more."""
     monkeypatch.setattr(speed, "allocated", lambda device: 2000)
-    monkeypatch.setattr(speed, "peak_memory", lambda: 2500)
+    monkeypatch.setattr(speed, "read_peak_memory", lambda: 2500)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     assert speed.count(lambda: None, torch.device("cuda", 0), held=300)["peak_memory"] == 800
     assert speed.count(lambda: None, torch.device("cpu"))["peak_memory"] == 2500

@@ -89,13 +89,13 @@ def test_a_swap_rounds_neither_the_weights_nor_the_average(dtype):
         average.update(TAKEN)
     weights, averages = copy.deepcopy(net.state_dict()), copy.deepcopy(average.state_dict())
     for _ in range(2):
-        with average.swapped():
+        with average.swap_weights():
             shown = net.state_dict()
             assert all(torch.equal(shown[name], averages[name].to(value.dtype)) for name, value in weights.items())
             assert all(shown[name].dtype is value.dtype for name, value in weights.items())
         assert all(torch.equal(net.state_dict()[name], value) for name, value in weights.items())
         assert all(torch.equal(average.state_dict()[name], value) for name, value in averages.items())
-    with pytest.raises(ValueError), average.swapped():
+    with pytest.raises(ValueError), average.swap_weights():
         raise ValueError
     assert all(torch.equal(average.state_dict()[name], value) for name, value in averages.items())
 
@@ -140,14 +140,14 @@ def test_a_resumed_run_of_a_16_bit_model_equals_the_uninterrupted_one(runs, dtyp
 
 def resume_with_rounded_averages(words, path):
     """Resume from a checkpoint as earlier versions wrote it. Returns the final state of the run."""
-    plain = checkpoint.read
+    plain = checkpoint.read_checkpoint
 
     def read(*args, **options):
         payload, *rest = plain(*args, **options)
         payload["ema"] = {name: value.bfloat16() for name, value in payload["ema"].items()}
         return payload, *rest
 
-    with mock.patch.object(checkpoint, "read", read):
+    with mock.patch.object(checkpoint, "read_checkpoint", read):
         return train_in_16_bits([*words, "--resume_from", str(path)])
 
 

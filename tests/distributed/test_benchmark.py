@@ -14,8 +14,8 @@ import torch
 
 import benchmark
 from ddp_utils import cleanup_distributed, setup_distributed
-from lib.benchmark import ours, speed, turns
-from lib.benchmark.ours import Ours
+from lib.benchmark import in_process_run, speed, turns
+from lib.benchmark.in_process_run import InProcessRun
 from lib.benchmark.turns import Candidate, take_turns
 from ranks import run_ranks, slow
 from tasks import config_of, using
@@ -73,14 +73,14 @@ def row(step, rate):
 
 
 def test_the_table_by_ranks_has_efficiency_and_exposed_communication(tmp_path):
-    report = speed.open_report(None, [])
+    report = speed.read_report(None, [])
     for ranks, rows in [
         (4, {"as given": row(0.4, 300.0), "without communication": row(0.3, 400.0)}),
         (1, {"as given": row(0.3, 99.0)}),
         (1, {"as given": row(0.3, 100.0)}),  # replaces the one before
     ]:
-        speed.add(report, {"ranks": ranks, "rows": rows})
-    lines = [line.split() for line in speed.scaling(report).splitlines()[1:]]
+        speed.add_launch(report, {"ranks": ranks, "rows": rows})
+    lines = [line.split() for line in speed.format_scaling(report).splitlines()[1:]]
     assert lines == [
         ["1", "100", "100.0%", "300.00", "ms", "25.0%", "-"],
         ["4", "300", "75.0%", "400.00", "ms", "25.0%", "25.0%"],
@@ -98,15 +98,15 @@ def test_a_file_that_is_not_a_report_of_these_flags_is_kept(tmp_path, text, sent
     file = tmp_path / "s.json"
     file.write_text(text)
     with pytest.raises(UserError, match=sentence):
-        speed.open_report(file, [])
+        speed.read_report(file, [])
     assert file.read_text() == text
 
 
 def whole_run(folder):
     with using("images"):
         config = config_of(SMALL)
-        ours = Ours(config, setup_distributed(config), folder, steps=4)
-        ours.epoch()
+        ours = InProcessRun(config, setup_distributed(config), folder, steps=4)
+        ours.train_epoch()
         observed = {"steps": ours.state.progress.step, "files": {path.name for path in folder.iterdir()}}
         observed["records"] = [record["step"] for record in ours.training.attempt.run.read_records("train")]
         observed |= {
@@ -128,8 +128,8 @@ def test_the_measured_run_is_complete(tmp_path):
 def test_a_measured_run_has_each_sample_once_where_the_data_repeats_them(monkeypatch):
     """It is cut to a number of steps by `dataset_size`."""
     data = mock.Mock(spec_set=["with_replacement", "epoch_order"])
-    monkeypatch.setattr(ours.train.your_data, "create_dataset", lambda config, split: data)
-    created = ours.data_without_repeats().create_dataset(config_of(SMALL), "train")
+    monkeypatch.setattr(in_process_run.train.your_data, "create_dataset", lambda config, split: data)
+    created = in_process_run.create_data_without_repeats().create_dataset(config_of(SMALL), "train")
     assert created is data and not data.with_replacement
     assert sorted(data.epoch_order(0, 1, 5).tolist()) == list(range(5))
 
@@ -160,15 +160,15 @@ def test_the_order_of_turns_alternates_and_ratios_are_medians_over_rounds():
 )
 def test_bad_flags_are_rejected(words, sentence, capsys):
     with pytest.raises(SystemExit, match="2"):
-        benchmark.parse(words)
+        benchmark.parse_arguments(words)
     assert sentence in capsys.readouterr().err
 
 
 def test_too_many_steps_are_rejected(tmp_path):
     refuse = mock.Mock(side_effect=UserError("dataset_size=80: the training set has 40 samples; give at most 40"))
     sentence = "--steps 20: needs more samples than the training set has; give fewer"
-    with mock.patch.object(speed, "Ours", refuse), pytest.raises(UserError, match=sentence):
-        speed.warm_run(config_of(SMALL), None, tmp_path, 20)
+    with mock.patch.object(speed, "InProcessRun", refuse), pytest.raises(UserError, match=sentence):
+        speed.create_warm_run(config_of(SMALL), None, tmp_path, 20)
 
 
 def test_waiting_for_a_gpu_is_no_cpu_time(monkeypatch):

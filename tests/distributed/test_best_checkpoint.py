@@ -41,7 +41,7 @@ def train_on_a_slow_disk(words, fails_at):
         steps.append(self._state.progress.step)
 
     def link(self, step):
-        assert (self.checkpoints / f"step_{step:08d}.pt").exists()
+        assert (self.checkpoint_folder / f"step_{step:08d}.pt").exists()
         plain_link(self, step)
 
     def losses(self, split, loader, weights, progress):
@@ -86,7 +86,7 @@ def train_and_look(words):
         if self._state.progress.step == 6:
             wait(started, 10)
         elif self._state.progress.step == 7:
-            link_targets.append(os.readlink(self._run.checkpoints / "best.pt"))
+            link_targets.append(os.readlink(self._run.checkpoint_folder / "best.pt"))
 
     with (
         mock.patch.object(CheckpointWriter, "start", start_writing),
@@ -108,9 +108,9 @@ def evaluate_longer_than_the_write(words):
     was_linked, plain = [], Checkpoints.save_best
 
     def save_best(self):
-        self._wait()  # the checkpoint that was begun before the evaluation is on the disk, and reported
+        self._wait_for_write()  # the checkpoint that was begun before the evaluation is on the disk, and reported
         plain(self)
-        was_linked.append(self._is_linked)
+        was_linked.append(self._is_best_linked)
 
     with mock.patch.object(Checkpoints, "save_best", save_best):
         train_flags(words)

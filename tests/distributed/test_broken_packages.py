@@ -116,11 +116,11 @@ def test_a_viewer_that_fails_later_ends_nothing(tmp_path, caplog, method):
 
         owner, name = FileWriter, "add_summary"
     with mock.patch.object(owner, name, side_effect=TypeError("bad protobuf")), caplog.at_level("WARNING", "ddp"):
-        board.texts(config={}, environment={})
-        board.scalars({"kind": "train", "step": 1, "loss": 1.0})
+        board.write_texts(config={}, environment={})
+        board.write_scalars({"kind": "train", "step": 1, "loss": 1.0})
         if method == "add_images":  # of which `Reporter` tells
             with pytest.raises(TypeError, match="bad protobuf"):
-                board.images("val", {"few": torch.zeros(1, 3, 2, 2, dtype=torch.uint8)}, 1)
+                board.write_images("val", {"few": torch.zeros(1, 3, 2, 2, dtype=torch.uint8)}, 1)
         board.close()
     assert [("cannot be used (TypeError: bad protobuf)" in text) for text in caplog.messages] == [True] * (
         method != "add_images"

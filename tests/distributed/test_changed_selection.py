@@ -55,7 +55,7 @@ def give_best(runs, is_saved_metric=True, **progress):
     progress = payload["progress"] | progress
     if not is_saved_metric:
         del progress["best_metric"]
-    archive.write(path, payload | {"progress": progress})
+    archive.write_archive(path, payload | {"progress": progress})
 
 
 def test_settings_without_a_validation_set_are_said_at_the_start_and_at_the_end(runs):

@@ -192,7 +192,7 @@ def accumulated(flags, used):
         model.zero_grad(set_to_none=True)
         for number, parts in enumerate(used):
             micro_batch = MicroBatch(0, number, [], is_padding=False, is_last=number == 2, count=3)
-            with wrapped.accumulating(micro_batch):
+            with wrapped.accumulate(micro_batch):
                 x = torch.randn(2, 64, generator=torch.Generator().manual_seed(9 * step + 3 * number + ctx.rank))
                 wrapped(x, parts).backward()
             grads = [p.grad for p in model.parameters() if p.grad is not None]

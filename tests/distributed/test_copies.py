@@ -32,9 +32,9 @@ def train_and_hold(words, is_held_for_evaluation, changes):
     states, went_on, evaluated, changed = {}, [], threading.Event(), threading.Event()
     plain_begin, plain_copy, plain_means, plain_swap = (
         AsyncSnapshot.start,
-        async_snapshot._copy_all,
+        async_snapshot._copy_tensors,
         Evaluation.evaluate,
-        WeightAverage._swap,
+        WeightAverage._swap_tensors,
     )
 
     def begin(self):
@@ -65,9 +65,9 @@ def train_and_hold(words, is_held_for_evaluation, changes):
     with (
         using("images"),
         mock.patch.object(AsyncSnapshot, "start", begin),
-        mock.patch.object(async_snapshot, "_copy_all", copy_all),
+        mock.patch.object(async_snapshot, "_copy_tensors", copy_all),
         mock.patch.object(Evaluation, "evaluate", means),
-        mock.patch.object(WeightAverage, "_swap", swap),
+        mock.patch.object(WeightAverage, "_swap_tensors", swap),
     ):
         train.train(TrainingConfig.from_args(words), after_epoch=after_epoch if changes else None)
     return states, went_on
@@ -85,6 +85,6 @@ def test_a_copy_goes_on_in_an_evaluation_and_ends_before_the_weights_change(runs
     assert sorted(states) == [2, 4]
     assert all(went_on == [not changes] * 2 for _, went_on in ranks)
     for path in runs.checkpoints("run"):
-        saved = checkpoint.read(path)[0]
+        saved = checkpoint.read_checkpoint(path)[0]
         before = states[saved["progress"]["step"]]
         assert {key: difference(saved[key], before[key]) for key in before} == {key: [] for key in before}

@@ -13,7 +13,7 @@ from utils.checkpoint.pinned_buffers import PinnedBuffers, _is_cuda_success
 from utils.data.loader import create_distributed_dataloader
 from utils.example.augment import augment_images
 from utils.rng import draw_integers, draw_uniform, sample_draws
-from utils.run.async_snapshot import _copy_all
+from utils.run.async_snapshot import _copy_tensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -55,7 +55,7 @@ def test_a_snapshot_is_pinned_and_holds_the_state():
     memory = PinnedBuffers()
     copied, pairs = memory.allocate_copy({"tensors": tensors})
     assert all(view.is_pinned() for view, _ in pairs)
-    _copy_all(pairs)
+    _copy_tensors(pairs)
     torch.cuda.synchronize()
     assert all(torch.equal(view, tensor.cpu()) for view, tensor in zip(copied["tensors"], tensors, strict=True))
     memory.release()

@@ -13,7 +13,7 @@ import replay
 import tasks
 from ranks import run_ranks, slow
 from scripts import runs as script
-from scripts.lib.diverge import first_gap
+from scripts.lib.diverge import find_divergence
 from tasks import SmallNet, create_images, image_loss
 from utils.data.sampler import GlobalBatchSampler
 from utils.settings.errors import UserError
@@ -104,7 +104,7 @@ def gradient_changed_in_the_step():
 
 
 def swapped_samples():
-    plain = GlobalBatchSampler.order
+    plain = GlobalBatchSampler.epoch_order
 
     def order(sampler, epoch):
         permutation = plain(sampler, epoch).clone()
@@ -112,13 +112,13 @@ def swapped_samples():
             permutation[[13, 43]] = permutation[[43, 13]]
         return permutation
 
-    return mock.patch.object(GlobalBatchSampler, "order", order)
+    return mock.patch.object(GlobalBatchSampler, "epoch_order", order)
 
 
 @contextlib.contextmanager
 def replaying(folder, plant):
     """Replays of this run have the planted difference, as on the machine or with the code that made it."""
-    plain = replay.opened
+    plain = replay.open_replay
 
     @contextlib.contextmanager
     def opened(run, step, flags):
@@ -129,7 +129,7 @@ def replaying(folder, plant):
         ):
             yield it
 
-    with mock.patch.object(replay, "opened", opened):
+    with mock.patch.object(replay, "open_replay", opened):
         yield
 
 
@@ -237,7 +237,7 @@ def train_longer_and_replay(words, folder):
     tasks.train_task("images", [*words, "--max_steps", "4"])
     tasks.train_task("images", [*words, "--max_steps", "8", "--resume_from", "auto"])
     with replaying(None, contextlib.nullcontext):
-        return replay.records_of(folder, 5, 8)
+        return replay.record_steps(folder, 5, 8)
 
 
 def test_the_steps_of_a_run_that_was_made_longer_are_replayed_with_its_later_settings(runs):
@@ -252,17 +252,17 @@ def test_records_differ_by_their_fingerprints_and_by_all_values_where_there_is_n
     common = {"loss": 1.0, "top1": 0.5, "step_s": 0.1}
     a = {step: {"step": step, "fingerprint": f"{step}"} | common for step in (5, 10, 15)}
     b = {step: record | {"top1": 0.6, "step_s": 0.2} for step, record in a.items()}
-    assert first_gap(a, b) == (15, 0, [])  # another metric does not change the training
+    assert find_divergence(a, b) == (15, 0, [])  # another metric does not change the training
     b[10] |= {"fingerprint": "f", "loss": 2.0, "samples": [1, 3]}
     a[10] |= {"samples": [1, 2]}
     rows = [["fingerprint", "10", "f"], ["samples", "1 of its own: 2", "1 of its own: 3"]]
-    assert first_gap(a, b) == (5, 10, [*rows, ["loss", "1.0", "2.0"], ["top1", "0.5", "0.6"]])
-    assert first_gap(a, b, has_means=False) == (5, 10, rows)
+    assert find_divergence(a, b) == (5, 10, [*rows, ["loss", "1.0", "2.0"], ["top1", "0.5", "0.6"]])
+    assert find_divergence(a, b, has_means=False) == (5, 10, rows)
     for record in (*a.values(), *b.values()):
         del record["fingerprint"]
-    assert first_gap(a, b) == (0, 5, [["top1", "0.5", "0.6"]])
+    assert find_divergence(a, b) == (0, 5, [["top1", "0.5", "0.6"]])
     with pytest.raises(UserError, match="no step has a train record in both runs; give runs with the same --log_"):
-        first_gap(a, {4: a[5]})
+        find_divergence(a, {4: a[5]})
 
 
 @pytest.mark.guarantee("diverge")

@@ -93,7 +93,7 @@ def killed_at(runs, calls):
         except AssertionError as error:
             assert str(error).startswith("exit codes [-9"), error
             for path in runs.checkpoints(name):
-                checkpoint.verify(path)
+                checkpoint.verify_checkpoint(path)
             return False
         assert_same_state(runs.last(name), runs.last("whole"))
         assert runs.samples(name) == runs.samples("whole") and not list(runs.folder(name).rglob("*.tmp"))

@@ -105,7 +105,7 @@ def test_an_error_in_getitem_names_the_sample_and_its_file_beside_the_authors_tr
 
 ONE_SLOW_BATCH = """
 import utils.extras.watch.watchdog as watchdog
-watchdog.LEAST_LIMIT = watchdog.SECONDS_TO_OBSERVE = 0.4
+watchdog.MIN_REPORT_SECONDS = watchdog.SECONDS_TO_OBSERVE = 0.4
 plain_loss, calls = train.your_model.compute_loss, []
 def compute_loss(net, batch):
     calls.append(net.training)

@@ -44,7 +44,7 @@ def fork_after_collectives(folder, forks, waits=True):
 
     def write():
         while not is_over.is_set():
-            writes.append(archive.write(folder / f"rank{rank}.pt", saved))
+            writes.append(archive.write_archive(folder / f"rank{rank}.pt", saved))
 
     writer = threading.Thread(target=write)
     writer.start()

@@ -30,7 +30,7 @@ FLAGS += "--num_workers 1 --save_every_steps 3 --timeout 30".split()
 @contextlib.contextmanager
 def killed_in(phase, steps, delay):
     """Kill this process `delay` seconds after it first enters the phase in or after step `steps` of this attempt."""
-    plain_step, plain_enter, plain_write, begun = PhaseClock.begin_step, PhaseClock.enter, FileLayout.write, []
+    plain_step, plain_enter, plain_write, begun = PhaseClock.begin_step, PhaseClock.enter_phase, FileLayout.write, []
 
     def kill():
         time.sleep(delay)
@@ -51,7 +51,7 @@ def killed_in(phase, steps, delay):
         plain_write(*args)
 
     writing = mock.patch.object(FileLayout, "write", write)
-    with mock.patch.multiple(PhaseClock, begin_step=begin_step, enter=enter), writing:
+    with mock.patch.multiple(PhaseClock, begin_step=begin_step, enter_phase=enter), writing:
         yield
 
 

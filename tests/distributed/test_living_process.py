@@ -131,7 +131,7 @@ def held():
         "handlers": {number: signal.getsignal(number) for number in others},
         "wakeup": signal.set_wakeup_fd(-1),
         "group": dist.is_initialized(),
-        "locks": len(RunLock.held),
+        "locks": len(RunLock.held_locks),
     }
 
 
@@ -160,7 +160,7 @@ def fail(folder, name, failure, *flags):
 
 
 def last(folder, name):
-    payload = checkpoint.read(checkpoint.step_checkpoints(Path(folder, name, "checkpoints"))[-1])[0]
+    payload = checkpoint.read_checkpoint(checkpoint.list_step_checkpoints(Path(folder, name, "checkpoints"))[-1])[0]
     return {key: payload[key] for key in STATE}
 
 
@@ -243,7 +243,10 @@ def fail_in_an_evaluation(folder):
         begin(folder, "run")
         outcome = begin(folder, "run", "--eval_only")
         before = held()
-        for failure in (patch(evaluate_only, "create_state", BUG), patch(Evaluation, "evaluate_all_weights", BUG)):
+        for failure in (
+            patch(evaluate_only, "create_train_state", BUG),
+            patch(Evaluation, "evaluate_all_weights", BUG),
+        ):
             fail(folder, "run", failure, "--eval_only")
             assert not (wrong := kept(before)), pformat(wrong)
         assert begin(folder, "run", "--eval_only") == outcome

@@ -15,7 +15,7 @@ from utils.training.state import TrainState
 # 13 steps of two ranks in each epoch; the gradients of steps 6 and 7 are not finite
 FLAGS = "--dataset_size 104 --epochs 2 --num_workers 1".split()
 FLAGS += ["--ema_decay", "0.9"]
-CASES = [  # flags, and the step at which each log point is read: READ_AFTER is 4
+CASES = [  # flags, and the step at which each log point is read: STEPS_BEFORE_READ is 4
     ("--log_interval 6", {6: 10, 12: 13, 18: 22, 24: 26, 26: 26}),
     ("--log_interval 3 --save_every_steps 4 --eval_every_steps 5", {3: 4, 6: 8, 9: 10, 12: 12, 15: 15, 18: 20, 21: 24}),
     ("--log_interval 6 --save_every 0", {6: 10, 12: 13, 18: 22, 24: 26}),  # no save before the evaluation
@@ -30,9 +30,9 @@ def train_and_watch(words, is_at_once):
     plain_backward = TrainState.backward
 
     def catch_up(self):
-        if self._unwritten:
-            recorded.append(self._unwritten.at["step"])
-            read[self._unwritten.at["step"]] = self._state.progress.step
+        if self._pending_log_point:
+            recorded.append(self._pending_log_point.position["step"])
+            read[self._pending_log_point.position["step"]] = self._state.progress.step
         plain_catch_up(self)
 
     def log(self):

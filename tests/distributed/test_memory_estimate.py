@@ -65,15 +65,17 @@ def estimated(words, cases):
         ctx = setup_distributed(config)
         data = load_data(train.your_data, config, ctx).train
         dist.destroy_process_group()
-        return [[*memory.measure(config, ctx, data, sharding, ranks, ranks).values()] for ranks, sharding in cases]
+        return [
+            [*memory.measure_sharding(config, ctx, data, sharding, ranks, ranks).values()] for ranks, sharding in cases
+        ]
 
 
 def counted(words):
     counts, plain = [], train.train_one_epoch
 
     def epoch(training):
-        counts.append([*memory.count(training.state, lambda: plain(training)).values()])
-        return training.consensus.flush()
+        counts.append([*memory.count_bytes(training.state, lambda: plain(training)).values()])
+        return training.consensus.vote_and_wait()
 
     # 20 MB at a log point, of any model; the peak of this one is less than that
     no_fingerprint = mock.patch.object(utils.report.reporter, "fingerprint_state", lambda state: torch.tensor(0))
@@ -114,7 +116,7 @@ def test_one_process_finds_the_bytes_of_real_ranks(runs, flags, cases):
 
 def shown(words):
     """What --sharding-memory prints: with enough memory, with little, and if nothing can be allocated."""
-    texts, counts, plain = [], [], memory.count
+    texts, counts, plain = [], [], memory.count_bytes
 
     def measure(*args):
         counts.append(plain(*args))
@@ -125,8 +127,8 @@ def shown(words):
         full = mock.Mock(side_effect=torch.OutOfMemoryError)
         for room, count in ((10**12, measure), (10**6, lambda *_: counts.pop(0)), (10**12, full)):
             facts, lines = {"memory": room, "used": 0}, []
-            with mock.patch.multiple(memory, count=count, memory=lambda device, facts=facts: facts):
-                memory.show(config, setup_distributed(config), [1, 2], lines.append)
+            with mock.patch.multiple(memory, count_bytes=count, read_device_memory=lambda device, facts=facts: facts):
+                memory.print_sharding_memory(config, setup_distributed(config), [1, 2], lines.append)
             texts.append("\n".join(lines))
     return texts
 

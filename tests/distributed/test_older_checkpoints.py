@@ -14,7 +14,7 @@ FLAGS = "--dataset_size 40 --no-use_amp --lr 0.02 --record_samples --num_workers
 def give(runs, name, **settings):
     """Let the newest checkpoint and config.json of a run have these settings."""
     path, payload = runs.checkpoints(name)[-1], runs.last(name)
-    archive.write(path, payload | {"config": payload["config"] | settings})
+    archive.write_archive(path, payload | {"config": payload["config"] | settings})
     file = runs.folder(name) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 

@@ -60,6 +60,11 @@ def test_a_sample_passes_few_functions_from_the_plan_to_the_logged_loss(runs):
     for functions in run_ranks(2, functions_of_an_epoch, runs.words("run", *flags)):
         files, path = {name.partition(":")[0] for name in functions}, "\n".join(functions)
         # some that must be there, else it is not the whole path
-        for part in ("GlobalBatchSampler.micro_batches", "train.py:compute_gradient", "StepSums", "LogPoint.record"):
+        for part in (
+            "GlobalBatchSampler.micro_batches",
+            "train.py:compute_gradient",
+            "StepSums",
+            "LogPoint.create_record",
+        ):
             assert part in path, path
         assert len(functions) <= MOST_FUNCTIONS and len(files) <= MOST_FILES, path

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from config import PATHS, TrainingConfig
+from config import PATH_SETTINGS, TrainingConfig
 from ranks import run_ranks
 from training import train_flags
-from utils.settings.paths import expand
+from utils.settings.paths import expand_path
 
 VALUES = {  # path: what it becomes in a home of /home/me, with NAME=/scratch
     "~/data": "/home/me/data",
@@ -45,13 +45,13 @@ def places(monkeypatch, tmp_path):
 @pytest.mark.guarantee("paths")
 @pytest.mark.parametrize("path", VALUES)
 def test_a_path_is_expanded_unless_it_exists_as_it_is(places, path):
-    assert expand(path) == VALUES[path]
+    assert expand_path(path) == VALUES[path]
     assert TrainingConfig(init_from=path).init_from == VALUES[path]
 
 
 @pytest.mark.guarantee("paths")
 @pytest.mark.parametrize("path", OF_WINDOWS)
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("name", PATH_SETTINGS)
 def test_a_path_of_windows_is_an_error_and_makes_no_folder(places, tmp_path, capsys, name, path):
     before = [*tmp_path.rglob("*")]
     with pytest.raises(SystemExit) as ended:
@@ -71,7 +71,7 @@ def test_a_name_of_linux_may_have_a_backslash(places, tmp_path):
 
 @pytest.mark.guarantee("paths")
 @pytest.mark.parametrize("path", UNKNOWN)
-@pytest.mark.parametrize("name", [*PATHS, "config"])
+@pytest.mark.parametrize("name", [*PATH_SETTINGS, "config"])
 def test_an_unknown_name_is_an_error_and_makes_no_folder(places, tmp_path, capsys, name, path):
     before = [*tmp_path.rglob("*")]
     with pytest.raises(SystemExit) as ended:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from config import SETTINGS, TrainingConfig, fork_settings
+from config import SETTINGS, TrainingConfig, list_fork_settings
 from ranks import launch, run_ranks
 from scripts import export, predict
 from scripts.lib.arguments import check_arguments
 from tasks import TASKS, SmallNet, TokenModel, create_lines, token_loss, using
 from training import train_flags
-from utils.extras.companions.settings import command_line, mirror_url  # extra: companions
+from utils.extras.companions.settings import mirror_url, shell_command  # extra: companions
 from utils.settings.checks import rendezvous_url
 from utils.settings.errors import UserError
 from utils.training import hooks
@@ -105,7 +105,7 @@ WRONG = {  # case: (predict, start of the error message)
     "scalar": (lambda net, batch: {"x": net(batch[0]).sum()}, "model.predict: x has the shape [] for 4 samples; "),
     "tensor": (lambda net, batch: net(batch[0]), "model.predict: the result is a Tensor; return {name: tensor"),
     "list": (lambda net, batch: {"x": [1] * len(batch[0])}, "model.predict: x is a list; return {name: tensor"),
-    "names": (lambda net, batch: {f"x{len(batch[0])}": batch[0]}, predict.OTHER_NAMES),
+    "names": (lambda net, batch: {f"x{len(batch[0])}": batch[0]}, predict.NAMES_DIFFER),
     "order": (lambda net, batch: {"x": net(batch[0]).flip(0)}, "collate: the outputs of a batch are in another order"),
     "dict": (lambda net, batch: hooks.predict(net, {"x": batch[0]}), "model.py: has no predict(model, batch); add it"),
 }
@@ -285,15 +285,15 @@ def test_an_export_leaves_out_the_places_of_ours_and_keeps_every_field_of_yours(
     ).to_dict()
     payload = {"config": ours | yours, "model": {}, "ema": {}}
     payload["provenance"] = dict.fromkeys(("classes", "mean", "std"))
-    monkeypatch.setattr(export.checkpoint, "read", lambda source: (payload, ""))
-    monkeypatch.setattr(TrainingConfig, "known_values", dict)  # yours are fields of the fork
-    saved, places = export.read(Path("a.pt"), use_ema=False)
+    monkeypatch.setattr(export.checkpoint, "read_checkpoint", lambda source: (payload, ""))
+    monkeypatch.setattr(TrainingConfig, "select_known_values", dict)  # yours are fields of the fork
+    saved, places = export.read_export(Path("a.pt"), use_ema=False)
     assert saved["config"].items() >= yours.items() and saved["config"]["lr"] == ours["lr"]
     assert saved["config"].keys() | places.keys() == payload["config"].keys() and not saved["config"].keys() & places
     checks = [rendezvous_url]
-    checks += [mirror_url, command_line]  # extra: companions
+    checks += [mirror_url, shell_command]  # extra: companions
     of_paths = {setting.name for setting in SETTINGS if setting.is_path or setting.check in checks}
-    assert places.keys() == of_paths - {setting.name for setting in fork_settings()}
+    assert places.keys() == of_paths - {setting.name for setting in list_fork_settings()}
 
 
 @pytest.fixture

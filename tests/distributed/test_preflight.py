@@ -13,7 +13,7 @@ import pytest
 
 import preflight
 from ranks import ROOT, WarmLaunch, finish, run_ranks
-from scripts.lib.preflight import facts, storage, verdict
+from scripts.lib.preflight import diagnosis, facts, storage
 from tasks import using
 from training import TINY, says
 from utils.run import provenance
@@ -29,12 +29,12 @@ def run_preflight(flags, *, of_last=(), code_of_last=None, is_alone=False):
     if is_alone:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
-    code = {**provenance.code_checksums(), **((code_of_last or {}) if is_last else {})}
+    code = {**provenance.compute_code_checksums(), **((code_of_last or {}) if is_last else {})}
     with (
         using("images"),
         contextlib.redirect_stdout(io.StringIO()) as printed,
-        mock.patch.object(provenance, "code_checksums", lambda: code),
-        mock.patch.object(facts, "machine", lambda host: str(rank // 2)),
+        mock.patch.object(provenance, "compute_code_checksums", lambda: code),
+        mock.patch.object(facts, "identify_machine", lambda host: str(rank // 2)),
     ):
         return preflight.main([*flags, *(of_last if is_last else ())]), printed.getvalue()
 
@@ -71,23 +71,23 @@ def test_one_process_needs_no_launcher(tmp_path):
 
 def test_what_object_storage_cannot_do_is_a_finding(tmp_path, monkeypatch):
     url = f"file://{tmp_path}/bucket/a"
-    assert storage.use_mirror(url, 10**6)["is_exclusive"]
+    assert storage.measure_mirror(url, 10**6)["is_exclusive"]
     unconditional = lambda self, *args: self.write_json(*map(str, args))  # noqa: E731
-    monkeypatch.setattr(storage.Storage, "create", unconditional)
-    (finding,) = verdict.mirror(storage.use_mirror(url, 10**6) | {"to": 1e6}, 10**6, 10.0, url)
+    monkeypatch.setattr(storage.Storage, "create_object", unconditional)
+    (finding,) = diagnosis.diagnose_mirror(storage.measure_mirror(url, 10**6) | {"to": 1e6}, 10**6, 10.0, url)
     says(str(finding), rf"warning +mirror +{url}: cannot create an object only if it is absent.*; start one at a time")
     measured = {"to": 1e6, "from": 1e6, "is_exclusive": True}
-    (finding,) = verdict.mirror(measured, 10**9, 10.0, url)
+    (finding,) = diagnosis.diagnose_mirror(measured, 10**9, 10.0, url)
     says(str(finding), r"at 1\.0 MB/s the upload of a checkpoint takes 1000 s.*; raise --save_every_minutes")
-    monkeypatch.setattr(storage.Storage, "names", lambda self: {})  # it lists late
+    monkeypatch.setattr(storage.Storage, "list_objects", lambda self: {})  # it lists late
     with pytest.raises(UserError, match="what was written is not what is read or listed; give another storage"):
-        storage.use_mirror(url, 10**6)
+        storage.measure_mirror(url, 10**6)
 
 
 def preflight_without_facts(flags):
     """The last rank cannot read what the others report about their nodes."""
     if os.environ["RANK"] == "1":
-        mock.patch.object(preflight, "gather", mock.Mock(side_effect=OSError(5, "Input/output error"))).start()
+        mock.patch.object(preflight, "collect_facts", mock.Mock(side_effect=OSError(5, "Input/output error"))).start()
     return run_preflight(flags)
 
 
@@ -101,7 +101,7 @@ def test_invalid_flags_are_rejected(capsys):
     rejected = finish(WarmLaunch(0, ROOT / "scripts" / "preflight.py", ["--eppochs", "1"]))
     assert rejected.code == 2 and "did you mean --epochs?" in rejected.err
     with pytest.raises(SystemExit, match="2"):
-        preflight.parse(["--json"])
+        preflight.parse_arguments(["--json"])
     assert "--json: expected one argument" in capsys.readouterr().err
 
 
@@ -121,7 +121,7 @@ def test_different_flags_and_code_are_listed_and_two_nodes_are_measured(tmp_path
 
 def hangs(flags):
     if os.environ["RANK"] == "1":
-        preflight.gather = lambda *_: time.sleep(60)
+        preflight.collect_facts = lambda *_: time.sleep(60)
     run_preflight(flags)
 
 

@@ -13,7 +13,7 @@ from test_refusals import group
 from training import difference
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.distributed.collectives import read_once
+from utils.distributed.collectives import read_once_per_file_system
 from utils.run.resume import load_checkpoint
 from utils.settings.errors import UserError
 
@@ -28,7 +28,9 @@ def read_folder(root):
             return (folder / "data").read_bytes()
 
         try:
-            return bytes(read_once(folder, read, "{other} and {first} hold different data", ctx)), len(reads)
+            return bytes(read_once_per_file_system(folder, read, "{other} and {first} hold different data", ctx)), len(
+                reads
+            )
         except UserError as error:
             return str(error), len(reads)
 
@@ -70,8 +72,8 @@ def test_a_checkpoint_is_verified_once_per_node_and_damage_on_one_node_is_notice
     state = small_state(width=2000)
     for node in ("node0", "node1"):
         (tmp_path / node).mkdir()
-    path = checkpoint.step_path(tmp_path / "node0", 10)
-    archive.write(path, payload_of(state, 10))
+    path = checkpoint.step_checkpoint_path(tmp_path / "node0", 10)
+    archive.write_archive(path, payload_of(state, 10))
     copy = Path(shutil.copy(path, tmp_path / "node1"))
     total, size = sum(tensor.double().sum().item() for tensor in state.model.state_dict().values()), path.stat().st_size
     ranks = run_ranks(4, load_on_nodes, tmp_path, 2)
@@ -88,12 +90,12 @@ def test_a_checkpoint_is_verified_once_per_node_and_damage_on_one_node_is_notice
 
 def test_a_loaded_state_uses_no_memory_of_the_file(tmp_path):
     """It could not be deleted, and on network storage another node may delete it."""
-    maps, path = Path("/proc/self/maps"), checkpoint.step_path(tmp_path, 10)
+    maps, path = Path("/proc/self/maps"), checkpoint.step_checkpoint_path(tmp_path, 10)
     if not maps.exists():
         lack("/proc/self/maps does not exist")
     written, state = (small_state(seed=seed, optimizer="adamw") for seed in (1, 2))
-    archive.write(path, payload_of(written, 10))
-    payload = checkpoint.read(path)[0]
+    archive.write_archive(path, payload_of(written, 10))
+    payload = checkpoint.read_checkpoint(path)[0]
     assert path.name in maps.read_text()
     state.load_state_dict(payload)
     del payload

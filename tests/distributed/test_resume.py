@@ -107,7 +107,7 @@ def test_a_stop_request_from_before_the_first_step_takes_no_step(runs):
 def train_with_a_quick_disk(flags):
     """Train; each save is on disk before the next one is requested."""
     plain = Checkpoints.is_save_due
-    with mock.patch.object(Checkpoints, "is_save_due", lambda self: (self._poll(60.0), plain(self))[1]):
+    with mock.patch.object(Checkpoints, "is_save_due", lambda self: (self._poll_write(60.0), plain(self))[1]):
         return train_flags(flags)
 
 
@@ -161,7 +161,9 @@ def test_a_config_file_may_begin_with_a_byte_order_mark(tmp_path, suffix):
 def test_a_run_resumed_in_another_folder_starts_with_a_checkpoint_and_its_best_one(runs):
     runs.train(1, "whole", *FLAGS)
     runs.train(1, "moved", *FLAGS, "--resume_from", runs.checkpoints("whole")[1])
-    best, moved = (checkpoint.read(runs.folder(name) / "checkpoints" / "best.pt")[0] for name in ("whole", "moved"))
+    best, moved = (
+        checkpoint.read_checkpoint(runs.folder(name) / "checkpoints" / "best.pt")[0] for name in ("whole", "moved")
+    )
     assert best["progress"]["step"] == moved["progress"]["step"] == 8
     assert difference(best["model"], moved["model"]) == []
     records = [record for record in runs.records("moved", "event") if record["event"] != "evaluation"]

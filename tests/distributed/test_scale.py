@@ -152,8 +152,8 @@ def pretending(world_size):
     os.environ["WORLD_SIZE"] = str(world_size)
     with (
         mock.patch.object(ddp_utils, "open_store", lambda *_: dist.HashStore()),
-        mock.patch.object(utils.distributed.device, "raise_file_limit", lambda *_: None),
-        mock.patch.object(first_passes, "raise_file_limit", lambda *_: None),
+        mock.patch.object(utils.distributed.device, "raise_open_file_limit", lambda *_: None),
+        mock.patch.object(first_passes, "raise_open_file_limit", lambda *_: None),
         mock.patch.object(assembly, "wrap_ddp", without_ddp),
         mock.patch.object(ddp_utils, "exchange_rank_info", exchange_rank_info),
         mock.patch.object(dist, "init_process_group", lambda _, **options: plain_init("fake", **options)),
@@ -167,7 +167,7 @@ def count_operations(words, world_size):
     tally = Tally()
     without_val = lambda config, split: create_images(config, split) if split == "train" else None  # noqa: E731
     few_sketches = contextlib.nullcontext()  # else they grow with the data, and the data with the ranks
-    few_sketches = mock.patch.object(sketches, "SAMPLES", 4)  # extra: sketches
+    few_sketches = mock.patch.object(sketches, "MAX_SAMPLES", 4)  # extra: sketches
     with (
         counting(tally),
         pretending(world_size) if world_size else contextlib.nullcontext(),
@@ -225,7 +225,7 @@ def test_rank_0_of_8192_trains_and_saves(runs):
 
 
 def count_sockets(ranks_in_a_mesh):
-    with mock.patch.object(utils.distributed.groups, "RANKS_IN_A_MESH", ranks_in_a_mesh):
+    with mock.patch.object(utils.distributed.groups, "MAX_FULLY_CONNECTED_RANKS", ranks_in_a_mesh):
         ctx = ddp_utils.setup_distributed(TrainingConfig(backend="gloo"))
     assert first_rank_where(ctx.rank > 2, ctx) == 3 and broadcast_json(ctx.rank, ctx, 5) == 5
     files = Path("/proc/self/fd")

@@ -105,7 +105,7 @@ def test_an_error_of_the_smallest_micro_batch_ends_the_start(runs, ranks):
 
 
 def train_unchecked(words, task):
-    with mock.patch.object(GlobalBatchSampler, "smallest_micro_batch", lambda *_: []):
+    with mock.patch.object(GlobalBatchSampler, "find_smallest_micro_batch", lambda *_: []):
         train_flags(words, task=task)
 
 

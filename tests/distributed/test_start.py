@@ -48,11 +48,11 @@ def touch(path, plain=Path.touch):
 def unlike(words, folder):
     """For each case: this rank's error, the rank that it names, and whether there was a run folder."""
     rank, errors, provenance = int(os.environ["RANK"]), [], utils.run.start.provenance
-    torch_2_11 = provenance.package_versions() | {"torch": "2.11.0"}
-    changed = provenance.code_checksums() | {"train.py": "0123456789"}
+    torch_2_11 = provenance.collect_package_versions() | {"torch": "2.11.0"}
+    changed = provenance.compute_code_checksums() | {"train.py": "0123456789"}
     patches = {
-        "versions": mock.patch.object(provenance, "package_versions", lambda: torch_2_11),
-        "code": mock.patch.object(provenance, "code_checksums", lambda: changed),
+        "versions": mock.patch.object(provenance, "collect_package_versions", lambda: torch_2_11),
+        "code": mock.patch.object(provenance, "compute_code_checksums", lambda: changed),
         "read-only": mock.patch.object(Path, "touch", touch),
     }
     for what, _, odd in UNLIKE:

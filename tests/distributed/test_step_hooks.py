@@ -14,7 +14,7 @@ from test_exact_resume import FLAGS as OF_RESUME
 from test_oracle import ADAMW, SGD, check_against_the_oracle
 from training import difference, train_flags
 from utils.checkpoint import format as checkpoint
-from utils.distributed.dtensor import gather_full
+from utils.distributed.dtensor import gather_full_tensor
 from utils.settings.errors import UserError
 from utils.training.hooks import ModelHooks
 from utils.training.parts.after_step import AfterStep
@@ -50,7 +50,10 @@ def test_what_a_fork_adds_equals_the_plain_loop(runs, ranks, accumulation, flags
     assert [record["lr_of_groups"] for record in records] == rates
     largest = [max(head, 2 * trunk) for head, trunk in zip(heads, trunks, strict=True)]
     assert [record["lr"] for record in records] == pytest.approx(largest)  # of --lr
-    assert max(gather_full(value).abs().max() for name, value in weights.items() if name.startswith("student")) == 0.3
+    assert (
+        max(gather_full_tensor(value).abs().max() for name, value in weights.items() if name.startswith("student"))
+        == 0.3
+    )
     assert weights["clock"] == sum(step + 100 * epoch for step, epoch, _ in places)
     for record in records:
         terms = sum(value for name, value in record.items() if name.startswith("loss/"))
@@ -133,7 +136,7 @@ def test_a_skipped_step_is_not_taken(runs):
     flags = "--dataset_size 32 --epochs 1 --no-use_amp --save_every_steps 1 --keep_last 99".split()
     assert run_ranks(2, train_with_a_nan, runs.words("run", *flags), 3) == ["completed"] * 2
     assert [event["step"] for event in runs.events("run", "skipped_step")] == [3]
-    before, bad = (checkpoint.read(path)[0]["model"] for path in runs.checkpoints("run")[1:3])
+    before, bad = (checkpoint.read_checkpoint(path)[0]["model"] for path in runs.checkpoints("run")[1:3])
     assert difference(before, bad) == [] and runs.last("run")["model"]["clock"] == 0 + 1 + 3
 
 

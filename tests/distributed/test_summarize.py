@@ -134,7 +134,7 @@ def train_wrongly(flags, folder):
     outcomes = []
     for name, (function, _) in PROBLEMS.items():
         hooks = {"predict": growing if name == "total" else scores, "summarize": function}
-        with mock.patch.object(parts_summary, "MAX_BYTES", LIMITS.get(name, 2**30)):
+        with mock.patch.object(parts_summary, "MAX_OUTPUT_BYTES", LIMITS.get(name, 2**30)):
             outcomes.append(train_summarizing([*flags, "--run_dir", f"{folder}/{name}"], **hooks))
     return outcomes
 

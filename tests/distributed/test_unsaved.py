@@ -16,7 +16,7 @@ from tasks import TASKS, SmallNet, using
 from tasks import train_task as train_with_signals
 from training import STATE, assert_same_state, difference, train_flags
 from utils.settings.errors import UserError
-from utils.training.parts.unsaved import fill_in_unsaved, fingerprint_values
+from utils.training.parts.unsaved_parameters import fill_in_unsaved, fingerprint_values
 
 FLAGS = "--dataset_size 46 --epochs 2 --num_workers 1 --no-use_amp --lr 0.02 --log_interval 2".split()
 EXPORTED = "model"  # the weights that selected the best checkpoint

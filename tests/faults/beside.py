@@ -35,7 +35,9 @@ class Mirrored:
         self.hold, self._log = drill.folder / "hold", drill.folder / "uploading"
         self.hold.touch()
         (drill.folder / "mirror.py").write_text(PROGRAM.format(folder=str(drill.folder)))
-        self.code = f"from utils.extras.companions import programs\nprograms.PROGRAMS = Path({str(drill.folder)!r})\n"
+        self.code = (
+            f"from utils.extras.companions import programs\nprograms.COMPANIONS_FOLDER = Path({str(drill.folder)!r})\n"
+        )
         self.flags = (*RUN, "--mirror", self.url)
 
     def held(self, **options: object) -> Job:
@@ -54,14 +56,14 @@ class Mirrored:
         self.drill.let_go()
 
     def steps(self) -> list[int]:
-        return [manifest["step"] for manifest in Mirror(self.url).checkpoints()]
+        return [manifest["step"] for manifest in Mirror(self.url).read_manifests()]
 
     def has_all(self) -> None:
         """The last checkpoint there is that of the run, which equals the one without a fault."""
-        last = Mirror(self.url).checkpoints()[-1]
-        copy = Mirror(self.url).fetch(last, self.drill.folder)
+        last = Mirror(self.url).read_manifests()[-1]
+        copy = Mirror(self.url).fetch_checkpoint(last, self.drill.folder)
         assert last["step"] == 50
-        assert_same_state(checkpoint.read(copy)[0], self.drill.runs.last("run"))
+        assert_same_state(checkpoint.read_checkpoint(copy)[0], self.drill.runs.last("run"))
         self.drill.is_whole(2, *RUN)
 
     def resumes(self) -> None:
@@ -138,7 +140,7 @@ def disk_full(drill: Drill) -> None:
     disk.make_room()
     drill.run_on()
     drill.has_completed(job)
-    assert [manifest["step"] for manifest in Mirror(url).checkpoints()][-1] == 50
+    assert [manifest["step"] for manifest in Mirror(url).read_manifests()][-1] == 50
     drill.no_partial_files()
     drill.is_whole(2, *RUN, code=LARGE)
 

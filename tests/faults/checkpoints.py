@@ -15,7 +15,7 @@ from storage import RUN
 from tasks import train_task
 from training import says
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.format import step_checkpoints, step_path
+from utils.checkpoint.format import list_step_checkpoints, step_checkpoint_path
 
 
 def stopped_at_30(drill: Drill) -> Path:
@@ -23,7 +23,7 @@ def stopped_at_30(drill: Drill) -> Path:
     words = [*FLAGS, "--run_dir", drill.folder / "run", *RUN]
     run_ranks(2, train_task, "images", words, torch.float32, [29], False)
     folder = drill.folder / "run/checkpoints"
-    assert [checkpoint.verify(path).step for path in step_checkpoints(folder)] == [10, 20, 30]
+    assert [checkpoint.verify_checkpoint(path).step for path in list_step_checkpoints(folder)] == [10, 20, 30]
     return folder
 
 
@@ -44,13 +44,13 @@ FLIPPED = r"step_00000020\.pt: is damaged: its bytes do not match the checksum a
 
 
 def damage_two(drill: Drill, folder: Path) -> None:
-    cut(step_path(folder, 30))
-    flip(step_path(folder, 20))
+    cut(step_checkpoint_path(folder, 30))
+    flip(step_checkpoint_path(folder, 20))
 
 
 def drop_another_runs(drill: Drill, folder: Path) -> None:
     drill.fork(2, *RUN, "--seed", 7, "--max_steps", 10, name="other")
-    shutil.copy(drill.runs.checkpoints("other")[0], step_path(folder, 40))
+    shutil.copy(drill.runs.checkpoints("other")[0], step_checkpoint_path(folder, 40))
 
 
 @fault("newest checkpoints damaged", damage_two, 10, CUT, FLIPPED, is_default=True, guarantees="damaged")
@@ -73,7 +73,7 @@ def passed_over(drill: Drill, spoil: Callable[[Drill, Path], None], taken: int, 
 
 @fault("newest checkpoint unreadable", guarantees="damaged")
 def newest_unreadable(drill: Drill) -> None:
-    path = step_path(stopped_at_30(drill), 30)
+    path = step_checkpoint_path(stopped_at_30(drill), 30)
     code = "while not os.path.exists(f'{FOLDER}/traced'):\n    time.sleep(0.01)\n"
     job = drill.start(2, *RUN, "--resume_from", "auto", code=code)
     for pid in job.wait_for(lambda: len(pids := job.children(job.program.pid)) == 2 and pids):
@@ -110,5 +110,5 @@ def command_is_slow(drill: Drill) -> None:
     go.touch()
     drill.let_go()
     drill.has_completed(job)
-    steps = sorted(checkpoint.verify(path).step for path in copies.iterdir())
+    steps = sorted(checkpoint.verify_checkpoint(path).step for path in copies.iterdir())
     assert {10, 50} <= set(steps) <= {10, 30, 40, 50}, steps  # 20 was superseded before its command started

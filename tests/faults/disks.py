@@ -95,4 +95,6 @@ def tracing(drill: Drill, pid: int, *words: object) -> Path:
 
 def are_whole(job: Job) -> list[int]:
     """The steps of all files with a checkpoint's name, after verifying each."""
-    return [checkpoint.verify(path).step for path in checkpoint.step_checkpoints(job.checkpoint(0).parent)]
+    return [
+        checkpoint.verify_checkpoint(path).step for path in checkpoint.list_step_checkpoints(job.checkpoint(0).parent)
+    ]

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ranks import ROOT, Ended, WarmLaunch, finish, marked, start, stop
 from tasks import BUCKETS
 from training import Runs, assert_same_state, says
-from utils.checkpoint.format import step_path
+from utils.checkpoint.format import step_checkpoint_path
 from utils.files import replace_file
 
 FLAGS = "--batch_size 4 --log_interval 5 --backend gloo --no-use_amp --record_samples".split() + BUCKETS
@@ -48,7 +48,7 @@ TASK.__enter__()
 RANK, STEP = int(os.environ.get('RANK', 0)), 0
 RUN = Path(sys.argv[sys.argv.index('--run_dir') + 1])
 PLACE = Path(FOLDER, f'place-{{RUN.name}}-{{RANK}}')
-plain_begin, enter_phase, plain_loss = PhaseClock.begin_step, PhaseClock.enter, train.your_model.compute_loss
+plain_begin, enter_phase, plain_loss = PhaseClock.begin_step, PhaseClock.enter_phase, train.your_model.compute_loss
 
 def show(clock):
     new = f'{{PLACE}}.{{os.getpid()}}.new'  # two jobs may have this folder
@@ -75,7 +75,7 @@ def compute_loss(net, batch):
     before_loss(net)
     return plain_loss(net, batch)
 
-PhaseClock.begin_step, PhaseClock.enter, train.your_model.compute_loss = begin_step, enter, compute_loss
+PhaseClock.begin_step, PhaseClock.enter_phase, train.your_model.compute_loss = begin_step, enter, compute_loss
 """
 
 
@@ -195,7 +195,7 @@ class Job:
         return marked(self.program)
 
     def checkpoint(self, step: int) -> Path:
-        return step_path(self.folder / "checkpoints", step)
+        return step_checkpoint_path(self.folder / "checkpoints", step)
 
     def text(self) -> str:
         """The output so far."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from drill import HOST, LOOKED, NO_SHARED_STORE, Drill, Job, fault
 from ranks import ROOT
 from training import says
-from utils.extras.watch.heartbeat import process_state
-from utils.extras.watch.watchdog import LEAST_LIMIT
+from utils.extras.watch.heartbeat import read_process_state
+from utils.extras.watch.watchdog import MIN_REPORT_SECONDS
 
 STOPS = """
 import signal
@@ -70,7 +70,7 @@ def rank_stopped(drill: Drill, phase: str, rank: int) -> None:
     job.wait_for_step(15)
     (job.folder / f"stop-{rank}-{phase}").touch()
     pid = job.pid(rank)
-    job.wait_for(lambda: process_state(pid) == "T")
+    job.wait_for(lambda: read_process_state(pid) == "T")
     began = time.monotonic()
     report = job.wait_for(lambda: next(job.folder.glob("hang-*.txt"), None))
     job.wait_for(lambda: report.read_text().endswith("\n"))
@@ -81,7 +81,7 @@ def rank_stopped(drill: Drill, phase: str, rank: int) -> None:
     heads = [f"--- rank {number} on {socket.gethostname()}" for number in range(2)]
     assert [line for line in stacks if line.startswith("--- rank")] == heads
     assert stacks.count("wrote no stack") == 1 and stacks[stacks.index("wrote no stack") - 1] == heads[rank], stacks
-    assert took < LEAST_LIMIT + 15  # 4 s on a quiet machine
+    assert took < MIN_REPORT_SECONDS + 15  # 4 s on a quiet machine
     os.kill(pid, signal.SIGCONT)
     ended = drill.has_completed(job, 90)
     assert len(list(job.folder.glob("hang-*.txt"))) == ended.text.count("no progress for") == 1, ended.text
@@ -119,7 +119,7 @@ STOPPED_AT_THE_START = rf"rank 1 on {HOST} was stopped, killed or cut off, last 
 
 def stopped_at_the_start(drill: Drill, *flags: object) -> Job:
     job = drill.start(2, *RUN, *flags, code=STOPS_AT_THE_START)
-    job.wait_for(lambda: job.place(1) and process_state(job.place(1).pid) == "T")
+    job.wait_for(lambda: job.place(1) and read_process_state(job.place(1).pid) == "T")
     return job
 
 
@@ -156,7 +156,7 @@ def rank_stopped_without_a_run(drill: Drill, program: str) -> None:
     drill.fork(2, *RUN)
     with drill.unchanged(*LOOKED, "hang-"):
         job = drill.start(2, *RUN, "--eval_only", "--hang_timeout", 4, code=STOPS_AT_THE_START + program)
-        pid = job.wait_for(lambda: next((pid for pid in job.members() if process_state(pid) == "T"), 0))
+        pid = job.wait_for(lambda: next((pid for pid in job.members() if read_process_state(pid) == "T"), 0))
         job.wait_for(lambda: "hang_timeout=4" in job.text())
         os.kill(pid, signal.SIGKILL)  # the launcher would wait for 30 s
         pattern = rf"no progress for \d+ s: {STOPPED_AT_THE_START} \(hang_timeout=4\)"

@@ -6,7 +6,7 @@ import re
 
 from drill import HOST, Drill, fault
 from training import says
-from utils.report.reporter import READ_AFTER
+from utils.report.reporter import STEPS_BEFORE_READ
 
 RUN = "--dataset_size 120 --epochs 1 --num_workers 1".split()  # 15 steps of two ranks
 RUN += ["--ema_decay", "0.9"]
@@ -106,7 +106,7 @@ def nan_for_good(drill: Drill) -> None:
     match = re.search(r"the last (\d+) optimizer steps, up to step (\d+),", drill.json("status.json")["error"])
     skipped, step = map(int, match.groups())
     assert skipped == step - 6 and 10 <= step < 15  # log_interval
-    assert step <= max(drill.runs.samples("run")) <= step + READ_AFTER
+    assert step <= max(drill.runs.samples("run")) <= step + STEPS_BEFORE_READ
 
 
 # ---- a flipped bit in a rank's memory ----

@@ -9,9 +9,11 @@ from processes import RUN
 from training import says
 
 ELSEWHERE = "import socket\nsocket.gethostname = lambda: 'elsewhere'\n"
-REBOOTED = (
-    "from utils.run import run_lock\nrun_lock.BOOT = RUN.with_name('boot')\nrun_lock.BOOT.write_text('another')\n"
-)
+REBOOTED = """
+from utils.run import run_lock
+run_lock.BOOT_ID_FILE = RUN.with_name("boot")
+run_lock.BOOT_ID_FILE.write_text("another")
+"""
 NO_LOCKS = "import fcntl\nfcntl.lockf = lambda *args: None\n"  # as on storage where locks do not work across hosts
 
 

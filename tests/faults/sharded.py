@@ -18,13 +18,13 @@ from tasks import train_task
 from training import says
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.extras.sharding.shards import part_name
+from utils.extras.sharding.folder_format import shard_file_name
 
 ZERO3 = [*RUN, "--sharding", "zero3"]
 KILLED = """
 import signal
 from utils.checkpoint import archive
-from utils.extras.sharding import layout as layouts
+from utils.extras.sharding import folder_layout as layouts
 def kill_at(name, place, rank):
     owner = {'write': archive, 'replace_folder': layouts}[name]
     plain = getattr(owner, name)
@@ -40,14 +40,14 @@ def kill_at(name, place, rank):
 """
 STALLED = """
 from utils.checkpoint import archive
-plain_write = archive.write
+plain_write = archive.write_archive
 def write(path, payload, before_rename=None, tick=lambda: None):
     for number in range(WRITES if RANK == 1 and 'step_00000020' in str(path) else 0):
         if number < 24:
             tick()
         time.sleep(0.5)
     return plain_write(path, payload, before_rename, tick)
-archive.write = write
+archive.write_archive = write
 """
 
 
@@ -56,29 +56,29 @@ def stopped_at_30(drill: Drill) -> Path:
     words = [*FLAGS, "--run_dir", drill.folder / "run", *ZERO3]
     run_ranks(2, train_task, "images", words, torch.float32, [29], False)
     folder = drill.folder / "run/checkpoints"
-    assert [path.name for path in checkpoint.step_checkpoints(folder)] == [
+    assert [path.name for path in checkpoint.list_step_checkpoints(folder)] == [
         f"step_000000{step}" for step in (10, 20, 30)
     ]
     return folder
 
 
 def without_a_shard(last: Path) -> None:
-    (last / part_name(1)).unlink()
+    (last / shard_file_name(1)).unlink()
 
 
 def with_a_short_shard(last: Path) -> None:
-    cut(last / part_name(0))
+    cut(last / shard_file_name(0))
 
 
 def with_a_shard_of_another_step(last: Path) -> None:
-    shutil.copy(last.with_name("step_00000020") / part_name(1), last)
+    shutil.copy(last.with_name("step_00000020") / shard_file_name(1), last)
 
 
 def with_another_shard(last: Path) -> None:
     """Of the same step and with a valid checksum, but not of this run's seed."""
-    payload = archive.load(last / part_name(1), "")
+    payload = archive.load_weights_only(last / shard_file_name(1), "")
     payload["config"]["seed"] += 1
-    archive.write(last / part_name(1), payload)
+    archive.write_archive(last / shard_file_name(1), payload)
 
 
 def without_a_manifest(last: Path) -> None:
@@ -92,10 +92,10 @@ def under_another_name(last: Path) -> None:
 
 def with_a_malicious_part(last: Path) -> None:
     """With correct checksums; it touches a file when it is unpickled."""
-    payload = archive.load(last / part_name(1), "")
+    payload = archive.load_weights_only(last / shard_file_name(1), "")
     payload["model"] = Call(os.system, f"touch {last.parent}/marker")
     manifest = json.loads((last / "manifest.json").read_text())
-    manifest["files"][part_name(1)] = archive.write(last / part_name(1), payload)
+    manifest["files"][shard_file_name(1)] = archive.write_archive(last / shard_file_name(1), payload)
     (last / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -140,7 +140,7 @@ def malicious(drill: Drill) -> None:
 def killed(drill: Drill, function: str, place: str, rank: int, step: int) -> None:
     job = drill.start(2, *ZERO3, code=f"{KILLED}\nkill_at({function!r}, {place!r}, {rank})")
     drill.fails(job, rf"rank {rank} on {HOST} was killed or cut off", rank=rank)
-    names = [path.name for path in checkpoint.step_checkpoints(job.folder / "checkpoints")]
+    names = [path.name for path in checkpoint.list_step_checkpoints(job.folder / "checkpoints")]
     assert names[-1] == f"step_000000{step}"
     drill.resumes(2, *ZERO3)
 

@@ -97,7 +97,7 @@ def terminated_while_a_command_hangs(drill: Drill) -> None:  # extra: companions
     program.write_text(
         "import sys\nfrom scripts.companions import on_checkpoint as it\n"
         "it.SECONDS_TO_FINISH_AFTER_STOP = it.SECONDS_TO_TERMINATE = 0.5\n"
-        "sys.exit(it.follow(it.OnCheckpoint(it.read_plan())))\n"
+        "sys.exit(it.follow_run(it.CheckpointCommand(it.read_plan())))\n"
     )
     code = "from utils.extras.companions import programs\n"
     code += f"programs.PROGRAMS = __import__('pathlib').Path({str(drill.folder)!r})\n"

@@ -29,7 +29,7 @@ def create_model(config, device):
 train.your_model.create_model = create_model
 """  # checkpoints of 8 MB, so that all other files can still fit
 # 1.5 s instead of ten minutes
-GIVES_UP = f"{LARGE}\nfrom utils.run import checkpoints\ncheckpoints.SECONDS_WITHOUT_SAVE = 1.5\n"
+GIVES_UP = f"{LARGE}\nfrom utils.run import checkpoints\ncheckpoints.SECONDS_UNTIL_WRITE_FAILS = 1.5\n"
 SPACE = r"it needs 8\.0 MB, [\d,.]+ MB are free; make room or repair the storage"
 NO_INODES = "no inodes are free, so the file system can hold no more files; delete some"
 FOR_GOOD = r" \(no checkpoint could be written for 0 min, so training ends\)"
@@ -141,7 +141,7 @@ def records_on_a_full_disk(drill: Drill) -> None:
     assert shown == sorted({*shown} & {*steps}) and {*range(1, 14), *range(62, 101)} <= {*shown}
     assert drill.json("status.json")["state"] == "completed"
     (attempt,) = attempts_in(job.folder)
-    assert abs(sum(drill.json("summary.json")["time"].values()) - (attempt.until - attempt.started_at)) < 1
+    assert abs(sum(drill.json("summary.json")["time"].values()) - (attempt.ended_at - attempt.started_at)) < 1
     drill.is_whole(2, *flags, code=LARGE)
 
 
@@ -179,7 +179,7 @@ def flush_fails(drill: Drill, number: int, whole: list[int]) -> None:
 # a write without progress: seconds instead of a minute and of 20 s
 STALLS = """
 from utils.run import checkpoints
-checkpoints.SECONDS_TO_WARN, checkpoints.SECONDS_AFTER_STOP, checkpoints.SECONDS_WITHOUT_SAVE = 2.0, 3.0, {}
+checkpoints.SECONDS_TO_WARN, checkpoints.SECONDS_AFTER_STOP, checkpoints.SECONDS_UNTIL_WRITE_FAILS = 2.0, 3.0, {}
 """
 # the thread waits in a system call, in the middle of the file of step 20
 HANGS = """

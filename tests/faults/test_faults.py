@@ -8,7 +8,7 @@ import pytest
 
 from drill import FAULTS, Drill
 from ranks import ROOT
-from utils.settings.deleted_extras import deleted_extras
+from utils.settings.deleted_extras import read_deleted_extras
 
 for path in sorted(Path(__file__).parent.glob("*.py")):
     if path.stem not in ("drill", "test_faults"):
@@ -43,4 +43,4 @@ def test_the_table_of_the_docs_has_a_row_for_each_fault_and_each_group_a_default
         (fault.group, fault.kind, "yes" if fault.is_default else "") for fault in FAULTS
     )
     defaults = {fault.group for fault in FAULTS if fault.is_default}
-    assert deleted_extras() or defaults == {fault.group for fault in FAULTS}
+    assert read_deleted_extras() or defaults == {fault.group for fault in FAULTS}

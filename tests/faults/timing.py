@@ -35,12 +35,12 @@ Images.__getitems__ = stalling
 """
 SLOW_SAVE = """
 from utils.checkpoint import archive
-plain_write = archive.write
+plain_write = archive.write_archive
 def slow_write(*args, **options):
     if not (RUN / 'began').exists():
         hold_up(20)
     return plain_write(*args, **options)
-archive.write = slow_write
+archive.write_archive = slow_write
 """
 RECOMPILE = """
 def before_loss(net):
@@ -109,7 +109,7 @@ def clock_jumps(drill: Drill, seconds: int) -> None:
     drill.completes(2, *RUN, "--max_time", 30, code=jump)
     assert [event["step"] for event in drill.events("checkpoint")] == [15, 30]  # none because of the time
     summary, (attempt,) = drill.json("summary.json"), attempts_in(drill.folder / "run")
-    assert 0.5 < summary["wall_s"] < 60 and 0.5 < attempt.until - attempt.started_at < 60
+    assert 0.5 < summary["wall_s"] < 60 and 0.5 < attempt.ended_at - attempt.started_at < 60
     assert sum(summary["time"].values()) < 60 and list((drill.folder / "run").glob("hang-*")) == []
     drill.is_whole(2, *RUN)
 

@@ -50,7 +50,7 @@ def payload_of(state: TrainState, step: int) -> dict[str, Any]:
     """The content of a checkpoint after one more optimizer step, numbered `step`."""
     state.schedule.total_steps = 100
     loss = state.model(torch.randn(4, 300)).square().mean()
-    state.sums.add({"loss": (loss, 4)}, MICRO_BATCH)
+    state.step_sums.add({"loss": (loss, 4)}, MICRO_BATCH)
     loss.backward()
     state.update_if_finite(SAMPLES)
     state.progress.step = step

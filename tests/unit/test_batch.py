@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torchvision import tv_tensors
 from torchvision.models.detection.image_list import ImageList
 
-from utils.batch import map_leaves, map_tensors, tensors_in
+from utils.batch import list_tensors, map_leaves, map_tensors
 from utils.data.transfer import pin_batch, to_device
 from utils.data.worker import CollatedMicroBatch, Fetcher
 
@@ -238,14 +238,14 @@ BATCHES = {
 @pytest.mark.parametrize("kind", BATCHES)
 def test_every_tensor_of_a_nested_batch_goes_to_the_device(kind):
     batch = BATCHES[kind]()
-    assert [tensor.sum().item() for tensor in tensors_in(batch)] == [0, 1]
+    assert [tensor.sum().item() for tensor in list_tensors(batch)] == [0, 1]
     moved = to_device(batch, META)
     assert isinstance(moved, dict if isinstance(batch, MappingProxyType) else type(batch))
-    assert [tensor.device.type for tensor in tensors_in(moved)] == ["meta", "meta"]
-    assert [tensor.device.type for tensor in tensors_in(batch)] == ["cpu", "cpu"]  # is unchanged
+    assert [tensor.device.type for tensor in list_tensors(moved)] == ["meta", "meta"]
+    assert [tensor.device.type for tensor in list_tensors(batch)] == ["cpu", "cpu"]  # is unchanged
     changed = map_tensors(torch.neg, batch)
-    assert type(changed) is type(moved) and [tensor.sum().item() for tensor in tensors_in(changed)] == [0, -1]
-    assert [tensor.sum().item() for tensor in tensors_in(batch)] == [0, 1]
+    assert type(changed) is type(moved) and [tensor.sum().item() for tensor in list_tensors(changed)] == [0, -1]
+    assert [tensor.sum().item() for tensor in list_tensors(batch)] == [0, 1]
 
 
 def test_the_other_attributes_of_an_object_are_kept():
@@ -300,7 +300,7 @@ def test_a_packed_sequence_keeps_its_sizes_on_the_cpu(is_sorted):
     assert moved.batch_sizes.tolist() == [3, 2, 1] and (moved.unsorted_indices is None) == is_sorted
     copied = map_tensors(torch.clone, packed)
     assert type(copied) is PackedSequence and torch.equal(copied.data, packed.data)
-    assert tensors_in(packed)[0] is packed.data
+    assert list_tensors(packed)[0] is packed.data
 
 
 @pytest.mark.parametrize("kind", BATCHES)
@@ -313,8 +313,8 @@ def test_every_tensor_is_pinned_once_also_by_the_loader(kind, monkeypatch):
     loaded = torch.utils.data._utils.pin_memory.pin_memory(item)
     for result in (pin_batch(batch), loaded[1]):
         expected = [20, 1] if isinstance(batch, Custom) else [20, 11]  # whose own method pins one of them
-        assert [tensor.sum().item() for tensor in tensors_in(result)] == expected
-    assert [tensor.sum().item() for tensor in tensors_in(batch)] == [0, 1]
+        assert [tensor.sum().item() for tensor in list_tensors(result)] == expected
+    assert [tensor.sum().item() for tensor in list_tensors(batch)] == [0, 1]
 
 
 def test_an_object_on_the_device_is_not_pinned():
@@ -329,7 +329,7 @@ def test_other_values_are_kept(leaf):
     assert seen == [leaf] and map_tensors(torch.neg, [leaf])[0] is leaf and to_device((leaf,), META)[0] is leaf
 
 
-@pytest.mark.parametrize("function", [lambda batch: to_device(batch, META), pin_batch, tensors_in])
+@pytest.mark.parametrize("function", [lambda batch: to_device(batch, META), pin_batch, list_tensors])
 def test_a_batch_is_freed_without_waiting_for_a_collection(function):
     """On a GPU it would hold the memory of many batches."""
     tensor = torch.ones(3)

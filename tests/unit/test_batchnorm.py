@@ -7,7 +7,7 @@ from torch import nn
 from config import TrainingConfig
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
 from utils.data.sampler import Assignment, GlobalBatchSampler
-from utils.report.terminal import _batchnorm_line
+from utils.report.terminal import _format_batchnorm_line
 from utils.settings.errors import UserError
 from utils.training.batchnorm import RunningStats, check_sync_batchnorm
 
@@ -84,7 +84,7 @@ def test_the_banner_has_the_momentum_with_the_memory_of_torch(momenta, frozen, u
         model[1 + number].eval()
     stats.begin_epoch()
     begin = "running statistics move once per optimizer step, not per micro-batch; "
-    assert _batchnorm_line(stats.momenta, updates) == (begin + line if line else "")
+    assert _format_batchnorm_line(stats.momenta, updates) == (begin + line if line else "")
 
 
 @pytest.mark.parametrize(("momentum", "updates"), [(0.1, 4), (0.01, 3), (0.5, 2)])

@@ -12,15 +12,15 @@ import utils.files
 from config import TrainingConfig
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.extras.exact.reduction import ORDER  # extra: exact
-from utils.files import TEMPORARY, replace_file, replace_json
+from utils.extras.exact.reduction import SUM_ORDER  # extra: exact
+from utils.files import TEMPORARY_SUFFIX, replace_file, replace_json
 from utils.run.resume import compare_best, compare_checkpoint, compare_data, compare_listings
 from utils.settings.errors import StartError, UserError
-from utils.settings.removed import REMOVED
+from utils.settings.removed import REMOVED_SETTINGS
 
 
 def payload(step=10, **changes):
-    empty = {key: {} for key in archive.KEYS}
+    empty = {key: {} for key in archive.PAYLOAD_KEYS}
     return empty | {
         "model": {"weight": torch.randn(50, 20)},
         "progress": {"step": step},
@@ -32,7 +32,7 @@ def payload(step=10, **changes):
 def origin(identity="abc", size=64, threads=1, content="1", sketches=()):
     data = {"identity": identity, "content": content, "sketches": list(sketches)}
     data |= {"global_batch_size": size, "cpu_threads": threads}
-    data["exact_sums"] = ORDER  # extra: exact
+    data["exact_sums"] = SUM_ORDER  # extra: exact
     return data
 
 
@@ -44,13 +44,13 @@ def flip(path: Path, position: int) -> None:
 
 @pytest.mark.guarantee("all-damaged")
 def test_a_folder_of_invalid_checkpoints_is_an_error_and_an_empty_folder_is_not(tmp_path):
-    assert checkpoint.latest_valid(tmp_path) == (None, [])
-    archive.write(checkpoint.step_path(tmp_path, 1), payload(1))
-    flip(checkpoint.step_path(tmp_path, 1), 500)
+    assert checkpoint.find_latest_valid(tmp_path) == (None, [])
+    archive.write_archive(checkpoint.step_checkpoint_path(tmp_path, 1), payload(1))
+    flip(checkpoint.step_checkpoint_path(tmp_path, 1), 500)
     with pytest.raises(
         UserError, match="has no valid checkpoint; give one with --resume_from, or start over with --ov"
     ):
-        checkpoint.latest_valid(tmp_path)
+        checkpoint.find_latest_valid(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -64,33 +64,33 @@ def test_a_checkpoint_that_storage_fails_to_read_is_not_taken_for_damaged(tmp_pa
     def fail(*args):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    path = checkpoint.step_path(tmp_path, 1)
+    path = checkpoint.step_checkpoint_path(tmp_path, 1)
     if is_folder:
         (path.with_suffix("")).mkdir()
-        (path.with_suffix("") / archive.MANIFEST).touch()
+        (path.with_suffix("") / archive.MANIFEST_FILE).touch()
         monkeypatch.setattr(Path, "read_bytes", fail)
     else:
-        archive.write(path, payload(1))
+        archive.write_archive(path, payload(1))
         monkeypatch.setattr(archive, "read_trailer", fail)
     monkeypatch.setattr(utils.files, "SECONDS_BETWEEN_TRIES", 0)
     with pytest.raises(StartError, match=r"cannot be read in three tries .*; repair the storage and start again, or"):
-        checkpoint.latest_valid(tmp_path)
+        checkpoint.find_latest_valid(tmp_path)
 
 
 @pytest.mark.guarantee("keep-last")
 def test_the_latest_checkpoints_are_kept_by_step_not_by_name(tmp_path):
     for step in (99_999_999, 100_000_000, 5):
-        checkpoint.step_path(tmp_path, step).touch()
+        checkpoint.step_checkpoint_path(tmp_path, step).touch()
     (tmp_path / "best.pt").touch()
-    checkpoint.prune(tmp_path, keep_last=2)
+    checkpoint.prune_checkpoints(tmp_path, keep_last=2)
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "step_100000000.pt", "step_99999999.pt"]
 
 
 def test_one_checkpoint_of_every_so_many_steps_is_kept(tmp_path):
     for step in range(4, 64, 4):
-        checkpoint.step_path(tmp_path, step).touch()
-        checkpoint.prune(tmp_path, keep_last=2, keep_every=10)
-    kept = [int(path.stem[-8:]) for path in checkpoint.step_checkpoints(tmp_path)]
+        checkpoint.step_checkpoint_path(tmp_path, step).touch()
+        checkpoint.prune_checkpoints(tmp_path, keep_last=2, keep_every=10)
+    kept = [int(path.stem[-8:]) for path in checkpoint.list_step_checkpoints(tmp_path)]
     assert kept == [4, 12, 20, 32, 40, 52, 56, 60]
 
 
@@ -107,7 +107,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_partial_file(tmp_path):
         replace_file(path, fail)
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
     replace_json(path, {"a": None})
-    assert path.read_text() == '{\n  "a": null\n}\n' and not list(tmp_path.glob(f"*{TEMPORARY}"))
+    assert path.read_text() == '{\n  "a": null\n}\n' and not list(tmp_path.glob(f"*{TEMPORARY_SUFFIX}"))
 
 
 @pytest.mark.guarantee("whole-file")
@@ -120,7 +120,7 @@ def test_writers_of_one_file_never_share_a_temporary_file(tmp_path):
 
 @pytest.mark.guarantee("plain-load")
 def test_weights_come_from_a_checkpoint_or_a_bare_state_dict(tmp_path):
-    archive.write(tmp_path / "c.pt", payload())
+    archive.write_archive(tmp_path / "c.pt", payload())
     torch.save({"weight": torch.ones(3)}, tmp_path / "bare.pt")
     assert checkpoint.load_weights(tmp_path / "c.pt")["weight"].shape == (50, 20)
     assert checkpoint.load_weights(tmp_path / "bare.pt")["weight"].shape == (3,)
@@ -233,16 +233,16 @@ def test_a_field_that_this_fork_has_deleted_counts_if_it_is_not_at_its_default(r
 
 
 @pytest.mark.guarantee("changed-settings")
-@pytest.mark.parametrize("name", REMOVED)
+@pytest.mark.parametrize("name", REMOVED_SETTINGS)
 def test_a_removed_setting_of_a_checkpoint_is_ignored_at_its_default_and_said_otherwise(name):
-    default, needed = REMOVED[name].default, REMOVED[name].needs
+    default, needed = REMOVED_SETTINGS[name].default, REMOVED_SETTINGS[name].required_setting
     saved = payload(**({needed: 9} if needed else {}))
     current = TrainingConfig.from_args([], saved["config"])
     saved["config"][name] = default
     saved["provenance"]["fields"] = {name: [default, "free"]}
     assert compare_checkpoint(saved, current, origin()) == []
     saved["config"][name] = default + 5
-    answer = f"{needed} is used." if needed else REMOVED[name].instead
+    answer = f"{needed} is used." if needed else REMOVED_SETTINGS[name].replacement
     message = f"{name}={default + 5} of the checkpoint is ignored, since {name} was removed. {answer}"
     assert compare_checkpoint(saved, current, origin()) == [message]
     if needed:

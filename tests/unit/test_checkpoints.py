@@ -21,7 +21,7 @@ from utils.checkpoint import format as checkpoint
 from utils.checkpoint.layouts import FileLayout
 from utils.checkpoint.pinned_buffers import PinnedBuffers
 from utils.files import AppendOnlyFile, read_records
-from utils.rng import find_diverged
+from utils.rng import find_diverged_ranks
 from utils.run import async_snapshot
 from utils.run.async_snapshot import AsyncSnapshot
 from utils.run.checkpoints import Checkpoints
@@ -41,7 +41,7 @@ def write(path, written, before_rename=lambda: None):
 def test_a_copy_is_in_memory_that_is_used_again_and_its_file_holds_the_state(tmp_path):
     memory, places = PinnedBuffers(), set()
     for step in (10, 20, 30):
-        written, path = state(step), checkpoint.step_path(tmp_path, step)
+        written, path = state(step), checkpoint.step_checkpoint_path(tmp_path, step)
         copied, pairs = memory.allocate_copy(written)
         for place, tensor in pairs:
             place.copy_(tensor)
@@ -50,7 +50,7 @@ def test_a_copy_is_in_memory_that_is_used_again_and_its_file_holds_the_state(tmp
         for _, tensor in pairs:
             tensor.zero_()
         write(path, copied)
-        loaded = checkpoint.read(path)[0]
+        loaded = checkpoint.read_checkpoint(path)[0]
         assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in before.items())
         assert loaded["model"]["conv"].stride() == before["conv"].stride() and loaded["ema"]["counter"] == step
         assert loaded["ema"]["nothing"].shape == (0, 3) and loaded["config"] == written["config"]
@@ -81,7 +81,7 @@ def test_the_thread_that_copies_first_takes_the_device_of_its_rank(monkeypatch):
     """A new thread is on GPU 0, where each rank would open a context of its own."""
     calls, stream = [], mock.MagicMock()
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: calls.append(device))
-    monkeypatch.setattr(async_snapshot, "_copy_all", lambda pairs: calls.append("copy"))
+    monkeypatch.setattr(async_snapshot, "_copy_tensors", lambda pairs: calls.append("copy"))
     monkeypatch.setattr(async_snapshot, "fingerprint_weights", lambda state: calls.append("read") or 7)
     stream.__enter__.side_effect = lambda: calls.append("stream")
     of_rank_3 = SimpleNamespace(_stream=stream, _ctx=SimpleNamespace(device="cuda:3", is_main=False), _state=None)
@@ -150,7 +150,7 @@ def test_the_memory_for_checkpoints_is_allocated_before_the_first_step(runs, opt
 
 @pytest.mark.guarantee("disk")
 def test_a_checkpoint_that_cannot_be_written_is_an_error_with_the_free_space(tmp_path):
-    path, written = checkpoint.step_path(tmp_path / "checkpoints", 10), state(10)
+    path, written = checkpoint.step_checkpoint_path(tmp_path / "checkpoints", 10), state(10)
     with pytest.raises(OSError, match=r"00010.pt: cannot be written \(No such file .*\); it needs 0.0 MB, its folder"):
         write(path, written)
     (tmp_path / "lock.json").touch()  # the run's folder is there: the folder of checkpoints was deleted
@@ -171,15 +171,15 @@ def test_nothing_appears_in_a_run_that_another_job_has_taken_over(tmp_path):
         raise TrainingError("another job")
 
     with pytest.raises(TrainingError, match="another job"):
-        write(checkpoint.step_path(tmp_path, 10), state(10), taken)
+        write(checkpoint.step_checkpoint_path(tmp_path, 10), state(10), taken)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.guarantee("stalled-write")
 def test_blocks_of_a_write_are_counted_and_hashed(tmp_path):
     ticks, big = [], payload(10) | {"model": {"weight": torch.randn(5_000_000)}}
-    digest = archive.write(tmp_path / "a.pt", big, on_progress=lambda: ticks.append(1))
-    assert len(ticks) > 5 and checkpoint.verify(tmp_path / "a.pt") == (10, digest)
+    digest = archive.write_archive(tmp_path / "a.pt", big, on_progress=lambda: ticks.append(1))
+    assert len(ticks) > 5 and checkpoint.verify_checkpoint(tmp_path / "a.pt") == (10, digest)
 
 
 @pytest.mark.guarantee("divergence")
@@ -187,7 +187,7 @@ def test_blocks_of_a_write_are_counted_and_hashed(tmp_path):
     ("digests", "ranks"), [([5, 5, 5, 5], []), ([5, 5, 6, 5], [2]), ([5, 6], [1]), ([6, 5, 5, 5], [0])]
 )
 def test_ranks_whose_weights_differ_from_the_majority_are_named(digests, ranks):
-    assert find_diverged(digests) == ranks
+    assert find_diverged_ranks(digests) == ranks
 
 
 @pytest.mark.guarantee("disk")

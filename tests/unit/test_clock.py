@@ -17,17 +17,17 @@ class Device:
 
     def step(self, clock, number):
         clock.begin_step(number)
-        clock.enter("forward")
+        clock.enter_phase("forward")
         self.done = max(self.done, self.host) + 1.0
-        clock.enter("backward")
+        clock.enter_phase("backward")
         self.done += 2.0
-        clock.enter("update")
+        clock.enter_phase("update")
         self.host += 1.0
 
     def evaluate(self, clock):
         """It ends with a read, for which the host waits."""
         clock.pause_steps()
-        clock.enter("evaluation")
+        clock.enter_phase("evaluation")
         self.host = self.done = max(self.done, self.host) + 100.0
 
     def event(self, enable_timing):
@@ -63,11 +63,11 @@ def test_without_an_accelerator_the_seconds_are_those_of_the_host():
         for number in range(1, 5):
             clock.begin_step(number)
             for phase, seconds in (("data", 2.0), ("forward", 3.0), ("backward", 4.0), ("update", 5.0)):
-                clock.enter(phase)
+                clock.enter_phase(phase)
                 now[0] += seconds
             if number % 2 == 0:
                 intervals.append(clock.take_step_times())
             if number == 3:
-                clock.enter("evaluation")
+                clock.enter_phase("evaluation")
                 now[0] += 100.0
         assert [interval() for interval in intervals] == [(28.0, 4.0, 6.0)] * 2

@@ -9,8 +9,8 @@ import tomllib
 import pytest
 
 import config as config_module
-from config import SETTINGS, TrainingConfig, trains_longer, yours
-from utils.settings.deleted_extras import deleted_extras
+from config import SETTINGS, TrainingConfig, can_train_longer, yours
+from utils.settings.deleted_extras import read_deleted_extras
 from utils.settings.errors import UserError
 
 PUBLISHED = [
@@ -174,7 +174,7 @@ CONFLICTS = [(setting.name, conflict) for setting in SETTINGS for conflict in se
 @pytest.mark.parametrize(("declared_with", "conflict"), CONFLICTS)
 def test_a_conflict_names_settings_and_ends_with_a_fix(declared_with, conflict):
     names = {setting.name for setting in SETTINGS}
-    names |= {name for settings in deleted_extras().values() for name in settings}
+    names |= {name for settings in read_deleted_extras().values() for name in settings}
     assert (conflict.subject or declared_with) in names
     assert callable(conflict.other) or conflict.other in names
     assert "; " in conflict.problem.format_map(vars(TrainingConfig()) | {"found": "x; y"})
@@ -280,7 +280,7 @@ def test_a_secret_that_a_run_did_not_store_is_refused_in_what_is_given_and_not_i
 def test_defaults_of_deleted_extras_in_a_file_are_left_out(tmp_path, monkeypatch):
     pytest.importorskip("yaml")
     gone = {"mine": {"a": 0.0, "b": False, "c": "0.08,1", "d": 1, "lr": 0.5}}  # the fork has an lr of its own
-    monkeypatch.setattr("utils.settings.files.deleted_extras", lambda: gone)
+    monkeypatch.setattr("utils.settings.files.read_deleted_extras", lambda: gone)
     (tmp_path / "a.yaml").write_text("a: 0\nb: no\nc: '0.08,1'\nd: 1\nlr: 0.5\n")
     (tmp_path / "a.toml").write_text("a = 0\nb = false\nc = '0.08,1'\nd = 1\nlr = 0.5\n")
     for name in ("a.yaml", "a.toml"):
@@ -470,8 +470,8 @@ def test_defaults_follow_the_optimizer_and_max_steps(flags, lr, weight_decay, ep
 def test_a_completed_run_continues_if_it_is_asked_for_more():
     done = of("--max_steps 7").to_dict()
     for flags, expected in {"--max_steps 7": False, "--max_steps 8": True, "--epochs 1": True}.items():
-        assert trains_longer(vars(of(flags)), done) == expected
-    assert not trains_longer(vars(of("--epochs 99")), {})
+        assert can_train_longer(vars(of(flags)), done) == expected
+    assert not can_train_longer(vars(of("--epochs 99")), {})
 
 
 def test_a_field_of_a_fork_must_match_on_resume_unless_it_says_otherwise():

@@ -44,10 +44,10 @@ def test_a_task_of_a_slurm_step_is_a_rank(monkeypatch):
     launch = launched(monkeypatch)
     assert (launch.rank, launch.local_rank, launch.world_size) == (5, 1, 8)
     assert launch.is_launched and not launch.is_under_torchrun
-    assert launch.id == "slurm-here-1234.0"  # also after a requeue
-    assert launched(monkeypatch, STEP_ID="1").id == "slurm-here-1234.1"
+    assert launch.launch_id == "slurm-here-1234.0"  # also after a requeue
+    assert launched(monkeypatch, STEP_ID="1").launch_id == "slurm-here-1234.1"
     monkeypatch.setenv("LAUNCH_ID", "mine")
-    assert read_launch().id == "mine"
+    assert read_launch().launch_id == "mine"
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_a_task_of_a_slurm_step_is_a_rank(monkeypatch):
     ],
 )
 def test_the_rendezvous_is_on_the_first_node_of_the_step(monkeypatch, nodes, first):
-    assert launched(monkeypatch, STEP_NODELIST=nodes).address.rsplit(":", 1)[0] == f"tcp://{first}"
+    assert launched(monkeypatch, STEP_NODELIST=nodes).srun_address.rsplit(":", 1)[0] == f"tcp://{first}"
 
 
 def test_each_step_of_each_job_has_its_own_port(monkeypatch):
     steps = [{"JOB_ID": str(job), "STEP_ID": str(step)} for job in range(995, 1005) for step in range(5)]
-    ports = {int(launched(monkeypatch, **variables).address.split(":")[-1]) for variables in steps}
+    ports = {int(launched(monkeypatch, **variables).srun_address.split(":")[-1]) for variables in steps}
     assert len(ports) == 50 and all(20000 <= port < 30000 for port in ports)
 
 
@@ -82,7 +82,7 @@ def test_each_step_of_each_job_has_its_own_port(monkeypatch):
 )
 def test_a_process_that_is_not_one_of_several_tasks_runs_alone(monkeypatch, changed):
     launch = launched(monkeypatch, **changed)
-    assert (launch.rank, launch.world_size, launch.is_launched, launch.address) == (0, 1, False, "")
+    assert (launch.rank, launch.world_size, launch.is_launched, launch.srun_address) == (0, 1, False, "")
 
 
 def test_a_task_that_sees_one_gpu_uses_it(monkeypatch):
@@ -96,7 +96,7 @@ def test_torchruns_variables_take_precedence_over_sruns(monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
     launch = launched(monkeypatch)
-    assert (launch.rank, launch.world_size, launch.is_under_torchrun, launch.address) == (0, 2, True, "")
+    assert (launch.rank, launch.world_size, launch.is_under_torchrun, launch.srun_address) == (0, 2, True, "")
 
 
 TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}

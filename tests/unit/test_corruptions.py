@@ -26,7 +26,7 @@ def files(tmp_path_factory):
     """Valid checkpoints of one run, by step, and one of a model with other shapes."""
     path, state, contents = tmp_path_factory.mktemp("valid") / "c.pt", small_state(), {}
     for name, saved, step in ((10, state, 10), (20, state, 20), (30, state, 30), ("other", small_state(8, seed=1), 7)):
-        archive.write(path, payload_of(saved, step))
+        archive.write_archive(path, payload_of(saved, step))
         contents[name] = path.read_bytes()
     return contents
 
@@ -113,23 +113,23 @@ def is_rejected(action, path):
 @pytest.mark.parametrize("count", [5, pytest.param(48, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_corrupt_checkpoint_is_loaded_and_the_previous_one_is_found(kind, count, files, tmp_path):
-    older, path = (checkpoint.step_path(tmp_path, step) for step in (10, 20))
+    older, path = (checkpoint.step_checkpoint_path(tmp_path, step) for step in (10, 20))
     older.write_bytes(files[10])
     path.write_bytes(files[20])
-    assert checkpoint.latest_valid(tmp_path) == (path, [])
-    ways = [checkpoint.verify, checkpoint.read, lambda path: load_checkpoint(path, CTX)]
+    assert checkpoint.find_latest_valid(tmp_path) == (path, [])
+    ways = [checkpoint.verify_checkpoint, checkpoint.read_checkpoint, lambda path: load_checkpoint(path, CTX)]
     if kind not in ("another step's", "a link"):  # valid weights of another step
         ways.append(checkpoint.load_weights)
     for number in range(count):
         corrupt(path, kind, random.Random(f"{kind} {number}"), files)
         assert all(is_rejected(way, path) for way in ways), number
-        latest, (reason,) = checkpoint.latest_valid(tmp_path)
-        assert latest == older == checkpoint.best_or_latest(tmp_path, prefers_best=False)[0] and str(path) in reason
+        latest, (reason,) = checkpoint.find_latest_valid(tmp_path)
+        assert latest == older == checkpoint.find_best_or_latest(tmp_path, prefer_best=False)[0] and str(path) in reason
 
 
 def test_a_valid_checkpoint_of_another_model_does_not_fit(tmp_path):
-    path = checkpoint.step_path(tmp_path, 20)
-    archive.write(path, payload_of(small_state(width=8, seed=1), 20))
+    path = checkpoint.step_checkpoint_path(tmp_path, 20)
+    archive.write_archive(path, payload_of(small_state(width=8, seed=1), 20))
     with pytest.raises(UserError, match="does not fit"):
         small_state().load_state_dict(load_checkpoint(path, CTX))
 
@@ -147,15 +147,15 @@ def zipped(payload, is_new=True):
 def test_no_malicious_file_runs_code_or_is_loaded(write, tmp_path):
     """Its checksum is correct."""
     honest, marker = payload_of(small_state(), 10), tmp_path / "marker"
-    path, weights = checkpoint.step_path(tmp_path, 10), tmp_path / "weights.pt"
+    path, weights = checkpoint.step_checkpoint_path(tmp_path, 10), tmp_path / "weights.pt"
     for bomb in (Call(os.system, f"touch {marker}"), Call(eval, f"open({str(marker)!r}, 'w')")):
         pickle.loads(pickle.dumps(bomb))
         marker.unlink()  # loading it by pickle does run code
         data = write(honest | {"model": bomb})
         weights.write_bytes(data)
         with mock.patch("torch.save", lambda payload, file, data=data: file.write(data)):
-            archive.write(path, honest)
-        ways = [checkpoint.read, lambda path: load_checkpoint(path, CTX), checkpoint.load_weights]
+            archive.write_archive(path, honest)
+        ways = [checkpoint.read_checkpoint, lambda path: load_checkpoint(path, CTX), checkpoint.load_weights]
         assert all(is_rejected(way, path) for way in ways) and is_rejected(checkpoint.load_weights, weights)
         assert not marker.exists()
 
@@ -165,7 +165,7 @@ def test_no_malicious_file_runs_code_or_is_loaded(write, tmp_path):
     [("progress", {"epoch": "10"}), ("model", {"0.weight": "x"}), ("optimizer", {"names": 5}), ("config", "text")],
 )
 def test_a_value_of_the_wrong_type_is_rejected(tmp_path, key, value):
-    payload, path = payload_of(small_state(), 10), checkpoint.step_path(tmp_path, 10)
-    archive.write(path, payload | {key: payload[key] | value if isinstance(value, dict) else value})
+    payload, path = payload_of(small_state(), 10), checkpoint.step_checkpoint_path(tmp_path, 10)
+    archive.write_archive(path, payload | {key: payload[key] | value if isinstance(value, dict) else value})
     with pytest.raises(UserError, match="; give "):
         small_state().load_state_dict(load_checkpoint(path, CTX))

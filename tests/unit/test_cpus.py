@@ -29,14 +29,14 @@ def cgroups(tmp_path, monkeypatch):
     """A function that writes the files and returns the CPUs of a machine with 64."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
     monkeypatch.setattr(cpus, "CGROUP_MOUNT", tmp_path / "cgroup")
-    monkeypatch.setattr(cpus, "OWN_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(cpus, "PROCESS_CGROUP_FILE", tmp_path / "own")
 
     def count(own, quotas):
         if own is not None:
             (tmp_path / "own").write_bytes(own.encode("latin-1"))
         for folder, quota in quotas.items():
             write(tmp_path / "cgroup", folder, quota)
-        return cpus.usable_cpus()
+        return cpus.count_usable_cpus()
 
     return count
 
@@ -92,5 +92,7 @@ def test_the_smallest_quota_from_the_own_cgroup_to_the_root_counts(cgroups, own,
 
 
 def test_counting_cpus_does_not_import_torch():
-    code = "import sys\nfrom utils.cpus import usable_cpus\nusable_cpus()\nassert 'torch' not in sys.modules"
+    code = (
+        "import sys\nfrom utils.cpus import count_usable_cpus\ncount_usable_cpus()\nassert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -84,15 +84,17 @@ def prepared(device="cuda", dtype=None, **changes):
     state = training_state.TrainState(model, hooks, config, Precision("cuda", dtype))
     state.parts.append(WeightAverage(model, config.ema_decay))
     state.allocate_metrics({"loss": (0.0, 4)})
-    state.plan(GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=2, assignment=Assignment(0, 2)))
+    state.plan_schedule(
+        GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=2, assignment=Assignment(0, 2))
+    )
     return state
 
 
 def step(state):
     loss = torch.ones((), device="cuda")
     state.scaler.scale(loss)
-    state.sums.add({"loss": (loss, 4)}, MICRO_BATCH)
-    state.sums.start_reduce(MICRO_BATCH)
+    state.step_sums.add({"loss": (loss, 4)}, MICRO_BATCH)
+    state.step_sums.start_reduce(MICRO_BATCH)
     state.update_if_finite(SAMPLES)
     state.advance(SAMPLES)
 

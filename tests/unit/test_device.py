@@ -17,8 +17,8 @@ from tasks import using
 from utils.clock import PhaseClock
 from utils.data.transfer import SideStream
 from utils.distributed.context import DistributedContext, Launch
-from utils.distributed.device import choose_kernels
-from utils.extras.sharding import model as sharding  # extra: sharding
+from utils.distributed.device import configure_kernels
+from utils.extras.sharding import sharded_model as sharding  # extra: sharding
 from utils.rng import seed_device
 from utils.training.optimizer import create_optimizer
 from utils.training.precision import Precision
@@ -38,7 +38,7 @@ def kernels():
 def test_tf32_is_used_on_cuda_and_cudnn_benchmark_unless_deterministic(kernels, device, expected, is_deterministic):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns if the old and the new TF32 setting are mixed
-        choose_kernels(torch.device(device, 0), is_deterministic)
+        configure_kernels(torch.device(device, 0), is_deterministic)
         assert torch.get_float32_matmul_precision() == expected and torch.backends.cudnn.allow_tf32
         assert torch.backends.cuda.matmul.allow_tf32 == (device == "cuda")
         assert torch.backends.cudnn.benchmark != is_deterministic
@@ -59,8 +59,8 @@ def test_deterministic_sets_up_cublas_and_nccl_and_does_not_fill_new_tensors():
 def kernels_of_verify(flags):  # extra: verify
     """Those of a run that verify.py starts."""
     with using("images"):
-        verify.prepare(TrainingConfig.from_args(flags))
-    utils.distributed.device.choose_kernels(torch.device("cuda", 0), True)  # as setup_distributed calls it
+        verify.prepare_fork(TrainingConfig.from_args(flags))
+    utils.distributed.device.configure_kernels(torch.device("cuda", 0), True)  # as setup_distributed calls it
     return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
 
@@ -89,10 +89,10 @@ def test_the_banner_names_tf32_if_the_hardware_has_it(monkeypatch):
 )
 def test_an_offloaded_optimizer_uses_the_cores(monkeypatch, kind, threads, flags, expected):  # extra: sharding
     counts = []
-    monkeypatch.setattr(sharding, "usable_cpus", lambda: 32)
+    monkeypatch.setattr(sharding, "count_usable_cpus", lambda: 32)
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
-    ctx = DistributedContext(0, 0, 4, torch.device(kind), local_world_size=4, launch=Launch(threads=threads))
-    sharding.use_cores(TrainingConfig.from_args(["--sharding", "zero2", *flags]), ctx)
+    ctx = DistributedContext(0, 0, 4, torch.device(kind), local_world_size=4, launch=Launch(omp_num_threads=threads))
+    sharding.set_offload_threads(TrainingConfig.from_args(["--sharding", "zero2", *flags]), ctx)
     assert counts == expected
 
 
@@ -163,11 +163,11 @@ def test_the_side_stream_of_any_accelerator_hands_over_in_order(monkeypatch):
         monkeypatch.setattr(torch, name, type(name, (Pretended,), {}))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: torch.Stream())
     side = SideStream(torch.device("xpu", 0))
-    side.begin()
+    side.wait_for_current_stream()
     batch, event = side.run(lambda: mock.Mock(spec=torch.Tensor, device=torch.device("xpu", 0)))
-    side.hand_over(batch, event)
+    side.sync_to_current_stream(batch, event)
     made = ["Stream", "Stream", "wait_stream", "enter", "Event", "record", "exit", "Stream", "wait_event"]
     assert Pretended.seen == made and batch.record_stream.call_count == 1
     clock = PhaseClock(torch.device("xpu", 0))
-    clock.enter("forward")
+    clock.enter_phase("forward")
     assert Pretended.seen[len(made) :] == ["Event", "record"]

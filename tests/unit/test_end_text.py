@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from utils.report.goodput import ACCOUNTS
-from utils.report.reporter import describe_end
+from utils.report.goodput import TIME_ACCOUNTS
+from utils.report.reporter import describe_run_end
 
 SUMMARY = {
     "state": "completed",
@@ -21,14 +21,16 @@ SUMMARY = {
     "best_epoch": 1,
     "final": {"top1": 0.5},
     "restarts": 0,
-    "time": {f"{name}_s": 0.0 for name in ACCOUNTS},
+    "time": {f"{name}_s": 0.0 for name in TIME_ACCOUNTS},
 }
 
 
 def text_of(folder, training_s=20.0, is_averaged=False, overwrite=False, **changed):
-    run = SimpleNamespace(folder=folder, checkpoints=folder / "checkpoints")
+    run = SimpleNamespace(folder=folder, checkpoint_folder=folder / "checkpoints")
     seconds = SUMMARY["time"] | {"training_s": training_s, "start_up_s": 10.0, "down_s": changed.pop("down_s", 0.0)}
-    return describe_end(SUMMARY | {"time": seconds} | changed, run, 20.0, is_averaged=is_averaged, overwrite=overwrite)
+    return describe_run_end(
+        SUMMARY | {"time": seconds} | changed, run, 20.0, is_averaged=is_averaged, overwrite=overwrite
+    )
 
 
 def test_it_has_results_correct_plurals_epochs_from_1_and_the_next_commands(tmp_path):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from utils.training import fingerprint
-from utils.training.fingerprint import KEYS, fingerprint_on_device, fingerprint_tensors, fingerprint_weights
+from utils.training.fingerprint import NUM_KEYS, fingerprint_on_device, fingerprint_tensors, fingerprint_weights
 
 
 def of(*tensors):
@@ -52,9 +52,9 @@ def test_exchanged_values_tensors_and_signs_are_seen():
     swapped[0, 0], swapped[3, 4] = a[3, 4], a[0, 0]
     signs = a.clone()
     signs[1], signs[2] = -a[1], -a[2]
-    far = torch.randn(KEYS + 9)  # the keys of later positions are products
+    far = torch.randn(NUM_KEYS + 9)  # the keys of later positions are products
     other = far.clone()
-    other[3], other[KEYS + 3] = far[KEYS + 3], far[3]
+    other[3], other[NUM_KEYS + 3] = far[NUM_KEYS + 3], far[3]
     fingerprints = [of(a, b), of(b, a), of(swapped, b), of(signs, b), of(a.T, b), of(far), of(other)]
     assert len({*fingerprints}) == len(fingerprints)
     assert fingerprint_tensors("weights", [a]) != fingerprint_tensors("buffers", [a])
@@ -63,12 +63,12 @@ def test_exchanged_values_tensors_and_signs_are_seen():
 @pytest.mark.guarantee("fingerprint")
 def test_chunks_and_memory_formats_change_nothing():
     torch.manual_seed(0)
-    image, half, long = torch.randn(8, 3, 5, 5), torch.randn(9, 3).bfloat16(), torch.randn(KEYS + 1000)
+    image, half, long = torch.randn(8, 3, 5, 5), torch.randn(9, 3).bfloat16(), torch.randn(NUM_KEYS + 1000)
     tensors = [torch.empty(0, 3), image, half, torch.tensor(3), long]
-    with mock.patch.dict(fingerprint.CHUNKS, cpu=2**20):
+    with mock.patch.dict(fingerprint.CHUNK_SIZES, cpu=2**20):
         whole = of(*tensors)
     small = of(*tensors[:4])
-    with mock.patch.dict(fingerprint.CHUNKS, cpu=64):
+    with mock.patch.dict(fingerprint.CHUNK_SIZES, cpu=64):
         assert of(*tensors[:4]) == small
     tensors[1:3] = image.contiguous(memory_format=torch.channels_last), half.T.contiguous().T
     assert of(*tensors) == whole and of(*tensors[:4]) == small
@@ -86,11 +86,11 @@ class LargestResult(TorchDispatchMode):
 
 
 @pytest.mark.guarantee("fingerprint")
-@pytest.mark.parametrize("chunk", [fingerprint.CHUNKS["cpu"], KEYS])
+@pytest.mark.parametrize("chunk", [fingerprint.CHUNK_SIZES["cpu"], NUM_KEYS])
 def test_no_temporary_is_larger_than_a_chunk(chunk):
     of(torch.ones(1))  # creates the keys
     tensors = [torch.ones(3, 2_000_000), torch.ones(1000, 6_000).T, torch.ones(100, dtype=torch.float64)]
-    with mock.patch.dict(fingerprint.CHUNKS, cpu=chunk), LargestResult() as largest:
+    with mock.patch.dict(fingerprint.CHUNK_SIZES, cpu=chunk), LargestResult() as largest:
         of(*tensors)
     assert largest.bytes == 8 * chunk < 4 * min(tensor.numel() for tensor in tensors[:2])
 
@@ -107,7 +107,7 @@ def test_weights_and_state_of_the_optimizer_count_and_the_order_of_groups_does_n
         optimizer.zero_grad()
         net(torch.randn(4, 3)).sum().backward()
         optimizer.step()
-        return SimpleNamespace(model=net, owners={p: p for p in net.parameters()}, optimizer=optimizer)
+        return SimpleNamespace(model=net, parameters_by_tensor={p: p for p in net.parameters()}, optimizer=optimizer)
 
     before = int(fingerprint_weights(trained([net.bias], [net.weight])))
     state = trained([net.weight, net.bias])

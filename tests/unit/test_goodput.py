@@ -9,7 +9,7 @@ import pytest
 from config import TrainingConfig
 from test_run_folder import open_run, with_
 from training import attempts_in
-from utils.report.goodput import ACCOUNTS, account_seconds
+from utils.report.goodput import TIME_ACCOUNTS, sum_account_seconds
 from utils.run import folder
 
 FIRST = 1.8e9
@@ -41,9 +41,9 @@ class Story:
             elif word == "log":
                 run.record("train", step=step, data_wait_s=0.25)
             elif word in ("save", "wait"):
-                run.event("checkpoint", step, **{"blocked_s" if word == "save" else "waited_s": SECONDS[word]})
+                run.record_event("checkpoint", step, **{"blocked_s" if word == "save" else "waited_s": SECONDS[word]})
             elif word == "evaluate":
-                run.event("evaluation", step, split="val", seconds=SECONDS[word])
+                run.record_event("evaluation", step, split="val", seconds=SECONDS[word])
             elif word in ("forward", "back"):  # the system's clock, which is right when the next attempt begins
                 self.jump = 3600 if word == "forward" else -3600
             else:
@@ -103,8 +103,8 @@ def test_each_second_is_counted_once_over_restarts(tmp_path, monkeypatch, name):
         story.now += GAP * (number > 0)
         story.attempt(*attempt)
     loaded = attempts_in(tmp_path / "run")
-    accounts = account_seconds(loaded)
-    assert list(accounts) == list(ACCOUNTS)
+    accounts = sum_account_seconds(loaded)
+    assert list(accounts) == list(TIME_ACCOUNTS)
     assert [*accounts.values()] == pytest.approx(expected, abs=2e-3)
     assert sum(expected) == story.now  # from the first start to the end
     assert loaded[0].started_at == FIRST and loaded[0].start_event["samples_seen"] == 4 * attempts[0][0]
@@ -119,10 +119,10 @@ def test_records_of_an_earlier_version_are_left_out(tmp_path, monkeypatch):
     (place / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (place / "goodput.json").write_text(json.dumps({"training": 5.0, "attempts": [{"started_at": FIRST - 9}]}))
     (place / "status.json").write_text('{"state": "failed", "step": "?", "time": null}')
-    assert attempts_in(place) == [] and sum(account_seconds([]).values()) == 0
+    assert attempts_in(place) == [] and sum(sum_account_seconds([]).values()) == 0
     for first in (1, 2):
         story.attempt(first, "start step save")
-    assert [*account_seconds(attempts_in(place)).values()] == pytest.approx([2, 0, 0, 1, 4, 0, 0], abs=2e-3)
+    assert [*sum_account_seconds(attempts_in(place)).values()] == pytest.approx([2, 0, 0, 1, 4, 0, 0], abs=2e-3)
 
 
 def test_a_start_that_recorded_no_step_is_not_a_run_to_continue(tmp_path, monkeypatch):
@@ -141,4 +141,4 @@ def test_what_is_noted_never_exceeds_the_time(tmp_path, monkeypatch):
     story.attempt(0, "start step log")
     (attempt,) = attempts = attempts_in(tmp_path / "run")
     attempt.records.extend([{"kind": "event", "event": "evaluation", "step": 1, "seconds": 9}] * 2)
-    assert [*account_seconds(attempts).values()] == pytest.approx([0, 0.25, 0.75, 0, 2, 0, 0], abs=2e-3)
+    assert [*sum_account_seconds(attempts).values()] == pytest.approx([0, 0.25, 0.75, 0, 2, 0, 0], abs=2e-3)

@@ -13,7 +13,7 @@ from dockerfile import instructions
 from manifests import both, documents, publish, started, validate
 from nodes import Nodes
 from ranks import PATH, ROOT
-from train import PREEMPTED
+from train import EXIT_PREEMPTED
 
 
 @pytest.fixture(params=["Job", "TrainJob"])
@@ -134,7 +134,7 @@ def test_disruptions_and_saved_runs_use_no_retry_and_a_rejected_run_is_not_retri
     spec = job["spec"]
     rules = spec["podFailurePolicy"]["rules"]
     assert {rule["onExitCodes"]["operator"] for rule in rules if "onExitCodes" in rule} == {"In"}
-    assert {outcome(rules, PREEMPTED), outcome(rules, 137, ["DisruptionTarget"])} == {"Ignore"}
+    assert {outcome(rules, EXIT_PREEMPTED), outcome(rules, 137, ["DisruptionTarget"])} == {"Ignore"}
     assert outcome(rules, 2) == "FailJob"
     assert outcome(rules, 1) == outcome(rules, 137) == "Count" and spec["backoffLimit"] > 0
     assert spec["template"]["spec"]["restartPolicy"] == "Never"  # otherwise the API server rejects the policy

@@ -18,7 +18,7 @@ from scripts.lib.launching import __main__ as program
 from scripts.lib.launching import hosts, supervise
 from scripts.lib.launching import plan as planning
 from scripts.lib.launching.rendezvous import Nodes
-from scripts.lib.launching.supervise import exit_code
+from scripts.lib.launching.supervise import determine_exit_code
 from utils import cpus
 from utils.settings.errors import UserError
 
@@ -28,12 +28,12 @@ def plan(monkeypatch):
     """On a node at 10.0.0.2: the command that launch.sh would start, and the variables that it would set."""
     # so that torchrun is found
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(planning, "own_address_to", lambda address: "10.0.0.2")
-    monkeypatch.setattr(planning, "interface_of", lambda address: "eth7")
+    monkeypatch.setattr(planning, "find_local_address", lambda address: "10.0.0.2")
+    monkeypatch.setattr(planning, "find_interface", lambda address: "eth7")
 
     def make(*flags, **variables):
         options, rest = planning.read_flags([*map(str, flags)], variables)
-        made = planning.make_plan(options, rest, TrainingConfig.from_args(rest), variables)
+        made = planning.create_launch_plan(options, rest, TrainingConfig.from_args(rest), variables)
         return made.command, made.settings
 
     return make
@@ -104,7 +104,7 @@ def test_several_nodes_by_variables_and_by_flags(plan):
 
 def test_no_flag_of_launch_sh_has_the_name_of_a_field_of_the_config():
     """It would never reach train.py."""
-    own = {word.strip("-").replace("-", "_") for word in planning.make_parser({})._option_string_actions}
+    own = {word.strip("-").replace("-", "_") for word in planning.create_parser({})._option_string_actions}
     fields = {field.name for field in dataclasses.fields(TrainingConfig)}
     assert {"nnodes", "hosts", "dry_run"} < own and not own & (fields | {"config", "print_config"})
 
@@ -218,10 +218,13 @@ def test_all_attempts_have_node_0s_id(tmp_path, monkeypatch):
     launch_ids = []
     monkeypatch.setattr(supervise, "find_nodes", lambda *args: launch_ids.append(args[2]) or "of node 0")
     nodes = Nodes(1, 2, -1, "a", 29500, "c10d")
-    plan = planning.Plan(["true"], {}, nodes, tmp_path, retries=0, patience=0, is_training=False)
+    plan = planning.LaunchPlan(["true"], {}, nodes, tmp_path, retries=0, patience=0, is_training=False)
     env = {"LAUNCH_ID": "own", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error"), "PATH": os.environ["PATH"]}
     launch = supervise.Launch(plan, env)
-    assert [launch._attempt(is_first) for is_first in (True, False)] == [0, 0] and launch_ids == ["own", "of node 0"]
+    assert [launch._run_attempt(is_first) for is_first in (True, False)] == [0, 0] and launch_ids == [
+        "own",
+        "of node 0",
+    ]
 
 
 SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
@@ -293,7 +296,7 @@ def test_the_exit_code_of_an_attempt_follows_from_what_the_run_wrote(
     file = tmp_path / "status.json"
     file.write_text(status)
     error = {"message": {"message": message}}
-    assert exit_code(torchruns, file, json.loads(OLD), error, is_alone=True) == code
+    assert determine_exit_code(torchruns, file, json.loads(OLD), error, is_alone=True) == code
     printed = capsys.readouterr().err
     assert expected in printed and bool(expected) == bool(printed)
     assert ("running" in status) == ('"failed"' in file.read_text() and status != FAILED)

@@ -19,7 +19,7 @@ from ddp_utils import DistributedContext
 from tasks import Images
 from utils.clock import PhaseClock
 from utils.data.loader import (
-    choose_workers,
+    choose_num_workers,
     create_distributed_dataloader,
     has_getitems,
 )
@@ -54,14 +54,14 @@ def test_one_order_of_four_bytes_a_sample_is_in_memory(monkeypatch):
     sampler, plain, held = sampler_of(1000), torch.randperm, []
 
     def randperm(n, **options):
-        held.append(sampler._order)
+        held.append(sampler._epoch_order)
         return plain(n, **options)
 
     monkeypatch.setattr(torch, "randperm", randperm)
     for epoch in (0, 1):
         generator = torch.Generator().manual_seed(derive_seed("order", 0, epoch))
-        assert torch.equal(sampler.order(epoch), plain(1000, generator=generator).int())
-    assert held == [None, None] and sampler_of(1000, shuffle=False).order(0).dtype == torch.int32
+        assert torch.equal(sampler.epoch_order(epoch), plain(1000, generator=generator).int())
+    assert held == [None, None] and sampler_of(1000, shuffle=False).epoch_order(0).dtype == torch.int32
 
 
 class Ordered(Dataset):
@@ -89,11 +89,11 @@ def test_a_data_set_can_define_its_own_order():
 
 def test_an_order_with_wrong_indices_is_rejected_and_repeats_must_be_declared():
     with pytest.raises(UserError, match="epoch_order: returned 3 indices for 10 samples; return n indices"):
-        changed(epoch_order=lambda seed, epoch, n: [0, 1, 99]).order(0)
+        changed(epoch_order=lambda seed, epoch, n: [0, 1, 99]).epoch_order(0)
     twice = {"epoch_order": lambda seed, epoch, n: [k // 2 for k in range(n)]}
     with pytest.raises(UserError, match="leaves out 5 of 10 samples .*; give each index once, or set with_repl"):
-        changed(**twice).order(0)
-    assert changed(**twice, with_replacement=True).order(0).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+        changed(**twice).epoch_order(0)
+    assert changed(**twice, with_replacement=True).epoch_order(0).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
 @pytest.mark.parametrize("copies", [1, 3])
@@ -105,7 +105,7 @@ def test_a_subset_keeps_the_order_that_its_data_set_gives_the_whole_set(size, co
     data.copies = copies
     subset = take_subset(data, size, seed=1)
     for epoch in (0, 3):
-        order = sampler_of(subset).order(epoch).tolist()
+        order = sampler_of(subset).epoch_order(epoch).tolist()
         wanted = [index for index in data.epoch_order(0, epoch, 10) if index % 10 in subset.indices]
         assert [subset.indices[place % size] + 10 * (place // size) for place in order] == wanted
         assert sorted(place % size for place in order) == list(range(size))
@@ -206,11 +206,11 @@ def test_an_empty_epoch_is_rejected():
 
 def test_workers_respect_the_cpus_and_the_ranks_of_the_node(monkeypatch):
     in_memory, files = Images(4, "train"), Noisy()
-    assert choose_workers("auto", in_memory, 1) == 0
+    assert choose_num_workers("auto", in_memory, 1) == 0
     for cpus, ranks, expected in ((16, 2, 8), (16, 4, 4), (2, 4, 1), (128, 2, 8)):
-        monkeypatch.setattr(utils.data.loader, "usable_cpus", lambda cpus=cpus: cpus)
-        assert choose_workers("auto", files, ranks) == expected
-    assert choose_workers(3, in_memory, 4) == 3
+        monkeypatch.setattr(utils.data.loader, "count_usable_cpus", lambda cpus=cpus: cpus)
+        assert choose_num_workers("auto", files, ranks) == expected
+    assert choose_num_workers(3, in_memory, 4) == 3
 
 
 # ---- to the device ----
@@ -236,7 +236,7 @@ class Stream:
     def __init__(self, device):
         self.seen = []
 
-    def begin(self):
+    def wait_for_current_stream(self):
         self.seen.append("begin")
 
     stream = contextlib.nullcontext()
@@ -246,7 +246,7 @@ class Stream:
         self.seen.append(("staged", staged.indices))
         return staged, SimpleNamespace(indices=staged.indices)
 
-    def hand_over(self, batch, event):
+    def sync_to_current_stream(self, batch, event):
         self.seen.append(("handed over", event.indices))
 
 
@@ -266,7 +266,7 @@ def test_a_micro_batch_is_handed_out_without_waiting_for_the_next_one(monkeypatc
     """The times of waiting and computing are attributed to the right micro-batch."""
     monkeypatch.setattr(utils.data.loader, "pin_batch", lambda batch: batch)
     clock, phases = PhaseClock(), []
-    monkeypatch.setattr(clock, "enter", phases.append)
+    monkeypatch.setattr(clock, "enter_phase", phases.append)
     config = TrainingConfig(batch_size=24, num_workers=workers)
     loader, sampler = create_distributed_dataloader(Lines(), config, context(), clock)
     loader._side_stream = Stream(CPU)
@@ -287,7 +287,7 @@ def test_an_epoch_that_is_left_early_does_not_affect_the_next_one():
     loader, sampler = create_distributed_dataloader(Lines(), TrainingConfig(batch_size=8, num_workers=1), context())
     for epoch, last in ((0, 2), (1, 8)):
         for number, m in enumerate(loader.micro_batches(epoch)):
-            assert m.indices == sampler.order(epoch)[8 * number : 8 * number + 8].tolist()
+            assert m.indices == sampler.epoch_order(epoch)[8 * number : 8 * number + 8].tolist()
             assert m.batch["label"].tolist() == m.indices
             if number == last:
                 break

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from utils.logger import format_duration, log_epoch_summary, log_training_step, setup_logger, show_progress
+from utils.logger import format_duration, log_epoch_summary, log_training_step, setup_logger, show_progress_bar
 from utils.report import terminal
 from utils.report.reporter import count_targets
 
@@ -91,7 +91,7 @@ def test_a_progress_bar_only_on_a_terminal(monkeypatch, is_terminal):
     screen.isatty = lambda: is_terminal
     monkeypatch.setattr(sys, "stdout", screen)
     logger = setup_logger(0)
-    show_progress(logger, 3, 12, "step", " | loss 0.5" + 200 * ".")
+    show_progress_bar(logger, 3, 12, "step", " | loss 0.5" + 200 * ".")
     logger.info("a line")
     text = screen.getvalue()
     assert ("[######" in text and "step 3/12 | loss 0.5" in text) is is_terminal and len(text) < 120  # one line
@@ -99,7 +99,7 @@ def test_a_progress_bar_only_on_a_terminal(monkeypatch, is_terminal):
 
 
 @pytest.mark.parametrize(
-    "speak", [lambda logger: logger.info("a line"), lambda logger: show_progress(logger, 3, 12, "step")]
+    "speak", [lambda logger: logger.info("a line"), lambda logger: show_progress_bar(logger, 3, 12, "step")]
 )
 def test_a_run_continues_when_its_terminal_closes(monkeypatch, speak):
     ours, tty_fd = os.openpty()
@@ -136,9 +136,9 @@ def test_targets_are_shown_where_they_say_more_than_the_samples(count, expected)
 )
 def test_the_progress_bar_says_when_the_run_will_end(monkeypatch, steps, ends):
     shown = []
-    monkeypatch.setattr(terminal, "show_progress", lambda *args: shown.append(args[-1]))
+    monkeypatch.setattr(terminal, "show_progress_bar", lambda *args: shown.append(args[-1]))
     monkeypatch.setattr(time, "time", lambda: 12 * 3600.0)  # on a Thursday
     monkeypatch.setattr(time, "localtime", time.gmtime)
     latest = {"step_s": 60.0, "loss": 0.5, "samples_per_s": 1000.0}
-    terminal.Terminal.show_step(mock.MagicMock(_has_bar=True, _latest=latest, _total_steps=steps), 10)
+    terminal.Terminal.show_step(mock.MagicMock(_has_bar=True, _latest_record=latest, _total_steps=steps), 10)
     assert shown == [f" | loss 0.5000 | 1,000 samples/s | {ends}"]

@@ -12,7 +12,7 @@ from ddp_utils import DistributedContext
 from test_checkpoint import payload
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.memory import free_memory, is_out_of_memory
+from utils.memory import is_out_of_memory, read_free_memory
 from utils.run.exit import find_cause
 from utils.run.memory_errors import explain_out_of_memory, suggest_half_batch
 from utils.settings.errors import TrainingError
@@ -78,18 +78,18 @@ def test_out_of_memory_during_a_load_is_not_reported_as_a_bad_checkpoint(monkeyp
     def fail(*_, **__):
         raise torch.OutOfMemoryError(CUDA)
 
-    path = checkpoint.step_path(tmp_path, 10)
-    archive.write(path, payload(10))
+    path = checkpoint.step_checkpoint_path(tmp_path, 10)
+    archive.write_archive(path, payload(10))
     monkeypatch.setattr(torch, "load", fail)
     monkeypatch.setattr(TrainState, "_load", fail)
-    for load in (lambda: checkpoint.read(path), lambda: object.__new__(TrainState).load_state_dict({})):
+    for load in (lambda: checkpoint.read_checkpoint(path), lambda: object.__new__(TrainState).load_state_dict({})):
         with pytest.raises(torch.OutOfMemoryError):
             load()
 
 
 def test_the_checkpoint_folder_whose_storage_hangs_is_not_read_for_the_cause_of_a_failure():
     error, run = TrainingError("its write has made no progress"), mock.Mock(resume_path=None)
-    with mock.patch("utils.run.exit.step_checkpoints", side_effect=AssertionError):
+    with mock.patch("utils.run.exit.list_step_checkpoints", side_effect=AssertionError):
         assert find_cause(error, run, TrainingConfig(), mock.Mock(rank=0)) is error
 
 
@@ -97,4 +97,4 @@ def test_the_checkpoint_folder_whose_storage_hangs_is_not_read_for_the_cause_of_
 def test_a_cgroup_of_version_1_or_none_is_no_limit(monkeypatch, text):
     plain = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda p, *rest: text if p.name == "cgroup" else plain(p, *rest))
-    assert free_memory() > 0
+    assert read_free_memory() > 0

@@ -41,7 +41,9 @@ def make(create, groups=two_groups, dtype=torch.float32):
     )
     state = TrainState(net, hooks, TrainingConfig(warmup_epochs=0, lr=0.01), FLOAT32)
     state.allocate_metrics({"loss": (0.0, 4)})
-    state.plan(GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=1, assignment=Assignment(0, 1)))
+    state.plan_schedule(
+        GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=1, assignment=Assignment(0, 1))
+    )
     return state
 
 

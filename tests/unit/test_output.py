@@ -19,7 +19,7 @@ from test_checkpoint import payload
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.files import AppendOnlyFile, read_json, replace_json
-from utils.logger import setup_logger, show_progress
+from utils.logger import setup_logger, show_progress_bar
 from utils.report.tensorboard import TensorBoardWriter
 from utils.rng import derive_seed
 
@@ -85,10 +85,10 @@ def test_every_file_takes_every_name_is_utf_8_and_gives_the_name_back(tmp_path, 
     shown = name.encode(errors="backslashreplace").decode()
     assert (folder / "a.log").read_bytes().decode() == f"cannot read {shown}\n"
     assert derive_seed("naïve") == 8950882608271409733 and derive_seed(name) >= 0  # the first as ever
-    archive.write(folder / "step_00000010.pt", payload(10))
-    assert checkpoint.latest_valid(folder) == (folder / "step_00000010.pt", [])
+    archive.write_archive(folder / "step_00000010.pt", payload(10))
+    assert checkpoint.find_latest_valid(folder) == (folder / "step_00000010.pt", [])
     board = TensorBoardWriter(folder / "tensorboard", 0)
-    board.texts(config={"path": str(folder)})
+    board.write_texts(config={"path": str(folder)})
     board.close()
     assert any((folder / "tensorboard").glob("events*"))
     file = tmp_path / "a.toml"
@@ -106,8 +106,8 @@ def test_at_most_64_images_are_a_grid_on_tensorboard(tmp_path, shape, rows, colu
 
     images = torch.arange(1, shape[0] * shape[1] * 6 + 1).remainder(251).byte().view(*shape, 2, 3)
     board = TensorBoardWriter(tmp_path, 0)
-    board.texts(config={})
-    board.images("val", {"few": images}, 3)
+    board.write_texts(config={})
+    board.write_images("val", {"few": images}, 3)
     board.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     if not rows:
@@ -144,4 +144,4 @@ def test_no_stream_of_a_program_that_calls_train_ends_the_run(monkeypatch, error
     monkeypatch.setattr(sys, "stdout", Full(error))
     logger = setup_logger(0)
     logger.info("hello")
-    show_progress(logger, 1, 2, "step")
+    show_progress_bar(logger, 1, 2, "step")

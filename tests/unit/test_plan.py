@@ -86,11 +86,13 @@ def test_any_ranks_compute_the_same_global_batches(
     generator = torch.Generator().manual_seed(number("order", 1, epoch))
     order = torch.randperm(n, generator=generator).tolist() if shuffle else [*range(n)]
     order = order[: n // whole * whole] if drop else order
-    assert all(sampler.order(epoch).tolist() == order and sampler.samples_per_epoch == len(order) for sampler in world)
+    assert all(
+        sampler.epoch_order(epoch).tolist() == order and sampler.samples_per_epoch == len(order) for sampler in world
+    )
     start = round(position * len(order))  # of a run that had another global batch, too
     expected = [order[at : at + whole] for at in range(start, len(order), whole)]
     left = len(expected) + max(0, later) * math.ceil(len(order) / whole) if later >= 0 else 0
-    assert {sampler.remaining_steps(epoch, start, epoch + 1 + later) for sampler in world} == {left}
+    assert {sampler.count_remaining_steps(epoch, start, epoch + 1 + later) for sampler in world} == {left}
     for by_rank, by_number in check_steps([steps_of(sampler, epoch, start) for sampler in world], expected, size):
         assert sorted(by_number) == [*range(len(by_number))]
         assert {m.count for own in by_rank for m in own} == {len(by_number)}
@@ -122,7 +124,9 @@ def test_the_smallest_micro_batch_is_that_of_the_run(n, size, ranks, per_step, d
     expected = min(computed, key=len, default=[])
     if len(expected) == max(map(len, computed), default=0):
         expected = []  # all are equally large
-    assert [sampler.smallest_micro_batch(max_steps) for sampler in world] == [[expected] if expected else []] * ranks
+    assert [sampler.find_smallest_micro_batch(max_steps) for sampler in world] == [
+        [expected] if expected else []
+    ] * ranks
 
 
 @pytest.mark.guarantee("exact-ranks")
@@ -154,4 +158,4 @@ def test_an_evaluation_has_equally_many_passes_on_all_ranks(n, size, ranks, way)
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_the_order_of_an_epoch_is_its_own_if_the_samples_are_shuffled(shuffle):
     [sampler] = samplers(40, 1, 4, 1, shuffle=shuffle)
-    assert len({tuple(sampler.order(epoch).tolist()) for epoch in range(4)}) == (4 if shuffle else 1)
+    assert len({tuple(sampler.epoch_order(epoch).tolist()) for epoch in range(4)}) == (4 if shuffle else 1)

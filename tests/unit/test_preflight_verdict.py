@@ -5,8 +5,8 @@ import functools
 
 import pytest
 
-from scripts.lib.preflight import links, storage, verdict
-from scripts.lib.preflight.verdict import FAILURE, OK, WARNING
+from scripts.lib.preflight import diagnosis, links, storage
+from scripts.lib.preflight.diagnosis import FAILURE, OK, WARNING
 from utils.settings.errors import UserError
 
 GB = 10**9
@@ -33,13 +33,19 @@ is_ok, warns, fails = (functools.partial(one, level) for level in (OK, WARNING, 
 
 
 def test_host_names_and_networks():
-    is_ok(verdict.host_names(facts_of()), "node0, node1")
-    fails(verdict.host_names(facts_of([2, 3], host="node0")), "2 nodes have the host name node0, ", "; rename them")
-    is_ok(verdict.network(facts_of()), "node0 10.0.0.1/24 (eth0), node1 10.0.0.2/24 (eth0)")
+    is_ok(diagnosis.diagnose_host_names(facts_of()), "node0, node1")
+    fails(
+        diagnosis.diagnose_host_names(facts_of([2, 3], host="node0")),
+        "2 nodes have the host name node0, ",
+        "; rename them",
+    )
+    is_ok(diagnosis.diagnose_network(facts_of()), "node0 10.0.0.1/24 (eth0), node1 10.0.0.2/24 (eth0)")
     other = facts_of([2, 3], address="192.168.7.2/24", interface="docker0")
-    warns(verdict.network(other), "node1 192.168.7.2/24 (docker0)", "NCCL_SOCKET_IFNAME")
-    is_ok(verdict.network([fact | {"address": f"10.{k}.0.1/32"} for k, fact in enumerate(facts_of())]))  # routed
-    is_ok(verdict.network(facts_of(range(4), address="", interface="")), "node0 unknown (?)")
+    warns(diagnosis.diagnose_network(other), "node1 192.168.7.2/24 (docker0)", "NCCL_SOCKET_IFNAME")
+    is_ok(
+        diagnosis.diagnose_network([fact | {"address": f"10.{k}.0.1/32"} for k, fact in enumerate(facts_of())])
+    )  # routed
+    is_ok(diagnosis.diagnose_network(facts_of(range(4), address="", interface="")), "node0 unknown (?)")
 
 
 @pytest.mark.parametrize(
@@ -51,38 +57,52 @@ def test_host_names_and_networks():
     ],
 )
 def test_clocks(seconds, level, text):
-    one(level, verdict.clocks({0: 0.0, 2: seconds}, facts_of()), text)
+    one(level, diagnosis.diagnose_clocks({0: 0.0, 2: seconds}, facts_of()), text)
 
 
 def test_devices_and_their_speed():
-    is_ok(verdict.devices(facts_of()), "4 x H200, 100 GB")
-    warns(verdict.devices(facts_of([3], device="A100")), "device is A100 on node1 (rank 3) and H200 on the others; ")
-    warns(verdict.devices(facts_of([2, 3], driver="535")), "driver is 535 on node1 (ranks 2, 3) and 550 on the others")
-    warns(verdict.devices(facts_of([1], threads=4)), "threads is 4 on node0 (rank 1)", "; set OMP_NUM_THREADS")
-    warns(verdict.devices(facts_of([1], used=60 * GB)), "(rank 1): other programs use 60.0 GB of the GPU's 100 GB; ")
-    is_ok(verdict.devices(facts_of([1], memory=16 * GB, used=1.9 * GB)))  # CUDA and NCCL themselves
-    is_ok(verdict.speed("speed", [100.0, 90.0, 110.0, 80.0], "GFLOP/s", facts_of()), "80 GFLOP/s on the slowest rank")
-    slow = verdict.speed("speed", [100.0, 100.0, 100.0, 50.0], "GFLOP/s", facts_of())
+    is_ok(diagnosis.diagnose_devices(facts_of()), "4 x H200, 100 GB")
+    warns(
+        diagnosis.diagnose_devices(facts_of([3], device="A100")),
+        "device is A100 on node1 (rank 3) and H200 on the others; ",
+    )
+    warns(
+        diagnosis.diagnose_devices(facts_of([2, 3], driver="535")),
+        "driver is 535 on node1 (ranks 2, 3) and 550 on the others",
+    )
+    warns(
+        diagnosis.diagnose_devices(facts_of([1], threads=4)), "threads is 4 on node0 (rank 1)", "; set OMP_NUM_THREADS"
+    )
+    warns(
+        diagnosis.diagnose_devices(facts_of([1], used=60 * GB)),
+        "(rank 1): other programs use 60.0 GB of the GPU's 100 GB; ",
+    )
+    is_ok(diagnosis.diagnose_devices(facts_of([1], memory=16 * GB, used=1.9 * GB)))  # CUDA and NCCL themselves
+    is_ok(
+        diagnosis.diagnose_speed("speed", [100.0, 90.0, 110.0, 80.0], "GFLOP/s", facts_of()),
+        "80 GFLOP/s on the slowest rank",
+    )
+    slow = diagnosis.diagnose_speed("speed", [100.0, 100.0, 100.0, 50.0], "GFLOP/s", facts_of())
     warns(slow, "node1 (rank 3) is 2.0 times slower than the median of 100 GFLOP/s; ")
 
 
 def test_an_unusable_run_folder(tmp_path):
     probe = storage.create_probe(tmp_path / "not" / "there")
-    storage.use_folder(tmp_path / probe, "rank0")
+    storage.check_folder(tmp_path / probe, "rank0")
     assert not list((tmp_path / probe).iterdir())
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot be created \(Not a directory\); fix"):
         storage.create_probe(tmp_path / "file" / "run")
     with pytest.raises(UserError, match="is not the folder that rank 0 sees under this name; put"):
-        storage.use_folder(tmp_path / "elsewhere", "rank1", patience=0.1)
+        storage.check_folder(tmp_path / "elsewhere", "rank1", patience=0.1)
     with pytest.raises(UserError, match=r"cannot write there \(Not a directory\); free space"):
-        storage.use_folder(tmp_path / "file", "rank1")
+        storage.check_folder(tmp_path / "file", "rank1")
 
 
 def test_space_and_speed_for_checkpoints():
     def disk(free=10 * GB, speed=GB, replaced=0, minutes=10.0):
         measured = {"free": free, "speed": speed, "replaced": replaced}
-        return verdict.disk(measured, GB, 5, minutes, "/runs/a on node0")
+        return diagnosis.diagnose_disk(measured, GB, 5, minutes, "/runs/a on node0")
 
     is_ok(disk(), "10.0 GB free of 5.0 GB needed")
     fails(disk(free=4 * GB), "/runs/a on node0: 4.0 GB free, 5 checkpoints of 1.0 GB need 5.0 GB; free space")
@@ -94,19 +114,19 @@ def test_space_and_speed_for_checkpoints():
 
 
 def test_shared_memory_for_nccl():
-    is_ok(verdict.shared_memory(facts_of()), "1.0 GB free")
+    is_ok(diagnosis.diagnose_shared_memory(facts_of()), "1.0 GB free")
     small = facts_of([2, 3], shm=64 * 2**20)
-    warns(verdict.shared_memory(small), "node1: 67.1 MB free, NCCL needs 134 MB for 2 ranks; raise it")
-    is_ok(verdict.shared_memory([fact | {"device": "cpu"} for fact in small]))
+    warns(diagnosis.diagnose_shared_memory(small), "node1: 67.1 MB free, NCCL needs 134 MB for 2 ranks; raise it")
+    is_ok(diagnosis.diagnose_shared_memory([fact | {"device": "cpu"} for fact in small]))
 
 
 @pytest.mark.guarantee("preflight")
 def test_a_slow_link_and_a_slow_node_are_distinguished():
-    pairs = {pair: (1e-4, 10.0 * GB) for pairs in links.pair_rounds(4) for pair in pairs}
+    pairs = {pair: (1e-4, 10.0 * GB) for pairs in links.schedule_pairs(4) for pair in pairs}
 
     def judge(**changes):
         changed = pairs | {tuple(map(int, name[1:])): value for name, value in changes.items()}
-        return verdict.links([[*pair, *value] for pair, value in changed.items()], facts_of(nodes=4))
+        return diagnosis.diagnose_links([[*pair, *value] for pair, value in changed.items()], facts_of(nodes=4))
 
     is_ok(judge(), "the slowest of 6")
     slow = "the link node1 - node2 is slow: 1.0 GB/s and 100 us round trip, other nodes have 10.0 GB/s and 100 us"
@@ -114,12 +134,12 @@ def test_a_slow_link_and_a_slow_node_are_distinguished():
     warns(judge(p12=(1e-2, 10.0 * GB)), "the link node1 - node2 is slow", "10000 us round trip")
     warns(judge(p03=(1e-4, GB), p13=(1e-4, GB), p23=(1e-4, GB)), "all links of node3 are slow: 1.0 GB/s")
     three = [[0, 1, 1e-4, 10.0 * GB], [0, 2, 1e-4, 1.0 * GB], [1, 2, 1e-4, 1.0 * GB]]  # one node slows most links
-    warns(verdict.links(three, facts_of(nodes=3)), "all links of node2 are slow")
+    warns(diagnosis.diagnose_links(three, facts_of(nodes=3)), "all links of node2 are slow")
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 7, 8])
 def test_rounds_contain_every_pair_once_and_no_node_twice_in_a_round(nodes):
-    rounds = links.pair_rounds(nodes)
+    rounds = links.schedule_pairs(nodes)
     assert sorted(pair for pairs in rounds for pair in pairs) == [
         (a, b) for a in range(nodes) for b in range(a + 1, nodes)
     ]
@@ -128,14 +148,15 @@ def test_rounds_contain_every_pair_once_and_no_node_twice_in_a_round(nodes):
 
 
 def test_with_many_nodes_each_is_measured_in_few_rounds():
-    rounds = links.pair_rounds(100)
+    rounds = links.schedule_pairs(100)
     assert len(rounds) <= links.MAX_ROUNDS
     assert {node for pairs in rounds for pair in pairs for node in pair} == set(range(100))
 
 
 def test_a_failed_step_names_the_ranks_unless_all_failed_alike():
     hosts = ["node0", "node0", "node1", "node1"]
-    fails(verdict.failed("data", ["gone; fix it"] * 4, hosts), "gone; fix it")
+    fails(diagnosis.create_failures("data", ["gone; fix it"] * 4, hosts), "gone; fix it")
     fails(
-        verdict.failed("loader", ["", "hangs; fix it", "hangs; fix it", ""], hosts), "node0 (rank 1), node1 (rank 2): "
+        diagnosis.create_failures("loader", ["", "hangs; fix it", "hangs; fix it", ""], hosts),
+        "node0 (rank 1), node1 (rank 2): ",
     )

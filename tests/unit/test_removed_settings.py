@@ -5,7 +5,7 @@ import json
 import pytest
 
 from config import TrainingConfig
-from utils.settings.removed import REMOVED
+from utils.settings.removed import REMOVED_SETTINGS
 
 OTHER = {"check_every": 3, "minutes": 5.0}  # values that are not the default
 
@@ -18,21 +18,26 @@ def rejection(capsys, *words):
 
 
 def test_each_removed_setting_has_a_default_and_is_none_of_the_fields():
-    assert OTHER.keys() == REMOVED.keys() and not REMOVED.keys() & TrainingConfig.__dataclass_fields__.keys()
+    assert (
+        OTHER.keys() == REMOVED_SETTINGS.keys()
+        and not REMOVED_SETTINGS.keys() & TrainingConfig.__dataclass_fields__.keys()
+    )
 
 
 @pytest.mark.guarantee("config")
-@pytest.mark.parametrize("name", REMOVED)
+@pytest.mark.parametrize("name", REMOVED_SETTINGS)
 @pytest.mark.parametrize("text", ["--{} 5", "--{}=5", "--{}"])
 def test_a_flag_is_refused_with_what_to_use_instead(capsys, name, text):
-    assert rejection(capsys, *text.format(name).split()) == f"--{name} was removed. {REMOVED[name].instead}"
+    assert (
+        rejection(capsys, *text.format(name).split()) == f"--{name} was removed. {REMOVED_SETTINGS[name].replacement}"
+    )
 
 
 @pytest.mark.guarantee("config")
 @pytest.mark.parametrize("kind", ["json", "toml", "yaml"])
-@pytest.mark.parametrize("name", REMOVED)
+@pytest.mark.parametrize("name", REMOVED_SETTINGS)
 def test_a_file_with_the_default_is_read_and_with_another_value_the_user_is_told(tmp_path, capsys, name, kind):
-    removed, needed = REMOVED[name], REMOVED[name].needs
+    removed, needed = REMOVED_SETTINGS[name], REMOVED_SETTINGS[name].required_setting
     file = tmp_path / f"config.{kind}"
 
     def write(value, **more):
@@ -47,9 +52,9 @@ def test_a_file_with_the_default_is_read_and_with_another_value_the_user_is_told
     assert notes == []
     write(OTHER[name], **({needed: 9} if needed else {}))
     TrainingConfig.from_args(["--config", str(file)], notes=notes)
-    answer = f"{needed} is used." if needed else removed.instead
+    answer = f"{needed} is used." if needed else removed.replacement
     assert notes == [f"{file}: {name}={OTHER[name]} is ignored, since {name} was removed. {answer}"]
     for more in ({}, {needed: 0}) if needed else ():  # --print_config writes each setting, also at its default
         write(OTHER[name], **more)
-        assert rejection(capsys, "--config", str(file)) == f"{file}: {name} was removed. {removed.instead}"
+        assert rejection(capsys, "--config", str(file)) == f"{file}: {name} was removed. {removed.replacement}"
         assert TrainingConfig.from_args(["--config", str(file), f"--{needed}", "9"]).lr == 0.5

@@ -13,18 +13,25 @@ from dataclasses import replace
 import pytest
 
 from scripts.lib.launching import rendezvous
-from scripts.lib.launching.rendezvous import Host, Nodes, NodesMissing, Poll, find_nodes, join
+from scripts.lib.launching.rendezvous import (
+    Nodes,
+    NodesMissing,
+    PollHandler,
+    RendezvousServer,
+    find_nodes,
+    poll_until_connected,
+)
 from utils.settings.errors import UserError
 
-NODES = Nodes(least=1, most=2, rank=1, address="127.0.0.1", port=0, backend="c10d", run="run")
-TWO = replace(NODES, least=2, backend="static")
+NODES = Nodes(min_nodes=1, max_nodes=2, rank=1, address="127.0.0.1", port=0, backend="c10d", run="run")
+TWO = replace(NODES, min_nodes=2, backend="static")
 FORGED = "\nlaunch.sh: forged \x1b[2J"
 
 
 @contextlib.contextmanager
 def hosting(nodes, launch_id="job-7"):
     """Node 0, whose own polls are left to the test."""
-    with Host(nodes, "zero", launch_id) as host:
+    with RendezvousServer(nodes, "zero", launch_id) as host:
         threading.Thread(target=host.serve_forever, args=[0.01], daemon=True).start()
         try:
             yield host
@@ -40,7 +47,7 @@ def closed_beside(nodes, times):
         closed = gone.getsockname()[1]
     answers = iter(range(times))
 
-    class Leaving(Poll):
+    class Leaving(PollHandler):
         def handle(self):
             if next(answers, None) is not None:
                 super().handle()
@@ -72,35 +79,35 @@ def test_two_nodes_with_rank_0_and_the_same_launch_id_are_distinguished(monkeypa
     with hosting(replace(TWO, rank=0)) as host:
         zero = replace(TWO, rank=0, is_host=True, port=port_of(host))
         with pytest.raises(NodesMissing, match="waited 0 s for node 1 of 2; check launch.sh there"):
-            join(zero, "zero", "job-7", 0, 5)
+            poll_until_connected(zero, "zero", "job-7", 0, 5)
         with pytest.raises(UserError, match=r"127.0.0.1: does not lead to .*, which is NODE_RANK=0 \(but to .*; set"):
-            join(zero, "another process", "job-7", 60, 5)
+            poll_until_connected(zero, "another process", "job-7", 60, 5)
 
 
 @pytest.mark.parametrize("is_open", [True, False])
 def test_a_master_addr_without_this_node_0_is_an_error(monkeypatch, is_open):
     """Another program answers there, or nothing does."""
     monkeypatch.setattr(rendezvous, "ERROR_PATIENCE_S", 0.0)
-    monkeypatch.setattr(rendezvous, "ANSWER_S", 0.2)
+    monkeypatch.setattr(rendezvous, "ANSWER_TIMEOUT_S", 0.2)
     cause = "but to another program" if is_open else "connection refused"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         zero = replace(TWO, rank=0, is_host=True, port=silent.getsockname()[1])
         with contextlib.nullcontext() if is_open else silent, pytest.raises(UserError, match=f"does not lead.*{cause}"):
             if not is_open:
                 silent.close()
-            join(zero, "zero", "job-7", 60, 5)
+            poll_until_connected(zero, "zero", "job-7", 60, 5)
 
 
 def test_a_node_that_arrives_while_node_0_leaves_is_not_rejected():
     """Its probe finds a closed port because the others have started torchrun."""
     with closed_beside(NODES, times=1) as nodes:
-        assert join(nodes, "mine", "own", 60, 45) == "own"
+        assert poll_until_connected(nodes, "mine", "own", 60, 45) == "own"
 
 
 def test_a_closed_port_is_an_error_while_node_0_listens(monkeypatch):
     monkeypatch.setattr(rendezvous, "ERROR_PATIENCE_S", 0.5)
     with closed_beside(NODES, 99) as nodes, pytest.raises(UserError, match="MASTER_PORT is open to .* is not"):
-        join(nodes, "mine", "own", 60, 45)
+        poll_until_connected(nodes, "mine", "own", 60, 45)
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
@@ -110,7 +117,8 @@ def test_all_nodes_find_each_other_and_return_node_0s_id(backend):
         port = free.getsockname()[1]
     rank = itertools.count() if backend == "static" else itertools.repeat(-1)
     three = [
-        replace(NODES, least=3, most=3, rank=next(rank), backend=backend, port=port, is_host=k == 0) for k in range(3)
+        replace(NODES, min_nodes=3, max_nodes=3, rank=next(rank), backend=backend, port=port, is_host=k == 0)
+        for k in range(3)
     ]
     received = {}
 
@@ -127,16 +135,16 @@ def test_all_nodes_find_each_other_and_return_node_0s_id(backend):
 
 def test_a_wrong_number_is_an_error_that_names_the_host(monkeypatch):
     monkeypatch.setattr(rendezvous, "ERROR_PATIENCE_S", 0.0)
-    with hosting(replace(TWO, least=3, most=3, rank=0)) as host:
-        setup = replace(TWO, least=3, most=3, port=port_of(host))
+    with hosting(replace(TWO, min_nodes=3, max_nodes=3, rank=0)) as host:
+        setup = replace(TWO, min_nodes=3, max_nodes=3, port=port_of(host))
         with pytest.raises(NodesMissing, match="for nodes 0, 2 of 3;"):
-            join(setup, "first", "own", 0, 5)
+            poll_until_connected(setup, "first", "own", 0, 5)
         with pytest.raises(UserError, match="NODE_RANK=1: is already used by .*; give .* another"):
-            join(setup, "second", "own", 60, 5)
+            poll_until_connected(setup, "second", "own", 60, 5)
         with pytest.raises(UserError, match="NNODES=2: node 0 on .* was started with NNODES=3; give all nodes"):
-            join(replace(setup, least=2, most=2), "third", "own", 60, 5)
+            poll_until_connected(replace(setup, min_nodes=2, max_nodes=2), "third", "own", 60, 5)
         with pytest.raises(UserError, match="NODE_RANK=-1: is outside NNODES=3"):  # c10d there, static here
-            join(replace(setup, rank=-1), "fourth", "own", 60, 5)
+            poll_until_connected(replace(setup, rank=-1), "fourth", "own", 60, 5)
 
 
 def test_what_a_port_scanner_sends_neither_prints_nor_refuses_a_node(capfd):
@@ -153,14 +161,14 @@ def test_what_a_port_scanner_sends_neither_prints_nor_refuses_a_node(capfd):
     ]
     with hosting(replace(TWO, rank=0)) as host:
         answers = b"".join(send(host, line) for line in odd)
-        assert b"job-7" not in answers and b'"go"' not in answers and not host._present
-        host.answer("zero", 0, "node0")
-        assert join(replace(TWO, port=port_of(host)), "one", "own", 20, 5) == "job-7"
+        assert b"job-7" not in answers and b'"go"' not in answers and not host._waiting_nodes
+        host.answer_poll("zero", 0, "node0")
+        assert poll_until_connected(replace(TWO, port=port_of(host)), "one", "own", 20, 5) == "job-7"
     assert capfd.readouterr().err == ""
 
 
 def test_silent_connections_are_closed_after_seconds(monkeypatch):
-    monkeypatch.setattr(Poll, "timeout", 1.0)
+    monkeypatch.setattr(PollHandler, "timeout", 1.0)
     before = threading.active_count()
     with hosting(replace(TWO, rank=0)) as host, contextlib.ExitStack() as stack:
         for _ in range(100):
@@ -168,8 +176,8 @@ def test_silent_connections_are_closed_after_seconds(monkeypatch):
         ends = time.monotonic() + 30
         while threading.active_count() <= before + 50 and time.monotonic() < ends:
             time.sleep(0.01)
-        host.answer("zero", 0, "node0")
-        assert join(replace(TWO, port=port_of(host)), "one", "own", 20, 5) == "job-7"
+        host.answer_poll("zero", 0, "node0")
+        assert poll_until_connected(replace(TWO, port=port_of(host)), "one", "own", 20, 5) == "job-7"
         while (count := threading.active_count()) > before + 1 and time.monotonic() < ends:
             time.sleep(0.02)
     assert count <= before + 1
@@ -178,25 +186,25 @@ def test_silent_connections_are_closed_after_seconds(monkeypatch):
 def test_a_node_sees_that_large_packets_are_lost_although_node_0_waits_longer(monkeypatch, capfd):
     """Node 0 greets and then receives nothing, as when a switch drops the frames."""
 
-    class Deaf(Poll):
+    class Deaf(PollHandler):
         def handle(self):
             rendezvous._send(self.connection, self.server.greeting)
             time.sleep(1)
 
-    assert Poll.timeout >= 2 * rendezvous.ANSWER_S  # otherwise the node sees that node 0 has left
+    assert PollHandler.timeout >= 2 * rendezvous.ANSWER_TIMEOUT_S  # otherwise the node sees that node 0 has left
     monkeypatch.setattr(rendezvous, "LINE_INTERVAL_S", 0.0)
-    monkeypatch.setattr(rendezvous, "ANSWER_S", 0.2)
+    monkeypatch.setattr(rendezvous, "ANSWER_TIMEOUT_S", 0.2)
     with hosting(replace(TWO, rank=0)) as host, pytest.raises(NodesMissing):
         host.RequestHandlerClass = Deaf
-        join(replace(TWO, port=port_of(host)), "one", "own", 0.5, 5)
+        poll_until_connected(replace(TWO, port=port_of(host)), "one", "own", 0.5, 5)
     assert "small packets pass to and from" in capfd.readouterr().err
 
 
 def test_text_from_another_program_cannot_begin_a_line(monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "LINE_INTERVAL_S", 0.0)
-    monkeypatch.setattr(Host, "answer", lambda *_: {"missing": FORGED})
+    monkeypatch.setattr(RendezvousServer, "answer_poll", lambda *_: {"missing": FORGED})
     with hosting(replace(TWO, rank=0)) as host, pytest.raises(NodesMissing):
-        join(replace(TWO, port=port_of(host)), "one", "own", 0.5, 5)
+        poll_until_connected(replace(TWO, port=port_of(host)), "one", "own", 0.5, 5)
     lines = capfd.readouterr().err.splitlines()
     assert lines and all(line.startswith("launch.sh: waiting for launch.sh: forged [2J (") for line in lines)
 
@@ -204,6 +212,6 @@ def test_text_from_another_program_cannot_begin_a_line(monkeypatch, capfd):
 def test_two_launches_that_cross_do_not_join_each_other(monkeypatch, capfd):
     monkeypatch.setattr(rendezvous, "LINE_INTERVAL_S", 0.0)
     with hosting(replace(TWO, rank=0)) as host, pytest.raises(NodesMissing):
-        join(replace(TWO, run="other", port=port_of(host)), "one", "own", 0.5, 5)
+        poll_until_connected(replace(TWO, run="other", port=port_of(host)), "one", "own", 0.5, 5)
     assert "is used there by another launch, with another run_dir" in capfd.readouterr().err
-    assert not host._present
+    assert not host._waiting_nodes

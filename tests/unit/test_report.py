@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import pytest
 
 from scripts import runs as script
-from utils.report.goodput import ACCOUNTS
+from utils.report.goodput import TIME_ACCOUNTS
 
 START = 1.8e9
 VOID = ("meta", "link")
@@ -73,7 +73,10 @@ def forge(folder, attempts=((0, 0, 8),), values=(0.5, 0.75), state="completed", 
             "world_size": 2,
             "restarts": 0,
         }
-        write("summary.json", best | {"state": state, "wall_s": 100.0, "time": {f"{name}_s": 1.0 for name in ACCOUNTS}})
+        write(
+            "summary.json",
+            best | {"state": state, "wall_s": 100.0, "time": {f"{name}_s": 1.0 for name in TIME_ACCOUNTS}},
+        )
     for k, value in enumerate(values, 1):
         common = {"step": 4 * k, "epoch": k, "loss": value, metric: value, "time": at(ended - 20 + 4 * k)}
         records.append({"kind": "train", **common, "data_wait_s": 0.1, "step_s": 0.4, "lr": 0.1})

@@ -22,15 +22,15 @@ def open_run(config, launch_id="", may_restart=False, host="here"):
 
 
 def commit(run, step, keep_last=9):
-    path = checkpoint.step_path(run.checkpoints, step)
-    archive.write(path, payload(step))
-    checkpoint.prune(run.checkpoints, keep_last)
+    path = checkpoint.step_checkpoint_path(run.checkpoint_folder, step)
+    archive.write_archive(path, payload(step))
+    checkpoint.prune_checkpoints(run.checkpoint_folder, keep_last)
     return path
 
 
 def commit_best(run, step):
     run.link_best(step)
-    return run.checkpoints / checkpoint.BEST
+    return run.checkpoint_folder / checkpoint.BEST_NAME
 
 
 def fill(run, steps=(10, 20), state="failed"):
@@ -39,7 +39,7 @@ def fill(run, steps=(10, 20), state="failed"):
     run.write_status(state, epoch=0, step=steps[-1], error=None)
     for step in steps:
         run.record("train", epoch=0, step=step, loss=1.0)
-        run.event("checkpoint", step)
+        run.record_event("checkpoint", step)
         run.record("eval", epoch=0, step=step, split="val", loss=1.0)
         commit(run, step)
     run.close()
@@ -89,7 +89,7 @@ def test_resuming_from_an_earlier_checkpoint_of_the_run_sets_later_ones_aside(co
     run.rewind(10)
     assert not run.restore_best(20) and run.restore_best(-1)
     assert names(run.folder / "superseded-2") == ["step_00000020.pt", "step_00000030.pt"]
-    assert names(run.checkpoints) == ["step_00000010.pt"]
+    assert names(run.checkpoint_folder) == ["step_00000010.pt"]
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [(record["kind"], record["step"]) for record in records] == [("train", 10), ("event", 10)]
 
@@ -98,7 +98,7 @@ def test_resuming_from_an_earlier_checkpoint_of_the_run_sets_later_ones_aside(co
 def test_records_of_an_evaluation_that_will_be_repeated_are_dropped(config):
     fill(open_run(config))
     run = open_run(with_(config, resume_from="auto"))
-    run.event("best", 20)
+    run.record_event("best", 20)
 
     def of_step_20():
         records = run.read_records("eval") + run.read_records("event")
@@ -159,10 +159,10 @@ def test_best_pt_is_a_link_to_a_checkpoint_that_is_kept(config):
     assert best.readlink() == Path(path.name)
     for step in (20, 30, 40):
         commit(run, step, keep_last=2)
-    assert names(run.checkpoints) == ["best.pt", *(f"step_000000{step}.pt" for step in (10, 30, 40))]
+    assert names(run.checkpoint_folder) == ["best.pt", *(f"step_000000{step}.pt" for step in (10, 30, 40))]
     commit_best(run, 40)
     commit(run, 50, keep_last=2)
-    assert checkpoint.verify(best).step == 40 and not path.exists() and not list(run.folder.rglob("*.tmp"))
+    assert checkpoint.verify_checkpoint(best).step == 40 and not path.exists() and not list(run.folder.rglob("*.tmp"))
     with pytest.raises(OSError, match="there is no checkpoint of step 45"):
         commit_best(run, 45)
 
@@ -174,10 +174,10 @@ def test_on_storage_without_links_best_pt_is_a_copy(config, monkeypatch):
     for step in (10, 20):
         commit(run, step)
         best = commit_best(run, step)
-        assert not best.is_symlink() and checkpoint.verify(best).step == step
+        assert not best.is_symlink() and checkpoint.verify_checkpoint(best).step == step
     for step in (30, 40):
         commit(run, step, keep_last=1)
-    assert names(run.checkpoints) == ["best.pt", "step_00000020.pt", "step_00000040.pt"]
+    assert names(run.checkpoint_folder) == ["best.pt", "step_00000020.pt", "step_00000040.pt"]
     assert run.restore_best(20)
     best.write_bytes(b"broken")
     assert not run.restore_best(15)
@@ -197,6 +197,8 @@ def test_the_best_checkpoint_is_restored_from_its_step_or_the_folder_resumed_fro
     path.unlink()
     commit(run, 10)
     commit_best(run, 10)
-    assert other.restore_best(10) and (other.checkpoints / "best.pt").readlink() == Path(path.name)  # a copy of it
+    assert other.restore_best(10) and (other.checkpoint_folder / "best.pt").readlink() == Path(
+        path.name
+    )  # a copy of it
     assert other.restore_best(-1) and not other.restore_best(15)
     assert other.notes == ["the best checkpoint so far, of step 15, is gone: the next evaluation starts a new best"]

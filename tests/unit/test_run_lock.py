@@ -77,7 +77,7 @@ def test_a_file_lock_that_outlives_its_machine_is_waited_for(tmp_path, monkeypat
     try:
         token = ours.recv()
         (tmp_path / "boot_id").write_text("another")
-        monkeypatch.setattr(run_lock, "BOOT", tmp_path / "boot_id")
+        monkeypatch.setattr(run_lock, "BOOT_ID_FILE", tmp_path / "boot_id")
         monkeypatch.setattr(run_lock, "SECONDS_OF_NFS_LEASE", 0)
         with pytest.raises(UserError, match="is in use by"):
             RunLock(tmp_path, "here")
@@ -99,7 +99,7 @@ def test_without_shared_file_locks_an_owner_on_another_machine_is_seen_by_its_he
     owner = RunLock(tmp_path, "here" if boot else "there")
     if boot:
         (tmp_path / "boot_id").write_text(boot)
-        monkeypatch.setattr(run_lock, "BOOT", tmp_path / "boot_id")
+        monkeypatch.setattr(run_lock, "BOOT_ID_FILE", tmp_path / "boot_id")
     with pytest.raises(UserError, match=rf"is in use by process {os.getpid()} on t?here since"):
         RunLock(tmp_path, "here")
     owner.close()
@@ -180,6 +180,6 @@ def test_the_token_is_written_before_the_newest_checkpoint_is_verified(tmp_path,
     first.record("train", step=1)
     first.close()
     token = lambda: json.loads((tmp_path / "lock.json").read_text())["token"]  # noqa: E731
-    monkeypatch.setattr(start_decision.checkpoint, "latest_valid", lambda _: (seen.append(token()), (None, []))[1])
+    monkeypatch.setattr(start_decision.checkpoint, "find_latest_valid", lambda _: (seen.append(token()), (None, []))[1])
     run = open_run(with_(config, resume_from="auto"))
     assert seen == [run.start_decision.token] != [first.start_decision.token]

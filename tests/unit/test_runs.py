@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scripts import runs as script
-from scripts.lib.terminal import COLUMNS, terminal
+from scripts.lib.terminal import COLUMNS, draw_terminal
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_a_plot_has_its_title_and_names_the_ranks_of_each_resume(tmp_path, show)
 
 def test_a_terminal_picture_has_the_command_and_the_first_20_lines():
     lines = [f"line {k} <{'x' * 200 if k == 3 else ''}>" for k in range(30)]
-    root = ET.fromstring(terminal("train.py --epochs 1", lines))
+    root = ET.fromstring(draw_terminal("train.py --epochs 1", lines))
     texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
     assert texts[:2] == ["$ train.py --epochs 1", "line 0 <>"] and texts[-1] == "line 19 <>"
     assert len(texts) == 21 and max(map(len, texts)) == COLUMNS and texts[4].endswith("…")

@@ -15,7 +15,7 @@ import pytest
 import utils.signals
 from ranks import ROOT, marked, start, stop
 from training import wait_until
-from utils.signals import STOP
+from utils.signals import STOP_HANDLER
 
 ENDS_UNDER_SIGNALS = """
 import os, signal, sys
@@ -50,7 +50,7 @@ def test_a_signal_that_came_before_they_are_restored_ends_the_process():
 
 def test_a_signal_sets_a_flag_and_the_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM)
-    with STOP as signals:
+    with STOP_HANDLER as signals:
         assert signals.received == ""
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.received == "SIGTERM"
@@ -62,20 +62,20 @@ def test_a_signal_sets_a_flag_and_the_handlers_are_restored():
 def test_a_signal_counts_for_a_run_that_begins_later_until_nobody_catches_it(monkeypatch):
     errors = []
     monkeypatch.setattr(sys, "unraisablehook", errors.append)
-    with STOP:
-        with STOP:
+    with STOP_HANDLER:
+        with STOP_HANDLER:
             pass
         gc.collect()
         os.kill(os.getpid(), signal.SIGUSR1)
-        with STOP:
-            assert STOP.received == "SIGUSR1" and not errors
-    assert STOP.received == ""
+        with STOP_HANDLER:
+            assert STOP_HANDLER.received == "SIGUSR1" and not errors
+    assert STOP_HANDLER.received == ""
 
 
 def test_a_forked_process_does_not_write_signals_into_the_files_of_its_parent():
     before = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(before)
-    with STOP:
+    with STOP_HANDLER:
         pid = os.fork()
         if not pid:
             os._exit(signal.set_wakeup_fd(-1) != -1)

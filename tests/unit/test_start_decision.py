@@ -57,7 +57,7 @@ def test_an_earlier_run_is_moved_aside_with_its_checkpoints(config, changes):
         fill(open_run(config))
         (config.run_folder / "notes.txt").write_text("mine")
         run = open_run(config)
-        assert not contents(run.folder) and not names(run.checkpoints) and run.start_decision.attempt == 1
+        assert not contents(run.folder) and not names(run.checkpoint_folder) and run.start_decision.attempt == 1
         run.close()
         asides = [f"{config.checkpoint_folder}.{number}"] * bool(config.checkpoint_dir) + [f"{run.folder}.{number}"]
         kept = Path(asides[0]) if config.checkpoint_dir else Path(asides[0], "checkpoints")
@@ -136,7 +136,7 @@ def test_a_run_is_not_moved_aside_if_the_new_one_starts_from_it(config, given):
     before = contents(config.run_folder)
     path = config.run_folder / ("checkpoints/step_00000010.pt" if given == "init_from" else "superseded-1/old.pt")
     path.parent.mkdir(exist_ok=True)
-    archive.write(path, payload(10))
+    archive.write_archive(path, payload(10))
     before = contents(config.run_folder)
     with pytest.raises(UserError, match=f"{given}=.*: is in the run that would be moved aside; give another --run_dir"):
         open_run(with_(config, **{given: str(path)}))
@@ -206,7 +206,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_over(config):
     config = with_(config, resume_from="auto")
     run = open_run(config)
     fill(run)
-    path = checkpoint.step_checkpoints(config.checkpoint_folder)[-1]
+    path = checkpoint.list_step_checkpoints(config.checkpoint_folder)[-1]
     run = open_run(config)
     run.write_status("failed", checkpoint=str(path))
     run.close()
@@ -257,14 +257,14 @@ def test_a_run_folder_or_its_checkpoints_folder_stands_for_the_latest_valid_chec
         fill(run)
         commit_best(run, 10)
         run.write_json("config.json", one.to_dict())
-        (run.checkpoints / "step_00000099.pt").write_text("damaged")
+        (run.checkpoint_folder / "step_00000099.pt").write_text("damaged")
         run.close()
     shutil.copytree("runs/mine", "moved", symlinks=True)
     os.symlink("runs/mine", "link")
     for folder in (Path("sharded/checkpoints/step_00000030"), Path("kept")):
         folder.mkdir(parents=True)
-        digest = archive.write(folder / "part_00000.pt", payload(30))
-        replace_json(folder / archive.MANIFEST, {"step": 30, "files": {"part_00000.pt": digest}})
+        digest = archive.write_archive(folder / "part_00000.pt", payload(30))
+        replace_json(folder / archive.MANIFEST_FILE, {"step": 30, "files": {"part_00000.pt": digest}})
     run = open_run(with_(config, run_dir="new", resume_from=given))
     assert str(run.resume_path) == chosen
     is_folder = "step_" not in given and "best" not in given and given != "kept"
@@ -286,7 +286,7 @@ def test_the_folder_of_the_run_itself_continues_it_at_its_latest_checkpoint(conf
     fill(open_run(config))
     run = open_run(with_(config, resume_from=config.run_dir))
     assert (
-        run.resume_path == run.checkpoints / "step_00000020.pt"
+        run.resume_path == run.checkpoint_folder / "step_00000020.pt"
         and run.start_decision.attempt == 2
         and not run.start_decision.renamed_folders
     )

@@ -53,15 +53,15 @@ def make(precision=FLOAT32, model=None, groups=None, **changes):
     state.parts += create_parts((), model, None, config, ctx, precision)
     sampler = GlobalBatchSampler(range(40), batch_size=4, micro_batches_per_step=1, assignment=Assignment(0, 1))
     state.allocate_metrics({"loss": (0.0, 4)})
-    state.plan(sampler)
+    state.plan_schedule(sampler)
     return state
 
 
 def step(state, gradient=None, more_loss=0.0):
     """An optimizer step with computed gradients, or with all of them set to one value. more_loss: without gradient."""
     loss = state.model(torch.randn(4, 3)).square().sum()
-    state.sums.add({"loss": (loss + more_loss, 4)}, MICRO_BATCH)
-    state.sums.start_reduce(MICRO_BATCH)
+    state.step_sums.add({"loss": (loss + more_loss, 4)}, MICRO_BATCH)
+    state.step_sums.start_reduce(MICRO_BATCH)
     state.backward(loss, is_padding=False)
     if gradient is not None:
         for p in state.model.parameters():
@@ -129,7 +129,7 @@ def test_weights_that_a_part_adds_are_those_of_the_checkpoint():
     state.parts.append(Shrunk(state.model))
     payload = copy.deepcopy(state.state_dict())
     for saved in (payload, payload | {"ema": {}}):
-        weights = state.load_weights_of(saved)
+        weights = state.load_evaluated_weights(saved)
         assert list(weights) == [name for name in ("model", "ema", "shrunk") if saved[name]]
         with weights["shrunk"]:
             assert same(state.model.state_dict(), payload["shrunk"])
@@ -191,7 +191,7 @@ def test_the_learning_rate_is_a_function_of_the_step_and_skipped_steps_count():
     state = make(lr=0.2)
     for gradient in (None, float("nan"), None):
         step(state, gradient)
-    assert state.learning_rates == [0.2 * factor for factor in state.lr_factors_at(2, state.progress)]
+    assert state.learning_rates == [0.2 * factor for factor in state.compute_lr_factors(2, state.progress)]
 
 
 NO_VALIDATION = "{}: has no effect, since there is no validation set; leave it out"
@@ -225,7 +225,7 @@ TOO_PATIENT = "patience={}: has no effect, since at most {} evaluations come bef
 def test_settings_without_an_effect_are_said(settings, has_validation, expected):
     state = make(**settings)
     state.progress.best_metric = "max:top1" if has_validation else ""
-    warnings = state.schedule.list_warnings
+    warnings = state.schedule.warnings
     assert len(warnings) == len(expected)
     assert all(line.startswith(begin) for line, begin in zip(warnings, expected, strict=True))
 
@@ -245,11 +245,11 @@ def test_after_a_resume_patience_has_what_is_counted_and_what_is_left(step, best
     progress = state.progress
     progress.best_metric, progress.step = "max:top1", step
     progress.best_value, progress.evaluations_since_best = best_value, counted
-    warnings = state.schedule.list_warnings
+    warnings = state.schedule.warnings
     assert len(warnings) == len(expected)
     assert all(line.startswith(begin) for line, begin in zip(warnings, expected, strict=True))
     progress.step = 100
-    assert state.schedule.list_warnings == warnings  # at the end it is the same
+    assert state.schedule.warnings == warnings  # at the end it is the same
 
 
 def test_patience_counts_evaluations_without_a_better_value():
@@ -336,7 +336,7 @@ def test_the_precision_follows_the_hardware_unless_given(changes, fast, device, 
     precision = Precision.choose(
         use_amp=config.use_amp, amp_dtype=config.amp_dtype, device=torch.device(device), fast_bf16=fast
     )
-    assert precision.dtype is expected and precision.is_scaled is (expected is torch.float16)
+    assert precision.dtype is expected and precision.has_loss_scaling is (expected is torch.float16)
     assert has_fast_bf16(CPU) is False
 
 
@@ -367,7 +367,7 @@ def test_a_resumed_optimizer_takes_the_memory_format_of_the_parameters(optimizer
     def train(state):
         torch.manual_seed(state.progress.step)
         loss = state.model(torch.randn(2, 2, 5, 5)).square().sum()
-        state.sums.add({"loss": (loss, 4)}, MICRO_BATCH)
+        state.step_sums.add({"loss": (loss, 4)}, MICRO_BATCH)
         state.backward(loss, is_padding=False)
         state.update_if_finite(SAMPLES)
         state.advance(SAMPLES)

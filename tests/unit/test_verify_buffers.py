@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lib.verify.fork import Broken
+from lib.verify.fork import BrokenInvariant
 from lib.verify.model_checks import compare_buffers
 
 
@@ -22,7 +22,7 @@ def test_persistent_buffers_have_to_be_equal_and_others_may_differ(values):
     ours, reference = (with_buffer(value, is_persistent=False) for value in values)
     assert compare_buffers(ours, reference, rounding=1e-6) == ", 2 buffers too"  # BatchNorm's mean and variance
     ours, reference = (with_buffer(value, is_persistent=True) for value in values)
-    with pytest.raises(Broken, match="^own: "):
+    with pytest.raises(BrokenInvariant, match="^own: "):
         compare_buffers(ours, reference, rounding=1e-6)
     assert compare_buffers(ours, ours, rounding=1e-6) == ", 3 buffers too"
 
@@ -31,7 +31,7 @@ def test_persistent_buffers_have_to_be_equal_and_others_may_differ(values):
 def test_a_mean_that_is_zero_but_for_rounding_is_no_difference(mean, is_found):
     ours, reference = nn.Sequential(nn.BatchNorm1d(2)), nn.Sequential(nn.BatchNorm1d(2))
     ours[0].running_mean += mean
-    with pytest.raises(Broken, match="running_mean: ") if is_found else nullcontext():
+    with pytest.raises(BrokenInvariant, match="running_mean: ") if is_found else nullcontext():
         compare_buffers(ours, reference, rounding=1e-6)
 
 

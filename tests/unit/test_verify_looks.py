@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from config import TrainingConfig
 from ddp_utils import DistributedContext
-from lib.values import spread
+from lib.values import spread_rows
 from lib.verify.fork import Fork
-from lib.verify.loss_notes import look_at_passes
-from lib.verify.model_notes import look_at_statistics, look_at_weights
+from lib.verify.loss_notes import inspect_passes
+from lib.verify.model_notes import inspect_statistics, inspect_weights
 from utils.settings.errors import UserError
 from utils.training.hooks import ModelHooks
 
@@ -121,9 +121,9 @@ def test_a_sum_that_overflows_in_batches_of_the_run_is_found(metric, size, expec
     fork = fork_of(linear, classify(metric), batch_size=10, eval_batch_size=size)
     if expected == NARROW:
         with pytest.raises(UserError, match=expected):
-            look_at_passes(fork)
+            inspect_passes(fork)
     else:
-        assert expected in (note := look_at_passes(fork)) and bool(note) == bool(expected)
+        assert expected in (note := inspect_passes(fork)) and bool(note) == bool(expected)
 
 
 EQUAL = "please check: {} have equal sums and counts"
@@ -169,7 +169,7 @@ def precision(logits, y):
     ],
 )
 def test_two_metrics_that_are_always_equal_are_a_note(metric, expected):
-    note = look_at_passes(fork_of(linear, classify(metric)))
+    note = inspect_passes(fork_of(linear, classify(metric)))
     assert expected in note and bool(note) == bool(expected)
 
 
@@ -313,7 +313,7 @@ UNSHIFTED = "shift the targets by one, or mask"
     ],
 )
 def test_a_model_of_sequences_that_sees_its_targets_is_a_note(create, loss, expected):
-    note = look_at_passes(fork_of(create, loss, TOKENS))
+    note = inspect_passes(fork_of(create, loss, TOKENS))
     assert expected in note and bool(note) == bool(expected)
 
 
@@ -372,7 +372,7 @@ class WithoutTheLast(nn.Module):
 ANSWER = "also an input of the model"
 SPARSE = draw(200, 900)
 SPARSE[:, 5] = 0.0
-SPARSE[spread(48, 200)[10], 5] = 1.0
+SPARSE[spread_rows(48, 200)[10], 5] = 1.0
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ SPARSE[spread(48, 200)[10], 5] = 1.0
     ],
 )
 def test_a_target_among_the_inputs_is_a_note(create, loss, data, expected):
-    note = look_at_passes(fork_of(create, loss, data))
+    note = inspect_passes(fork_of(create, loss, data))
     assert expected in note and bool(note) == bool(expected)
 
 
@@ -529,7 +529,7 @@ SEED, TIE = "drawn from a seed in the code", "but are two parameters"
     ],
 )
 def test_weights_of_a_fixed_seed_and_broken_ties_are_notes(create, expected):
-    note = look_at_weights(fork_of(create, None))
+    note = inspect_weights(fork_of(create, None))
     assert expected in note and bool(note) == bool(expected)
 
 
@@ -649,11 +649,11 @@ MOVES, INITIAL = "frozen, but the running statistics move", "still 0 or 1"
 )
 def test_statistics_that_move_in_frozen_layers_or_never_are_notes(create, expected):
     fork = fork_of(create, classify(lambda x, y: {}))
-    net = fork.new_model().train()
+    net = fork.create_model().train()
     for number in range(3):
         net(draw(4, 8, seed=number).double())
     fork.trainings["whole"] = types.SimpleNamespace(state=types.SimpleNamespace(model=net))
-    note = look_at_statistics(fork)
+    note = inspect_statistics(fork)
     assert re.search(expected, note) and bool(note) == bool(expected)
 
 
@@ -673,15 +673,15 @@ def refuses(at):
 @pytest.mark.parametrize(
     ("look", "create", "what"),
     [
-        (look_at_weights, refuses(2), "whether the initial weights follow --seed"),
-        (look_at_weights, refuses(3), "whether the initial weights follow --seed"),
-        (look_at_passes, refuses(1), "sums in few bits"),
-        (look_at_statistics, refuses(2), "the running statistics"),
+        (inspect_weights, refuses(2), "whether the initial weights follow --seed"),
+        (inspect_weights, refuses(3), "whether the initial weights follow --seed"),
+        (inspect_passes, refuses(1), "sums in few bits"),
+        (inspect_statistics, refuses(2), "the running statistics"),
     ],
 )
 def test_a_look_that_fails_is_no_finding(look, create, what):
     fork = fork_of(create, classify(lambda x, y: {}))
-    if look is look_at_statistics:
-        fork.trainings["whole"] = types.SimpleNamespace(state=types.SimpleNamespace(model=fork.new_model()))
+    if look is inspect_statistics:
+        fork.trainings["whole"] = types.SimpleNamespace(state=types.SimpleNamespace(model=fork.create_model()))
     note = look(fork)
     assert note.startswith(f"; not checked: {what}") and note.endswith("(RuntimeError: no second model)"), note

@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from lib.verify import notes
-from lib.verify.notes import scales, unread_samplers
+from lib.verify import data_notes
+from lib.verify.data_notes import find_scales, find_unread_samplers
 
 # ---- scales ----
 
@@ -56,7 +56,7 @@ SCALINGS = {  # from values to scaled ones, and the note
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_a_set_that_is_scaled_by_itself_is_recognized(kind):
     scale, expected = SCALINGS[kind]
-    first, second = (scales([(row, 1) for row in scale(rows)]) for rows in (ROWS[:500], ROWS[500:]))
+    first, second = (find_scales([(row, 1) for row in scale(rows)]) for rows in (ROWS[:500], ROWS[500:]))
     assert {text for _, text in first & second} == ({expected} if expected else set())
 
 
@@ -77,13 +77,17 @@ class Windows(torch.utils.data.Dataset):
 @pytest.mark.parametrize("kind", ["standard", "limits", "plain", "limits of training"])
 def test_a_table_of_which_samples_are_windows_is_looked_at(kind, convert):
     scale, expected = SCALINGS[kind]
-    first, second = (scales(Windows(convert(scale(rows)))) for rows in (ROWS[:500], ROWS[500:]))
+    first, second = (find_scales(Windows(convert(scale(rows)))) for rows in (ROWS[:500], ROWS[500:]))
     assert {text for _, text in first & second} == ({expected} if expected else set())
 
 
 def test_a_table_that_takes_long_to_read_is_not_looked_at(monkeypatch):
-    monkeypatch.setattr(notes, "SECONDS", -1.0)
-    assert scales([ROWS[0]]) is None and scales([ROWS[0][:, None, None]]) == set() and scales(["text"]) == set()
+    monkeypatch.setattr(data_notes, "MAX_READ_SECONDS", -1.0)
+    assert (
+        find_scales([ROWS[0]]) is None
+        and find_scales([ROWS[0][:, None, None]]) == set()
+        and find_scales(["text"]) == set()
+    )
 
 
 # ---- samplers ----
@@ -178,12 +182,12 @@ def test_samplers_that_nothing_reads_are_named(tmp_path, monkeypatch, kind, is_s
         code = code.replace(name, parts.get(name, usual), 1)
     imported(tmp_path, "library", LIBRARY, monkeypatch)
     module = imported(tmp_path, "own_data", code, monkeypatch)
-    monkeypatch.setattr(notes, "modules_of_yours", lambda: [module])
-    monkeypatch.setattr(notes, "your_data", module)
+    monkeypatch.setattr(data_notes, "list_fork_modules", lambda: [module])
+    monkeypatch.setattr(data_notes, "your_data", module)
     data = module.Rows()
-    unread = unread_samplers(torch.utils.data.Subset(data, [0, 2]) if is_subset else data)
+    unread = find_unread_samplers(torch.utils.data.Subset(data, [0, 2]) if is_subset else data)
     assert unread == expected
 
 
 def test_a_data_set_of_any_kind_has_no_samplers():
-    assert unread_samplers([1, 2]) == [] and unread_samplers(SimpleNamespace(x=1)) == []
+    assert find_unread_samplers([1, 2]) == [] and find_unread_samplers(SimpleNamespace(x=1)) == []

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from scripts.lib.values import digest
+from scripts.lib.values import hash_nested
 
 Pair = namedtuple("Pair", "x names")
 
@@ -215,7 +215,7 @@ def digests():
     """By kind, of two tensors. The other process has other memory."""
     wasted = [torch.zeros(99 + number) for number in range(999 * LATER)]
     whole = torch.arange(8.0)
-    by_kind = {kind: [digest(make(whole[2:6] + number)) for number in (0, 1)] for kind, make in KINDS.items()}
+    by_kind = {kind: [hash_nested(make(whole[2:6] + number)) for number in (0, 1)] for kind, make in KINDS.items()}
     return by_kind if wasted or not LATER else None
 
 
@@ -238,7 +238,7 @@ def test_equal_objects_of_two_processes_have_one_digest_and_others_another(pairs
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_cannot_be_pickled_is_named(kind):
     unseen = set()
-    digest(KINDS[kind](torch.arange(4.0)), unseen)
+    hash_nested(KINDS[kind](torch.arange(4.0)), unseen)
     expected = {"lock": {"lock"}, "iterator and module": {"generator", "module"}}
     assert unseen == expected.get(kind, set()) | ({"<lambda>.<locals>.<lambda>"} if "lambda" in kind else set())
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_pickled_is_named(kind):
     ],
 )
 def test_objects_that_differ_in_other_things_than_tensors_have_two_digests(one, other):
-    assert digest(one) != digest(other)
+    assert hash_nested(one) != hash_nested(other)
 
 
 def test_a_list_that_is_nested_too_deeply_is_named_and_not_compared():
@@ -262,4 +262,4 @@ def test_a_list_that_is_nested_too_deeply_is_named_and_not_compared():
     for _ in range(100_000):
         deep = [deep]
     unseen = set()
-    assert digest(Plain(deep=deep), unseen) and unseen == {"Plain"}
+    assert hash_nested(Plain(deep=deep), unseen) and unseen == {"Plain"}

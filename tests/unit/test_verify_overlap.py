@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lib.verify.data_checks import Broken, overlap
+from lib.verify.data_checks import BrokenInvariant, check_overlap
 
 
 @dataclass
@@ -69,7 +69,7 @@ SETS = {  # training and held-out samples, and how many of these are noted
 @pytest.mark.parametrize("kind", SETS)
 def test_samples_that_differ_by_one_value_are_noted(kind):
     train, held_out, count = SETS[kind]
-    note = overlap(SimpleNamespace(train_set=train, held_out=held_out))
+    note = check_overlap(SimpleNamespace(train_set=train, held_out=held_out))
     assert ("in all values but" in note) == (count > 0) and "are trained on" not in note, note
     assert not count or re.search(rf"please check: {count} held-out samples \(rows .*\) equal training samples", note)
 
@@ -92,10 +92,10 @@ class Noisy(Augmented):
 
 def test_an_augmentation_that_leaves_some_samples_as_they_are_hides_no_copies():
     same, others = rows(50, 1), rows(50, 2, 1000)
-    with pytest.raises(Broken, match="are trained on"):
-        overlap(SimpleNamespace(train_set=Augmented(rows(200, 1)), held_out=same))
-    note = overlap(SimpleNamespace(train_set=Augmented(rows(200, 1)), held_out=rows(50, 1, 1000)))
+    with pytest.raises(BrokenInvariant, match="are trained on"):
+        check_overlap(SimpleNamespace(train_set=Augmented(rows(200, 1)), held_out=same))
+    note = check_overlap(SimpleNamespace(train_set=Augmented(rows(200, 1)), held_out=rows(50, 1, 1000)))
     assert "50 held-out samples (rows " in note and "in all values but '2'" in note
     for train, held_out in ((Augmented(rows(200, 1)), others), (Noisy(rows(200, 1)), rows(50, 1, 1000))):
-        note = overlap(SimpleNamespace(train_set=train, held_out=held_out))
+        note = check_overlap(SimpleNamespace(train_set=train, held_out=held_out))
         assert note == "; not checked: whether held-out samples are training samples, which are augmented"

@@ -1,5 +1,5 @@
 # extra: verify
-"""other_seeds of verify: seeds that code of a fork sets are others within it, and the same again after it."""
+"""replace_seeds of verify: seeds that code of a fork sets are others within it, and the same again after it."""
 
 import random
 from types import SimpleNamespace
@@ -8,8 +8,8 @@ import numpy
 import pytest
 import torch
 
-from lib.verify import draws
-from lib.verify.draws import other_seeds
+from lib.verify import randomness
+from lib.verify.randomness import replace_seeds
 from utils.rng import sample_draws, seed_host
 
 KEPT = SimpleNamespace(generator=torch.Generator(), python=random.Random(), old=numpy.random.RandomState(3))
@@ -53,10 +53,10 @@ DRAWS = {
 
 @pytest.mark.parametrize("kind", DRAWS)
 def test_a_seed_of_the_fork_is_another_one(kind, monkeypatch):
-    monkeypatch.setattr(draws, "owner_of", {__file__: "you"}.get)
+    monkeypatch.setattr(randomness, "find_file_owner", {__file__: "you"}.get)
     draw = DRAWS[kind]
     before = draw()
-    with other_seeds(KEPT):
+    with replace_seeds(KEPT):
         other = draw()
         assert draw() == other != before
     assert draw() == before
@@ -68,7 +68,7 @@ def test_seeds_of_the_template_and_types_stay():
         return random.random(), numpy.random.rand(), torch.rand(()).item()
 
     before = draw()
-    with other_seeds(KEPT):
+    with replace_seeds(KEPT):
         assert draw() == before
         assert isinstance(numpy.random.RandomState(1), type(KEPT.old))
         assert isinstance(KEPT.old, numpy.random.RandomState)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from scripts.lib.values import digest, joined, leaves, padded_rows
+from scripts.lib.values import flatten_nested, hash_nested, join_batches, pad_rows
 
 
 @dataclass(slots=True)
@@ -37,27 +37,27 @@ KINDS = {"dataclass with slots": Rows, "object": Graph, "UserDict": lambda x, y:
 def test_equal_tensors_in_other_memory_have_one_digest_and_others_another(kind):
     whole = torch.arange(6.0)
     one, same = KINDS[kind](whole[2:4], {"z": whole[:2]}), KINDS[kind](torch.tensor([2.0, 3]), {"z": whole[:2].clone()})
-    assert digest(one) == digest(same) != digest(KINDS[kind](torch.tensor([2.0, 3]), {"z": whole[2:4]}))
-    assert [leaf.tolist() for leaf in leaves([one]).values()] == [[2, 3], [0, 1]]
+    assert hash_nested(one) == hash_nested(same) != hash_nested(KINDS[kind](torch.tensor([2.0, 3]), {"z": whole[2:4]}))
+    assert [leaf.tolist() for leaf in flatten_nested([one]).values()] == [[2, 3], [0, 1]]
 
 
 @pytest.mark.parametrize("kind", ["dataclass with slots", "UserDict"])
 def test_batches_of_rows_are_joined(kind):
     halves = [KINDS[kind](torch.full((2, 3), float(number)), {"z": torch.full((2,), number)}) for number in range(2)]
-    whole = joined(halves, 2)
+    whole = join_batches(halves, 2)
     assert type(whole) is type(halves[0])
-    assert [leaf.shape for leaf in leaves(whole).values()] == [(4, 3), (4,)]
+    assert [leaf.shape for leaf in flatten_nested(whole).values()] == [(4, 3), (4,)]
     with pytest.raises(ValueError):
-        joined([halves[0], {"x": torch.ones(2, 3)}], 2)
+        join_batches([halves[0], {"x": torch.ones(2, 3)}], 2)
     with pytest.raises(ValueError):
-        joined(halves, 3)
+        join_batches(halves, 3)
 
 
 def test_an_object_that_holds_more_than_rows_is_not_joined():
     graph = Graph(torch.ones(2), torch.ones(2))
     graph.parent = "a name"
     with pytest.raises(ValueError):
-        joined([graph], 2)
+        join_batches([graph], 2)
 
 
 class Slots:
@@ -113,20 +113,20 @@ def test_an_unknown_object_from_a_worker_has_the_digest_of_the_same_object_here(
     make, t = UNKNOWN[kind], torch.arange(8.0)[2:6]  # a view: the pickle of its storage is larger
     sample = {"x": torch.ones(2), "meta": make(t)}
     (moved,) = DataLoader([sample], num_workers=1, collate_fn=first)
-    assert digest(sample) == digest(moved) == digest({"x": torch.ones(2), "meta": make(t.clone())})
-    assert digest(sample) != digest({"x": torch.ones(2), "meta": make(t + 1)}) or kind == "Enum"
+    assert hash_nested(sample) == hash_nested(moved) == hash_nested({"x": torch.ones(2), "meta": make(t.clone())})
+    assert hash_nested(sample) != hash_nested({"x": torch.ones(2), "meta": make(t + 1)}) or kind == "Enum"
 
 
 @pytest.mark.parametrize("content", [["a", "b"], ["b", "a"]])
 def test_a_set_has_one_digest_in_any_order_of_insertion(content):
     colliding = [number * 2**61 - number for number in (0, 8, 16)]  # hash values that collide in a set of 8 places
-    assert digest(SimpleNamespace(s={*colliding})) == digest(SimpleNamespace(s={*reversed(colliding)}))
-    assert digest({*content}) == digest({"a", "b"}) != digest({"a", "c"})
+    assert hash_nested(SimpleNamespace(s={*colliding})) == hash_nested(SimpleNamespace(s={*reversed(colliding)}))
+    assert hash_nested({*content}) == hash_nested({"a", "b"}) != hash_nested({"a", "c"})
 
 
 def test_a_sample_that_cannot_be_pickled_is_not_compared():
     lock = SimpleNamespace(lock=threading.Lock())
-    assert digest([lock]) == digest([SimpleNamespace(lock=threading.Lock())]) != digest([1])
+    assert hash_nested([lock]) == hash_nested([SimpleNamespace(lock=threading.Lock())]) != hash_nested([1])
 
 
 EYE = torch.eye(4)
@@ -162,15 +162,15 @@ IRREGULAR = {  # a tensor, an equal one in other memory, and another
 @pytest.mark.parametrize("place", [lambda t: t, lambda t: {"x": [t]}, lambda t: SimpleNamespace(t=t)])
 def test_nested_and_sparse_tensors_are_compared_by_their_content(kind, place):
     one, same, other = map(place, IRREGULAR[kind])
-    assert digest(one) == digest(same) != digest(other)
+    assert hash_nested(one) == hash_nested(same) != hash_nested(other)
     with pytest.raises(ValueError):
-        joined([IRREGULAR[kind][0]], 2)
+        join_batches([IRREGULAR[kind][0]], 2)
 
 
 @pytest.mark.parametrize("kind", ["jagged", "jagged with holes", "nested"])
 def test_the_rows_of_a_nested_tensor_are_padded_with_zeros(kind):
     nested = IRREGULAR[kind][0]
-    padded, lengths = padded_rows(nested), [len(row) for row in nested.unbind()]
+    padded, lengths = pad_rows(nested), [len(row) for row in nested.unbind()]
     assert padded.shape == (2, max(lengths), 3)
     for row, expected, length in zip(padded, nested.unbind(), lengths, strict=True):
         assert torch.equal(row[:length], expected) and not row[length:].any()

@@ -110,7 +110,7 @@ def assert_equal(model, source):
 def test_names_with_wrappers_or_a_prefix_are_those_of_the_model(kind, tmp_path, caplog):
     source, model = Net(), Net()
     expected = copy.deepcopy(source)
-    start_from(model, tensors(NAMES[kind](source)), tmp_path, must_be_whole=True)
+    start_from(model, tensors(NAMES[kind](source)), tmp_path, requires_all=True)
     assert_equal(model, expected)
     assert ALL in caplog.text
 
@@ -119,7 +119,7 @@ def test_names_with_wrappers_or_a_prefix_are_those_of_the_model(kind, tmp_path, 
 def test_a_model_may_have_a_component_named_module(wrap, tmp_path, caplog):
     source, model = Wrapping(), Wrapping()
     nn.init.normal_(source.inner.weight)
-    start_from(model, wrap(source).state_dict(), tmp_path, must_be_whole=True)
+    start_from(model, wrap(source).state_dict(), tmp_path, requires_all=True)
     assert_equal(model, source)
 
 
@@ -179,7 +179,7 @@ def files(net, other):
 @pytest.mark.parametrize("kind", files(Net(), Net()))
 def test_the_state_dict_in_a_file_is_loaded(kind, tmp_path, caplog):
     source, model = Net(), Net()
-    start_from(model, files(source, Net())[kind], tmp_path, must_be_whole=True)
+    start_from(model, files(source, Net())[kind], tmp_path, requires_all=True)
     assert_equal(model, source)
     assert ALL in caplog.text
     if kind in ("timm", "ema beside"):
@@ -341,7 +341,7 @@ def test_the_command_for_a_pickled_model_saves_its_weights(content, is_zip, tmp_
         load_weights(path)
     (program,) = re.findall(r'python -c "(.*)"$', str(error.value))
     exec(program)
-    load_matching_weights(Net(), load_weights(tmp_path / "w.pt-weights.pt"), "w.pt", must_be_whole=True)
+    load_matching_weights(Net(), load_weights(tmp_path / "w.pt-weights.pt"), "w.pt", requires_all=True)
 
 
 class Scaled(nn.Module):
@@ -391,14 +391,14 @@ def test_only_a_namespace_is_allowed_and_only_here(tmp_path):
 
 
 def payload(classes=("cat", "dog", "eel")):
-    empty = {key: {} for key in archive.KEYS}
+    empty = {key: {} for key in archive.PAYLOAD_KEYS}
     provenance = {"classes": list(classes)}
     return empty | {"model": Net().state_dict(), "progress": {"step": 10}, "provenance": provenance}
 
 
 def test_a_checkpoint_that_was_saved_again_is_taken_with_a_warning(tmp_path, caplog):
     path, edited, model = tmp_path / "c.pt", tmp_path / "edited.pt", Net()
-    archive.write(path, payload())
+    archive.write_archive(path, payload())
     content = torch.load(path, weights_only=True)
     content["model"]["head.bias"].fill_(7)
     torch.save(content, edited)
@@ -407,7 +407,7 @@ def test_a_checkpoint_that_was_saved_again_is_taken_with_a_warning(tmp_path, cap
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith(f"init_from: {edited} has no checksum")
     with pytest.raises(UserError, match="has no checksum at its end"):
-        archive.verify(edited)
+        archive.verify_archive(edited)
     data = path.read_bytes()
     for cut in (1, 40, archive.TRAILER_BYTES - 1, archive.TRAILER_BYTES + 1, 5000):
         edited.write_bytes(data[:-cut])
@@ -445,7 +445,7 @@ def test_a_checkpoint_that_was_saved_again_is_taken_with_a_warning(tmp_path, cap
 @pytest.mark.parametrize("is_edited", [False, True])
 def test_other_class_names_are_a_warning(class_names, expected, is_edited, tmp_path, caplog):
     path = tmp_path / "c.pt"
-    archive.write(path, payload())
+    archive.write_archive(path, payload())
     if is_edited:
         torch.save(torch.load(path, weights_only=True), path)
     weights = load_weights(path)

@@ -339,4 +339,4 @@ def test_a_temporary_folder_where_workers_cannot_open_a_socket_is_rejected_if_th
             loader_of([torch.ones(1)] * 3)
         ctx = DistributedContext(0, 0, 1, torch.device("cpu"))
         without = create_evaluation_dataloader([torch.ones(1)], TrainingConfig(batch_size=1, num_workers=0), ctx)
-        assert len(without.example_batch()) == 1
+        assert len(without.fetch_example_batch()) == 1

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 else:
     Tensor = None  # a test puts another class of tensors here
 
-KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
-STEP_NAME = re.compile(r"step_(\d{8,})(\.pt)?")  # without .pt: the folder of a sharded run (shards.py)
-MANIFEST = "manifest.json"  # of such a folder
-TRAILER = re.compile(rb"\nstep:(\d{10}) sha256:([0-9a-f]{64})\n")
+PAYLOAD_KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
+STEP_NAME_PATTERN = re.compile(r"step_(\d{8,})(\.pt)?")  # without .pt: the folder of a sharded run (shards.py)
+MANIFEST_FILE = "manifest.json"  # of such a folder
+TRAILER_PATTERN = re.compile(rb"\nstep:(\d{10}) sha256:([0-9a-f]{64})\n")
 TRAILER_BYTES = 89
 CHECKSUM_BYTES = 72  # "sha256:...\n" in the trailer
 BLOCK_BYTES = 2**22
@@ -41,7 +41,7 @@ class Trailer(NamedTuple):
     checksum: str  # SHA-256 of everything before it
 
 
-def map_checkpoint(value: Any, function: Callable[[Tensor], Any], name: str = "") -> Any:
+def map_payload(value: Any, function: Callable[[Tensor], Any], name: str = "") -> Any:
     """The content of a checkpoint with function(tensor) in place of each tensor.
 
     Raises:
@@ -71,7 +71,7 @@ def map_checkpoint(value: Any, function: Callable[[Tensor], Any], name: str = ""
     return walk(value, name)
 
 
-def write(
+def write_archive(
     path: Path,
     payload: dict[str, Any],
     before_rename: Callable[[], object] | None = None,
@@ -90,7 +90,7 @@ def write(
 
     digest = ""
 
-    def fill(file: BinaryIO) -> None:
+    def write_content(file: BinaryIO) -> None:
         nonlocal digest
         hashing = _HashingWriter(file, on_progress)
         try:
@@ -101,16 +101,16 @@ def write(
         digest = hashing.checksum.hexdigest()
         file.write(f"sha256:{digest}\n".encode())
 
-    replace_file(path, fill, before_rename)
+    replace_file(path, write_content, before_rename)
     return digest
 
 
-def read(path: Path, trailer: Trailer) -> dict[str, Any]:
+def read_archive(path: Path, trailer: Trailer) -> dict[str, Any]:
     """The content of a file that was verified, its tensors mapped from it. Raises UserError if it is no checkpoint."""
     problem = f"{path}: is not a checkpoint"
     # mapped, since the processes of a node then share its memory
-    payload = load(path, lambda error: f"{problem} ({type(error).__name__}); give another", is_mapped=True)
-    missing = [key for key in KEYS if not isinstance(payload, dict) or not isinstance(payload.get(key), dict)]
+    payload = load_weights_only(path, lambda error: f"{problem} ({type(error).__name__}); give another", mmap=True)
+    missing = [key for key in PAYLOAD_KEYS if not isinstance(payload, dict) or not isinstance(payload.get(key), dict)]
     if missing:
         raise UserError(
             f"{path}: lacks {', '.join(missing)}; give another checkpoint, or load its weights with --init_from"
@@ -129,31 +129,31 @@ def read(path: Path, trailer: Trailer) -> dict[str, Any]:
     return payload
 
 
-def load(path: Path, explain: Callable[[Exception], str], is_mapped: bool = False) -> Any:
+def load_weights_only(path: Path, explain_error: Callable[[Exception], str], mmap: bool = False) -> Any:
     """Load tensors and plain values from an archive. Raises UserError; never runs code from the file.
 
-    explain: returns the message for what torch raised.
+    explain_error: returns the message for what torch raised.
     """
     import torch
 
     from utils.memory import is_out_of_memory
 
-    is_mapped = is_mapped and str(path).isprintable()  # torch maps no file whose name is not UTF-8
+    mmap = mmap and str(path).isprintable()  # torch maps no file whose name is not UTF-8
     try:
-        return retry(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped))
+        return retry(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
     except Exception as error:  # invalid bytes can raise any error in the unpickler
         if is_out_of_memory(error):
             raise
         if isinstance(error, OSError) and is_transient(error):
             raise explain_unreadable(path, error) from None
         # torch's own message recommends switching the protection off
-        raise UserError(explain(error)) from None
+        raise UserError(explain_error(error)) from None
 
 
-def verify(path: Path, is_hashed: bool = True) -> Trailer:
+def verify_archive(path: Path, computes_checksum: bool = True) -> Trailer:
     """The step and the checksum. Raises UserError if the content does not match it, or the name is of another step."""
     try:
-        trailer, digest = retry(lambda: _read_checksum(path, is_hashed))
+        trailer, digest = retry(lambda: _read_checksum(path, computes_checksum))
     except OSError as error:
         raise explain_unreadable(path, error) from None
     if trailer is None:
@@ -161,20 +161,20 @@ def verify(path: Path, is_hashed: bool = True) -> Trailer:
             f"{path}: has no checksum at its end: it is truncated or not a checkpoint; give another, or --init_from if"
             " it holds published weights"
         )
-    if is_hashed and trailer.checksum != digest:
+    if computes_checksum and trailer.checksum != digest:
         raise UserError(f"{path}: is damaged: its bytes do not match the checksum at its end; give another")
     check_step_in_name(path, trailer.step)
     return trailer
 
 
-def _read_checksum(path: Path, is_hashed: bool) -> tuple[Trailer | None, str]:
+def _read_checksum(path: Path, computes_checksum: bool) -> tuple[Trailer | None, str]:
     """The trailer, and the checksum of what is before it, if that is wanted."""
     digest = hashlib.sha256()
     with open_regular_file(path) as file:
         trailer = read_trailer(file)  # which is at the end of the file
         size = file.tell() - CHECKSUM_BYTES
         file.seek(0)
-        while is_hashed and trailer and size > 0 and (block := file.read(min(size, BLOCK_BYTES))):
+        while computes_checksum and trailer and size > 0 and (block := file.read(min(size, BLOCK_BYTES))):
             digest.update(block)
             size -= len(block)
     return trailer, digest.hexdigest()
@@ -190,7 +190,7 @@ def explain_unreadable(path: Path, error: OSError) -> UserError:
 
 def check_step_in_name(path: Path, step: int) -> None:
     """Raises UserError if the name is that of another step."""
-    if (name := STEP_NAME.fullmatch(path.name)) and int(name[1]) != step:
+    if (name := STEP_NAME_PATTERN.fullmatch(path.name)) and int(name[1]) != step:
         raise UserError(f"{path}: is the checkpoint of step {step} under another name; rename it or give another")
 
 
@@ -205,7 +205,7 @@ def open_regular_file(path: Path) -> BinaryIO:
 
 def read_trailer(file: BinaryIO) -> Trailer | None:
     file.seek(max(0, file.seek(0, os.SEEK_END) - TRAILER_BYTES))
-    written = TRAILER.fullmatch(file.read())
+    written = TRAILER_PATTERN.fullmatch(file.read())
     return Trailer(int(written[1]), written[2].decode()) if written else None
 
 

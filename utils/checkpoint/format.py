@@ -13,31 +13,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.checkpoint import archive
-from utils.checkpoint.archive import MANIFEST, STEP_NAME, Trailer
+from utils.checkpoint.archive import MANIFEST_FILE, STEP_NAME_PATTERN, Trailer
 from utils.checkpoint.weights import LOGGER, describe_unreadable, find_state_dict
-from utils.files import TEMPORARY, fsync_folder, read_json, temporary_path
-from utils.logger import ALIKE
+from utils.files import TEMPORARY_SUFFIX, fsync_folder, read_json, temporary_path
+from utils.logger import RANK_0_WARNING
 from utils.settings.errors import StartError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-BEST = "best.pt"
+BEST_NAME = "best.pt"
 
 
 class FileFormat:
     """How a checkpoint in one file is read (archive.py). The functions of this module choose the format by the path."""
 
-    def verify(self, path: Path, part: tuple[int, int]) -> Trailer:
+    def verify(self, path: Path, reader_and_count: tuple[int, int]) -> Trailer:
         """The step and the checksum. Raises UserError if the content does not match it.
 
-        part: as for the function `verify`.
+        reader_and_count: as for the function `verify`.
         """
         if path.is_dir():
             raise UserError(f"{path}: is a folder, and this fork has no extra sharding; give another checkpoint")
-        if (path.parent / MANIFEST).exists():
+        if (path.parent / MANIFEST_FILE).exists():
             raise UserError(f"{path}: is a part of a checkpoint; give its folder, {path.parent}")
-        return archive.verify(path, is_hashed=part[0] == 0)  # the first reader verifies a file
+        return archive.verify_archive(
+            path, computes_checksum=reader_and_count[0] == 0
+        )  # the first reader verifies a file
 
     def read_manifest(self, path: Path) -> tuple[int, dict[str, str]]:
         """The step, and the checksum that each file should have, by name; -1 if the checkpoint is gone."""
@@ -51,19 +53,19 @@ class FileFormat:
 
         sharded: sharded parameters by name, of which a folder gives only the rows of this rank.
         """
-        return archive.read(path, trailer)
+        return archive.read_archive(path, trailer)
 
 
 def choose_format(path: Path) -> FileFormat:
     """The format of a checkpoint, which is a file or, of a sharded run, a folder."""
     if path.is_dir():  # extra: sharding
-        from utils.extras.sharding.shards import FolderFormat
+        from utils.extras.sharding.folder_format import FolderFormat
 
         return FolderFormat()
     return FileFormat()
 
 
-def step_path(folder: Path, step: int) -> Path:
+def step_checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}.pt"
 
 
@@ -72,18 +74,19 @@ def parse_step(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
 
 
-def step_checkpoints(folder: Path) -> list[Path]:
+def list_step_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first."""
-    paths = [path for path in folder.glob("step_*") if STEP_NAME.fullmatch(path.name)]
+    paths = [path for path in folder.glob("step_*") if STEP_NAME_PATTERN.fullmatch(path.name)]
     return sorted(paths, key=lambda path: (parse_step(path), path.name))
 
 
-def verify(path: Path, part: tuple[int, int] = (0, 1)) -> Trailer:
+def verify_checkpoint(path: Path, reader_and_count: tuple[int, int] = (0, 1)) -> Trailer:
     """The step and the checksum. Raises UserError if the content does not match it, or the name is of another step.
 
-    part: (number, readers): of so many processes that verify this checkpoint, the number of this one, from 0.
+    reader_and_count: (number, readers): of so many processes that verify this checkpoint, the number of this one, from
+    0.
     """
-    return choose_format(path).verify(path, part)
+    return choose_format(path).verify(path, reader_and_count)
 
 
 def read_manifest(path: Path) -> tuple[int, dict[str, str]]:
@@ -96,7 +99,7 @@ def read_checksums(path: Path) -> dict[str, str]:
     return read_manifest(path)[1]
 
 
-def read(
+def read_checkpoint(
     path: Path, trailer: Trailer | None = None, sharded: dict[str, Tensor] | None = None
 ) -> tuple[dict[str, Any], str]:
     """The checkpoint, its tensors mapped from the file, and its checksum. Raises UserError if damaged or incomplete.
@@ -105,20 +108,22 @@ def read(
         trailer: as returned by `verify`, if that was called.
         sharded: sharded parameters by name: from a folder, only this rank's rows of them are read.
     """
-    trailer = trailer or verify(path)
+    trailer = trailer or verify_checkpoint(path)
     return choose_format(path).read(path, trailer, sharded or {}), trailer.checksum
 
 
-def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
+def find_latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     """The latest valid checkpoint (None if the folder has none at all) and why later ones were skipped.
 
     Raises:
         UserError: if there are checkpoints but none is valid.
     """
     skipped: list[str] = []
-    for path in reversed(step_checkpoints(folder)):
+    for path in reversed(list_step_checkpoints(folder)):
         try:
-            verify(path) if path.is_dir() else read(path)  # a sharded one may be larger than this machine's memory
+            verify_checkpoint(path) if path.is_dir() else read_checkpoint(
+                path
+            )  # a sharded one may be larger than this machine's memory
             return path, skipped
         except StartError:  # no damage: another attempt may read it
             raise
@@ -130,21 +135,21 @@ def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def best_or_latest(path: Path, prefers_best: bool) -> tuple[Path, list[str]]:
+def find_best_or_latest(path: Path, prefer_best: bool) -> tuple[Path, list[str]]:
     """In the folder of a run or of checkpoints, best.pt if it is preferred and exists, else the latest valid one, and
     notes to log; any other path is returned. Raises UserError if the folder has none."""
-    if not path.is_dir() or STEP_NAME.fullmatch(path.name) or (path / MANIFEST).exists():
+    if not path.is_dir() or STEP_NAME_PATTERN.fullmatch(path.name) or (path / MANIFEST_FILE).exists():
         return path, []
     named = Path(read_json(path / "config.json").get("checkpoint_dir", path))
     folder = next(candidate for candidate in (path / "checkpoints", named, path) if candidate.is_dir())
-    best = folder / BEST
-    checkpoint_path, notes = (best, []) if prefers_best and best.exists() else latest_valid(folder)
+    best = folder / BEST_NAME
+    checkpoint_path, notes = (best, []) if prefer_best and best.exists() else find_latest_valid(folder)
     if checkpoint_path is None:
         raise UserError(f"{path}: holds no checkpoint; give the path of one, e.g. RUN/checkpoints/step_00000100.pt")
     return checkpoint_path, [*notes, f"{path}: takes {checkpoint_path}"]
 
 
-def superseded_steps(steps: Iterable[int], keep_last: int, keep_every: int = 0) -> list[int]:
+def find_superseded_steps(steps: Iterable[int], keep_last: int, keep_every: int = 0) -> list[int]:
     """The steps whose checkpoints may be deleted.
 
     Args:
@@ -163,26 +168,26 @@ def superseded_steps(steps: Iterable[int], keep_last: int, keep_every: int = 0) 
 
 def read_best_name(folder: Path) -> str:
     """The name of the step checkpoint that best.pt links to or is a copy of; that of no checkpoint if there is none."""
-    best = folder / BEST
+    best = folder / BEST_NAME
     if best.is_symlink():
         return best.readlink().name
-    path = step_path(folder, read_manifest(best)[0])
+    path = step_checkpoint_path(folder, read_manifest(best)[0])
     return path.stem if best.is_dir() else path.name
 
 
-def prune(folder: Path, keep_last: int, keep_every: int = 0) -> None:
+def prune_checkpoints(folder: Path, keep_last: int, keep_every: int = 0) -> None:
     """Delete superseded checkpoints; call it once a new one has its final name. The best one stays."""
-    best, paths = read_best_name(folder), step_checkpoints(folder)
-    gone = superseded_steps(map(parse_step, paths), keep_last, keep_every)
+    best, paths = read_best_name(folder), list_step_checkpoints(folder)
+    gone = find_superseded_steps(map(parse_step, paths), keep_last, keep_every)
     for path in paths:
         if parse_step(path) in gone and path.name != best:
-            remove(path)
+            remove_checkpoint(path)
 
 
-def remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint. A folder loses its name first, so that it is whole or absent."""
     if path.is_dir() and not path.is_symlink():
-        aside = path.with_name(f"{path.name}.old{TEMPORARY}")
+        aside = path.with_name(f"{path.name}.old{TEMPORARY_SUFFIX}")
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
@@ -190,12 +195,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def replace_folder(new: Path, path: Path) -> None:
+def replace_folder(new_folder: Path, path: Path) -> None:
     """Give a folder that is on the disk its final name, in the place of an earlier one. Raises OSError."""
-    fsync_folder(new)
+    fsync_folder(new_folder)
     if path.exists():  # a kill after this line leaves only the checkpoints before
-        remove(path)
-    new.rename(path)
+        remove_checkpoint(path)
+    new_folder.rename(path)
     fsync_folder(path.parent)
 
 
@@ -214,7 +219,7 @@ def copy_checkpoint(source: Path, folder: Path) -> Path:
 
 def link_best(path: Path) -> None:
     """Make best.pt in its folder a link to this step checkpoint, or a copy on storage without links. Raises OSError."""
-    best = path.with_name(BEST)
+    best = path.with_name(BEST_NAME)
     temporary = temporary_path(best)
     try:
         temporary.symlink_to(path.name)
@@ -233,7 +238,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     import torch
 
     if path.is_dir():
-        return find_state_dict(read(path)[0], path)
+        return find_state_dict(read_checkpoint(path)[0], path)
     try:
         with archive.open_regular_file(path) as file:
             begin = file.read(512)
@@ -245,12 +250,12 @@ def load_weights(path: Path) -> dict[str, Tensor]:
             f"init_from={path}: cannot be read ({error.strerror}); give a checkpoint or a state dict"
         ) from None
     if is_checkpoint:
-        verify(path)
+        verify_checkpoint(path)
     with torch.serialization.safe_globals([argparse.Namespace]):  # timm and others save their arguments as such
-        content = archive.load(path, lambda error: describe_unreadable(path, begin, error))
+        content = archive.load_weights_only(path, lambda error: describe_unreadable(path, begin, error))
     if not is_checkpoint and isinstance(content, dict) and content.keys() >= {"model", "progress", "provenance"}:
         if not is_whole:
             raise UserError(f"init_from={path}: is a truncated checkpoint: its checksum is missing; give another")
         text = "init_from: %s has no checksum, since it was saved again. Its weights are taken unverified."
-        LOGGER.log(ALIKE, text, path)
+        LOGGER.log(RANK_0_WARNING, text, path)
     return find_state_dict(content, path)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from utils.checkpoint import archive
-from utils.checkpoint.format import step_path
+from utils.checkpoint.format import step_checkpoint_path
 from utils.distributed.context import DistributedContext
 from utils.settings.errors import TrainingError
 
@@ -24,11 +24,11 @@ Callback = Callable[[], object]
 class FileLayout:
     """A file that rank 0 writes. Only rank 0 takes part."""
 
-    is_waiting = False  # for another rank, which looks at its own progress
+    is_waiting_for_ranks = False  # for another rank, which looks at its own progress
 
-    def path(self, folder: Path, step: int) -> Path:
+    def checkpoint_path(self, folder: Path, step: int) -> Path:
         """The checkpoint of this step."""
-        return step_path(folder, step)
+        return step_checkpoint_path(folder, step)
 
     def write(self, path: Path, payload: Payload, before_rename: Callback, on_progress: Callback) -> None:
         """Write the checkpoint. The arguments are those of archive.write.
@@ -39,7 +39,7 @@ class FileLayout:
         """
         try:
             check_free_space(path, payload)
-            archive.write(path, payload, before_rename, on_progress)
+            archive.write_archive(path, payload, before_rename, on_progress)
         except TrainingError:
             raise
         except (OSError, RuntimeError) as error:
@@ -54,10 +54,10 @@ def create_thread_context(ctx: DistributedContext) -> DistributedContext:
     return dataclasses.replace(ctx, control_group_ref=weakref.ref(group))
 
 
-def count_bytes(payload: Payload) -> int:
+def count_payload_bytes(payload: Payload) -> int:
     """The bytes of its tensors."""
     sizes: list[int] = []
-    archive.map_checkpoint(payload, lambda tensor: sizes.append(tensor.nbytes))
+    archive.map_payload(payload, lambda tensor: sizes.append(tensor.nbytes))
     return sum(sizes)
 
 
@@ -67,7 +67,7 @@ def check_free_space(path: Path, payload: Payload) -> None:
     if (folder.parent / "lock.json").exists():  # else it may be on an unmounted disk
         folder.mkdir(exist_ok=True)
     room = os.statvfs(folder)
-    if room.f_bavail * room.f_frsize < count_bytes(payload):
+    if room.f_bavail * room.f_frsize < count_payload_bytes(payload):
         raise OSError(28, "No space left on device")
 
 
@@ -81,7 +81,7 @@ def explain_write_error(error: BaseException, path: Path, payload: Payload) -> O
         is_out_of_inodes = room.f_files and not room.f_favail
     except OSError as missing:
         free, is_out_of_inodes = f"its folder cannot be accessed ({missing.strerror})", False
-    space = f"it needs {count_bytes(payload) / 1e6:,.1f} MB, {free}; make room or repair the storage"
+    space = f"it needs {count_payload_bytes(payload) / 1e6:,.1f} MB, {free}; make room or repair the storage"
     if is_out_of_inodes:
         space = "no inodes are free, so the file system can hold no more files; delete some"
     return OSError(f"{path}: cannot be written ({reason}); {space}")

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.checkpoint.archive import map_checkpoint
-from utils.distributed.dtensor import describe_shard, local_shard
-from utils.logger import NAME
+from utils.checkpoint.archive import map_payload
+from utils.distributed.dtensor import local_shard, pack_shard
+from utils.logger import LOGGER_NAME
 
 ALIGNMENT = 64  # bytes
 
@@ -43,19 +43,19 @@ class PinnedBuffers:
             self._is_pinned = _is_cuda_success(code)
             if not self._is_pinned:
                 text = "%.1f GB of host memory cannot be pinned: checkpoints are copied more slowly"
-                logging.getLogger(NAME).warning(text, size / 1e9)
+                logging.getLogger(LOGGER_NAME).warning(text, size / 1e9)
 
     def allocate_copy(self, payload: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
         """The payload with its tensors in this memory, and a pair for each: the memory and the tensor to copy into it.
 
         Tied tensors stay one. Of a sharded tensor it holds this rank's rows, as they are saved
-        (`dtensor.describe_shard`).
+        (`dtensor.pack_shard`).
 
         Raises:
             UserError: for a value that a checkpoint cannot hold, with its name.
         """
         tensors: dict[tuple, Tensor] = {}
-        map_checkpoint(
+        map_payload(
             payload, lambda value: tensors.setdefault(_storage_key(local_shard(value)), local_shard(value).detach())
         )
         sizes = [key[1:] for key in tensors]
@@ -63,7 +63,7 @@ class PinnedBuffers:
             self.reserve(tensors.values())
             self._sizes, self._views = sizes, [*self._create_views(tensors.values())]
         views = dict(zip(tensors, self._views, strict=True))
-        copied = map_checkpoint(payload, lambda value: describe_shard(value, views[_storage_key(local_shard(value))]))
+        copied = map_payload(payload, lambda value: pack_shard(value, views[_storage_key(local_shard(value))]))
         return copied, [(views[key], tensor) for key, tensor in tensors.items()]
 
     def _create_views(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:

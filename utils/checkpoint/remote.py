@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from utils.checkpoint.format import best_or_latest
+from utils.checkpoint.format import find_best_or_latest
 
 
 def local_checkpoint(source: str) -> Path:
@@ -19,4 +19,4 @@ def local_checkpoint(source: str) -> Path:
         from utils.extras.companions.programs import call_program
 
         return Path(call_program("fetch", {"source": source}, source)["path"])
-    return best_or_latest(Path(source), prefers_best=True)[0]
+    return find_best_or_latest(Path(source), prefer_best=True)[0]

@@ -14,21 +14,22 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils.logger import ALIKE, NAME, join_first
+from utils.logger import LOGGER_NAME, RANK_0_WARNING, join_first
 from utils.settings.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-LOGGER = logging.getLogger(NAME)
+LOGGER = logging.getLogger(LOGGER_NAME)
 # Of several state dicts in a file, the first one under these names is taken.
-STATE_DICTS = ("state_dict", "model_state_dict", "model", "module", "net")
-WRAPPERS = (  # what is left out of names, unless two of them would become one: a model may have a "module" of its own
+STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "module", "net")
+# what is left out of names, unless two of them would become one: a model may have a "module" of its own
+WRAPPER_PATTERNS = (
     r"(?<![^.])(_orig_mod|_\w+_module|module)\.",  # of torch.compile, activation checkpointing, FSDP, Fabric and DDP
     r"(?<![^.])(_orig_mod|_\w+_module)\.",
     r"(?!)",  # nothing
 )
-OTHER_FILES = {  # what a file is, by its first bytes, or by what torch says about it
+FILE_TYPE_MESSAGES = {  # what a file is, by its first bytes, or by what torch says about it
     r"\0error": "is empty; give another",
     r"version https://git-lfs": "is a pointer of Git LFS; give the file itself, after git lfs pull",
     r"[^\0-\x08\x0e-\x1f]+\0error": "is a text file, such as an error page; give the file of weights itself",
@@ -52,10 +53,10 @@ class Weights(dict[str, "Tensor"]):
     classes: Any = ()
 
 
-def describe_unreadable(path: Path, begin: bytes, error: Exception) -> str:
-    """The message for a file that torch.load refuses: what it is instead. begin: its first 512 bytes."""
-    begin_and_error = f"{begin.decode('latin-1')}\0error {error}"
-    for pattern, text in OTHER_FILES.items():
+def describe_unreadable(path: Path, header: bytes, error: Exception) -> str:
+    """The message for a file that torch.load refuses: what it is instead. header: its first 512 bytes."""
+    begin_and_error = f"{header.decode('latin-1')}\0error {error}"
+    for pattern, text in FILE_TYPE_MESSAGES.items():
         if match := re.match(pattern, begin_and_error, re.DOTALL):
             return f"init_from={path}: " + text.format(*match.groups(), path=path)
     return f"init_from={path}: is truncated, damaged or not written by torch.save; give another"
@@ -63,7 +64,7 @@ def describe_unreadable(path: Path, begin: bytes, error: Exception) -> str:
 
 def find_state_dict(content: Any, path: Path) -> Weights:
     """Find the state dict in what a file holds. Raises UserError if there is none, or several under unknown names."""
-    weights = Weights(_innermost_state_dict(content, path))
+    weights = Weights(_find_innermost_state_dict(content, path))
     if not weights:
         held = list(content) if isinstance(content, dict) else type(content).__name__
         raise UserError(
@@ -74,7 +75,7 @@ def find_state_dict(content: Any, path: Path) -> Weights:
     return weights
 
 
-def _innermost_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
+def _find_innermost_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     """The innermost dict of tensors that is not the state of an optimizer or of a module. Empty if there is none, or no
     known one of several."""
     from torch import Tensor
@@ -83,13 +84,13 @@ def _innermost_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
         return {}
     inner = {}
     for name, value in content.items():
-        weights = _innermost_state_dict(value, path)
+        weights = _find_innermost_state_dict(value, path)
         if weights and not str(name).endswith("_extra_state"):
             inner[name] = weights
     if not inner:
         return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
     if len(inner) > 1:
-        known_names = [name for name in STATE_DICTS if name in inner]
+        known_names = [name for name in STATE_DICT_KEYS if name in inner]
         if not known_names:
             return {}
         LOGGER.info("init_from: takes %r of %s, out of %.300s", known_names[0], path, list(inner))
@@ -101,18 +102,18 @@ def load_matching_weights(
     model: nn.Module,
     weights: dict[str, Tensor],
     source: str,
-    must_be_whole: bool = False,
-    given: Collection[str] = (),
+    requires_all: bool = False,
+    kept_names: Collection[str] = (),
 ) -> None:
     """Load the weights that match the model by name and shape, and log the others (a head of another size).
 
     Args:
         source: their name for messages.
-        given: names of weights that the model has already, from create_model.
+        kept_names: names of weights that the model has already, from create_model.
 
     Raises:
         UserError: if less than half of the model and not nearly all of them fit, if one is not finite, or if one is
-            missing that `must_be_whole` or frozen.
+            missing that `requires_all` or frozen.
     """
     import torch
 
@@ -138,9 +139,9 @@ def load_matching_weights(
             f" {join_first(missing, 5)}. Give weights of this model, or rename them in initial_weights of model.py"
         )
     needed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    if must_be_whole:
+    if requires_all:
         needed = [name for name in state_dict if state_dict[name].is_floating_point()]
-    needed = [name for name in needed if name not in given]
+    needed = [name for name in needed if name not in kept_names]
     if random := [name for name in missing if name in needed]:
         raise UserError(
             f"init_from={source}: has no {join_first(random, 5)} of this model's shape; give weights of the whole model"
@@ -167,12 +168,12 @@ def match_parameter_names(weights: dict[str, Tensor], state_dict: dict[str, Any]
 
     state_dict: that of the model.
     """
-    for wrappers in WRAPPERS:
+    for wrappers in WRAPPER_PATTERNS:
         weight_names = {re.sub(wrappers, "", name): name for name in weights}
         ours = {re.sub(wrappers, "", name): name for name in state_dict}
         if len(weight_names) == len(weights) and len(ours) == len(state_dict):
             break
-    prefix = _common_prefix(weight_names, ours)
+    prefix = _find_common_prefix(weight_names, ours)
     matched = {}
     for name, original in weight_names.items():
         short = name.removeprefix(prefix)
@@ -184,13 +185,13 @@ def match_parameter_names(weights: dict[str, Tensor], state_dict: dict[str, Any]
     return matched
 
 
-def _common_prefix(weight_names: Iterable[str], ours: Iterable[str]) -> str:
+def _find_common_prefix(weight_names: Iterable[str], model_names: Iterable[str]) -> str:
     """What most of our names have in front of them in the file; nothing if two prefixes fit equally."""
     counts: Counter[str] = Counter()
     for name in weight_names:
         prefix, suffix = "", name
         while suffix:
-            if suffix in ours:
+            if suffix in model_names:
                 counts[prefix] += 1
             part, _, suffix = suffix.partition(".")
             prefix += f"{part}."
@@ -205,4 +206,4 @@ def warn_of_changed_classes(weights: dict[str, Tensor], train_set: Any, source: 
     differing = [pair for pair in zip_longest(saved, current, fillvalue="") if pair[0] != pair[1]]
     if differing and saved and current:
         text = "init_from: %d class names of %s differ from those of the data. The first is %r there and %r here."
-        LOGGER.log(ALIKE, text, len(differing), source, *differing[0])
+        LOGGER.log(RANK_0_WARNING, text, len(differing), source, *differing[0])

@@ -12,22 +12,22 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
-from utils.checkpoint.layouts import Callback, Payload, count_bytes
-from utils.logger import NAME
+from utils.checkpoint.layouts import Callback, Payload, count_payload_bytes
+from utils.logger import LOGGER_NAME
 from utils.settings.errors import TrainingError
-from utils.signals import STOP
+from utils.signals import STOP_HANDLER
 
 NICENESS = 10  # of the thread: training comes first if every core has a rank
-MAX_SECONDS_COUNTED = 10.0  # at most, between two looks: a suspended job does not write
+MAX_STALL_SECONDS_PER_POLL = 10.0  # at most, between two looks: a suspended job does not write
 MIN_BYTES_FLUSHED_PER_SECOND = 50e6  # bytes, at least; a flush shows no progress
 
 
 class WriteLimits(NamedTuple):
     """Seconds."""
 
-    warn_after: float  # of a write without progress
-    fail_after: float  # for which saves may fail, or one may make no progress, before training ends
-    fail_after_stop: float  # without progress, after a stop signal
+    warn_after_seconds: float  # of a write without progress
+    fail_after_seconds: float  # for which saves may fail, or one may make no progress, before training ends
+    fail_after_stop_seconds: float  # without progress, after a stop signal
 
 
 class CheckpointWriter:
@@ -35,26 +35,26 @@ class CheckpointWriter:
 
     Args:
         write: writes the payload; called in the thread. Its last argument is called when bytes were written.
-        is_waiting: whether `write` waits for another rank, which looks at its own progress.
+        is_waiting_for_ranks: whether `write` waits for another rank, which looks at its own progress.
         rank_and_host: the rank and host that errors name.
-        latest: the checkpoint that the run starts from.
+        latest_checkpoint: the checkpoint that the run starts from.
     """
 
     def __init__(
         self,
         write: Callable[[Path, Payload, Callback], object],
-        is_waiting: Callable[[], bool],
+        is_waiting_for_ranks: Callable[[], bool],
         limits: WriteLimits,
         rank_and_host: tuple[int, str],
-        latest: Path | None,
+        latest_checkpoint: Path | None,
     ) -> None:
-        self._write, self._is_waiting, self._limits = write, is_waiting, limits
-        self._rank_and_host, self._latest = rank_and_host, latest
+        self._write, self._is_waiting_for_ranks, self._limits = write, is_waiting_for_ranks, limits
+        self._rank_and_host, self._latest_checkpoint = rank_and_host, latest_checkpoint
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
         self.path, self.snapshot = Path(), Future[Payload]()  # of the last write
         self._pending_write: Future[float | None] | None = None  # in progress; returns its seconds
         self._failing_since = 0.0  # when the first of a series of failed saves failed; 0: the last succeeded
-        self._progress_count = self._progress_count_seen = 0  # of the write in progress: blocks
+        self._progress_count = self._last_progress_count = 0  # of the write in progress: blocks
         self._stalled_s, self._polled_at = 0.0, 0.0
 
     @property
@@ -81,10 +81,10 @@ class CheckpointWriter:
         if self.snapshot.exception():  # waits for the copy
             return None
         began = time.monotonic()
-        self._write(self.path, self.snapshot.result(), self._note_progress)
+        self._write(self.path, self.snapshot.result(), self._count_progress)
         return time.monotonic() - began
 
-    def _note_progress(self) -> None:
+    def _count_progress(self) -> None:
         self._progress_count += 1
 
     def poll(self, seconds: float) -> float | OSError | None:
@@ -104,36 +104,43 @@ class CheckpointWriter:
         except OSError as error:
             self._failing_since = self._failing_since or time.monotonic()
             failing_s = time.monotonic() - self._failing_since
-            if failing_s > self._limits.fail_after:
+            if failing_s > self._limits.fail_after_seconds:
                 text = f"(no checkpoint could be written for {failing_s / 60:.0f} min, so training ends)"
                 raise TrainingError(f"{error} {text}") from None
             return error
         if taken is not None:
-            self._failing_since, self._latest = 0.0, self.path
+            self._failing_since, self._latest_checkpoint = 0.0, self.path
         return taken
 
     def _check_progress(self) -> None:
         """Warn of a write that makes no progress, then end the run: after minutes, or soon after a stop signal."""
         now, before = time.monotonic(), self._stalled_s
-        has_moved = self._progress_count != self._progress_count_seen or self._is_waiting() or not self.snapshot.done()
-        self._stalled_s = 0.0 if has_moved else self._stalled_s + min(now - self._polled_at, MAX_SECONDS_COUNTED)
-        self._progress_count_seen, self._polled_at = self._progress_count, now
+        has_moved = (
+            self._progress_count != self._last_progress_count
+            or self._is_waiting_for_ranks()
+            or not self.snapshot.done()
+        )
+        self._stalled_s = 0.0 if has_moved else self._stalled_s + min(now - self._polled_at, MAX_STALL_SECONDS_PER_POLL)
+        self._last_progress_count, self._polled_at = self._progress_count, now
         if has_moved:
             return
         text = f"{self.path}: its write has made no progress for {self._stalled_s:.0f} s"
-        if before <= self._limits.warn_after < self._stalled_s:
-            logging.getLogger(NAME).warning("%s; check the storage", text)  # perhaps only of this rank
-        since_stop = min(self._stalled_s, now - STOP.received_at)
-        excess = max(self._stalled_s - self._limits.fail_after, since_stop - self._limits.fail_after_stop)
-        if excess > count_bytes(self.snapshot.result()) / MIN_BYTES_FLUSHED_PER_SECOND:
+        if before <= self._limits.warn_after_seconds < self._stalled_s:
+            logging.getLogger(LOGGER_NAME).warning("%s; check the storage", text)  # perhaps only of this rank
+        since_stop = min(self._stalled_s, now - STOP_HANDLER.received_at)
+        excess = max(
+            self._stalled_s - self._limits.fail_after_seconds, since_stop - self._limits.fail_after_stop_seconds
+        )
+        if excess > count_payload_bytes(self.snapshot.result()) / MIN_BYTES_FLUSHED_PER_SECOND:
             rank, host = self._rank_and_host
-            text += f" (rank {rank} on {host}), so training ends; the latest checkpoint is {self._latest or 'missing'}"
+            latest = self._latest_checkpoint or "missing"
+            text += f" (rank {rank} on {host}), so training ends; the latest checkpoint is {latest}"
             raise TrainingError(f"{text}; repair the storage, then --resume_from auto", rank, host)
 
     def wait(self) -> None:
         """Wait for the write in progress, for a limited time, unless it makes no progress."""
-        if self._pending_write and self._stalled_s < self._limits.fail_after_stop:
-            wait([self._pending_write], self._limits.fail_after_stop)
+        if self._pending_write and self._stalled_s < self._limits.fail_after_stop_seconds:
+            wait([self._pending_write], self._limits.fail_after_stop_seconds)
 
     def close(self) -> None:
         """End the thread once its write has ended."""

@@ -12,9 +12,9 @@ from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import DataLoader, Sampler, Subset
 
 from config import TrainingConfig
-from utils.batch import tensors_in
+from utils.batch import list_tensors
 from utils.clock import PhaseClock
-from utils.cpus import usable_cpus
+from utils.cpus import count_usable_cpus
 from utils.data.sampler import Assignment, GlobalBatchSampler, MapDataset, MicroBatch
 from utils.data.transfer import SideStream, indices_to_device, pin_batch, to_device
 from utils.data.worker import Fetcher, check_socket_folder, explain_worker_error
@@ -22,7 +22,7 @@ from utils.distributed.context import DistributedContext
 from utils.settings.errors import TrainingError, UserError
 from utils.signals import ignore_signals_in_worker, signals_blocked
 
-PREFETCHED = 2  # batches of each worker
+PREFETCH_FACTOR = 2  # batches of each worker
 MAX_WORKERS = 8  # per rank, where num_workers is "auto"
 
 
@@ -32,7 +32,7 @@ class GlobalBatchLoader:
     Training uses `micro_batches(epoch, start)`. Iterating yields only the batches; each pass is the next epoch.
 
     Args:
-        num_workers: loader processes; "auto": by `choose_workers`.
+        num_workers: loader processes; "auto": by `choose_num_workers`.
         clock: records when the loop waits for data and when it computes.
         phases: the names of these two phases.
     """
@@ -47,21 +47,21 @@ class GlobalBatchLoader:
     ) -> None:
         dataset = sampler.dataset
         self.dataset, self.sampler, self.device = dataset, sampler, ctx.device
-        self.num_workers = choose_workers(num_workers, dataset, ctx.local_world_size)
+        self.num_workers = choose_num_workers(num_workers, dataset, ctx.local_world_size)
         self._clock, self._phases = clock or PhaseClock(), phases
-        self.transform = getattr(dataset, "device_transform", None)
+        self.device_transform = getattr(dataset, "device_transform", None)
         self._fetcher = Fetcher(dataset, has_getitems(dataset), sampler.seed)
         self._side_stream = SideStream(ctx.device) if ctx.device.type != "cpu" else None
         self._loader: DataLoader | None = None
-        self.shared_tensors = 0  # at a time, from workers; known after `example_batches`
+        self.shared_tensor_count = 0  # at a time, from workers; known after `fetch_example_batches`
         if self.num_workers:
             check_socket_folder()
             self._loader = DataLoader(
                 self._fetcher,
-                batch_sampler=_MicroBatchPlan(sampler),
+                batch_sampler=_MicroBatchSampler(sampler),
                 collate_fn=cast(Any, self._fetcher.collate),  # of what the fetcher returns, not of a list
                 num_workers=self.num_workers,
-                prefetch_factor=PREFETCHED,
+                prefetch_factor=PREFETCH_FACTOR,
                 worker_init_fn=ignore_signals_in_worker,
                 persistent_workers=True,
                 pin_memory=ctx.device.type != "cpu",
@@ -79,9 +79,9 @@ class GlobalBatchLoader:
         try:
             batches = self._collated_micro_batches()
             while True:
-                self._clock.enter(self._phases[0])
+                self._clock.enter_phase(self._phases[0])
                 item = next(batches, None)
-                self._clock.enter(self._phases[1])
+                self._clock.enter_phase(self._phases[1])
                 if item is None:
                     return
                 micro_batch, item = self._start_transfer(item), None  # frees the batch in shared memory
@@ -94,7 +94,7 @@ class GlobalBatchLoader:
     def _collated_micro_batches(self) -> Iterator[tuple[MicroBatch, Any]]:
         """Each micro-batch with its collated samples: from the workers, or made here on demand."""
         if self._side_stream:
-            self._side_stream.begin()
+            self._side_stream.wait_for_current_stream()
         if self._loader is None:
             return map(self._fetch_micro_batch, self._remaining_micro_batches())
         with signals_blocked():
@@ -104,29 +104,29 @@ class GlobalBatchLoader:
         """The plan, from the current position on."""
         return self.sampler.micro_batches(self.sampler.epoch, self.sampler.start)
 
-    def max_samples(self) -> list[list[int]]:
+    def list_example_indices(self) -> list[list[int]]:
         """The samples of a full micro-batch, or of those that need the most memory if lengths differ."""
-        return self.sampler.largest or [[*range(min(self.sampler.batch_size, len(self.dataset)))]]
+        return self.sampler.largest_micro_batches or [[*range(min(self.sampler.batch_size, len(self.dataset)))]]
 
-    def example_batches(self) -> list[Any]:
+    def fetch_example_batches(self) -> list[Any]:
         """These micro-batches, fetched in this process, for the passes before the first step.
 
         Raises:
             UserError: if no tensor is found in them. None would go to the device.
         """
         batches: list[Any] = []
-        for indices in self.max_samples():
-            _, collated, batch = self.fetch(indices)
+        for indices in self.list_example_indices():
+            _, collated, batch = self.fetch_samples(indices)
             batches.append(batch)
             dense = [
-                tensor for tensor in tensors_in(collated) if tensor.layout == torch.strided
+                tensor for tensor in list_tensors(collated) if tensor.layout == torch.strided
             ]  # others have no storage
             storages = {tensor.untyped_storage().data_ptr() for tensor in dense}
             # of the batches that workers have fetched, that of this step and the one before, which is freed later
-            held = self.num_workers and PREFETCHED * self.num_workers + 2
+            held = self.num_workers and PREFETCH_FACTOR * self.num_workers + 2
             if get_sharing_strategy() == "file_descriptor":
-                self.shared_tensors = max(self.shared_tensors, held * len(storages))
-        if not tensors_in(batches):
+                self.shared_tensor_count = max(self.shared_tensor_count, held * len(storages))
+        if not list_tensors(batches):
             raise UserError(
                 f"dataset: no tensor is found in a batch of {type(self.dataset).__name__}, a"
                 f" {type(batches[0]).__name__}; return tensors in tuples, lists, dicts or dataclasses, or give the"
@@ -134,11 +134,11 @@ class GlobalBatchLoader:
             )
         return batches
 
-    def example_batch(self) -> Any:
+    def fetch_example_batch(self) -> Any:
         """The first of them."""
-        return self.example_batches()[0]
+        return self.fetch_example_batches()[0]
 
-    def fetch(self, indices: list[int], epoch: int = 0) -> tuple[Any, Any, Any]:
+    def fetch_samples(self, indices: list[int], epoch: int = 0) -> tuple[Any, Any, Any]:
         """Fetch samples in this process. Returns them as the data set gives them, collated, and on the device."""
         fetched = self._fetcher.__getitems__(MicroBatch(epoch, 0, indices, is_padding=False, is_last=True, count=1))
         collated = self._fetcher.collate(fetched)
@@ -176,7 +176,7 @@ class GlobalBatchLoader:
         if not self._side_stream:
             return self._to_device(item)
         micro_batch, event = self._side_stream.run(lambda: self._to_device(item))
-        self._side_stream.hand_over(micro_batch.batch, event)
+        self._side_stream.sync_to_current_stream(micro_batch.batch, event)
         return micro_batch
 
     def _to_device(self, item: tuple[MicroBatch, Any]) -> MicroBatch:
@@ -184,9 +184,9 @@ class GlobalBatchLoader:
         if isinstance(batch, UserError):
             raise batch
         batch = to_device(batch, self.device) if self._side_stream else batch
-        if self.transform:
+        if self.device_transform:
             indices = indices_to_device(micro_batch.indices, self.device)
-            batch = self.transform(batch, self.sampler.seed, micro_batch.epoch, indices)
+            batch = self.device_transform(batch, self.sampler.seed, micro_batch.epoch, indices)
         return dataclasses.replace(micro_batch, batch=batch)
 
 
@@ -195,7 +195,7 @@ def has_getitems(dataset: Any) -> bool:
     return has_getitems(dataset.dataset) if isinstance(dataset, Subset) else hasattr(dataset, "__getitems__")
 
 
-class _MicroBatchPlan(Sampler):
+class _MicroBatchSampler(Sampler):
     """The DataLoader's batch sampler. It yields micro-batches, not lists, so that workers know epoch and position.
 
     It does not refer to the loader: garbage in a cycle, collected in a worker, would end the workers of another loader.
@@ -208,7 +208,7 @@ class _MicroBatchPlan(Sampler):
         return self._sampler.micro_batches(self._sampler.epoch, self._sampler.start)
 
 
-def choose_workers(num_workers: int | str, dataset: MapDataset, local_world_size: int) -> int:
+def choose_num_workers(num_workers: int | str, dataset: MapDataset, local_world_size: int) -> int:
     """Loader processes of this rank. "auto": 0 for data in memory, else its share of the node's CPUs, at most 8."""
     if getattr(dataset, "is_cached", False):  # its samples are decoded and in memory, whatever num_workers is
         return 0
@@ -216,7 +216,7 @@ def choose_workers(num_workers: int | str, dataset: MapDataset, local_world_size
         return num_workers
     if getattr(dataset, "in_memory", False):
         return 0
-    return max(1, min(MAX_WORKERS, usable_cpus() // local_world_size))
+    return max(1, min(MAX_WORKERS, count_usable_cpus() // local_world_size))
 
 
 def create_assignment(config: TrainingConfig, ctx: DistributedContext, is_padded: bool) -> Assignment:
@@ -228,14 +228,14 @@ def create_assignment(config: TrainingConfig, ctx: DistributedContext, is_padded
     return Assignment(ctx.rank, ctx.world_size, is_padded)
 
 
-def choose_sampler(
+def create_sampler_factory(
     dataset: MapDataset, config: TrainingConfig, ctx: DistributedContext, is_training: bool
 ) -> Callable[..., GlobalBatchSampler]:
     """What creates the sampler of a set, from the options of GlobalBatchSampler without batch_size."""
     if config.batch_tokens:  # extra: lengths
-        from utils.extras.lengths.token_budget import create_budget_sampler
+        from utils.extras.lengths.token_budget import create_budget_factory
 
-        return create_budget_sampler(dataset, config, ctx, is_training)
+        return create_budget_factory(dataset, config, ctx, is_training)
     size = config.batch_size if is_training else config.eval_batch_size or config.batch_size
     return functools.partial(GlobalBatchSampler, dataset, batch_size=size)
 
@@ -249,7 +249,7 @@ def create_distributed_dataloader(
     """The loader of the training set on this rank, and its sampler. Raises UserError if an epoch would be empty."""
     is_padded = False
     is_padded = config.sharding != "none"  # extra: sharding
-    sampler = choose_sampler(dataset, config, ctx, is_training=True)(
+    sampler = create_sampler_factory(dataset, config, ctx, is_training=True)(
         micro_batches_per_step=config.micro_batches_per_step(ctx.world_size),
         assignment=create_assignment(config, ctx, is_padded),
         seed=config.seed,
@@ -275,7 +275,7 @@ def create_evaluation_dataloader(
     one global batch, of which each rank gets consecutive ones.
     """
     assignment = create_assignment(config, ctx, is_padded=True)
-    sampler = choose_sampler(dataset, config, ctx, is_training=False)(
+    sampler = create_sampler_factory(dataset, config, ctx, is_training=False)(
         micro_batches_per_step=1, assignment=assignment, seed=config.seed, shuffle=False
     )
     sampler.micro_batches_per_step = assignment.evaluation_group_size(sampler.micro_batches_per_epoch)

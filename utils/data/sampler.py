@@ -80,7 +80,7 @@ class GlobalBatchSampler(DistributedSampler):
 
     dataset: Any  # a MapDataset
     is_packed = False  # by length: epochs may differ in the number of their micro-batches
-    largest: list[list[int]] = []  # if it is: the samples of micro-batches that need the most memory
+    largest_micro_batches: list[list[int]] = []  # if it is: the samples of micro-batches that need the most memory
     provenance: dict[str, Any] = {}  # what must be the same on a resume, besides the config
 
     def __init__(
@@ -100,7 +100,7 @@ class GlobalBatchSampler(DistributedSampler):
         self.micro_batches_per_step = micro_batches_per_step
         self.assignment = assignment
         self.start = 0
-        self._order: tuple[int, Tensor] | None = None
+        self._epoch_order: tuple[int, Tensor] | None = None
 
     @property
     def global_batch_size(self) -> int:
@@ -126,15 +126,15 @@ class GlobalBatchSampler(DistributedSampler):
         """The micro-batches of each rank, padding included, where all have equally many."""
         return math.ceil(self.micro_batches_per_epoch / self.num_replicas)
 
-    def smallest_micro_batch(self, max_steps: int = 0) -> list[list[int]]:
+    def find_smallest_micro_batch(self, max_steps: int = 0) -> list[list[int]]:
         """The samples of the smallest micro-batch of the first epoch, or of so many steps if they are fewer (0: no
         limit); none if all are equally large."""
         samples, size = self.samples_per_epoch, self.batch_size
         if samples < size or samples % size == 0 or 0 < max_steps < self.steps_per_epoch:
             return []
-        return [self.order(0)[-(samples % size) :].tolist()]
+        return [self.epoch_order(0)[-(samples % size) :].tolist()]
 
-    def remaining_steps(self, epoch: int, start: int, epochs: float) -> float:
+    def count_remaining_steps(self, epoch: int, start: int, epochs: float) -> float:
         """Optimizer steps from sample `start` of an epoch to the end of a run of so many epochs."""
         left_in_epoch = math.ceil((self.samples_per_epoch - start) / self.global_batch_size)
         return max(0, left_in_epoch) + max(0, epochs - epoch - 1) * self.steps_per_epoch if epoch < epochs else 0
@@ -143,10 +143,10 @@ class GlobalBatchSampler(DistributedSampler):
         super().set_epoch(epoch)
         self.start = start
 
-    def order(self, epoch: int) -> Tensor:
+    def epoch_order(self, epoch: int) -> Tensor:
         """[samples_per_epoch]: the samples of the epoch, a pure function of (seed, epoch). Raises UserError."""
-        if self._order is None or self._order[0] != epoch:
-            self._order = None  # one order in memory at a time
+        if self._epoch_order is None or self._epoch_order[0] != epoch:
+            self._epoch_order = None  # one order in memory at a time
             n, copies = len(self.dataset), getattr(self.dataset, "copies", 1)
             dtype = torch.int32 if n * copies < 2**31 else torch.int64  # randperm draws the same in both
             if self.shuffle and hasattr(self.dataset, "epoch_order"):
@@ -165,16 +165,16 @@ class GlobalBatchSampler(DistributedSampler):
                 order = torch.randperm(n, generator=generator, dtype=dtype)
             else:
                 order = torch.arange(n, dtype=dtype)
-            self._order = (epoch, order[: self.samples_per_epoch].to(dtype))
-        return self._order[1]
+            self._epoch_order = (epoch, order[: self.samples_per_epoch].to(dtype))
+        return self._epoch_order[1]
 
-    def token_density(self, epoch: int, end: int, steps: int) -> tuple[float, float]:
+    def measure_token_density(self, epoch: int, end: int, steps: int) -> tuple[float, float]:
         """In so many steps before `end` of the epoch, tokens per sample and the share of padding; or zeros."""
         return 0.0, 0.0
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         """The micro-batches of this rank from position `start` of the epoch on, including padding."""
-        order, size, ranks = self.order(epoch), self.batch_size, self.num_replicas
+        order, size, ranks = self.epoch_order(epoch), self.batch_size, self.num_replicas
         for first in range(start, len(order), self.global_batch_size):
             entries = order[first : first + self.global_batch_size]
             count = math.ceil(len(entries) / size)

@@ -16,9 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
-from config import TrainingConfig, fork_settings
+from config import TrainingConfig, list_fork_settings
 from utils.data.sampler import MapDataset
-from utils.distributed.collectives import on_all_ranks, read_once, require_equal, run_once_per_file_system
+from utils.distributed.collectives import (
+    on_all_ranks,
+    read_once_per_file_system,
+    require_equal,
+    run_once_per_file_system,
+)
 from utils.distributed.context import DistributedContext
 from utils.rng import derive_seed, seed_host
 from utils.settings.errors import UserError
@@ -43,17 +48,17 @@ def load_data(data_module: ModuleType, config: TrainingConfig, ctx: DistributedC
         Path(config.data_dir), lambda: data_module.is_prepared(config), lambda: data_module.prepare_data(config), ctx
     )
 
-    def created(split: str) -> MapDataset | None:
+    def create_split(split: str) -> MapDataset | None:
         seed_host("create_dataset", config.seed)  # a random split is the same in each call on each rank
         return data_module.create_dataset(config, split)
 
-    def create() -> dict[str, Any]:
-        sets = {split: created(split) for split in ("train", "val", "test")}
+    def create_splits() -> dict[str, Any]:
+        sets = {split: create_split(split) for split in ("train", "val", "test")}
         if sets["train"] is None:
             raise UserError(f"data_dir={config.data_dir}: create_dataset found no training set there; give its folder")
         return {split: dataset for split, dataset in sets.items() if dataset is not None}
 
-    sets = on_all_ranks(create, ctx)
+    sets = on_all_ranks(create_splits, ctx)
     differ = f"data_dir={config.data_dir}: {{other}} and {{first}} "
     if len({*ctx.hosts}) > 1:
         differ += "hold different data; copy it again, or sort what"
@@ -64,24 +69,24 @@ def load_data(data_module: ModuleType, config: TrainingConfig, ctx: DistributedC
     require_equal(listed, differ, ctx)
     for listed_set in (sets[split] for split in listed):
         listed_set.use_listing(
-            read_once(listed_set.folder, functools.partial(getattr, listed_set, "listing"), differ, ctx)
+            read_once_per_file_system(listed_set.folder, functools.partial(getattr, listed_set, "listing"), differ, ctx)
         )
     if listed and ctx.is_main:
-        sets[listed[0]].log_listed([sets[split] for split in listed])
+        sets[listed[0]].log_file_listing([sets[split] for split in listed])
 
-    def check() -> dict[str, MapDataset]:
+    def check_and_cut() -> dict[str, MapDataset]:
         for split, dataset in sets.items():
             check_dataset(dataset, split)
         return sets | {"train": take_subset(sets["train"], config.dataset_size, config.seed)}
 
-    sets = on_all_ranks(check, ctx)
+    sets = on_all_ranks(check_and_cut, ctx)
     config = on_all_ranks(lambda: resolve_auto_fields(config, sets["train"]), ctx)
-    seen = [[split, dataset_identity(dataset)] for split, dataset in sets.items()]
+    seen = [[split, identify_dataset(dataset)] for split, dataset in sets.items()]
     require_equal(seen, differ, ctx)
-    from utils.extras.sketches import compare_ranks  # extra: sketches
+    from utils.extras.sketches import compare_sample_fingerprints  # extra: sketches
 
     sketches: list[list] = [[] for _ in sets]
-    sketches = compare_ranks(sets, config.seed, differ, ctx)  # extra: sketches
+    sketches = compare_sample_fingerprints(sets, config.seed, differ, ctx)  # extra: sketches
     files = [dataset.listing if split in listed else b"" for split, dataset in sets.items()]
     content = {
         split: {"identity": set_identity, "content": hashlib.sha256(listing).hexdigest()[:16], "sketches": set_sketches}
@@ -94,7 +99,7 @@ def load_data(data_module: ModuleType, config: TrainingConfig, ctx: DistributedC
 def resolve_auto_fields(config: TrainingConfig, dataset: MapDataset) -> TrainingConfig:
     """Replace "auto" in fields of the model and data by the training set's attributes of the same names."""
     from_data = {}
-    for setting in fork_settings():
+    for setting in list_fork_settings():
         name = setting.name
         is_open = setting.may_be_auto and getattr(config, name) == "auto"
         if is_open and hasattr(dataset, name):
@@ -173,8 +178,8 @@ def take_subset(dataset: Any, size: int, seed: int) -> MapDataset:
     return SampleSubset(dataset, torch.randperm(len(dataset), generator=generator)[:size].sort().values)
 
 
-def dataset_identity(dataset: MapDataset) -> str:
-    """The number of samples and a hash of names and labels: of the data set's own fingerprint, or else of `targets`."""
+def identify_dataset(dataset: MapDataset) -> str:
+    """The data set identity: the number of samples and a hash of its own fingerprint, or else of its `targets`."""
     hash_input = getattr(dataset, "fingerprint", None)
     with suppress(TypeError, ValueError, RuntimeError):  # `targets` of other kinds than numbers
         hash_input = torch.as_tensor(getattr(dataset, "targets", [])).tolist() if hash_input is None else hash_input
@@ -194,7 +199,7 @@ def dataset_class_name(dataset: MapDataset) -> str:
     return type(inner.dataset if isinstance(inner, Subset) else inner).__name__
 
 
-def describe_dataset(dataset: MapDataset) -> dict[str, Any]:
+def collect_dataset_properties(dataset: MapDataset) -> dict[str, Any]:
     """The properties of a training set that an export or a resume needs."""
     mean_and_std = {name: torch.as_tensor(getattr(dataset, name, [])).tolist() for name in ("mean", "std")}
-    return {"identity": dataset_identity(dataset), "classes": list(getattr(dataset, "classes", []))} | mean_and_std
+    return {"identity": identify_dataset(dataset), "classes": list(getattr(dataset, "classes", []))} | mean_and_std

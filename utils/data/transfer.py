@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from utils.batch import call_if_present, map_leaves, tensors_in
+from utils.batch import call_if_present, list_tensors, map_leaves
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """
     is_asynchronous = device.type != "cpu"
     return map_leaves(
-        lambda leaf: call_if_present("to", leaf, device, non_blocking=is_asynchronous), batch, method="to"
+        lambda leaf: call_if_present("to", leaf, device, non_blocking=is_asynchronous), batch, leaf_method="to"
     )
 
 
@@ -30,10 +30,10 @@ def pin_batch(batch: Any) -> Any:
     """The batch in pinned memory, for asynchronous copies; tensors that are already on a device stay there."""
 
     def pin(leaf: Any) -> Any:
-        is_on_device = any(tensor.device.type != "cpu" for tensor in tensors_in(leaf))
+        is_on_device = any(tensor.device.type != "cpu" for tensor in list_tensors(leaf))
         return leaf if is_on_device else call_if_present("pin_memory", leaf)
 
-    return map_leaves(pin, batch, method="pin_memory")
+    return map_leaves(pin, batch, leaf_method="pin_memory")
 
 
 def indices_to_device(indices: list[int], device: torch.device) -> Tensor:
@@ -41,10 +41,10 @@ def indices_to_device(indices: list[int], device: torch.device) -> Tensor:
     return torch.tensor(indices, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
 
-def once_per_stream(make: Callable[..., T], kept: int = 64) -> Callable[..., T]:
+def cache_per_stream(function: Callable[..., T], max_entries: int = 64) -> Callable[..., T]:
     """Cache what a function makes on the device that is its last argument, for each stream: another one would have to
     wait for it, and until it has read it the memory must not be used again."""
-    cached = functools.lru_cache(kept)(lambda stream, *key: make(*key))
+    cached = functools.lru_cache(max_entries)(lambda stream, *key: function(*key))
     return lambda *key: cached(None if key[-1].type == "cpu" else torch.accelerator.current_stream(key[-1]), *key)
 
 
@@ -54,7 +54,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device, self.stream = device, torch.Stream(device)
 
-    def begin(self) -> None:
+    def wait_for_current_stream(self) -> None:
         """Let the side stream wait for work queued on the current stream, such as the constants of a transform."""
         self.stream.wait_stream(torch.accelerator.current_stream(self._device))
 
@@ -65,10 +65,10 @@ class SideStream:
             event.record(self.stream)
         return result, event
 
-    def hand_over(self, batch: Any, event: torch.Event) -> None:
+    def sync_to_current_stream(self, batch: Any, event: torch.Event) -> None:
         """Let the current stream wait for the batch, and keep its memory until that stream has used it."""
         current = torch.accelerator.current_stream(self._device)
         current.wait_event(event)
-        for tensor in tensors_in(batch):
+        for tensor in list_tensors(batch):
             if tensor.device.type != "cpu":
                 tensor.record_stream(current)

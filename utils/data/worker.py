@@ -26,18 +26,18 @@ from utils.rng import seed_host
 from utils.settings.errors import StartError, TrainingError, UserError
 
 # torch's message about a worker that has died, or that has no shared memory left for its batch
-WORKER_FAILURE = re.compile(
+WORKER_FAILURE_PATTERN = re.compile(
     r"DataLoader worker \(pid.*|unable to (?:allocate shared memory|\w+ .*</?torch_\d+_)(?!.*Too many open files).*"
 )
 # the second one is raised where descriptors are received
-FILES_FAILURE = re.compile(r"Too many open files|received \d+ items of ancdata")
+OPEN_FILES_PATTERN = re.compile(r"Too many open files|received \d+ items of ancdata")
 
 # A worker has copies of its parent's objects. The destructor of a gloo group hangs there, since the threads that it
 # waits for exist in the parent alone: so no copy is collected as garbage.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
-def sample_name(dataset: Any, index: int) -> str:
+def format_sample_name(dataset: Any, index: int) -> str:
     """The index of a sample in the data set itself, and its file if `path(index)` gives one."""
     index %= len(dataset)  # it may be that of a copy
     while isinstance(dataset, Subset):
@@ -47,17 +47,17 @@ def sample_name(dataset: Any, index: int) -> str:
     return f"sample {index}"
 
 
-def note_failed_samples(error: Exception, dataset: Any, indices: Sequence[int], action: Any = None) -> None:
+def note_failed_samples(error: Exception, dataset: Any, indices: Sequence[int], try_subset: Any = None) -> None:
     """Add a note to the error with its samples and their files: the first one for whose position the action fails; or
     one that only fails beside the first; or all."""
     positions = range(len(indices))
     subset: Sequence[int] = positions
-    for subset in [*([k] for k in positions), *([0, k] for k in positions[1:]), positions] if action else ():
+    for subset in [*([k] for k in positions), *([0, k] for k in positions[1:]), positions] if try_subset else ():
         try:
-            action(subset)
+            try_subset(subset)
         except Exception:
             break
-    note = ", ".join(sample_name(dataset, indices[k]) for k in subset[:8])
+    note = ", ".join(format_sample_name(dataset, indices[k]) for k in subset[:8])
     if note not in getattr(error, "__notes__", []):  # a data set around this one may have added it
         error.add_note(note)
     if isinstance(error, StopIteration):  # would look like the end of the data
@@ -84,30 +84,30 @@ class Fetcher(Dataset):
         samples: list[Any] = []
         try:
             if self._is_batched:
-                return micro_batch, retry(functools.partial(self._batch, epoch, indices))
+                return micro_batch, retry(functools.partial(self._fetch_batch, epoch, indices))
             for index in indices:
-                samples.append(retry(functools.partial(self._sample, epoch, index)))
+                samples.append(retry(functools.partial(self._fetch_sample, epoch, index)))
             return micro_batch, samples
         except UserError as error:  # DataLoader would wrap it; the main process raises it unchanged
             return micro_batch, error
         except Exception as error:
             if self._is_batched:
                 note_failed_samples(
-                    error, self._dataset, indices, lambda subset: self._batch(epoch, [indices[k] for k in subset])
+                    error, self._dataset, indices, lambda subset: self._fetch_batch(epoch, [indices[k] for k in subset])
                 )
             else:
                 note_failed_samples(error, self._dataset, [indices[len(samples)]])
             if not isinstance(error, OSError) or not is_transient(error):
                 raise
             text = f"a sample cannot be read in three tries ({error_text(error)}); repair the storage"
-            return micro_batch, StartError(explain_open_files(error) or f"{text}, then --resume_from auto")
+            return micro_batch, StartError(explain_open_file_limit(error) or f"{text}, then --resume_from auto")
 
-    def _batch(self, epoch: int, indices: Sequence[int]) -> Any:
+    def _fetch_batch(self, epoch: int, indices: Sequence[int]) -> Any:
         seed_host("sample", self._seed, epoch, *indices)
         size = len(self._dataset)  # once: for each index, it took 300 us per thousand
         return self._dataset.__getitems__([index % size for index in indices])
 
-    def _sample(self, epoch: int, index: int) -> Any:
+    def _fetch_sample(self, epoch: int, index: int) -> Any:
         seed_host("sample", self._seed, epoch, index)
         return self._dataset[index % len(self._dataset)]  # it may be that of a copy
 
@@ -127,14 +127,14 @@ class Fetcher(Dataset):
             raise
 
 
-def send_error(queue: Queue, error: Exception, item: Any) -> None:
+def send_pickling_error(queue: Queue, error: Exception, item: Any) -> None:
     """In the thread of a worker's queue, which pickles batches: without it, one that cannot be pickled is lost."""
     match item:
         case number, (MicroBatch() as micro_batch, _):
             kind = TrainingError if isinstance(error, (OSError, RuntimeError)) else UserError
             text = f"collate: a loader worker cannot send what it returns ({type(error).__name__}: {error}); return"
             text += " tensors, numbers, text, lists and dicts, or use --num_workers 0"
-            queue.put((number, (micro_batch, kind(explain_open_files(error) or text))))
+            queue.put((number, (micro_batch, kind(explain_open_file_limit(error) or text))))
         case number, ExceptionWrapper() as raised:  # of a class that cannot be pickled
             raised.exc_type = RuntimeError
             queue.put((number, raised))
@@ -142,7 +142,7 @@ def send_error(queue: Queue, error: Exception, item: Any) -> None:
             traceback.print_exc()
 
 
-cast(Any, Queue)._on_queue_feeder_error = send_error  # also in a worker that imports this file
+cast(Any, Queue)._on_queue_feeder_error = send_pickling_error  # also in a worker that imports this file
 
 
 def explain_worker_error(error: BaseException, rank: int) -> TrainingError | None:
@@ -152,7 +152,7 @@ def explain_worker_error(error: BaseException, rank: int) -> TrainingError | Non
     """
     if not isinstance(error, RuntimeError) or isinstance(error, TrainingError):  # one of ours, perhaps of another rank
         return None
-    failure = WORKER_FAILURE.search(str(error))
+    failure = WORKER_FAILURE_PATTERN.search(str(error))
     if not failure:
         return None
     message = failure[0].strip().rstrip(".")
@@ -161,9 +161,9 @@ def explain_worker_error(error: BaseException, rank: int) -> TrainingError | Non
     return TrainingError(f"rank {rank}: {message}. {remedy}")
 
 
-def explain_open_files(error: BaseException) -> str:
+def explain_open_file_limit(error: BaseException) -> str:
     """The sentence for a process that can open no more files; empty for another error."""
-    if isinstance(error, UserError | TrainingError) or not FILES_FAILURE.search(str(error)):
+    if isinstance(error, UserError | TrainingError) or not OPEN_FILES_PATTERN.search(str(error)):
         return ""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     cause = f"open files: the limit is {limit}, and each tensor of a batch from a loader worker needs one"

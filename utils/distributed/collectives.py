@@ -25,7 +25,7 @@ from utils.metrics import all_reduce_scalar
 from utils.settings.errors import StartError, TrainingError, UserError
 
 T = TypeVar("T")
-LOST_PEER = re.compile(
+LOST_PEER_PATTERN = re.compile(
     "gloo|ncclRemoteError|NCCL communicator was aborted|NCCL operation timed out|timed out in blocking wait"
 )
 
@@ -132,7 +132,7 @@ def run_once_per_file_system(
     on_all_ranks(lambda: action() if is_leader else None, ctx)
 
 
-def read_once(folder: Path, read: Callable[[], bytes], sentence: str, ctx: DistributedContext) -> bytes:
+def read_once_per_file_system(folder: Path, read: Callable[[], bytes], sentence: str, ctx: DistributedContext) -> bytes:
     """What `read` returns on rank 0, for all ranks. Of those that share `folder`, which may be read-only, one calls it.
 
     sentence: as for `require_equal`, if it returns something else on another file system.
@@ -156,7 +156,7 @@ class RankSum:
     def add(self, values: Tensor, number: int) -> None:
         """Call when a micro-batch has been added to the vector. number: within its global batch."""
 
-    def start(self, values: Tensor, count: int) -> Any:
+    def start_all_reduce(self, values: Tensor, count: int) -> Any:
         """Begin to replace the vector by the sum over the ranks. Returns what has `wait()`, or None if it is complete.
 
         count: micro-batches in the global batch.
@@ -164,7 +164,7 @@ class RankSum:
         return dist.all_reduce(values, async_op=True) if dist.get_world_size() > 1 else None
 
 
-def run_with_timeout(seconds: float, action: Callable[[], T]) -> T:
+def call_with_timeout(seconds: float, action: Callable[[], T]) -> T:
     """The result of the action, or TimeoutError: a store connected to some other program ignores its own timeout."""
     future: Future[T] = Future()
 
@@ -183,5 +183,7 @@ def is_peer_failure(error: BaseException) -> bool:
     if isinstance(error, TrainingError):
         return error.__cause__ is not None and is_peer_failure(error.__cause__)
     text = str(error) if isinstance(error, RuntimeError) else ""
-    is_named = not text.startswith("Caught ") and LOST_PEER.search(text) is not None  # not of a worker, with its files
+    is_named = (
+        not text.startswith("Caught ") and LOST_PEER_PATTERN.search(text) is not None
+    )  # not of a worker, with its files
     return is_named or isinstance(error, dist.DistNetworkError)

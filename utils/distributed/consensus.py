@@ -38,46 +38,46 @@ class Consensus:
 
     def __init__(self, vote: Callable[[], Vote], group: dist.ProcessGroup | None) -> None:
         self._vote, self._group = vote, group
-        self._intervals = max(1, dist.get_world_size(group) / RANKS_PER_INTERVAL)
+        self._interval_factor = max(1, dist.get_world_size(group) / RANKS_PER_INTERVAL)
         self._reset()
 
     def _reset(self) -> None:
-        self._every, self._steps, self._started_at = 1, 0, time.monotonic()
-        self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._steps_between_votes, self._steps_since_vote, self._vote_started_at = 1, 0, time.monotonic()
+        self._pending_votes: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def step(self) -> bool:
         """Call once per step of training or evaluation on all ranks. Returns whether to save, the same on all ranks."""
-        self._steps += 1
-        if self._steps < self._every:
+        self._steps_since_vote += 1
+        if self._steps_since_vote < self._steps_between_votes:
             return False
         now = time.monotonic()
-        seconds_per_step = (now - self._started_at) / self._steps
-        self._started_at, self._steps = now, 0
-        is_save_due = self._read()
+        seconds_per_step = (now - self._vote_started_at) / self._steps_since_vote
+        self._vote_started_at, self._steps_since_vote = now, 0
+        is_save_due = self._read_votes()
         steps = min(MAX_STEPS_BETWEEN_VOTES, SECONDS_BETWEEN_VOTES / max(seconds_per_step, 1e-6))
-        self._start(max(1, int(self._intervals * steps)))
+        self._start_vote(max(1, int(self._interval_factor * steps)))
         return is_save_due
 
-    def flush(self) -> None:
+    def vote_and_wait(self) -> None:
         """Drop the vote under way, vote again and wait, for a stop only: a save that is due stays due."""
-        self._read()
-        self._start(every=1)
-        self._read()
+        self._read_votes()
+        self._start_vote(steps_between_votes=1)
+        self._read_votes()
         self._reset()
 
-    def _start(self, every: int) -> None:
-        votes = torch.tensor([*self._vote(), every])
+    def _start_vote(self, steps_between_votes: int) -> None:
+        votes = torch.tensor([*self._vote(), steps_between_votes])
         is_single = dist.get_world_size(self._group) == 1
         work = None if is_single else dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._pending = (votes, work)
+        self._pending_votes = (votes, work)
 
-    def _read(self) -> bool:
-        if self._pending is None:
+    def _read_votes(self) -> bool:
+        if self._pending_votes is None:
             return False
-        votes, work = self._pending
+        votes, work = self._pending_votes
         if work:
             work.wait()
-        stop, save, self._every = votes.tolist()
+        stop, save, self._steps_between_votes = votes.tolist()
         if stop:
             self._reset()
             raise Stopped

@@ -14,7 +14,9 @@ if TYPE_CHECKING:  # importing torch takes seconds; train.py needs its rank befo
     import torch
     import torch.distributed as dist
 
-MAX_STEPS = 0xFFFFFF00  # Slurm's job steps have lower numbers; batch scripts and interactive shells have higher ones
+MAX_SLURM_STEP_ID = (
+    0xFFFFFF00  # Slurm's job steps have lower numbers; batch scripts and interactive shells have higher ones
+)
 # What launchers tell one rank of several: torchrun and launch.sh, srun about the task and its step, and mpirun.
 LAUNCHER_VARIABLES = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_(RANK|WORLD_SIZE)|(GROUP|ROLE|MASTER|TORCHELASTIC|PET)_.*|LAUNCH_ID|N(NODES|ODE_RANK)"
@@ -33,14 +35,14 @@ class Launch:
     is_launched: bool = False  # RANK, LOCAL_RANK and WORLD_SIZE are set, or srun gives them
     is_under_torchrun: bool = False
     may_restart: bool = False  # torchrun --max-restarts
-    id: str = ""  # the same for all attempts of one launch; empty if unknown
+    launch_id: str = ""  # the same for all attempts of one launch; empty if unknown
     git_commit: str = ""
     error_file: str = ""  # torchrun reads it for its summary
-    address: str = ""  # of the rendezvous, tcp://HOST:PORT, if srun starts the ranks
-    master: str = ""  # MASTER_ADDR:MASTER_PORT
+    srun_address: str = ""  # of the rendezvous, tcp://HOST:PORT, if srun starts the ranks
+    master_address: str = ""  # MASTER_ADDR:MASTER_PORT
     agent_hosts_store: bool = False  # torchrun's agent of rank 0's node, else rank 0
-    threads: str = ""  # OMP_NUM_THREADS
-    flight_recorder: str = ""  # where torch writes its collectives (launch.sh --debug)
+    omp_num_threads: str = ""  # OMP_NUM_THREADS
+    flight_recorder_path: str = ""  # where torch writes its collectives (launch.sh --debug)
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,9 @@ def read_launch() -> Launch:
     missing = [name for name in names if name not in os.environ]
     common: dict[str, Any] = {
         "git_commit": os.environ.get("GIT_COMMIT", ""),
-        "master": ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ),
-        "threads": os.environ.get("OMP_NUM_THREADS", ""),
-        "flight_recorder": os.environ.get("TORCH_FR_DUMP_TEMP_FILE", ""),
+        "master_address": ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
+        "flight_recorder_path": os.environ.get("TORCH_FR_DUMP_TEMP_FILE", ""),
     }
     if len(missing) == len(names):
         launch = Launch(**common, **_read_srun())
@@ -120,7 +122,7 @@ def read_launch() -> Launch:
         is_launched=True,
         is_under_torchrun="TORCHELASTIC_RUN_ID" in os.environ,
         may_restart=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
-        id=os.environ.get("LAUNCH_ID", "") or ("" if run_id == "none" else run_id),
+        launch_id=os.environ.get("LAUNCH_ID", "") or ("" if run_id == "none" else run_id),
         error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
         agent_hosts_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         **common,
@@ -141,7 +143,7 @@ def make_libraries_deterministic() -> None:
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 
-def connect_lazily() -> None:
+def enable_lazy_gloo_init() -> None:
     """gloo connects ranks when they first talk, not all pairs, for which each rank reads 8 bytes per pair."""
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
@@ -154,7 +156,7 @@ def _read_srun() -> dict[str, Any]:
     if not all(word.isdecimal() for word in words):
         return {}
     rank, local_rank, world_size, job, step = map(int, words)
-    if world_size < 2 or step > MAX_STEPS:
+    if world_size < 2 or step > MAX_SLURM_STEP_ID:
         return {}
     if "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",") and os.environ.get("SLURM_GPUS_ON_NODE", "1") != "1":
         local_rank = 0  # --gpus-per-task and the like: each task sees only its own GPU
@@ -167,7 +169,7 @@ def _read_srun() -> dict[str, Any]:
         "world_size": world_size,
         "is_launched": True,
         # the same after a requeue
-        "id": (os.environ.get("LAUNCH_ID") or f"slurm-{os.environ.get('SLURM_CLUSTER_NAME', '')}-{job}.{step}"),
+        "launch_id": (os.environ.get("LAUNCH_ID") or f"slurm-{os.environ.get('SLURM_CLUSTER_NAME', '')}-{job}.{step}"),
         # below the ephemeral ports
-        "address": f"tcp://{host}:{20000 + (job + 1009 * (step + 1)) % 10000}",
+        "srun_address": f"tcp://{host}:{20000 + (job + 1009 * (step + 1)) % 10000}",
     }

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from config import TrainingConfig, unless_auto
 from utils.distributed.context import Launch, make_libraries_deterministic
-from utils.logger import NAME, format_count
+from utils.logger import LOGGER_NAME, format_count
 from utils.settings.errors import UserError
 
 # descriptors: per process, per rank (sockets), per worker (pipes)
-FILES, FILES_PER_RANK, FILES_PER_WORKER = 128, 6, 16
+BASE_OPEN_FILES, OPEN_FILES_PER_RANK, OPEN_FILES_PER_WORKER = 128, 6, 16
 
 
 def set_up_device(config: TrainingConfig, launch: Launch) -> tuple[str, torch.device, dict[str, Any]]:
@@ -39,7 +39,7 @@ def set_up_device(config: TrainingConfig, launch: Launch) -> tuple[str, torch.de
     backend = ""
     device = torch.device("cpu")
     try:
-        raise_file_limit(launch.world_size, unless_auto(config.num_workers, os.cpu_count() or 1))
+        raise_open_file_limit(launch.world_size, unless_auto(config.num_workers, os.cpu_count() or 1))
         backend, device = choose_device(config.backend, launch.local_rank)
         device_name = "cpu"
         if device.type != "cpu":
@@ -53,10 +53,10 @@ def set_up_device(config: TrainingConfig, launch: Launch) -> tuple[str, torch.de
         if not launch.is_launched:
             raise
         rank_info["problem"] = str(error)
-    choose_kernels(device, config.deterministic)
+    configure_kernels(device, config.deterministic)
     if config.cpu_offload and backend == "nccl":  # extra: sharding
         backend = "cpu:gloo,cuda:nccl"  # norms of shards are on the CPU
-    if config.reduction == "exact" and not launch.threads:  # extra: exact
+    if config.reduction == "exact" and not launch.omp_num_threads:  # extra: exact
         torch.set_num_threads(1)  # as torchrun does: the bits of a sum may depend on it
     return backend, device, rank_info
 
@@ -74,7 +74,9 @@ def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
     if backend == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # DDP of torch 2.15 ends with SIGSEGV
         dist.set_debug_level(dist.DebugLevel.INFO)
         if local_rank == 0:
-            logging.getLogger(NAME).warning("TORCH_DISTRIBUTED_DEBUG=DETAIL: DDP on gloo crashes with it; INFO is used")
+            logging.getLogger(LOGGER_NAME).warning(
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL: DDP on gloo crashes with it; INFO is used"
+            )
     if backend != "nccl":
         return backend, torch.device("cpu")
     if not gpus:
@@ -90,17 +92,17 @@ def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
     return backend, torch.device("cuda", local_rank)
 
 
-def choose_kernels(device: torch.device, is_deterministic: bool, has_tf32: bool = True) -> None:
+def configure_kernels(device: torch.device, is_deterministic: bool, allow_tf32: bool = True) -> None:
     """Set the precision of float32 matrix products on CUDA, and whether cuDNN looks for the fastest convolution.
 
     TF32 (10 bits of mantissa, sums in float32) is as deterministic as float32, so `deterministic` keeps it;
     torch uses it for convolutions by default. On the CPU, "high" would let oneDNN round too.
     """
     torch.backends.cudnn.benchmark = not is_deterministic
-    torch.backends.cudnn.allow_tf32 = has_tf32
+    torch.backends.cudnn.allow_tf32 = allow_tf32
     # filling new tensors takes 3 % of a step, only to find faults; mypy does not see that the attribute exists
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" and has_tf32 else "highest")
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" and allow_tf32 else "highest")
 
 
 def has_fast_bf16(device: torch.device) -> bool:
@@ -108,10 +110,10 @@ def has_fast_bf16(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def raise_file_limit(world_size: int, workers: int, tensors: int = 0) -> None:
+def raise_open_file_limit(world_size: int, num_workers: int, shared_tensor_count: int = 0) -> None:
     """Raise the limit on open files to the hard limit. Raises UserError if that is not enough.
 
-    tensors: in the batches of loader workers, which send each of them by a descriptor.
+    shared_tensor_count: in the batches of loader workers, which send each of them by a descriptor.
     """
     try:
         import resource
@@ -122,11 +124,12 @@ def raise_file_limit(world_size: int, workers: int, tensors: int = 0) -> None:
         with suppress(ValueError, OSError):  # macOS reports a hard limit that it does not grant
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-    need = FILES + FILES_PER_RANK * world_size + FILES_PER_WORKER * workers + tensors
+    need = BASE_OPEN_FILES + OPEN_FILES_PER_RANK * world_size + OPEN_FILES_PER_WORKER * num_workers
+    need += shared_tensor_count
     if soft != resource.RLIM_INFINITY and soft < need:
         how = f"ulimit -n {need}, LimitNOFILE, --ulimit"
         remedy = f"raise it ({how})"
-        if tensors:
+        if shared_tensor_count:
             fewer = "use fewer --num_workers (0 needs none)"
-            remedy = f"{tensors} of them for tensors from loader workers; {fewer}, or {remedy}"
+            remedy = f"{shared_tensor_count} of them for tensors from loader workers; {fewer}, or {remedy}"
         raise UserError(f"open files: the limit is {soft}, but about {need} are needed; {remedy}")

@@ -28,7 +28,7 @@ def create_dtensor(shard: Tensor, like: Any) -> Tensor:
     return type(like)(shard, like._spec, requires_grad=False) if is_sharded(like) else shard
 
 
-def take_shard(value: Any, like: Any) -> Any:
+def shard_like(value: Any, like: Any) -> Any:
     """The part of a full tensor that this rank holds, sharded as `like`. Anything else is returned unchanged."""
     if not is_sharded(like) or is_sharded(value) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
@@ -44,7 +44,7 @@ def local_row_range(value: Any) -> tuple[int, int]:
     return first, min(rows_per_rank, rows - first)
 
 
-def describe_shard(value: Tensor, shard: Tensor) -> Any:
+def pack_shard(value: Tensor, shard: Tensor) -> Any:
     """What a checkpoint has of a sharded tensor: `shard`, its local one or a copy of that, and the place of its rows.
 
     `shard` itself if the tensor is not sharded.
@@ -67,6 +67,6 @@ def find_shard_group(parameters: Iterable[Any]) -> dist.ProcessGroup | None:
     return next((p.device_mesh.get_group("shards") for p in parameters if is_sharded(p)), None)
 
 
-def gather_full(value: Any) -> Tensor:
+def gather_full_tensor(value: Any) -> Tensor:
     """The whole tensor, gathered from all ranks; the value itself if it is not sharded."""
     return value.full_tensor() if is_sharded(value) else value

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from utils.distributed.collectives import run_with_timeout
-from utils.distributed.context import Launch, connect_lazily
+from utils.distributed.collectives import call_with_timeout
+from utils.distributed.context import Launch, enable_lazy_gloo_init
 from utils.settings.errors import StartError
 
-RANKS_IN_A_MESH = 1024  # at most; gloo then connects all pairs
+MAX_FULLY_CONNECTED_RANKS = 1024  # at most; gloo then connects all pairs
 CONTROL_TIMEOUT = timedelta(hours=24)  # for votes, barriers and saves: a slow rank is not a lost one
 
 
-def create_groups(
+def create_process_groups(
     launch: Launch, store: dist.Store, backend: str, device: torch.device, timeout: float
 ) -> dist.ProcessGroup:
     """Create the default group, for tensors on the device, and the control group, for small messages on the CPU.
@@ -32,8 +32,8 @@ def create_groups(
     Raises:
         StartError: if the ranks cannot connect within `timeout`, or gloo finds no network interface.
     """
-    if launch.world_size > RANKS_IN_A_MESH:
-        connect_lazily()
+    if launch.world_size > MAX_FULLY_CONNECTED_RANKS:
+        enable_lazy_gloo_init()
     device_id = None
     if device.type != "cpu":
         device_id = device
@@ -47,7 +47,7 @@ def create_groups(
             device_id=device_id,
         )
         # a rank may stop now, and the group's own limit is for later
-        group: Any = run_with_timeout(timeout, lambda: dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
+        group: Any = call_with_timeout(timeout, lambda: dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
         return group
     except TimeoutError:
         text = f"the ranks did not connect within {timeout:g} s; check the network between the nodes"

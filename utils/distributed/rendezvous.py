@@ -12,12 +12,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from utils.distributed.collectives import run_with_timeout
+from utils.distributed.collectives import call_with_timeout
 from utils.distributed.context import Launch
 from utils.settings.errors import StartError, UserError
 
-GROUPS = itertools.count()
-SECONDS_TO_ANSWER = 10.0  # in which rank 0 lists the missing ranks
+GROUP_NUMBERS = itertools.count()
+SECONDS_TO_LIST_MISSING = 10.0  # in which rank 0 lists the missing ranks
 
 
 def open_store(launch: Launch, init_method: str, timeout: float) -> dist.Store:
@@ -41,26 +41,26 @@ def open_store(launch: Launch, init_method: str, timeout: float) -> dist.Store:
                 f"init_method={url}: needs RANK, LOCAL_RANK and WORLD_SIZE; start with torchrun, or set them"
             )
         return dist.HashStore()  # one rank needs no port and no environment
-    if url == "env://" and ":" not in launch.master:
-        if not launch.address:
+    if url == "env://" and ":" not in launch.master_address:
+        if not launch.srun_address:
             raise UserError(
                 "MASTER_ADDR, MASTER_PORT: not set, while RANK is; start with torchrun or give --init_method"
             )
-        url = launch.address
-    store = _connect(url, launch, timedelta(seconds=timeout))
-    return dist.PrefixStore(f"group {next(GROUPS)}", store)  # a second run in this process gets its own keys
+        url = launch.srun_address
+    store = _connect_to_store(url, launch, timedelta(seconds=timeout))
+    return dist.PrefixStore(f"group {next(GROUP_NUMBERS)}", store)  # a second run in this process gets its own keys
 
 
-def _connect(url: str, launch: Launch, timeout: timedelta) -> dist.Store:
+def _connect_to_store(url: str, launch: Launch, timeout: timedelta) -> dist.Store:
     # with TCP nobody waits here for other ranks than rank 0: exchange_rank_info lists those that are missing
     waited_for = 1
     if url.startswith("file://"):
         waited_for = launch.world_size
     try:
         meet = functools.partial(dist.rendezvous, url, launch.rank, waited_for, timeout=timeout)
-        store, _, _ = run_with_timeout(timeout.total_seconds() + 5, lambda: next(meet()))
+        store, _, _ = call_with_timeout(timeout.total_seconds() + 5, lambda: next(meet()))
     except (dist.DistError, ValueError, RuntimeError, TimeoutError) as error:
-        address = launch.master if url == "env://" else url
+        address = launch.master_address if url == "env://" else url
         reason = "no answer"
         if str(error):
             reason = str(error).splitlines()[0]  # without the C++ stack
@@ -95,16 +95,16 @@ def exchange_rank_info(
     keys = [f"rank_info/{rank}" for rank in range(launch.world_size)]
     store.set(keys[launch.rank], json.dumps(rank_info))
     if launch.rank == 0:
-        _answer_for_all(store, keys)
-    missing, counted, launch_nonce = _read_answer(store, keys, timeout)
+        _publish_rank_infos(store, keys)
+    missing, counted, launch_nonce = _read_rank_infos(store, keys, timeout)
     if not counted:
-        raise _did_not_start(missing, timeout, launch.world_size)
+        raise _explain_missing_ranks(missing, timeout, launch.world_size)
     rank_infos = [info for info, ranks in counted for _ in range(ranks)]
-    _raise_problems(rank_infos, backend)
+    _raise_first_problem(rank_infos, backend)
     return rank_infos, launch_nonce
 
 
-def _answer_for_all(store: dist.Store, keys: list[str]) -> None:
+def _publish_rank_infos(store: dist.Store, keys: list[str]) -> None:
     """Read the information of all ranks on rank 0, and set the answer: missing ranks, or what equal ranks in a row
     have found with their number, so that the answer hardly grows with the ranks."""
     missing: list[int] = []
@@ -119,20 +119,20 @@ def _answer_for_all(store: dist.Store, keys: list[str]) -> None:
     store.set("rank_infos", json.dumps([missing, counted, launch_nonce]))
 
 
-def _read_answer(
+def _read_rank_infos(
     store: dist.Store, keys: list[str], timeout: float
 ) -> tuple[list[int], list[tuple[dict[str, Any], int]], str]:
     """The answer of rank 0, which is missing itself if there is none."""
     try:
         store.wait(keys[:1], timedelta(seconds=timeout))
-        store.wait(["rank_infos"], timedelta(seconds=timeout + SECONDS_TO_ANSWER))
+        store.wait(["rank_infos"], timedelta(seconds=timeout + SECONDS_TO_LIST_MISSING))
         missing, counted, launch_nonce = json.loads(store.get("rank_infos"))
     except dist.DistStoreError:
         return [0], [], ""
     return missing, counted, launch_nonce
 
 
-def _did_not_start(missing: list[int], timeout: float, world_size: int) -> StartError:
+def _explain_missing_ranks(missing: list[int], timeout: float, world_size: int) -> StartError:
     names = "a rank"
     if missing:
         names = f"rank {', '.join(map(str, missing))} of {world_size}"
@@ -143,7 +143,7 @@ def _did_not_start(missing: list[int], timeout: float, world_size: int) -> Start
     return StartError(text)
 
 
-def _raise_problems(rank_infos: list[dict[str, Any]], backend: str) -> None:
+def _raise_first_problem(rank_infos: list[dict[str, Any]], backend: str) -> None:
     """Raise the problem of the first rank that has one, or that some ranks have no GPU. All ranks raise the same."""
     problems = {info["problem"] for info in rank_infos}
     for rank, rank_info in enumerate(rank_infos):
@@ -172,7 +172,7 @@ def start_heartbeats(launch: Launch, store: dist.Store, launch_nonce: str, init_
         is_from_environment = init_method in ("", "env://")
         address = init_method
         if is_from_environment:
-            address = launch.master or launch.address
+            address = launch.master_address or launch.srun_address
         address = address.split("//")[-1].split("?")[0]  # HOST:PORT
         is_of_rank_0 = not (launch.agent_hosts_store and is_from_environment)
         own_keys = dist.PrefixStore(launch_nonce, store)  # torchrun may keep a store for the next attempt

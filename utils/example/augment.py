@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from utils.data.transfer import once_per_stream
+from utils.data.transfer import cache_per_stream
 from utils.rng import draw_integers, sample_draws
 from utils.settings.errors import UserError
 
@@ -32,7 +32,7 @@ def augment_images(images: Tensor, kind: str, size: int, seed: int, epoch: int, 
     if kind == "none":
         return images
     if kind != "crop":
-        raise ValueError(f"augment_images: kind {kind!r} is not none or crop; use file_transform for others")
+        raise ValueError(f"augment_images: kind {kind!r} is not none or crop; use create_file_transform for others")
     padding, width = max(1, size // 8), images.shape[-1]
     if 0 < 6 * n <= MAX_TABLE:
         crops = crops_of_epoch(seed, epoch, n, padding, width, images.device).index_select(0, indices)
@@ -48,14 +48,14 @@ def crops_of(draws: Tensor, padding: int, width: int) -> Tensor:
     return torch.stack([top, left + flip * (width - 1), 1 - 2 * flip], 1).short()
 
 
-@functools.partial(once_per_stream, kept=2)  # the next epoch's first batches are prefetched
+@functools.partial(cache_per_stream, max_entries=2)  # the next epoch's first batches are prefetched
 def crops_of_epoch(seed: int, epoch: int, n: int, padding: int, width: int, device: torch.device) -> Tensor:
     """`crops_of` all samples: for each batch it would launch 27 kernels."""
     chunks = torch.arange(n, device=device).split(2**17)  # bounds what is in memory beside the table
     return torch.cat([crops_of(sample_draws(seed, epoch, indices, 3), padding, width) for indices in chunks])
 
 
-_numbers = once_per_stream(lambda count, device: torch.arange(count, device=device))
+_numbers = cache_per_stream(lambda count, device: torch.arange(count, device=device))
 
 
 def crop_and_flip(images: Tensor, crops: Tensor, padding: int) -> Tensor:
@@ -79,7 +79,7 @@ def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return ((images if images.dtype is torch.uint8 else images.to(dtype)) * scale).sub_(shift)
 
 
-@once_per_stream  # the tensors mean and std: by identity and version
+@cache_per_stream  # the tensors mean and std: by identity and version
 def _scale_and_shift(mean: Tensor, std: Tensor, _: Any, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """On the device once: a copy would wait for all work queued there."""
     pair = [1 / (255 * std), mean / std]

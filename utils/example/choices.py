@@ -54,10 +54,10 @@ PUBLISHED_WEIGHTS: dict[str, PublishedWeights] = {}
 DATASETS |= {"imagefolder": sets.image_files, "csv": sets.image_files}  # extra: images
 DATASET_CHANGES.append(sets.apply_image_settings)  # extra: images
 MODEL_LIBRARIES.append(  # extra: images
-    ModelLibrary("a torchvision classifier", models.classifier_names, models.torchvision_model)
+    ModelLibrary("a torchvision classifier", models.list_classifiers, models.torchvision_model)
 )
 PUBLISHED_WEIGHTS["torchvision"] = PublishedWeights(  # extra: images
-    file=pretrained.weights_file, download=pretrained.download_weights, load=pretrained.load_published_weights
+    file=pretrained.find_weights_file, download=pretrained.download_weights, load=pretrained.load_published_weights
 )
 
 

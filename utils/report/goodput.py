@@ -6,7 +6,7 @@ import math
 from datetime import datetime
 from typing import Any, NamedTuple
 
-ACCOUNTS = ("training", "data_wait", "evaluation", "checkpoints", "start_up", "recomputed", "down")
+TIME_ACCOUNTS = ("training", "data_wait", "evaluation", "checkpoints", "start_up", "recomputed", "down")
 
 
 class AttemptTimes(NamedTuple):
@@ -15,10 +15,10 @@ class AttemptTimes(NamedTuple):
     start_event: dict[str, Any]  # its first event
     records: list[dict[str, Any]]  # the others, without those that later attempts have dropped
     started_at: float
-    training_from: float
-    lost_from: float  # when the save of `kept_step` began; `until` if nothing was lost
-    until: float  # its last sign of life
-    step: int  # the last one that it is known to have made
+    training_started_at: float
+    lost_since: float  # when the save of `kept_step` began; `until` if nothing was lost
+    ended_at: float  # its last sign of life
+    last_step: int  # the last one that it is known to have made
     kept_step: float  # the step from which later attempts go on
 
 
@@ -50,11 +50,11 @@ def split_attempts(records: list[dict[str, Any]], time: Any, step: Any) -> list[
     return attempts[::-1]
 
 
-def account_seconds(attempts: list[AttemptTimes]) -> dict[str, float]:
+def sum_account_seconds(attempts: list[AttemptTimes]) -> dict[str, float]:
     """The seconds in each account. Their sum is the time from the first start to the end of the last attempt."""
-    accounts, ended = dict.fromkeys(ACCOUNTS, 0.0), math.inf
+    accounts, ended = dict.fromkeys(TIME_ACCOUNTS, 0.0), math.inf
     for attempt in attempts:
-        left, step = attempt.lost_from - attempt.training_from, attempt.start_event["step"]
+        left, step = attempt.lost_since - attempt.training_started_at, attempt.start_event["step"]
         for record in attempt.records:
             noted = {"checkpoints": record.get("blocked_s", 0.0) + record.get("waited_s", 0.0)}
             if record["kind"] == "train":
@@ -65,10 +65,10 @@ def account_seconds(attempts: list[AttemptTimes]) -> dict[str, float]:
                 accounts[name] += min(seconds, left)
                 left -= min(seconds, left)
         accounts["training"] += left
-        accounts["start_up"] += attempt.training_from - attempt.started_at
-        accounts["recomputed"] += attempt.until - attempt.lost_from
+        accounts["start_up"] += attempt.training_started_at - attempt.started_at
+        accounts["recomputed"] += attempt.ended_at - attempt.lost_since
         accounts["down"] += max(0.0, attempt.started_at - ended)
-        ended = attempt.until
+        ended = attempt.ended_at
     return accounts
 
 

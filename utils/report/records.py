@@ -15,41 +15,47 @@ from utils.training.log_window import PendingRead
 class LogPoint:
     """The end of an interval, whose values are on their way to the host."""
 
-    at: dict[str, Any]  # epoch, step and learning rates
+    position: dict[str, Any]  # epoch, step and learning rates
     samples: int  # in the interval, of all ranks
-    density: tuple[float, float]  # of `GlobalBatchSampler.token_density`
+    token_density: tuple[float, float]  # of `GlobalBatchSampler.measure_token_density`
     steps: int
-    read: PendingRead
-    take_seconds: Callable[[], tuple[float, float, float]]  # of this rank, from `PhaseClock.take_step_times`
+    pending_read: PendingRead
+    read_step_times: Callable[[], tuple[float, float, float]]  # of this rank, from `PhaseClock.take_step_times`
 
-    def record(self, sums: MetricTracker, ranks: list[list[float]], names: Sequence[str] = ()) -> dict[str, Any]:
+    def create_record(
+        self, sums: MetricTracker, rank_values: list[list[float]], logged_names: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """The train record.
 
         Args:
-            ranks: of each rank the seconds in steps, in waits for data and in forward passes, its peak memory, and what
-                the parts log.
-            names: of the values that the parts log.
+            rank_values: of each rank the seconds in steps, in waits for data and in forward passes, its peak memory,
+                and what the parts log.
+            logged_names: of the values that the parts log.
         """
-        seconds = sum(row[0] for row in ranks) / len(ranks)
-        waited = sum(row[1] for row in ranks) / len(ranks)
+        seconds = sum(row[0] for row in rank_values) / len(rank_values)
+        waited = sum(row[1] for row in rank_values) / len(rank_values)
         logged = {}
-        for column, name in enumerate(names, start=4):
-            mean = weighted_mean([row[column] for row in ranks], weights=[row[0] for row in ranks])
+        for column, name in enumerate(logged_names, start=4):
+            mean = weighted_mean([row[column] for row in rank_values], weights=[row[0] for row in rank_values])
             if not math.isnan(mean):
                 logged[name] = mean
         rate = self.samples / seconds if seconds else 0.0
         means, skips = sums.means(), int(sums.sum_view("skipped_steps"))
         del means["skipped_steps"]
         return {
-            **self.at,
+            **self.position,
             **means,
             **({"skipped_steps": skips} if skips else {}),
             "samples_per_s": rate,
-            **({"tokens_per_s": rate * self.density[0], "padding": self.density[1]} if self.density[0] else {}),
+            **(
+                {"tokens_per_s": rate * self.token_density[0], "padding": self.token_density[1]}
+                if self.token_density[0]
+                else {}
+            ),
             **logged,
             "data_wait_s": waited / self.steps,
             "step_s": seconds / self.steps,
-            "peak_memory_bytes": int(max(row[3] for row in ranks)),
+            "peak_memory_bytes": int(max(row[3] for row in rank_values)),
         }
 
 

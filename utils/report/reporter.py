@@ -12,22 +12,22 @@ from torch import Tensor, nn
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import broadcast_json, gather_rows
 from utils.logger import log_epoch_summary
-from utils.memory import peak_memory
+from utils.memory import read_peak_memory
 from utils.redact import redact_config
 from utils.report.records import LogPoint
 from utils.report.stragglers import report_straggler
-from utils.report.summary import count_empty_steps, create_summary, describe_end
+from utils.report.summary import count_empty_steps, create_summary, describe_run_end
 from utils.report.tensorboard import TensorBoardWriter
 from utils.report.terminal import Terminal
 from utils.rng import preserve_rng_state, seed_evaluation
 from utils.run.attempt import Attempt
-from utils.run.provenance import zip_code
+from utils.run.provenance import write_code_zip
 from utils.settings.errors import TrainingError
 from utils.training.fingerprint import fingerprint_parameters, fingerprint_state, format_fingerprint
-from utils.training.log_window import are_all_empty
+from utils.training.log_window import are_all_steps_empty
 from utils.training.state import TrainState
 
-READ_AFTER = 4  # steps after a log point, on all ranks, its values are read
+STEPS_BEFORE_READ = 4  # steps after a log point, on all ranks, its values are read
 LogImages = Callable[[nn.Module, Any], dict[str, Tensor]]
 
 
@@ -55,28 +55,28 @@ class Reporter:
         self._log_images = log_images if run.is_main or not state.strategy.has_whole_gradients else None
         self._tensorboard = TensorBoardWriter(run.folder / "tensorboard" if ctx.is_main else None, state.progress.step)
         self._terminal = Terminal(attempt, state, loader)
-        self._samples, self._steps = 0, 0  # since the last log point
-        self._unwritten: LogPoint | None = None
+        self._interval_samples, self._interval_steps = 0, 0  # since the last log point
+        self._pending_log_point: LogPoint | None = None
 
-    def start(self, held_out: dict[str, GlobalBatchLoader], differences: list[str]) -> None:
+    def start(self, held_out_loaders: dict[str, GlobalBatchLoader], differences: list[str]) -> None:
         """Report the resolved settings and the provenance of the run.
 
         Args:
-            held_out: by split.
+            held_out_loaders: by split.
             differences: what has changed since the checkpoint that the run resumes from.
         """
         run, provenance, progress = self._run, self._provenance, self._state.progress
         run.write_json("config.json", redact_config(self._config))
         run.write_json("provenance.json", provenance)
         if run.is_main:
-            zip_code(run.folder / "code.zip")
-        self._tensorboard.texts(config=redact_config(self._config), environment=provenance)
+            write_code_zip(run.folder / "code.zip")
+        self._tensorboard.write_texts(config=redact_config(self._config), environment=provenance)
         for line in run.notes:
             self._attempt.logger.warning("%s", line)
-        self._terminal.show_start(held_out, provenance)
+        self._terminal.show_start(held_out_loaders, provenance)
         for line in differences:
             run.warn("changed: %s", line)
-        for line in self._state.schedule.list_warnings:
+        for line in self._state.schedule.warnings:
             run.warn("%s", line)
         position = {"epoch": progress.epoch_number, "step": progress.step, "samples_seen": progress.samples_seen}
         if run.resume_path:
@@ -96,9 +96,9 @@ class Reporter:
         if self._config.record_samples:
             self._run.record_samples(progress.epoch_number, step, indices)
         self._run.update_progress(epoch=progress.epoch_number, step=step, samples_seen=progress.samples_seen)
-        self._samples += samples
-        self._steps += 1
-        if self._unwritten and step - self._unwritten.at["step"] >= READ_AFTER:
+        self._interval_samples += samples
+        self._interval_steps += 1
+        if self._pending_log_point and step - self._pending_log_point.position["step"] >= STEPS_BEFORE_READ:
             self.finish_log_point()
         self._terminal.show_step(step)
 
@@ -117,18 +117,18 @@ class Reporter:
         rates = {"lr": lr} | (
             {"lr_of_groups": state.learning_rates} if any(group_lr != lr for group_lr in state.learning_rates) else {}
         )
-        self._unwritten = LogPoint(
-            at={"epoch": progress.epoch_number, "step": progress.step} | rates,
-            samples=self._samples,
+        self._pending_log_point = LogPoint(
+            position={"epoch": progress.epoch_number, "step": progress.step} | rates,
+            samples=self._interval_samples,
             # of all steps since the last record, also those of an earlier attempt
-            density=self._loader.sampler.token_density(
+            token_density=self._loader.sampler.measure_token_density(
                 progress.epoch, progress.samples_in_epoch, progress.step % every or every
             ),
-            steps=max(1, self._steps),
-            read=state.log_window.begin_read(fingerprint_state(state), is_log_point=True),
-            take_seconds=self._attempt.clock.take_step_times(),
+            steps=max(1, self._interval_steps),
+            pending_read=state.log_window.begin_read(fingerprint_state(state), is_log_point=True),
+            read_step_times=self._attempt.clock.take_step_times(),
         )
-        self._samples, self._steps = 0, 0
+        self._interval_samples, self._interval_steps = 0, 0
         state.log_window.values.zero_()
 
     def finish_log_point(self) -> None:
@@ -138,36 +138,40 @@ class Reporter:
         Raises:
             TrainingError: when too many steps in a row were skipped.
         """
-        point, self._unwritten = self._unwritten, None
+        point, self._pending_log_point = self._pending_log_point, None
         if point is None:
             return
-        sums, skipped, [digest], entries = self._state.log_window.finish_read(point.read, self._state.progress)
-        seconds = point.take_seconds()
+        sums, skipped, [digest], entries = self._state.log_window.finish_read(point.pending_read, self._state.progress)
+        seconds = point.read_step_times()
         logged: dict[str, float] = {}
         for part in self._state.parts:
             logged |= part.log_values(seconds[0])
-        row = torch.tensor([*seconds, peak_memory(), *logged.values()], dtype=torch.float64)
+        row = torch.tensor([*seconds, read_peak_memory(), *logged.values()], dtype=torch.float64)
         ranks = gather_rows(row, self._ctx)  # on rank 0
-        values = point.record(sums, ranks, [*logged]) | entries | {"fingerprint": format_fingerprint(int(digest))}
+        values = (
+            point.create_record(sums, ranks, [*logged]) | entries | {"fingerprint": format_fingerprint(int(digest))}
+        )
         record = self._run.record("train", **values)
         self._run.record_skipped(skipped, self._loader.sampler)
-        report_straggler(self._run, point.at["step"], ranks)
+        report_straggler(self._run, point.position["step"], ranks)
         targets = count_targets(sums.count_view("loss"), point.samples)
         targets_per_s = targets / (record["step_s"] * point.steps or math.inf)
-        self._terminal.show_record(record, sums.means(), targets_per_s, are_all_empty(skipped))
-        self._tensorboard.scalars(record)
-        self._check_skips(point.at["step"], "no targets" if are_all_empty(skipped) else "a non-finite loss or gradient")
+        self._terminal.show_record(record, sums.means(), targets_per_s, are_all_steps_empty(skipped))
+        self._tensorboard.write_scalars(record)
+        self._check_skipped_steps(
+            point.position["step"], "no targets" if are_all_steps_empty(skipped) else "a non-finite loss or gradient"
+        )
 
     def before_save(self) -> None:
         """Write the records of all steps so far, and count those that were skipped, as a checkpoint holds them."""
         self.finish_log_point()
         self._run.record_skipped(self._state.read_skipped_steps(), self._loader.sampler)
 
-    def _check_skips(self, step: int, why: str) -> None:
+    def _check_skipped_steps(self, step: int, reason: str) -> None:
         if 0 < self._config.max_skipped_steps <= (in_row := self._state.progress.skipped_in_row):
             raise TrainingError(
-                f"the last {in_row} optimizer steps, up to step {step}, had {why}; look at their samples (skipped_step"
-                " in metrics.jsonl), use a lower --lr or --clip_grad_norm 1, then --resume_from auto"
+                f"the last {in_row} optimizer steps, up to step {step}, had {reason}; look at their samples"
+                " (skipped_step in metrics.jsonl), use a lower --lr or --clip_grad_norm 1, then --resume_from auto"
             )
 
     # ---- evaluation and the end ----
@@ -175,21 +179,21 @@ class Reporter:
     def show_images(self, split: str, loader: GlobalBatchLoader) -> None:
         """Show model.log_images of the first batch of a set on TensorBoard: on rank 0, which needs all if sharded."""
         if self._log_images:
-            self._attempt.clock.enter("evaluation")
-            self._attempt.clock.enter_function("log_images")
+            self._attempt.clock.enter_phase("evaluation")
+            self._attempt.clock.enter_hook("log_images")
             self._show_images(self._log_images, split, loader)
-            self._attempt.clock.enter("evaluation")
+            self._attempt.clock.enter_phase("evaluation")
         broadcast_json(None, self._ctx)  # the other ranks wait here, where `timeout` does not apply
 
     def _show_images(self, log_images: LogImages, split: str, loader: GlobalBatchLoader) -> None:
         model, device = cast(Any, self._state.model), self._ctx.device
         try:
             with torch.no_grad(), self._state.precision.autocast(), preserve_rng_state(device):
-                batch = loader.example_batch()
+                batch = loader.fetch_example_batch()
                 seed_evaluation(device, self._config.seed, "log_images", split, [0])
                 images = log_images(model.eval(), batch)
             if self._run.is_main:
-                self._tensorboard.images(split, images, self._state.progress.step)
+                self._tensorboard.write_images(split, images, self._state.progress.step)
         except torch.AcceleratorError:  # the device computes nothing after it
             raise
         except Exception as error:  # images must not end a run
@@ -203,17 +207,17 @@ class Reporter:
         split, step = records[0]["split"], records[0]["step"]
         for record in records:
             self._run.record(**record)
-            self._tensorboard.scalars(record)
-        self._run.event("evaluation", step, split=split, seconds=round(seconds, 3))
+            self._tensorboard.write_scalars(record)
+        self._run.record_event("evaluation", step, split=split, seconds=round(seconds, 3))
         log_epoch_summary(self._attempt.logger, records, seconds, is_best, title)
         if not all(math.isfinite(record["loss"]) for record in records):
-            self._run.event("non_finite_evaluation", step, split=split)
+            self._run.record_event("non_finite_evaluation", step, split=split)
 
-    def finish(self, final_state: str, best_metric: str, test: list[dict[str, Any]]) -> dict[str, Any]:
+    def finish(self, final_state: str, best_metric: str, test_records: list[dict[str, Any]]) -> dict[str, Any]:
         """Write summary.json and the last status, show the next commands, and wait for the programs beside training."""
         progress, records, logger = self._state.progress, self._run.read_records(), self._attempt.logger
         batch = self._loader.sampler.global_batch_size
-        summary = create_summary(self._attempt, self._state, batch, final_state, best_metric, records, test)
+        summary = create_summary(self._attempt, self._state, batch, final_state, best_metric, records, test_records)
         for line in summary.get("warnings", []):
             self._run.warn("%s", line)
         self._run.write_json("summary.json", summary)
@@ -222,7 +226,7 @@ class Reporter:
         )
         self.close()
         trained_s = summary["time"]["training_s"] + summary["time"]["data_wait_s"]
-        text = describe_end(
+        text = describe_run_end(
             summary,
             self._run,
             trained_s,
@@ -239,13 +243,13 @@ class Reporter:
         self._run.mark_ended()
         companions = self._run.companions
         if companions and self._run.is_main:
-            companions.finish(self._show_life)
+            companions.finish(self._signal_progress)
         broadcast_json(None, self._ctx)  # the other ranks wait here, where `timeout` does not apply
         if companions and not self._run.is_main:
-            companions.finish(self._show_life)
+            companions.finish(self._signal_progress)
 
-    def _show_life(self) -> None:
-        self._attempt.clock.enter("save")  # a long upload is not a hang
+    def _signal_progress(self) -> None:
+        self._attempt.clock.enter_phase("save")  # a long upload is not a hang
 
     def close(self) -> None:
         """Close TensorBoard's file."""

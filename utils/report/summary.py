@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from utils.checkpoint.format import step_checkpoints
+from utils.checkpoint.format import list_step_checkpoints
 from utils.logger import format_count, format_duration
-from utils.memory import peak_memory
-from utils.metrics import RESERVED
-from utils.report.goodput import account_seconds, split_attempts
+from utils.memory import read_peak_memory
+from utils.metrics import RESERVED_NAMES
+from utils.report.goodput import split_attempts, sum_account_seconds
 from utils.run.attempt import Attempt
 from utils.run.folder import RunFolder
-from utils.training.log_window import NOTHING_COUNTED
+from utils.training.log_window import EMPTY_STEP
 from utils.training.state import TrainState
 
 MIN_SECONDS_FOR_GOODPUT = 60  # in a shorter run, start-up dominates
@@ -24,12 +24,12 @@ def create_summary(
     final_state: str,
     best_metric: str,
     records: list[dict[str, Any]],
-    test: list[dict[str, Any]],
+    test_records: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The content of summary.json. records: of all attempts. test: those of the test set."""
+    """The content of summary.json. records: of all attempts. test_records: those of the test set."""
     progress, ranks = state.progress, attempt.ctx.world_size
-    attempts = split_attempts(records, attempt.run.timestamp(), progress.step)
-    accounts = account_seconds(attempts)
+    attempts = split_attempts(records, attempt.run.format_timestamp(), progress.step)
+    accounts = sum_account_seconds(attempts)
     wall = max(1e-9, sum(accounts.values()))
     trained = accounts["training"] + accounts["data_wait"]  # counts each step once
     # the run may have begun with the checkpoint of another one
@@ -37,7 +37,7 @@ def create_summary(
         (attempt_times.start_event["samples_seen"] for attempt_times in attempts), default=0
     )
     rate = samples / trained if trained else 0.0
-    evaluations = _evaluations(records, test, [*state.weights()][-1])
+    evaluations = _select_evaluations(records, test_records, [*state.weights()][-1])
     best: dict[str, Any] = next((r for r in reversed(evaluations) if r["step"] == progress.best_step), {})
     summary = {
         "state": final_state,
@@ -56,35 +56,39 @@ def create_summary(
         "best": _select_metrics(best),
         "final": _select_metrics(evaluations[-1] if evaluations else {}),
         "data_wait_fraction": accounts["data_wait"] / trained if trained else 0.0,
-        "peak_memory_bytes": peak_memory(),
+        "peak_memory_bytes": read_peak_memory(),
         "restarts": attempt.run.start_decision.attempt - 1,
         "goodput": accounts["training"] / wall,
         "overflow_steps": progress.overflow_steps,
         "time": {f"{name}_s": round(seconds, 3) for name, seconds in accounts.items()},
     }
     warnings = [
-        *state.schedule.list_warnings,
-        *_warnings(summary, evaluations, count_empty_steps(records), bool(progress.best_metric)),
+        *state.schedule.warnings,
+        *_list_warnings(summary, evaluations, count_empty_steps(records), bool(progress.best_metric)),
     ]
     warnings = [warning for warning in warnings if warning]
-    return summary | ({"test": test} if test else {}) | ({"warnings": warnings} if warnings else {})
+    return summary | ({"test": test_records} if test_records else {}) | ({"warnings": warnings} if warnings else {})
 
 
 def count_empty_steps(records: list[dict[str, Any]]) -> int:
     """The number of steps that were skipped because their loss counted nothing."""
-    return sum(record.get("reason") == NOTHING_COUNTED for record in records)
+    return sum(record.get("reason") == EMPTY_STEP for record in records)
 
 
-def _evaluations(records: list[dict[str, Any]], test: list[dict[str, Any]], weights: str) -> list[dict[str, Any]]:
+def _select_evaluations(
+    records: list[dict[str, Any]], test_records: list[dict[str, Any]], weights: str
+) -> list[dict[str, Any]]:
     """Those of the weights that select the best checkpoint."""
     evaluations = [
-        record for record in records if record["kind"] == "eval" and record["weights"] == weights and record not in test
+        record
+        for record in records
+        if record["kind"] == "eval" and record["weights"] == weights and record not in test_records
     ]
     # the others are tests at the end of an earlier, shorter run
     return [record for record in evaluations if record["split"] == "val"] or evaluations
 
 
-def _warnings(
+def _list_warnings(
     summary: dict[str, Any], evaluations: list[dict[str, Any]], empty_steps: int, has_validation: bool
 ) -> list[str]:
     """What the run has not done although it ends without an error; empty texts for the rest."""
@@ -99,10 +103,10 @@ def _warnings(
 
 
 def _select_metrics(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name not in RESERVED}
+    return {name: value for name, value in record.items() if name not in RESERVED_NAMES}
 
 
-def describe_end(
+def describe_run_end(
     summary: dict[str, Any],
     run: RunFolder,
     trained_s: float,
@@ -145,8 +149,8 @@ def describe_end(
     if summary["state"] == "preempted":
         change = "with --resume_from auto" + " instead of --overwrite" * overwrite
         return "\n".join([*lines, f"to continue: the same command {change}"])
-    file = run.checkpoints / "best.pt"
-    source = file if file.exists() else [file, *step_checkpoints(run.checkpoints)][-1]
+    file = run.checkpoint_folder / "best.pt"
+    source = file if file.exists() else [file, *list_step_checkpoints(run.checkpoint_folder)][-1]
     lines += ["next:", f"  tensorboard --logdir {run.folder}"]
     lines.append(f"  python scripts/runs.py {run.folder} --html {run.folder}/report.html")  # extra: reports
     lines += [f"  python train.py --config {run.folder}/config.json --eval_only"] * bool(summary["final"])

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.logger import NAME
+from utils.logger import LOGGER_NAME
 from utils.packages import explain_import_error
 
-IMAGES = 64
-WHERE = ("epoch", "step", "count")
+MAX_IMAGES = 64
+POSITION_KEYS = ("epoch", "step", "count")
 
 
 class TensorBoardWriter:
@@ -31,7 +31,7 @@ class TensorBoardWriter:
         self._folder, self._step = folder, start_step
         self._writer: Any = None
 
-    def _write(self, method: str, *values: Any) -> None:
+    def _call_writer(self, method: str, *values: Any) -> None:
         """Call a method of the writer."""
         if self._folder is None:
             return
@@ -56,14 +56,14 @@ class TensorBoardWriter:
                 raise
             self._folder = None
             text = "TensorBoard shows no more of this attempt, which goes on. metrics.jsonl has all values. It needs %s"
-            logging.getLogger(NAME).warning(text, explain_import_error("tensorboard", error))
+            logging.getLogger(LOGGER_NAME).warning(text, explain_import_error("tensorboard", error))
 
-    def texts(self, **values: dict[str, Any]) -> None:
+    def write_texts(self, **values: dict[str, Any]) -> None:
         for name, value in values.items():
             text = f"```json\n{json.dumps(value, indent=2)}\n```"
-            self._write("add_text", name, text, 0)
+            self._call_writer("add_text", name, text, 0)
 
-    def images(self, group: str, images: dict[str, Tensor], step: int) -> None:
+    def write_images(self, group: str, images: dict[str, Tensor], step: int) -> None:
         """The first images of each name as one grid: uint8 [B, C, H, W]. Raises TypeError for anything else."""
         if not isinstance(images, dict):
             raise TypeError(f"returned a {type(images).__name__}; return {{name: uint8 [B, 3, H, W]}}")
@@ -74,11 +74,11 @@ class TensorBoardWriter:
                 )
                 raise TypeError(f"{name} is {description}; return uint8 [B, 3, H, W]")
             channels = 3 if batch.shape[1] >= 3 else 1
-            shown = batch[:IMAGES, :channels].cpu()
+            shown = batch[:MAX_IMAGES, :channels].cpu()
             if len(shown):
-                self._write("add_images", f"{group}/{name}", shown, step)
+                self._call_writer("add_images", f"{group}/{name}", shown, step)
 
-    def scalars(self, record: dict[str, Any]) -> None:
+    def write_scalars(self, record: dict[str, Any]) -> None:
         """The numbers of a train or eval record, under `train/...`, `val/...` or `val_ema/...`."""
         if self._folder is None:
             return
@@ -88,12 +88,12 @@ class TensorBoardWriter:
         values = [
             Summary.Value(tag=f"{group}/{name}", simple_value=value)
             for name, value in record.items()
-            if isinstance(value, int | float) and name not in WHERE
+            if isinstance(value, int | float) and name not in POSITION_KEYS
         ]
         # one event for all: add_scalar takes 84 us each
-        self._write("file_writer.add_summary", Summary(value=values), record["step"])
+        self._call_writer("file_writer.add_summary", Summary(value=values), record["step"])
         self._step = record["step"]
 
     def close(self) -> None:
         if self._writer:
-            self._write("close")
+            self._call_writer("close")

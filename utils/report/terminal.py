@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from config import TrainingConfig
-from utils.cpus import usable_cpus
+from utils.cpus import count_usable_cpus
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sets import choose_split_name, dataset_class_name
-from utils.logger import format_count, format_duration, format_value, has_terminal, log_training_step, show_progress
-from utils.metrics import RESERVED
+from utils.logger import format_count, format_duration, format_value, has_terminal, log_training_step, show_progress_bar
+from utils.metrics import RESERVED_NAMES
 from utils.run.attempt import Attempt
-from utils.training.ddp_model import bucket_megabytes
+from utils.training.ddp_model import choose_bucket_megabytes
 from utils.training.state import TrainState
 
-READS = ": one device read per step, since it does not support found_inf (torch's fused optimizers do)"
+DEVICE_READ_NOTE = ": one device read per step, since it does not support found_inf (torch's fused optimizers do)"
 MAX_DATA_WAIT = 0.2  # fraction of an interval above which a warning suggests flags
 
 
@@ -28,10 +28,10 @@ class Terminal:
         self._attempt, self._state, self._loader = attempt, state, loader
         self._logger, self._total_steps = attempt.logger, state.schedule.total_steps
         self._has_bar = has_terminal(attempt.logger)
-        self._latest: dict[str, Any] = {}  # train record
-        self._intervals = 0
+        self._latest_record: dict[str, Any] = {}  # train record
+        self._record_count = 0
 
-    def show_start(self, held_out: dict[str, GlobalBatchLoader], provenance: dict[str, Any]) -> None:
+    def show_start(self, held_out_loaders: dict[str, GlobalBatchLoader], provenance: dict[str, Any]) -> None:
         """Show what was decided and changes the result or the cost. provenance: content of provenance.json."""
         config, ctx, run, state = self._attempt.config, self._attempt.ctx, self._attempt.run, self._state
         sampler, progress, total = self._loader.sampler, state.progress, self._total_steps
@@ -44,22 +44,22 @@ class Terminal:
         versions = provenance["versions"]
         gradients = ""
         if ctx.world_size > 1 and state.strategy.has_whole_gradients:
-            gradients = _gradient_line(state, config.comm_hook, config.bucket_cap_mb)
-        saves = _checkpoint_line(config.save_every_minutes, config.save_every_steps, config.save_every)
+            gradients = _format_gradient_line(state, config.comm_hook, config.bucket_cap_mb)
+        saves = _format_checkpoint_line(config.save_every_minutes, config.save_every_steps, config.save_every)
         nodes = format_count(set(ctx.hosts), "node")
         decided = {
             "run": str(run.folder),
             "ranks": f"{ctx.world_size} on {nodes}: {', '.join(sorted(set(ctx.device_names)))}",
-            "model": _model_line(config, state),
-            "data": _data_line(self._loader, held_out),
-            "evaluation": "" if held_out else "none: the data has no validation or test set",
+            "model": _format_model_line(config, state),
+            "data": _format_data_line(self._loader, held_out_loaders),
+            "evaluation": "" if held_out_loaders else "none: the data has no validation or test set",
             "workers": f"{self._loader.num_workers} per rank",
-            "batch": _batch_line(*config.micro_batch, sampler.micro_batches_per_step, ctx.world_size),
-            "BatchNorm": _batchnorm_line(state.sums.running_stats.momenta, micro_batches),
+            "batch": _format_batch_line(*config.micro_batch, sampler.micro_batches_per_step, ctx.world_size),
+            "BatchNorm": _format_batchnorm_line(state.step_sums.running_stats.momenta, micro_batches),
             "budget": sampler.provenance.get("budget"),  # of a micro-batch
             "steps": f"{total:,}, {sampler.steps_per_epoch:,} per epoch{shorter}",
             "precision": state.precision.title,
-            "optimizer": type(state.optimizer).__name__ + ("" if state.updater.skips_on_device else READS),
+            "optimizer": type(state.optimizer).__name__ + ("" if state.updater.skips_on_device else DEVICE_READ_NOTE),
             "gradients": gradients,
             "checkpoints": saves,
             "verify": provenance.get("verification"),
@@ -73,12 +73,12 @@ class Terminal:
         if not self._has_bar:
             return
         suffix = ""
-        if latest := self._latest:
+        if latest := self._latest_record:
             seconds = latest["step_s"] * max(0, self._total_steps - step)
             ends = time.strftime("%a %H:%M" if seconds > 12 * 3600 else "%H:%M", time.localtime(time.time() + seconds))
             suffix = f" | loss {format_value(latest['loss'])} | {latest['samples_per_s']:,.0f} samples/s"
             suffix += f" | {format_duration(seconds)} left, until {ends}"
-        show_progress(self._logger, step, max(step, self._total_steps), "step", suffix)
+        show_progress_bar(self._logger, step, max(step, self._total_steps), "step", suffix)
 
     def show_record(self, record: dict[str, Any], metrics: Iterable[str], targets_per_s: float, is_empty: bool) -> None:
         """Show a train record.
@@ -87,26 +87,28 @@ class Terminal:
             metrics: the names of the metrics of compute_loss; other entries are not shown.
             is_empty: steps were skipped, and their losses counted nothing.
         """
-        self._latest, ctx, dataset = record, self._attempt.ctx, self._loader.dataset
-        names = [name for name in metrics if name not in RESERVED and name != "loss"]
+        self._latest_record, ctx, dataset = record, self._attempt.ctx, self._loader.dataset
+        names = [name for name in metrics if name not in RESERVED_NAMES and name != "loss"]
         shown = record | ({"loss": "without targets"} if record["loss"] is None and is_empty else {})
         total = max(record["step"], self._total_steps)  # epochs may have more steps than the first one
         log_training_step(self._logger, shown, names, total, ctx.world_size, targets_per_s)
-        self._intervals += 1
+        self._record_count += 1
         waited = record["data_wait_s"] / (record["step_s"] or math.inf)
         # the first interval includes the start of the workers
-        if self._intervals == 2 and waited > MAX_DATA_WAIT and not getattr(dataset, "in_memory", False):
+        if self._record_count == 2 and waited > MAX_DATA_WAIT and not getattr(dataset, "in_memory", False):
             alternative = ""
             if getattr(dataset, "cacheable", False):  # extra: cache
                 alternative = " or --cache ram"
             text = "data loading takes %.0f%% of the time: try more --num_workers (now %d per rank, with %d CPUs)%s"
-            cpus = usable_cpus() // ctx.local_world_size
+            cpus = count_usable_cpus() // ctx.local_world_size
             self._attempt.run.warn(text, 100 * waited, self._loader.num_workers, cpus, alternative)
 
 
-def _model_line(config: TrainingConfig, state: TrainState) -> str:
+def _format_model_line(config: TrainingConfig, state: TrainState) -> str:
     parameters = sum(p.numel() for p in state.model.parameters())
-    trained = sum(state.owners[p].numel() for group in state.optimizer.param_groups for p in group["params"])
+    trained = sum(
+        state.parameters_by_tensor[p].numel() for group in state.optimizer.param_groups for p in group["params"]
+    )
     line = f"{type(state.model).__name__}, {parameters:,} parameters, "
     line += f"{trained:,} of them trained" if trained < parameters else "all trained"
     line += state.strategy.banner_note if not state.strategy.has_whole_gradients else ""
@@ -116,21 +118,21 @@ def _model_line(config: TrainingConfig, state: TrainState) -> str:
     return line
 
 
-def _data_line(loader: GlobalBatchLoader, held_out: dict[str, GlobalBatchLoader]) -> str:
+def _format_data_line(loader: GlobalBatchLoader, held_out_loaders: dict[str, GlobalBatchLoader]) -> str:
     dropped = len(loader.dataset) - loader.sampler.samples_per_epoch
     line = f"{dataset_class_name(loader.dataset)}, {len(loader.dataset):,} training samples"
     line += f" ({dropped} dropped, different ones in each epoch)" * (dropped > 0)
     splits = {
         choose_split_name(eval_loader.dataset, split): len(eval_loader.dataset)
-        for split, eval_loader in held_out.items()
+        for split, eval_loader in held_out_loaders.items()
     }
-    role = ", which also selects the best checkpoint" * ("val" in held_out and list(splits) == ["test"])
+    role = ", which also selects the best checkpoint" * ("val" in held_out_loaders and list(splits) == ["test"])
     line += "".join(f", {size:,} for evaluation ({split}{role})" for split, size in splits.items())
     classes = getattr(loader.dataset, "classes", ())
     return line + (f", {len(classes):,} classes" if classes else "")
 
 
-def _batch_line(field: str, size: int, micro_batches: int, ranks: int) -> str:
+def _format_batch_line(field: str, size: int, micro_batches: int, ranks: int) -> str:
     """64 per rank x 2 accumulation x 4 ranks = 512 global."""
     passes = math.ceil(micro_batches / ranks)
     unit = "" if field == "batch_size" else " tokens at most"
@@ -140,7 +142,7 @@ def _batch_line(field: str, size: int, micro_batches: int, ranks: int) -> str:
     return f"{micro_batches} x {size} on {end} ({1 - micro_batches / (passes * ranks):.0%} of the ranks' time is idle)"
 
 
-def _batchnorm_line(momenta: list[float], updates: int) -> str:
+def _format_batchnorm_line(momenta: list[float], updates: int) -> str:
     """What to set for the memory that torch's updates have, one per micro-batch; empty where there is one per step."""
     if updates == 1 or not momenta:
         return ""
@@ -148,15 +150,16 @@ def _batchnorm_line(momenta: list[float], updates: int) -> str:
     return f"running statistics move once per optimizer step, not per micro-batch; use momentum {', '.join(same)}"
 
 
-def _gradient_line(state: TrainState, comm_hook: str, bucket_cap_mb: float) -> str:
+def _format_gradient_line(state: TrainState, comm_hook: str, bucket_cap_mb: float) -> str:
     """The gradients that an optimizer step sends."""
     size = sum(p.numel() * p.element_size() for p in state.model.parameters() if p.requires_grad) / 2**20
     hook = f", rounded to {comm_hook}" * (comm_hook != "none")
     hook += state.strategy.banner_note
-    return f"{size:.2f} MB per step, in buckets of about {bucket_megabytes(state.model, bucket_cap_mb):.2f} MB{hook}"
+    bucket = choose_bucket_megabytes(state.model, bucket_cap_mb)
+    return f"{size:.2f} MB per step, in buckets of about {bucket:.2f} MB{hook}"
 
 
-def _checkpoint_line(minutes: float, steps: int, epochs: int) -> str:
+def _format_checkpoint_line(minutes: float, steps: int, epochs: int) -> str:
     parts = [f"{minutes:g} min"] * (minutes > 0) + [format_count(steps, "step")] * (steps > 0)
     parts += [format_count(epochs, "epoch")] * (epochs > 0)
     several = ", whichever comes first" * (len(parts) > 1)

@@ -12,7 +12,7 @@ from utils.distributed.consensus import Consensus
 from utils.report.reporter import Reporter
 from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
-from utils.run.resume import load_best
+from utils.run.resume import load_best_checkpoint
 from utils.settings.errors import UserError
 from utils.training.evaluation import Evaluation
 from utils.training.hooks import ModelHooks
@@ -31,7 +31,7 @@ class Validation:
     loaders: dict[str, GlobalBatchLoader]  # by split: train, and the held-out ones
     reporter: Reporter
     checkpoints: Checkpoints
-    best_metric: tuple[str, int]  # the metric that selects, and 1 if its highest value is best, -1 if its lowest is
+    metric_and_sign: tuple[str, int]  # the metric that selects, and 1 if its highest value is best, -1 if its lowest is
 
     @property
     def evaluation(self) -> Evaluation:
@@ -43,10 +43,10 @@ class Validation:
     def validate(self) -> None:
         """Evaluate the validation set, if there is one, and keep the best checkpoint."""
         schedule, checkpoints = self.state.schedule, self.checkpoints
-        progress, (metric, sign) = schedule.progress, self.best_metric
+        progress, (metric, sign) = schedule.progress, self.metric_and_sign
         checkpoints.finish_best()  # of an earlier evaluation
         began = time.perf_counter()
-        self.state.show_progress(progress)
+        self.state.notify_progress(progress)
         if "val" not in self.loaders:
             with [*checkpoints.weights().values()][-1]:
                 self.reporter.show_images("train", self.loaders["train"])
@@ -64,9 +64,9 @@ class Validation:
         if is_best:
             checkpoints.save_best()
         if schedule.is_at_end and not schedule.is_epoch_complete:  # max_steps: a longer run does not evaluate it again
-            checkpoints.save(now=True, again=True)
+            checkpoints.save(blocking=True, force=True)
 
-    def test_best(self) -> list[dict[str, Any]]:
+    def evaluate_best_on_test(self) -> list[dict[str, Any]]:
         """Evaluate the best checkpoint (or else the last weights) on the test set, if there is one.
 
         This overwrites the trained weights, so do not save afterwards.
@@ -76,9 +76,9 @@ class Validation:
         state, began = self.state, time.perf_counter()
         weights, progress = state.weights(), state.progress
         kind = list(weights)[-1]
-        if best := load_best(self.attempt.run, state, self.attempt.ctx):
-            weights, progress = state.load_weights_of(best), Progress.from_payload(best)
-        state.show_progress(progress)
+        if best := load_best_checkpoint(self.attempt.run, state, self.attempt.ctx):
+            weights, progress = state.load_evaluated_weights(best), Progress.from_payload(best)
+        state.notify_progress(progress)
         chosen = {kind: weights.get(kind, weights["model"])}
         records = self.evaluation.evaluate_all_weights("test", self.loaders["test"], chosen, progress)
         self.reporter.record_evaluation(records, time.perf_counter() - began, is_best=False, title="best checkpoint")

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.checkpoint.archive import map_checkpoint
+from utils.checkpoint.archive import map_payload
 from utils.checkpoint.layouts import Payload
 from utils.checkpoint.pinned_buffers import PinnedBuffers
 from utils.distributed.collectives import broadcast_json, gather_rows
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import local_shard
-from utils.rng import find_diverged
+from utils.rng import find_diverged_ranks
 from utils.settings.errors import TrainingError
 from utils.training.fingerprint import (
     fingerprint_buffers,
@@ -33,26 +33,32 @@ class AsyncSnapshot:
     Args:
         is_writer: whether this rank writes the copy.
         metadata: what a payload holds beside the state.
-        shards: rank r has the shard r % shards of the state.
-        threads: the context of the thread, which speaks to those of other ranks (`layouts.create_thread_context`).
+        shard_count: rank r has the shard r % shards of the state.
+        thread_ctx: the context of the thread, which speaks to those of other ranks (`layouts.create_thread_context`).
     """
 
     def __init__(
-        self, state: TrainState, is_writer: bool, metadata: Payload, shards: int, threads: DistributedContext
+        self, state: TrainState, is_writer: bool, metadata: Payload, shard_count: int, thread_ctx: DistributedContext
     ) -> None:
-        self._state, self._is_writer, self._metadata, self._ctx = state, is_writer, metadata, threads
-        self._replicas = [range(shard, threads.world_size, shards) for shard in range(shards)]  # ranks of equal weights
-        map_checkpoint(
+        self._state, self._is_writer, self._metadata, self._ctx = state, is_writer, metadata, thread_ctx
+        self._replicas = [
+            range(shard, thread_ctx.world_size, shard_count) for shard in range(shard_count)
+        ]  # ranks of equal weights
+        map_payload(
             metadata, lambda tensor: tensor
         )  # raises now if no checkpoint can hold it; later only values change
-        self._buffers = PinnedBuffers()
+        self._pinned_buffers = PinnedBuffers()
         if is_writer:  # now: pinning gigabytes takes seconds. Adam's two tensors and a step per parameter come later
-            late = [local_shard(p) for p in state.owners if p.requires_grad and p not in state.optimizer.state]
-            _, pairs = self._buffers.allocate_copy(state.state_dict())
-            self._buffers.reserve([*(tensor for _, tensor in pairs), *late, *late, *(torch.empty(()) for _ in late)])
-        self._stream = torch.Stream(threads.device) if threads.device.type != "cpu" else None
+            late = [
+                local_shard(p) for p in state.parameters_by_tensor if p.requires_grad and p not in state.optimizer.state
+            ]
+            _, pairs = self._pinned_buffers.allocate_copy(state.state_dict())
+            self._pinned_buffers.reserve(
+                [*(tensor for _, tensor in pairs), *late, *late, *(torch.empty(()) for _ in late)]
+            )
+        self._stream = torch.Stream(thread_ctx.device) if thread_ctx.device.type != "cpu" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self._copy: Future[Payload] | None = None  # begun, and not finished
+        self._pending_copy: Future[Payload] | None = None  # begun, and not finished
         self._rank_with_other_buffers: int | None = None  # on rank 0: the first rank whose buffers differ from its own
 
     def start(self) -> Future[Payload]:
@@ -65,40 +71,49 @@ class AsyncSnapshot:
             UserError: if a checkpoint cannot hold a value of the state.
         """
         state = self._state.state_dict()
-        payload, pairs = self._buffers.allocate_copy(state) if self._is_writer else (Payload(), [])
+        payload, pairs = self._pinned_buffers.allocate_copy(state) if self._is_writer else (Payload(), [])
         position = fingerprint_position(self._state.progress)
         # buffers at once: the next forward pass changes them
         buffers = fingerprint_buffers(self._state.model)
         addresses = {buffer.data_ptr() for buffer in self._state.model.buffers()}
-        _copy_all([pair for pair in pairs if pair[1].data_ptr() in addresses])
+        _copy_tensors([pair for pair in pairs if pair[1].data_ptr() in addresses])
         later = [pair for pair in pairs if pair[1].data_ptr() not in addresses]
         event = torch.accelerator.current_stream().record_event() if self._stream else None
-        self._copy = self._thread.submit(self._complete, payload | self._metadata, later, buffers, position, event)
-        return self._copy
+        self._pending_copy = self._thread.submit(
+            self._complete_copy, payload | self._metadata, later, buffers, position, event
+        )
+        return self._pending_copy
 
-    def _complete(
-        self, payload: Payload, pairs: list[tuple[Tensor, Tensor]], buffers: Tensor, position: int, event: Any
+    def _complete_copy(
+        self,
+        payload: Payload,
+        pairs: list[tuple[Tensor, Tensor]],
+        buffer_fingerprint: Tensor,
+        position: int,
+        event: Any,
     ) -> Payload:
         """In the thread: complete the copy, and compare the ranks. Returns the payload.
 
         Args:
-            buffers: `fingerprint_buffers` of the step.
+            buffer_fingerprint: `fingerprint_buffers` of the step.
             position: `fingerprint_position` of the step.
         """
-        digests = self._copy_and_fingerprint(pairs, buffers, event)
+        digests = self._copy_and_fingerprint(pairs, buffer_fingerprint, event)
         payload["provenance"]["fingerprint"] = self._compare_ranks(digests, position)
         return payload
 
-    def _copy_and_fingerprint(self, pairs: list[tuple[Tensor, Tensor]], buffers: Tensor, event: Any) -> list[int]:
+    def _copy_and_fingerprint(
+        self, pairs: list[tuple[Tensor, Tensor]], buffer_fingerprint: Tensor, event: Any
+    ) -> list[int]:
         """The digest of this rank's weights and optimizer state, and that of its buffers."""
         if self._stream:
             torch.accelerator.set_device_index(self._ctx.device)
         with self._stream or nullcontext():
             if self._stream and event:
                 self._stream.wait_event(event)
-            _copy_all(pairs)
+            _copy_tensors(pairs)
             weights = int(fingerprint_weights(self._state))  # reads from the device, so the copies are complete
-            digests = [weights, int(buffers)]
+            digests = [weights, int(buffer_fingerprint)]
             if self._stream:
                 self._stream.synchronize()
         return digests
@@ -111,7 +126,7 @@ class AsyncSnapshot:
             differing = [rank for rank, fingerprint in enumerate(buffers) if fingerprint != buffers[0]]
             self._rank_with_other_buffers = differing[0] if differing else None
         groups = self._replicas if self._ctx.is_main else []
-        odd = [ranks[index] for ranks in groups for index in find_diverged([weights[rank] for rank in ranks])]
+        odd = [ranks[index] for ranks in groups for index in find_diverged_ranks([weights[rank] for rank in ranks])]
         whole = sum(weights[ranks[0]] for ranks in groups)
         odd, fingerprint = broadcast_json([sorted(odd), format_fingerprint(whole + buffers[0] + position)], self._ctx)
         if odd:
@@ -126,7 +141,7 @@ class AsyncSnapshot:
 
     def finish(self) -> float:
         """Wait until the copy is complete; returns the seconds. Raises TrainingError on all ranks if they differ."""
-        began, copy, self._copy = time.perf_counter(), self._copy, None
+        began, copy, self._pending_copy = time.perf_counter(), self._pending_copy, None
         if copy:
             copy.result()
         return time.perf_counter() - began
@@ -139,14 +154,14 @@ class AsyncSnapshot:
 
     def wait(self, seconds: float) -> None:
         """Wait at most so long for the copy in progress."""
-        wait([self._copy] if self._copy else [], seconds)
+        wait([self._pending_copy] if self._pending_copy else [], seconds)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)  # after a failure it may wait for a rank that is gone
-        self._buffers.release()
+        self._pinned_buffers.release()
 
 
-def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def _copy_tensors(pairs: list[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [tensor for _, tensor in pairs], non_blocking=True)

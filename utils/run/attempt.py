@@ -11,7 +11,7 @@ from config import TrainingConfig
 from utils.clock import PhaseClock
 from utils.distributed.context import DistributedContext
 from utils.run.folder import RunFolder
-from utils.signals import STOP
+from utils.signals import STOP_HANDLER
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Attempt:
     resources: ExitStack  # what ends or is closed with the attempt, also after a failure
 
     @property
-    def is_asked_to_stop(self) -> bool:
+    def is_stop_requested(self) -> bool:
         """Whether this rank got a stop signal, or max_time is over."""
         is_time_up = 0 < self.config.max_time < (time.monotonic() - self.started_at) / 60
-        return bool(STOP.received) or is_time_up
+        return bool(STOP_HANDLER.received) or is_time_up

@@ -8,21 +8,21 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from utils.files import TEMPORARY
+from utils.files import TEMPORARY_SUFFIX
 from utils.settings.errors import UserError
 
 DID_NOT_EXIST = ""  # what a folder was before this start
 
 
-def rename_existing_run(folder: Path, checkpoints: Path) -> list[list[str]]:
+def rename_existing_run(folder: Path, checkpoint_folder: Path) -> list[list[str]]:
     """Rename the folders of a run to NAME.1, or .2, ... Returns them with their new names. Raises UserError."""
-    folders = [folder] if checkpoints.is_relative_to(folder) else [checkpoints, folder]
+    folders = [folder] if checkpoint_folder.is_relative_to(folder) else [checkpoint_folder, folder]
 
-    def renamed(number: int) -> list[list[str]]:
+    def create_renames(number: int) -> list[list[str]]:
         return [[str(path), f"{path}.{number}"] for path in folders]
 
     moved = next(
-        pairs for pairs in map(renamed, itertools.count(1)) if not any(os.path.exists(new) for _, new in pairs)
+        pairs for pairs in map(create_renames, itertools.count(1)) if not any(os.path.exists(new) for _, new in pairs)
     )
     try:
         for original, aside in moved:
@@ -33,11 +33,11 @@ def rename_existing_run(folder: Path, checkpoints: Path) -> list[list[str]]:
     return moved
 
 
-def restore_existing_run(moved: list[list[str]]) -> None:
+def restore_existing_run(renames: list[list[str]]) -> None:
     """Undo `rename_existing_run`: the start was rejected. What it has written is deleted."""
-    for original, aside in moved:
+    for original, aside in renames:
         if aside == DID_NOT_EXIST or os.path.exists(aside):
-            rejected = Path(f"{original}.rejected{TEMPORARY}")
+            rejected = Path(f"{original}.rejected{TEMPORARY_SUFFIX}")
             with suppress(FileNotFoundError, NotADirectoryError):
                 os.rename(original, rejected)  # other ranks may still write there
             if aside != DID_NOT_EXIST:
@@ -45,7 +45,7 @@ def restore_existing_run(moved: list[list[str]]) -> None:
             shutil.rmtree(rejected, ignore_errors=True)
 
 
-def describe_size(folders: list[str]) -> str:
+def describe_folder_size(folders: list[str]) -> str:
     """The gigabytes of all files in the folders, as text."""
     files = [path for folder in folders for path in Path(folder).rglob("*") if path.is_file() and not path.is_symlink()]
     return f"{sum(path.stat().st_size for path in files) / 1e9:.1f} GB"

@@ -14,16 +14,16 @@ from utils.checkpoint import format as checkpoint
 from utils.checkpoint.layouts import Callback, FileLayout, Payload, create_thread_context
 from utils.checkpoint.writer import CheckpointWriter, WriteLimits
 from utils.distributed.collectives import broadcast_json, first_rank_where
-from utils.logger import NAME
+from utils.logger import LOGGER_NAME
 from utils.redact import redact_config
 from utils.run.async_snapshot import AsyncSnapshot
 from utils.run.attempt import Attempt
 from utils.settings.errors import TrainingError
 from utils.training.state import TrainState
 
-LAST_TRIES = 3  # at the end of a run, a second apart
+MAX_FINAL_WRITES = 3  # at the end of a run, a second apart
 SECONDS_PER_POLL = 0.5
-SECONDS_WITHOUT_SAVE = 600.0  # for which saves may fail, or one may make no progress, before training ends
+SECONDS_UNTIL_WRITE_FAILS = 600.0  # for which saves may fail, or one may make no progress, before training ends
 SECONDS_TO_WARN, SECONDS_AFTER_STOP = 60.0, 20.0  # of a write without progress; torchrun waits 30 s after a stop signal
 
 
@@ -50,23 +50,23 @@ class Checkpoints:
         threads = create_thread_context(ctx)
         self._layout, self._is_writer, shards = FileLayout(), ctx.is_main, 1
         if config.sharding != "none":  # extra: sharding
-            from utils.extras.sharding.layout import FolderLayout, count_shards
+            from utils.extras.sharding.folder_layout import FolderLayout, count_shards
 
             self._is_writer, shards = True, count_shards(config, ctx)
             self._layout = FolderLayout(threads, shards, run.is_node_leader)
         meta = {"config": redact_config(config), "provenance": provenance | {"total_steps": state.schedule.total_steps}}
         self._snapshot = AsyncSnapshot(state, self._is_writer, meta, shards, threads)
         limits, rank_and_host = (
-            WriteLimits(SECONDS_TO_WARN, SECONDS_WITHOUT_SAVE, SECONDS_AFTER_STOP),
+            WriteLimits(SECONDS_TO_WARN, SECONDS_UNTIL_WRITE_FAILS, SECONDS_AFTER_STOP),
             (ctx.rank, ctx.host),
         )
         self._writer = CheckpointWriter(
-            self._write, lambda: self._layout.is_waiting, limits, rank_and_host, run.resume_path
+            self._write_checkpoint, lambda: self._layout.is_waiting_for_ranks, limits, rank_and_host, run.resume_path
         )
-        is_own = run.resume_path and run.resume_path.resolve().parent == run.checkpoints.resolve()
+        is_own = run.resume_path and run.resume_path.resolve().parent == run.checkpoint_folder.resolve()
         self._saved_step = state.progress.step if is_own else -1
         # whether best.pt links to a new best; None: there is none, or all ranks know. They set and clear it together
-        self._is_linked: bool | None = None
+        self._is_best_linked: bool | None = None
         self._is_save_postponed = False  # a save was due while another one was written
         self._has_warned_of_buffers = False
         self._last_save_at = time.monotonic()  # start of the last save
@@ -74,34 +74,34 @@ class Checkpoints:
 
     # ---- all ranks ----
 
-    def save(self, now: bool = False, again: bool = False) -> None:
+    def save(self, blocking: bool = False, force: bool = False) -> None:
         """Start a checkpoint of the current state, unless that is saved.
 
         Args:
-            now: if the previous one is still being written, wait for it; otherwise this one is postponed.
-            again: also if this step is saved, because an evaluation has changed the state.
+            blocking: if the previous one is still being written, wait for it; otherwise this one is postponed.
+            force: also if this step is saved, because an evaluation has changed the state.
 
         Raises:
             UserError: if a checkpoint cannot hold a value of the state.
             TrainingError: where a rank writes, if saves have failed for too long; on all ranks if they differ.
         """
         step = self._state.progress.step
-        if self._saved_step == step and not again:
+        if self._saved_step == step and not force:
             return
         self.finish_copy()
-        self._attempt.clock.enter("save")
-        if now:
-            self._wait()
+        self._attempt.clock.enter_phase("save")
+        if blocking:
+            self._wait_for_write()
         began = time.perf_counter()
-        self._poll()
+        self._poll_write()
         self._is_save_postponed = self._writer.is_busy
         self._before_save()
         if first_rank_where(self._is_save_postponed, self._ctx) is None:
             copy, self._last_save_at = self._snapshot.start(), time.monotonic()
             if self._is_writer:
-                self._writer.start(self._layout.path(self._run.checkpoints, step), copy)
+                self._writer.start(self._layout.checkpoint_path(self._run.checkpoint_folder, step), copy)
             self._blocked_s, self._saved_step = time.perf_counter() - began, step
-        self._attempt.clock.enter("update")
+        self._attempt.clock.enter_phase("update")
 
     def finish_copy(self) -> None:
         """Complete the copy. Call this before weights or optimizer state change.
@@ -119,7 +119,7 @@ class Checkpoints:
         rank = self._snapshot.pop_rank_with_other_buffers()
         if rank is None:
             return
-        self._run.event("buffers_differ", self._saved_step, rank=rank)
+        self._run.record_event("buffers_differ", self._saved_step, rank=rank)
         if not self._has_warned_of_buffers:
             self._run.warn(
                 "buffers: rank %d on %s has other values in persistent buffers than rank 0. Rank 0's are saved."
@@ -133,10 +133,13 @@ class Checkpoints:
     def weights(self) -> dict[str, AbstractContextManager]:
         """`TrainState.weights`, which complete the copy before the model gets other weights than its own."""
         contexts = self._state.weights()
-        return {kind: context if kind == "model" else self._after_copy(context) for kind, context in contexts.items()}
+        return {
+            kind: context if kind == "model" else self._finish_copy_before(context)
+            for kind, context in contexts.items()
+        }
 
     @contextmanager
-    def _after_copy(self, context: AbstractContextManager) -> Iterator[None]:
+    def _finish_copy_before(self, context: AbstractContextManager) -> Iterator[None]:
         self.finish_copy()
         with context:
             yield
@@ -144,41 +147,41 @@ class Checkpoints:
     def save_best(self) -> None:
         """Make best.pt a link to the checkpoint of this step as soon as that is on the disk. If that fails, the next
         evaluation starts a new best."""
-        self.save(now=True)
-        self._is_linked = False
+        self.save(blocking=True)
+        self._is_best_linked = False
         self._link_best()
 
     def finish_best(self) -> None:
         """Wait until the best checkpoint is on the disk. Call this before an evaluation."""
-        if self._is_linked is False:
-            self._attempt.clock.enter("save")  # other ranks wait for those that write
-            self._wait()
+        if self._is_best_linked is False:
+            self._attempt.clock.enter_phase("save")  # other ranks wait for those that write
+            self._wait_for_write()
         self._agree_on_best()
 
     def _agree_on_best(self) -> None:
         """Tell all ranks whether best.pt was linked. Call this when nothing is being written."""
-        if self._is_linked is not None and not broadcast_json(self._is_linked, self._ctx):
+        if self._is_best_linked is not None and not broadcast_json(self._is_best_linked, self._ctx):
             self._state.progress.reset_best()
-        self._is_linked = None
+        self._is_best_linked = None
 
     def finish_writing(self) -> None:
         """Wait until the last checkpoint is on the disk. Raises TrainingError where a rank cannot write it."""
         self.finish_copy()
-        self._attempt.clock.enter("save")  # no longer a step: other ranks may end before this one
-        self._wait()
-        for _ in range(LAST_TRIES - 1):
+        self._attempt.clock.enter_phase("save")  # no longer a step: other ranks may end before this one
+        self._wait_for_write()
+        for _ in range(MAX_FINAL_WRITES - 1):
             if self._writer.is_failing:
                 time.sleep(1.0)
                 self._writer.retry()
-                self._wait()
+                self._wait_for_write()
         if self._writer.is_failing:
             problem = "the last checkpoint cannot be written; make room, then --resume_from auto"
-            raise TrainingError(f"{self._run.checkpoints}: {problem}")
+            raise TrainingError(f"{self._run.checkpoint_folder}: {problem}")
         self._agree_on_best()
 
     def save_and_finish(self) -> None:
         """Save the current state, unless that is saved, and wait until it is on the disk."""
-        self.save(now=True)
+        self.save(blocking=True)
         self.finish_writing()
 
     def finish_pending(self) -> None:
@@ -197,27 +200,27 @@ class Checkpoints:
         """Whether a timed or postponed save can start now. Also looks at the write in progress."""
         if not self._is_writer:
             return False
-        self._poll()
+        self._poll_write()
         is_time = 0 < self._attempt.config.save_every_minutes < (time.monotonic() - self._last_save_at) / 60
         return not self._writer.is_busy and (is_time or self._is_save_postponed)
 
-    def _write(self, path: Path, payload: Payload, on_progress: Callback) -> None:
+    def _write_checkpoint(self, path: Path, payload: Payload, on_progress: Callback) -> None:
         """In the thread."""
         config = self._attempt.config
         self._layout.write(path, payload, self._run.check_owner, on_progress)
         self._run.set_latest_checkpoint(path)
         if self._run.is_node_leader:
             with suppress(OSError):
-                checkpoint.prune(self._run.checkpoints, config.keep_last, config.keep_every)
+                checkpoint.prune_checkpoints(self._run.checkpoint_folder, config.keep_last, config.keep_every)
 
-    def _wait(self) -> None:
+    def _wait_for_write(self) -> None:
         """Wait for the write in progress. Its event has the time."""
         since = time.monotonic()
         while self._writer.is_busy:
-            self._attempt.clock.enter("save")  # a long write is not a hang
-            self._poll(SECONDS_PER_POLL, since)
+            self._attempt.clock.enter_phase("save")  # a long write is not a hang
+            self._poll_write(SECONDS_PER_POLL, since)
 
-    def _poll(self, seconds: float = 0.0, waits_since: float = math.inf) -> None:
+    def _poll_write(self, seconds: float = 0.0, waiting_since: float = math.inf) -> None:
         """Report the write in progress, if it ends within so many seconds."""
         if self._is_writer and self._run.companions:
             self._run.companions.poll()
@@ -229,17 +232,21 @@ class Checkpoints:
             return
         progress, blocked = self._writer.snapshot.result()["progress"], self._blocked_s
         epoch = progress["epoch"] + (progress["samples_in_epoch"] > 0)  # as in records
-        waited = max(0.0, time.monotonic() - waits_since)
+        waited = max(0.0, time.monotonic() - waiting_since)
         times = {"seconds": round(taken, 3), "blocked_s": round(blocked, 5), "waited_s": round(waited, 3)}
-        self._run.event("checkpoint", progress["step"], epoch=epoch, path=str(path), **times)
+        self._run.record_event("checkpoint", progress["step"], epoch=epoch, path=str(path), **times)
         self._run.write_status("running", checkpoint=str(path))
         text = "saved %s in %.2f s; blocked training for %.1f ms"
-        logging.getLogger(NAME).info(text, path, taken, 1000 * blocked)
+        logging.getLogger(LOGGER_NAME).info(text, path, taken, 1000 * blocked)
         self._link_best()
 
     def _link_best(self) -> None:
         """Link best.pt, if its checkpoint is on the disk."""
-        if self._is_linked is not False or self._writer.is_busy or not (self._is_writer and self._run.is_node_leader):
+        if (
+            self._is_best_linked is not False
+            or self._writer.is_busy
+            or not (self._is_writer and self._run.is_node_leader)
+        ):
             return
         progress = self._state.progress  # which has the best evaluation until a failure is settled
         try:
@@ -247,6 +254,6 @@ class Checkpoints:
         except OSError as error:
             self._run.warn(f"best.pt cannot be written ({error}); the next evaluation starts a new best")
             return
-        self._is_linked = True
-        path = str(self._run.checkpoints / checkpoint.BEST)
-        self._run.event("best", progress.best_step, epoch=progress.best_epoch, path=path)
+        self._is_best_linked = True
+        path = str(self._run.checkpoint_folder / checkpoint.BEST_NAME)
+        self._run.record_event("best", progress.best_step, epoch=progress.best_epoch, path=path)

@@ -60,7 +60,7 @@ def check_command_line() -> None:
             print(out.getvalue(), end="", flush=True)
             print(err.getvalue(), end="", file=sys.stderr, flush=True)
         if ended.code:
-            exit_rejected(UserError(err.getvalue().strip(), is_final=True), launch)
+            exit_with_user_error(UserError(err.getvalue().strip(), is_final=True), launch)
         raise
     except UserError as error:  # only some of the launcher's variables are set
         print(error, file=sys.stderr)
@@ -74,7 +74,7 @@ def check_command_line() -> None:
         print(f"starting on {ranks}; importing torch takes a few seconds", flush=True)
 
 
-def exit_rejected(error: UserError, launch: Launch) -> NoReturn:
+def exit_with_user_error(error: UserError, launch: Launch) -> NoReturn:
     """End this process because of a user error that every rank has and rank 0 has printed.
 
     torchrun reports each rank that fails; only one rank per node fails, so that the error appears once.
@@ -89,10 +89,10 @@ def exit_rejected(error: UserError, launch: Launch) -> NoReturn:
     exit_now(error.exit_code)
 
 
-def write_error_file(message: str, shown: str, launch: Launch) -> None:
-    """Write the file that torchrun's summary and launch.sh read: `shown`, and the error in one line."""
+def write_error_file(message: str, callstack: str, launch: Launch) -> None:
+    """Write the file that torchrun's summary and launch.sh read: `callstack`, and the error in one line."""
     if launch.error_file:
-        extra = {"py_callstack": shown, "timestamp": str(int(time.time()))}
+        extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
         with suppress(OSError), open(launch.error_file, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
@@ -100,13 +100,13 @@ def write_error_file(message: str, shown: str, launch: Launch) -> None:
 def exit_now(code: int) -> NoReturn:
     """End this process without waiting for its threads."""
     kill_workers()
-    flush = threading.Thread(target=_flush, daemon=True)
+    flush = threading.Thread(target=_flush_output, daemon=True)
     flush.start()
     flush.join(SECONDS_TO_FLUSH)  # the log may be on storage that hangs
     os._exit(code)
 
 
-def _flush() -> None:
+def _flush_output() -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

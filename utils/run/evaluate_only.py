@@ -10,15 +10,15 @@ from types import ModuleType
 from typing import Any
 
 from config import TrainingConfig
-from utils.checkpoint.format import best_or_latest
+from utils.checkpoint.format import find_best_or_latest
 from utils.data.loader import create_evaluation_dataloader
 from utils.data.sets import load_data
 from utils.distributed.collectives import on_all_ranks, on_rank_0
 from utils.distributed.context import DistributedContext
 from utils.files import replace_json
-from utils.logger import ALIKE, log_epoch_summary, setup_logger
-from utils.run.exit import supervised
-from utils.run.initial_state import create_state
+from utils.logger import RANK_0_WARNING, log_epoch_summary, setup_logger
+from utils.run.exit import supervise_ranks
+from utils.run.initial_state import create_train_state
 from utils.run.resume import check_evaluation, compare_evaluation_data, load_checkpoint
 from utils.run.start import check_ranks_equal
 from utils.signals import restore_signals
@@ -27,48 +27,52 @@ from utils.training.hooks import ModelHooks, check_model_module
 from utils.training.schedule import Progress
 
 
-def evaluate_only(config: TrainingConfig, ctx: DistributedContext, model: ModuleType, data: Any) -> dict[str, Any]:
+def evaluate_only(
+    config: TrainingConfig, ctx: DistributedContext, model_module: ModuleType, data_module: Any
+) -> dict[str, Any]:
     """Evaluate a checkpoint, or the weights of init_from, on the held-out sets, and write only eval-<name>.json.
 
     model, data: have the functions of model.py and dataset.py. Raises UserError.
     """
     restore_signals()  # an evaluation has nothing to save: a signal ends it
-    with supervised(config.run_folder, config, ctx):  # if a rank hangs or is gone, all end
+    with supervise_ranks(config.run_folder, config, ctx):  # if a rank hangs or is gone, all end
         check_ranks_equal(config, ctx)
-        return _evaluate(config, ctx, model, data)
+        return _evaluate(config, ctx, model_module, data_module)
 
 
-def _evaluate(config: TrainingConfig, ctx: DistributedContext, model: ModuleType, data: Any) -> dict[str, Any]:
-    check_model_module(model, config, ctx)
+def _evaluate(
+    config: TrainingConfig, ctx: DistributedContext, model_module: ModuleType, data_module: Any
+) -> dict[str, Any]:
+    check_model_module(model_module, config, ctx)
     is_published = bool(config.init_from)
     path = Path(config.init_from or config.resume_from)
     if not is_published:
         source = config.checkpoint_folder if config.resume_from in ("", "auto") else path
-        path, _ = on_all_ranks(lambda: best_or_latest(source, not config.resume_from), ctx)
-    sets = load_data(data, config, ctx)
+        path, _ = on_all_ranks(lambda: find_best_or_latest(source, not config.resume_from), ctx)
+    sets = load_data(data_module, config, ctx)
     config = sets.config
-    hooks = ModelHooks.from_module(model, config, ctx.device)
-    state = on_all_ranks(lambda: create_state(hooks, config, ctx, not is_published, sets.train), ctx)
+    hooks = ModelHooks.from_module(model_module, config, ctx.device)
+    state = on_all_ranks(lambda: create_train_state(hooks, config, ctx, not is_published, sets.train), ctx)
     progress = Progress()
     payload: dict[str, Any] = {}  # the weights that the model has
     if not is_published:
         payload = load_checkpoint(path, ctx, state.sharded_parameters())
         on_all_ranks(lambda: check_evaluation(payload, config), ctx)
         progress = Progress.from_payload(payload)
-    state.show_progress(progress, payload.get("provenance", {}).get("total_steps", 1))
+    state.notify_progress(progress, payload.get("provenance", {}).get("total_steps", 1))
     evaluation, logger = Evaluation(state.model, hooks, state.precision, ctx, state.parts), setup_logger(ctx.rank)
     for split in sets.held_out if payload else ():
         for line in on_all_ranks(partial(compare_evaluation_data, payload, config, split, sets), ctx):
-            logger.log(ALIKE, "changed: %s", line)
+            logger.log(RANK_0_WARNING, "changed: %s", line)
     records: list[dict[str, Any]] = []
     for split, dataset in sets.held_out.items():
         began = time.perf_counter()
-        weights = state.load_weights_of(payload)
+        weights = state.load_evaluated_weights(payload)
         with closing(on_all_ranks(partial(create_evaluation_dataloader, dataset, config, ctx), ctx)) as loader:
             split_records = evaluation.evaluate_all_weights(split, loader, weights, progress)
         log_epoch_summary(logger, split_records, time.perf_counter() - began, is_best=False)
         records += split_records
-    kind = list(state.load_weights_of(payload))[-1]
+    kind = list(state.load_evaluated_weights(payload))[-1]
     outcome: dict[str, Any] = {
         "checkpoint": config.init_from or str(path),
         "data_dir": config.data_dir,

@@ -16,27 +16,27 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from config import TrainingConfig
-from utils.checkpoint.format import step_checkpoints
+from utils.checkpoint.format import list_step_checkpoints
 from utils.clock import PhaseClock
-from utils.data.worker import explain_open_files, explain_worker_error
-from utils.distributed.collectives import is_peer_failure, run_with_timeout
+from utils.data.worker import explain_open_file_limit, explain_worker_error
+from utils.distributed.collectives import call_with_timeout, is_peer_failure
 from utils.distributed.context import DistributedContext, Launch, read_launch
-from utils.logger import NAME, error_text, setup_logger
+from utils.logger import LOGGER_NAME, error_text, setup_logger
 from utils.memory import drop_traceback, is_out_of_memory
-from utils.run.command_line import exit_now, exit_rejected
+from utils.run.command_line import exit_now, exit_with_user_error
 from utils.run.folder import RunFolder
 from utils.run.memory_errors import explain_out_of_memory
 from utils.run.run_lock import RunLock
 from utils.run.supervisor import Supervisor
 from utils.settings.errors import TrainingError, UserError
 
-SECONDS_FOR_BLAME = 2.0
+SECONDS_AFTER_FIRST_FAILURE = 2.0
 SECONDS_TO_DESTROY_GROUPS = 1.0  # process groups that may wait for a peer: this rank is to be blamed before its peers
-PREEMPTED = 75  # exit code
+EXIT_PREEMPTED = 75  # exit code
 
 
 @contextmanager
-def cleaned_up() -> Iterator[None]:
+def clean_up_on_exit() -> Iterator[None]:
     """After the decorated function, also after an exception, this process has no lock and no process group.
 
     The frames in the traceback lose their values, which would keep the model, the data and the sockets of the groups.
@@ -44,20 +44,20 @@ def cleaned_up() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for lock in [*RunLock.held]:
+        for lock in [*RunLock.held_locks]:
             lock.close()
         drop_traceback(error)
         # NCCL waits for what was begun, and peers may be gone; the next start destroys its groups
         if dist.is_initialized() and (dist.get_world_size() == 1 or "nccl" not in dist.get_backend()):
             with suppress(TimeoutError):
-                run_with_timeout(SECONDS_TO_DESTROY_GROUPS, dist.destroy_process_group)
+                call_with_timeout(SECONDS_TO_DESTROY_GROUPS, dist.destroy_process_group)
         raise
     finally:
         gc.collect()  # what refers to itself: groups, and memory of the device
 
 
 @contextmanager
-def supervised(folder: Path, config: TrainingConfig, ctx: DistributedContext) -> Iterator[ExitReporter]:
+def supervise_ranks(folder: Path, config: TrainingConfig, ctx: DistributedContext) -> Iterator[ExitReporter]:
     """Watch over all ranks. If one hangs or is gone, the others end. If the block fails, its cause is raised.
 
     folder: for the stacks of ranks that hang.
@@ -65,10 +65,10 @@ def supervised(folder: Path, config: TrainingConfig, ctx: DistributedContext) ->
     setup_logger(ctx.rank)
     exit_reporter = ExitReporter(ctx)
     exit_reporter.resources.callback(exit_reporter.clock.close)
-    from utils.extras.watch.supervisor import WatchdogSupervisor  # extra: watch
+    from utils.extras.watch.rank_supervisor import RankSupervisor  # extra: watch
 
     supervisor = Supervisor()
-    supervisor = WatchdogSupervisor(folder, config.hang_timeout, ctx, exit_reporter)  # extra: watch
+    supervisor = RankSupervisor(folder, config.hang_timeout, ctx, exit_reporter)  # extra: watch
     exit_reporter.resources.callback(supervisor.close)
     try:
         yield exit_reporter
@@ -86,11 +86,13 @@ def find_cause(
     error: BaseException, run: RunFolder | None, config: TrainingConfig, ctx: DistributedContext
 ) -> BaseException:
     """The cause of the error: a loader worker of this rank, its open files or memory, or else the error itself."""
-    if text := explain_open_files(error):
+    if text := explain_open_file_limit(error):
         drop_traceback(error)  # the descriptors, so that the run folder can be written
         return TrainingError(f"rank {ctx.rank}: {text}")
     # the folder is read only if it matters, since its storage may hang
-    is_resumed = is_out_of_memory(error) and bool(run and (run.resume_path or step_checkpoints(run.checkpoints)))
+    is_resumed = is_out_of_memory(error) and bool(
+        run and (run.resume_path or list_step_checkpoints(run.checkpoint_folder))
+    )
     return explain_worker_error(error, ctx.rank) or explain_out_of_memory(error, config, ctx, is_resumed) or error
 
 
@@ -102,7 +104,7 @@ class ExitReporter:
         self.clock = PhaseClock(ctx.device)
         self.resources = ExitStack()  # closed in reverse order
 
-    def report_to(self, run: RunFolder) -> None:
+    def set_run(self, run: RunFolder) -> None:
         """From now on how this process ends is written to the run's status.json."""
         self.run = run
 
@@ -116,7 +118,7 @@ def prepare_for_torchrun(error: Exception) -> Exception:
     if isinstance(error, UserError):
         error.__cause__ = error.__traceback__ = None  # it shows the sentence
     elif is_peer_failure(error) or getattr(error, "rank", None) not in (None, read_launch().rank):
-        time.sleep(SECONDS_FOR_BLAME)
+        time.sleep(SECONDS_AFTER_FIRST_FAILURE)
     return error
 
 
@@ -125,7 +127,7 @@ def exit_with_error(error: BaseException, code: int = 1) -> NoReturn:
 
     code: the exit code, if the error is not the user's.
     """
-    logger, user_error = logging.getLogger(NAME), error if isinstance(error, UserError) else None
+    logger, user_error = logging.getLogger(LOGGER_NAME), error if isinstance(error, UserError) else None
     try:
         launch = read_launch()
     except UserError:
@@ -133,7 +135,7 @@ def exit_with_error(error: BaseException, code: int = 1) -> NoReturn:
     if user_error and user_error.rank is not None:  # raised on every rank
         if launch.rank == 0:
             logger.error("%s", error)
-        exit_rejected(user_error, launch)
+        exit_with_user_error(user_error, launch)
     elif user_error or isinstance(error, TrainingError):
         logger.error("%s", error)
         logger.debug("traceback", exc_info=error)

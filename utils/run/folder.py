@@ -14,15 +14,15 @@ from typing import Any
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
 from utils.files import AppendOnlyFile, drop_records, read_json, read_records, replace_json, replace_non_finite
-from utils.logger import ALIKE, error_text, format_count, join_first
-from utils.logger import NAME as LOGGER
+from utils.logger import LOGGER_NAME as LOGGER
+from utils.logger import RANK_0_WARNING, error_text, format_count, join_first
 from utils.run.backup import restore_existing_run
-from utils.run.provenance import utc_now as iso
-from utils.run.run_lock import NAME as LOCK
+from utils.run.provenance import format_utc_time as iso
+from utils.run.run_lock import LOCK_FILE as LOCK
 from utils.run.run_lock import RunLock
 from utils.run.start_decision import StartDecision
 from utils.settings.errors import StartError, TrainingError, UserError
-from utils.training.log_window import SkippedStep, are_all_empty
+from utils.training.log_window import SkippedStep, are_all_steps_empty
 
 START_EVENTS = ("started", "resumed")  # the first event of each attempt
 SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
@@ -43,16 +43,16 @@ class RunFolder:
     def __init__(
         self,
         folder: Path,
-        checkpoints: Path,
+        checkpoint_folder: Path,
         rank: int,
         hosts: tuple[str, ...],
         start_decision: StartDecision,
         lock: RunLock | None,
         companions: Any = None,
     ) -> None:
-        self.folder, self.checkpoints, self.rank, self.hosts, self.start_decision = (
+        self.folder, self.checkpoint_folder, self.rank, self.hosts, self.start_decision = (
             folder,
-            checkpoints,
+            checkpoint_folder,
             rank,
             hosts,
             start_decision,
@@ -63,12 +63,12 @@ class RunFolder:
         self.lock_file = folder / LOCK
         self.log_file = folder / "logs" / f"rank{rank}.log"
         self._lock, self.companions = lock, companions
-        self._files: dict[str, AppendOnlyFile] = {}
-        self._start_event: list[dict[str, Any]] = []  # event of this attempt, until it is written
+        self._append_files: dict[str, AppendOnlyFile] = {}
+        self._pending_start_event: list[dict[str, Any]] = []  # event of this attempt, until it is written
         self._status: dict[str, Any] = {}
         self._latest_checkpoint = ""  # the latest checkpoint of this attempt
-        self._status_at = -math.inf  # when it was written
-        self._status_before: dict[str, Any] = {}  # of a continued run, until this attempt trains
+        self._status_written_at = -math.inf  # when it was written
+        self._previous_status: dict[str, Any] = {}  # of a continued run, until this attempt trains
         self._clock_offset = time.time() - time.monotonic()  # once: the system's clock may jump during the attempt
 
     @property
@@ -119,7 +119,7 @@ class RunFolder:
         except (ValueError, KeyError, TypeError):
             raise OSError(5, f"{self.lock_file} cannot be read") from None
         if token != self.start_decision.token:
-            raise TrainingError(f"{self.checkpoints}: another job has taken over this run; end this one")
+            raise TrainingError(f"{self.checkpoint_folder}: another job has taken over this run; end this one")
 
     def end_companions(self) -> None:
         """After a failure."""
@@ -137,14 +137,14 @@ class RunFolder:
         """Append a record to metrics.jsonl; non-finite numbers become null."""
         values = replace_non_finite({"kind": kind} | values)
         if self.is_main:
-            self._append("metrics.jsonl", *self._start_event, values)
-            self._start_event = []
+            self._append_records("metrics.jsonl", *self._pending_start_event, values)
+            self._pending_start_event = []
         return values
 
-    def event(self, event: str, step: int, **values: Any) -> None:
-        self.record("event", event=event, step=step, **values, time=self.timestamp())
+    def record_event(self, event: str, step: int, **values: Any) -> None:
+        self.record("event", event=event, step=step, **values, time=self.format_timestamp())
 
-    def timestamp(self) -> str:
+    def format_timestamp(self) -> str:
         """The time as in records."""
         return iso(self._clock_offset + time.monotonic())
 
@@ -157,41 +157,44 @@ class RunFolder:
         """
         before = {f"previous_{name}": value for name, value in self._status.pop("previous", {}).items()}
         first = (
-            position | values | before | {"seconds": round(time.monotonic() - started_at, 3), "time": self.timestamp()}
+            position
+            | values
+            | before
+            | {"seconds": round(time.monotonic() - started_at, 3), "time": self.format_timestamp()}
         )
-        self._start_event = [{"kind": "event", "event": START_EVENTS[bool(self.resume_path)]} | first]
+        self._pending_start_event = [{"kind": "event", "event": START_EVENTS[bool(self.resume_path)]} | first]
         if self.is_main and (self.folder / "metrics.jsonl").exists():
-            self._append(
-                "metrics.jsonl", *self._start_event
+            self._append_records(
+                "metrics.jsonl", *self._pending_start_event
             )  # else with the next record: a run without one begins again
-            self._start_event = []
+            self._pending_start_event = []
         self.write_status("running", **position)
-        self._status_at = -math.inf  # the first step is written at once
+        self._status_written_at = -math.inf  # the first step is written at once
 
     def record_skipped(self, skipped: list[SkippedStep], sampler: GlobalBatchSampler) -> None:
         """Record skipped optimizer steps, with the samples of their global batches."""
         for skip in skipped:
-            indices = sampler.order(skip.epoch)[skip.first : skip.first + skip.samples].tolist()
-            self.event("skipped_step", skip.step, epoch=skip.epoch + 1, indices=indices, reason=skip.reason)
+            indices = sampler.epoch_order(skip.epoch)[skip.first_sample : skip.first_sample + skip.samples].tolist()
+            self.record_event("skipped_step", skip.step, epoch=skip.epoch + 1, indices=indices, reason=skip.reason)
         if skipped:
             steps = join_first([str(skipped_step.step) for skipped_step in skipped], 5)
             text = "skipped %s with a non-finite loss or gradient: %s"
-            text = "skipped %s without targets: %s" if are_all_empty(skipped) else text
+            text = "skipped %s without targets: %s" if are_all_steps_empty(skipped) else text
             self.warn(text, format_count(skipped, "optimizer step"), steps)
 
     def warn(self, text: str, *values: Any) -> None:
-        logging.getLogger(LOGGER).log(ALIKE, text, *values)
+        logging.getLogger(LOGGER).log(RANK_0_WARNING, text, *values)
 
-    def _append(self, name: str, *records: dict[str, Any]) -> None:
+    def _append_records(self, name: str, *records: dict[str, Any]) -> None:
         self._require_owner()
-        if name not in self._files:
-            self._files[name] = AppendOnlyFile(self.folder / name)
+        if name not in self._append_files:
+            self._append_files[name] = AppendOnlyFile(self.folder / name)
         for record in records:
-            self._files[name].append(json.dumps(record))
+            self._append_files[name].append(json.dumps(record))
 
     def record_samples(self, epoch: int, step: int, indices: list[int]) -> None:
         """Append the samples that this rank computed in a committed step to its own file, on every rank."""
-        self._append(f"samples/rank{self.rank}.jsonl", {"epoch": epoch, "step": step, "indices": indices})
+        self._append_records(f"samples/rank{self.rank}.jsonl", {"epoch": epoch, "step": step, "indices": indices})
 
     def mark_running(self) -> None:
         """Write to status.json that an attempt is running."""
@@ -203,22 +206,22 @@ class RunFolder:
         self.write_status(
             "running", **kept, previous=before.get("previous") or last_attempt, error=None, rank=None, host=None
         )
-        self._status_before = before if self.is_main else {}
+        self._previous_status = before if self.is_main else {}
 
     def update_progress(self, **values: Any) -> None:
         """`status` of a running attempt, for values that change all the time: written at most once a second."""
-        if time.monotonic() - self._status_at < SECONDS_BETWEEN_STATUS:
+        if time.monotonic() - self._status_written_at < SECONDS_BETWEEN_STATUS:
             self._status |= values
         else:
             self.write_status("running", **values)
 
     def write_status(self, state: str, **values: Any) -> None:
         """Replace status.json: the state, and the values that changed since the last call."""
-        self._status_before, self._status_at = {}, time.monotonic()
+        self._previous_status, self._status_written_at = {}, time.monotonic()
         is_running = state == "running"
         if self.is_main or (self.is_node_local and not is_running):  # each node's launcher reads how it ended
             self._require_owner()
-            self._status |= {"state": state} | values | {"time": self.timestamp()}
+            self._status |= {"state": state} | values | {"time": self.format_timestamp()}
             if is_running and not self.lock_file.exists():
                 return  # the file system is unmounted, and nothing belongs below its mount point
             with suppress(OSError) if is_running else nullcontext():  # a full disk: training continues
@@ -250,10 +253,10 @@ class RunFolder:
             return False
         if moved := [pair for pair in self._renamed_folders if pair[1] or not may_continue]:
             restore_existing_run(moved)
-        elif self._status_before:
+        elif self._previous_status:
             with suppress(OSError):
-                replace_json(self.folder / "status.json", self._status_before)
-        return bool(moved or self._status_before)
+                replace_json(self.folder / "status.json", self._previous_status)
+        return bool(moved or self._previous_status)
 
     def _write_failure(self, error: BaseException, step: int) -> None:
         path = self.folder / "status.json"
@@ -264,7 +267,7 @@ class RunFolder:
         origin = {"rank": self.rank, "host": self.host} if rank is None else {"rank": rank, "host": host}
         latest = self._latest_checkpoint or status.get("checkpoint")
         reached = {"step": max(step, status.get("step", 0)), "checkpoint": latest}
-        status |= {"state": "failed", "error": error_text(error)} | reached | origin | {"time": self.timestamp()}
+        status |= {"state": "failed", "error": error_text(error)} | reached | origin | {"time": self.format_timestamp()}
         text = "the run failed after step %d; its latest checkpoint is %s"
         logging.getLogger(LOGGER).info(text, reached["step"], latest or "missing")
         try:
@@ -288,7 +291,7 @@ class RunFolder:
     def link_best(self, step: int) -> None:
         """Make best.pt a link to the checkpoint of this step. Raises OSError, also if there is none."""
         self._require_owner()
-        paths = checkpoint.step_checkpoints(self.checkpoints)
+        paths = checkpoint.list_step_checkpoints(self.checkpoint_folder)
         source = next((path for path in paths if checkpoint.parse_step(path) == step), None)
         if source is None:
             raise OSError(2, f"there is no checkpoint of step {step}")
@@ -300,7 +303,11 @@ class RunFolder:
         is_evaluated: the evaluation at this step will not be repeated. has_test: a test set is evaluated at the end.
         """
         self._require_owner()
-        beyond = [path for path in checkpoint.step_checkpoints(self.checkpoints) if checkpoint.parse_step(path) > step]
+        beyond = [
+            path
+            for path in checkpoint.list_step_checkpoints(self.checkpoint_folder)
+            if checkpoint.parse_step(path) > step
+        ]
         if beyond:  # before the records: after a kill in between nothing resumes from a later step
             aside = self._superseded_dir()
             for path in beyond:
@@ -331,17 +338,21 @@ class RunFolder:
         step: of the best evaluation so far; below 0 if there was none.
         """
         self._require_owner()
-        best = self.checkpoints / checkpoint.BEST
-        folders = dict.fromkeys([self.checkpoints, *([self.resume_path.parent] if self.resume_path else [])])
+        best = self.checkpoint_folder / checkpoint.BEST_NAME
+        folders = dict.fromkeys([self.checkpoint_folder, *([self.resume_path.parent] if self.resume_path else [])])
         paths = [
-            path for folder in folders for path in [folder / checkpoint.BEST, *checkpoint.step_checkpoints(folder)]
+            path
+            for folder in folders
+            for path in [folder / checkpoint.BEST_NAME, *checkpoint.list_step_checkpoints(folder)]
         ]
-        for path in [path for path in paths if path.name == checkpoint.BEST or checkpoint.parse_step(path) == step]:
+        for path in [
+            path for path in paths if path.name == checkpoint.BEST_NAME or checkpoint.parse_step(path) == step
+        ]:
             try:
-                if path.exists() and checkpoint.verify(path).step == step:
-                    is_here = path.parent == self.checkpoints
-                    path = path if is_here else checkpoint.copy_checkpoint(path, self.checkpoints)
-                    if path.name != checkpoint.BEST:
+                if path.exists() and checkpoint.verify_checkpoint(path).step == step:
+                    is_here = path.parent == self.checkpoint_folder
+                    path = path if is_here else checkpoint.copy_checkpoint(path, self.checkpoint_folder)
+                    if path.name != checkpoint.BEST_NAME:
                         self.link_best(step)
                     return True
             except StartError:
@@ -362,7 +373,7 @@ class RunFolder:
 
         On storage without links, `restore_best` moves it.
         """
-        best = self.checkpoints / checkpoint.BEST
+        best = self.checkpoint_folder / checkpoint.BEST_NAME
         if best.is_symlink() and best.exists():
             kept = checkpoint.copy_checkpoint(best, self._superseded_dir())
             self.notes.append(f"the best checkpoint so far is kept as {kept}")

@@ -15,12 +15,12 @@ from utils.distributed.context import DistributedContext
 from utils.training.gradient_strategy import GradientStrategy
 from utils.training.hooks import ModelHooks
 from utils.training.parts.create import create_parts
-from utils.training.parts.unsaved import check_weights
+from utils.training.parts.unsaved_parameters import complete_initial_weights
 from utils.training.precision import Precision
 from utils.training.state import TrainState
 
 
-def create_state(
+def create_train_state(
     hooks: ModelHooks,
     config: TrainingConfig,
     ctx: DistributedContext,
@@ -42,18 +42,18 @@ def create_state(
             weights = initial_weights(config) if initial_weights else load_weights(local_checkpoint(config.init_from))
             warn_of_changed_classes(weights, train_set, config.init_from)
             weights = match_parameter_names(weights, model.state_dict(), config.init_from)
-            weights, given = check_weights(weights, model, hooks.is_saved, config.init_from)
+            weights, given = complete_initial_weights(weights, model, hooks.is_saved, config.init_from)
             load_matching_weights(
                 model,
                 weights,
                 config.init_from,
-                must_be_whole=config.eval_only,
-                given=given,
+                requires_all=config.eval_only,
+                kept_names=given,
             )
         if config.activation_checkpointing:  # extra: compile
-            from utils.extras.compile.activation import checkpoint_blocks
+            from utils.extras.compile.activation_checkpointing import checkpoint_activations
 
-            checkpoint_blocks(model, hooks.blocks(model))
+            checkpoint_activations(model, hooks.blocks(model))
         return model
 
     strategy = GradientStrategy.create(config, ctx)
@@ -63,6 +63,6 @@ def create_state(
     )
     state = TrainState(model, hooks, config, precision, strategy)
     if config.compile == "reduce-overhead":  # extra: compile
-        state.updater.zeroes_gradients = True  # a replay of CUDA graphs overwrites new ones
+        state.updater.zeroes_in_place = True  # a replay of CUDA graphs overwrites new ones
     state.parts += create_parts(hooks.parts, model, hooks.is_saved, config, ctx, precision)
     return state

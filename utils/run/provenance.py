@@ -20,35 +20,35 @@ import torch.distributed as dist
 
 from config import TrainingConfig
 from utils.data.sampler import GlobalBatchSampler
-from utils.data.sets import describe_dataset
+from utils.data.sets import collect_dataset_properties
 from utils.distributed.context import DistributedContext
-from utils.redact import redact
+from utils.redact import redact_secrets
 from utils.rng import derive_seed
 from utils.settings.declarations import list_settings
-from utils.settings.kinds import to_json
+from utils.settings.value_types import to_json_value
 from utils.training.state import TrainState
 
-ROOT = Path(__file__).resolve().parents[2]
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
 
 
-def utc_now(seconds: float | None = None) -> str:
+def format_utc_time(seconds: float | None = None) -> str:
     """The time in UTC, ISO 8601, or that of these seconds since 1970."""
     return datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def collect_provenance(hosts: tuple[str, ...], device_names: tuple[str, ...], git_commit: str) -> dict[str, Any]:
     """Plain values for every checkpoint. hosts, device_names: an entry per rank."""
-    commit, is_dirty = _git_commit()
+    commit, is_dirty = _read_git_commit()
     return {
-        "command": redact("\n".join([sys.executable, *sys.argv])).split("\n"),
+        "command": redact_secrets("\n".join([sys.executable, *sys.argv])).split("\n"),
         "git_commit": commit or git_commit,
         "git_dirty": is_dirty,
-        "versions": package_versions(),
-        "code": derive_seed(*code_checksums().items()),
+        "versions": collect_package_versions(),
+        "code": derive_seed(*compute_code_checksums().items()),
         "hosts": sorted(set(hosts)),
         "ranks": [{"rank": rank, "host": host, "device": device_names[rank]} for rank, host in enumerate(hosts)],
         "world_size": len(hosts),
-        "start_time": utc_now(),
+        "start_time": format_utc_time(),
     }
 
 
@@ -58,7 +58,7 @@ def create_provenance(
     """Content of provenance.json, as far as it is known before the data sets are compared."""
     from utils.extras.verify import find_verification  # extra: verify
 
-    provenance = collect_provenance(ctx.hosts, ctx.device_names, ctx.launch.git_commit) | describe_dataset(
+    provenance = collect_provenance(ctx.hosts, ctx.device_names, ctx.launch.git_commit) | collect_dataset_properties(
         sampler.dataset
     )
     provenance |= find_verification(state.model, sampler.dataset, config)  # extra: verify
@@ -70,11 +70,13 @@ def create_provenance(
     }
     # for a fork that has deleted some of them: the default, and whether a resume must or may differ
     settings = list_settings(type(config))
-    provenance["fields"] = {setting.name: [to_json(setting.resolved_default), setting.resume] for setting in settings}
+    provenance["fields"] = {
+        setting.name: [to_json_value(setting.resolved_default), setting.resume] for setting in settings
+    }
     return provenance | sampler.provenance | {"global_batch_size": sampler.global_batch_size}
 
 
-def package_versions() -> dict[str, str]:
+def collect_package_versions() -> dict[str, str]:
     """The versions of Python, the packages (empty if one is missing) and the CUDA and NCCL that torch was built with.
 
     It does not ask for a device: that initializes the driver, which a process forked afterwards cannot use.
@@ -90,15 +92,15 @@ def package_versions() -> dict[str, str]:
     return by_name
 
 
-def zip_code(path: Path) -> None:
+def write_code_zip(path: Path) -> None:
     """Archive the *.py files of the run, without a secrets.py. ZIP has no years before 1980: such dates are raised."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
         for pattern in ("*.py", "utils/**/*.py", "scripts/**/*.py"):
-            for file in sorted({*ROOT.glob(pattern)} - {ROOT / "secrets.py"}):
-                archive.write(file, file.relative_to(ROOT))
+            for file in sorted({*PROJECT_ROOT.glob(pattern)} - {PROJECT_ROOT / "secrets.py"}):
+                archive.write(file, file.relative_to(PROJECT_ROOT))
 
 
-def code_checksums() -> dict[str, str]:
+def compute_code_checksums() -> dict[str, str]:
     """SHA-256 of each file of utils, and of each other imported file of the repository but scripts and tests, by path.
 
     A module of utils counts even if this rank has not imported it: some are imported with some flags, on some ranks.
@@ -108,26 +110,28 @@ def code_checksums() -> dict[str, str]:
     path_parts = [os.path.split(file) for file in imported if file and "site-packages" not in file]  # not of packages
     files = {os.path.join(real_folder(folder), name) for folder, name in path_parts}
     names = [
-        Path(file).relative_to(ROOT) for file in files if file.startswith(f"{ROOT}{os.sep}") and os.path.isfile(file)
+        Path(file).relative_to(PROJECT_ROOT)
+        for file in files
+        if file.startswith(f"{PROJECT_ROOT}{os.sep}") and os.path.isfile(file)
     ]
     names = [name for name in names if name.parts[0] not in ("scripts", "tests", "utils")]
-    names += [path.relative_to(ROOT) for path in ROOT.glob("utils/**/*.py")]
-    return {str(name): file_checksum(ROOT / name) for name in sorted(names)}
+    names += [path.relative_to(PROJECT_ROOT) for path in PROJECT_ROOT.glob("utils/**/*.py")]
+    return {str(name): compute_file_checksum(PROJECT_ROOT / name) for name in sorted(names)}
 
 
-def file_checksum(path: Path) -> str:
+def compute_file_checksum(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 
 
-def _git(*words: str) -> str:
+def _run_git(*arguments: str) -> str:
     """The output of git. Raises OSError or SubprocessError if there is no git, no repository or no answer."""
-    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, timeout=10, check=True)
+    done = subprocess.run(["git", "-C", str(PROJECT_ROOT), *arguments], capture_output=True, timeout=10, check=True)
     return done.stdout.decode(errors="replace").strip()  # in any locale
 
 
-def _git_commit() -> tuple[str, bool]:
+def _read_git_commit() -> tuple[str, bool]:
     """The commit of the tree ("" if unknown) and whether the tree differs from it."""
     try:
-        return _git("rev-parse", "HEAD"), bool(_git("status", "--porcelain"))
+        return _run_git("rev-parse", "HEAD"), bool(_run_git("status", "--porcelain"))
     except (OSError, subprocess.SubprocessError):
         return "", False

@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from config import TrainingConfig, fork_settings
+from config import TrainingConfig, list_fork_settings
 from utils.checkpoint import format as checkpoint
 from utils.data.changes import compare_data, compare_listings, read_file_listing, save_file_listing
 from utils.data.sampler import GlobalBatchSampler
-from utils.data.sets import DataSets, describe_dataset
+from utils.data.sets import DataSets, collect_dataset_properties
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
 from utils.run.attempt import Attempt
 from utils.run.folder import RunFolder
 from utils.settings.declarations import list_settings
 from utils.settings.errors import UserError
-from utils.settings.fields import YOURS
-from utils.settings.kinds import to_json, to_text
-from utils.settings.removed import REMOVED
+from utils.settings.fields import FORK_GROUP
+from utils.settings.removed import REMOVED_SETTINGS
+from utils.settings.value_types import to_json_value, to_text
 from utils.training.fingerprint import fingerprint_state, format_fingerprint
 from utils.training.state import TrainState
 
@@ -33,16 +33,17 @@ def resume_run(
     state: TrainState,
     sampler: GlobalBatchSampler,
     provenance: dict[str, Any],
-    listing: bytes,
-    selects_best: tuple[str, int],
+    file_listing: bytes,
+    metric_and_sign: tuple[str, int],
 ) -> list[str]:
     """Load the checkpoint that the run starts from, if any, rewind the folder to its step (`RunFolder.rewind`), and
     plan the schedule of the whole run from there.
 
     Args:
         provenance: content of provenance.json.
-        listing: of the training set's files.
-        selects_best: the metric that selects the best checkpoint, and its sign, as `choose_best_metric` returns them.
+        file_listing: of the training set's files.
+        metric_and_sign: the metric that selects the best checkpoint, and its sign, as `choose_best_metric` returns
+        them.
 
     Returns:
         The allowed differences from the checkpoint's config.
@@ -55,12 +56,14 @@ def resume_run(
     is_comparable = True
     best_metric = ""
     if "val" in provenance["held_out"]:
-        name, sign = selects_best
+        name, sign = metric_and_sign
         best_metric = f"{'max' if sign > 0 else 'min'}:{name}"
     payload: dict[str, Any] = {}
     if run.resume_path:
         payload = load_checkpoint(run.resume_path, ctx, state.sharded_parameters())
-        files = broadcast_json(on_rank_0(lambda: compare_listings(read_file_listing(run.folder), listing), ctx), ctx)
+        files = broadcast_json(
+            on_rank_0(lambda: compare_listings(read_file_listing(run.folder), file_listing), ctx), ctx
+        )
         differences = on_all_ranks(lambda: compare_checkpoint(payload, config, provenance, files), ctx)
         # rank 0 decides: ranks may have fetched other numbers of samples to compare
         lines, is_comparable = broadcast_json(
@@ -69,7 +72,7 @@ def resume_run(
         differences += lines
         on_all_ranks(lambda: state.load_state_dict(payload), ctx)
         differences += compare_fingerprints(payload, state, ctx)
-    state.plan(sampler)
+    state.plan_schedule(sampler)
     if payload:
         differences += describe_lr_jump(payload, state)
         if not is_comparable:
@@ -82,7 +85,7 @@ def resume_run(
     on_all_ranks(lambda: run.rewind(progress.step, is_evaluated, has_test) if run.is_node_leader else None, ctx)
     if not broadcast_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx):
         progress.reset_best()
-    on_rank_0(lambda: save_file_listing(listing, run.folder), ctx)
+    on_rank_0(lambda: save_file_listing(file_listing, run.folder), ctx)
     on_all_ranks(run.mark_training, ctx)
     return differences
 
@@ -96,23 +99,23 @@ def load_checkpoint(path: Path, ctx: DistributedContext, sharded: dict[str, Tens
     files = all_gather_json([ctx.host, *(path.stat()[1:3] if path.exists() else ())], ctx)  # inode and device
     readers = [rank for rank, file in enumerate(files) if file == files[ctx.rank]]
     part = readers.index(ctx.rank), len(readers)
-    trailer = on_all_ranks(lambda: checkpoint.verify(path, part), ctx)
+    trailer = on_all_ranks(lambda: checkpoint.verify_checkpoint(path, part), ctx)
     remedy = "put the run folder on storage that all nodes share"
     require_equal(
         trailer.checksum, f"{path}: {{other}} and {{first}} see different files under this name; {remedy}", ctx
     )
-    return on_all_ranks(lambda: checkpoint.read(path, trailer, sharded)[0], ctx)
+    return on_all_ranks(lambda: checkpoint.read_checkpoint(path, trailer, sharded)[0], ctx)
 
 
-def load_best(run: RunFolder, state: TrainState, ctx: DistributedContext) -> dict[str, Any] | None:
+def load_best_checkpoint(run: RunFolder, state: TrainState, ctx: DistributedContext) -> dict[str, Any] | None:
     """The best checkpoint, with this rank's shards; None if there is none. Collective."""
-    best = run.checkpoints / checkpoint.BEST
+    best = run.checkpoint_folder / checkpoint.BEST_NAME
     if not broadcast_json(best.exists(), ctx):
         return None
-    return load_checkpoint(share_with_nodes(best, run, ctx), ctx, state.sharded_parameters())
+    return load_checkpoint(share_checkpoint_with_nodes(best, run, ctx), ctx, state.sharded_parameters())
 
 
-def share_with_nodes(path: Path, run: RunFolder, ctx: DistributedContext) -> Path:
+def share_checkpoint_with_nodes(path: Path, run: RunFolder, ctx: DistributedContext) -> Path:
     """Give a checkpoint of the run to the nodes whose run folder is not rank 0's, if there are any. Collective.
 
     Returns:
@@ -135,20 +138,20 @@ class ComparedValue(NamedTuple):
     name: str
     saved: Any
     current: Any
-    resume: str  # must it be the same, "may" it change, or is it "free"
+    resume_rule: str  # must it be the same, "may" it change, or is it "free"
     message: str = SETTING_DIFFERS  # that says the difference
 
 
-def pair_settings(payload: dict[str, Any], config: TrainingConfig) -> list[ComparedValue]:
+def list_compared_settings(payload: dict[str, Any], config: TrainingConfig) -> list[ComparedValue]:
     """A row for each field, also for those that this fork has deleted and the checkpoint has."""
     saved = payload["config"]
     current = config.to_json()
     rows = []
     for setting in list_settings(type(config)):
-        before = saved.get(setting.name, to_json(setting.resolved_default))
+        before = saved.get(setting.name, to_json_value(setting.resolved_default))
         rows.append(ComparedValue(setting.name, before, current[setting.name], setting.resume))
-    for name, removed in REMOVED.items():
-        line = removed.note(name, "{before} of the checkpoint")
+    for name, removed in REMOVED_SETTINGS.items():
+        line = removed.describe_ignored(name, "{before} of the checkpoint")
         rows.append(ComparedValue(name, saved.get(name, removed.default), removed.default, "may", line))
     fields = payload["provenance"].get("fields", {}).items()
     row_names = {row.name for row in rows}
@@ -158,7 +161,9 @@ def pair_settings(payload: dict[str, Any], config: TrainingConfig) -> list[Compa
     ]
 
 
-def pair_values(payload: dict[str, Any], config: TrainingConfig, provenance: dict[str, Any]) -> list[ComparedValue]:
+def list_compared_values(
+    payload: dict[str, Any], config: TrainingConfig, provenance: dict[str, Any]
+) -> list[ComparedValue]:
     """All that is compared but the data. provenance: as for `compare_checkpoint`."""
     before = payload["provenance"]
     is_packed = "lengths" in before  # a position is that of a step
@@ -174,24 +179,27 @@ def pair_values(payload: dict[str, Any], config: TrainingConfig, provenance: dic
         "precision": ("may", precision),
     }
     if config.reduction == "exact":  # extra: exact
-        from utils.extras.exact.reduction import pair_exact_values
+        from utils.extras.exact.reduction import list_exact_resume_rules
 
-        kinds |= pair_exact_values(payload)
+        kinds |= list_exact_resume_rules(payload)
     rows = [ComparedValue(name, before.get(name), provenance.get(name), *kind) for name, kind in kinds.items()]
-    return [*pair_settings(payload, config), *rows]
+    return [*list_compared_settings(payload, config), *rows]
 
 
-def describe_differences(rows: Iterable[ComparedValue], resume: str) -> list[str]:
+def describe_differences(rows: Iterable[ComparedValue], resume_rule: str) -> list[str]:
     """A line for each row of this kind whose values differ."""
     lines = []
     for row in rows:
-        if row.resume == resume and row.saved != row.current:
+        if row.resume_rule == resume_rule and row.saved != row.current:
             lines.append(row.message.format(name=row.name, before=to_text(row.saved), here=to_text(row.current)))
     return lines
 
 
 def compare_checkpoint(
-    payload: dict[str, Any], config: TrainingConfig, provenance: dict[str, Any], files: dict[str, Any] | None = None
+    payload: dict[str, Any],
+    config: TrainingConfig,
+    provenance: dict[str, Any],
+    file_changes: dict[str, Any] | None = None,
 ) -> list[str]:
     """The allowed differences, one line each: with any of them the run is not the same as an uninterrupted one.
 
@@ -199,17 +207,17 @@ def compare_checkpoint(
         payload: the checkpoint.
         config: resolved, of the resumed run.
         provenance: its provenance.
-        files: of `compare_listings`.
+        file_changes: of `compare_listings`.
 
     Raises:
         UserError: if values differ that must not, with all of them.
     """
-    check_removed(payload["config"], config)
-    before, rows = payload["provenance"], pair_values(payload, config, provenance)
-    yours = {setting.name for setting in fork_settings()}
+    check_removed_settings(payload["config"], config)
+    before, rows = payload["provenance"], list_compared_values(payload, config, provenance)
+    yours = {setting.name for setting in list_fork_settings()}
     is_same_code = all(before.get(name) == provenance.get(name) for name in ("code", "versions"))
     is_same_code &= all(row.saved == row.current for row in rows if row.name in yours)  # else transforms may differ
-    line, is_other = compare_data(before, provenance, files or {}, is_same_code)
+    line, is_other = compare_data(before, provenance, file_changes or {}, is_same_code)
     wrong, may = (describe_differences(rows, resume) for resume in ("must", "may"))
     (wrong if is_other else may).extend([line] if line else [])
     if wrong:
@@ -218,19 +226,21 @@ def compare_checkpoint(
     return may
 
 
-def check_removed(saved: dict[str, Any], config: TrainingConfig) -> None:
+def check_removed_settings(saved: dict[str, Any], config: TrainingConfig) -> None:
     """Raises UserError if the checkpoint's run had a removed setting, and this one lacks what takes its place."""
-    for name, removed in REMOVED.items():
+    for name, removed in REMOVED_SETTINGS.items():
         value = saved.get(name, removed.default)
-        if removed.needs and value != removed.default and not getattr(config, removed.needs):
+        if removed.required_setting and value != removed.default and not getattr(config, removed.required_setting):
             text = f"resume_from: the run was started with --{name} {value:g}, which was removed."
-            raise UserError(f"{text} Add --{removed.needs} {saved[removed.needs]}.")
+            raise UserError(f"{text} Add --{removed.required_setting} {saved[removed.required_setting]}.")
 
 
 def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
     """Raises UserError if the model or the kind of data differs from the checkpoint's."""
-    compared = {setting.name for setting in list_settings(type(config)) if setting.group in (YOURS, "data")}
-    wrong = describe_differences([row for row in pair_settings(payload, config) if row.name in compared], "must")
+    compared = {setting.name for setting in list_settings(type(config)) if setting.group in (FORK_GROUP, "data")}
+    wrong = describe_differences(
+        [row for row in list_compared_settings(payload, config) if row.name in compared], "must"
+    )
     if wrong:
         remedy = f"eval_only: these must match; give --config {payload['config']['run_dir']}/config.json"
         raise UserError("\n".join([*wrong, remedy]))
@@ -243,13 +253,13 @@ def compare_evaluation_data(payload: dict[str, Any], config: TrainingConfig, spl
         UserError: if they are others, although the seed, the data folder and all fields of yours are the checkpoint's.
     """
     saved, provenance = payload["config"], payload["provenance"]
-    described = describe_dataset(sets.train)
+    described = collect_dataset_properties(sets.train)
     before = {"train": provenance} | provenance.get("held_out", {})
     current = {"train": described | sets.provenance} | sets.provenance["held_out"]
     if split not in before or split not in current:
         return []
     here_as_saved = config.to_json()
-    names = ("seed", "data_dir", "dataset_size", *(setting.name for setting in fork_settings()))
+    names = ("seed", "data_dir", "dataset_size", *(setting.name for setting in list_fork_settings()))
     is_same = all(saved.get(name) == here_as_saved[name] for name in names)
     line, is_other = compare_data(before[split], current[split], {}, is_same, split)
     changed = describe_differences(
@@ -295,9 +305,9 @@ def compare_best(
     return lines, is_comparable
 
 
-def compare_held_out(before: dict[str, Any], current: dict[str, Any]) -> dict[str, str]:
+def compare_held_out(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, str]:
     """How the held-out sets differ from those of a checkpoint: a line by split. before, here: provenances."""
-    old, new = before.get("held_out", current["held_out"]), current["held_out"]  # earlier versions did not save them
+    old, new = saved.get("held_out", current["held_out"]), current["held_out"]  # earlier versions did not save them
     changes: dict[str, str] = {}
     for split in sorted(old | new):
         if split not in old:
@@ -328,7 +338,7 @@ def describe_lr_jump(payload: dict[str, Any], state: TrainState) -> list[str]:
     step = state.progress.step - 1
     if step < 0:
         return []
-    factors = state.lr_factors_at(step, copy.deepcopy(state.progress))
+    factors = state.compute_lr_factors(step, copy.deepcopy(state.progress))
     groups = zip(payload["optimizer"]["param_groups"], state.optimizer.param_groups, factors, strict=False)
     for saved, group, factor in groups:
         before, base = saved["lr"], group["base_lr"]

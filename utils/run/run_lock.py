@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from utils.files import read_json, replace_json, retry
-from utils.logger import NAME as LOGGER
-from utils.run.provenance import utc_now
+from utils.logger import LOGGER_NAME as LOGGER
+from utils.run.provenance import format_utc_time
 from utils.settings.errors import UserError
 
-NAME = "lock.json"
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # on Linux; differs between machines of the same name
+LOCK_FILE = "lock.json"
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")  # on Linux; differs between machines of the same name
 SECONDS_OF_NFS_LEASE = 120.0  # for which an NFS server may keep the file lock of a machine that is gone
 SECONDS_BETWEEN_HEARTBEATS = 10.0
 SECONDS_TO_SEE_HEARTBEAT = 30.0  # of an owner on another machine, where file locks may not reach
@@ -43,20 +43,20 @@ class RunLock:
         OSError: if the folder cannot be read or written. A lock.json that cannot be read is not one without an owner.
     """
 
-    held: ClassVar[set[RunLock]] = set()  # by this process; closed after an exception
+    held_locks: ClassVar[set[RunLock]] = set()  # by this process; closed after an exception
 
     def __init__(self, folder: Path, host: str, token: str = "") -> None:
-        self._file, self._own = folder / NAME, {"token": token or uuid.uuid4().hex, "host": host, "boot": ""}
+        self._file, self._identity = folder / LOCK_FILE, {"token": token or uuid.uuid4().hex, "host": host, "boot": ""}
         with suppress(OSError):
-            self._own["boot"] = BOOT.read_text().strip()
-        self._has_locks, self._end = True, threading.Event()
+            self._identity["boot"] = BOOT_ID_FILE.read_text().strip()
+        self._has_file_locks, self._stop_event = True, threading.Event()
         self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-        self.held.add(self)
+        self.held_locks.add(self)
         self.previous_owner: dict[str, Any] = {}
         is_alone = self._is_owner_gone(folder)
         if is_alone:
             self.write(**self.previous_owner)
-            if self._is_from_other_boot() or not self._has_locks:
+            if self._is_from_other_boot() or not self._has_file_locks:
                 time.sleep(SECONDS_TO_READ_BACK)
             content = read_json(self._file)
             is_alone, self.previous_owner = (
@@ -65,25 +65,25 @@ class RunLock:
             )
         if not is_alone:
             self.close()
-            owner = _describe(self.previous_owner)
+            owner = _describe_owner(self.previous_owner)
             raise UserError(f"run_dir={folder}: is in use by {owner}; end that job or give another --run_dir")
-        threading.Thread(target=self._touch, daemon=True).start()
+        threading.Thread(target=self._touch_periodically, daemon=True).start()
 
     @property
     def token(self) -> str:
-        return self._own["token"]
+        return self._identity["token"]
 
     def _is_from_other_boot(self) -> bool:
         """Whether the previous owner was on another machine, or on this one before it was restarted."""
         return bool(self.previous_owner) and any(
-            self.previous_owner.get(name) != self._own[name] for name in ("host", "boot")
+            self.previous_owner.get(name) != self._identity[name] for name in ("host", "boot")
         )
 
     def _is_owner_gone(self, folder: Path) -> bool:
         """Take the file lock, and wait until it is known whether the previous owner is alive."""
         began, stamp, status = time.monotonic(), self._heartbeat_time(), read_json(folder / "status.json")
         while True:
-            is_free, self.previous_owner = self._take_file_lock(), self._read()
+            is_free, self.previous_owner = self._take_file_lock(), self._read_lock_file()
             waited = time.monotonic() - began
             if self._is_from_other_boot() and self._heartbeat_time() != stamp:
                 return False
@@ -97,7 +97,7 @@ class RunLock:
             if waited < 0.5:
                 text = "%s: looking for up to %.0f s whether its owner, %s, is alive"
                 logging.getLogger(LOGGER).warning(
-                    text, folder, SECONDS_TO_SEE_HEARTBEAT, _describe(self.previous_owner)
+                    text, folder, SECONDS_TO_SEE_HEARTBEAT, _describe_owner(self.previous_owner)
                 )
             time.sleep(0.5)
 
@@ -106,7 +106,7 @@ class RunLock:
             return os.fstat(file.fileno()).st_mtime_ns
         return 0
 
-    def _read(self) -> dict[str, Any]:
+    def _read_lock_file(self) -> dict[str, Any]:
         try:
             content = json.loads(retry(self._file.read_text))
         except (FileNotFoundError, ValueError):
@@ -118,30 +118,30 @@ class RunLock:
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self._has_locks = isinstance(error, (BlockingIOError, PermissionError))
-            return not self._has_locks
+            self._has_file_locks = isinstance(error, (BlockingIOError, PermissionError))
+            return not self._has_file_locks
         return True
 
-    def _touch(self) -> None:
-        while not self._end.wait(SECONDS_BETWEEN_HEARTBEATS):
+    def _touch_periodically(self) -> None:
+        while not self._stop_event.wait(SECONDS_BETWEEN_HEARTBEATS):
             with suppress(OSError):  # the storage may hang; then this thread does
                 if read_json(self._file).get("token") == self.token:
                     os.utime(self._file)
 
     def write(self, **values: Any) -> None:
         """Write this owner's identity and these values."""
-        replace_json(self._file, values | self._own | {"pid": os.getpid(), "time": utc_now()})
+        replace_json(self._file, values | self._identity | {"pid": os.getpid(), "time": format_utc_time()})
 
     def close(self) -> None:
         """Release the folder."""
-        self.held.discard(self)
-        self._end.set()
+        self.held_locks.discard(self)
+        self._stop_event.set()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
-def _describe(owner: dict[str, Any]) -> str:
+def _describe_owner(owner: dict[str, Any]) -> str:
     since = owner.get("time", "?")
     try:
         minutes = (datetime.now(UTC) - datetime.fromisoformat(since)).total_seconds() / 60
@@ -154,7 +154,7 @@ def _describe(owner: dict[str, Any]) -> str:
 def is_owner_visible(folder: Path, token: str) -> bool:
     """Whether the owner with this token is visible in the folder here, at once or after some seconds."""
     ends = time.monotonic() + SECONDS_UNTIL_VISIBLE
-    while read_json(folder / NAME).get("token") != token:
+    while read_json(folder / LOCK_FILE).get("token") != token:
         if time.monotonic() > ends:
             return False
         time.sleep(0.1)

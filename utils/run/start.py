@@ -17,17 +17,17 @@ from utils.logger import setup_logger
 from utils.redact import redact_config
 from utils.run import provenance
 from utils.run.attempt import Attempt
-from utils.run.exit import ExitReporter, supervised
+from utils.run.exit import ExitReporter, supervise_ranks
 from utils.run.folder import RunFolder
-from utils.run.resume import share_with_nodes
+from utils.run.resume import share_checkpoint_with_nodes
 from utils.run.run_lock import is_owner_visible
 from utils.run.start_decision import StartDecision, decide_start
 from utils.settings.errors import StartError, UserError
-from utils.signals import STOP, process_start_time
+from utils.signals import STOP_HANDLER, pop_process_start_time
 from utils.table import format_table
 
-MAY_DIFFER = ("data_dir",)  # may be mounted elsewhere on another machine; the data itself is compared later
-MAX_KINDS = 6  # of ranks that differ, in a table
+PER_RANK_SETTINGS = ("data_dir",)  # may be mounted elsewhere on another machine; the data itself is compared later
+MAX_DIFFERING_RANKS = 6  # of ranks that differ, in a table
 
 
 @contextmanager
@@ -39,11 +39,11 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
     Raises:
         UserError: if the run cannot be started or continued.
     """
-    began = process_start_time()
-    with STOP, supervised(config.run_folder, config, ctx) as exit_reporter:
+    began = pop_process_start_time()
+    with STOP_HANDLER, supervise_ranks(config.run_folder, config, ctx) as exit_reporter:
         check_ranks_equal(config, ctx)
         run = acquire_run_folder(config, ctx, exit_reporter)
-        if folder := ctx.launch.flight_recorder and Path(ctx.launch.flight_recorder).parent:
+        if folder := ctx.launch.flight_recorder_path and Path(ctx.launch.flight_recorder_path).parent:
             on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)  # torch does not create it
         logger = setup_logger(ctx.rank, None if run.start_decision.is_completed else run.log_file)
         if run.start_decision.is_completed:
@@ -55,14 +55,14 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
 
 def check_ranks_equal(config: TrainingConfig, ctx: DistributedContext) -> None:
     """Raise UserError on every rank, with a table of the differences, if code, settings or versions differ."""
-    settings = {name: str(value) for name, value in redact_config(config).items() if name not in MAY_DIFFER}
+    settings = {name: str(value) for name, value in redact_config(config).items() if name not in PER_RANK_SETTINGS}
     if config.reduction == "exact":  # extra: exact
         settings["CPU threads"] = str(torch.get_num_threads())
-    code = {name: digest[:8] for name, digest in provenance.code_checksums().items()}
-    facts = settings | code | provenance.package_versions()
+    code = {name: digest[:8] for name, digest in provenance.compute_code_checksums().items()}
+    facts = settings | code | provenance.collect_package_versions()
     ranks: list[int] = []  # one of equal ranks, from rank 0
     kinds: list[dict[str, str]] = []
-    while (rank := first_rank_where(facts not in kinds, ctx)) is not None and len(ranks) < MAX_KINDS:
+    while (rank := first_rank_where(facts not in kinds, ctx)) is not None and len(ranks) < MAX_DIFFERING_RANKS:
         ranks.append(rank)
         kinds.append(broadcast_json(facts, ctx, rank))
     if len(ranks) == 1:
@@ -76,17 +76,17 @@ def check_ranks_equal(config: TrainingConfig, ctx: DistributedContext) -> None:
 
 def acquire_run_folder(config: TrainingConfig, ctx: DistributedContext, exit_reporter: ExitReporter) -> RunFolder:
     """The run in its folder. Rank 0 locks it and decides whether to continue the run in it. Raises UserError."""
-    claimed = on_rank_0(lambda: decide_start(config, ctx.host, ctx.launch.id, ctx.launch.may_restart), ctx)
+    claimed = on_rank_0(lambda: decide_start(config, ctx.host, ctx.launch.launch_id, ctx.launch.may_restart), ctx)
     lock, decided = claimed or (None, None)
     decided = StartDecision(**broadcast_json(dataclasses.asdict(decided) if decided else None, ctx))
     folders = config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts
     run = RunFolder(*folders, decided, lock)
-    exit_reporter.report_to(run)  # a start that is refused from here on is undone
+    exit_reporter.set_run(run)  # a start that is refused from here on is undone
     if decided.is_completed:
         return run
     if config.mirror or lock:  # extra: companions
         from utils.extras.companions.node_local import create_node_folder
-        from utils.extras.companions.programs import create_plan
+        from utils.extras.companions.programs import create_companion_plan
         from utils.extras.companions.sidecar import Companions
 
         if config.mirror:
@@ -99,11 +99,11 @@ def acquire_run_folder(config: TrainingConfig, ctx: DistributedContext, exit_rep
                 "resume_from": decided.resume_from,
                 "decision": decided.mirror_decision,
             }
-            plan = create_plan(config, ctx.rank, ctx.host, decided.token, decided.launch_id, **details)
+            plan = create_companion_plan(config, ctx.rank, ctx.host, decided.token, decided.launch_id, **details)
             run = RunFolder(*folders, decided, lock, Companions(config, plan, ctx))
-    exit_reporter.report_to(run)
-    if run.resume_path and run.resume_path.parent == run.checkpoints:
-        share_with_nodes(run.resume_path, run, ctx)
+    exit_reporter.set_run(run)
+    if run.resume_path and run.resume_path.parent == run.checkpoint_folder:
+        share_checkpoint_with_nodes(run.resume_path, run, ctx)
     on_all_ranks(lambda: check_shared_storage(run.folder, decided.token, ctx), ctx)
     return run
 

@@ -10,15 +10,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from config import DEFAULT_RUN_DIR, TrainingConfig, trains_longer
+from config import DEFAULT_RUN_DIR, TrainingConfig, can_train_longer
 from utils.checkpoint import format as checkpoint
-from utils.files import TEMPORARY, is_transient, read_json, replace_json
-from utils.run.backup import DID_NOT_EXIST, describe_size, rename_existing_run, restore_existing_run
-from utils.run.run_lock import NAME as LOCK
+from utils.files import TEMPORARY_SUFFIX, is_transient, read_json, replace_json
+from utils.run.backup import DID_NOT_EXIST, describe_folder_size, rename_existing_run, restore_existing_run
+from utils.run.run_lock import LOCK_FILE as LOCK
 from utils.run.run_lock import RunLock
 from utils.settings.errors import StartError, UserError
 
-KILLED = "every rank was killed"  # the error of an attempt that nobody survived to report
+KILLED_ERROR = "every rank was killed"  # the error of an attempt that nobody survived to report
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class ExistingRun:
     launch_id: str
     owner: dict[str, Any]
     status: dict[str, Any]
-    holds_run: bool  # records or checkpoints
+    has_run: bool  # records or checkpoints
 
     @classmethod
     def inspect(cls, config: TrainingConfig, launch_id: str, owner: dict[str, Any]) -> ExistingRun:
         folder, checkpoints = config.run_folder, config.checkpoint_folder
-        saved = [*checkpoint.step_checkpoints(checkpoints), *checkpoints.glob(checkpoint.BEST)]
+        saved = [*checkpoint.list_step_checkpoints(checkpoints), *checkpoints.glob(checkpoint.BEST_NAME)]
         holds_run = (folder / "metrics.jsonl").exists() or bool(saved)
         return cls(config, launch_id, owner, read_json(folder / "status.json"), holds_run)
 
@@ -63,40 +63,40 @@ class ExistingRun:
 
     @property
     def is_continued(self) -> bool:
-        return self.holds_run and (self.config.resume_from == "auto" or self.is_same_launch)
+        return self.has_run and (self.config.resume_from == "auto" or self.is_same_launch)
 
     @property
     def is_completed(self) -> bool:
         """Whether this start would continue a completed run, and is not to train longer."""
         has_ended = self.is_continued and self.status.get("state") == "completed"
-        return has_ended and not trains_longer(vars(self.config), self.saved_config())
+        return has_ended and not can_train_longer(vars(self.config), self.read_saved_config())
 
-    def saved_config(self) -> dict[str, Any]:
+    def read_saved_config(self) -> dict[str, Any]:
         """The settings of the run: those of its latest valid checkpoint, since config.json may be edited."""
-        for path in reversed(checkpoint.step_checkpoints(self.config.checkpoint_folder)):
+        for path in reversed(checkpoint.list_step_checkpoints(self.config.checkpoint_folder)):
             with suppress(UserError):
-                return checkpoint.read(path)[0]["config"]
+                return checkpoint.read_checkpoint(path)[0]["config"]
         return read_json(self.config.run_folder / "config.json")
 
     def mark_killed(self) -> list[str]:
         """Write how the attempt before has ended, if no rank survived to write it: its lock is free. Returns a note."""
         if self.status.get("state") != "running":
             return []
-        self.status.update({"state": "failed", "error": KILLED, "rank": 0, "host": self.owner.get("host")})
+        self.status.update({"state": "failed", "error": KILLED_ERROR, "rank": 0, "host": self.owner.get("host")})
         with suppress(OSError):
             replace_json(self.config.run_folder / "status.json", self.status)
-        return [f"the previous attempt: {KILLED}"]
+        return [f"the previous attempt: {KILLED_ERROR}"]
 
-    def checkpoint(self) -> tuple[Path | None, list[str]]:
+    def find_checkpoint(self) -> tuple[Path | None, list[str]]:
         """The checkpoint to start from, if any, and notes to log. Raises UserError if it is not valid."""
-        path, notes = checkpoint.latest_valid(self.config.checkpoint_folder) if self.is_continued else (None, [])
+        path, notes = checkpoint.find_latest_valid(self.config.checkpoint_folder) if self.is_continued else (None, [])
         if path or self.config.resume_from in ("", "auto"):
             return path, notes  # an earlier attempt of this launch may have started from the given one
-        path, new_notes = checkpoint.best_or_latest(Path(self.config.resume_from), prefers_best=False)
-        checkpoint.verify(path)
+        path, new_notes = checkpoint.find_best_or_latest(Path(self.config.resume_from), prefer_best=False)
+        checkpoint.verify_checkpoint(path)
         return path, notes + new_notes
 
-    def refuse_to_replace(self, path: Path | None, is_replaced: bool, may_restart: bool) -> None:
+    def check_replacement(self, path: Path | None, is_replaced: bool, may_restart: bool) -> None:
         """Raises UserError if the run in the folder must stay as it is.
 
         Args:
@@ -108,7 +108,7 @@ class ExistingRun:
         is_auto, written, aside = config.resume_from == "auto", self.status.get("checkpoint"), self.owner.get("aside")
         is_named = config.run_dir != DEFAULT_RUN_DIR or config.checkpoint_dir != ""
         given = {name: getattr(config, name) for name in ("init_from", "resume_from")}
-        inside = [f"{name}={path}" for name, path in given.items() if path and is_below(path, folder)]
+        inside = [f"{name}={path}" for name, path in given.items() if path and is_path_below(path, folder)]
         refusals = [
             (
                 self.is_continued and written and not path,
@@ -184,9 +184,9 @@ def _decide_locked(
     existing_run = ExistingRun.inspect(config, launch_id, lock.previous_owner)
     decision: dict[str, Any] = {}
     if config.mirror and not existing_run.is_completed:  # extra: companions
-        from utils.extras.companions.programs import call_program, create_plan
+        from utils.extras.companions.programs import call_program, create_companion_plan
 
-        plan = create_plan(config, 0, host, lock.token, launch_id)
+        plan = create_companion_plan(config, 0, host, lock.token, launch_id)
         decision = call_program("mirror", plan, f"mirror={config.mirror}", "--first")
         existing_run = ExistingRun.inspect(config, launch_id, decision.get("owner") or lock.previous_owner)
     if existing_run.is_completed or decision.get("is_completed"):
@@ -194,21 +194,21 @@ def _decide_locked(
     owner, aside = existing_run.owner, existing_run.owner.get("aside", [])
     moved: list[list[str]] = []
     notes = decision.get("notes", []) + existing_run.mark_killed()
-    path, new_notes = existing_run.checkpoint()
+    path, new_notes = existing_run.find_checkpoint()
     notes += [note for note in new_notes if note not in notes]
     is_here = path is not None and path.resolve().parent == checkpoints.resolve()
     if path and is_here:
         path = checkpoints / path.name  # one spelling on all ranks
-    is_replaced = existing_run.holds_run and not existing_run.is_continued and not is_here
-    existing_run.refuse_to_replace(path, is_replaced, may_restart)
+    is_replaced = existing_run.has_run and not existing_run.is_continued and not is_here
+    existing_run.check_replacement(path, is_replaced, may_restart)
     if is_replaced:
         moved = rename_existing_run(folder, checkpoints)
         lock.close()
         lock, owner, aside = _open_lock(folder, checkpoints, host), {}, [name for _, name in moved]
-        text = f"moved the earlier run to {' and '.join(aside)} ({describe_size(aside)}); to delete it: rm -r "
+        text = f"moved the earlier run to {' and '.join(aside)} ({describe_folder_size(aside)}); to delete it: rm -r "
         notes.append(text + " ".join(aside))
     # an attempt that was killed before its first record or checkpoint counts too
-    is_again = not moved and (existing_run.holds_run or (config.resume_from == "auto" and owner.get("has_trained")))
+    is_again = not moved and (existing_run.has_run or (config.resume_from == "auto" and owner.get("has_trained")))
     attempt = owner.get("attempt", 0) + 1 if is_again else 1
     # until `mark_training` a restart of this launch must not continue this run
     inherited = launch_id if existing_run.is_same_launch else ""
@@ -225,24 +225,28 @@ def _decide_locked(
     )
 
 
-def _remove_temporary_files(folder: Path, checkpoints: Path) -> None:
+def _remove_temporary_files(folder: Path, checkpoint_folder: Path) -> None:
     """Delete the temporary files of an attempt that was killed."""
-    partial = [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"samples/*{TEMPORARY}"), *checkpoints.glob(f"*{TEMPORARY}")]
+    partial = [
+        *folder.glob(f"*{TEMPORARY_SUFFIX}"),
+        *folder.glob(f"samples/*{TEMPORARY_SUFFIX}"),
+        *checkpoint_folder.glob(f"*{TEMPORARY_SUFFIX}"),
+    ]
     for left_over in partial:
         with suppress(OSError):  # NFS keeps the files that a process has open as .nfs*
             shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
 
 
-def _open_lock(folder: Path, checkpoints: Path, host: str) -> RunLock:
+def _open_lock(folder: Path, checkpoint_folder: Path, host: str) -> RunLock:
     """Create both folders and lock the run's. Raises UserError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        checkpoints.mkdir(parents=True, exist_ok=True)
+        checkpoint_folder.mkdir(parents=True, exist_ok=True)
         return RunLock(folder, host)
     except OSError as error:
         kind = StartError if is_transient(error) else UserError
         raise kind(f"run_dir={folder}: cannot be written ({error.strerror}); give a writable folder") from None
 
 
-def is_below(path: str, folder: Path) -> bool:
+def is_path_below(path: str, folder: Path) -> bool:
     return Path(path).resolve().is_relative_to(folder.resolve())

@@ -6,13 +6,13 @@ import string
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from utils.settings.deleted_extras import deleted_extras
-from utils.settings.kinds import to_text
+from utils.settings.deleted_extras import read_deleted_extras
+from utils.settings.value_types import to_text
 
 if TYPE_CHECKING:
     from utils.settings.fields import Setting
 
-EITHER = "give only one of the two"
+GIVE_ONLY_ONE = "give only one of the two"
 
 
 class Conflict(NamedTuple):
@@ -32,7 +32,7 @@ class Conflict(NamedTuple):
     subject: str = ""
 
 
-class CannotBeReadError(Exception):
+class UnreadableSettingError(Exception):
     """A condition has read a setting that has no valid value."""
 
 
@@ -45,10 +45,10 @@ def find_conflicts(settings: Iterable[Setting], config: Any, invalid: set[str]) 
         invalid: the names of those that cannot be used. A conflict that depends on one of them is not found, nor is one
             that depends on the setting of an extra which this fork has deleted.
     """
-    of_deleted_extras = {name for names in deleted_extras().values() for name in names}
+    of_deleted_extras = {name for names in read_deleted_extras().values() for name in names}
     missing = invalid | of_deleted_extras - {setting.name for setting in settings}
     if missing:
-        config = _valid_part(config, missing)
+        config = _create_partial_config(config, missing)
     values = vars(config)
     texts = {name: to_text(value) for name, value in values.items()}
     given = {field.name for field in settings if field.name in values and values[field.name] != field.resolved_default}
@@ -57,13 +57,13 @@ def find_conflicts(settings: Iterable[Setting], config: Any, invalid: set[str]) 
         for conflict in setting.conflicts:
             name = conflict.subject or setting.name
             condition = name in given and _is_met(conflict, config, given)
-            if condition and not invalid.intersection(names_in(conflict.problem)):
+            if condition and not invalid.intersection(list_field_names(conflict.problem)):
                 problem = conflict.problem.format_map(texts | {"found": condition})
                 problems.append((name, f"{name}={texts[name]}: {problem}"))
     return problems
 
 
-def names_in(text: str) -> list[str]:
+def list_field_names(text: str) -> list[str]:
     """The names in braces."""
     return [name for _, name, _, _ in string.Formatter().parse(text) if name]
 
@@ -73,17 +73,17 @@ def _is_met(conflict: Conflict, config: Any, given: set[str]) -> Any:
         return conflict.other in given
     try:
         return conflict.other(config)
-    except CannotBeReadError:
+    except UnreadableSettingError:
         return False
 
 
-def _valid_part(config: Any, missing: set[str]) -> Any:
-    """The config, of which these settings cannot be read: that raises CannotBeReadError."""
+def _create_partial_config(config: Any, missing: set[str]) -> Any:
+    """The config, of which these settings cannot be read: that raises UnreadableSettingError."""
 
-    def cannot_be_read(config: Any) -> None:
-        raise CannotBeReadError
+    def raise_unreadable(config: Any) -> None:
+        raise UnreadableSettingError
 
-    attributes = dict.fromkeys(missing, property(cannot_be_read))
+    attributes = dict.fromkeys(missing, property(raise_unreadable))
     part: Any = object.__new__(type("ValidPart", (type(config),), attributes))
     part.__dict__.update({name: value for name, value in vars(config).items() if name not in missing})
     return part

@@ -7,14 +7,14 @@ import inspect
 import typing
 from typing import Any
 
-from utils.settings.conflicts import names_in
-from utils.settings.deleted_extras import deleted_extras
+from utils.settings.conflicts import list_field_names
+from utils.settings.deleted_extras import read_deleted_extras
 from utils.settings.errors import UserError
-from utils.settings.fields import GENERAL, GROUPS, YOURS, Setting, Settings
-from utils.settings.kinds import find_kind
-from utils.settings.removed import REMOVED
+from utils.settings.fields import FORK_GROUP, GENERAL_FLAGS, GROUPS, Setting, Settings
+from utils.settings.removed import REMOVED_SETTINGS
+from utils.settings.value_types import find_value_type
 
-_SETTINGS: dict[type[Settings], tuple[Setting, ...]] = {}  # those that have been read, by config class
+_SETTINGS_BY_CLASS: dict[type[Settings], tuple[Setting, ...]] = {}  # those that have been read, by config class
 
 
 def list_settings(config: type[Settings]) -> tuple[Setting, ...]:
@@ -23,9 +23,9 @@ def list_settings(config: type[Settings]) -> tuple[Setting, ...]:
     Raises:
         UserError: if a setting is declared in a way that cannot work, with the remedy.
     """
-    if config not in _SETTINGS:
-        _SETTINGS[config] = _read_settings(config)
-    return _SETTINGS[config]
+    if config not in _SETTINGS_BY_CLASS:
+        _SETTINGS_BY_CLASS[config] = _read_settings(config)
+    return _SETTINGS_BY_CLASS[config]
 
 
 def _read_settings(config: type[Settings]) -> tuple[Setting, ...]:
@@ -59,9 +59,9 @@ def _check_declaration(field: dataclasses.Field, config: type[Settings]) -> None
     name = field.name
     if "group" not in field.metadata:
         raise UserError(f'config.py: {name} needs a help; write {name}: {field.type} = yours(DEFAULT, "what it is")')
-    if name in REMOVED:
+    if name in REMOVED_SETTINGS:
         raise UserError(f"config.py: {name} is the name of a setting that was removed; choose another name")
-    if name in GENERAL:
+    if name in GENERAL_FLAGS:
         raise UserError(f"config.py: --{name} is a flag of train.py itself; choose another name")
     for part in config.__mro__:
         if name not in inspect.get_annotations(part):
@@ -69,17 +69,17 @@ def _check_declaration(field: dataclasses.Field, config: type[Settings]) -> None
                 raise UserError(f"config.py: {name} is a name that the template uses; choose another")
             continue
         (inherited,) = (declared for declared in dataclasses.fields(part) if declared.name == name)
-        are_of_fork = field.metadata["group"] == inherited.metadata["group"] == YOURS
+        are_of_fork = field.metadata["group"] == inherited.metadata["group"] == FORK_GROUP
         if inherited is not field and not are_of_fork:  # which may replace a setting of the example
             raise UserError(f"config.py: {name} is a setting of the template; choose another name")
 
 
 def _check_conflicts(settings: dict[str, Setting]) -> None:
     """Raises UserError if a conflict names a setting that there is not."""
-    setting_names = {*settings, *(name for names in deleted_extras().values() for name in names)}
+    setting_names = {*settings, *(name for names in read_deleted_extras().values() for name in names)}
     for setting in settings.values():
         for conflict in setting.conflicts:
-            names = names_in(conflict.problem)
+            names = list_field_names(conflict.problem)
             names += [conflict.subject, conflict.other if isinstance(conflict.other, str) else ""]
             for name in names:
                 if name and name != "found" and name not in setting_names:
@@ -88,11 +88,11 @@ def _check_conflicts(settings: dict[str, Setting]) -> None:
 
 def _create_setting(field: dataclasses.Field, annotation: Any) -> Setting:
     metadata = dict(field.metadata)
-    kind = find_kind(field.name, annotation)
+    kind = find_value_type(field.name, annotation)
     if metadata.pop("is_path"):
         kind = dataclasses.replace(kind, is_path=True)
     default = metadata.pop("default")
-    setting = Setting(name=field.name, kind=kind, default=default, **metadata)
+    setting = Setting(name=field.name, value_type=kind, default=default, **metadata)
     if default == "auto" and setting.may_be_auto:
         return setting
     try:
@@ -102,15 +102,15 @@ def _create_setting(field: dataclasses.Field, annotation: Any) -> Setting:
             f"config.py: the default of {field.name} is {default!r}, which is not {kind.noun};"
             f" give {kind.remedy or kind.noun}"
         ) from None
-    _try_check(setting)
+    _check_default(setting)
     return setting
 
 
-def _try_check(setting: Setting) -> None:
+def _check_default(setting: Setting) -> None:
     """Raises UserError if the check of a setting gives no text for the default, which need not be valid."""
-    elements = setting.default if setting.kind.is_list else [setting.default]
+    elements = setting.default if setting.value_type.is_list else [setting.default]
     for element in elements:
-        answer = setting.problem_with(str(element) if setting.is_path else element)
+        answer = setting.find_problem(str(element) if setting.is_path else element)
         if not isinstance(answer, str):
             remedy = 'let it return "" or "what is wrong; what to do"'
             raise UserError(f"config.py: the check of {setting.name} returns {answer!r} for {element!r}; {remedy}")

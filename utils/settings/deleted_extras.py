@@ -7,13 +7,13 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+PYPROJECT_FILE = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 @functools.cache
-def deleted_extras() -> dict[str, dict[str, Any]]:
+def read_deleted_extras() -> dict[str, dict[str, Any]]:
     """The default of each setting by its name, by extra."""
-    if not PROJECT.exists():
+    if not PYPROJECT_FILE.exists():
         return {}
-    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))
+    project = tomllib.loads(PYPROJECT_FILE.read_text(encoding="utf-8"))
     return project.get("tool", {}).get("extras", {}).get("without", {})

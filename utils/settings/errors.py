@@ -46,7 +46,7 @@ class TrainingError(RuntimeError):
 
 
 @contextmanager
-def ends_with_a_sentence() -> Iterator[None]:
+def exit_on_user_error() -> Iterator[None]:
     """A UserError of the block ends the program: its sentence is printed, and the exit code is that of the error."""
     try:
         yield

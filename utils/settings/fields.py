@@ -11,14 +11,14 @@ from typing import Any
 from utils.settings.checks import Check, one_of
 from utils.settings.conflicts import Conflict
 from utils.settings.errors import UserError
-from utils.settings.kinds import Kind, to_text
-from utils.settings.paths import check_path_variables, expand
+from utils.settings.paths import expand_path, explain_path_problem
+from utils.settings.value_types import ValueType, to_text
 
-YOURS = "model and data"  # the group of the fork's own settings
-GROUPS = ("run", "data", "model", "training", "precision", "distributed", "checkpoints", "logging", YOURS)
-GENERAL = ("help", "config", "print_config")  # flags that are no settings
+FORK_GROUP = "model and data"  # the group of the fork's own settings
+GROUPS = ("run", "data", "model", "training", "precision", "distributed", "checkpoints", "logging", FORK_GROUP)
+GENERAL_FLAGS = ("help", "config", "print_config")  # flags that are no settings
 REDACTED = "[redacted]"  # in place of a secret
-CREDENTIALS = re.compile(r"(?<=://)[^/@]*:[^/@]*(?=@)|(?<=\?).*")  # in a URL
+CREDENTIALS_PATTERN = re.compile(r"(?<=://)[^/@]*:[^/@]*(?=@)|(?<=\?).*")  # in a URL
 RESUME_RULES = ("must", "may", "free")
 
 
@@ -90,7 +90,7 @@ def yours(
 
     Args: as those of `setting`.
     """
-    return setting(YOURS, default, help, check, resume, rare=rare, conflicts=conflicts)
+    return setting(FORK_GROUP, default, help, check, resume, rare=rare, conflicts=conflicts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Setting:
     """The declaration of one setting. The attributes that `setting` has as arguments are explained there."""
 
     name: str
-    kind: Kind
+    value_type: ValueType
     default: Any
     group: str
     help: str
@@ -110,7 +110,7 @@ class Setting:
 
     @property
     def is_path(self) -> bool:
-        return self.kind.is_path
+        return self.value_type.is_path
 
     @property
     def choices(self) -> list[str]:
@@ -119,7 +119,7 @@ class Setting:
     @property
     def may_be_auto(self) -> bool:
         """Whether the setting may be "auto", and that stands for another value."""
-        return self.kind.may_be_auto or (self.default == "auto" and "auto" not in self.choices)
+        return self.value_type.may_be_auto or (self.default == "auto" and "auto" not in self.choices)
 
     @property
     def help_with_choices(self) -> str:
@@ -137,29 +137,29 @@ class Setting:
         if self.may_be_auto and isinstance(value, str) and value == "auto":
             return value, ""
         try:
-            converted = self.kind.read(value)
+            converted = self.value_type.read(value)
         except (ValueError, KeyError, TypeError):
-            noun = self.kind.noun
-            remedy = self.kind.remedy or noun
+            noun = self.value_type.noun
+            remedy = self.value_type.remedy or noun
             if self.may_be_auto:
                 noun += " or auto"
                 remedy += " or auto"
             return value, f"is not {noun}; give {remedy}"
-        if not self.kind.is_list:
-            return self._resolve(converted)
-        resolved = [self._resolve(element) for element in converted]
+        if not self.value_type.is_list:
+            return self._resolve_value(converted)
+        resolved = [self._resolve_value(element) for element in converted]
         problems = [problem if self.is_path else f"{element} {problem}" for element, problem in resolved if problem]
         first_problem = problems[0] if problems else ""
         return type(converted)(element for element, _ in resolved), first_problem
 
-    def _resolve(self, value: Any) -> tuple[Any, str]:
+    def _resolve_value(self, value: Any) -> tuple[Any, str]:
         """One value, or one element of a list, with `~` and $NAME replaced if it is a path; and its problem."""
         if not self.is_path:
-            return value, self.problem_with(value)
-        text = expand(str(value))
-        return type(value)(text), self.problem_with(text) or check_path_variables(text)
+            return value, self.find_problem(value)
+        text = expand_path(str(value))
+        return type(value)(text), self.find_problem(text) or explain_path_problem(text)
 
-    def problem_with(self, value: Any) -> str:
+    def find_problem(self, value: Any) -> str:
         """What the check says about one value or element, which is a text if it is a path."""
         try:
             return self.check(value) if self.check else ""
@@ -174,7 +174,7 @@ def convert_values(settings: Iterable[Setting], values: dict[str, Any]) -> tuple
     for setting in settings:
         value, problem = setting.convert(values[setting.name])
         if problem:
-            shown = CREDENTIALS.sub(REDACTED, to_text(value) if setting.kind.is_list else str(value))
+            shown = CREDENTIALS_PATTERN.sub(REDACTED, to_text(value) if setting.value_type.is_list else str(value))
             problems.append((setting.name, f"{setting.name}={shown}: {problem}"))
         else:
             converted[setting.name] = value

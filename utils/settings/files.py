@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from utils.settings.deleted_extras import deleted_extras
+from utils.settings.deleted_extras import read_deleted_extras
 from utils.settings.errors import UserError
 from utils.settings.fields import Setting
-from utils.settings.kinds import BOOLEANS
-from utils.settings.paths import expand
-from utils.settings.removed import REMOVED, is_number
-from utils.settings.unknown import answer_unknown
+from utils.settings.paths import expand_path
+from utils.settings.removed import REMOVED_SETTINGS, is_equal_number
+from utils.settings.unknown_flags import explain_unknown_flag
+from utils.settings.value_types import BOOLEANS
 
-NULLS = ("", "~", "null", "Null", "NULL")  # of YAML
-REMEDY = "give a TOML or YAML file, or the config.json of a run"
+YAML_NULLS = ("", "~", "null", "Null", "NULL")  # of YAML
+FILE_REMEDY = "give a TOML or YAML file, or the config.json of a run"
 
 
 class FileValues(NamedTuple):
@@ -27,24 +27,24 @@ class FileValues(NamedTuple):
     Args:
         values: by name, also of removed settings. A checkpoint_dir inside run_dir is left out, so that it follows that.
         problems: with the names in the file, or with the file.
-        without_value: the names of settings that have none, or that were meant by another name.
+        names_without_value: the names of settings that have none, or that were meant by another name.
     """
 
     values: dict[str, Any]
     problems: list[str]
-    without_value: set[str]
+    names_without_value: set[str]
 
 
-def read_file(file: str, settings: Sequence[Setting]) -> FileValues:
+def read_config_file(file: str, settings: Sequence[Setting]) -> FileValues:
     """Read the file of `--config`."""
     by_name = {setting.name: setting for setting in settings}
-    path = Path(expand(file))
+    path = Path(expand_path(file))
     try:
-        content = _parse(path, file)
+        content = _parse_file(path, file)
     except UserError as error:
         return FileValues({}, [str(error)], set(by_name))
     values = {name.replace("-", "_"): value for name, value in content.items()}
-    for defaults in deleted_extras().values():
+    for defaults in read_deleted_extras().values():
         for name, default in defaults.items():
             is_gone = name in values and name not in by_name
             if is_gone and _is_default(values[name], default):  # what this fork does without it
@@ -55,13 +55,13 @@ def read_file(file: str, settings: Sequence[Setting]) -> FileValues:
     without_value: set[str] = set()
     for name, value in values.items():
         setting = by_name.get(name)
-        if name in REMOVED:
+        if name in REMOVED_SETTINGS:
             read[name] = value
         elif not setting:
-            answer, meant = answer_unknown(name, by_name)
+            answer, meant = explain_unknown_flag(name, by_name)
             unknown.append(f"{file}: {answer}")
             without_value.add(meant)
-        elif value is None or (isinstance(value, list) and not setting.kind.is_list):
+        elif value is None or (isinstance(value, list) and not setting.value_type.is_list):
             empty.append(f"{file}: {name} has no value, or more than one; leave it out, or give one")
             without_value.add(name)
         elif setting.is_copied or path.suffix.lower() != ".json":
@@ -75,10 +75,10 @@ def _is_default(value: Any, default: Any) -> bool:
     """Whether a value of a file, which is text in YAML, is this default."""
     if isinstance(default, bool):
         return BOOLEANS.get(str(value).lower()) == default
-    return str(value) == str(default) or is_number(value, default)
+    return str(value) == str(default) or is_equal_number(value, default)
 
 
-def _parse(path: Path, file: str) -> dict[str, Any]:
+def _parse_file(path: Path, file: str) -> dict[str, Any]:
     """The content of the file. file: its name for an error. Raises UserError."""
     kind = path.suffix.lower()
     try:
@@ -92,9 +92,9 @@ def _parse(path: Path, file: str) -> dict[str, Any]:
         else:
             values = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"config={file}: cannot be read ({error}); {REMEDY}") from None
+        raise UserError(f"config={file}: cannot be read ({error}); {FILE_REMEDY}") from None
     if not isinstance(values, dict):
-        raise UserError(f"config={file}: is not a table of names and values; {REMEDY}")
+        raise UserError(f"config={file}: is not a table of names and values; {FILE_REMEDY}")
     return values
 
 
@@ -120,16 +120,16 @@ def _parse_yaml(text: str) -> dict[str, Any]:
         if name in values:  # twice
             values[name] = None
         elif isinstance(value, yaml.SequenceNode):
-            elements = [_node_text(element) for element in value.value]
+            elements = [_read_node_text(element) for element in value.value]
             values[name] = None if None in elements else elements
         else:
-            values[name] = _node_text(value)
+            values[name] = _read_node_text(value)
     return values
 
 
-def _node_text(node: Any) -> str | None:
+def _read_node_text(node: Any) -> str | None:
     """The text of a node of YAML, or None if it is null or no scalar."""
     if node.id != "scalar":
         return None
-    is_null = node.style is None and node.value in NULLS
+    is_null = node.style is None and node.value in YAML_NULLS
     return None if is_null else node.value

@@ -6,41 +6,41 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from utils.settings.fields import GENERAL, Setting
-from utils.settings.unknown import answer_unknown
+from utils.settings.fields import GENERAL_FLAGS, Setting
+from utils.settings.unknown_flags import explain_unknown_flag
 
-FLAG = re.compile(r"--?[^\W\d][\w.-]*(=|$)")  # a negative number is a value
+FLAG_PATTERN = re.compile(r"--?[^\W\d][\w.-]*(=|$)")  # a negative number is a value
 
 
-class Flags(NamedTuple):
+class ParsedFlags(NamedTuple):
     """What a command line gives.
 
     Args:
         given: the text of each flag that has one, by name.
         problems: what is wrong.
-        without_value: the names of settings that were meant by a flag that has no value or another name.
+        names_without_value: the names of settings that were meant by a flag that has no value or another name.
     """
 
     given: dict[str, str]
     problems: list[str]
-    without_value: set[str]
+    names_without_value: set[str]
 
 
-def read_flags(words: Sequence[str], settings: Sequence[Setting]) -> Flags:
+def read_flags(argv: Sequence[str], settings: Sequence[Setting]) -> ParsedFlags:
     """Read a command line.
 
     Args:
-        words: of the command line.
+        argv: of the command line.
         settings: all settings.
     """
-    flag_names = {*GENERAL, *(setting.name for setting in settings)}
-    booleans = {setting.name for setting in settings if setting.kind.is_bool}
-    lists = {setting.name for setting in settings if setting.kind.is_list}
+    flag_names = {*GENERAL_FLAGS, *(setting.name for setting in settings)}
+    booleans = {setting.name for setting in settings if setting.value_type.is_bool}
+    lists = {setting.name for setting in settings if setting.value_type.is_list}
     given: dict[str, str] = {}
     problems: list[str] = []
     without_value: set[str] = set()
-    for flag, values in _split(words):
-        name, values = _name_and_values(flag, values, flag_names, booleans)
+    for flag, values in _group_words_by_flag(argv):
+        name, values = _normalize_flag(flag, values, flag_names, booleans)
         if name in flag_names and values:
             given[name] = values[0]
             values = values[1:]
@@ -48,21 +48,21 @@ def read_flags(words: Sequence[str], settings: Sequence[Setting]) -> Flags:
             problems.append(f"{flag}: expected one argument; see --help")
             without_value.add(name)
         elif flag:
-            answer, meant = answer_unknown(flag, flag_names)
+            answer, meant = explain_unknown_flag(flag, flag_names)
             problems.append(answer)
             without_value.add(meant)
             continue  # the words after it may be its values
         if values:
             remedy = f"write {flag} 1,2,3" if name in lists else "write --flag value"
             problems.append(f"{values[0]}: is not a flag; {remedy}")
-    return Flags(given, problems, without_value)
+    return ParsedFlags(given, problems, without_value)
 
 
-def _split(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+def _group_words_by_flag(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Each flag with the words after it. Words before the first flag come with the flag ""."""
     flags: list[tuple[str, list[str]]] = [("", [])]
-    for word in words:
-        if FLAG.match(word):
+    for word in argv:
+        if FLAG_PATTERN.match(word):
             flag, equals, value = word.partition("=")
             flags.append((flag, [value] if equals else []))
         else:
@@ -70,7 +70,7 @@ def _split(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     return flags
 
 
-def _name_and_values(flag: str, values: list[str], flag_names: set[str], booleans: set[str]) -> tuple[str, list[str]]:
+def _normalize_flag(flag: str, values: list[str], flag_names: set[str], booleans: set[str]) -> tuple[str, list[str]]:
     """The name that a flag stands for, and its values: a boolean and `--help` need none, `--no-NAME` is "false"."""
     name = flag.removeprefix("--").replace("-", "_")
     if flag == "-h":

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable
 
 from utils.settings.fields import Setting
-from utils.settings.kinds import to_text
+from utils.settings.value_types import to_text
 
 USAGE = """usage: torchrun --standalone --nproc-per-node=N train.py [flags]   (or: python train.py [flags])
 
@@ -23,13 +23,13 @@ examples:
   python train.py --config runs/default/config.json --eval_only"""
 
 
-def help_text(settings: Iterable[Setting], is_all: bool) -> str:
-    """The flags by group, with help and default; without the rare ones if not `is_all`."""
+def format_help(settings: Iterable[Setting], shows_rare: bool) -> str:
+    """The flags by group, with help and default; without the rare ones if not `shows_rare`."""
     lines = [USAGE]
     group = ""
     left_out = 0
     for setting in settings:
-        if setting.is_rare and not is_all:
+        if setting.is_rare and not shows_rare:
             left_out += 1
             continue
         if setting.group != group:
@@ -43,8 +43,8 @@ def help_text(settings: Iterable[Setting], is_all: bool) -> str:
 
 
 def _format_setting(setting: Setting) -> list[str]:
-    flag = f"--{setting.name} {setting.kind.placeholder}"
-    if setting.kind.is_bool:
+    flag = f"--{setting.name} {setting.value_type.placeholder}"
+    if setting.value_type.is_bool:
         flag = f"--[no-]{setting.name}"
     text = f"  {flag:31} {setting.help_with_choices}"
     default = to_text(setting.default)

@@ -26,7 +26,7 @@ class Trainer(NamedTuple):
     answers: dict[str, str]
 
 
-ANY = {
+ANY_TRAINER = {
     "learning_rate": "`--lr`",
     "wd": "`--weight_decay`",
     "j workers dataloader_num_workers": "`--num_workers`",
@@ -537,7 +537,7 @@ LIGHTNING = {
     "multiple_trainloader_mode": "return one data set from `create_dataset` in `dataset.py`",
 }
 
-TOKENS = {
+TOKEN_BUDGETS = {
     "max-tokens batch-bins batch-duration": "give `--batch_tokens`, in the units of the data set's `lengths`",
     "max-sentences": "`--batch_size`",
     "skip-invalid-size-inputs-valid-test": "no sample is dropped, so give `--too_long alone`",
@@ -566,7 +566,7 @@ DEEPSPEECH = {
 }
 
 TRAINERS = [
-    Trainer("Any trainer", "Names that several trainers share.", ANY),
+    Trainer("Any trainer", "Names that several trainers share.", ANY_TRAINER),
     Trainer(
         "torchvision's references",
         "`train.py` of classification, detection, segmentation, video_classification, optical_flow, stereo and"
@@ -605,7 +605,7 @@ TRAINERS = [
         " `--trainer.max_epochs` is answered as `--max_epochs`.",
         LIGHTNING,
     ),
-    Trainer("Budgets of tokens: fairseq, ESPnet, Lhotse", "", TOKENS),
+    Trainer("Budgets of tokens: fairseq, ESPnet, Lhotse", "", TOKEN_BUDGETS),
     Trainer(
         "deepspeech.pytorch",
         "The recipe [speech](recipes/speech.md) is such a fork. Settings of its version 3 have the names of this table"

@@ -6,14 +6,14 @@ import os
 import re
 
 
-def expand(path: str) -> str:
+def expand_path(path: str) -> str:
     """The path with `~` and $NAME replaced, unless it exists as it is or is a URL."""
     if "://" in path or (os.path.lexists(path) and not path.startswith("~")):
         return path
     return os.path.expanduser(os.path.expandvars(path))
 
 
-def check_path_variables(path: str) -> str:
+def explain_path_problem(path: str) -> str:
     """A check of an expanded path: what is wrong with it, or ""."""
     if "://" in path or os.path.lexists(path):
         return ""

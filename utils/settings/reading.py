@@ -9,23 +9,23 @@ from typing import Any, TypeVar
 from utils.settings.declarations import list_settings
 from utils.settings.errors import InvalidSettings
 from utils.settings.fields import REDACTED, Settings
-from utils.settings.files import read_file
+from utils.settings.files import read_config_file
 from utils.settings.flags import read_flags
-from utils.settings.help import help_text
-from utils.settings.kinds import BOOLEANS
-from utils.settings.removed import take_removed
+from utils.settings.help import format_help
+from utils.settings.removed import pop_removed_settings
+from utils.settings.value_types import BOOLEANS
 
 T = TypeVar("T", bound=Settings)
 
 
-def read_config(config: type[T], words: Sequence[str], defaults: dict[str, Any], notes: list[str]) -> tuple[T, bool]:
+def read_config(config: type[T], argv: Sequence[str], defaults: dict[str, Any], notes: list[str]) -> tuple[T, bool]:
     """The config that flags and the file of `--config` give.
 
     Exits 0 after `--help`. Prints all problems and exits 2 if there are any.
 
     Args:
         config: the class.
-        words: of the command line.
+        argv: of the command line.
         defaults: values that replace those of the settings.
         notes: gets a line for each setting of the file that was removed from this version and is ignored.
 
@@ -33,25 +33,25 @@ def read_config(config: type[T], words: Sequence[str], defaults: dict[str, Any],
         The config, and whether `--print_config` is given.
     """
     settings = list_settings(config)
-    flags = read_flags(words, settings)
+    flags = read_flags(argv, settings)
     given = flags.given
     problems = flags.problems
-    without_value = flags.without_value
+    without_value = flags.names_without_value
     shown = given.pop("help", "")
     file = given.pop("config", "")
     print_config = given.pop("print_config", "")
     if shown in ("true", "all"):
-        print(help_text(settings, is_all=shown == "all"))
+        print(format_help(settings, shows_rare=shown == "all"))
         raise SystemExit(0)
     if shown:
         problems.append(f"help={shown}: is not known; give --help, or --help all")
     in_file: dict[str, Any] = {}
     if file:
-        read = read_file(file, settings)
+        read = read_config_file(file, settings)
         in_file = read.values
         problems += read.problems
-        without_value |= read.without_value
-    ignored, refused = take_removed(in_file, given, file)
+        without_value |= read.names_without_value
+    ignored, refused = pop_removed_settings(in_file, given, file)
     notes += ignored
     problems += refused
     if BOOLEANS.get(given.get("eval_only", "").lower()):

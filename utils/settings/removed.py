@@ -12,35 +12,35 @@ class RemovedSetting(NamedTuple):
     """
 
     default: float
-    instead: str  # what to use
-    needs: str = ""  # the setting that has to be given in its place
+    replacement: str  # what to use
+    required_setting: str = ""  # the setting that has to be given in its place
 
-    def note(self, name: str, value: Any) -> str:
+    def describe_ignored(self, name: str, value: Any) -> str:
         """What the user is told about a value that is ignored."""
-        answer = f"{self.needs} is used." if self.needs else self.instead
+        answer = f"{self.required_setting} is used." if self.required_setting else self.replacement
         return f"{name}={value} is ignored, since {name} was removed. {answer}"
 
 
-REMOVED = {
+REMOVED_SETTINGS = {
     "check_every": RemovedSetting(
         default=0,
-        instead=(
+        replacement=(
             "Ranks that differ are found at each save. Nothing finds a device that computes wrong, finite gradients:"
             " leave it out."
         ),
     ),
     "minutes": RemovedSetting(
         default=0.0,
-        instead=(
+        replacement=(
             "Train 50 steps, and take step_s of the last train record in metrics.jsonl. Then give --max_steps ="
             " minutes x 60 / step_s. To stop a run early, use --max_time."
         ),
-        needs="max_steps",
+        required_setting="max_steps",
     ),
 }
 
 
-def take_removed(values: dict[str, Any], given: dict[str, str], file: str) -> tuple[list[str], list[str]]:
+def pop_removed_settings(values: dict[str, Any], given: dict[str, str], file: str) -> tuple[list[str], list[str]]:
     """Take the removed settings out of the values of a file.
 
     Args:
@@ -53,18 +53,18 @@ def take_removed(values: dict[str, Any], given: dict[str, str], file: str) -> tu
     """
     notes: list[str] = []
     problems: list[str] = []
-    for name, removed in REMOVED.items():
+    for name, removed in REMOVED_SETTINGS.items():
         value = values.pop(name, removed.default)
-        if is_number(value, removed.default):
+        if is_equal_number(value, removed.default):
             continue
-        if removed.needs and is_number((values | given).get(removed.needs, 0), 0):
-            problems.append(f"{file}: {name} was removed. {removed.instead}")
+        if removed.required_setting and is_equal_number((values | given).get(removed.required_setting, 0), 0):
+            problems.append(f"{file}: {name} was removed. {removed.replacement}")
         else:
-            notes.append(f"{file}: {removed.note(name, value)}")
+            notes.append(f"{file}: {removed.describe_ignored(name, value)}")
     return notes, problems
 
 
-def is_number(value: Any, number: Any) -> bool:
+def is_equal_number(value: Any, number: Any) -> bool:
     """Whether a value of a file, which is text in YAML, is this number."""
     try:
         return float(value) == float(number)

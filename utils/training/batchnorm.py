@@ -30,17 +30,17 @@ class RunningStats:
         self._layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self.size = 0  # how many numbers a step sums
         self._momenta: list[float] = []
-        self._in_training: list[bool] = []  # of each layer, in this epoch
+        self._training_flags: list[bool] = []  # of each layer, in this epoch
         if not self._layers:
             return
         if any(layer.momentum is None for layer in self._layers):
             raise UserError("BatchNorm: momentum=None (a cumulative average) cannot be resumed exactly; use e.g. 0.1")
         # what a micro-batch leaves in the layers' buffers; between two steps the same as the committed statistics
-        self._latest = _flatten_buffers(self._layers, ("running_mean", "running_var"))
-        self._latest_counts = _flatten_buffers(self._layers, ("num_batches_tracked",))
-        self._committed, self._committed_counts = self._latest.clone(), self._latest_counts.clone()
-        self.size = len(self._latest)
-        self._sum, self._moved = torch.zeros_like(self._latest, dtype=torch.float64), torch.zeros_like(self._latest)
+        self._buffers = _flatten_buffers(self._layers, ("running_mean", "running_var"))
+        self._buffer_counts = _flatten_buffers(self._layers, ("num_batches_tracked",))
+        self._committed, self._committed_counts = self._buffers.clone(), self._buffer_counts.clone()
+        self.size = len(self._buffers)
+        self._sum, self._next = torch.zeros_like(self._buffers, dtype=torch.float64), torch.zeros_like(self._buffers)
         self._momenta = [float(layer.momentum or 0) for layer in self._layers]
         for layer in self._layers:
             layer.momentum = 1.0
@@ -53,7 +53,7 @@ class RunningStats:
     @property
     def momenta(self) -> list[float]:
         """The different momenta of the layers whose statistics move, as of the last `begin_epoch`."""
-        pairs = zip(self._momenta, self._in_training, strict=True)
+        pairs = zip(self._momenta, self._training_flags, strict=True)
         return sorted({momentum for momentum, is_trained in pairs if momentum * is_trained})
 
     def use_accumulator(self, accumulator: Tensor) -> None:
@@ -64,17 +64,17 @@ class RunningStats:
     def begin_epoch(self) -> None:
         """Call after model.train(): layers that do not train (a frozen trunk) keep their statistics bit for bit."""
         trains = [layer.training for layer in self._layers]
-        if trains != self._in_training:  # else a copy to the device would wait for it in each epoch
-            self._in_training, sizes = trains, [2 * layer.num_features for layer in self._layers]
+        if trains != self._training_flags:  # else a copy to the device would wait for it in each epoch
+            self._training_flags, sizes = trains, [2 * layer.num_features for layer in self._layers]
             rates = [momentum * is_trained for momentum, is_trained in zip(self._momenta, trains, strict=True)]
             rows = [torch.full((size,), rate) for size, rate in zip(sizes, rates, strict=True)]
-            self._rates = torch.cat(rows).to(self._latest)
-            self._trains = torch.tensor(trains).to(self._latest_counts)
+            self._momentum_rates = torch.cat(rows).to(self._buffers)
+            self._training_mask = torch.tensor(trains).to(self._buffer_counts)
 
     def add(self, samples: int) -> None:
         """Call after the forward pass of a micro-batch with this many samples."""
         if self.has_layers:
-            self._sum.add_(self._latest, alpha=samples)
+            self._sum.add_(self._buffers, alpha=samples)
 
     def commit(self, samples: int, is_finite: Tensor) -> None:
         """Update the statistics with the mean over the global batch, or leave them unchanged; decided on the device.
@@ -84,24 +84,24 @@ class RunningStats:
             is_finite: 0-dimensional bool. torch.where, not a product, since NaN * 0 is NaN.
         """
         if self.has_layers:
-            torch.div(self._sum, samples, out=self._moved)
-            torch.lerp(self._committed, self._moved, self._rates, out=self._moved)
-            torch.where(is_finite, self._moved, self._committed, out=self._committed)
-            self._committed_counts.addcmul_(self._trains, is_finite)
+            torch.div(self._sum, samples, out=self._next)
+            torch.lerp(self._committed, self._next, self._momentum_rates, out=self._next)
+            torch.where(is_finite, self._next, self._committed, out=self._committed)
+            self._committed_counts.addcmul_(self._training_mask, is_finite)
             self.discard()
 
     def discard(self) -> None:
         """Drop what a pass has left in the layers' buffers: after each backward pass, since a layer that the next
         micro-batch leaves out would add the statistics of this one."""
         if self.has_layers:
-            self._latest.copy_(self._committed)
-            self._latest_counts.copy_(self._committed_counts)
+            self._buffers.copy_(self._committed)
+            self._buffer_counts.copy_(self._committed_counts)
 
     def read_buffers(self) -> None:
         """Take the statistics from the layers' buffers, into which a checkpoint was loaded."""
         if self.has_layers:
-            self._committed.copy_(self._latest)
-            self._committed_counts.copy_(self._latest_counts)
+            self._committed.copy_(self._buffers)
+            self._committed_counts.copy_(self._buffer_counts)
 
 
 def check_sync_batchnorm(model: nn.Module, sampler: GlobalBatchSampler, ctx: DistributedContext) -> None:

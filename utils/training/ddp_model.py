@@ -33,7 +33,7 @@ class SingleProcessModel(nn.Module):
     def no_sync(self) -> AbstractContextManager:
         return nullcontext()
 
-    def accumulating(self, micro_batch: MicroBatch) -> AbstractContextManager:
+    def accumulate(self, micro_batch: MicroBatch) -> AbstractContextManager:
         return nullcontext()
 
 
@@ -44,24 +44,24 @@ class DDPModel(DistributedDataParallel):
     does not count: it repeats a micro-batch of the step, with the same random numbers.
     """
 
-    def __init__(self, module: nn.Module, accumulates: bool = False, **options: Any) -> None:
+    def __init__(self, module: nn.Module, is_accumulating: bool = False, **options: Any) -> None:
         super().__init__(module, **options)
-        self._trained = {p: name for name, p in module.named_parameters() if p.requires_grad}
-        self._places: dict[Tensor, Tensor] = {}  # of gradients in the buckets
-        for parameter in self._trained if accumulates else ():
-            parameter.register_post_accumulate_grad_hook(self._put_into_bucket)
+        self._trainable_names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        self._bucket_views: dict[Tensor, Tensor] = {}  # of gradients in the buckets
+        for parameter in self._trainable_names if is_accumulating else ():
+            parameter.register_post_accumulate_grad_hook(self._move_into_bucket)
 
     @contextmanager
-    def accumulating(self, micro_batch: MicroBatch) -> Iterator[None]:
+    def accumulate(self, micro_batch: MicroBatch) -> Iterator[None]:
         """For the passes of a micro-batch: gradients are exchanged in the last backward pass of a step."""
         with nullcontext() if micro_batch.is_last else self.no_sync():
             yield
-        if micro_batch.is_last and len(self._places) < len(self._trained):
-            self._places |= {p: p.grad for p in self._trained if p.grad is not None}
+        if micro_batch.is_last and len(self._bucket_views) < len(self._trainable_names):
+            self._bucket_views |= {p: p.grad for p in self._trainable_names if p.grad is not None}
 
-    def _put_into_bucket(self, parameter: Tensor) -> None:
+    def _move_into_bucket(self, parameter: Tensor) -> None:
         """Move a step's first gradient, else a second copy. In a zeroed place, one without use would be updated."""
-        bucket_view, gradient = self._places.get(parameter), parameter.grad
+        bucket_view, gradient = self._bucket_views.get(parameter), parameter.grad
         if bucket_view is not None and gradient is not None and gradient is not bucket_view:
             parameter.grad = bucket_view.copy_(gradient)
 
@@ -72,13 +72,15 @@ class DDPModel(DistributedDataParallel):
             match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             if not match:
                 raise
-            raise explain_unused([[*self._trained.values()][int(index)] for index in match[1].split()]) from None
+            raise explain_unused_parameters(
+                [[*self._trainable_names.values()][int(index)] for index in match[1].split()]
+            ) from None
 
 
 WrappedModel = DDPModel | SingleProcessModel
 
 
-def explain_unused(names: list[str]) -> TrainingError:
+def explain_unused_parameters(names: list[str]) -> TrainingError:
     """The error for parameters that got no gradient in a step."""
     return TrainingError(
         f"model: {join_first(names)} got no gradient in this step, while other batches use it, and other ranks"
@@ -86,7 +88,7 @@ def explain_unused(names: list[str]) -> TrainingError:
     )
 
 
-def explain_unfrozen(names: list[str], step: int) -> UserError:
+def explain_unfrozen_parameters(names: list[str], step: int) -> UserError:
     """The error for parameters that are trainable at this step, and were not when the training was assembled."""
     return UserError(
         f"model: {join_first(names)} was frozen at the start and got requires_grad_(True) before step {step},"
@@ -95,7 +97,7 @@ def explain_unfrozen(names: list[str], step: int) -> UserError:
     )
 
 
-def ddp_options(
+def create_ddp_options(
     model: nn.Module, device: torch.device, *, find_unused_parameters: bool, bucket_cap_mb: float
 ) -> dict[str, Any]:
     """All options of DDP. bucket_cap_mb: 0 for a size that fits the model."""
@@ -106,11 +108,11 @@ def ddp_options(
         "device_ids": None if device.type == "cpu" else [device.index],
         "gradient_as_bucket_view": True,
         "find_unused_parameters": find_unused_parameters,
-        "bucket_cap_mb": bucket_megabytes(model, bucket_cap_mb),
+        "bucket_cap_mb": choose_bucket_megabytes(model, bucket_cap_mb),
     }
 
 
-def bucket_megabytes(model: nn.Module, bucket_cap_mb: float) -> float:
+def choose_bucket_megabytes(model: nn.Module, bucket_cap_mb: float) -> float:
     """The size of DDP's buckets in MB: as given, or for 0 a quarter of the gradients, so that several overlap, between
     1 and 25."""
     size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

@@ -18,7 +18,7 @@ from utils.data.sets import choose_split_name
 from utils.distributed.collectives import require_equal
 from utils.distributed.consensus import Consensus
 from utils.distributed.context import DistributedContext
-from utils.logger import NAME, show_progress
+from utils.logger import LOGGER_NAME, show_progress_bar
 from utils.metrics import MetricTracker, all_reduce_scalar, check_metrics
 from utils.rng import preserve_rng_state, seed_evaluation
 from utils.training.hooks import ModelHooks
@@ -51,7 +51,7 @@ class Evaluation:
         eval_records, split = [], choose_split_name(loader.dataset, split)
         common = {"kind": "eval", "epoch": progress.epoch_number, "step": progress.step, "split": split}
         for kind, context in weights.items():
-            show = partial(show_progress, logging.getLogger(NAME), label=split + " (ema)" * (kind == "ema"))
+            show = partial(show_progress_bar, logging.getLogger(LOGGER_NAME), label=split + " (ema)" * (kind == "ema"))
             with context, preserve_rng_state(self.ctx.device):
                 means = self.evaluate(loader, show, split)
                 eval_records.append({**common, "weights": kind, **means})
@@ -59,51 +59,51 @@ class Evaluation:
 
     @torch.no_grad()
     def evaluate(
-        self, loader: GlobalBatchLoader, show: Callable[[int, int], None] | None = None, split: str = "val"
+        self, loader: GlobalBatchLoader, report_progress: Callable[[int, int], None] | None = None, split: str = "val"
     ) -> dict[str, float]:
         """The mean loss and metrics over a set, and its "count".
 
         Every rank makes the same number of passes, some of them over padding.
 
         Args:
-            show: called with the number of a pass, from 1, and how many there are.
+            report_progress: called with the number of a pass, from 1, and how many there are.
             split: decides what `compute_loss` and `predict` draw.
         """
         self.model.eval()
         tracker, samples, ctx = MetricTracker(self.ctx.device), 0, self.ctx
         ranks = loader.sampler.assignment.create_rank_sum()
 
-        def seed_function(function: str, samples: Sequence[int]) -> None:
+        def seed_hook(function: str, samples: Sequence[int]) -> None:
             seed_evaluation(ctx.device, loader.sampler.seed, function, split, samples)
 
         for part in self.parts:
-            part.begin_evaluation(seed_function, self.clock)
+            part.begin_evaluation(seed_hook, self.clock)
         for number, micro_batch in enumerate(loader.micro_batches(epoch=0), start=1):
-            self.clock.enter_function("compute_loss")
-            seed_function("compute_loss", micro_batch.indices)
+            self.clock.enter_hook("compute_loss")
+            seed_hook("compute_loss", micro_batch.indices)
             with self.precision.autocast():
                 metrics = self.hooks.compute_loss(self.model, micro_batch.batch)
                 for part in self.parts:
                     part.evaluate(self.model, micro_batch)
-            self.clock.enter("evaluation")
+            self.clock.enter_phase("evaluation")
             if not tracker.shapes:
                 tracker.allocate(check_metrics(metrics))
             if not micro_batch.is_padding:
                 tracker.update(metrics)
                 samples += len(micro_batch.indices)
                 ranks.add(tracker.values, micro_batch.number)
-            if show:
-                show(number, loader.sampler.passes_per_epoch)
+            if report_progress:
+                report_progress(number, loader.sampler.passes_per_epoch)
             if self.consensus:
                 self.consensus.step()
         if self.consensus:
-            self.consensus.flush()
+            self.consensus.vote_and_wait()
         count = int(all_reduce_scalar(samples, "sum", ctx.control_group))
         if count != (whole := len(loader.dataset)):
             raise RuntimeError(f"evaluation counted {count} samples of {whole}; this is a bug in the loader")
         sentence = "compute_loss: {other} and {first} report different metrics; report the same for every batch"
         require_equal(tracker.shapes, sentence, ctx)
-        if work := ranks.start(tracker.values, loader.sampler.micro_batches_per_epoch):
+        if work := ranks.start_all_reduce(tracker.values, loader.sampler.micro_batches_per_epoch):
             work.wait()
         means = tracker.means()
         for part in self.parts:

@@ -23,9 +23,9 @@ from utils.rng import derive_seed, hash_bits
 from utils.training.schedule import Progress
 from utils.training.state import TrainState
 
-KEYS = 2**21  # 16 MB on each device; those of later positions are these times a number
-CHUNKS = {"cpu": 2**16}  # values at a time, in the processor's cache; elsewhere as many as keys, which takes 40 MB
-WORDS = {1: torch.int8, 2: torch.int16}  # by element size; larger elements are several int32
+NUM_KEYS = 2**21  # 16 MB on each device; those of later positions are these times a number
+CHUNK_SIZES = {"cpu": 2**16}  # values at a time, in the processor's cache; elsewhere as many as keys, which takes 40 MB
+WORD_TYPES = {1: torch.int8, 2: torch.int16}  # by element size; larger elements are several int32
 
 
 @torch.no_grad()
@@ -53,27 +53,29 @@ def _sum_by_device(
 ) -> dict[torch.device, Tensor]:
     """The summands of a fingerprint by device: int64, 0-dimensional."""
     tensors, totals = list(tensors), defaultdict[torch.device, Any](int)
-    for (device, *_), group in groupby(_pieces(zip(tensors, owners or tensors, strict=True)), lambda piece: piece[:3]):
+    for (device, *_), group in groupby(
+        _split_pieces(zip(tensors, owners or tensors, strict=True)), lambda piece: piece[:3]
+    ):
         pieces = list(group)
-        block, first = divmod(pieces[0][3], KEYS)
+        block, first = divmod(pieces[0][3], NUM_KEYS)
         products = torch.cat([words for *_, words in pieces]).long()
         products *= _random_keys(device)[first : first + len(products)]
         totals[device] += products.sum() * (derive_seed(name, block) | 1)
     return totals
 
 
-def _pieces(pairs: Iterable[tuple[Tensor, Any]]) -> Iterator[tuple[torch.device, int, int, int, Tensor]]:
+def _split_pieces(pairs: Iterable[tuple[Tensor, Any]]) -> Iterator[tuple[torch.device, int, int, int, Tensor]]:
     """Flat integers, with the device, the chunk, the number of values skipped so far, and the position."""
     end = done = 0
     for tensor, owner in pairs:
-        per_element, kind = max(1, tensor.element_size() // 4), WORDS.get(tensor.element_size(), torch.int32)
+        per_element, kind = max(1, tensor.element_size() // 4), WORD_TYPES.get(tensor.element_size(), torch.int32)
         first, rows, position = 0, torch.atleast_1d(tensor.detach()), end
         if is_sharded(owner):
             first = local_row_range(owner)[0]
             position += first * (owner.numel() // owner.shape[0]) * per_element if tensor.ndim else 0
             rows = rows[: len(rows) if tensor.ndim else first == 0]
         end += (owner.numel() if tensor.ndim else 1) * per_element
-        chunk = CHUNKS.get(tensor.device.type, KEYS)
+        chunk = CHUNK_SIZES.get(tensor.device.type, NUM_KEYS)
         max_rows = len(rows) if rows.is_contiguous() else chunk * len(rows) // rows.numel()  # else they are copied
         for row_block in rows.split(max(1, max_rows)):
             flat = row_block.reshape(-1).view(kind)
@@ -86,14 +88,14 @@ def _pieces(pairs: Iterable[tuple[Tensor, Any]]) -> Iterator[tuple[torch.device,
 @cache
 def _random_keys(device: torch.device) -> Tensor:
     """Odd random numbers. The first passes of a run create them, before other streams of the device use them."""
-    return hash_bits(torch.arange(KEYS, device=device), derive_seed("fingerprint")) | 1
+    return hash_bits(torch.arange(NUM_KEYS, device=device), derive_seed("fingerprint")) | 1
 
 
 def fingerprint_state(state: TrainState) -> Tensor:
     """The fingerprint of weights, buffers, optimizer state and position: int64, 0-dimensional, on the device. Reads
     nothing from it; a collective if sharded."""
     total = fingerprint_weights(state)
-    if group := find_shard_group(state.owners.values()):
+    if group := find_shard_group(state.parameters_by_tensor.values()):
         dist.all_reduce(total, group=group)
     return total + fingerprint_buffers(state.model) + fingerprint_position(state.progress)
 
@@ -105,10 +107,13 @@ def format_fingerprint(fingerprint: int) -> str:
 
 def fingerprint_weights(state: TrainState) -> Tensor:
     """The summand of weights and optimizer state; of sharded ones, those of this rank. On the device, as a digest."""
-    states = [(state.optimizer.state.get(tensor, {}), owner) for tensor, owner in state.owners.items()]
+    states = [(state.optimizer.state.get(tensor, {}), owner) for tensor, owner in state.parameters_by_tensor.items()]
     keys = sorted({key for param_state, _ in states for key in param_state})
     slots = [(param_state.get(key), owner) for key in keys for param_state, owner in states]
-    pairs = [*state.owners.items(), *((value, owner) for value, owner in slots if isinstance(value, Tensor))]
+    pairs = [
+        *state.parameters_by_tensor.items(),
+        *((value, owner) for value, owner in slots if isinstance(value, Tensor)),
+    ]
     tensors, owners = zip(*pairs, strict=True)
     return fingerprint_on_device("weights", tensors, model_device(state.model), owners)
 
@@ -122,9 +127,9 @@ def fingerprint_parameters(model: nn.Module) -> int:
     return int(total)
 
 
-def fingerprint_position(at: Progress) -> int:
+def fingerprint_position(progress: Progress) -> int:
     """The summand of the position."""
-    return derive_seed("position", at.epoch, at.step, at.samples_in_epoch, at.samples_seen)
+    return derive_seed("position", progress.epoch, progress.step, progress.samples_in_epoch, progress.samples_seen)
 
 
 def fingerprint_buffers(model: nn.Module) -> Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.collectives import on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
-from utils.distributed.device import raise_file_limit
+from utils.distributed.device import raise_open_file_limit
 from utils.distributed.dtensor import local_shard
 from utils.logger import format_count
 from utils.metrics import MetricTracker, check_metrics, choose_best_metric
@@ -22,7 +22,7 @@ from utils.training.fingerprint import fingerprint_tensors
 from utils.training.hooks import ComputeLoss, ModelHooks
 from utils.training.state import TrainState
 
-NOT_AVERAGED = (
+GRADIENTS_DIFFER = (
     "compute_loss: {other} and {first} have different gradients after a backward pass that should average them; call"
     " the model that compute_loss is given, not model.module or the model from elsewhere"
 )
@@ -32,7 +32,7 @@ def run_first_passes(
     model: WrappedModel,
     state: TrainState,
     loader: GlobalBatchLoader,
-    held_out: dict[str, GlobalBatchLoader],
+    held_out_loaders: dict[str, GlobalBatchLoader],
     hooks: ModelHooks,
     ctx: DistributedContext,
     *,
@@ -43,7 +43,7 @@ def run_first_passes(
     micro-batch of the run: an error that only this one has would end the run after the first epoch.
 
     Args:
-        held_out: by split.
+        held_out_loaders: by split.
         best_metric: the setting, as `choose_best_metric` takes it.
         max_steps: of the run; 0 for no limit.
 
@@ -55,63 +55,65 @@ def run_first_passes(
         UserError: if compute_loss returns something invalid, or a parameter got no gradient.
     """
     compute_loss = hooks.compute_loss
-    batch, *other_batches = on_all_ranks(loader.example_batches, ctx)
+    batch, *other_batches = on_all_ranks(loader.fetch_example_batches, ctx)
     # the loss is doubled on every other rank: gradients differ unless they are averaged
     digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)
     on_all_ranks(lambda: [train_twice(model, other_batch, state, compute_loss) for other_batch in other_batches], ctx)
     for part in state.parts:
         part.first_passes(lambda: train_twice(state.model, batch, state, compute_loss), batch)
     state.updater.zero_gradients()  # also where a part's passes have failed
-    state.sums.running_stats.discard()
+    state.step_sums.running_stats.discard()
     if state.strategy.has_whole_gradients:
-        require_equal(digest, NOT_AVERAGED, ctx)
-    layout = state.sums.metrics.shapes
+        require_equal(digest, GRADIENTS_DIFFER, ctx)
+    layout = state.step_sums.metrics.shapes
     require_equal(layout, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx)
 
     def train_smallest() -> None:
-        for indices in loader.sampler.smallest_micro_batch(max_steps):
-            with explain_smallest_batch(indices, "another --batch_size or --drop_last"):
-                train_twice(model, loader.fetch(indices)[2], state, compute_loss)
+        for indices in loader.sampler.find_smallest_micro_batch(max_steps):
+            with note_smallest_batch(indices, "another --batch_size or --drop_last"):
+                train_twice(model, loader.fetch_samples(indices)[2], state, compute_loss)
         if loader.sampler.is_packed:
-            check_one_sample(state, loader, compute_loss)
+            check_single_sample_batch(state, loader, compute_loss)
 
     def evaluate(loader: GlobalBatchLoader) -> list[str]:
-        for batch in loader.example_batches():
+        for batch in loader.fetch_example_batches():
             names = evaluate_once(batch, state, compute_loss)
         samples = len(loader.dataset)
         for part in state.parts:
-            names += part.try_evaluation(state.model, state.precision, batch, len(loader.max_samples()[-1]), samples)
-        for indices in loader.sampler.smallest_micro_batch():
-            with explain_smallest_batch(indices, "another --eval_batch_size"):
-                batch = loader.fetch(indices)[2]
+            names += part.try_evaluation(
+                state.model, state.precision, batch, len(loader.list_example_indices()[-1]), samples
+            )
+        for indices in loader.sampler.find_smallest_micro_batch():
+            with note_smallest_batch(indices, "another --eval_batch_size"):
+                batch = loader.fetch_samples(indices)[2]
                 evaluate_once(batch, state, compute_loss)
                 for part in state.parts:
                     part.try_evaluation(state.model, state.precision, batch, len(indices), len(indices))
         return names
 
     on_all_ranks(train_smallest, ctx)
-    names = on_all_ranks(lambda: [evaluate(eval_loader) for eval_loader in held_out.values()], ctx)
-    loaders = [loader, *held_out.values()]
+    names = on_all_ranks(lambda: [evaluate(eval_loader) for eval_loader in held_out_loaders.values()], ctx)
+    loaders = [loader, *held_out_loaders.values()]
     workers = sum(data_loader.num_workers for data_loader in loaders)
-    tensors = sum(data_loader.shared_tensors for data_loader in loaders)
-    on_all_ranks(lambda: raise_file_limit(ctx.world_size, workers, tensors), ctx)
+    tensors = sum(data_loader.shared_tensor_count for data_loader in loaders)
+    on_all_ranks(lambda: raise_open_file_limit(ctx.world_size, workers, tensors), ctx)
     return on_all_ranks(lambda: choose_best_metric(best_metric, [*names, []][0]), ctx)
 
 
 @torch.no_grad()
-def check_one_sample(state: TrainState, loader: GlobalBatchLoader, compute_loss: ComputeLoss) -> None:
+def check_single_sample_batch(state: TrainState, loader: GlobalBatchLoader, compute_loss: ComputeLoss) -> None:
     """Raises UserError if a BatchNorm needs two samples: batches by length may leave one over in a later epoch."""
     try:
         with state.precision.autocast():
-            compute_loss(state.model.train(), loader.fetch([0])[2])
+            compute_loss(state.model.train(), loader.fetch_samples([0])[2])
     except ValueError as error:
-        explain_one_sample(error)
+        check_single_sample_error(error)
     except Exception:
         pass
-    state.sums.running_stats.discard()
+    state.step_sums.running_stats.discard()
 
 
-def explain_one_sample(error: ValueError) -> None:
+def check_single_sample_error(error: ValueError) -> None:
     """Raises UserError if a BatchNorm got one sample."""
     if "Expected more than 1 value per channel" in str(error):
         raise UserError(
@@ -120,32 +122,34 @@ def explain_one_sample(error: ValueError) -> None:
         ) from None
 
 
-def train_twice(model: nn.Module, batch: Any, state: TrainState, compute_loss: ComputeLoss, weight: float = 1.0) -> int:
+def train_twice(
+    model: nn.Module, batch: Any, state: TrainState, compute_loss: ComputeLoss, loss_weight: float = 1.0
+) -> int:
     """Run two forward and backward passes. Returns a digest of the gradients, which are dropped.
 
-    weight: the loss is multiplied by it.
+    loss_weight: the loss is multiplied by it.
     """
     model.train()
-    state.sums.running_stats.begin_epoch()
+    state.step_sums.running_stats.begin_epoch()
     try:
         for _ in range(2):
             with state.precision.autocast():
                 metrics = check_metrics(compute_loss(model, batch))
-            (metrics["loss"][0].sum() * weight).backward()
+            (metrics["loss"][0].sum() * loss_weight).backward()
             state.check_gradients()
     except ValueError as error:
-        explain_one_sample(error)
+        check_single_sample_error(error)
         raise
     gradients = [local_shard(p.grad) for p in state.model.parameters() if p.grad is not None]
     digest = fingerprint_tensors("gradients", gradients)
     state.updater.zero_gradients()
-    state.sums.running_stats.discard()
+    state.step_sums.running_stats.discard()
     state.allocate_metrics(metrics)
     return digest
 
 
 @contextmanager
-def explain_smallest_batch(indices: list[int], remedy: str) -> Iterator[None]:
+def note_smallest_batch(indices: list[int], remedy: str) -> Iterator[None]:
     """Let an error say that it is one of the smallest micro-batch."""
     try:
         yield
@@ -156,7 +160,7 @@ def explain_smallest_batch(indices: list[int], remedy: str) -> Iterator[None]:
 
 
 @contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[None]:
+def preserve_buffers(model: nn.Module) -> Iterator[None]:
     """Give buffers their values back at the end. Forward passes move those of spectral norms, codebooks and queues.
 
     A buffer that is created or gets another shape meanwhile stays as it is.
@@ -172,7 +176,7 @@ def buffers_restored(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def evaluate_once(batch: Any, state: TrainState, compute_loss: ComputeLoss) -> list[str]:
     """Run a pass in evaluation mode. Returns the names of the metrics."""
-    tracker = MetricTracker(state.sums.metrics.values.device)
+    tracker = MetricTracker(state.step_sums.metrics.values.device)
     with state.precision.autocast():
         tracker.update(check_metrics(compute_loss(state.model.eval(), batch)))
     return [*tracker.means()]

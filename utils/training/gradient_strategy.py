@@ -16,18 +16,18 @@ from utils.training.ddp_model import (
     DDPModel,
     SingleProcessModel,
     WrappedModel,
-    ddp_options,
+    create_ddp_options,
     register_comm_hook,
 )
 
-Build = Callable[[torch.device], nn.Module]
-Blocks = Callable[[nn.Module], list[nn.Module]]
+CreateModel = Callable[[torch.device], nn.Module]
+FindBlocks = Callable[[nn.Module], list[nn.Module]]
 
 
 class GradientStrategy:
     """One rank: there is nothing to share. The other ways override what they do differently."""
 
-    divisor = 1  # by which the wrapped model divides the sum of the gradients of all ranks
+    gradient_divisor = 1  # by which the wrapped model divides the sum of the gradients of all ranks
     banner_note = ""  # for the banner
     provenance: dict[str, Any] = {}
     has_whole_gradients = True  # on each rank, the same on all of them
@@ -49,7 +49,7 @@ class GradientStrategy:
             strategy = FSDPStrategy
         return strategy(config, ctx)
 
-    def build_model(self, create_model: Build, blocks: Blocks) -> nn.Module:
+    def build_model(self, create_model: CreateModel, find_blocks: FindBlocks) -> nn.Module:
         """The model, not wrapped. build: creates it on a device. Raises UserError."""
         return create_model(self._ctx.device)
 
@@ -61,20 +61,24 @@ class GradientStrategy:
         """Forms the sums of a step over micro-batches and ranks."""
         return RankSum()
 
-    def optimizer_tensors(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
+    def create_optimizer_tensors(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
         """For each parameter the tensor that the optimizer updates, which has its memory on this rank."""
         return {p: p for p in parameters}
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises UserError if the optimizer cannot update these tensors."""
 
-    def unscale(
-        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, owners: dict[nn.Parameter, nn.Parameter]
+    def unscale_gradients(
+        self,
+        scaler: torch.amp.GradScaler,
+        optimizer: torch.optim.Optimizer,
+        parameters_by_tensor: dict[nn.Parameter, nn.Parameter],
     ) -> None:
-        """Give the optimizer's tensors their gradients, and remove float16's scale. owners: parameters by tensor."""
+        """Give the optimizer's tensors their gradients, and remove float16's scale. parameters_by_tensor: parameters"
+        " by tensor."""
         scaler.unscale_(optimizer)
 
-    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
+    def compute_gradient_norm(self, gradients: list[Tensor]) -> Tensor:
         """The norm over all gradients: 0-dimensional, with the same bits on all ranks."""
         # get_total_norm, which sorts by device, takes five times as long
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
@@ -85,14 +89,14 @@ class DDPStrategy(GradientStrategy):
 
     def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
         super().__init__(config, ctx)
-        self.divisor = ctx.world_size
+        self.gradient_divisor = ctx.world_size
 
     def wrap_model(self, model: nn.Module) -> WrappedModel:
         config, ranks = self._config, self._ctx.world_size
         # DDP divides a gradient in its bucket by the ranks, and multiplies another one by 1 / ranks: equal bits only
         # for powers of two, and the first step of an attempt has none in the buckets
         accumulates = config.micro_batches_per_step(ranks) > ranks and ranks.bit_count() == 1
-        options = ddp_options(
+        options = create_ddp_options(
             model,
             self._ctx.device,
             find_unused_parameters=config.find_unused_parameters,

@@ -18,14 +18,14 @@ from utils.metrics import Metrics
 from utils.settings.errors import UserError
 from utils.training.blocks import find_blocks
 from utils.training.optimizer import create_optimizer, lr_factor
-from utils.training.parts.create import create_parts_of_functions
+from utils.training.parts.create import create_hook_parts
 from utils.training.parts.part import P, Part, find_part
 from utils.training.signatures import has_parameter
 
 ComputeLoss = Callable[[nn.Module, Any], Metrics]
-REQUIRED = ("create_model", "param_groups", "compute_loss")
+REQUIRED_HOOKS = ("create_model", "param_groups", "compute_loss")
 # functions that get the config as an argument anyway, so that it is not bound by its name
-TAKES_CONFIG = {"check_config", "create_model", "param_groups", "lr_factor", "create_optimizer", "initial_weights"}
+HOOKS_WITH_CONFIG = {"check_config", "create_model", "param_groups", "lr_factor", "create_optimizer", "initial_weights"}
 CPU = torch.device("cpu")
 
 
@@ -90,14 +90,14 @@ class ModelHooks:
         """
         names = cls.__dataclass_fields__.keys() - {"parts"}
         functions: dict[str, Any] = {name: getattr(module, name) for name in names if hasattr(module, name)}
-        missing = [name for name in REQUIRED if name not in functions]
+        missing = [name for name in REQUIRED_HOOKS if name not in functions]
         if missing:
             raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see docs/reference.md")
         for name, function in functions.items():
-            if config and name not in TAKES_CONFIG and has_parameter(function, "config"):
+            if config and name not in HOOKS_WITH_CONFIG and has_parameter(function, "config"):
                 functions[name] = functools.partial(function, config=config)
         functions = {"predict": predict} | functions  # the part of summarize calls the default too
-        parts = create_parts_of_functions(functions, device)
+        parts = create_hook_parts(functions, device)
         return cls(**functions, parts=tuple(parts))
 
     def find_part(self, kind: type[P]) -> P | None:

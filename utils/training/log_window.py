@@ -13,7 +13,7 @@ from utils.metrics import Metrics, MetricTracker
 from utils.training.parts.part import Part
 from utils.training.schedule import Progress
 
-NOTHING_COUNTED = "empty"
+EMPTY_STEP = "empty"
 
 
 class SkippedStep(NamedTuple):
@@ -21,14 +21,14 @@ class SkippedStep(NamedTuple):
 
     step: int
     epoch: int
-    first: int
+    first_sample: int
     samples: int
     reason: str = ""  # "non-finite" loss or gradient; EMPTY: the loss counted nothing
 
 
-def are_all_empty(skipped: list[SkippedStep]) -> bool:
+def are_all_steps_empty(skipped: list[SkippedStep]) -> bool:
     """Whether some steps were skipped, and all because their loss counted nothing."""
-    return {skip.reason for skip in skipped} == {NOTHING_COUNTED}
+    return {skip.reason for skip in skipped} == {EMPTY_STEP}
 
 
 class PendingRead:
@@ -37,26 +37,28 @@ class PendingRead:
     Args:
         tensors: float64 or int64, of any shapes, on one device, as they are now.
         steps: since the read before.
-        readers: parts, each with one of the tensors, in this order.
+        parts: parts, each with one of the tensors, in this order.
     """
 
-    def __init__(self, tensors: list[Tensor], steps: list[SkippedStep], readers: list[Part]) -> None:
+    def __init__(self, tensors: list[Tensor], steps: list[SkippedStep], parts: list[Part]) -> None:
         self.steps = steps
-        self.readers = readers
-        self._likes = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        self._host = torch.cat([tensor.reshape(-1).view(torch.int64) for tensor in tensors])
+        self.parts = parts
+        self._shapes_and_dtypes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._host_copy = torch.cat([tensor.reshape(-1).view(torch.int64) for tensor in tensors])
         self._event: torch.Event | None = None
-        if self._host.device.type != "cpu":
-            pinned = torch.empty(self._host.shape, dtype=torch.int64, pin_memory=True)
-            self._host = pinned.copy_(self._host, non_blocking=True)
+        if self._host_copy.device.type != "cpu":
+            pinned = torch.empty(self._host_copy.shape, dtype=torch.int64, pin_memory=True)
+            self._host_copy = pinned.copy_(self._host_copy, non_blocking=True)
             self._event = torch.accelerator.current_stream().record_event()
 
     def result(self) -> list[Tensor]:
         """The tensors, on the CPU. Waits until the device has reached the copy, not for what was queued later."""
         if self._event:
             self._event.synchronize()
-        parts = self._host.split([shape.numel() for shape, _ in self._likes])
-        return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, self._likes, strict=True)]
+        parts = self._host_copy.split([shape.numel() for shape, _ in self._shapes_and_dtypes])
+        return [
+            part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, self._shapes_and_dtypes, strict=True)
+        ]
 
 
 class LogWindowValues(NamedTuple):
@@ -64,7 +66,7 @@ class LogWindowValues(NamedTuple):
 
     sums: MetricTracker  # of the steps with a finite loss, with the norms of these steps
     skipped: list[SkippedStep]  # without those of float16's search for a scale
-    more: list[Tensor]  # as given to `begin_read`
+    other_tensors: list[Tensor]  # as given to `begin_read`
     entries: dict[str, float]  # of the parts, for the train record
 
 
@@ -81,19 +83,19 @@ class LogWindow(MetricTracker):
         self._scaler = scaler
         self._parts = parts
         self._one = torch.ones((), device=device)
-        self._sums = MetricTracker()  # what was read last, on the host
+        self._host_sums = MetricTracker()  # what was read last, on the host
         self.norms: list[Tensor] = []  # of the gradient, one per step; not finite if it was skipped
         self._divisors: list[Tensor] = []  # one per step: 0 if the loss counted nothing
         self._losses: list[Tensor] = []  # with float16: the summed loss of each step
-        self._steps: list[SkippedStep] = []  # a record of each step, used if it was skipped
+        self._pending_steps: list[SkippedStep] = []  # a record of each step, used if it was skipped
 
-    def allocate(self, metrics: Metrics, spare: int = 0) -> None:
-        super().allocate(metrics, spare)
-        self._sums.allocate(metrics, spare)
+    def allocate(self, metrics: Metrics, extra_size: int = 0) -> None:
+        super().allocate(metrics, extra_size)
+        self._host_sums.allocate(metrics, extra_size)
 
     def record_step(self, step: SkippedStep, norm: Tensor, divisor: Tensor, loss: Tensor | None) -> None:
         """Keep what tells whether a step was skipped: 0-dimensional, on the device. loss: with float16."""
-        self._steps.append(step)
+        self._pending_steps.append(step)
         self.norms.append(norm)
         self._divisors.append(divisor)
         self._losses += [] if loss is None else [loss.clone()]
@@ -112,8 +114,8 @@ class LogWindow(MetricTracker):
             if values is not None:
                 tensors.append(values.to(self.values.device))
                 readers.append(part)
-        read = PendingRead([*tensors, *other_tensors], self._steps, readers)
-        self.norms, self._divisors, self._losses, self._steps = [], [], [], []
+        read = PendingRead([*tensors, *other_tensors], self._pending_steps, readers)
+        self.norms, self._divisors, self._losses, self._pending_steps = [], [], [], []
         return read
 
     def finish_read(self, read: PendingRead, progress: Progress) -> LogWindowValues:
@@ -124,9 +126,9 @@ class LogWindow(MetricTracker):
         """
         values, norms, divisors, losses, scale, *other_tensors = read.result()
         entries: dict[str, float] = {}
-        for part in read.readers:
+        for part in read.parts:
             entries |= part.finish_read(other_tensors.pop(0))
-        sums = self._sums
+        sums = self._host_sums
         sums.values.copy_(values)
         norm_sum, finite = sums.sum_view("grad_norm").item(), [norm for norm in norms.tolist() if math.isfinite(norm)]
         for norm in finite:  # not sum(), so that the bits do not depend on where a resume divides the interval
@@ -142,13 +144,13 @@ class LogWindow(MetricTracker):
             elif scale >= 1 and divisor and math.isfinite(loss):  # skipped in float16's search for this scale
                 progress.overflow_steps += 1
             else:
-                skipped.append(step._replace(reason="non-finite" if divisor else NOTHING_COUNTED))
+                skipped.append(step._replace(reason="non-finite" if divisor else EMPTY_STEP))
                 progress.skipped_in_row += 1
         progress.skipped_steps += len(skipped)
         return LogWindowValues(sums, skipped, other_tensors, entries)
 
-    def keep_norms(self) -> None:
+    def add_read_norms(self) -> None:
         """Add the norms that were read last to the sums, in the middle of an interval, and the skipped steps."""
         for name in ("grad_norm", "skipped_steps"):
-            self.sum_view(name).fill_(self._sums.sum_view(name).item())
-            self.count_view(name).fill_(self._sums.count_view(name).item())
+            self.sum_view(name).fill_(self._host_sums.sum_view(name).item())
+            self.count_view(name).fill_(self._host_sums.count_view(name).item())

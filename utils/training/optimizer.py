@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from config import TrainingConfig
 from utils.batch import map_leaves, map_tensors
-from utils.distributed.dtensor import create_dtensor, local_shard, take_shard
+from utils.distributed.dtensor import create_dtensor, local_shard, shard_like
 from utils.settings.errors import UserError
 
 # entries of a parameter group that come from the config or the machine at each start
-SET_AT_START = {"params", "lr", "base_lr", "foreach", "fused", "capturable"}
-SHAPES = {  # schedules after the warm-up: fraction done (0 to 1) -> factor
+KEYS_SET_AT_START = {"params", "lr", "base_lr", "foreach", "fused", "capturable"}
+SCHEDULE_SHAPES = {  # schedules after the warm-up: fraction done (0 to 1) -> factor
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     "linear": lambda done: 1 - done,
     "constant": lambda done: 1.0,
@@ -40,7 +40,7 @@ def create_optimizer(groups: list[dict[str, Any]], config: TrainingConfig) -> to
     return torch.optim.SGD(groups, momentum=config.momentum, nesterov=nesterov, **common)
 
 
-def check_groups(groups: Any, names: Mapping[Any, str]) -> list[dict[str, Any]]:
+def check_param_groups(groups: Any, names: Mapping[Any, str]) -> list[dict[str, Any]]:
     """The groups with only the trainable parameters. Raises UserError if they cannot be trained.
 
     Args:
@@ -89,13 +89,13 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> bool:
             f"create_optimizer: {type(optimizer).__name__} has no 'lr' in its groups, or no 'state' and 'param_groups'"
             " in its state_dict, as torch's optimizers have; use another optimizer"
         )
-    fill_momenta(optimizer)
+    fill_momentum_buffers(optimizer)
     for group in optimizer.param_groups:
         group["base_lr"] = group["lr"]
     return can_skip_on_device(optimizer)
 
 
-def fill_momenta(optimizer: torch.optim.Optimizer) -> None:
+def fill_momentum_buffers(optimizer: torch.optim.Optimizer) -> None:
     """Fused SGD whose first step is skipped continues from uninitialised momentum; zeros give the same first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if isinstance(optimizer, torch.optim.SGD) and group["momentum"] else ():
@@ -103,17 +103,17 @@ def fill_momenta(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def optimizer_state(
+def collect_optimizer_state(
     optimizer: torch.optim.Optimizer,
     names: Mapping[Any, str],
-    owners: Mapping[Any, nn.Parameter],
-    created: list[dict[str, Any]],
+    parameters_by_tensor: Mapping[Any, nn.Parameter],
+    initial_groups: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """The optimizer's state dict, with the names of its parameters in its order, and what has changed in its groups.
 
     Args:
         names, owners: of each of its tensors: the name, and the parameter, which is the tensor itself or sharded.
-        created: `group_entries` when it was created.
+        initial_groups: `copy_group_entries` when it was created.
     """
     held, saved = _list_tensors(optimizer), optimizer.state_dict()
     states: dict[Any, Any] = {}
@@ -121,14 +121,14 @@ def optimizer_state(
         states[number] = state
         if isinstance(number, int):  # else a value of all parameters, such as the count of MADGRAD
             p = held[number]
-            states[number] = {
-                key: create_dtensor(value, owners[p]) if _is_tensor(value) and value.shape == p.shape else value
-                for key, value in state.items()
-            }
+            states[number] = dict(state)
+            for key, value in state.items():
+                if _is_tensor(value) and value.shape == p.shape:
+                    states[number][key] = create_dtensor(value, parameters_by_tensor[p])
     return saved | {
         "state": states,
         "names": [names[p] for p in held],
-        "changed_in_groups": changed_entries(optimizer, created, names),
+        "changed_in_groups": find_changed_entries(optimizer, initial_groups, names),
     }
 
 
@@ -136,11 +136,11 @@ def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     saved: dict[str, Any],
     names: Mapping[Any, str],
-    owners: Mapping[Any, nn.Parameter],
+    parameters_by_tensor: Mapping[Any, nn.Parameter],
 ) -> None:
     """Give each parameter the state saved under its name, whole or sharded, whatever the order of the groups.
 
-    saved, names, owners: as for `optimizer_state`. Raises UserError if it is of other parameters.
+    saved, names, parameters_by_tensor: as for `collect_optimizer_state`. Raises UserError if it is of other parameters.
     """
     held = _list_tensors(optimizer)
     before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", []))}
@@ -148,7 +148,9 @@ def load_optimizer_state(
     shared = {key: value for key, value in saved["state"].items() if not isinstance(key, int)}
     states: dict[Any, Any] = map_tensors(Tensor.clone, shared)
     for number, p in enumerate([] if is_other else held):
-        local_state = {key: local_shard(take_shard(value, owners[p])) for key, value in before[names[p]].items()}
+        local_state = {
+            key: local_shard(shard_like(value, parameters_by_tensor[p])) for key, value in before[names[p]].items()
+        }
         if can_skip_on_device(optimizer):  # fused kernels do not check
             is_other |= any(value.shape != p.shape for key, value in local_state.items() if key != "step")
         states |= {number: local_state} if local_state else {}
@@ -158,7 +160,7 @@ def load_optimizer_state(
     state_dict = optimizer.state_dict()
     other_entries = {key: saved[key] for key in state_dict.keys() & saved.keys() if key != "param_groups"}
     optimizer.load_state_dict(state_dict | other_entries | {"state": states})
-    restore_entries(optimizer, saved.get("changed_in_groups", []), names)
+    restore_group_entries(optimizer, saved.get("changed_in_groups", []), names)
     for number, p in enumerate(held):
         state = optimizer.state.get(p, {})
         # load_state_dict may have rounded to the type of the parameter, which fused kernels need
@@ -172,45 +174,47 @@ def load_optimizer_state(
                 state[key] = torch.empty_like(p, dtype=value.dtype, device=loaded.device).copy_(value)
             else:
                 state[key] = value.to(loaded.device, copy=True)  # not the file's memory
-    fill_momenta(optimizer)  # if the checkpoint was made without
+    fill_momentum_buffers(optimizer)  # if the checkpoint was made without
 
 
-def group_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def copy_group_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """A copy of each parameter group, without the entries that are set at each start."""
     groups = []
     for group in optimizer.param_groups:
-        groups.append({key: value for key, value in group.items() if key not in SET_AT_START})
+        groups.append({key: value for key, value in group.items() if key not in KEYS_SET_AT_START})
     return map_tensors(Tensor.clone, groups)
 
 
-def changed_entries(
-    optimizer: torch.optim.Optimizer, created: list[dict[str, Any]], names: Mapping[Any, str]
+def find_changed_entries(
+    optimizer: torch.optim.Optimizer, initial_groups: list[dict[str, Any]], names: Mapping[Any, str]
 ) -> list[dict[str, Any]]:
     """What has changed in each parameter group since the optimizer was created.
 
     Optimizers outside torch keep counts and estimates there, for example Adan, Lamb and Prodigy.
 
     Args:
-        created: `group_entries` of that time.
+        initial_groups: `copy_group_entries` of that time.
         names: of the parameters.
 
     Returns:
         For each group {"names": those of its parameters, "entries": the values by key}.
     """
     records = []
-    for group, now, before in zip(optimizer.param_groups, group_entries(optimizer), created, strict=False):
+    for group, now, before in zip(optimizer.param_groups, copy_group_entries(optimizer), initial_groups, strict=False):
         entries = {key: value for key, value in now.items() if key not in before or not _is_same(value, before[key])}
         records.append({"names": [names[p] for p in group["params"]], "entries": entries})
     return records
 
 
-def restore_entries(optimizer: torch.optim.Optimizer, records: list[dict[str, Any]], names: Mapping[Any, str]) -> None:
+def restore_group_entries(
+    optimizer: torch.optim.Optimizer, records: list[dict[str, Any]], names: Mapping[Any, str]
+) -> None:
     """Restore the saved entries of each parameter group. Entries that were not saved keep their new values.
 
     Groups are matched by the names of their parameters.
 
     Args:
-        records: of `changed_entries`.
+        records: of `find_changed_entries`.
         names: of the parameters.
 
     Raises:
@@ -265,10 +269,10 @@ def lr_factor(config: TrainingConfig, step: int, total_steps: int, warmup_steps:
         return (step + 1) / warmup_steps
     done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     least = config.min_lr / config.lr
-    return least + (1 - least) * SHAPES[config.schedule](done)
+    return least + (1 - least) * SCHEDULE_SHAPES[config.schedule](done)
 
 
-def list_group_factors(groups: list[dict[str, Any]], factor: float | dict[str, float]) -> list[float]:
+def list_group_lr_factors(groups: list[dict[str, Any]], factor: float | dict[str, float]) -> list[float]:
     """The factor of each group. Raises UserError if the names of groups and factors do not fit.
 
     factor: what `lr_factor` returned: one for all groups, or one for each name of a group.

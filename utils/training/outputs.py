@@ -10,39 +10,39 @@ from torch import Tensor, nn
 
 from utils.settings.errors import UserError
 
-OTHER_NAMES = "model.predict: returned different names for different batches; return the same names for every batch"
+NAMES_DIFFER = "model.predict: returned different names for different batches; return the same names for every batch"
 
 
 class OutputCollector:
     """What `predict` returned for this rank's samples, on the CPU.
 
-    seed: called with the indices of a micro-batch before `predict`, which may draw random numbers.
+    seed_predict: called with the indices of a micro-batch before `predict`, which may draw random numbers.
     """
 
     def __init__(
         self,
         predict: Callable[[nn.Module, Any], dict[str, Tensor]],
-        seed: Callable[[Sequence[int]], object],
+        seed_predict: Callable[[Sequence[int]], object],
     ) -> None:
-        self._predict, self._seed = predict, seed
+        self._predict, self._seed_predict = predict, seed_predict
         self.indices: list[int] = []
-        self.batches: dict[str, list[Tensor]] = {}  # by name
+        self.batches_by_name: dict[str, list[Tensor]] = {}  # by name
 
     def add(self, model: nn.Module, batch: Any, indices: Sequence[int], is_padding: bool = False) -> None:
         """Compute the outputs for a micro-batch of these samples. Raises UserError if they are invalid."""
-        self._seed(indices)
+        self._seed_predict(indices)
         outputs = self._predict(model, batch)
         check_outputs(outputs, len(indices))
-        if self.batches and outputs.keys() != self.batches.keys():
-            raise UserError(OTHER_NAMES)
+        if self.batches_by_name and outputs.keys() != self.batches_by_name.keys():
+            raise UserError(NAMES_DIFFER)
         for name, output in outputs.items():
-            kept = self.batches.setdefault(name, [])
+            kept = self.batches_by_name.setdefault(name, [])
             if not is_padding:
                 kept.append(output.detach().to("cpu", copy=True))  # a view would keep all of its tensor
         self.indices += [] if is_padding else indices
 
-    def collected(self) -> dict[str, Any]:
-        return {"indices": self.indices, "outputs": self.batches}
+    def to_dict(self) -> dict[str, Any]:
+        return {"indices": self.indices, "outputs": self.batches_by_name}
 
 
 def check_outputs(outputs: object, samples: int) -> None:
@@ -58,14 +58,14 @@ def check_outputs(outputs: object, samples: int) -> None:
             )
 
 
-def sort_by_sample(parts: list[dict[str, Any]], samples: int) -> dict[str, Tensor | list[Tensor]]:
+def sort_by_sample(rank_outputs: list[dict[str, Any]], samples: int) -> dict[str, Tensor | list[Tensor]]:
     """The parts of all ranks in the order of the samples; a list of rows where shapes differ between batches."""
-    order = torch.tensor([index for part in parts for index in part["indices"]]).argsort()
+    order = torch.tensor([index for part in rank_outputs for index in part["indices"]]).argsort()
     if len(order) != samples:
         raise RuntimeError(f"{len(order)} outputs for {samples} samples; this is a bug in the loader")
     merged: dict[str, Tensor | list[Tensor]] = {}
-    for name in parts[0]["outputs"]:
-        batches = [batch for part in parts for batch in part["outputs"][name]]
+    for name in rank_outputs[0]["outputs"]:
+        batches = [batch for part in rank_outputs for batch in part["outputs"][name]]
         if len({batch.shape[1:] for batch in batches}) == 1:
             merged[name] = torch.cat(batches)[order]
         else:

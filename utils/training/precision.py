@@ -23,7 +23,7 @@ class Precision:
         return cls(device.type, dtype if use_amp else None)
 
     @property
-    def is_scaled(self) -> bool:
+    def has_loss_scaling(self) -> bool:
         return self.dtype is torch.float16
 
     @property

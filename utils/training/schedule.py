@@ -77,13 +77,13 @@ class Schedule:
         if sampler.is_packed:  # the same on each resume
             total = epochs * sampler.steps_per_epoch
         else:
-            total = progress.step + sampler.remaining_steps(progress.epoch, progress.samples_in_epoch, epochs)
+            total = progress.step + sampler.count_remaining_steps(progress.epoch, progress.samples_in_epoch, epochs)
         self.total_steps = int(min(total, steps))
         by_epochs = round(config.warmup_epochs * sampler.steps_per_epoch)
         self.warmup_steps = unless_auto(config.warmup_steps, by_epochs)
         self._sampler = sampler
 
-    def lr_factor_at(self, step: int, progress: Progress) -> float | dict[str, float]:
+    def compute_lr_factor(self, step: int, progress: Progress) -> float | dict[str, float]:
         """The factor on the learning rate at this step, from 0, or those of the named parameter groups."""
         length = self._config.schedule_steps or self.total_steps
         if length == self.total_steps:
@@ -91,7 +91,7 @@ class Schedule:
         return self._lr_factor(self._config, step, length, self.warmup_steps, progress)
 
     @cached_property
-    def list_warnings(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Settings that have no effect from the first step of this attempt on: a line for each."""
         config, warnings = self._config, []
         length = max(self.total_steps, config.schedule_steps)
@@ -127,7 +127,7 @@ class Schedule:
     @property
     def is_epoch_complete(self) -> bool:
         epoch, start = self.progress.epoch, self.progress.samples_in_epoch
-        return self._sampler is None or self._sampler.remaining_steps(epoch, start, epoch + 1) == 0
+        return self._sampler is None or self._sampler.count_remaining_steps(epoch, start, epoch + 1) == 0
 
     @property
     def is_evaluation_due(self) -> bool:

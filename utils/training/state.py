@@ -15,7 +15,7 @@ from torch import nn
 from config import TrainingConfig
 from utils.data.sampler import GlobalBatchSampler
 from utils.distributed.context import DistributedContext
-from utils.distributed.dtensor import is_sharded, model_device, take_shard
+from utils.distributed.dtensor import is_sharded, model_device, shard_like
 from utils.logger import join_first
 from utils.memory import is_out_of_memory
 from utils.metrics import Metrics
@@ -23,12 +23,12 @@ from utils.settings.errors import UserError
 from utils.training.gradient_strategy import GradientStrategy
 from utils.training.hooks import ModelHooks
 from utils.training.log_window import LogWindow, SkippedStep
-from utils.training.optimizer import list_group_factors
+from utils.training.optimizer import list_group_lr_factors
 from utils.training.parts.part import P, Part, find_part
 from utils.training.precision import Precision
 from utils.training.schedule import Progress, Schedule
 from utils.training.step_sums import StepSums
-from utils.training.update import Updater
+from utils.training.updater import Updater
 
 
 class TrainState:
@@ -48,21 +48,21 @@ class TrainState:
         self.strategy = strategy or GradientStrategy(config, DistributedContext(0, 0, 1, device))
         self.model, self.precision = model, precision  # the model is not wrapped in DDP
         self.schedule = Schedule(config, hooks.lr_factor)
-        self.sums = StepSums(model, self.strategy.create_rank_sum())
+        self.step_sums = StepSums(model, self.strategy.create_rank_sum())
         if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
             raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
         self.updater = Updater(model, hooks, config, precision, self.strategy, device)
         self.log_window = LogWindow(device, self.updater.scaler, self.parts)
         self.lr_factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
-        self._loss_scale, self._first_count = torch.ones((), device=device), 1.0
+        self._loss_scale, self._first_loss_count = torch.ones((), device=device), 1.0
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self.updater.optimizer
 
     @property
-    def owners(self) -> dict[nn.Parameter, nn.Parameter]:
-        return self.updater.owners
+    def parameters_by_tensor(self) -> dict[nn.Parameter, nn.Parameter]:
+        return self.updater.parameters_by_tensor
 
     @property
     def scaler(self) -> torch.amp.GradScaler:
@@ -79,26 +79,26 @@ class TrainState:
             UserError: if those of a later batch have other names or shapes.
         """
         metrics = self.after_forward(metrics, number=0)
-        if self.sums.metrics.shapes:
-            self.sums.metrics.update(metrics)
-            self.sums.metrics.values.zero_()
+        if self.step_sums.metrics.shapes:
+            self.step_sums.metrics.update(metrics)
+            self.step_sums.metrics.values.zero_()
             return
-        self.sums.allocate(metrics)
+        self.step_sums.allocate(metrics)
         # after the metrics, which `commit` adds as the first ones
         self.log_window.allocate(metrics | {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)})
-        self._first_count = float(metrics["loss"][1])
+        self._first_loss_count = float(metrics["loss"][1])
 
-    def plan(self, sampler: GlobalBatchSampler) -> None:
+    def plan_schedule(self, sampler: GlobalBatchSampler) -> None:
         """Plan the schedule of the whole run, which continues from `progress`."""
         progress = self.progress
         if progress.loss_shift < 0:
-            count = max(1.0, self._first_count) * sampler.micro_batches_per_step
+            count = max(1.0, self._first_loss_count) * sampler.micro_batches_per_step
             progress.loss_shift = round(math.log2(count))
         # the shift changes no bit of the gradients; `divisor` is 1 for exact sums
-        self._loss_scale.fill_(self.strategy.divisor * 2.0**-progress.loss_shift)
+        self._loss_scale.fill_(self.strategy.gradient_divisor * 2.0**-progress.loss_shift)
         self.schedule.plan(sampler)
 
-    def show_progress(self, progress: Progress, total_steps: int = 0) -> None:
+    def notify_progress(self, progress: Progress, total_steps: int = 0) -> None:
         """Let the parts see this progress before a step or an evaluation. total_steps: by default those of the run."""
         for part in self.parts:
             part.see_progress(progress, total_steps or self.schedule.total_steps)
@@ -109,12 +109,12 @@ class TrainState:
             metrics = part.after_forward(metrics, number)
         return metrics
 
-    def lr_factors_at(self, step: int, progress: Progress) -> list[float]:
+    def compute_lr_factors(self, step: int, progress: Progress) -> list[float]:
         """The schedule's factors on the learning rates of the groups at this step, from 0. Raises UserError."""
-        return list_group_factors(self.optimizer.param_groups, self.schedule.lr_factor_at(step, progress))
+        return list_group_lr_factors(self.optimizer.param_groups, self.schedule.compute_lr_factor(step, progress))
 
     def _set_lr(self) -> None:
-        factors = self.lr_factors_at(self.progress.step, self.progress)
+        factors = self.compute_lr_factors(self.progress.step, self.progress)
         self.lr_factor = max(factors)
         for group, factor in zip(self.optimizer.param_groups, factors, strict=True):
             group["lr"] = group["base_lr"] * factor
@@ -151,7 +151,7 @@ class TrainState:
         Padding has a gradient of 0.
         """
         self.scaler.scale(loss).backward(self.updater.zero if is_padding else self._loss_scale)
-        self.sums.running_stats.discard()
+        self.step_sums.running_stats.discard()
 
     def update_if_finite(self, samples: int) -> None:
         """Divide, clip, step, average. If the loss or the gradient is not finite, all of this is skipped on the device.
@@ -159,17 +159,19 @@ class TrainState:
         samples: of all ranks in the global batch.
         """
         self._set_lr()
-        self.sums.wait()
+        self.step_sums.wait()
         with torch.no_grad():
             for part in self.parts:
-                part.before_update(self.model, self.sums.metrics)
-        divisor = self.sums.loss_count * 2.0**-self.progress.loss_shift
-        norm, is_finite, skipped = self.updater.step(divisor, self.sums.loss, self.progress.step + 1)
+                part.before_update(self.model, self.step_sums.metrics)
+        divisor = self.step_sums.loss_count * 2.0**-self.progress.loss_shift
+        norm, is_finite, skipped = self.updater.step(divisor, self.step_sums.loss, self.progress.step + 1)
         is_scaled, at = self.scaler.is_enabled(), self.progress
         number = SkippedStep(at.step + 1, at.epoch, at.samples_in_epoch, samples)
-        self.log_window.record_step(number, norm, divisor, self.sums.loss if is_scaled else None)
+        self.log_window.record_step(number, norm, divisor, self.step_sums.loss if is_scaled else None)
         # float16 skips steps to find its scale, and their loss counts
-        self.sums.commit(samples, is_finite, self.log_window, self.sums.loss.isfinite() if is_scaled else is_finite)
+        self.step_sums.commit(
+            samples, is_finite, self.log_window, self.step_sums.loss.isfinite() if is_scaled else is_finite
+        )
         with torch.no_grad():
             for part in self.parts:
                 part.after_update(self.model, skipped)
@@ -183,7 +185,7 @@ class TrainState:
         """Count and return the steps that were skipped since the last read, the same on all ranks. Call it before
         `state_dict`. Waits for the device, and adds the norms of the gradients to `interval`."""
         values = self.log_window.finish_read(self.log_window.begin_read(), self.progress)
-        self.log_window.keep_norms()
+        self.log_window.add_read_norms()
         return values.skipped
 
     def state_dict(self) -> dict[str, Any]:
@@ -219,7 +221,7 @@ class TrainState:
         missing = sorted(names - payload["progress"].keys())
         if missing:
             raise UserError(f"the checkpoint's progress lacks {', '.join(missing)}; give another checkpoint")
-        payload = self._complete(payload)
+        payload = self._run_before_load(payload)
         self._load_weights(payload["model"])
         self.updater.load_state_dict(payload)
         progress = dict(payload["progress"])
@@ -229,23 +231,23 @@ class TrainState:
         for part in self.parts:
             part.after_load(payload, self.progress)
 
-    def _complete(self, payload: dict[str, Any]) -> dict[str, Any]:
+    def _run_before_load(self, payload: dict[str, Any]) -> dict[str, Any]:
         for part in self.parts:
             payload = part.before_load(payload)
         return payload
 
-    def load_model(self, payload: dict[str, Any], kind: str = "model") -> None:
+    def load_model_weights(self, payload: dict[str, Any], kind: str = "model") -> None:
         """Load the weights of a checkpoint. kind: "model", "ema" for the averaged ones, or of a part's `weights`.
         Raises UserError."""
-        self._load_weights(self._complete(payload)[kind])
+        self._load_weights(self._run_before_load(payload)[kind])
 
     def _load_weights(self, weights: dict[str, Any]) -> None:
         likes = self.sharded_parameters()
         try:
-            self.model.load_state_dict({name: take_shard(value, likes.get(name)) for name, value in weights.items()})
+            self.model.load_state_dict({name: shard_like(value, likes.get(name)) for name, value in weights.items()})
         except RuntimeError as error:
             raise UserError(f"the checkpoint's model does not fit ({error}); give the model it was made with") from None
-        self.sums.running_stats.read_buffers()
+        self.step_sums.running_stats.read_buffers()
 
     def weights(self) -> dict[str, AbstractContextManager]:
         """The weights to evaluate, each with the context in which the model has them. The last selects the best."""
@@ -254,18 +256,18 @@ class TrainState:
             contexts |= part.weights()
         return contexts
 
-    def load_weights_of(self, payload: dict[str, Any]) -> dict[str, AbstractContextManager]:
+    def load_evaluated_weights(self, payload: dict[str, Any]) -> dict[str, AbstractContextManager]:
         """Those in a checkpoint, which replace the weights of the model for good; without one, those of the model."""
         contexts: dict[str, AbstractContextManager] = {}
         kinds = dict.fromkeys(["model", "ema", *self.weights()])  # averaged ones, also if this run averages none
         for kind in kinds:
             if payload.get(kind):
-                contexts[kind] = self._with_weights(payload, kind)
+                contexts[kind] = self._load_weights_of_kind(payload, kind)
         return contexts or {"model": nullcontext()}
 
     @contextmanager
-    def _with_weights(self, payload: dict[str, Any], kind: str) -> Iterator[None]:
-        self.load_model(payload, kind)
+    def _load_weights_of_kind(self, payload: dict[str, Any], kind: str) -> Iterator[None]:
+        self.load_model_weights(payload, kind)
         yield
 
     def sharded_parameters(self) -> dict[str, torch.Tensor]:

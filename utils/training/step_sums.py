@@ -17,17 +17,17 @@ class StepSums:
     The all-reduce overlaps the last backward pass. Create it before the model is wrapped or copied.
 
     Args:
-        ranks: forms the sum over micro-batches and ranks.
+        rank_sum: forms the sum over micro-batches and ranks.
     """
 
-    def __init__(self, model: nn.Module, ranks: RankSum) -> None:
+    def __init__(self, model: nn.Module, rank_sum: RankSum) -> None:
         self.running_stats = RunningStats(model)
         self.metrics = MetricTracker(model_device(model))
-        self._ranks, self._work = ranks, None
+        self._rank_sum, self._work = rank_sum, None
 
     def allocate(self, metrics: Metrics) -> None:
         """Allocate space for metrics of these names and shapes, the same on all ranks."""
-        self.metrics.allocate(metrics, spare=self.running_stats.size)
+        self.metrics.allocate(metrics, extra_size=self.running_stats.size)
         self.running_stats.use_accumulator(self.metrics.values[len(self.metrics.values) - self.running_stats.size :])
 
     @property
@@ -44,11 +44,11 @@ class StepSums:
         """Call after the forward pass of a micro-batch, unless it is padding."""
         self.metrics.update(metrics)
         self.running_stats.add(len(micro_batch.indices))
-        self._ranks.add(self.metrics.values, micro_batch.number)
+        self._rank_sum.add(self.metrics.values, micro_batch.number)
 
     def start_reduce(self, micro_batch: MicroBatch) -> None:
         """Call after the forward pass of this rank's last micro-batch: the all-reduce overlaps the backward pass."""
-        self._work = self._ranks.start(self.metrics.values, micro_batch.count)
+        self._work = self._rank_sum.start_all_reduce(self.metrics.values, micro_batch.count)
 
     def wait(self) -> None:
         """Wait for the all-reduce; what follows on the device sees the sums of all ranks."""

@@ -33,27 +33,27 @@ import train
 from config import TrainingConfig
 from ddp_utils import DistributedContext, setup_distributed
 from lib import processes
-from lib.benchmark.ours import Ours
+from lib.benchmark.in_process_run import InProcessRun
 from lib.benchmark.turns import synchronize
-from utils.batch import tensors_in
+from utils.batch import list_tensors
 from utils.data.sets import load_data
 from utils.extras.lengths.token_budget import read_lengths  # extra: lengths
-from utils.memory import format_bytes, free_memory, is_out_of_memory, read_process_memory
+from utils.memory import format_bytes, is_out_of_memory, read_free_memory, read_process_memory
 from utils.settings.errors import UserError
 from utils.training.first_passes import train_twice
 
 HEADROOM = 0.05  # fraction of memory for fragmentation and for what a run allocates besides the loop
 NCCL_BYTES = 2**30  # device memory for NCCL's buffers on two or more ranks
-FIRST = 32  # samples of the first trial, unless --batch_size is larger
+FIRST_SIZE = 32  # samples of the first trial, unless --batch_size is larger
 TOLERANCE = 0.05  # fraction of the largest size found
 TRIAL_TIMEOUT = 300  # seconds
 CHECKPOINTING = "--activation_checkpointing"
 FITS, TOO_LARGE, TOO_SLOW = "fits", "does not fit", f"takes longer than {TRIAL_TIMEOUT} s"
 # without evaluation, which needs less memory than training, and compilation and workers, which use other memory
-QUIET: dict[str, Any] = {"num_workers": 0, "max_time": 0.0}
-QUIET["compile"] = "off"  # extra: compile
-QUIET["hang_timeout"] = 0.0  # extra: watch
-QUIET |= {"epochs": 2, "max_steps": 2, "global_batch_size": 0, "grad_accum_steps": 2, "drop_last": False}
+TRIAL_SETTINGS: dict[str, Any] = {"num_workers": 0, "max_time": 0.0}
+TRIAL_SETTINGS["compile"] = "off"  # extra: compile
+TRIAL_SETTINGS["hang_timeout"] = 0.0  # extra: watch
+TRIAL_SETTINGS |= {"epochs": 2, "max_steps": 2, "global_batch_size": 0, "grad_accum_steps": 2, "drop_last": False}
 
 
 @dataclass(frozen=True)
@@ -75,25 +75,25 @@ class Trial:
 # ---- a trial, in a process of its own ----
 
 
-def two_steps(config: TrainingConfig, ctx: DistributedContext, folder: Path, size: int) -> tuple[float, int]:
+def train_two_steps(config: TrainingConfig, ctx: DistributedContext, folder: Path, size: int) -> tuple[float, int]:
     """Train. Returns the seconds per micro-batch of `size` without the data wait, and the bytes of a checkpoint."""
     sizes: dict[str, Any] = {"batch_size": size}
     if config.batch_tokens:  # extra: lengths
         sizes = {"batch_tokens": size, "too_long": "alone"}
-    ours = Ours(dataclasses.replace(config, **QUIET, **sizes), ctx, folder, steps=0)
-    waited, began = ours.spent()["data"], time.perf_counter()
-    while not ours.state.schedule.is_at_end:  # a small data set has one step per epoch
-        ours.epoch()
+    trial_run = InProcessRun(dataclasses.replace(config, **TRIAL_SETTINGS, **sizes), ctx, folder, steps=0)
+    waited, began = trial_run.seconds_by_phase()["data"], time.perf_counter()
+    while not trial_run.state.schedule.is_at_end:  # a small data set has one step per epoch
+        trial_run.train_epoch()
     synchronize(ctx.device)
-    seconds = time.perf_counter() - began - (ours.spent()["data"] - waited)
-    micro_batches = ours.state.progress.samples_seen / size
-    if ours.loader.sampler.is_packed:
-        micro_batches = 2.0 * ours.state.progress.step
-        for batch in ours.loader.example_batches():  # the largest ones, beside the optimizer's state
-            train_twice(ours.model, batch, ours.state, ours.training.hooks.compute_loss)
+    seconds = time.perf_counter() - began - (trial_run.seconds_by_phase()["data"] - waited)
+    micro_batches = trial_run.state.progress.samples_seen / size
+    if trial_run.loader.sampler.is_packed:
+        micro_batches = 2.0 * trial_run.state.progress.step
+        for batch in trial_run.loader.fetch_example_batches():  # the largest ones, beside the optimizer's state
+            train_twice(trial_run.model, batch, trial_run.state, trial_run.training.hooks.compute_loss)
     seconds /= micro_batches
-    checkpoint = sum(tensor.nbytes for tensor in tensors_in(ours.state.state_dict()))
-    ours.close()
+    checkpoint = sum(tensor.nbytes for tensor in list_tensors(trial_run.state.state_dict()))
+    trial_run.close()
     return seconds, checkpoint
 
 
@@ -104,7 +104,7 @@ def available_memory(device: torch.device, ranks: int, gib: float) -> int:
         memory = min(free, int(gib * 2**30)) if gib else free
     elif gib:
         memory = int(gib * 2**30)
-    elif (left := free_memory()) is None:
+    elif (left := read_free_memory()) is None:
         raise UserError("find-batch: this system does not report free memory; give --memory GIB")
     else:
         memory = left // ranks
@@ -144,9 +144,9 @@ def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str])
                 result["least"] = int(lengths.max())
                 result["most"] *= result["least"]
         else:
-            two_steps(config, ctx, folder / "first", min(2, size))
+            train_two_steps(config, ctx, folder / "first", min(2, size))
             limit_memory(ctx.device, memory)
-            seconds, checkpoint = two_steps(config, ctx, folder / "second", size)
+            seconds, checkpoint = train_two_steps(config, ctx, folder / "second", size)
             if ctx.device.type == "cuda":
                 needs = torch.cuda.max_memory_reserved(ctx.device)
             else:  # including the checkpoint's copy in shared memory and the writer's archive
@@ -166,7 +166,7 @@ def start_trial(size: int, ranks: int, gib: float, flags: list[str]) -> dict[str
     with tempfile.TemporaryDirectory(prefix="find-batch-") as folder:
         command = [sys.executable, __file__, str(size), str(ranks), str(gib), folder, *flags]
         try:
-            ended = processes.run(command, TRIAL_TIMEOUT)
+            ended = processes.run_process(command, TRIAL_TIMEOUT)
         except subprocess.TimeoutExpired:
             return {"outcome": TOO_SLOW}
     # the kernel's out-of-memory killer, or native code that does not check its allocations
@@ -183,37 +183,41 @@ def start_trial(size: int, ranks: int, gib: float, flags: list[str]) -> dict[str
 # ---- the search ----
 
 
-def search(trial: Callable[[int], Trial], first: int, max_size: int, say: Callable[[str], object]) -> list[Trial]:
+def search_largest_size(
+    trial: Callable[[int], Trial], first_size: int, max_size: int, print_line: Callable[[str], object]
+) -> list[Trial]:
     """Double the size until it does not fit, then bisect to 5 %. Sizes are at most `max_size`."""
     trials: list[Trial] = []
-    low, high, size = 0, max_size + 1, min(first, max_size)
+    low, high, size = 0, max_size + 1, min(first_size, max_size)
     while high - low > max(1, TOLERANCE * low):
         trials.append(trial(size))
-        say(f"  {trials[-1]}")
+        print_line(f"  {trials[-1]}")
         low, high = (size, high) if trials[-1].outcome == FITS else (low, size)
         size = min(2 * low, max_size) if high > max_size and low else (low + high) // 2
     return trials
 
 
-def keeping(global_batch: int, largest: int, ranks: int) -> int:
+def choose_micro_batch(global_batch: int, largest: int, ranks: int) -> int:
     """The largest micro-batch up to `largest` that divides the global batch, evenly among the ranks where possible."""
     sizes = [size for size in range(min(largest, global_batch), 0, -1) if global_batch % size == 0]
     enough = [size for size in sizes if global_batch // size >= ranks] or sizes[-1:]
     return next((size for size in enough if global_batch // size % ranks == 0), enough[0])
 
 
-def answer(name: str, trials: list[Trial], max_size: int, global_batch: int, ranks: int, least: int = 1) -> list[str]:
+def describe_result(
+    name: str, trials: list[Trial], max_size: int, global_batch: int, ranks: int, longest_sample: int = 1
+) -> list[str]:
     """The result of one search, and the flags to paste.
 
     Args:
         global_batch: that the flags keep; 0: none.
-        least: the longest sample, if sizes are tokens.
+        longest_sample: the longest sample, if sizes are tokens.
     """
     fitting = [trial for trial in trials if trial.outcome == FITS]
     if not fitting:
         return [f"{name}: not one sample fits; give a smaller --model or --image_size, or a device with more memory"]
     best = max(fitting, key=lambda trial: trial.size)
-    size = keeping(global_batch, best.size, ranks) if global_batch else best.size
+    size = choose_micro_batch(global_batch, best.size, ranks) if global_batch else best.size
     speed = f"{best.seconds:.3g} s per micro-batch, {best.size / best.seconds:,.1f} {best.unit}s/s"
     lines = [f"{name}: {best.size:,} {best.unit}s, {format_bytes(best.needs)}, {speed}"]
     if best.size == max_size:
@@ -221,15 +225,15 @@ def answer(name: str, trials: list[Trial], max_size: int, global_batch: int, ran
     why = "   (divides the global batch)" if size != best.size else ""
     added_flags = f" {CHECKPOINTING}" if CHECKPOINTING in name else ""
     field = "batch_size" if best.unit == "sample" else "batch_tokens"
-    added_flags += " --too_long alone" * (size < least)
+    added_flags += " --too_long alone" * (size < longest_sample)
     kept = f" --global_batch_size {global_batch}" if global_batch else ""
     return [*lines, f"  --{field} {size}{kept}{added_flags}{why}"]
 
 
-def find(flags: list[str], ranks: int, gib: float) -> None:
+def find_largest_batch(flags: list[str], ranks: int, gib: float) -> None:
     """Search with and without activation checkpointing, and print the flags to paste. Raises UserError."""
     config = TrainingConfig.from_args(flags)
-    unit, first = "sample", max(FIRST, config.batch_size)
+    unit, first = "sample", max(FIRST_SIZE, config.batch_size)
     global_batch = config.batch_size * config.micro_batches_per_step(ranks)
     if config.batch_tokens:  # extra: lengths
         unit, first = "token", config.batch_tokens
@@ -245,12 +249,12 @@ def find(flags: list[str], ranks: int, gib: float) -> None:
         name = f"with {CHECKPOINTING}" if added_flags else "as given"
         say(f"{name}:")
 
-        def trial(size: int, words: tuple[str, ...] = (*flags, *added_flags)) -> Trial:
-            return Trial(size, **start_trial(size, ranks, gib, [*words]), unit=unit)
+        def trial(size: int, trial_flags: tuple[str, ...] = (*flags, *added_flags)) -> Trial:
+            return Trial(size, **start_trial(size, ranks, gib, [*trial_flags]), unit=unit)
 
         try:
-            trials = search(trial, first, max_size, say)
-            answers += answer(name, trials, max_size, global_batch, ranks, facts.get("least", 1))
+            trials = search_largest_size(trial, first, max_size, say)
+            answers += describe_result(name, trials, max_size, global_batch, ranks, facts.get("least", 1))
         except UserError as error:  # a model without blocks to checkpoint
             if not added_flags:
                 raise

@@ -25,14 +25,14 @@ import train
 from config import TrainingConfig
 from ddp_utils import DistributedContext, wrap_ddp
 from lib.benchmark.find_batch import available_memory, limit_memory
-from lib.preflight.facts import memory
-from utils.cpus import usable_cpus
+from lib.preflight.facts import read_device_memory
+from utils.cpus import count_usable_cpus
 from utils.data.loader import create_distributed_dataloader
 from utils.data.sampler import MapDataset
 from utils.data.sets import load_data
 from utils.distributed.dtensor import local_shard, model_device
-from utils.memory import drop_traceback, free_memory, is_out_of_memory
-from utils.run.initial_state import create_state
+from utils.memory import drop_traceback, is_out_of_memory, read_free_memory
+from utils.run.initial_state import create_train_state
 from utils.settings.errors import UserError
 from utils.table import format_table
 from utils.training.first_passes import train_twice
@@ -41,29 +41,29 @@ from utils.training.parts.weight_average import WeightAverage
 from utils.training.state import TrainState
 
 SHARDINGS = ("none", "zero2", "hybrid", "zero3")  # the later ones gather more often
-USABLE = 0.9  # of a device's memory; the rest is for kernels and the allocator
+USABLE_FRACTION = 0.9  # of a device's memory; the rest is for kernels and the allocator
 COLUMNS = ("parameters", "optimizer", "peak")
 TWO_STEPS: dict[str, Any] = {"epochs": 2, "max_steps": 2, "max_time": 0.0, "save_every_steps": 0}
 TWO_STEPS |= {"num_workers": 0, "record_samples": False, "comm_hook": "none"}
 TWO_STEPS["compile"] = "off"  # extra: compile
 
 
-class Tracker(MemTracker):
+class TensorTracker(MemTracker):
     """Counts all tensors, and none by module: those hooks allow one pass only."""
 
     _ignore: Any = staticmethod(lambda *_: None)
     _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignore
 
 
-def count(state: TrainState, action: Callable[[], object]) -> dict[str, int]:
+def count_bytes(state: TrainState, action: Callable[[], object]) -> dict[str, int]:
     """Bytes of parameters, of optimizer state with average, and of all tensors on the device at the peak of `action`.
 
     Gradients must not exist yet.
     """
-    tracker, copies = Tracker(), list[torch.Tensor]()
+    tracker, copies = TensorTracker(), list[torch.Tensor]()
     average = state.find_part(WeightAverage)
     if average:
-        copies = [*average._copies.values()]
+        copies = [*average._average_by_value.values()]
     tracker.track_external(state.model, state.optimizer, *copies)
     for parameter in state.model.parameters():  # DDP's buckets are counted when they are used
         parameter.grad = None
@@ -81,7 +81,7 @@ def count(state: TrainState, action: Callable[[], object]) -> dict[str, int]:
     return dict(zip(COLUMNS, [*sizes, peak], strict=True))
 
 
-def at_once(state, bucket):  # DDP rejects annotations that are strings
+def skip_all_reduce(state, bucket):  # DDP rejects annotations that are strings
     """DDP's hook; its own all-reduce needs a result that the fake backend does not give."""
     flat = bucket.buffer()
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
@@ -89,7 +89,7 @@ def at_once(state, bucket):  # DDP rejects annotations that are strings
     return future
 
 
-def measure(
+def measure_sharding(
     config: TrainingConfig, ctx: DistributedContext, data: MapDataset, sharding: str, ranks: int, per_node: int
 ) -> dict[str, int]:
     """Train two steps as rank 0 of `ranks`. Raises UserError.
@@ -104,15 +104,15 @@ def measure(
     control: Any = weakref.ref(cast(Any, dist.group.WORLD))
     ctx = dataclasses.replace(ctx, **size, device_names=ctx.device_names * ranks, control_group_ref=control)
     try:
-        state = create_state(hooks, config, ctx)
+        state = create_train_state(hooks, config, ctx)
         loader, sampler = create_distributed_dataloader(data, config, ctx)
         model = wrap_ddp(state.model, config, ctx)
         has_own_hook = False
         has_own_hook = config.reduction == "exact"  # extra: exact
         if isinstance(model, DistributedDataParallel) and not has_own_hook:
-            model.register_comm_hook(None, at_once)
-        train_twice(model, loader.example_batch(), state, hooks.compute_loss)
-        state.plan(sampler)
+            model.register_comm_hook(None, skip_all_reduce)
+        train_twice(model, loader.fetch_example_batch(), state, hooks.compute_loss)
+        state.plan_schedule(sampler)
         parts = {
             "attempt": mock.MagicMock(config=config, ctx=ctx),
             "hooks": hooks,
@@ -123,20 +123,20 @@ def measure(
         training = mock.MagicMock(**parts)  # no votes, records and checkpoints
         training.reporter.is_log_due = training.consensus.step.return_value = False
 
-        def two_steps() -> None:
+        def train_two_steps() -> None:
             while not state.schedule.is_at_end:
                 train.train_one_epoch(training)
                 state.schedule.end_epoch()
 
-        return count(state, two_steps)
+        return count_bytes(state, train_two_steps)
     finally:
         dist.destroy_process_group()
 
 
-def measure_or_say(*args: Any) -> tuple[dict[str, int], str]:
+def try_measure(*args: Any) -> tuple[dict[str, int], str]:
     """The bytes, or none and why."""
     try:
-        return measure(*args), ""
+        return measure_sharding(*args), ""
     except UserError as error:
         return {}, str(error)
     except Exception as error:
@@ -146,14 +146,16 @@ def measure_or_say(*args: Any) -> tuple[dict[str, int], str]:
         return {}, "does not fit into the memory of this process"
 
 
-def show(config: TrainingConfig, ctx: DistributedContext, ranks: list[int], say: Callable[[str], object]) -> None:
+def print_sharding_memory(
+    config: TrainingConfig, ctx: DistributedContext, ranks: list[int], print_line: Callable[[str], object]
+) -> None:
     """Print the bytes for each strategy, and the first flag that fits on the most ranks. Raises UserError."""
     sets = load_data(train.your_data, config, ctx)
     config, on_cuda = sets.config, ctx.device.type == "cuda"
     dist.destroy_process_group()
-    per_node = torch.cuda.device_count() if on_cuda else usable_cpus()
-    room = memory(ctx.device)["memory"] // (1 if on_cuda else min(per_node, ranks[-1]))
-    if not on_cuda and free_memory() is not None:
+    per_node = torch.cuda.device_count() if on_cuda else count_usable_cpus()
+    room = read_device_memory(ctx.device)["memory"] // (1 if on_cuda else min(per_node, ranks[-1]))
+    if not on_cuda and read_free_memory() is not None:
         limit_memory(ctx.device, available_memory(ctx.device, 1, 0.0))  # it would swap
     chosen = ""
     rows: list[tuple[str, ...]] = [("flags", "ranks", *COLUMNS, "")]
@@ -161,19 +163,21 @@ def show(config: TrainingConfig, ctx: DistributedContext, ranks: list[int], say:
         for sharding in SHARDINGS if number > 1 else SHARDINGS[:1]:
             if sharding == "hybrid" and (number <= per_node or number % per_node):
                 continue
-            usage, note = measure_or_say(config, ctx, sets.train, sharding, number, per_node)
+            usage, note = try_measure(config, ctx, sets.train, sharding, number, per_node)
             gc.collect()
             shown = [f"{usage[name] / 1e6:,.1f}" if usage else "-" for name in COLUMNS]
             rows.append((f"--sharding {sharding}", str(number), *shown, note))
-            if number == ranks[-1] and not chosen and usage and usage["peak"] <= USABLE * room:
+            if number == ranks[-1] and not chosen and usage and usage["peak"] <= USABLE_FRACTION * room:
                 chosen = sharding
     field, size = config.micro_batch
-    say(f"MB on a rank in a step with micro-batches of {field} {size} on {ctx.device_names[0]}, {per_node} a node")
-    say(format_table(rows, range(1, 5)))
-    limit = f"{USABLE:.0%} of {room / 1e9:,.1f} GB per rank, on {ranks[-1]} rank{'s' * (ranks[-1] > 1)}"
+    print_line(
+        f"MB on a rank in a step with micro-batches of {field} {size} on {ctx.device_names[0]}, {per_node} a node"
+    )
+    print_line(format_table(rows, range(1, 5)))
+    limit = f"{USABLE_FRACTION:.0%} of {room / 1e9:,.1f} GB per rank, on {ranks[-1]} rank{'s' * (ranks[-1] > 1)}"
     alternative = ""
     alternative += ", or --activation_checkpointing" * (not config.activation_checkpointing)  # extra: compile
     if chosen:
-        say(f"flags: --sharding {chosen}   (the first whose peak fits into {limit})")
+        print_line(f"flags: --sharding {chosen}   (the first whose peak fits into {limit})")
     else:
-        say(f"the model does not fit into {limit}; use more ranks, a smaller --batch_size{alternative}")
+        print_line(f"the model does not fit into {limit}; use more ranks, a smaller --batch_size{alternative}")

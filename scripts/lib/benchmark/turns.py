@@ -68,17 +68,17 @@ def take_turns(
     candidates: Sequence[Candidate],
     rounds: int,
     device: torch.device,
-    report: Callable[[str], object] = lambda text: None,
+    print_line: Callable[[str], object] = lambda text: None,
 ) -> None:
     """Run all candidates forward and then backward in each round, so that slow drift of the machine favours none."""
     began = time.monotonic()
     for done in range(1, rounds + 1):
         for candidate in [*candidates, *reversed(candidates)]:
             candidate.turn(device)
-        report(f"  round {done} of {rounds}, {time.monotonic() - began:.0f} s")
+        print_line(f"  round {done} of {rounds}, {time.monotonic() - began:.0f} s")
 
 
-def facts(ctx: DistributedContext, config: TrainingConfig) -> dict[str, Any]:
+def collect_machine_facts(ctx: DistributedContext, config: TrainingConfig) -> dict[str, Any]:
     """What a figure depends on beside the flags."""
     machine = {"device": ctx.device_names[0], "ranks": ctx.world_size, "threads": torch.get_num_threads()}
     versions = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}

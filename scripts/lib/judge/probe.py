@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 FORK = Path(sys.argv[1])
-RESULT = Path(sys.argv[2])
+RESULT_FILE = Path(sys.argv[2])
 KIND = sys.argv[3]
-OUTPUTS = Path(sys.argv[4])
-TEMPLATE = ("config", "dataset", "ddp_utils", "train")  # modules; dataset.py is the same in both forks
+OUTPUTS_FILE = Path(sys.argv[4])
+TEMPLATE_MODULES = ("config", "dataset", "ddp_utils", "train")  # modules; dataset.py is the same in both forks
 sys.path[:1] = [str(FORK), str(FORK / "scripts")]
 
 import torch
@@ -41,39 +41,39 @@ from utils.rng import seed_device
 from utils.training.hooks import ModelHooks
 
 
-def outputs(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
+def probe_outputs(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
     """The metrics of one held-out batch, from the outputs in OUTPUTS, or from those of a new network."""
     loader = create_evaluation_dataloader(next(iter(sets.held_out.values())), sets.config, ctx)
     batch = next(iter(loader))
-    net: Any = new_network(sets.config, ctx).eval()
+    net: Any = create_network(sets.config, ctx).eval()
     outputs: list[Any] = []
-    is_first = not OUTPUTS.exists()
+    is_first = not OUTPUTS_FILE.exists()
 
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
+    def save_output(module: nn.Module, args: Any, output: Any) -> None:
         outputs.append(copy.deepcopy(output))
 
     if is_first:
-        net.register_forward_hook(keep)
+        net.register_forward_hook(save_output)
     else:
-        outputs = torch.load(OUTPUTS, map_location=ctx.device, weights_only=False)  # by code that runs here too
+        outputs = torch.load(OUTPUTS_FILE, map_location=ctx.device, weights_only=False)  # by code that runs here too
         given = iter(outputs)
         net.forward = lambda *args, **kwargs: next(given)
     with torch.no_grad():
         metrics = ModelHooks.from_module(model, sets.config, ctx.device).compute_loss(net, batch)
     if is_first:
-        torch.save(outputs, OUTPUTS)
+        torch.save(outputs, OUTPUTS_FILE)
     sums = {}
     for name, entry in metrics.items():
         sums[name] = [torch.as_tensor(value).double().sum().item() for value in entry[:2]]
-    return {"calls": len(outputs), "metrics": sums, "replaced": replaced()}
+    return {"calls": len(outputs), "metrics": sums, "replaced": find_replaced_functions()}
 
 
-def replaced() -> dict[str, str]:
+def find_replaced_functions() -> dict[str, str]:
     """Functions in modules of the template that code of the fork defines elsewhere, by name: where."""
     origins: dict[str, str] = {}
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None) or ""
-        if not file.startswith(f"{FORK}/utils/") and name not in TEMPLATE:
+        if not file.startswith(f"{FORK}/utils/") and name not in TEMPLATE_MODULES:
             continue
         values = {f"{name}.{key}": value for key, value in vars(module).items()}
         for key, value in [*values.items()]:
@@ -82,31 +82,31 @@ def replaced() -> dict[str, str]:
         for key, value in values.items():
             function = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)))
             code = getattr(function, "__code__", None)
-            if code and code.co_filename != file and is_yours(Path(code.co_filename)):
+            if code and code.co_filename != file and is_fork_file(Path(code.co_filename)):
                 origins[key] = f"{Path(code.co_filename).relative_to(FORK)}: {code.co_qualname}"
     return origins
 
 
-def is_yours(file: Path) -> bool:
+def is_fork_file(file: Path) -> bool:
     """Whether it is a file of the fork, but not of the template, nor of an environment in the fork's folder."""
     if not file.is_relative_to(FORK) or file.is_relative_to(sys.prefix):
         return False
-    return file.relative_to(FORK).parts[0].removesuffix(".py") not in ("utils", "scripts", *TEMPLATE)
+    return file.relative_to(FORK).parts[0].removesuffix(".py") not in ("utils", "scripts", *TEMPLATE_MODULES)
 
 
-def weights(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
+def probe_weights(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
     """Whether the weights change if code outside the template, which seeds a generator, gets another seed."""
-    from lib.verify.draws import other_seeds
+    from lib.verify.randomness import replace_seeds
     from utils.training.fingerprint import fingerprint_parameters
 
-    plain = fingerprint_parameters(new_network(sets.config, ctx))
-    with other_seeds():
-        reseeded = fingerprint_parameters(new_network(sets.config, ctx))
+    plain = fingerprint_parameters(create_network(sets.config, ctx))
+    with replace_seeds():
+        reseeded = fingerprint_parameters(create_network(sets.config, ctx))
     return {"is_seeded": plain != reseeded}
 
 
-def new_network(config: TrainingConfig, ctx: DistributedContext) -> nn.Module:
-    seed_device(ctx.device, "probe", config.seed)  # other_seeds replaces torch.manual_seed
+def create_network(config: TrainingConfig, ctx: DistributedContext) -> nn.Module:
+    seed_device(ctx.device, "probe", config.seed)  # replace_seeds replaces torch.manual_seed
     return model.create_model(config, ctx.device)
 
 
@@ -114,8 +114,8 @@ def main() -> None:
     config = TrainingConfig.from_args(sys.argv[5:])
     ctx = setup_distributed(config)
     sets = load_data(dataset, config, ctx)
-    tried = weights(sets, ctx) if KIND == "weights" else outputs(sets, ctx)
-    replace_json(RESULT, tried)
+    tried = probe_weights(sets, ctx) if KIND == "weights" else probe_outputs(sets, ctx)
+    replace_json(RESULT_FILE, tried)
     cleanup_distributed()
 
 

@@ -19,21 +19,21 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from scripts.lib.judge.statistics import ROUNDING
-from scripts.lib.processes import run, running
-from utils.extras.verify import VERIFIED
+from scripts.lib.judge.statistics import ROUNDING_TOLERANCE
+from scripts.lib.processes import run_process, running_process
+from utils.extras.verify import VERIFICATION_FILE
 from utils.files import read_json, read_records, replace_file, replace_json
-from utils.run.provenance import file_checksum, package_versions
+from utils.run.provenance import collect_package_versions, compute_file_checksum
 from utils.settings.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = ("train.py", "model.py", "dataset.py", "config.py", "ddp_utils.py")
-OURS = ("seed", "run_dir", "checkpoint_dir", "resume_from")  # flags that the judge gives
-UNSUITABLE = ("overwrite", "eval_only", "mirror", "max_time")  # flags that are refused
-BUDGET = ("epochs", "max_steps", "dataset_size", "drop_last", "schedule_steps", "patience")
+FORK_FILES = ("train.py", "model.py", "dataset.py", "config.py", "ddp_utils.py")
+JUDGE_FLAGS = ("seed", "run_dir", "checkpoint_dir", "resume_from")  # flags that the judge gives
+REFUSED_FLAGS = ("overwrite", "eval_only", "mirror", "max_time")  # flags that are refused
+BUDGET_SETTINGS = ("epochs", "max_steps", "dataset_size", "drop_last", "schedule_steps", "patience")
 VERIFY_RANKS = 2
-PROBE_BATCH = ("--eval_batch_size", "16")  # the same for both sides
-LINES = 20  # of a log that are printed
+PROBE_FLAGS = ("--eval_batch_size", "16")  # the same for both sides
+LOG_LINES = 20  # of a log that are printed
 
 
 @dataclass
@@ -41,18 +41,18 @@ class Side:
     """One side. settings: of the config, resolved, without those in OURS."""
 
     name: str  # "A" or "B"
-    given: str
+    argument: str
     fork: Path
     settings: dict[str, Any] = field(default_factory=dict)
     known_weights: list[str] = field(default_factory=list)  # of several seeds
 
     @classmethod
-    def of(cls, name: str, given: str, common: Sequence[str]) -> Side:
+    def from_argument(cls, name: str, argument: str, common_flags: Sequence[str]) -> Side:
         """Raises UserError if this is no fork and no config, or if train.py does not take the flags."""
-        path = Path(given.strip())
-        words = [*common]
-        if given.strip() and os.path.isdir(path):  # False for flags that are too long for a path
-            if missing := [file for file in FILES if not (path / file).exists()]:
+        path = Path(argument.strip())
+        words = [*common_flags]
+        if argument.strip() and os.path.isdir(path):  # False for flags that are too long for a path
+            if missing := [file for file in FORK_FILES if not (path / file).exists()]:
                 raise UserError(f"{name}={path}: has no {missing[0]}; give the folder of a fork, a config, or flags")
             digests = path / "utils/training/fingerprint.py"
             if not digests.exists() or "def fingerprint_parameters" not in digests.read_text(encoding="utf-8"):
@@ -60,20 +60,20 @@ class Side:
                     f"{name}={path}: is a fork of an older template, whose runs record no digest of the weights that"
                     " they start from; merge the newer template into it, see docs/upgrading.md"
                 )
-            side = cls(name, given, path.resolve())
+            side = cls(name, argument, path.resolve())
         else:
-            side = cls(name, given, ROOT)
-            is_file = path.suffix in (".toml", ".json", ".yaml", ".yml") and not given.strip().startswith("-")
+            side = cls(name, argument, ROOT)
+            is_file = path.suffix in (".toml", ".json", ".yaml", ".yml") and not argument.strip().startswith("-")
             try:
-                words[:0] = ["--config", str(path)] if is_file else shlex.split(given)
+                words[:0] = ["--config", str(path)] if is_file else shlex.split(argument)
             except ValueError as error:
-                raise UserError(f"{name}={given.strip()}: {error}; close each quote") from None
+                raise UserError(f"{name}={argument.strip()}: {error}; close each quote") from None
         named = [word.split("=")[0].replace("-", "_").lstrip("_") for word in words if word.startswith("--")]
-        if clash := sorted({*named} & {*OURS}):
+        if clash := sorted({*named} & {*JUDGE_FLAGS}):
             raise UserError(f"{name}: --{clash[0]} is given by the judge; leave it out (--first-seed, --out)")
         if named.count("config") > 1:  # only the last one would count
             raise UserError(f"{name}: has two files of settings; give one, and the other settings as flags")
-        ended = run([sys.executable, side.fork / "train.py", *words, "--print_config"])
+        ended = run_process([sys.executable, side.fork / "train.py", *words, "--print_config"])
         if ended.returncode:
             raise UserError(f"{name}: {(ended.stderr.strip() or ended.stdout.strip())[-500:]}")
         try:
@@ -84,19 +84,19 @@ class Side:
         default_dir = f"{values.get('run_dir')}/checkpoints"
         if values.get("checkpoint_dir", default_dir) != default_dir:
             raise UserError(f"{name}: checkpoint_dir is the same for all of its runs; leave it out")
-        if wrong := next((flag for flag in UNSUITABLE if values.get(flag)), ""):
+        if wrong := next((flag for flag in REFUSED_FLAGS if values.get(flag)), ""):
             raise UserError(f"{name}: {wrong}={values[wrong]} does not go with a judge; leave it out")
-        side.settings = {key: value for key, value in values.items() if key not in OURS}
+        side.settings = {key: value for key, value in values.items() if key not in JUDGE_FLAGS}
         return side
 
     @property
-    def code(self) -> str:
+    def code_checksum(self) -> str:
         """A digest of the files of the fork that can change a result."""
         files = sorted([*self.fork.glob("*.py"), *self.fork.glob("utils/**/*.py")])
-        names = [f"{path.relative_to(self.fork)} {file_checksum(path)}" for path in files]
+        names = [f"{path.relative_to(self.fork)} {compute_file_checksum(path)}" for path in files]
         return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
-    def flags(self, out: Path, seed: int, folder: Path) -> list[str]:
+    def create_flags(self, out: Path, seed: int, folder: Path) -> list[str]:
         """The flags of a run. They give the settings as they were at the start, so that later edits of a config file do
         not count."""
         file = out / f"{self.name.lower()}.toml"
@@ -104,36 +104,36 @@ class Side:
         replace_file(file, lambda opened: opened.write("".join(lines).encode()))  # whole, also after a kill
         return ["--config", str(file), "--seed", str(seed), "--run_dir", str(folder)]
 
-    def folder(self, out: Path, seed: int) -> Path:
+    def run_folder(self, out: Path, seed: int) -> Path:
         return out / f"{self.name.lower()}-seed{seed}"
 
     def train(self, out: Path, seed: int, ranks: int, has_samples: bool) -> Run:
         """The run of this seed, which is started or resumed if it is not complete. Raises UserError if it fails."""
-        folder = self.folder(out, seed)
+        folder = self.run_folder(out, seed)
         log = folder.with_suffix(".log")
         if read_json(folder / "summary.json").get("state") != "completed":
-            words = [self.fork / "train.py", *self.flags(out, seed, folder), "--resume_from", "auto"]
+            words = [self.fork / "train.py", *self.create_flags(out, seed, folder), "--resume_from", "auto"]
             if has_samples:
                 words.append("--record_samples")
-            code = execute(words, ranks if ranks > 1 else 0, log)
+            code = run_script(words, ranks if ranks > 1 else 0, log)
             # a complete run that has lost its summary does nothing; `Run` names it
             if code or read_json(folder / "summary.json").get("state", "completed") != "completed":
-                print(end_of(log), file=sys.stderr)
+                print(read_log_end(log), file=sys.stderr)
                 raise UserError(
                     f"{self.name}, seed {seed}: training ended with exit code {code}, not complete; see {log}, repair"
                     " what it says, and give the same command again, which keeps what is complete"
                 )
         return Run(self.name, seed, folder)
 
-    def probe(self, out: Path, seed: int, kind: str, *words: object) -> tuple[dict[str, Any], Path]:
+    def run_probe(self, out: Path, seed: int, kind: str, *words: object) -> tuple[dict[str, Any], Path]:
         """What probe.py finds, or {} if it fails; and its log."""
         result = out / f"{kind}-{self.name.lower()}.json"
         log = result.with_suffix(".log")
         result.unlink(missing_ok=True)
         log.unlink(missing_ok=True)
         script = Path(__file__).with_name("probe.py")
-        flags = [*self.flags(out, seed, out / kind), *PROBE_BATCH]
-        code = execute([script, self.fork, result, kind, *words, *flags], 0, log)
+        flags = [*self.create_flags(out, seed, out / kind), *PROBE_FLAGS]
+        code = run_script([script, self.fork, result, kind, *words, *flags], 0, log)
         return {} if code else read_json(result), log
 
     def check_weights(self, out: Path, run: Run, earlier: Sequence[Run]) -> str:
@@ -146,7 +146,7 @@ class Side:
         note = f"{self.name}: all seeds start from the same weights; the interval holds for these"
         if self.settings.get("init_from"):
             return note
-        result, log = self.probe(out, run.seed, "weights", "-")
+        result, log = self.run_probe(out, run.seed, "weights", "-")
         if not result:
             return f"{note}; it could not be tried whether model.py draws them: see {log}"
         if result["is_seeded"]:
@@ -160,46 +160,46 @@ class Side:
     def verify(self, out: Path, seed: int) -> list[str]:
         """Let scripts/verify.py check the fork with these settings, unless it did, and return its notes on the fork.
         Raises UserError if it is broken."""
-        result = self.fork / VERIFIED.name
+        result = self.fork / VERIFICATION_FILE.name
         record = out / f"verified-{self.name.lower()}.json"
         for saved_result in (read_json(record), read_json(result)):
             if self.is_verified(saved_result):
                 print(f"{self.name}: scripts/verify.py passed with this code", flush=True)
-                return remarks(saved_result)
+                return read_remarks(saved_result)
         script = self.fork / "scripts/verify.py"
         if not script.exists():
             raise UserError(f"{self.name}={self.fork}: has no scripts/verify.py; restore the extra verify")
         folder = out / f"verify-{self.name.lower()}"
         log = folder.with_suffix(".log")
         outcomes = folder.with_suffix(".json")
-        words = [script, *self.flags(out, seed, folder), "--json", outcomes]
-        if gpus() == 1:  # each of the ranks would need one
+        words = [script, *self.create_flags(out, seed, folder), "--json", outcomes]
+        if count_gpus() == 1:  # each of the ranks would need one
             words += ["--backend", "gloo"]
         log.unlink(missing_ok=True)
         print(f"{self.name}: running scripts/verify.py", flush=True)
-        code = execute(words, VERIFY_RANKS, log)
+        code = run_script(words, VERIFY_RANKS, log)
         verified = read_json(result)
         if code or not self.is_verified(verified):
             lines = log.read_text(errors="replace").splitlines()
             broken = [line.split("  ")[1].strip() for line in lines if line.startswith("BROKEN  ")]
-            print(end_of(log), file=sys.stderr)
+            print(read_log_end(log), file=sys.stderr)
             failure = f"is BROKEN: {', '.join(broken)}" if broken else f"ended with exit code {code}"
             raise UserError(f"{self.name}: scripts/verify.py {failure}; see {log}, and fix that first")
         checks = read_json(outcomes).get("checks", [])
         for kind in ("notes", "not_checked"):
             verified[kind] = [text for check in checks for text in check.get(kind, [])]
         replace_json(record, verified)
-        return remarks(verified)
+        return read_remarks(verified)
 
     def is_verified(self, verified: dict[str, Any]) -> bool:
         """Whether this content of verified.json is that of a check which passed, with the present code and settings."""
-        if not verified.get("passed") or verified.get("versions") != package_versions():
+        if not verified.get("passed") or verified.get("versions") != collect_package_versions():
             return False
         code = verified.get("code", {})
         files = {path.relative_to(self.fork).as_posix() for path in self.fork.glob("utils/**/*.py")}
         if not files <= code.keys():
             return False
-        if any(file_checksum(self.fork / name) != digest for name, digest in code.items()):
+        if any(compute_file_checksum(self.fork / name) != digest for name, digest in code.items()):
             return False
         for name, value in verified.get("settings", {}).items():
             if name != "seed" and self.settings.get(name) not in (value, "auto"):
@@ -207,7 +207,7 @@ class Side:
         return True
 
 
-def remarks(verified: dict[str, Any]) -> list[str]:
+def read_remarks(verified: dict[str, Any]) -> list[str]:
     """The notes in a verified.json, and the parts of checks that were not made."""
     return verified.get("notes", []) + [f"not checked: {part}" for part in verified.get("not_checked", [])]
 
@@ -254,7 +254,7 @@ class Run:
             yield step, sorted(index for line in lines for index in line["indices"])
 
 
-def differing(a: Side, b: Side) -> list[str]:
+def find_differing_settings(a: Side, b: Side) -> list[str]:
     """The names of settings that differ."""
     return [name for name in a.settings | b.settings if a.settings.get(name) != b.settings.get(name)]
 
@@ -262,14 +262,14 @@ def differing(a: Side, b: Side) -> list[str]:
 def check_budget(a: Side, b: Side, ranks: int) -> None:
     """Before any training. Raises UserError if settings say that the sides would not train equally long."""
 
-    def global_batch(side: Side) -> int:
+    def compute_global_batch(side: Side) -> int:
         micro_batch = side.settings.get("batch_size") or 1
         micro_batches = side.settings.get("grad_accum_steps") or 1
         return side.settings.get("global_batch_size") or micro_batch * micro_batches * ranks
 
-    rows = [(name, a.settings.get(name), b.settings.get(name)) for name in BUDGET]
+    rows = [(name, a.settings.get(name), b.settings.get(name)) for name in BUDGET_SETTINGS]
     if not a.settings.get("batch_tokens") and not b.settings.get("batch_tokens"):  # else the runs say what they are
-        rows.append(("the global batch", global_batch(a), global_batch(b)))
+        rows.append(("the global batch", compute_global_batch(a), compute_global_batch(b)))
     require_equal(rows, "give both the same, after --")
 
 
@@ -321,7 +321,7 @@ def check_quantity(sides: Sequence[Side], out: Path, seed: int, metric: str) -> 
     results = []
     outputs.unlink(missing_ok=True)
     for side in sides:
-        result, log = side.probe(out, seed, "outputs", outputs)
+        result, log = side.run_probe(out, seed, "outputs", outputs)
         if not result:
             return f"the metric of {side.name} could not be computed from given outputs of a network: see {log}"
         results.append(result)
@@ -351,22 +351,22 @@ def are_close(a: float | None, b: float | None) -> bool:
     """Whether two numbers of a JSON file are equal but for rounding. None stands for one that is not finite."""
     if a is None or b is None:
         return a is b
-    return math.isclose(a, b, rel_tol=ROUNDING)
+    return math.isclose(a, b, rel_tol=ROUNDING_TOLERANCE)
 
 
-def execute(words: Sequence[object], ranks: int, log: Path) -> int:
+def run_script(argv: Sequence[object], ranks: int, log: Path) -> int:
     """Run a Python script, on 1 rank or more by torchrun; its output is appended to `log`. Returns the exit code."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    command = [sys.executable, *launcher, *words]
-    with log.open("a") as file, running(command, stdout=file, stderr=subprocess.STDOUT) as process:
+    command = [sys.executable, *launcher, *argv]
+    with log.open("a") as file, running_process(command, stdout=file, stderr=subprocess.STDOUT) as process:
         return process.wait()
 
 
-def end_of(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-LINES:])
+def read_log_end(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
 
 
-def gpus() -> int:
+def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-LEVEL = 0.95
-ROUNDING = 1e-6  # relative: metrics of float32 values differ by less if they are equal but for rounding
-BETTER = "{} is better"
-NONE = "no difference shown (the interval contains 0)"
+CONFIDENCE_LEVEL = 0.95
+ROUNDING_TOLERANCE = 1e-6  # relative: metrics of float32 values differ by less if they are equal but for rounding
+BETTER_SENTENCE = "{} is better"
+NO_DIFFERENCE = "no difference shown (the interval contains 0)"
 
 
 class Result(NamedTuple):
@@ -23,19 +23,19 @@ class Result(NamedTuple):
     sentence: str
 
 
-def probability_within(t: float, freedom: int) -> float:
+def probability_within(t: float, degrees_of_freedom: int) -> float:
     """P(|T| <= t) of Student's t with so many degrees of freedom (1 or more).
 
     The finite sums for whole degrees of freedom: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and
     26.7.4.
     """
-    angle = math.atan2(t, math.sqrt(freedom))
+    angle = math.atan2(t, math.sqrt(degrees_of_freedom))
     sine = math.sin(angle)
     cosine = math.cos(angle)
-    is_odd = freedom % 2
+    is_odd = degrees_of_freedom % 2
     term = cosine if is_odd else 1.0
     total = 0.0
-    for k in range(2 + is_odd, freedom + 1, 2):
+    for k in range(2 + is_odd, degrees_of_freedom + 1, 2):
         total += term
         term *= cosine * cosine * (k - 1) / k
     if is_odd:
@@ -44,22 +44,22 @@ def probability_within(t: float, freedom: int) -> float:
 
 
 @functools.cache
-def t_quantile(freedom: int, level: float = LEVEL) -> float:
+def t_quantile(degrees_of_freedom: int, level: float = CONFIDENCE_LEVEL) -> float:
     """The t for which P(|T| <= t) is `level`, by bisection."""
     low = 0.0
     high = 1.0
-    while probability_within(high, freedom) < level:
+    while probability_within(high, degrees_of_freedom) < level:
         high *= 2
     for _ in range(200):
         middle = (low + high) / 2
-        if probability_within(middle, freedom) < level:
+        if probability_within(middle, degrees_of_freedom) < level:
             low = middle
         else:
             high = middle
     return high
 
 
-def judged(differences: Sequence[float], sign: int) -> Result:
+def judge_differences(differences: Sequence[float], sign: int) -> Result:
     """The 95 % interval of the mean of paired differences B - A, and what it shows.
 
     It is the shortest interval that holds two others. One is that of Student's t. The other is corrected for skewness
@@ -82,15 +82,15 @@ def judged(differences: Sequence[float], sign: int) -> Result:
         skewness = n * cubes / ((n - 1) * (n - 2))
     t = t_quantile(n - 1)
     standard_error = deviation / math.sqrt(n)
-    low = mean - standard_error * max(t, unskewed(t, skewness, n))
-    high = mean - standard_error * min(-t, unskewed(-t, skewness, n))
+    low = mean - standard_error * max(t, correct_skewness(t, skewness, n))
+    high = mean - standard_error * min(-t, correct_skewness(-t, skewness, n))
     if low <= 0 <= high:
-        return Result(mean, deviation, (low, high), "none", NONE)
+        return Result(mean, deviation, (low, high), "none", NO_DIFFERENCE)
     verdict = "B" if mean * sign > 0 else "A"
-    return Result(mean, deviation, (low, high), verdict, BETTER.format(verdict))
+    return Result(mean, deviation, (low, high), verdict, BETTER_SENTENCE.format(verdict))
 
 
-def unskewed(t: float, skewness: float, n: int) -> float:
+def correct_skewness(t: float, skewness: float, n: int) -> float:
     """The t statistic that Hall's transformation maps to t, for n values with this skewness.
 
     The transformation is T + g/sqrt(n) (T^2/3 + 1/6) + g^2/n T^3/27, with the skewness g (Hall, Journal of the Royal
@@ -108,10 +108,10 @@ def unskewed(t: float, skewness: float, n: int) -> float:
 def are_equal(differences: Sequence[float], values: Sequence[float]) -> bool:
     """Whether the differences of these values are equal but for rounding."""
     largest = max(map(abs, values))
-    return max(differences) - min(differences) <= ROUNDING * largest
+    return max(differences) - min(differences) <= ROUNDING_TOLERANCE * largest
 
 
-def collapsed(values: Sequence[float], sign: int) -> list[int]:
+def find_collapsed(values: Sequence[float], sign: int) -> list[int]:
     """The places of values that are worse than the median by more than a tenth of it, and by more than ten times the
     median absolute deviation.
 

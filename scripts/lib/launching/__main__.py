@@ -13,35 +13,35 @@ import sys
 import time
 from collections.abc import Sequence
 
-from utils.settings.errors import UserError, ends_with_a_sentence
+from utils.settings.errors import UserError, exit_on_user_error
 
-with ends_with_a_sentence():  # if a setting of config.py cannot be declared so
-    from config import TrainingConfig, trains_longer
+with exit_on_user_error():  # if a setting of config.py cannot be declared so
+    from config import TrainingConfig, can_train_longer
 
 from scripts.lib.launching.hosts import Hosts
 from scripts.lib.launching.plan import (
-    TRAINING,
+    TRAINING_PROGRAM,
+    choose_program,
+    create_launch_plan,
+    create_parser,
     launch_folder,
-    make_parser,
-    make_plan,
-    program_of,
     read_flags,
     read_nodes,
 )
-from scripts.lib.launching.rendezvous import say
+from scripts.lib.launching.rendezvous import print_status
 from scripts.lib.launching.supervise import Launch, read_json
-from scripts.lib.processes import start
+from scripts.lib.processes import start_process
 
 
 def main(argv: Sequence[str], env: dict[str, str]) -> int:
     if any(word.partition("=")[0] in ("--help", "-h") for word in argv):
-        print(make_parser({}).format_help(), flush=True)
+        print(create_parser({}).format_help(), flush=True)
         os.execv(sys.executable, [sys.executable, "train.py", *argv])
     try:
         return launch(argv, env)
     except UserError as error:
         host, text = socket.gethostname(), str(error)
-        say(text if host in text else f"{host}: {text}")
+        print_status(text if host in text else f"{host}: {text}")
         return 2
 
 
@@ -56,18 +56,20 @@ def launch(argv: Sequence[str], env: dict[str, str]) -> int:
             return 0
         return detach(argv, config) if options.detach else hosts.run(reconnects=options.retries != "0")
     status, saved = (read_json(config.run_folder / name) for name in ("status.json", "config.json"))
-    is_training = program_of(options) == TRAINING
+    is_training = choose_program(options) == TRAINING_PROGRAM
     saved = saved or {"epochs": status.get("epoch", math.inf), "max_steps": 0}  # config.json is lost
-    is_completed = status.get("state") == "completed" and not trains_longer(vars(config), saved)
-    if read_nodes(options).most > 1 and is_training and config.resume_from == "auto" and is_completed:
-        say(f"{config.run_folder}: this run is completed; there is nothing left to do")  # the other nodes may be gone
+    is_completed = status.get("state") == "completed" and not can_train_longer(vars(config), saved)
+    if read_nodes(options).max_nodes > 1 and is_training and config.resume_from == "auto" and is_completed:
+        print_status(
+            f"{config.run_folder}: this run is completed; there is nothing left to do"
+        )  # the other nodes may be gone
         return 0
-    plan = make_plan(options, flags, config, env)
+    plan = create_launch_plan(options, flags, config, env)
     if options.detach and not options.dry_run:
         return detach(argv, config)
     if not options.dry_run:
-        create_folders(config, has_run=is_training and plan.nodes.most > 1)
-    say(f"environment: {shlex.join(f'{name}={value}' for name, value in plan.settings.items())}")
+        create_folders(config, has_run=is_training and plan.nodes.max_nodes > 1)
+    print_status(f"environment: {shlex.join(f'{name}={value}' for name, value in plan.settings.items())}")
     if options.dry_run:
         print(shlex.join(plan.command))
         return 0
@@ -93,7 +95,7 @@ def detach(argv: Sequence[str], config: TrainingConfig) -> int:
     words = [sys.executable, "-m", "scripts.lib.launching", *(word for word in argv if word != "--detach")]
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
     with log.open("w") as file:
-        child = start(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        child = start_process(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
     print(f"launch.sh: process {child.pid} runs in the background; tail -f {log} shows its output")
     print(f"launch.sh: kill -TERM {child.pid} saves and stops it")
     return 0

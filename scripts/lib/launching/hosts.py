@@ -18,14 +18,16 @@ from contextlib import suppress
 from typing import Any, BinaryIO, TextIO
 
 from scripts.lib.launching.plan import SIGNALS
-from scripts.lib.launching.rendezvous import PATIENCE_S, say
-from scripts.lib.processes import start
+from scripts.lib.launching.rendezvous import PATIENCE_S, print_status
+from scripts.lib.processes import start_process
 
-SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=10 -o ServerAliveCountMax=3 --".split()
-LOST = 255  # ssh's exit code if it has no connection, or no longer
+SSH_COMMAND = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=10 -o ServerAliveCountMax=3 --".split()
+CONNECTION_LOST = 255  # ssh's exit code if it has no connection, or no longer
 RECONNECT_S = 10.0
 GRACE_S = 30.0  # for the other hosts to end on their own
-OWN = re.compile(r"HOME|HOST|HOSTNAME|USER|LOGNAME|MAIL|SHELL|SHLVL|PWD|OLDPWD|TERM|_|(DBUS|DISPLAY|SSH|TMUX|XDG).*")
+LOCAL_VARIABLES = re.compile(
+    r"HOME|HOST|HOSTNAME|USER|LOGNAME|MAIL|SHELL|SHLVL|PWD|OLDPWD|TERM|_|(DBUS|DISPLAY|SSH|TMUX|XDG).*"
+)
 RANK_LINE = re.compile(rb"\[\S+ \d+\] ")  # the ranks' output names the host
 
 
@@ -34,7 +36,9 @@ class Hosts:
 
     def __init__(self, options: argparse.Namespace, argv: Sequence[str], env: dict[str, str]) -> None:
         self._hosts = hosts = options.hosts.split(",")
-        env = {name: value for name, value in env.items() if name.isidentifier() and not OWN.fullmatch(name)}
+        env = {
+            name: value for name, value in env.items() if name.isidentifier() and not LOCAL_VARIABLES.fullmatch(name)
+        }
         env = {"LAUNCH_ID": secrets.token_hex(8)} | env | {"LAUNCH_OVER_SSH": "1"}
         words = [word for word in argv if word != "--detach"]
         address = options.master_addr or hosts[0].rpartition("@")[2]
@@ -43,7 +47,7 @@ class Hosts:
         self._exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
         self.commands = [shlex.join(["scripts/launch.sh", *words, f"--node-rank={k}"]) for k in range(len(hosts))]
         self._connections: dict[int, Any] = {}
-        self._codes: dict[int, int] = {}  # of hosts whose launch.sh has ended for good
+        self._exit_codes: dict[int, int] = {}  # of hosts whose launch.sh has ended for good
         self._signals: list[int] = []
 
     def run(self, reconnects: bool) -> int:
@@ -56,41 +60,43 @@ class Hosts:
             if signal.getsignal(signum) != signal.SIG_IGN:
                 signal.signal(signum, lambda number, _: self._signals.append(number))
         for k in range(len(self._hosts)):
-            threading.Thread(target=self._run, args=(k, reconnects), daemon=True).start()
+            threading.Thread(target=self._run_host, args=(k, reconnects), daemon=True).start()
         sent: dict[subprocess.Popen, int] = {}
         failed_at = 0.0
-        while len(self._codes) < len(self._hosts):
+        while len(self._exit_codes) < len(self._hosts):
             time.sleep(0.1)
             for connection in [*self._connections.values()]:
                 for number in self._signals[sent.get(connection, 0) :]:
                     with suppress(OSError):  # it has ended
                         os.write(connection.stdin.fileno(), b"%d\n" % number)
                 sent[connection] = len(self._signals)
-            if any([*self._codes.values()]):
+            if any([*self._exit_codes.values()]):
                 failed_at = failed_at or time.monotonic()
             if failed_at and time.monotonic() - failed_at > GRACE_S and not self._signals:
-                say("stopping the other hosts")
+                print_status("stopping the other hosts")
                 self._signals.append(signal.SIGTERM)
-        codes = {*self._codes.values()}
+        codes = {*self._exit_codes.values()}
         return 2 if 2 in codes else 1 if codes - {0, 75} else max(codes)
 
-    def _run(self, k: int, reconnects: bool) -> None:
+    def _run_host(self, k: int, reconnects: bool) -> None:
         ends = 0.0
         while True:
-            code, was_connected = self._run_once(k)
+            code, was_connected = self._run_host_once(k)
             if was_connected:
                 ends = time.monotonic() + PATIENCE_S
-            if code == LOST:
-                say(f"{self._hosts[k]}: no connection; check that `ssh {self._hosts[k]} true` works without a password")
-            if code != LOST or not reconnects or self._signals or time.monotonic() > ends:
+            if code == CONNECTION_LOST:
+                print_status(
+                    f"{self._hosts[k]}: no connection; check that `ssh {self._hosts[k]} true` works without a password"
+                )
+            if code != CONNECTION_LOST or not reconnects or self._signals or time.monotonic() > ends:
                 break
             time.sleep(RECONNECT_S)
-        self._codes[k] = code
+        self._exit_codes[k] = code
 
-    def _run_once(self, k: int) -> tuple[int, bool]:
+    def _run_host_once(self, k: int) -> tuple[int, bool]:
         """Returns the exit code, and whether there was a connection."""
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        connection: Any = start([*SSH, self._hosts[k], "exec bash -s"], **pipes)
+        connection: Any = start_process([*SSH_COMMAND, self._hosts[k], "exec bash -s"], **pipes)
         script = ["echo", f"cd {shlex.quote(os.getcwd())} || exit 2", *self._exports, f"exec {self.commands[k]}"]
         with suppress(OSError):  # it has ended
             connection.stdin.write(
@@ -99,7 +105,7 @@ class Hosts:
             connection.stdin.flush()
         self._connections[k] = connection
         streams = ((connection.stderr, sys.stderr), (connection.stdout, sys.stdout))
-        copies = [threading.Thread(target=self._copy, args=(k, *pair), daemon=True) for pair in streams]
+        copies = [threading.Thread(target=self._copy_output, args=(k, *pair), daemon=True) for pair in streams]
         copies[0].start()
         was_connected = bool(connection.stdout.readline())  # of `echo`
         copies[1].start()
@@ -108,7 +114,7 @@ class Hosts:
             copy.join(2.0)  # a shared connection (ControlPersist) may keep stderr open
         return code, was_connected
 
-    def _copy(self, k: int, source: BinaryIO, target: TextIO) -> None:
+    def _copy_output(self, k: int, source: BinaryIO, target: TextIO) -> None:
         label = f"[{self._hosts[k].rpartition('@')[2]}] "
         for line in source:
             target.write(("" if RANK_LINE.match(line) else label) + line.decode(errors="replace"))

@@ -20,14 +20,14 @@ from config import TrainingConfig
 from scripts.lib.launching.rendezvous import ROUTE_PATIENCE_S, Nodes, Wait
 from scripts.lib.network import (
     check_interfaces,
+    explain_connection_error,
+    find_interface,
+    find_local_address,
     has_ipv4_loopback,
-    interface_of,
     is_loopback,
-    own_address_to,
     resolve,
-    why,
 )
-from utils.cpus import usable_cpus
+from utils.cpus import count_usable_cpus
 from utils.settings.errors import UserError
 from utils.signals import STOP_SIGNALS
 
@@ -59,8 +59,8 @@ SWITCHES = {
     "detach": "run in the background, even after the terminal closes",
     "dry-run": "print the command without running it",
 }
-TRAINING = ["train.py"]
-DEBUG = {  # verbose logs and the flight recorder
+TRAINING_PROGRAM = ["train.py"]
+DEBUG_VARIABLES = {  # verbose logs and the flight recorder
     "TORCH_DISTRIBUTED_DEBUG": "INFO",  # DETAIL segfaults under DDP with gloo (torch 2.15.0)
     "TORCH_CPP_LOG_LEVEL": "INFO",
     "NCCL_DEBUG": "INFO",
@@ -70,7 +70,7 @@ DEBUG = {  # verbose logs and the flight recorder
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What launch.sh starts."""
 
     command: list[str]
@@ -82,7 +82,7 @@ class Plan:
     is_training: bool  # if not, launch.sh exits with torchrun's exit code
 
 
-def make_parser(env: dict[str, str]) -> argparse.ArgumentParser:
+def create_parser(env: dict[str, str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/launch.sh",
         usage="%(prog)s [flags of launch.sh] [flags of train.py]",
@@ -110,12 +110,12 @@ def make_parser(env: dict[str, str]) -> argparse.ArgumentParser:
 def read_flags(argv: list[str], env: dict[str, str]) -> tuple[argparse.Namespace, list[str]]:
     """Split the arguments into launch.sh's flags and train.py's. Raises UserError."""
     try:
-        return make_parser(env).parse_known_args(argv)
+        return create_parser(env).parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UserError(f"{error}; --help lists the flags") from None
 
 
-def integer(name: str, text: str, low: int) -> int:
+def parse_integer(name: str, text: str, low: int) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < low:
         raise UserError(f"{name}={text}: is not an integer of at least {low}; give one")
     return int(text)
@@ -124,14 +124,14 @@ def integer(name: str, text: str, low: int) -> int:
 def read_nodes(options: argparse.Namespace) -> Nodes:
     """Raises UserError if the numbers contradict each other."""
     low, colon, high = options.nnodes.partition(":")
-    least = integer("NNODES", low, 1)
-    most = integer("NNODES", high, least) if colon else least
-    restarts = integer("MAX_RESTARTS", options.max_restarts, 0)
+    least = parse_integer("NNODES", low, 1)
+    most = parse_integer("NNODES", high, least) if colon else least
+    restarts = parse_integer("MAX_RESTARTS", options.max_restarts, 0)
     is_elastic = bool(restarts) or least < most
     backend = options.rdzv_backend or ("c10d" if is_elastic else "static")
     if backend not in ("static", "c10d"):
         raise UserError(f"RDZV_BACKEND={backend}: is unknown; give static or c10d, or unset it")
-    rank = integer("NODE_RANK", options.node_rank, 0) if options.node_rank else -1
+    rank = parse_integer("NODE_RANK", options.node_rank, 0) if options.node_rank else -1
     if rank >= most:
         raise UserError(f"NODE_RANK={rank}: is outside NNODES={options.nnodes}; give 0 to {most - 1}")
     if most > 1 and backend == "static":
@@ -142,7 +142,7 @@ def read_nodes(options: argparse.Namespace) -> Nodes:
             raise UserError(f"{variable}: static rendezvous hangs on restart; unset RDZV_BACKEND, or give --retries")
     if most > 1 and not options.master_addr:
         raise UserError(f"MASTER_ADDR: is not set, with NNODES={options.nnodes}; give the name or address of node 0")
-    port = integer("MASTER_PORT", options.master_port, 1)
+    port = parse_integer("MASTER_PORT", options.master_port, 1)
     if not 1024 <= port <= 65535:
         raise UserError(f"MASTER_PORT={port}: is not a port; give one from 1024 to 65535")
     return Nodes(least, most, rank, options.master_addr, port, backend)
@@ -162,7 +162,7 @@ def count_gpus(env: dict[str, str]) -> int:
     return 0
 
 
-def own_address(nodes: Nodes, patience: float) -> tuple[str, bool]:
+def find_node_address(nodes: Nodes, patience: float) -> tuple[str, bool]:
     """This node's address on the route to node 0, and whether it is node 0. Raises UserError."""
     host, wait, given = socket.gethostname(), Wait(), f"MASTER_ADDR={nodes.address}"
     fix = "give node 0's address, or add the name to DNS or /etc/hosts"
@@ -174,16 +174,16 @@ def own_address(nodes: Nodes, patience: float) -> tuple[str, bool]:
             if wait.seconds >= patience:
                 text = f"{host} could not resolve this name within {wait.seconds:.0f} s ({error.strerror})"
                 raise UserError(f"{given}: {text}; {fix}") from None
-            wait.say(f"the name {nodes.address} to resolve", fix)
+            wait.print_missing(f"the name {nodes.address} to resolve", fix)
             time.sleep(1)
     routable = [address for address in addresses if not is_loopback(address)]
     if not routable:
         fix = "give node 0's address in the shared network, or fix /etc/hosts (Debian maps a host's name to 127.0.1.1)"
         raise UserError(f"{given}: is {addresses[0]} on {host}, which the other nodes cannot reach; {fix}")
     try:
-        local_address = own_address_to(routable[0])
+        local_address = find_local_address(routable[0])
     except OSError as error:
-        text = f"{host} has no route to it ({why(error)})"
+        text = f"{host} has no route to it ({explain_connection_error(error)})"
         raise UserError(f"{given}: {text}; check the address and the routes") from None
     return local_address, nodes.rank == 0 if nodes.backend == "static" else local_address in addresses
 
@@ -193,28 +193,30 @@ def launch_folder(config: TrainingConfig) -> Path:
     return config.run_folder.with_name(f"{config.run_folder.name}.launch")
 
 
-def program_of(options: argparse.Namespace) -> list[str]:
+def choose_program(options: argparse.Namespace) -> list[str]:
     """What torchrun starts."""
     if options.preflight:  # extra: preflight
         return ["scripts/preflight.py"]
     if options.scaling:  # extra: benchmark
         return ["scripts/benchmark.py", "--json", options.scaling]
-    return TRAINING
+    return TRAINING_PROGRAM
 
 
-def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingConfig, env: dict[str, str]) -> Plan:
+def create_launch_plan(
+    options: argparse.Namespace, flags: list[str], config: TrainingConfig, env: dict[str, str]
+) -> LaunchPlan:
     """Raises UserError."""
     nodes, host = read_nodes(options), socket.gethostname()
-    patience = integer("LAUNCH_WAIT", options.wait, 1) if options.wait else 0
-    retries = integer("LAUNCH_RETRIES", options.retries, 0)
+    patience = parse_integer("LAUNCH_WAIT", options.wait, 1) if options.wait else 0
+    retries = parse_integer("LAUNCH_RETRIES", options.retries, 0)
     if not importlib.util.find_spec("torch") or not shutil.which("torchrun"):
         fix = "activate the environment that has it (source .venv/bin/activate)"
         raise UserError(f"torchrun: this Python has no torch; {fix}")
     gpus = count_gpus(env) if config.backend in ("auto", "nccl") else 0
-    processes = integer("NPROC_PER_NODE", options.nproc_per_node, 1) if options.nproc_per_node else gpus or 1
+    processes = parse_integer("NPROC_PER_NODE", options.nproc_per_node, 1) if options.nproc_per_node else gpus or 1
     heard = [number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup, slurm.sbatch
     settings = {
-        "OMP_NUM_THREADS": str(max(1, usable_cpus() // processes)),
+        "OMP_NUM_THREADS": str(max(1, count_usable_cpus() // processes)),
         "PYTHONUNBUFFERED": "1",
         "TORCH_GLOO_LAZY_INIT": "1",  # fewer sockets
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a fresh store for each restart
@@ -224,17 +226,17 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
     }
     check_interfaces(env)
     words = ["torchrun", f"--nproc-per-node={processes}"]
-    if nodes.most == 1 and has_ipv4_loopback():
+    if nodes.max_nodes == 1 and has_ipv4_loopback():
         words += ["--standalone"]
-    elif nodes.most == 1:
+    elif nodes.max_nodes == 1:
         # --standalone meets at the names localhost and of the host, and gloo falls back to 127.0.0.1
         words += ["--rdzv-backend=c10d", "--rdzv-endpoint=[::1]:0", f"--rdzv-id={uuid.uuid4()}", "--local-addr=::1"]
-        if interface := interface_of("::1"):
+        if interface := find_interface("::1"):
             settings["GLOO_SOCKET_IFNAME"] = interface
     else:
-        local_address, is_host = own_address(nodes, patience or ROUTE_PATIENCE_S)
+        local_address, is_host = find_node_address(nodes, patience or ROUTE_PATIENCE_S)
         nodes = replace(nodes, is_host=is_host, run=config.run_folder.name)
-        if interface := interface_of(local_address):
+        if interface := find_interface(local_address):
             settings |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
         words += [f"--nnodes={nodes.nnodes}", f"--local-addr={local_address}"]
         if nodes.backend == "static":
@@ -248,15 +250,15 @@ def make_plan(options: argparse.Namespace, flags: list[str], config: TrainingCon
     if int(options.max_restarts):
         words += [f"--max-restarts={options.max_restarts}"]
     if options.debug:
-        settings |= DEBUG | {"TORCH_FR_DUMP_TEMP_FILE": str(config.run_folder / "traces" / f"flight-{host}-")}
+        settings |= DEBUG_VARIABLES | {"TORCH_FR_DUMP_TEMP_FILE": str(config.run_folder / "traces" / f"flight-{host}-")}
     words += [f"--log-dir={launch_folder(config) / host}", "--tee=3"]
-    program = program_of(options)
-    return Plan(
+    program = choose_program(options)
+    return LaunchPlan(
         command=[*words, *program, *flags],
         settings={name: value for name, value in settings.items() if name not in env},
         nodes=nodes,
         run_folder=config.run_folder,
         retries=retries,
         patience=patience,
-        is_training=program == TRAINING,
+        is_training=program == TRAINING_PROGRAM,
     )

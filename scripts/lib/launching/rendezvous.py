@@ -22,16 +22,16 @@ from dataclasses import dataclass
 from io import BufferedIOBase
 from typing import Any
 
-from scripts.lib.network import why
+from scripts.lib.network import explain_connection_error
 from utils.settings.errors import UserError
 
 LINE_INTERVAL_S = 10.0
-POLL_S = 1.0
+POLL_INTERVAL_S = 1.0
 ABSENT_AFTER_S = 5.0  # without a poll
 ERROR_PATIENCE_S = 8.0  # for transient errors: node 0 is shutting down, or remembers a node that was restarted
 PATIENCE_S = 900.0  # for other nodes, which may still be pulling an image or ending an earlier attempt
 ROUTE_PATIENCE_S = 15.0  # for a name or a route that does not exist
-ANSWER_S = 4.0  # to connect, and for each message
+ANSWER_TIMEOUT_S = 4.0  # to connect, and for each message
 PORT_PATIENCE_S = 10.0  # for an earlier attempt to free its port
 PADDING = "x" * 100_000  # larger than any frame
 
@@ -44,8 +44,8 @@ class NodesMissing(Exception):
 class Nodes:
     """The nodes of a launch, and which one this is."""
 
-    least: int
-    most: int
+    min_nodes: int
+    max_nodes: int
     rank: int  # -1: not given (c10d)
     address: str  # MASTER_ADDR
     port: int
@@ -55,14 +55,14 @@ class Nodes:
 
     @property
     def nnodes(self) -> str:
-        return f"{self.least}:{self.most}" if self.least < self.most else f"{self.most}"
+        return f"{self.min_nodes}:{self.max_nodes}" if self.min_nodes < self.max_nodes else f"{self.max_nodes}"
 
 
-def say(text: str) -> None:
+def print_status(text: str) -> None:
     print(f"launch.sh: {text}", file=sys.stderr, flush=True)
 
 
-def clean(text: object) -> str:
+def sanitize_text(text: object) -> str:
     """Text from another machine: one short line without control characters."""
     return "".join(letter for letter in str(text) if letter.isprintable())[:300]
 
@@ -71,17 +71,17 @@ class Wait:
     """Times a wait, and prints what it waits for."""
 
     def __init__(self) -> None:
-        self._began, self._lines = time.monotonic(), 0
+        self._started_at, self._lines_printed = time.monotonic(), 0
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self._began
+        return time.monotonic() - self._started_at
 
-    def say(self, missing: str, fix: str) -> None:
+    def print_missing(self, missing: str, fix: str) -> None:
         """Print what is missing, once every ten seconds."""
-        if self.seconds >= LINE_INTERVAL_S * (self._lines + 1):
-            self._lines += 1
-            say(f"waiting for {missing} ({self.seconds:.0f} s); {fix}")
+        if self.seconds >= LINE_INTERVAL_S * (self._lines_printed + 1):
+            self._lines_printed += 1
+            print_status(f"waiting for {missing} ({self.seconds:.0f} s); {fix}")
 
 
 def find_nodes(nodes: Nodes, patience: float, launch_id: str, is_first_attempt: bool) -> str:
@@ -93,96 +93,102 @@ def find_nodes(nodes: Nodes, patience: float, launch_id: str, is_first_attempt: 
     seconds, node = patience or PATIENCE_S, secrets.token_hex(8)
     if not nodes.is_host:
         has_seen_node_0 = not is_first_attempt  # it may be restarting
-        return join(nodes, node, launch_id, seconds, seconds if patience or has_seen_node_0 else ROUTE_PATIENCE_S)
-    with Host(nodes, node, launch_id) as host:
+        return poll_until_connected(
+            nodes, node, launch_id, seconds, seconds if patience or has_seen_node_0 else ROUTE_PATIENCE_S
+        )
+    with RendezvousServer(nodes, node, launch_id) as host:
         threading.Thread(target=host.serve_forever, args=[0.1], daemon=True).start()
         try:
-            join(nodes, node, launch_id, seconds, ERROR_PATIENCE_S)
+            poll_until_connected(nodes, node, launch_id, seconds, ERROR_PATIENCE_S)
             host.wait_for_others()
         finally:
             host.shutdown()
     return launch_id
 
 
-class Host(socketserver.ThreadingTCPServer):
+class RendezvousServer(socketserver.ThreadingTCPServer):
     """Node 0's side: answers polls until it is shut down."""
 
     daemon_threads = True
 
     def __init__(self, nodes: Nodes, node: str, launch_id: str) -> None:
-        super().__init__(("", nodes.port), Poll, bind_and_activate=False)
+        super().__init__(("", nodes.port), PollHandler, bind_and_activate=False)
         self.socket.close()
-        self.socket, self._other = _listen(nodes.port), _listen(0)
+        self.socket, self._second_socket = _listen(nodes.port), _listen(0)
         self._nodes, self._launch_id, self._is_complete = nodes, launch_id, False
         self._lock = threading.Lock()
-        self._present: dict[str, tuple[int, str, float]] = {}  # node: its rank, its host, the time of its last poll
-        about = {"run": nodes.run, "nnodes": nodes.nnodes, "port": self._other.getsockname()[1]}
+        self._waiting_nodes: dict[
+            str, tuple[int, str, float]
+        ] = {}  # node: its rank, its host, the time of its last poll
+        about = {"run": nodes.run, "nnodes": nodes.nnodes, "port": self._second_socket.getsockname()[1]}
         self.greeting = {"node": node, "host": socket.gethostname(), **about}
 
     def server_close(self) -> None:
         super().server_close()
-        self._other.close()
+        self._second_socket.close()
 
     def handle_error(self, *_: object) -> None:
         """Another program may send anything, and a node that is gone polls again."""
 
-    def answer(self, node: str, rank: int, host: str) -> dict[str, str]:
+    def answer_poll(self, node: str, rank: int, host: str) -> dict[str, str]:
         nodes = self._nodes
-        if nodes.rank >= 0 and not 0 <= rank < nodes.most:
+        if nodes.rank >= 0 and not 0 <= rank < nodes.max_nodes:
             text = f"NODE_RANK={rank}: is outside NNODES={nodes.nnodes} of {self.greeting['host']}"
-            return {"error": f"{text}; give 1 to {nodes.most - 1}"}
+            return {"error": f"{text}; give 1 to {nodes.max_nodes - 1}"}
         with self._lock:
             now = time.monotonic()
-            self._present = {
-                other_node: entry for other_node, entry in self._present.items() if now - entry[2] < ABSENT_AFTER_S
+            self._waiting_nodes = {
+                other_node: entry
+                for other_node, entry in self._waiting_nodes.items()
+                if now - entry[2] < ABSENT_AFTER_S
             }
-            present = self._present.items() if nodes.rank >= 0 else ()
+            present = self._waiting_nodes.items() if nodes.rank >= 0 else ()
             if used_by := [
                 its_host for other_node, (its_rank, its_host, _) in present if its_rank == rank and other_node != node
             ]:
                 return {"error": f"NODE_RANK={rank}: is already used by {used_by[0]}; give {host} another"}
-            self._present[node] = (rank, host, now)
-            self._is_complete = self._is_complete or len(self._present) >= nodes.least
-            return {"go": self._launch_id} if self._is_complete else {"missing": self._missing()}
+            self._waiting_nodes[node] = (rank, host, now)
+            self._is_complete = self._is_complete or len(self._waiting_nodes) >= nodes.min_nodes
+            return {"go": self._launch_id} if self._is_complete else {"missing": self._describe_missing()}
 
-    def _missing(self) -> str:
+    def _describe_missing(self) -> str:
         nodes = self._nodes
         if nodes.rank < 0:
-            return f"{nodes.least - len(self._present)} more of {nodes.least} nodes"
-        present = [rank for rank, _, _ in self._present.values()]
-        ranks = [str(rank) for rank in range(nodes.most) if rank not in present]
-        return f"node{'s' * (len(ranks) > 1)} {', '.join(ranks)} of {nodes.most}"
+            return f"{nodes.min_nodes - len(self._waiting_nodes)} more of {nodes.min_nodes} nodes"
+        present = [rank for rank, _, _ in self._waiting_nodes.values()]
+        ranks = [str(rank) for rank in range(nodes.max_nodes) if rank not in present]
+        return f"node{'s' * (len(ranks) > 1)} {', '.join(ranks)} of {nodes.max_nodes}"
 
-    def forget(self, node: str) -> None:
+    def remove_node(self, node: str) -> None:
         """The node has received "go"."""
-        self._present.pop(node, None)
+        self._waiting_nodes.pop(node, None)
 
     def wait_for_others(self) -> None:
         """Wait until all nodes have received "go"."""
         closing = Wait()
-        while self._present and closing.seconds < ABSENT_AFTER_S:
+        while self._waiting_nodes and closing.seconds < ABSENT_AFTER_S:
             time.sleep(0.01)
 
 
-class Poll(socketserver.StreamRequestHandler):
+class PollHandler(socketserver.StreamRequestHandler):
     """One poll of one node."""
 
-    server: Host
-    timeout = 3 * ANSWER_S  # longer than the node's, which then reports that its large packets do not arrive
+    server: RendezvousServer
+    timeout = 3 * ANSWER_TIMEOUT_S  # longer than the node's, which then reports that its large packets do not arrive
 
     def handle(self) -> None:
         _send(self.connection, self.server.greeting)
         message = _receive(self.rfile)
         node, reply = str(message["node"]), {"padding": message["padding"]}
         if not message["padding"]:
-            reply = self.server.answer(node, int(message["rank"]), clean(message["host"])[:64])
+            reply = self.server.answer_poll(node, int(message["rank"]), sanitize_text(message["host"])[:64])
         _send(self.connection, reply)
         self.rfile.read(1)  # the node closes first, so that the port is free at once
         if "go" in reply:
-            self.server.forget(node)
+            self.server.remove_node(node)
 
 
-def join(nodes: Nodes, node: str, launch_id: str, seconds: float, route_seconds: float) -> str:
+def poll_until_connected(nodes: Nodes, node: str, launch_id: str, seconds: float, route_seconds: float) -> str:
     """Poll node 0 until all nodes are connected. Returns its launch id. Raises UserError and NodesMissing."""
     node_0, wait = f"node 0 at {nodes.address}:{nodes.port}", Wait()
     reached_at, padding = 0.0, PADDING
@@ -190,7 +196,7 @@ def join(nodes: Nodes, node: str, launch_id: str, seconds: float, route_seconds:
         error, tolerance = "", ERROR_PATIENCE_S
         fix = "start launch.sh with NODE_RANK=0 there, or check MASTER_ADDR and MASTER_PORT"
         try:
-            reply = ask(nodes, node, padding)
+            reply = poll_once(nodes, node, padding)
             if not reply and nodes.backend == "c10d":
                 return launch_id  # torchrun's store: the others have started
             if "go" in reply:
@@ -202,43 +208,43 @@ def join(nodes: Nodes, node: str, launch_id: str, seconds: float, route_seconds:
             text = f"{node_0}: another program is listening there, perhaps an earlier attempt"
             if reply:
                 at_host = "start launch.sh there with MASTER_ADDR of this node"
-                text = clean(reply["missing"])
+                text = sanitize_text(reply["missing"])
                 fix = reply.get("fix", at_host if nodes.is_host else f"{node_0} is connected")
         except UserError as problem:
             text = error = str(problem)
         except OSError as problem:
             if isinstance(problem, ConnectionError):
                 reached_at = wait.seconds
-            text, tolerance = f"{node_0}: {why(problem)}", route_seconds
+            text, tolerance = f"{node_0}: {explain_connection_error(problem)}", route_seconds
             error = (
                 f"MASTER_ADDR={nodes.address}: could not be reached from {socket.gethostname()} within"
-                f" {wait.seconds:.0f} s ({why(problem)}); check MASTER_ADDR, the route and the firewall, and that"
-                " launch.sh runs there with NODE_RANK=0"
+                f" {wait.seconds:.0f} s ({explain_connection_error(problem)}); check MASTER_ADDR, the route and the"
+                " firewall, and that launch.sh runs there with NODE_RANK=0"
             )
         if error and wait.seconds - reached_at >= tolerance:
             raise UserError(error)
         if wait.seconds >= seconds:
             fix = "check launch.sh there, then start it on all nodes again"
             raise NodesMissing(f"waited {wait.seconds:.0f} s for {text}; {fix}")
-        wait.say(text, fix)
-        time.sleep(POLL_S)
+        wait.print_missing(text, fix)
+        time.sleep(POLL_INTERVAL_S)
 
 
-def ask(nodes: Nodes, node: str, padding: str) -> dict[str, Any]:
+def poll_once(nodes: Nodes, node: str, padding: str) -> dict[str, Any]:
     """Poll once; empty if another program than node 0's launch.sh is listening. Raises OSError and UserError."""
     host, given = socket.gethostname(), f"MASTER_ADDR={nodes.address}"
     try:
-        connection = socket.create_connection((nodes.address, nodes.port), ANSWER_S)
+        connection = socket.create_connection((nodes.address, nodes.port), ANSWER_TIMEOUT_S)
     except OSError as error:
         if nodes.is_host:
-            raise _elsewhere(nodes, why(error)) from None
+            raise _create_address_error(nodes, explain_connection_error(error)) from None
         raise
     with connection, connection.makefile("rb") as file:
         greeting = {}
         with contextlib.suppress(OSError):  # torchrun's store sends nothing before a request
             greeting = _receive(file)
         if nodes.is_host and greeting.get("node") != node:
-            raise _elsewhere(nodes, f"but to {clean(greeting.get('host', 'another program'))[:64]}")
+            raise _create_address_error(nodes, f"but to {sanitize_text(greeting.get('host', 'another program'))[:64]}")
         if not {"node", "host", "run", "nnodes", "port"} <= greeting.keys():
             return {}
         if greeting["run"] != nodes.run:
@@ -246,7 +252,8 @@ def ask(nodes: Nodes, node: str, padding: str) -> dict[str, Any]:
             problem = f"MASTER_PORT={nodes.port} is used there by another launch, with another run_dir"
             return {"missing": f"{given}: {problem}", "fix": fix}
         if greeting["nnodes"] != nodes.nnodes:
-            text = f"node 0 on {clean(greeting['host'])[:64]} was started with NNODES={clean(greeting['nnodes'])[:9]}"
+            host = sanitize_text(greeting["host"])[:64]
+            text = f"node 0 on {host} was started with NNODES={sanitize_text(greeting['nnodes'])[:9]}"
             raise UserError(f"NNODES={nodes.nnodes}: {text}; give all nodes the same")
         try:
             _send(connection, {"node": node, "rank": nodes.rank, "host": host, "padding": padding})
@@ -256,17 +263,19 @@ def ask(nodes: Nodes, node: str, padding: str) -> dict[str, Any]:
             return {"missing": text, "fix": "set the MTU of all nodes to one that the switch supports"}
     if "padding" in reply:
         try:
-            socket.create_connection((nodes.address, greeting["port"]), ANSWER_S).close()
+            socket.create_connection((nodes.address, greeting["port"]), ANSWER_TIMEOUT_S).close()
         except OSError as error:
-            text = f"MASTER_PORT is open to {host}, but port {greeting['port']} is not ({why(error)})"
+            text = (
+                f"MASTER_PORT is open to {host}, but port {greeting['port']} is not ({explain_connection_error(error)})"
+            )
             fix = "open all ports between the nodes, since gloo, NCCL and the stores choose their own"
             raise UserError(f"{given}: {text}; {fix}") from None
     if "error" in reply:
-        raise UserError(clean(reply["error"]))
+        raise UserError(sanitize_text(reply["error"]))
     return reply
 
 
-def _elsewhere(nodes: Nodes, problem: str) -> UserError:
+def _create_address_error(nodes: Nodes, problem: str) -> UserError:
     text = f"does not lead to {socket.gethostname()}, which is NODE_RANK=0 ({problem})"
     fix = "set MASTER_ADDR to an address of this node, or give this node another NODE_RANK"
     return UserError(f"MASTER_ADDR={nodes.address}: {text}; {fix}")

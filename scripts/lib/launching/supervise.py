@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from scripts.lib.launching.hosts import forward_signals
-from scripts.lib.launching.plan import SIGNALS, Plan
-from scripts.lib.launching.rendezvous import NodesMissing, find_nodes, say
-from scripts.lib.processes import children_of, end, start
+from scripts.lib.launching.plan import SIGNALS, LaunchPlan
+from scripts.lib.launching.rendezvous import NodesMissing, find_nodes, print_status
+from scripts.lib.processes import end_process, list_children, start_process
 from utils.files import read_json, replace_json
 
 ORPHANED_AFTER_S = {"static": 30, "c10d": 120}  # under c10d torchrun may be waiting for new nodes
@@ -33,24 +33,24 @@ class Stopped(Exception):
 class Launch:
     """All attempts of one launch on this node."""
 
-    def __init__(self, plan: Plan, env: dict[str, str]) -> None:
+    def __init__(self, plan: LaunchPlan, env: dict[str, str]) -> None:
         self._plan, self._env = plan, env | plan.settings
         self._env["LAUNCH_ID"] = env.get("LAUNCH_ID") or f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
-        self._child: subprocess.Popen | None = None
-        self._signals, self._is_waiting = 0, True  # waiting for nodes or for the next attempt
+        self._torchrun: subprocess.Popen | None = None
+        self._signal_count, self._is_waiting = 0, True  # waiting for nodes or for the next attempt
         # under slurm.sbatch, which ignores USR1 here, the job is requeued; a new attempt in it would be cut off
         self._is_requeued = signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
 
     def _on_signal(self, number: int, _: object) -> None:
         """The first signal asks the ranks to save, and torchrun then exits on its own. Later ones end torchrun."""
-        self._signals += 1
+        self._signal_count += 1
         if self._is_waiting:
             self._is_waiting = False
             raise Stopped
-        if self._child and self._signals > 1:
-            self._child.send_signal(signal.SIGKILL if number == signal.SIGINT else signal.SIGTERM)
-        elif self._child:
-            for pid in children_of(self._child.pid) or [self._child.pid]:
+        if self._torchrun and self._signal_count > 1:
+            self._torchrun.send_signal(signal.SIGKILL if number == signal.SIGINT else signal.SIGTERM)
+        elif self._torchrun:
+            for pid in list_children(self._torchrun.pid) or [self._torchrun.pid]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
 
@@ -68,40 +68,42 @@ class Launch:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             self._env["TORCHELASTIC_ERROR_FILE"] = str(Path(folder, "error.json"))  # of the first rank that fails
             for attempt in range(1, attempts + 1):
-                code = self._attempt(attempt == 1)
-                is_final = code in (0, 2) or self._signals or not self._plan.is_training
+                code = self._run_attempt(attempt == 1)
+                is_final = code in (0, 2) or self._signal_count or not self._plan.is_training
                 if is_final or attempt == attempts or (code == PREEMPTED and self._is_requeued):
                     return code
-                say(f"exit code {code}; attempt {attempt + 1} of {attempts} starts in {pause} s")
+                print_status(f"exit code {code}; attempt {attempt + 1} of {attempts} starts in {pause} s")
                 self._is_waiting = True
                 time.sleep(pause)
                 pause = min(2 * pause, 60)
         return PREEMPTED
 
-    def _attempt(self, is_first: bool) -> int:
+    def _run_attempt(self, is_first: bool) -> int:
         plan = self._plan
         status_file, error_file = plan.run_folder / "status.json", Path(self._env["TORCHELASTIC_ERROR_FILE"])
         error_file.unlink(missing_ok=True)
-        if plan.nodes.most > 1:
+        if plan.nodes.max_nodes > 1:
             try:
                 self._env["LAUNCH_ID"] = find_nodes(plan.nodes, plan.patience, self._env["LAUNCH_ID"], is_first)
             except NodesMissing as missing:
-                say(str(missing))
+                print_status(str(missing))
                 return 1
         before = read_json(status_file)
         self._is_waiting = False
-        self._child = start(plan.command, env=self._env)
-        if self._signals:  # one arrived while torchrun was being started
-            self._child.terminate()
-        if plan.nodes.most > 1:
+        self._torchrun = start_process(plan.command, env=self._env)
+        if self._signal_count:  # one arrived while torchrun was being started
+            self._torchrun.terminate()
+        if plan.nodes.max_nodes > 1:
             seconds = ORPHANED_AFTER_S[plan.nodes.backend]
-            threading.Thread(target=end_orphan, args=(self._child, seconds), daemon=True).start()
-        code = self._child.wait()
-        self._child = None
-        if self._signals and code == -signal.SIGTERM:  # torchrun was still starting
+            threading.Thread(target=end_orphan, args=(self._torchrun, seconds), daemon=True).start()
+        code = self._torchrun.wait()
+        self._torchrun = None
+        if self._signal_count and code == -signal.SIGTERM:  # torchrun was still starting
             raise Stopped
         if plan.is_training:
-            return exit_code(code, status_file, before, read_json(error_file), is_alone=plan.nodes.most == 1)
+            return determine_exit_code(
+                code, status_file, before, read_json(error_file), is_alone=plan.nodes.max_nodes == 1
+            )
         return code if code >= 0 else 128 - code
 
 
@@ -109,38 +111,40 @@ def end_orphan(torchrun: subprocess.Popen, seconds: float) -> None:
     """End a torchrun that keeps running after its ranks have exited: the other nodes and the store are gone."""
     seen, had_ranks = time.monotonic(), False
     while torchrun.poll() is None:
-        if children_of(torchrun.pid):
+        if list_children(torchrun.pid):
             seen, had_ranks = time.monotonic(), True
         if had_ranks and time.monotonic() - seen > seconds:
-            say(f"ending torchrun: its ranks exited {seconds} s ago, and the other nodes are gone")
-            end(torchrun)
+            print_status(f"ending torchrun: its ranks exited {seconds} s ago, and the other nodes are gone")
+            end_process(torchrun)
         time.sleep(1)
 
 
-def exit_code(torchrun: int, file: Path, before: dict[str, Any], error: dict[str, Any], is_alone: bool) -> int:
+def determine_exit_code(
+    torchrun_code: int, status_file: Path, status_before: dict[str, Any], error: dict[str, Any], is_alone: bool
+) -> int:
     """The exit code of an attempt. Prints the first failure of a failed attempt.
 
     Args:
-        file: status.json.
-        before: its content before the attempt.
+        status_file: status.json.
+        status_before: its content before the attempt.
         error: the error file of the first failing rank, as copied by torchrun.
-        is_alone: no other node writes `file`.
+        is_alone: no other node writes `status_file`.
     """
-    status, message = read_json(file), error.get("message", "")
+    status, message = read_json(status_file), error.get("message", "")
     message = message.get("message", "") if isinstance(message, dict) else str(message)
-    state = status.get("state") if status != before else ""
+    state = status.get("state") if status != status_before else ""
     if message.startswith("UserError: "):
         return 2
     if state == "preempted":
         return PREEMPTED
-    if torchrun == 0:
+    if torchrun_code == 0:
         return 0
     if state == "running" and is_alone:  # no rank survived to write it
-        cause = message or f"every rank was killed (torchrun's exit code: {torchrun})"
+        cause = message or f"every rank was killed (torchrun's exit code: {torchrun_code})"
         state, host = "failed", socket.gethostname()
         status |= {"state": state, "error": cause, "rank": 0, "host": host}
         with suppress(OSError):
-            replace_json(file, status)
+            replace_json(status_file, status)
     if state == "failed":
         print(f"launch.sh: failed: rank {status['rank']} on {status['host']}: {status['error']}", file=sys.stderr)
     return 1

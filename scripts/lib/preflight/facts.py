@@ -11,37 +11,37 @@ from typing import Any
 import torch
 from torch.utils import collect_env
 
-from scripts.lib.network import addresses, interface_of, own_address_to, resolve
+from scripts.lib.network import find_interface, find_local_address, list_addresses, resolve
 from utils.distributed.context import DistributedContext
 
 
-def gather(ctx: DistributedContext) -> dict[str, Any]:
+def collect_facts(ctx: DistributedContext) -> dict[str, Any]:
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
         "host": ctx.host,
-        "machine": machine(ctx.host),
+        "machine": identify_machine(ctx.host),
         "device": ctx.device_names[ctx.rank],
-        "driver": driver(),
+        "driver": read_driver_version(),
         "threads": torch.get_num_threads(),
-        **memory(ctx.device),
-        **route(ctx.device),
+        **read_device_memory(ctx.device),
+        **find_route(ctx.device),
         "shm": shared.f_bavail * shared.f_frsize if shared else 0,
     }
 
 
-def machine(host: str) -> str:
+def identify_machine(host: str) -> str:
     """Distinguishes machines and containers, even where they have the same host name."""
     with suppress(OSError):
         host += f" {Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
     return host
 
 
-def driver() -> str:
+def read_driver_version() -> str:
     """The version of the NVIDIA driver; empty if there is none."""
     return collect_env.get_nvidia_driver_version(collect_env.run) or ""
 
 
-def memory(device: torch.device) -> dict[str, int]:
+def read_device_memory(device: torch.device) -> dict[str, int]:
     """The GPU's memory in bytes, and how much of it other programs use; without a GPU, the machine's memory."""
     if device.type != "cuda":
         return {"memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "used": 0}
@@ -49,9 +49,9 @@ def memory(device: torch.device) -> dict[str, int]:
     return {"memory": total, "used": total - free - torch.cuda.memory_reserved(device)}
 
 
-def route(device: torch.device) -> dict[str, str]:
+def find_route(device: torch.device) -> dict[str, str]:
     """The interface to the other ranks: the one that the user selected, else the one on the route to rank 0."""
-    interfaces = addresses()
+    interfaces = list_addresses()
     selected = os.environ.get("NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME", "")
     prefixes = tuple(name.lstrip("=") for name in selected.split(",") if name and not name.startswith("^"))
     interface = next((name for name in interfaces if prefixes and name.startswith(prefixes)), "")
@@ -59,6 +59,6 @@ def route(device: torch.device) -> dict[str, str]:
     if not interface:
         with suppress(OSError):
             rank_0 = resolve(os.environ.get("MASTER_ADDR", "127.0.0.1"))[0]
-            local_address = own_address_to(rank_0)
-            interface = interface_of(local_address)
+            local_address = find_local_address(rank_0)
+            interface = find_interface(local_address)
     return {"interface": interface, "address": interfaces.get(interface, local_address)}

@@ -14,11 +14,11 @@ from scripts.lib.benchmark.turns import synchronize
 from utils.distributed.context import DistributedContext
 
 ROUND_TRIPS = 10  # of a small message; the fastest is reported
-PAIR_SIZE = 2**22  # bytes of a large message
+MESSAGE_BYTES = 2**22  # bytes of a large message
 MAX_ROUNDS = 24  # of pairs: with more nodes, each is measured with this many others
 
 
-def pair_rounds(nodes: int) -> list[list[tuple[int, int]]]:
+def schedule_pairs(nodes: int) -> list[list[tuple[int, int]]]:
     """Every pair of nodes once, in rounds in which each node is in at most one pair: (a + b) % odd is the round."""
     odd = nodes | 1
     rounds = range(0, odd, math.ceil(odd / MAX_ROUNDS))
@@ -31,17 +31,17 @@ def measure_pairs(leaders: list[int], ctx: DistributedContext) -> list[list[Any]
     leaders: the lowest rank of each node.
     """
     measured = []
-    for a, b in (pair for pairs in pair_rounds(len(leaders)) for pair in pairs):
+    for a, b in (pair for pairs in schedule_pairs(len(leaders)) for pair in pairs):
         if ctx.rank in (leaders[a], leaders[b]):
             peer = leaders[b] if ctx.rank == leaders[a] else leaders[a]
-            trip = min(_round_trip(4, peer, ctx) for _ in range(ROUND_TRIPS))
-            rate = 2 * PAIR_SIZE / min(_round_trip(PAIR_SIZE, peer, ctx) for _ in range(2))
+            trip = min(_time_round_trip(4, peer, ctx) for _ in range(ROUND_TRIPS))
+            rate = 2 * MESSAGE_BYTES / min(_time_round_trip(MESSAGE_BYTES, peer, ctx) for _ in range(2))
             if ctx.rank == leaders[a]:
                 measured.append([a, b, trip, rate])
     return measured
 
 
-def _round_trip(size: int, peer: int, ctx: DistributedContext) -> float:
+def _time_round_trip(size: int, peer: int, ctx: DistributedContext) -> float:
     """Seconds; the lower rank sends first."""
     data, is_first = torch.zeros(size // 4, device=ctx.device), ctx.rank < peer
     synchronize(ctx.device)

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from config import TrainingConfig
-from scripts.lib.preflight import verdict
+from scripts.lib.preflight import diagnosis
 from utils.distributed.collectives import all_gather_json
 from utils.distributed.context import DistributedContext
 from utils.run.memory_errors import explain_out_of_memory
@@ -24,7 +24,7 @@ from utils.settings.errors import TrainingError, UserError
 MAX_SECONDS, MAX_SECONDS_OF_MODEL = 25.0, 60.0  # for one step, and for one that runs model or data, or uploads
 
 
-KNOWN = (UserError, TrainingError, OSError)
+KNOWN_ERRORS = (UserError, TrainingError, OSError)
 
 
 class Steps:
@@ -32,12 +32,12 @@ class Steps:
 
     def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
         self.measured: dict[str, Any] = {}
-        self.findings: list[verdict.Finding] = []
-        self._config, self._ctx, self._places = config, ctx, itertools.count()
+        self.findings: list[diagnosis.Finding] = []
+        self._config, self._ctx, self._stage_numbers = config, ctx, itertools.count()
         # a separate connection: the main thread may be waiting in the default one
         self._store = dist.distributed_c10d._get_default_store().clone() if ctx.world_size > 1 else None
 
-    def take(self, name: str, action: Callable, *args: Any, seconds: float = MAX_SECONDS) -> list[Any] | None:
+    def run_step(self, name: str, action: Callable, *args: Any, seconds: float = MAX_SECONDS) -> list[Any] | None:
         """Run `action(*args)`. Returns each rank's result (plain JSON); if any rank failed, None, with a finding."""
         if self._ctx.is_main:
             print(f"  {name}", flush=True)
@@ -46,14 +46,16 @@ class Steps:
             try:
                 value = action(*args)
             except Exception as error:
-                if not isinstance(cause := explain_out_of_memory(error, self._config, self._ctx) or error, KNOWN):
+                if not isinstance(
+                    cause := explain_out_of_memory(error, self._config, self._ctx) or error, KNOWN_ERRORS
+                ):
                     raise
                 problem = f"{error}; fix that on this node" if isinstance(cause, OSError) else str(cause)
         with self._deadline(f"end of {name}", seconds):
             ranks = all_gather_json([value, problem], self._ctx)
         problems = [problem for _, problem in ranks]
         if any(problems):
-            self.findings += verdict.failed(name, problems, self._ctx.hosts)
+            self.findings += diagnosis.create_failures(name, problems, self._ctx.hosts)
             return None
         self.measured[name] = [value for value, _ in ranks]
         return self.measured[name]
@@ -61,10 +63,10 @@ class Steps:
     @contextmanager
     def _deadline(self, stage: str, seconds: float) -> Iterator[None]:
         """Unless the body ends in time, report the ranks that did not get here and end the process."""
-        key = f"preflight/{next(self._places)}"
+        key = f"preflight/{next(self._stage_numbers)}"
         if self._store:
             self._store.set(f"{key}/{self._ctx.rank}", "")
-        timer = threading.Timer(seconds, self._give_up, [key, stage, seconds])
+        timer = threading.Timer(seconds, self._exit_on_timeout, [key, stage, seconds])
         timer.daemon = True
         timer.start()
         try:
@@ -72,7 +74,7 @@ class Steps:
         finally:
             timer.cancel()
 
-    def _give_up(self, key: str, stage: str, seconds: float) -> None:
+    def _exit_on_timeout(self, key: str, stage: str, seconds: float) -> None:
         ranks = range(self._ctx.world_size)
         arrived = [rank for rank in ranks if not self._store or self._store.check([f"{key}/{rank}"])]
         missing = [rank for rank in ranks if rank not in arrived]
@@ -81,10 +83,11 @@ class Steps:
             fix = "check the storage and the data set's code"
         text = f"no rank finished '{stage}' in {seconds:.0f} s; {fix}"
         if missing:
-            text = f"{verdict.named(missing, self._ctx.hosts)} did not reach '{stage}' in {seconds:.0f} s; check it"
+            missing_ranks = diagnosis.describe_ranks(missing, self._ctx.hosts)
+            text = f"{missing_ranks} did not reach '{stage}' in {seconds:.0f} s; check it"
             text += " (top, dmesg, its storage)"
         if self._ctx.rank == arrived[0]:
-            print(f"{verdict.FAILURE}  {text}", file=sys.stderr, flush=True)
+            print(f"{diagnosis.FAILURE}  {text}", file=sys.stderr, flush=True)
         else:
             time.sleep(2)  # torchrun ends all ranks when the first one exits
         os._exit(1)

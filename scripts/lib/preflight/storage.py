@@ -29,7 +29,7 @@ def create_probe(folder: Path) -> str:
         ) from None
 
 
-def use_folder(probe: Path, name: str, patience: float = SECONDS_UNTIL_VISIBLE) -> None:
+def check_folder(probe: Path, name: str, patience: float = SECONDS_UNTIL_VISIBLE) -> None:
     """On each node: use files as a run does. Raises UserError if that fails or rank 0's probe is not visible."""
     ends = time.monotonic() + patience
     while not probe.exists():
@@ -49,40 +49,40 @@ def use_folder(probe: Path, name: str, patience: float = SECONDS_UNTIL_VISIBLE) 
         raise UserError(f"{probe.parent}: cannot write there ({error.strerror}); {fix}") from None
 
 
-def use_mirror(url: str, checkpoint: int) -> dict[str, float]:  # extra: companions
+def measure_mirror(url: str, checkpoint_bytes: int) -> dict[str, float]:  # extra: companions
     """Bytes per second to the storage and from it, and whether it creates an object only if that is absent.
 
     Raises:
         UserError: if it cannot be written, listed, read or deleted.
     """
     storage = Storage(f"{url.rstrip('/')}/.preflight-{os.urandom(4).hex()}", f"mirror={url}")
-    size = min(max(checkpoint, len(BLOCK)), MAX_BYTES // 4)
+    size = min(max(checkpoint_bytes, len(BLOCK)), MAX_BYTES // 4)
     with tempfile.TemporaryDirectory() as folder:
         sent, received = Path(folder, "sent"), Path(folder, "received")
         sent.write_bytes(os.urandom(size))
         began = time.perf_counter()
-        storage.put(sent, "speed")
+        storage.upload(sent, "speed")
         between = time.perf_counter()
-        storage.get("speed", received, size, lambda count: None)
+        storage.download("speed", received, size, lambda count: None)
         ended, is_same = time.perf_counter(), sent.read_bytes() == received.read_bytes()
     done = 0
     with suppress(Exception):  # each storage has errors of its own
         for _ in range(2):
-            storage.create("claim", b"{}")
+            storage.create_object("claim", b"{}")
             done += 1
-    names = storage.names()
-    storage.remove(list(names))
+    names = storage.list_objects()
+    storage.delete_objects(list(names))
     if not is_same or names.get("speed") != size:
         raise UserError(f"mirror={url}: what was written is not what is read or listed; give another storage")
     rates = {"to": size / (between - began), "from": size / (ended - between)}
     return rates | {"is_exclusive": done == 1 and "claim" in names}
 
 
-def measure(probe: Path, checkpoint: int, config: TrainingConfig) -> dict[str, float]:
+def measure_disk(probe: Path, checkpoint_bytes: int, config: TrainingConfig) -> dict[str, float]:
     """Bytes free, bytes of checkpoints that the run will replace, and bytes per second written with fsync."""
     room, file, written, began = os.statvfs(probe), probe / "speed", 0, time.perf_counter()
     with suppress(OSError), file.open("wb") as opened:
-        while written < min(max(checkpoint, len(BLOCK)), MAX_BYTES) and time.perf_counter() - began < MAX_SECONDS:
+        while written < min(max(checkpoint_bytes, len(BLOCK)), MAX_BYTES) and time.perf_counter() - began < MAX_SECONDS:
             written += opened.write(BLOCK)
             opened.flush()
             os.fsync(opened.fileno())

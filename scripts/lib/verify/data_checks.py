@@ -19,36 +19,42 @@ from torch.utils.data import Subset as PlainSubset
 import dataset as your_data
 from ddp_utils import DistributedContext
 from lib.values import (
-    digest,
-    first_three,
+    flatten_nested,
+    format_plural,
+    hash_nested,
     is_dense,
-    leaves,
-    padded_rows,
-    plural,
+    join_first_three,
+    pad_rows,
     scramble_global_rngs,
-    spread,
+    spread_rows,
 )
-from lib.verify.fork import Broken, Fork, Subset, as_rank, default_dtype, may_fail
-from lib.verify.new_process import CHANGED, RESTARTS, is_same, order_of, seen
-from lib.verify.notes import by_epoch, notes
-from lib.verify.result import notes_last
-from utils.checkpoint.format import step_checkpoints
+from lib.verify.data_notes import hash_epochs, inspect_data
+from lib.verify.fork import BrokenInvariant, Fork, Subset, allow_failure, default_dtype, pretend_rank
+from lib.verify.new_process import (
+    CHANGED_ENVIRONMENT,
+    RESTART_VARIABLES,
+    are_summaries_equal,
+    hash_order,
+    summarize_dataset,
+)
+from lib.verify.result import put_notes_last
+from utils.checkpoint.format import list_step_checkpoints
 from utils.data.sets import load_data
 from utils.distributed.collectives import all_gather_json
 
 Rows = dict[int, list[Tensor]]  # the tensors of some batches
-Parts = list[tuple[int, dict[str | None, int]]]  # rows, and the digests of their leaves by name
-LAST = 3  # the epoch, from 0, whose samples are compared
-MOST, SECONDS = 2000, 1.5  # samples of a set that are compared with those of another
-LEAST_ORDERS, MOST_ORDERS = 4, 22  # epochs whose orders are compared, as many as SECONDS allow
-CHANCE = 7  # samples, which may have the same order in two epochs by chance
-SEEDS = 4  # with which augmented samples are drawn
-FEW = 4  # samples of a set that are compared with those of a run that is continued
+SampleHashes = list[tuple[int, dict[str | None, int]]]  # rows, and the digests of their leaves by name
+LAST_EPOCH = 3  # the epoch, from 0, whose samples are compared
+MAX_SAMPLES, MAX_READ_SECONDS = 2000, 1.5  # samples of a set that are compared with those of another
+MIN_ORDERS, MAX_ORDERS = 4, 22  # epochs whose orders are compared, as many as SECONDS allow
+CHANCE_SAMPLES = 7  # samples, which may have the same order in two epochs by chance
+AUGMENTATION_SEEDS = 4  # with which augmented samples are drawn
+FEW_SAMPLES = 4  # samples of a set that are compared with those of a run that is continued
 NOT_KEYED = (
     "it depends on more than (seed, epoch); shuffle with torch.Generator().manual_seed(derive_seed('order', seed,"
     " epoch))"
 )
-MANY = 1 / 3  # of the held-out samples: more is a finding, less a note
+MAX_SHARED_FRACTION = 1 / 3  # of the held-out samples: more is a finding, less a note
 
 
 @default_dtype()
@@ -57,44 +63,46 @@ def order(fork: Fork) -> str:
     ctx, n = fork.ctx, len(fork.train_set)
     may_repeat = getattr(fork.train_set, "with_replacement", False)
 
-    def visit() -> tuple[list[tuple[Tensor, int]], list[str], str]:
+    def count_visits() -> tuple[list[tuple[Tensor, int]], list[str], str]:
         """For two epochs the visits of this rank to each sample and how many are dropped; digests of the orders of
         some epochs, and of the first epoch's once more."""
         scramble_global_rngs(ctx.rank + 1)
-        sampler = fork.loader(fork.train_set, fork.config, ctx).sampler
+        sampler = fork.create_loader(fork.train_set, fork.config, ctx).sampler
         visits = []
         for epoch in (0, 1):
             sampler.set_epoch(epoch)
             visited = torch.bincount(torch.tensor([*sampler], dtype=torch.int64) % n, minlength=n)
-            visits.append((visited, n - len(sampler.order(epoch))))
+            visits.append((visited, n - len(sampler.epoch_order(epoch))))
         whole = replace(fork.config, drop_last=False, global_batch_size=0, grad_accum_steps=1)
-        single = fork.loader(fork.train_set, whole).sampler
+        single = fork.create_loader(fork.train_set, whole).sampler
         orders: list[str] = []
-        end = time.monotonic() + SECONDS
-        while len(orders) < LEAST_ORDERS or (len(orders) < MOST_ORDERS and time.monotonic() < end):
-            orders.append(digest(single.order(len(orders))))
-        return visits, orders, digest(single.order(0))
+        end = time.monotonic() + MAX_READ_SECONDS
+        while len(orders) < MIN_ORDERS or (len(orders) < MAX_ORDERS and time.monotonic() < end):
+            orders.append(hash_nested(single.epoch_order(len(orders))))
+        return visits, orders, hash_nested(single.epoch_order(0))
 
-    visits, orders, again = fork.on_all(visit)
+    visits, orders, again = fork.run_on_all_ranks(count_visits)
     for epoch, (count, dropped) in enumerate(visits):
         dist.all_reduce(count, group=ctx.control_group)
         never, often = (count == 0).nonzero().flatten().tolist(), (count > 1).nonzero().flatten().tolist()
         if (len(never) > dropped or often) and not may_repeat:
-            raise Broken(
+            raise BrokenInvariant(
                 f"epoch {epoch + 1}: {len(never) - dropped} samples are never visited and {len(often)} more than once"
                 f" (sample {[*often, *never][0]}): a custom sampler; visit each sample once, or set with_replacement ="
                 " True on the data"
             )
     ranks = all_gather_json((orders, again), ctx)
     for rank, (rank_orders, repeated) in enumerate(ranks):
-        if rank_orders[0] != repeated or rank_orders[:LEAST_ORDERS] != ranks[0][0][:LEAST_ORDERS]:
+        if rank_orders[0] != repeated or rank_orders[:MIN_ORDERS] != ranks[0][0][:MIN_ORDERS]:
             between = "between two calls" if rank_orders[0] != repeated else f"between rank {rank} and rank 0"
-            raise Broken(f"the order of an epoch differs {between}: {NOT_KEYED}")
+            raise BrokenInvariant(f"the order of an epoch differs {between}: {NOT_KEYED}")
     orders = ranks[0][0]
     if n > 1 and len({*orders}) == 1:
-        raise Broken("all epochs have the same order: epoch_order ignores its epoch; derive it from (seed, epoch)")
+        raise BrokenInvariant(
+            "all epochs have the same order: epoch_order ignores its epoch; derive it from (seed, epoch)"
+        )
     news, note = "a new order each epoch", ""
-    if n > CHANCE and len({*orders}) < len(orders):
+    if n > CHANCE_SAMPLES and len({*orders}) < len(orders):
         same = next(epoch for epoch in range(len(orders)) if orders[epoch] in orders[:epoch])
         news = f"{len({*orders})} orders in {len(orders)} epochs"
         note = (
@@ -102,69 +110,76 @@ def order(fork: Fork) -> str:
             " epoch_order from (seed, epoch), unless that is meant"
         )
     if hasattr(fork.train_set, "epoch_order"):
-        note += fork.divided([partial(compare_order, fork)])[0]
+        note += fork.divide_among_ranks([partial(check_new_process_order, fork)])[0]
     drawn = f"{n:,} draws with replacement" if may_repeat else f"{n - dropped:,} samples once"
     left_out = f", {dropped:,} dropped" if dropped else ""
-    return f"{drawn} per epoch over {plural(ctx.world_size, 'rank')}, in {news}{left_out}{note}"
+    return f"{drawn} per epoch over {format_plural(ctx.world_size, 'rank')}, in {news}{left_out}{note}"
 
 
-def compare_order(fork: Fork) -> str:
+def check_new_process_order(fork: Fork) -> str:
     new_order, problem = fork.new_process.answer("order")
     if problem:
         return f"; not checked: epoch_order in a new process ({problem})"
-    if new_order != order_of(fork.train_set, fork.config.seed):
-        raise Broken(f"the order of an epoch differs in a new process with {CHANGED}: {NOT_KEYED}")
+    if new_order != hash_order(fork.train_set, fork.config.seed):
+        raise BrokenInvariant(f"the order of an epoch differs in a new process with {CHANGED_ENVIRONMENT}: {NOT_KEYED}")
     return ""
 
 
 @default_dtype()
 def content(fork: Fork) -> str:
     """A sample is the same on any rank, with or without workers, in any order, alone or in a batch."""
-    subset, ctx, single = fork.small_train_set(), fork.ctx, fork.single_process
-    fork.on_all(lambda: fork.loader(fork.train_set).example_batches())  # raises what train.py says of its batches
-    order = fork.on_all(lambda: fork.loader(subset).sampler.order(LAST))
+    subset, ctx, single = fork.small_train_set(), fork.ctx, fork.single_process_ctx
+    fork.run_on_all_ranks(
+        lambda: fork.create_loader(fork.train_set).fetch_example_batches()
+    )  # raises what train.py says of its batches
+    order = fork.run_on_all_ranks(lambda: fork.create_loader(subset).sampler.epoch_order(LAST_EPOCH))
     plan = [indices.tolist() for indices in order.split(fork.small_config.batch_size)]
     unseen: set[str] = set()
 
     def fetch(noise: int, is_first: bool) -> dict[str, str]:
         """Digests of the micro-batches before collate, fetched in this process from last to first."""
         scramble_global_rngs(noise)
-        loader, digests, collated = fork.loader(subset, replace(fork.small_config, num_workers=0)), {}, {}
+        loader, digests, collated = fork.create_loader(subset, replace(fork.small_config, num_workers=0)), {}, {}
         for indices in () if is_first else plan:
-            loader.fetch(indices, epoch=noise)  # reveals data that is changed in place or remembered
+            loader.fetch_samples(indices, epoch=noise)  # reveals data that is changed in place or remembered
         for number, indices in reversed(list(enumerate(plan))):
-            samples, batch, _ = loader.fetch(indices, epoch=LAST)
-            digests[str(number)], collated[number] = digest(samples, unseen), tensors(batch)
+            samples, batch, _ = loader.fetch_samples(indices, epoch=LAST_EPOCH)
+            digests[str(number)], collated[number] = hash_nested(samples, unseen), find_row_tensors(batch)
         if not is_first:
-            alone = {index: tensors(loader.fetch([index], epoch=LAST)[1]) for index in range(len(subset))}
+            alone = {
+                index: find_row_tensors(loader.fetch_samples([index], epoch=LAST_EPOCH)[1])
+                for index in range(len(subset))
+            }
             check_rows(subset, plan, collated, alone)
         return digests
 
-    def load(noise: int, workers: int, as_rank: DistributedContext, first: int = 0) -> dict[str, str]:
+    def load(noise: int, workers: int, rank_ctx: DistributedContext, first: int = 0) -> dict[str, str]:
         """Digests of the last epoch's micro-batches as a run gets them that starts in the epoch `first`."""
-        fork.start.put_back()  # as in a new process
+        fork.initial_hidden_state.restore()  # as in a new process
         scramble_global_rngs(noise)
-        loader = fork.loader(subset, replace(fork.small_config, grad_accum_steps=1, num_workers=workers), as_rank)
-        for epoch in range(first, LAST + 1):
-            loader.sampler.order(epoch)  # the data's own may set what a sample depends on
-            if epoch not in (first, LAST):
+        loader = fork.create_loader(
+            subset, replace(fork.small_config, grad_accum_steps=1, num_workers=workers), rank_ctx
+        )
+        for epoch in range(first, LAST_EPOCH + 1):
+            loader.sampler.epoch_order(epoch)  # the data's own may set what a sample depends on
+            if epoch not in (first, LAST_EPOCH):
                 continue
             digests = {
-                str(step * as_rank.world_size + micro_batch.number): digest(micro_batch.batch)
+                str(step * rank_ctx.world_size + micro_batch.number): hash_nested(micro_batch.batch)
                 for step, micro_batch in enumerate(loader.micro_batches(epoch))  # one in each step
                 if not micro_batch.is_padding
             }
         return digests
 
     noise = 6 * ctx.rank
-    by_workers = fork.on_all(lambda: load(noise + 2, 2, single))  # forked before this process fetches
+    by_workers = fork.run_on_all_ranks(lambda: load(noise + 2, 2, single))  # forked before this process fetches
     local_digests = {
-        "fetches it": fork.on_all(lambda: fetch(noise + 3, True)),
-        "fetches it again": fork.on_all(lambda: fetch(noise + 4, False)),
-        "loads it": fork.on_all(lambda: load(noise + 5, 0, single)),
+        "fetches it": fork.run_on_all_ranks(lambda: fetch(noise + 3, True)),
+        "fetches it again": fork.run_on_all_ranks(lambda: fetch(noise + 4, False)),
+        "loads it": fork.run_on_all_ranks(lambda: load(noise + 5, 0, single)),
         "loads it with two workers": by_workers,
-        f"starts in epoch {LAST + 1}": fork.on_all(lambda: load(noise + 1, 0, single, LAST)),
-        "loads its part": fork.on_all(lambda: load(noise + 6, 1, ctx)),
+        f"starts in epoch {LAST_EPOCH + 1}": fork.run_on_all_ranks(lambda: load(noise + 1, 0, single, LAST_EPOCH)),
+        "loads its part": fork.run_on_all_ranks(lambda: load(noise + 6, 1, ctx)),
     }
     ranks = all_gather_json(local_digests, ctx)
     for rank, rank_digests in enumerate(ranks):
@@ -175,40 +190,46 @@ def content(fork: Fork) -> str:
                 before = "epoch_order, " if hasattr(subset, "epoch_order") else ""
                 stage = "__getitem__" if "fetch" in how else f"{before}collate or device_transform"
                 cause = "depends on the rank or draws" if rank else "changes data in place, keeps state or draws"
-                raise Broken(
+                raise BrokenInvariant(
                     f"{samples}: different values when rank {rank} {how}: {stage} {cause} unkeyed random numbers; in"
                     " __getitem__ draw from the global generators (seeded for each sample), elsewhere with"
                     " utils.rng.sample_draws, and let device_transform do what depends on the epoch"
                 )
-    results = fork.divided([partial(check, fork) for check in (compare_elsewhere, overlap, transforms, notes)])
+    results = fork.divide_among_ranks(
+        [partial(check, fork) for check in (check_new_process_samples, check_overlap, check_transforms, inspect_data)]
+    )
     if unseen:
-        results.append(f"; not checked: parts of samples that cannot be pickled: {first_three(sorted(unseen))}")
-    ranks = plural(ctx.world_size, "rank")
-    return f"{len(subset)} samples identical on {ranks}, with 0, 1 and 2 workers, in any order{notes_last(*results)}"
+        results.append(f"; not checked: parts of samples that cannot be pickled: {join_first_three(sorted(unseen))}")
+    ranks = format_plural(ctx.world_size, "rank")
+    return (
+        f"{len(subset)} samples identical on {ranks}, with 0, 1 and 2 workers, in any order{put_notes_last(*results)}"
+    )
 
 
-def tensors(batch: object) -> list[Tensor]:
+def find_row_tensors(batch: object) -> list[Tensor]:
     """Those that may have a row per sample. Sparse ones, which can be large, are compared as a whole."""
-    given = [leaf for leaf in leaves(batch).values() if isinstance(leaf, Tensor)]
-    rows = [padded_rows(leaf) if leaf.is_nested else leaf for leaf in given]
+    given = [leaf for leaf in flatten_nested(batch).values() if isinstance(leaf, Tensor)]
+    rows = [pad_rows(leaf) if leaf.is_nested else leaf for leaf in given]
     return [leaf for leaf in rows if is_dense(leaf) and leaf.ndim]
 
 
-def common(row_a: Tensor, row_b: Tensor) -> tuple[Tensor, Tensor]:
+def crop_to_common(row_a: Tensor, row_b: Tensor) -> tuple[Tensor, Tensor]:
     """The part of two rows that both have where padding differs."""
     slices = tuple(map(slice, map(min, row_a.shape, row_b.shape)))
     return row_a[slices], row_b[slices]
 
 
 def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Rows) -> None:
-    """Raises Broken if a row of a collated batch is missing, or differs from the sample collated alone. Ignores
-    padding, positions in the batch, and batches that do not have one row per sample."""
+    """Raises BrokenInvariant if a row of a collated batch is missing, or differs from the sample collated alone.
+    Ignores padding, positions in the batch, and batches that do not have one row per sample."""
     wanted = [len(indices) for indices in plan]
     tensor_indices = range(len(alone[0]))
     lengths = [[len(collated[number][tensor_index]) for number in range(len(plan))] for tensor_index in tensor_indices]
     for rows in lengths if wanted not in lengths else ():  # else this one counts something else
         if any(map(int.__eq__, rows, wanted)) and all(map(int.__le__, rows, wanted)):
-            raise Broken(f"batches of {wanted} samples have {rows} rows: collate drops samples; keep all of them")
+            raise BrokenInvariant(
+                f"batches of {wanted} samples have {rows} rows: collate drops samples; keep all of them"
+            )
     if any(rows != wanted for rows in lengths) or any(
         len(rows) != 1 for sample_tensors in alone.values() for rows in sample_tensors
     ):
@@ -219,8 +240,8 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
             for tensor_index, (many, single) in enumerate(zip(collated[number], alone[index], strict=True)):
                 if tensor_index in positions:
                     continue
-                if len({*map(digest, common(single[0], many[row]))}) > 1:
-                    raise Broken(
+                if len({*map(hash_nested, crop_to_common(single[0], many[row]))}) > 1:
+                    raise BrokenInvariant(
                         f"dataset[{subset.indices[index]}] differs between a batch and alone: __getitems__ reorders or"
                         " draws, or collate draws, replaces or mixes samples; return one row per sample, in order, and"
                         " mix them (MixUp, CutMix) in device_transform, see docs/configuration.md"
@@ -242,75 +263,80 @@ def are_positions(tensor_index: int, plan: list[list[int]], collated: Rows, alon
     return True
 
 
-def compare_elsewhere(fork: Fork) -> str:
-    """Raises Broken if a new process has other samples. A note if it fails."""
+def check_new_process_samples(fork: Fork) -> str:
+    """Raises BrokenInvariant if a new process has other samples. A note if it fails."""
     summaries, problem = fork.new_process.answer("samples")
     if problem:
         return f"; not checked: the data in a new process ({problem})"
-    fork.start.put_back()
+    fork.initial_hidden_state.restore()
     pairs = zip(("training", "held-out"), (fork.train_set, fork.held_out), summaries, strict=True)
-    differing = [name for name, dataset, summary in pairs if not is_same(seen(dataset, fork.config.seed), summary)]
+    differing = [
+        name
+        for name, dataset, summary in pairs
+        if not are_summaries_equal(summarize_dataset(dataset, fork.config.seed), summary)
+    ]
     if differing:
-        raise Broken(
-            f"{' and '.join(differing)} samples are others in a new process with {CHANGED}: create_dataset or"
-            " __getitem__ depends on one of these; sort the names of files and what is made from a set, and take the"
+        raise BrokenInvariant(
+            f"{' and '.join(differing)} samples are others in a new process with {CHANGED_ENVIRONMENT}: create_dataset"
+            " or __getitem__ depends on one of these; sort the names of files and what is made from a set, and take the"
             " rest from config"
         )
     return ""
 
 
-@may_fail("the data of a run that is continued")
+@allow_failure("the data of a run that is continued")
 @default_dtype()
-def compare_continued(fork: Fork) -> str:
-    """Raises Broken if the data are others when they are created as by a second attempt of the run "whole"."""
+def check_continued_data(fork: Fork) -> str:
+    """Raises BrokenInvariant if the data are others when they are created as by a second attempt of the run "whole"."""
 
-    def look(*sets: Any) -> list[Any]:
+    def summarize_sets(*sets: Any) -> list[Any]:
         """The size of each set, its order, and a few samples on the device in three epochs."""
         summary = []
         for dataset in (candidate for candidate in sets if candidate is not None):
-            subset = Subset(dataset, spread(FEW, len(dataset)), fork.dtype)
-            summary += [len(dataset), order_of(dataset, fork.config.seed), by_epoch(fork, subset)]
+            subset = Subset(dataset, spread_rows(FEW_SAMPLES, len(dataset)), fork.dtype)
+            summary += [len(dataset), hash_order(dataset, fork.config.seed), hash_epochs(fork, subset)]
         return summary
 
-    def create(attempt: str, **changes: str) -> list[Any]:
-        config = replace(fork.given, **changes)  # type: ignore[arg-type]
-        fork.start.put_back()
-        with as_rank(), mock.patch.dict(os.environ, dict.fromkeys(RESTARTS, attempt)):
+    def summarize_attempt(attempt: str, **changes: str) -> list[Any]:
+        config = replace(fork.given_config, **changes)  # type: ignore[arg-type]
+        fork.initial_hidden_state.restore()
+        with pretend_rank(), mock.patch.dict(os.environ, dict.fromkeys(RESTART_VARIABLES, attempt)):
             sets = load_data(your_data, config, DistributedContext(0, 0, 1, fork.ctx.device))
-            return look(sets.train, *[*sets.held_out.values()][:1])
+            return summarize_sets(sets.train, *[*sets.held_out.values()][:1])
 
     run = fork.folder / "whole"
     later = run / "checkpoints/step_00012347.pt"  # as of a longer run
     try:
-        later.symlink_to(step_checkpoints(run / "checkpoints")[-1])
-        before = look(fork.train_set, fork.held_out)
-        is_same = before == create("1", run_dir=str(run), resume_from="auto")
-        is_stable = is_same or before == create("0", run_dir=str(fork.folder / "other"))
+        later.symlink_to(list_step_checkpoints(run / "checkpoints")[-1])
+        before = summarize_sets(fork.train_set, fork.held_out)
+        is_same = before == summarize_attempt("1", run_dir=str(run), resume_from="auto")
+        is_stable = is_same or before == summarize_attempt("0", run_dir=str(fork.folder / "other"))
     finally:
         later.unlink(missing_ok=True)
-        fork.start.put_back()
+        fork.initial_hidden_state.restore()
     if not is_stable:
         return "; not checked: the data of a run that is continued, since those of two new runs differ, too"
     if not is_same:
-        raise Broken(
+        raise BrokenInvariant(
             "samples or their order are others in a run that is continued, with its checkpoints in run_dir,"
-            f" resume_from=auto and {'=1, '.join(RESTARTS)}=1: dataset.py reads one of these, but a run must see the"
-            " same samples after a crash; let them depend on the data, config.seed, the epoch and the index only"
+            f" resume_from=auto and {'=1, '.join(RESTART_VARIABLES)}=1: dataset.py reads one of these, but a run must"
+            " see the same samples after a crash; let them depend on the data, config.seed, the epoch and the index"
+            " only"
         )
     return ""
 
 
-def transforms(fork: Fork) -> str:
-    """A note if a training sample depends on its micro-batch after device_transform, as with mixup. Raises Broken for a
-    held-out sample."""
+def check_transforms(fork: Fork) -> str:
+    """A note if a training sample depends on its micro-batch after device_transform, as with mixup. Raises
+    BrokenInvariant for a held-out sample."""
 
     def is_mixed(subset: Subset) -> bool:
-        loader, count = fork.loader(subset), min(4, len(subset))
-        batch = tensors(loader.fetch([*range(count)], epoch=1)[2])
-        for row, single in enumerate(tensors(loader.fetch([row], epoch=1)[2]) for row in range(count)):
+        loader, count = fork.create_loader(subset), min(4, len(subset))
+        batch = find_row_tensors(loader.fetch_samples([*range(count)], epoch=1)[2])
+        for row, single in enumerate(find_row_tensors(loader.fetch_samples([row], epoch=1)[2]) for row in range(count)):
             for many, alone in zip(batch, single, strict=False):
                 if len(many) == count and len(alone) == 1 and (many.ndim > 1 or many.is_floating_point()):
-                    both = common(alone[0], many[row])
+                    both = crop_to_common(alone[0], many[row])
                     if ((both[0].double() - both[1].double()).abs() > 1e-3 * many.double().abs().mean()).any():
                         return True
         return False
@@ -318,7 +344,7 @@ def transforms(fork: Fork) -> str:
     if not hasattr(fork.train_set, "device_transform"):
         return ""
     if fork.held_out is not None and is_mixed(fork.held_out_subset(4)):
-        raise Broken(
+        raise BrokenInvariant(
             "device_transform gives a held-out sample other values beside other samples, so that an evaluation depends"
             " on the batch size: it mixes samples, or uses statistics of the micro-batch; leave that out in evaluation"
         )
@@ -327,43 +353,48 @@ def transforms(fork: Fork) -> str:
     return "; please check: device_transform lets a training sample depend on its micro-batch or place, as mixup does"
 
 
-def overlap(fork: Fork) -> str:
+def check_overlap(fork: Fork) -> str:
     """Rows that a held-out set shares with the training set if both choose from one data set, else equal samples."""
     if fork.held_out is None:
         return ""
     sets = fork.train_set, fork.held_out
-    (source, trained), (held_out_source, held_out) = map(rows_of, sets)
+    (source, trained), (held_out_source, held_out) = map(find_source_rows, sets)
     if type(source) is type(held_out_source) and len(source) == len(held_out_source):
         train_totals, held_out_totals = (
-            totals(parts(dataset, torch.linspace(0, len(dataset) - 1, 8).long()))
+            sum_hashes(hash_samples(dataset, torch.linspace(0, len(dataset) - 1, 8).long()))
             for dataset in (source, held_out_source)
         )
         if source is held_out_source or (
             train_totals == held_out_totals and len({total for _, total in train_totals}) > 1
         ):
             if common := held_out[torch.isin(held_out, trained)].tolist():
-                raise trained_on(common, len(held_out))
-            return f"; none of {plural(len(held_out), 'held-out row')} is trained on"
-    rows = [torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:MOST] for dataset in sets]
-    is_augmented = totals(parts(sets[0], rows[0][:FEW], seed=0)) != totals(parts(sets[0], rows[0][:FEW], seed=1))
-    # some seeds may leave a sample as it is, as of a flip
-    ours = [part for seed in range(SEEDS if is_augmented else 1) for part in parts(sets[0], rows[0], seed)]
-    held_out_parts = parts(sets[1], rows[1])
-    common, is_more = in_both(ours, held_out_parts)
-    compared = len({row for row, _ in ours})
-    if is_more and len(common) / len(held_out_parts) * len(sets[0]) / compared > MANY:
-        raise trained_on(common, len(held_out_parts))
-    finding = (
-        f"{len(common)} of {plural(len(held_out_parts), 'held-out sample')} equal one of {compared:,} training samples"
+                raise create_overlap_error(common, len(held_out))
+            return f"; none of {format_plural(len(held_out), 'held-out row')} is trained on"
+    rows = [torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:MAX_SAMPLES] for dataset in sets]
+    is_augmented = sum_hashes(hash_samples(sets[0], rows[0][:FEW_SAMPLES], seed=0)) != sum_hashes(
+        hash_samples(sets[0], rows[0][:FEW_SAMPLES], seed=1)
     )
+    # some seeds may leave a sample as it is, as of a flip
+    ours = [
+        part
+        for seed in range(AUGMENTATION_SEEDS if is_augmented else 1)
+        for part in hash_samples(sets[0], rows[0], seed)
+    ]
+    held_out_parts = hash_samples(sets[1], rows[1])
+    common, is_more = find_shared_rows(ours, held_out_parts)
+    compared = len({row for row, _ in ours})
+    if is_more and len(common) / len(held_out_parts) * len(sets[0]) / compared > MAX_SHARED_FRACTION:
+        raise create_overlap_error(common, len(held_out_parts))
+    held_out_samples = format_plural(len(held_out_parts), "held-out sample")
+    finding = f"{len(common)} of {held_out_samples} equal one of {compared:,} training samples"
     if common:
-        finding = f"please check: {finding}: {first_three([*map(str, common)])}"
+        finding = f"please check: {finding}: {join_first_three([*map(str, common)])}"
     elif is_augmented:
         finding = "not checked: whether held-out samples are training samples, which are augmented"
     for name in ours[0][1]:
-        also, is_more = in_both(ours, held_out_parts, name)
+        also, is_more = find_shared_rows(ours, held_out_parts, name)
         if is_more and (also := [row for row in also if row not in common]):
-            listed = first_three([*map(str, also)])
+            listed = join_first_three([*map(str, also)])
             return (
                 f"; {finding}; please check: {len(also)} held-out samples (rows {listed}) equal training samples in all"
                 f" values but {name!r}; leave them out of one set, unless they differ by that"
@@ -371,26 +402,28 @@ def overlap(fork: Fork) -> str:
     return f"; {finding}"
 
 
-def in_both(ours: Parts, held_out_parts: Parts, left_out: str | None = None) -> tuple[list[int], bool]:
+def find_shared_rows(
+    ours: SampleHashes, held_out_parts: SampleHashes, left_out: str | None = None
+) -> tuple[list[int], bool]:
     """The held-out rows that equal a training sample, but for a leaf, and whether they are more than those that repeat
     within a set by nature, as short texts do."""
-    sets = [totals(set_parts, left_out) for set_parts in (ours, held_out_parts)]
+    sets = [sum_hashes(set_parts, left_out) for set_parts in (ours, held_out_parts)]
     counts = [Counter(total for _, total in set_totals) for set_totals in sets]
     common = [row for row, total in sorted(sets[1]) if total in counts[0]]
     repeated = max(sum(k for k in counter.values() if k > 1) / counter.total() for counter in counts)
     return common, len(common) > 2 and len(common) / len(held_out_parts) > 2 * repeated
 
 
-def trained_on(rows: list[int], compared: int) -> Broken:
-    return Broken(
-        f"held-out rows {first_three([*map(str, rows)])} ({len(rows):,} of {compared:,} compared) are trained on:"
+def create_overlap_error(rows: list[int], compared: int) -> BrokenInvariant:
+    return BrokenInvariant(
+        f"held-out rows {join_first_three([*map(str, rows)])} ({len(rows):,} of {compared:,} compared) are trained on:"
         " create_dataset draws another split at each call, returns the training data, or finds the same files or rows"
         " in both; take them out of one set, and split alike in all calls, with random_split(...,"
         " generator=torch.Generator().manual_seed(config.seed))"
     )
 
 
-def rows_of(dataset: Any) -> tuple[Any, Tensor]:
+def find_source_rows(dataset: Any) -> tuple[Any, Tensor]:
     """The data set from which (nested) subsets choose, and the rows that they choose."""
     rows = torch.arange(len(dataset))
     while isinstance(dataset, PlainSubset):
@@ -398,20 +431,20 @@ def rows_of(dataset: Any) -> tuple[Any, Tensor]:
     return dataset, rows
 
 
-def parts(dataset: Any, rows: Tensor, seed: int = 0) -> Parts:
+def hash_samples(dataset: Any, rows: Tensor, seed: int = 0) -> SampleHashes:
     """Digests of the leaves of these samples, all drawn with one seed: of as many as it reads in SECONDS."""
-    digests, end = [], time.monotonic() + SECONDS
+    digests, end = [], time.monotonic() + MAX_READ_SECONDS
     for row in rows.tolist():
         scramble_global_rngs(seed)
         sample = dataset[row]
-        if [*leaves(sample)] == [""]:
+        if [*flatten_nested(sample)] == [""]:
             sample = getattr(sample, "__dict__", None) or sample  # of an object that holds no tensors for the device
-        digests.append((row, {name: int(digest(leaf), 16) for name, leaf in leaves(sample).items()}))
+        digests.append((row, {name: int(hash_nested(leaf), 16) for name, leaf in flatten_nested(sample).items()}))
         if time.monotonic() > end:
             break
     return digests
 
 
-def totals(samples: Parts, left_out: str | None = None) -> set[tuple[int, int]]:
+def sum_hashes(samples: SampleHashes, left_out: str | None = None) -> set[tuple[int, int]]:
     """The rows, and a digest of each sample without a leaf."""
     return {(row, sum(digests.values()) - digests.get(left_out, 0)) for row, digests in samples}

@@ -23,31 +23,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:1] = [str(ROOT), str(ROOT / "scripts")]
-ahead, plain = 5e7, datetime.datetime  # 19 months: another year, month, day of the week and hour
+ahead, real_datetime = 5e7, datetime.datetime  # 19 months: another year, month, day of the week and hour
 listdir, scandir = os.listdir, os.scandir
 answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
 
 
-def shifted(read, scale=1):
+def shift_clock(read, scale=1):
     return lambda: read() + type(read())(ahead * scale)
 
 
-def at(convert):
+def default_to_shifted_time(convert):
     return lambda seconds=None: convert(time.time() if seconds is None else seconds)
 
 
-def formatted(plain, form, when=None):
-    return plain(form, when or time.localtime())
+def format_shifted_time(strftime, form, when=None):
+    return strftime(form, when or time.localtime())
 
 
-class OfAll(type):
+class DatetimeMeta(type):
     """Times that other code creates are instances, too."""
 
     def __instancecheck__(cls, value):
-        return isinstance(value, plain)
+        return isinstance(value, real_datetime)
 
 
-class Later(datetime.datetime, metaclass=OfAll):
+class ShiftedDatetime(datetime.datetime, metaclass=DatetimeMeta):
     @classmethod
     def now(cls, tz=None):
         return cls.fromtimestamp(time.time(), tz)
@@ -57,7 +57,7 @@ class Later(datetime.datetime, metaclass=OfAll):
         return cls.now(datetime.UTC).replace(tzinfo=None)
 
 
-class Backwards(AbstractContextManager, Iterator):
+class ReversedScandir(AbstractContextManager, Iterator):
     """What os.scandir returns."""
 
     def __init__(self, *path):
@@ -73,30 +73,30 @@ class Backwards(AbstractContextManager, Iterator):
     close = __exit__
 
 
-asked = json.load(sys.stdin)
-for name in asked["imports"]:  # before datetime is replaced
+question = json.load(sys.stdin)
+for name in question["imports"]:  # before datetime is replaced
     with contextlib.suppress(Exception):
         importlib.import_module(name)
 for name in ("time", "monotonic", "perf_counter"):
-    setattr(time, f"{name}_ns", shifted(getattr(time, f"{name}_ns"), 10**9))
-    setattr(time, name, shifted(getattr(time, name)))
-time.localtime, time.gmtime, time.ctime = map(at, (time.localtime, time.gmtime, time.ctime))
-time.strftime = functools.partial(formatted, time.strftime)
-datetime.datetime = Later  # type: ignore[misc]  # as a test would patch it; date.today() asks time.time()
+    setattr(time, f"{name}_ns", shift_clock(getattr(time, f"{name}_ns"), 10**9))
+    setattr(time, name, shift_clock(getattr(time, name)))
+time.localtime, time.gmtime, time.ctime = map(default_to_shifted_time, (time.localtime, time.gmtime, time.ctime))
+time.strftime = functools.partial(format_shifted_time, time.strftime)
+datetime.datetime = ShiftedDatetime  # type: ignore[misc]  # as a test would patch it; date.today() asks time.time()
 machine = os.uname_result(["elsewhere" if k == 1 else field for k, field in enumerate(os.uname())])
 os.uname, socket.gethostname, platform.node = lambda: machine, lambda: "elsewhere", lambda: "elsewhere"
 
 
 def factors(request):
     import model
-    from lib.verify.schedule_check import all_factors
+    from lib.verify.schedule_check import sample_factors
     from utils.training.hooks import ModelHooks
 
     global ahead
     ahead += 1e7  # since the import
     random.seed(1)
     torch.manual_seed(1)
-    return all_factors(ModelHooks.from_module(model), TrainingConfig(**request["config"]))
+    return sample_factors(ModelHooks.from_module(model), TrainingConfig(**request["config"]))
 
 
 @functools.cache
@@ -106,21 +106,22 @@ def load():
     from utils.distributed.context import DistributedContext
 
     os.chdir(folder)
-    return load_data(dataset, TrainingConfig(**asked["given"]), DistributedContext(0, 0, 1, torch.device("cpu")))
+    return load_data(dataset, TrainingConfig(**question["given"]), DistributedContext(0, 0, 1, torch.device("cpu")))
 
 
 def order(request):
-    from lib.verify.new_process import order_of
+    from lib.verify.new_process import hash_order
 
-    return order_of(load().train, request["given"]["seed"])
+    return hash_order(load().train, request["given"]["seed"])
 
 
 def samples(request):
-    from lib.verify.new_process import seen
+    from lib.verify.new_process import summarize_dataset
 
     sets = load()
     return [
-        seen(dataset, request["given"]["seed"]) for dataset in (sets.train, next(iter(sets.held_out.values()), None))
+        summarize_dataset(dataset, request["given"]["seed"])
+        for dataset in (sets.train, next(iter(sets.held_out.values()), None))
     ]
 
 
@@ -132,7 +133,7 @@ from config import TrainingConfig
 from lib.verify.new_process import NO_ANSWER
 
 torch.set_num_threads(1)
-vars(os).update(listdir=lambda *path: listdir(*path)[::-1], scandir=Backwards)
+vars(os).update(listdir=lambda *path: listdir(*path)[::-1], scandir=ReversedScandir)
 problem = ""
 try:
     import train  # noqa: F401  # which imports the modules of the fork
@@ -141,7 +142,7 @@ except Exception as error:
 for answer in (factors, order, samples):
     value, failed = None, problem
     try:
-        value = None if problem else answer(asked)
+        value = None if problem else answer(question)
     except Exception as error:
         failed = f"{type(error).__name__}: {error}"
     print(json.dumps([answer.__name__, [value, failed]]), file=answers, flush=True)

@@ -23,19 +23,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from config import SETTINGS, TrainingConfig, fork_settings
+from config import SETTINGS, TrainingConfig, list_fork_settings
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
-from lib.values import is_dense, one_line, scramble_global_rngs, spread, sums
-from lib.verify import memory
+from lib.values import compute_sums, error_text, is_dense, scramble_global_rngs, spread_rows
+from lib.verify import hidden_state
 from utils import assembly
-from utils.batch import map_tensors, tensors_in
+from utils.batch import list_tensors, map_tensors
 from utils.data.loader import GlobalBatchLoader
 from utils.data.sampler import MapDataset
 from utils.data.sets import SampleSubset
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json, is_peer_failure, on_all_ranks
 from utils.distributed.context import environment_without_launcher
-from utils.distributed.dtensor import create_dtensor, gather_full
+from utils.distributed.dtensor import create_dtensor, gather_full_tensor
 from utils.metrics import MetricTracker
 from utils.report.reporter import Reporter
 from utils.report.tensorboard import TensorBoardWriter
@@ -49,10 +49,10 @@ from utils.training.precision import Precision
 from utils.training.schedule import Progress
 from utils.training.state import TrainState
 
-ACCUMULATION = 2  # micro-batches of a rank in an optimizer step
+ACCUMULATION_STEPS = 2  # micro-batches of a rank in an optimizer step
 
 
-class Rounding(TorchDispatchMode):
+class RoundingRecorder(TorchDispatchMode):
     """Notes whether an operator returns floating-point numbers other than float64, and what cancels out in sums."""
 
     supports_higher_order_operators = True  # which get functions
@@ -60,12 +60,12 @@ class Rounding(TorchDispatchMode):
     # The largest absolute value that cancels out where terms are added to a number, or to one for each sample. The
     # rounding of a small difference of large sums is that of the sums. Terms of one sign cancel nothing, so that a mean
     # is not taken for rounding, and neither do masks of -1e9.
-    cancelled = 0.0
+    max_cancelled = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, size = kwargs or {}, torch.tensor(0.0)
         name = getattr(func, "overloadpacket", func).__name__.strip("_")
-        if all(is_dense(tensor) and tensor.is_floating_point() for tensor in tensors_in([*args])):
+        if all(is_dense(tensor) and tensor.is_floating_point() for tensor in list_tensors([*args])):
             if name in ("sum", "mean"):
                 size = func(abs(args[0]), *args[1:], **kwargs)
             elif name in ("add", "sub", "rsub"):
@@ -76,15 +76,15 @@ class Rounding(TorchDispatchMode):
                 self.is_narrow |= leaf.dtype is not torch.float64
                 if size.any() and leaf.ndim < 2:
                     lost = (size - abs(leaf)).max().item()
-                    self.cancelled = max(self.cancelled, lost if math.isfinite(lost) else 0.0)
+                    self.max_cancelled = max(self.max_cancelled, lost if math.isfinite(lost) else 0.0)
         return result
 
 
-def with_cancelled(action: Callable[[], Any]) -> tuple[Any, float]:
+def measure_cancellation(action: Callable[[], Any]) -> tuple[Any, float]:
     """What the action returns, and what cancels out in its sums."""
     try:
-        with Rounding() as rounding:
-            return action(), rounding.cancelled
+        with RoundingRecorder() as rounding:
+            return action(), rounding.max_cancelled
     except Exception:  # flex_attention has to be compiled, which no mode lets torch do
         return action(), 0.0
 
@@ -100,23 +100,23 @@ def default_dtype(dtype: torch.dtype = torch.float32) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-class Broken(UserError):
+class BrokenInvariant(UserError):
     """An invariant does not hold. The message says what was found, the likely cause and the fix."""
 
 
-def may_fail(subject: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
+def allow_failure(subject: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
     """For a look at a fork, whose text says that `subject` was not checked if the look itself fails: a fork may not
     accept what is done for it, and is not broken then."""
 
-    def decorate(look: Callable[..., str]) -> Callable[..., str]:
-        @functools.wraps(look)
+    def decorate(check: Callable[..., str]) -> Callable[..., str]:
+        @functools.wraps(check)
         def call(*args: Any) -> str:
             try:
-                return look(*args)
-            except Broken:
+                return check(*args)
+            except BrokenInvariant:
                 raise
             except Exception as error:
-                return f"; not checked: {subject} ({one_line(error)})"
+                return f"; not checked: {subject} ({error_text(error)})"
 
         return call
 
@@ -131,16 +131,16 @@ class PlainProgress(Progress):
 
 
 @dataclass
-class Update:
+class OptimizerUpdate:
     """What the optimizer received in one step."""
 
     gradients: dict[nn.Parameter, Tensor]
     settings: list[tuple[float, float]]  # learning rate and weight decay of each group
 
-    def gather(self, state: TrainState) -> None:
+    def gather_gradients(self, state: TrainState) -> None:
         """Let the gradients be those of whole parameters, not of their shards. Call on all ranks."""
         self.gradients = {
-            state.owners[p]: gather_full(create_dtensor(gradient, state.owners[p]))
+            state.parameters_by_tensor[p]: gather_full_tensor(create_dtensor(gradient, state.parameters_by_tensor[p]))
             for p, gradient in self.gradients.items()
         }
 
@@ -155,23 +155,23 @@ class Fork:
     ctx: DistributedContext
     folder: Path  # of the short runs; deleted at the end
     hooks: ModelHooks
-    given: TrainingConfig  # with `auto` fields
+    given_config: TrainingConfig  # with `auto` fields
     new_process: Any = None  # a NewProcess, on rank 0
     dtype: torch.dtype = torch.float32  # of the computations
     loss_dtype: torch.dtype = torch.float32  # of the loss, or of what is in it: float32 in a fork with logits.float()
     trainings: dict[str, train.Training] = field(default_factory=dict)  # of the short runs that completed
     first_pass: Any = None  # a Pass of loss_checks.py
-    sharded_loss: float = 0.0  # with sharding: of `sample_loss` after the run "whole"
+    sharded_loss: float = 0.0  # with sharding: of `compute_sample_loss` after the run "whole"
     # what the data sets and the fork's modules hold at the start, and what a short run remembers after each epoch
-    start: memory.Memory = field(init=False)
-    remembered: dict[str, list[dict[str, tuple[str, str]]]] = field(default_factory=dict)
+    initial_hidden_state: hidden_state.HiddenState = field(init=False)
+    hidden_states: dict[str, list[dict[str, tuple[str, str]]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.start = memory.Memory(self._places())
+        self.initial_hidden_state = hidden_state.HiddenState(self._hidden_state_roots())
 
-    def _places(self) -> dict[str, Any]:
+    def _hidden_state_roots(self) -> dict[str, Any]:
         sets = {"training set": self.train_set, "held-out set": self.held_out}
-        return sets | {module.__name__: module for module in memory.modules_of_yours()}
+        return sets | {module.__name__: module for module in hidden_state.list_fork_modules()}
 
     def clean_up(self) -> None:
         if self.new_process:
@@ -179,14 +179,14 @@ class Fork:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
-    def single_process(self) -> DistributedContext:
+    def single_process_ctx(self) -> DistributedContext:
         """The context of a single process."""
         return replace(self.ctx, rank=0, world_size=1, local_world_size=1)
 
     @property
     def settings(self) -> dict[str, object]:
         """The flags for which the result holds: those that change a run, without those that `small_config` replaces."""
-        names = {"data_dir", *(setting.name for setting in fork_settings())}
+        names = {"data_dir", *(setting.name for setting in list_fork_settings())}
         names.add("cache")  # extra: cache
         names.add("activation_checkpointing")  # extra: compile
         names |= {setting.name for setting in SETTINGS if setting.resume != "free"}
@@ -196,7 +196,7 @@ class Fork:
     @property
     def small_config(self) -> TrainingConfig:
         """The config with small micro-batches, so that even a small data set has two steps per epoch."""
-        largest = len(self.train_set) // (ACCUMULATION * self.ctx.world_size + 2)
+        largest = len(self.train_set) // (ACCUMULATION_STEPS * self.ctx.world_size + 2)
         off = ("global_batch_size", "dataset_size", "max_steps", "max_time", "patience", "save_every")
         values: dict[str, Any] = dict.fromkeys(off, 0)
         values |= {"epochs": 2, "eval_every": 1, "log_interval": 2, "keep_last": 99, "save_every_minutes": 0.0}
@@ -209,7 +209,7 @@ class Fork:
             init_from="",  # the plain loop has the initial weights of create_model
             batch_size=max(1, min(4, self.config.batch_size, largest)),
             eval_batch_size=0,
-            grad_accum_steps=ACCUMULATION,
+            grad_accum_steps=ACCUMULATION_STEPS,
             deterministic=self.config.deterministic or self.ctx.device.type == "cuda",
         )
 
@@ -218,17 +218,17 @@ class Fork:
         """Two global batches and a short one, whose last micro-batch has two samples and which leaves a rank idle."""
         size, ranks = self.small_config.batch_size, self.ctx.world_size
         short = (size if ranks > 2 else 0) + min(2, size)
-        count = min(2 * size * ACCUMULATION * ranks + short, len(self.train_set))
+        count = min(2 * size * ACCUMULATION_STEPS * ranks + short, len(self.train_set))
         count -= count > 1 == count % size  # BatchNorm cannot train on one sample of one pixel
-        sampler = self.loader(self.train_set).sampler
-        return Subset(self.train_set, sampler.order(0)[:count] % len(self.train_set), self.dtype)
+        sampler = self.create_loader(self.train_set).sampler
+        return Subset(self.train_set, sampler.epoch_order(0)[:count] % len(self.train_set), self.dtype)
 
     def held_out_subset(self, count: int) -> Subset:
         """Samples in runs of micro-batches, for which data may return views of what they store. The runs are spread
         over the set, which may be sorted by class."""
         held_out: Any = self.held_out
         size = min(self.small_config.batch_size, count, len(held_out))
-        rows = spread(-(-count // size), len(held_out) - size + 1)[:, None] + torch.arange(size)
+        rows = spread_rows(-(-count // size), len(held_out) - size + 1)[:, None] + torch.arange(size)
         return Subset(held_out, rows.unique()[:count], self.dtype)
 
     def modes(self) -> Iterator[tuple[bool, Subset]]:
@@ -240,16 +240,16 @@ class Fork:
 
     # ---- calls into train.py ----
 
-    def loader(
+    def create_loader(
         self, dataset: MapDataset, config: TrainingConfig | None = None, ctx: DistributedContext | None = None
     ) -> GlobalBatchLoader:
         """The training loader; by default that of a single process with the small config."""
         loader, _ = assembly.create_distributed_dataloader(
-            dataset, config or self.small_config, ctx or self.single_process
+            dataset, config or self.small_config, ctx or self.single_process_ctx
         )
         return loader
 
-    def new_model(self) -> nn.Module:
+    def create_model(self) -> nn.Module:
         """The model at step 0, as assembly.create_state creates it."""
         torch.manual_seed(self.config.seed)
         return self.hooks.create_model(self.config, self.ctx.device)
@@ -262,9 +262,9 @@ class Fork:
             self.dtype = self.loss_dtype = torch.float64
             try:
                 for is_training, subset in self.modes():
-                    _, _, batch = self.loader(subset).fetch([0, min(1, len(subset) - 1)])
-                    net = self.new_model().train(is_training)
-                    with Rounding() as rounding, torch.set_grad_enabled(is_training):
+                    _, _, batch = self.create_loader(subset).fetch_samples([0, min(1, len(subset) - 1)])
+                    net = self.create_model().train(is_training)
+                    with RoundingRecorder() as rounding, torch.set_grad_enabled(is_training):
                         loss = self.hooks.compute_loss(net, batch)["loss"][0].sum()
                     if is_training:
                         loss.backward()
@@ -276,30 +276,36 @@ class Fork:
             except Exception:  # a custom kernel or a hard-coded dtype; the checks report other errors
                 return False
 
-        if not all(all_gather_json(self.on_all(is_possible), self.ctx)):
+        if not all(all_gather_json(self.run_on_all_ranks(is_possible), self.ctx)):
             torch.set_default_dtype(torch.float32)
             self.dtype = self.loss_dtype = torch.float32
 
     def evaluate(self, model: nn.Module, dataset: MapDataset) -> dict[str, float]:
         """Loss, metrics and "count" over all ranks."""
-        loader = self.on_all(lambda: assembly.create_evaluation_dataloader(dataset, self.small_config, self.ctx))
+        loader = self.run_on_all_ranks(
+            lambda: assembly.create_evaluation_dataloader(dataset, self.small_config, self.ctx)
+        )
         try:
             precision = Precision(self.ctx.device.type, None)
             return Evaluation(model, self.hooks, precision, self.ctx, self.hooks.parts).evaluate(loader)
         except RuntimeError as error:
             if "evaluation counted" not in str(error):
                 raise
-            raise Broken(f"held-out set: {error}, or in your sampler; use create_evaluation_dataloader") from None
+            raise BrokenInvariant(
+                f"held-out set: {error}, or in your sampler; use create_evaluation_dataloader"
+            ) from None
 
-    def plain_evaluation(self, subset: Subset, net: nn.Module, noise: int = 0, split: str = "val") -> dict[str, float]:
+    def evaluate_in_one_process(
+        self, subset: Subset, net: nn.Module, noise: int = 0, split: str = "val"
+    ) -> dict[str, float]:
         """The size, mean loss and metrics of a set in one process, with global generators seeded by `noise`, but those
         of torch as in the evaluation of `split`."""
-        loader, tracker = self.loader(subset), MetricTracker(self.ctx.device)
+        loader, tracker = self.create_loader(subset), MetricTracker(self.ctx.device)
         seed = functools.partial(seed_evaluation, self.ctx.device, self.small_config.seed)
         summary = self.hooks.find_part(OutputSummary)
         outputs = OutputCollector(self.hooks.predict, functools.partial(seed, "predict", split))
         for indices in torch.arange(len(subset)).split(self.small_config.batch_size):
-            *_, batch = loader.fetch(indices.tolist())
+            *_, batch = loader.fetch_samples(indices.tolist())
             scramble_global_rngs(noise)  # after the fetch, which seeds them by the samples
             seed("compute_loss", split, indices.tolist())
             with torch.no_grad():
@@ -311,20 +317,20 @@ class Fork:
             metrics |= summary.summarize_outputs(outputs)
         return metrics
 
-    def sample_loss(self, model: nn.Module, device: torch.device) -> float:
+    def compute_sample_loss(self, model: nn.Module, device: torch.device) -> float:
         """The summed loss of the first batch of the small set, as in training."""
-        batch = to_device(self.loader(self.small_train_set()).example_batch(), device)
+        batch = to_device(self.create_loader(self.small_train_set()).fetch_example_batch(), device)
         torch.manual_seed(self.config.seed)  # of what the loss draws
-        return sums(self.hooks, model, batch, is_training=True)["loss's sum"].sum().item()
+        return compute_sums(self.hooks, model, batch, is_training=True)["loss's sum"].sum().item()
 
-    def short_run(
-        self, name: str, is_alone: bool = False, at_end: Callable[[train.Training], Any] = id, **changes: Any
+    def train_short_run(
+        self, name: str, is_alone: bool = False, on_epoch_end: Callable[[train.Training], Any] = id, **changes: Any
     ) -> None:
         """Train on the small set with train.train, and keep the training in `trainings`.
 
         Args:
             is_alone: rank 0 trains in a single process.
-            at_end: called on all ranks with the training after each epoch, while shards can still be gathered.
+            on_epoch_end: called on all ranks with the training after each epoch, while shards can still be gathered.
         """
         config = replace(self.small_config, run_dir=str(self.folder / name), **changes)
         held_out = None if self.held_out is None else self.held_out_subset(config.batch_size + 1)
@@ -336,48 +342,50 @@ class Fork:
         def after_epoch(training: train.Training) -> None:
             nonlocal latest
             latest = training
-            at_end(training)
-            remembered.append(memory.of_training(training, self._places()))
+            on_epoch_end(training)
+            remembered.append(hidden_state.collect_hidden_state(training, self._hidden_state_roots()))
 
         data = SimpleNamespace(**vars(train.your_data) | {"create_dataset": lambda _, split: sets[split]})
         alone = mock.patch.dict(os.environ, environment_without_launcher(), clear=True) if is_alone else nullcontext()
-        with alone, mock.patch.object(assembly, "Reporter", Quiet):
+        with alone, mock.patch.object(assembly, "Reporter", QuietReporter):
             try:
                 if self.ctx.is_main or not is_alone:
                     outcome = train.train(config, data, after_epoch)
             except (UserError, TrainingError) as error:
                 if isinstance(error, TrainingError) and (error.rank is None or is_peer_failure(error)):
                     raise
-                problem = Broken(str(error))
+                problem = BrokenInvariant(str(error))
         self.ctx = setup_distributed(self.config)
-        self.on_all(lambda: raise_if(problem))
+        self.run_on_all_ranks(lambda: raise_if(problem))
         if outcome and outcome["state"] == "preempted":
             raise KeyboardInterrupt
-        self.remembered[name] = remembered
+        self.hidden_states[name] = remembered
         if latest:
             self.trainings[name] = latest
 
-    def on_all(self, action: Callable[[], Any]) -> Any:
+    def run_on_all_ranks(self, action: Callable[[], Any]) -> Any:
         """Run `action` on every rank. If it fails on one rank, all raise UserError."""
 
-        def explained() -> Any:
+        def run_action() -> Any:
             try:
                 return action()
             except UserError:
                 raise
             except Exception as error:
-                raise Broken(f"{one_line(error)}; fix that first") from error
+                raise BrokenInvariant(f"{error_text(error)}; fix that first") from error
 
-        return on_all_ranks(explained, self.ctx)
+        return on_all_ranks(run_action, self.ctx)
 
-    def divided(self, actions: Sequence[Callable[[], Any]]) -> list[Any]:
+    def divide_among_ranks(self, actions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run each action on one rank. Returns their results on every rank; if one fails, all raise UserError."""
         rank, ranks = self.ctx.rank, self.ctx.world_size
-        rank_results = all_gather_json(self.on_all(lambda: [action() for action in actions[rank::ranks]]), self.ctx)
+        rank_results = all_gather_json(
+            self.run_on_all_ranks(lambda: [action() for action in actions[rank::ranks]]), self.ctx
+        )
         return [rank_results[number % ranks][number // ranks] for number in range(len(actions))]
 
 
-class Quiet(Reporter):
+class QuietReporter(Reporter):
     """Without TensorBoard and images, which take time and change nothing."""
 
     def __init__(self, *given: Any) -> None:
@@ -413,15 +421,15 @@ class Subset(SampleSubset):
 
 
 @contextmanager
-def record_updates(updates: list[Update]) -> Iterator[None]:
+def record_updates(updates: list[OptimizerUpdate]) -> Iterator[None]:
     """Record what each optimizer step receives, and set the learning rate to 0 so that the weights do not change."""
     depth = 0  # an optimizer's step may call that of its base class
 
-    def leave(*_: Any) -> None:
+    def exit_step(*_: Any) -> None:
         nonlocal depth
         depth -= 1
 
-    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def enter_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal depth
         depth += 1
         if depth > 1:
@@ -430,11 +438,13 @@ def record_updates(updates: list[Update]) -> Iterator[None]:
         divisor = getattr(optimizer, "grad_scale", None)  # fused kernels divide within the step
         divisor = 1.0 if divisor is None else divisor
         gradients = {p: p.grad / divisor for group in groups for p in group["params"] if p.grad is not None}
-        updates.append(Update(gradients, [(float(group["lr"]), group.get("weight_decay", 0.0)) for group in groups]))
+        updates.append(
+            OptimizerUpdate(gradients, [(float(group["lr"]), group.get("weight_decay", 0.0)) for group in groups])
+        )
         for group in optimizer.param_groups:
             group["lr"] = 0.0
 
-    handles = register_optimizer_step_pre_hook(note), register_optimizer_step_post_hook(leave)
+    handles = register_optimizer_step_pre_hook(enter_step), register_optimizer_step_post_hook(exit_step)
     try:
         yield
     finally:
@@ -442,7 +452,7 @@ def record_updates(updates: list[Update]) -> Iterator[None]:
             handle.remove()
 
 
-def perturbed(net: nn.Module, number: int) -> nn.Module:
+def perturb_parameters(net: nn.Module, number: int) -> nn.Module:
     """Add noise of a tenth of its mean size to each parameter; number 0: no noise."""
     generator = torch.Generator().manual_seed(number)
     with torch.no_grad():
@@ -458,7 +468,7 @@ def raise_if(problem: Exception | None) -> None:
 
 
 @contextmanager
-def as_rank(rank: int = 0, ranks: int = 1) -> Iterator[None]:
+def pretend_rank(rank: int = 0, ranks: int = 1) -> Iterator[None]:
     """Code that asks for the rank or the number of ranks sees these. By default it sees a single process."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     seen = environment_without_launcher() | {name: str(value) for name, value in names.items() if ranks > 1}

@@ -21,28 +21,35 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import model as your_model
 from config import TrainingConfig
 from lib.values import (
-    ADDING,
-    ROUNDING,
-    first_three,
-    generators,
-    joined,
-    one_line,
+    ROUNDING_TOLERANCE,
+    SUM_TOLERANCE,
+    collect_sums,
+    compute_sums,
+    error_text,
+    format_tensor,
+    hash_rng_states,
+    join_batches,
+    join_first_three,
     relative_error,
     scramble_global_rngs,
-    shown,
-    sums,
-    sums_of,
 )
-from lib.verify.draws import Advancing
-from lib.verify.fork import ACCUMULATION, Broken, Fork, as_rank, perturbed, with_cancelled
-from lib.verify.loss_notes import look_at_passes
-from lib.verify.precision_checks import rounding
-from lib.verify.result import notes_last
+from lib.verify.fork import (
+    ACCUMULATION_STEPS,
+    BrokenInvariant,
+    Fork,
+    measure_cancellation,
+    perturb_parameters,
+    pretend_rank,
+)
+from lib.verify.loss_notes import inspect_passes
+from lib.verify.precision_checks import measure_rounding
+from lib.verify.randomness import AdvanceGenerators
+from lib.verify.result import put_notes_last
 from lib.verify.segments_check import check_segments
 from utils.training.hooks import ModelHooks
 from utils.training.parts.loss_terms import LossTerms
 
-INTENT = (
+DECLARED_DEPENDENCE = (
     "; please check: depends_on_batch is declared: the loss of a sample may depend on the others in its micro-batch; it"
     " is the same on any number of ranks and after a resume, but not with another --batch_size"
 )
@@ -52,141 +59,151 @@ DOES_NOT_ADD_UP = (
     " loss of a sample depends on the others in its micro-batch by intent, as a contrastive loss does, declare"
     " depends_on_batch = True in model.py"
 )
-DRAWS = 8  # of a random loss
-MORE_RANKS = 4  # that a process pretends to be one of
+DRAW_COUNT = 8  # of a random loss
+PRETENDED_RANKS = 4  # that a process pretends to be one of
 
 
 def loss(fork: Fork) -> str:
     """compute_loss returns sums and counts: those of a batch equal the totals over its parts, for several weights. They
     depend on the weights and the batch, not on how the work is divided, and no generator is seeded again."""
-    noted = fork.on_all(lambda: check_passes(fork))  # first: numbers that are drawn again do not add up either
+    noted = fork.run_on_all_ranks(
+        lambda: check_passes(fork)
+    )  # first: numbers that are drawn again do not add up either
     is_declared = getattr(your_model, "depends_on_batch", False)
-    adding = [check_repeated] if is_declared else [partial(check_adding, number=number) for number in range(3)]
-    *_, separate, look, rounded, seen = fork.divided(
-        [partial(check, fork) for check in (*adding, check_segments, for_a_look, rounding, look_at_passes)]
+    adding = [check_loss_is_sum] if is_declared else [partial(check_sums_add_up, number=number) for number in range(3)]
+    *_, separate, look, rounded, seen = fork.divide_among_ranks(
+        [partial(check, fork) for check in (*adding, check_segments, describe_loss, measure_rounding, inspect_passes)]
     )
     parts = [f"; {look}", rounded, separate, seen, noted]
     if is_declared:
-        return notes_last(*parts, INTENT).removeprefix("; ")
+        return put_notes_last(*parts, DECLARED_DEPENDENCE).removeprefix("; ")
     dtype = str(fork.loss_dtype).removeprefix("torch.")
-    return f"sums and counts add up over samples, up to the rounding of {dtype}{notes_last(*parts)}"
+    return f"sums and counts add up over samples, up to the rounding of {dtype}{put_notes_last(*parts)}"
 
 
-def check_adding(fork: Fork, number: int) -> str:
-    """Raises Broken if the sums of a batch are not the totals over its halves. number: of weights, and of a pair of
-    halves if there are enough samples."""
+def check_sums_add_up(fork: Fork, number: int) -> str:
+    """Raises BrokenInvariant if the sums of a batch are not the totals over its halves. number: of weights, and of a
+    pair of halves if there are enough samples."""
     for is_training, subset in fork.modes():
-        size, loader = min(fork.small_config.batch_size, len(subset) // 2), fork.loader(subset)
+        size, loader = min(fork.small_config.batch_size, len(subset) // 2), fork.create_loader(subset)
         if not size:  # one sample cannot be split
             continue
         begin = min(number * size, len(subset) - 2 * size)
-        net, middle, end = perturbed(fork.new_model(), number), begin + size, begin + 2 * size
+        net, middle, end = perturb_parameters(fork.create_model(), number), begin + size, begin + 2 * size
         parts = range(begin, middle), range(middle, end), range(begin, end)
-        *halves, whole = (loader.fetch([*part])[2] for part in parts)
+        *halves, whole = (loader.fetch_samples([*part])[2] for part in parts)
         joined_batches = []
         with suppress(RuntimeError, ValueError):  # they are no rows, or of other shapes
-            joined_batches = [*halves, joined(halves, size)]
-        confirm(fork, partial(compare_halves, fork, net, is_training, number), [*halves, whole], joined_batches)
+            joined_batches = [*halves, join_batches(halves, size)]
+        raise_if_confirmed(
+            fork, partial(compare_halves, fork, net, is_training, number), [*halves, whole], joined_batches
+        )
     return ""
 
 
-def confirm(fork: Fork, compare: Callable[..., str], batches: list[Any], joined_batches: list[Any]) -> None:
-    """Raises Broken for what `compare` finds in batches of the loader, and in the same batches joined of parts if that
-    is possible: the loader may mix samples or pad them otherwise, and tensors may have as many rows as samples by
-    chance."""
+def raise_if_confirmed(fork: Fork, compare: Callable[..., str], batches: list[Any], joined_batches: list[Any]) -> None:
+    """Raises BrokenInvariant for what `compare` finds in batches of the loader, and in the same batches joined of
+    parts if that is possible: the loader may mix samples or pad them otherwise, and tensors may have as many rows as
+    samples by chance."""
     problem = compare(batches, bool(joined_batches) or not hasattr(fork.train_set, "device_transform"))
     if problem and joined_batches:
         with suppress(Exception):  # the loss may not accept them
             problem = compare(joined_batches) and problem
     if problem:
-        raise Broken(problem)
+        raise BrokenInvariant(problem)
 
 
 def compare_halves(
     fork: Fork, net: nn.Module, is_training: bool, number: int, batches: list[Any], is_comparable: bool = True
 ) -> str:
     """What does not add up. batches: two halves and the whole."""
-    batch_sums, cancelled = with_cancelled(lambda: [sums(fork.hooks, net, batch, is_training) for batch in batches])
+    batch_sums, cancelled = measure_cancellation(
+        lambda: [compute_sums(fork.hooks, net, batch, is_training) for batch in batches]
+    )
     first, second, whole = batch_sums
     for name, value in whole.items():
         # a fork may compute in float32 on purpose
-        tolerance = max(ADDING[fork.loss_dtype], ADDING.get(value.dtype, 0.0))
+        tolerance = max(SUM_TOLERANCE[fork.loss_dtype], SUM_TOLERANCE.get(value.dtype, 0.0))
         value, parts = value.double(), first[name].double() + second[name].double()
         size, difference = value.norm(), (parts - value).norm()
         is_mean = name.endswith("sum") and size > 1e-6 * cancelled and relative_error(parts, 2 * value) <= 0.05
         if is_mean or (difference > tolerance * (size + cancelled) and is_comparable):
-            with Advancing():
-                again = sums(fork.hooks, net, batches[2], is_training)[name].double()
+            with AdvanceGenerators():
+                again = compute_sums(fork.hooks, net, batches[2], is_training)[name].double()
             if not torch.equal(value, again):  # it is random, and need not add up
                 if number or name != "loss's sum" or not is_mean_of_draws(fork, net, batches, is_training):
                     continue
                 is_mean = True
             cause = IS_MEAN if is_mean else DOES_NOT_ADD_UP
-            return f"{name} is {shown(value)} for a batch, {shown(parts)} for its halves together: {cause}"
+            return (
+                f"{name} is {format_tensor(value)} for a batch, {format_tensor(parts)} for its halves together: {cause}"
+            )
     return ""
 
 
 def is_mean_of_draws(fork: Fork, net: nn.Module, batches: list[Any], is_training: bool) -> bool:
     """Whether a random loss of a batch is about half, and not all, of those of its halves."""
     drawn = [
-        [sums(fork.hooks, net, batch, is_training)["loss's sum"].double().sum() for batch in batches]
-        for _ in range(DRAWS)
+        [compute_sums(fork.hooks, net, batch, is_training)["loss's sum"].double().sum() for batch in batches]
+        for _ in range(DRAW_COUNT)
     ]
     first, second, whole = torch.tensor(drawn).T
     excess = (first + second - 1.5 * whole) * whole.mean().sign()
-    return bool(excess.mean() > 3 * excess.std() / DRAWS**0.5)
+    return bool(excess.mean() > 3 * excess.std() / DRAW_COUNT**0.5)
 
 
-def check_repeated(fork: Fork) -> str:
-    """For a loss that declares depends_on_batch. Raises Broken if it is a mean: when a batch holds each sample once,
-    twice and four times, a sum grows by twice as much at the second doubling, also where a sample gets a larger loss
-    beside more others; a mean does not."""
+def check_loss_is_sum(fork: Fork) -> str:
+    """For a loss that declares depends_on_batch. Raises BrokenInvariant if it is a mean: when a batch holds each
+    sample once, twice and four times, a sum grows by twice as much at the second doubling, also where a sample gets a
+    larger loss beside more others; a mean does not."""
     for is_training, subset in fork.modes():
         indices, loader, counts = (
             [*range(min(fork.small_config.batch_size, len(subset)))],
-            fork.loader(subset),
+            fork.create_loader(subset),
             (1, 2, 4),
         )
-        batches, joined_batches = [loader.fetch(count * indices)[2] for count in counts], []
+        batches, joined_batches = [loader.fetch_samples(count * indices)[2] for count in counts], []
         with suppress(RuntimeError, ValueError):  # they are no rows
-            joined_batches = [joined(count * batches[:1], len(indices)) for count in counts]
-        confirm(fork, partial(compare_repeated, fork, fork.new_model(), is_training), batches, joined_batches)
+            joined_batches = [join_batches(count * batches[:1], len(indices)) for count in counts]
+        raise_if_confirmed(fork, partial(find_mean, fork, fork.create_model(), is_training), batches, joined_batches)
     return ""
 
 
-def compare_repeated(fork: Fork, net: nn.Module, is_training: bool, batches: list[Any], _: bool = True) -> str:
+def find_mean(fork: Fork, net: nn.Module, is_training: bool, batches: list[Any], _: bool = True) -> str:
     """What is a mean. batches: of the same samples once, twice and four times."""
-    tolerance = ADDING[fork.loss_dtype]
-    batch_sums, cancelled = with_cancelled(lambda: [sums(fork.hooks, net, batch, is_training) for batch in batches])
+    tolerance = SUM_TOLERANCE[fork.loss_dtype]
+    batch_sums, cancelled = measure_cancellation(
+        lambda: [compute_sums(fork.hooks, net, batch, is_training) for batch in batches]
+    )
     for name in (name for name in batch_sums[0] if name.startswith("loss") and name.endswith("sum")):
         one, two, four = (named_sums[name].double() for named_sums in batch_sums)
         least = 1.5 * (two - one).norm() + tolerance * four.norm()
         if four.norm() > tolerance * cancelled and (four - two).norm() <= least:
-            seen = f"{name} of a batch is {shown(one)}, {shown(two)} if each sample is in it twice"
-            return f"{seen}, {shown(four)} if it is there four times: {IS_MEAN}"
+            seen = f"{name} of a batch is {format_tensor(one)}, {format_tensor(two)} if each sample is in it twice"
+            return f"{seen}, {format_tensor(four)} if it is there four times: {IS_MEAN}"
     return ""
 
 
 @dataclass
-class Pass:
+class PassResult:
     """What a pass over a micro-batch gave."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)  # and counts, and "the gradient"
     after_forward: dict[str, str] = field(default_factory=dict)  # states of the global generators
     after_backward: dict[str, str] = field(default_factory=dict)
-    recomputes: bool = False  # whether the backward pass ran forward passes
+    has_recomputation: bool = False  # whether the backward pass ran forward passes
     parameters: dict[str, float] = field(default_factory=dict)  # their sums after the forward pass
 
 
-def one_pass(
+def run_pass(
     fork: Fork,
     is_training: bool = True,
     seed: int = 1,
     backward_seed: int | None = 0,
     ranks: int = 1,
-    accumulation: int = ACCUMULATION,
+    accumulation: int = ACCUMULATION_STEPS,
     first: int = 0,
-) -> Pass:
+) -> PassResult:
     """A pass over two samples, with a new model and a new copy of the fork's module.
 
     Args:
@@ -196,48 +213,52 @@ def one_pass(
         first: the index of the first sample.
         ranks, accumulation: what the fork sees as the number of ranks and as grad_accum_steps.
     """
-    config, result, mode = replace(fork.small_config, grad_accum_steps=accumulation), Pass(), Recomputing()
+    config, result, mode = (
+        replace(fork.small_config, grad_accum_steps=accumulation),
+        PassResult(),
+        RecomputationRecorder(),
+    )
     subset = fork.small_train_set() if is_training else fork.held_out_subset(2)
     count = min(2, fork.small_config.batch_size, len(subset))
     first = min(first, len(subset) - count)
-    batch = fork.loader(subset).fetch([*range(first, first + count)])[2]
-    with fresh_hooks(fork, config, ranks) as hooks:
+    batch = fork.create_loader(subset).fetch_samples([*range(first, first + count)])[2]
+    with reload_hooks(fork, config, ranks) as hooks:
         torch.manual_seed(config.seed)
-        with as_rank(0, ranks):  # with weights from a file, other ranks may get them from rank 0
+        with pretend_rank(0, ranks):  # with weights from a file, other ranks may get them from rank 0
             net = hooks.create_model(config, fork.ctx.device).train(is_training)
         for module in net.modules():  # a single process has nothing to synchronize
             module.training &= not isinstance(module, nn.SyncBatchNorm)
         scramble_global_rngs(seed)
-        with as_rank(ranks - 1, ranks), torch.set_grad_enabled(is_training):
+        with pretend_rank(ranks - 1, ranks), torch.set_grad_enabled(is_training):
             metrics = hooks.compute_loss(net, batch)
-            result.sums, result.after_forward = sums_of(hooks, metrics, batch), generators()
+            result.sums, result.after_forward = collect_sums(hooks, metrics, batch), hash_rng_states()
             result.parameters = {name: p.sum().item() for name, p in net.named_parameters()}
             if is_training and backward_seed is not None:
                 if backward_seed:
                     scramble_global_rngs(backward_seed)
                 total = metrics["loss"][0].sum()
                 unit_grad = torch.ones_like(total)  # which backward() would create within the mode
-                with mode, mode.modules():
+                with mode, mode.watch_modules():
                     total.backward(unit_grad)
-                result.after_backward, result.recomputes = generators(), mode.is_found
+                result.after_backward, result.has_recomputation = hash_rng_states(), mode.has_recomputed
                 gradients = [p.grad for p in net.parameters() if p.grad is not None]
                 result.sums["the gradient"] = torch.cat([gradient.detach().flatten().cpu() for gradient in gradients])
     return result
 
 
-class Recomputing(TorchDispatchMode):
+class RecomputationRecorder(TorchDispatchMode):
     """Notes whether modules run, or operators whose gradients are recorded: in a backward pass, a recomputation."""
 
-    is_found = False
+    has_recomputed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.is_found |= torch.is_grad_enabled()
+        self.has_recomputed |= torch.is_grad_enabled()
         return func(*args, **(kwargs or {}))
 
     @contextmanager
-    def modules(self) -> Iterator[None]:
+    def watch_modules(self) -> Iterator[None]:
         def note(*_: Any) -> None:
-            self.is_found = True
+            self.has_recomputed = True
 
         handle = register_module_forward_pre_hook(note)
         try:
@@ -247,14 +268,14 @@ class Recomputing(TorchDispatchMode):
 
 
 @contextmanager
-def fresh_hooks(fork: Fork, config: TrainingConfig, ranks: int) -> Iterator[ModelHooks]:
+def reload_hooks(fork: Fork, config: TrainingConfig, ranks: int) -> Iterator[ModelHooks]:
     """The functions of a new copy of model.py: it may read the number of ranks when it is imported.
 
     config: that these functions see.
     """
     spec: Any = importlib.util.spec_from_file_location(your_model.__name__, str(your_model.__file__))
     module = importlib.util.module_from_spec(spec)
-    with mock.patch.dict(sys.modules, {your_model.__name__: module}), as_rank(ranks - 1, ranks):
+    with mock.patch.dict(sys.modules, {your_model.__name__: module}), pretend_rank(ranks - 1, ranks):
         try:
             spec.loader.exec_module(module)
         except Exception:  # some names can be registered only once
@@ -263,23 +284,23 @@ def fresh_hooks(fork: Fork, config: TrainingConfig, ranks: int) -> Iterator[Mode
 
 
 def check_passes(fork: Fork) -> str:
-    """Raises Broken if a pass depends on grad_accum_steps or the ranks, or seeds a global generator. Call on all ranks,
-    since a loss may sum over them."""
-    passes = {is_training: one_pass(fork, is_training) for is_training, _ in fork.modes()}
+    """Raises BrokenInvariant if a pass depends on grad_accum_steps or the ranks, or seeds a global generator. Call on
+    all ranks, since a loss may sum over them."""
+    passes = {is_training: run_pass(fork, is_training) for is_training, _ in fork.modes()}
     fork.first_pass = passes[True]
     for is_training, first in passes.items():
-        reseeded = one_pass(fork, is_training, seed=2, backward_seed=None)
+        reseeded = run_pass(fork, is_training, seed=2, backward_seed=None)
         check_generators("forward", first.after_forward, reseeded.after_forward)
     for is_training, first in passes.items():
-        again = partial(one_pass, fork, is_training)
+        again = partial(run_pass, fork, is_training)
         try:
-            rescaled = again(ranks=MORE_RANKS, accumulation=ACCUMULATION + 1)
+            rescaled = again(ranks=PRETENDED_RANKS, accumulation=ACCUMULATION_STEPS + 1)
         except Exception as error:
-            return f"; not checked: the loss as one of {MORE_RANKS} ranks, where it fails: {one_line(error)}"
-        if (wrong := differing(fork, first, rescaled)) and not differing(fork, first, again()):
-            is_accumulation = differing(fork, first, again(accumulation=ACCUMULATION + 1))
+            return f"; not checked: the loss as one of {PRETENDED_RANKS} ranks, where it fails: {error_text(error)}"
+        if (wrong := find_differing_sum(fork, first, rescaled)) and not find_differing_sum(fork, first, again()):
+            is_accumulation = find_differing_sum(fork, first, again(accumulation=ACCUMULATION_STEPS + 1))
             cause = "grad_accum_steps" if is_accumulation else "the rank or the number of ranks"
-            raise Broken(
+            raise BrokenInvariant(
                 f"{wrong} of a micro-batch changes with {cause}: the model or compute_loss reads it; leave it out,"
                 " since the template divides by the count over all ranks and micro-batches"
             )
@@ -287,9 +308,9 @@ def check_passes(fork: Fork) -> str:
 
 
 def check_generators(pass_name: str, first: dict[str, str], second: dict[str, str]) -> None:
-    """Raises Broken if a generator has the same state after two passes that began with different states."""
+    """Raises BrokenInvariant if a generator has the same state after two passes that began with different states."""
     if same := [name for name in first if first[name] == second[name]]:
-        raise Broken(
+        raise BrokenInvariant(
             f"{same[0]} global generator has the same state after a {pass_name} pass, whatever its seed was: the model"
             " or compute_loss seeds it again, so that each step draws the same numbers; draw from a torch.Generator of"
             " your own, or seed within torch.random.fork_rng()"
@@ -297,35 +318,35 @@ def check_generators(pass_name: str, first: dict[str, str], second: dict[str, st
 
 
 def check_recomputation(fork: Fork) -> str:
-    """Raises Broken if the backward pass draws random numbers to compute the forward pass once more."""
-    first, scrambled = fork.first_pass or one_pass(fork), one_pass(fork, backward_seed=3)
+    """Raises BrokenInvariant if the backward pass draws random numbers to compute the forward pass once more."""
+    first, scrambled = fork.first_pass or run_pass(fork), run_pass(fork, backward_seed=3)
     check_generators("backward", first.after_backward, scrambled.after_backward)
-    if not differing(fork, first, scrambled) or differing(fork, first, one_pass(fork)):
+    if not find_differing_sum(fork, first, scrambled) or find_differing_sum(fork, first, run_pass(fork)):
         return ""
-    if not scrambled.recomputes:
+    if not scrambled.has_recomputation:
         return "; please check: the gradient depends on random numbers that the backward pass draws"
-    raise Broken(
+    raise BrokenInvariant(
         "the gradient of a micro-batch depends on random numbers drawn in the backward pass: layers are computed again"
         " there with other numbers than in the forward pass, such as another dropout mask; restore the state of the"
         " generators, as torch.utils.checkpoint does with preserve_rng_state=True"
     )
 
 
-def differing(fork: Fork, a: Pass, b: Pass) -> str:
+def find_differing_sum(fork: Fork, a: PassResult, b: PassResult) -> str:
     """The name of a sum, a count or the gradient that differs by more than rounding; "" if none does."""
     pairs = {name: (a.sums[name].double(), b.sums[name].double()) for name in a.sums.keys() & b.sums}
-    limit = ROUNDING[fork.loss_dtype]
+    limit = ROUNDING_TOLERANCE[fork.loss_dtype]
     wrong = [name for name, (x, y) in pairs.items() if not torch.equal(x, y) and not relative_error(x, y) <= limit]
     return min(wrong, default="")
 
 
-def for_a_look(fork: Fork) -> str:
+def describe_loss(fork: Fork) -> str:
     """Values that are consistent, but that only a person can judge: the loss, and metrics that count otherwise."""
-    net, means, notes = fork.new_model(), [], ""
+    net, means, notes = fork.create_model(), [], ""
     for is_training, subset in fork.modes():
         kind = "training" if is_training else "held-out"
         count = min(fork.small_config.batch_size, len(subset))
-        batch = fork.loader(subset).fetch([*range(count)])[2]
+        batch = fork.create_loader(subset).fetch_samples([*range(count)])[2]
         net.train(is_training)
         with torch.set_grad_enabled(is_training):
             metrics = fork.hooks.compute_loss(net, batch)
@@ -342,6 +363,6 @@ def for_a_look(fork: Fork) -> str:
         if other_counts:
             notes += (
                 f"; please check: metrics of {kind} samples are means over other counts than the loss, per sample loss"
-                f" {counts['loss']:.6g}, {first_three(other_counts)}"
+                f" {counts['loss']:.6g}, {join_first_three(other_counts)}"
             )
     return f"with the same weights, the loss is {' and '.join(means)}{notes}"

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lib.values import is_dense, relative_error, scramble_global_rngs, spread
-from lib.verify.fork import Broken, Fork, Subset, may_fail, perturbed
+from lib.values import is_dense, relative_error, scramble_global_rngs, spread_rows
+from lib.verify.fork import BrokenInvariant, Fork, Subset, allow_failure, perturb_parameters
 from utils.batch import map_tensors
 
-COMPARES = re.compile("loss|entropy|^gather$")  # functions of predictions and targets
+COMPARING_FUNCTIONS = re.compile("loss|entropy|^gather$")  # functions of predictions and targets
 BATCHES = 8  # in which metrics are equal
 SAMPLES = 48  # whose targets equal a column of the input
 CHANCE = 1e-4  # that a column does so by chance
@@ -35,7 +35,7 @@ AN_INPUT = (
 )
 
 
-class Watch(TorchFunctionMode):
+class LossCall(TorchFunctionMode):
     """A call of compute_loss: its metrics, the model's inputs, what loss functions compare, and sums in 8 or 16 bits.
 
     Args:
@@ -48,11 +48,14 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._change = change
         self._number = number
-        self._is_inside = False
+        self._is_in_model = False
         self.inputs: list[Tensor] = []
-        self.compared: list[list[Tensor]] = []  # a prediction and its target, or the reverse
-        self.narrow: list[tuple[torch.dtype, float]] = []  # of a sum, and how large it may be
-        hooks = net.register_forward_pre_hook(self._enter, with_kwargs=True), net.register_forward_hook(self._leave)
+        self.compared_tensors: list[list[Tensor]] = []  # a prediction and its target, or the reverse
+        self.narrow_sums: list[tuple[torch.dtype, float]] = []  # of a sum, and how large it may be
+        hooks = (
+            net.register_forward_pre_hook(self._enter_model, with_kwargs=True),
+            net.register_forward_hook(self._leave_model),
+        )
         net.eval()  # without dropout and batch statistics
         net.training = is_training
         with self, torch.set_grad_enabled(is_training):
@@ -64,15 +67,15 @@ class Watch(TorchFunctionMode):
             self._note_sum(count)
         # those that are reported as a quotient, which is a number
         plain = {name: entry for name, entry in metrics.items() if name != "loss" and len(entry) == 2}
-        self.numbers = {name: [torch.as_tensor(part).item() for part in entry] for name, entry in plain.items()}
+        self.metric_values = {name: [torch.as_tensor(part).item() for part in entry] for name, entry in plain.items()}
 
-    def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._is_inside = True
+    def _enter_model(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._is_in_model = True
         changed = map_tensors(self._note_input, (args, kwargs))
         return changed if self._change else None
 
-    def _leave(self, *_: Any) -> None:
-        self._is_inside = False
+    def _leave_model(self, *_: Any) -> None:
+        self._is_in_model = False
 
     def _note_input(self, tensor: Tensor) -> Tensor:
         if is_dense(tensor) and tensor.ndim:
@@ -86,7 +89,7 @@ class Watch(TorchFunctionMode):
             return
         if terms is not None and ((terms == 0) | (terms == 1)).all():
             largest = terms.numel() / total.numel()  # later all may be 1
-        self.narrow.append((total.dtype, max(largest, total.abs().double().max().item())))
+        self.narrow_sums.append((total.dtype, max(largest, total.abs().double().max().item())))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -95,37 +98,40 @@ class Watch(TorchFunctionMode):
         tensors = [
             argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor) and is_dense(argument)
         ]
-        if len(tensors) > 1 and (COMPARES.search(name) or ("sub" in name and not self._is_inside)):
-            self.compared.append([tensor.detach() for tensor in tensors[:2]])
+        if len(tensors) > 1 and (COMPARING_FUNCTIONS.search(name) or ("sub" in name and not self._is_in_model)):
+            self.compared_tensors.append([tensor.detach() for tensor in tensors[:2]])
         if tensors and (name == "sum" or kwargs.get("reduction") == "sum"):
             self._note_sum(result, terms=tensors[0])
         return result
 
 
-def batch_of(fork: Fork, is_training: bool, count: int, number: int = 0) -> Any:
+def fetch_batch(fork: Fork, is_training: bool, count: int, number: int = 0) -> Any:
     """Samples from all over the training set or a held-out set, others for each number."""
     dataset: Any = fork.train_set if is_training else fork.held_out
-    rows = (spread(count, len(dataset)) + number) % len(dataset)
-    return fork.loader(Subset(dataset, rows, fork.dtype)).fetch([*range(len(rows))])[2]
+    rows = (spread_rows(count, len(dataset)) + number) % len(dataset)
+    return fork.create_loader(Subset(dataset, rows, fork.dtype)).fetch_samples([*range(len(rows))])[2]
 
 
-@may_fail("sums in few bits, metrics that are equal, and targets that are inputs")
-def look_at_passes(fork: Fork) -> str:
-    """Notes on what a few passes show. Raises Broken if an integer overflows at the size of the run's batches."""
-    net = perturbed(fork.new_model(), 1)  # some layers have no effect at first
-    batches = {mode: batch_of(fork, mode, max(2, fork.small_config.batch_size)) for mode, _ in fork.modes()}
-    watches = {mode: Watch(fork, net, batch, mode) for mode, batch in batches.items()}
-    narrow = "".join(check_narrow(fork, net, mode) for mode, watch in watches.items() if watch.narrow)
-    equal = equal_metrics(fork, net, watches)
-    return narrow + equal + sees_answers(fork, net, batches[True], watches[True])
+@allow_failure("sums in few bits, metrics that are equal, and targets that are inputs")
+def inspect_passes(fork: Fork) -> str:
+    """Notes on what a few passes show. Raises BrokenInvariant if an integer overflows at the size of the run's"
+    " batches."""
+    net = perturb_parameters(fork.create_model(), 1)  # some layers have no effect at first
+    batches = {mode: fetch_batch(fork, mode, max(2, fork.small_config.batch_size)) for mode, _ in fork.modes()}
+    watches = {mode: LossCall(fork, net, batch, mode) for mode, batch in batches.items()}
+    narrow = "".join(check_narrow_sums(fork, net, mode) for mode, watch in watches.items() if watch.narrow_sums)
+    equal = note_equal_metrics(fork, net, watches)
+    return narrow + equal + note_target_leak(fork, net, batches[True], watches[True])
 
 
-def check_narrow(fork: Fork, net: nn.Module, is_training: bool) -> str:
-    """Raises Broken if an integer sum overflows in a batch of the run's size. A note if one in float16 may."""
+def check_narrow_sums(fork: Fork, net: nn.Module, is_training: bool) -> str:
+    """Raises BrokenInvariant if an integer sum overflows in a batch of the run's size. A note if one in float16 may."""
     size = fork.config.batch_size
     if not is_training:
         size = fork.config.eval_batch_size or size
-    few, many = (Watch(fork, net, batch_of(fork, is_training, count), is_training).narrow for count in (2, 4))
+    few, many = (
+        LossCall(fork, net, fetch_batch(fork, is_training, count), is_training).narrow_sums for count in (2, 4)
+    )
     for (dtype, two), (_, four) in zip(few, many, strict=False):
         largest = two + (four - two) / 2 * (size - 2)
         limit = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
@@ -134,26 +140,26 @@ def check_narrow(fork: Fork, net: nn.Module, is_training: bool) -> str:
             " let sums and counts be int64 or float32"
         )
         if largest > limit and not dtype.is_floating_point:
-            raise Broken(text)
+            raise BrokenInvariant(text)
         if not largest <= limit:
             return f"; please check: {text}"
     return ""
 
 
-def equal_metrics(fork: Fork, net: nn.Module, watches: dict[bool, Watch]) -> str:
+def note_equal_metrics(fork: Fork, net: nn.Module, watches: dict[bool, LossCall]) -> str:
     """A note on two metrics, other than the loss, that have equal sums and counts in all batches."""
     seen: dict[tuple[str, str], list[list[Any]]] = defaultdict(list)
     for number in range(BATCHES):
         for watch in watches.values():
-            for name_a, name_b in combinations(watch.numbers, 2):
-                seen[name_a, name_b].append([watch.numbers[name_a], watch.numbers[name_b]])
+            for name_a, name_b in combinations(watch.metric_values, 2):
+                seen[name_a, name_b].append([watch.metric_values[name_a], watch.metric_values[name_b]])
         equal = [
             pair for pair, values in seen.items() if all(numbers_a == numbers_b for numbers_a, numbers_b in values)
         ]
         if not equal:
             return ""
         size = fork.small_config.batch_size
-        watches = {mode: Watch(fork, net, batch_of(fork, mode, size, number + 1), mode) for mode in watches}
+        watches = {mode: LossCall(fork, net, fetch_batch(fork, mode, size, number + 1), mode) for mode in watches}
     pairs = [pair for pair in equal if len({numbers[0] for numbers, _ in seen[pair]}) > 1]
     if not pairs:
         return ""
@@ -164,25 +170,25 @@ def equal_metrics(fork: Fork, net: nn.Module, watches: dict[bool, Watch]) -> str
     )
 
 
-def sees_answers(fork: Fork, net: nn.Module, batch: Any, watch: Watch) -> str:
+def note_target_leak(fork: Fork, net: nn.Module, batch: Any, watch: LossCall) -> str:
     """A note if predictions depend on an input that is their target."""
-    for location in product(range(len(watch.inputs)), range(len(watch.compared)), (0, 1)):
-        answer = answer_in(watch, *location)
+    for location in product(range(len(watch.inputs)), range(len(watch.compared_tensors)), (0, 1)):
+        answer = find_target_in_input(watch, *location)
         if not answer:
             continue
         note, samples = NEXT_INPUT, batch
         if answer[0] == answer[1]:
             note = SAME_INPUT
         if answer[2].shape[1] == 1:
-            note, samples = AN_INPUT, batch_of(fork, True, SAMPLES)
-            answer = answer_in(Watch(fork, net, samples, is_training=True), *location, chance=CHANCE)
-        if answer and is_used(fork, net, samples, location, *answer):
+            note, samples = AN_INPUT, fetch_batch(fork, True, SAMPLES)
+            answer = find_target_in_input(LossCall(fork, net, samples, is_training=True), *location, chance=CHANCE)
+        if answer and is_input_used(fork, net, samples, location, *answer):
             return note
     return ""
 
 
-def answer_in(
-    watch: Watch, number: int, pair: int, side: int, chance: float = math.inf
+def find_target_in_input(
+    watch: LossCall, number: int, pair: int, side: int, chance: float = math.inf
 ) -> tuple[int, int, Tensor] | None:
     """A column of the targets, the column of an input that equals it, and the targets, if each sample is flattened.
 
@@ -190,7 +196,7 @@ def answer_in(
     else the next element of a sequence for each position, or the same one of a sequence of integers. Negative integers
     are not counted.
     """
-    x, target = watch.inputs[number], watch.compared[pair][side]
+    x, target = watch.inputs[number], watch.compared_tensors[pair][side]
     if not x.numel() or not target.numel() or target.numel() % len(x):
         return None
     inputs, targets = x.reshape(len(x), -1), target.reshape(len(x), -1)
@@ -216,21 +222,27 @@ def answer_in(
     return column, column + step, targets
 
 
-def is_used(
-    fork: Fork, net: nn.Module, batch: Any, location: tuple[int, int, int], column: int, of_input: int, targets: Tensor
+def is_input_used(
+    fork: Fork,
+    net: nn.Module,
+    batch: Any,
+    location: tuple[int, int, int],
+    column: int,
+    input_column: int,
+    targets: Tensor,
 ) -> bool:
     """Whether predictions change if samples exchange a column of the input. Raises RuntimeError if they are random."""
 
-    def exchanged(x: Tensor) -> Tensor:
+    def exchange_column(x: Tensor) -> Tensor:
         flat = x.reshape(len(x), -1).clone()
-        flat[:, of_input] = flat[:, of_input].roll(1)
+        flat[:, input_column] = flat[:, input_column].roll(1)
         return flat.view_as(x)
 
     number, pair, side = location
     seen = []
     for changed in (-1, -1, number):
         scramble_global_rngs(0)
-        compared = Watch(fork, net, batch, True, exchanged, changed).compared[pair]
+        compared = LossCall(fork, net, batch, True, exchange_column, changed).compared_tensors[pair]
         prediction = compared[1 - side]
         if prediction.ndim > compared[side].ndim:  # classes are its second dimension
             prediction = prediction.movedim(1, -1)

@@ -18,36 +18,36 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import plain_loop
 from lib.row_order import check_row_order
 from lib.values import (
-    ROUNDING,
-    digest,
-    first_three,
-    one_line,
+    ROUNDING_TOLERANCE,
+    error_text,
+    find_shared_memory,
+    hash_nested,
+    join_first_three,
     relative_error,
     scramble_global_rngs,
-    shared_memory,
-    spread,
+    spread_rows,
 )
-from lib.verify.draws import draws_in_evaluation
 from lib.verify.fork import (
-    ACCUMULATION,
-    Broken,
+    ACCUMULATION_STEPS,
+    BrokenInvariant,
     Fork,
+    OptimizerUpdate,
     PlainProgress,
     Subset,
-    Update,
-    as_rank,
+    measure_cancellation,
+    pretend_rank,
     record_updates,
-    with_cancelled,
 )
 from lib.verify.loss_checks import check_recomputation
-from lib.verify.model_notes import look_at_weights
-from lib.verify.result import notes_last
+from lib.verify.model_notes import inspect_weights
+from lib.verify.randomness import check_evaluation_draws
+from lib.verify.result import put_notes_last
 from train import Training
 from utils.data.sampler import MapDataset
 from utils.data.transfer import to_device
 from utils.distributed.collectives import all_gather_json
 from utils.settings.errors import UserError
-from utils.training.optimizer import check_groups
+from utils.training.optimizer import check_param_groups
 
 
 def parameters(fork: Fork) -> str:
@@ -58,44 +58,49 @@ def parameters(fork: Fork) -> str:
 
     def check() -> tuple[str, int, list[str]]:
         scramble_global_rngs(fork.ctx.rank + 1)
-        net = fork.new_model()
-        start, trainable = digest(net.state_dict()), {name: p for name, p in net.named_parameters() if p.requires_grad}
+        net = fork.create_model()
+        start, trainable = (
+            hash_nested(net.state_dict()),
+            {name: p for name, p in net.named_parameters() if p.requires_grad},
+        )
         names = {p: name for name, p in net.named_parameters()}
-        if shared := shared_memory(net):
-            raise Broken(
+        if shared := find_shared_memory(net):
+            raise BrokenInvariant(
                 f"{shared}: share memory, but are two parameters, so that an update of one changes the other; make them"
                 " one parameter (head.weight = tokens.weight), or give each its own memory"
             )
-        groups = check_groups(fork.hooks.param_groups(net, fork.config), names)
+        groups = check_param_groups(fork.hooks.param_groups(net, fork.config), names)
         in_groups = {id(p) for group in groups for p in group["params"]}
         if left_out := [name for name, p in trainable.items() if id(p) not in in_groups]:
-            raise Broken(f"{first_three(left_out)}: in no parameter group, never trained; add them to param_groups")
+            raise BrokenInvariant(
+                f"{join_first_three(left_out)}: in no parameter group, never trained; add them to param_groups"
+            )
         net.train()
-        loader, never = fork.loader(fork.small_train_set(), ctx=fork.ctx), list(trainable)
+        loader, never = fork.create_loader(fork.small_train_set(), ctx=fork.ctx), list(trainable)
         for micro_batch in loader.micro_batches(0):
             net.zero_grad()
             fork.hooks.compute_loss(net, micro_batch.batch)["loss"][0].sum().backward()
             unused = [name for name, p in trainable.items() if p.grad is None]
             if unused and not fork.config.find_unused_parameters:
-                raise Broken(
-                    f"{first_three(unused)}: unused by a micro-batch, and DDP would wait for its gradient forever; use"
-                    " it in every forward pass, add --find_unused_parameters, or freeze it in create_model with"
-                    " requires_grad_(False)"
+                raise BrokenInvariant(
+                    f"{join_first_three(unused)}: unused by a micro-batch, and DDP would wait for its gradient"
+                    " forever; use it in every forward pass, add --find_unused_parameters, or freeze it in"
+                    " create_model with requires_grad_(False)"
                 )
             never = [name for name in never if name in unused]
         return start, len(trainable), never
 
-    start, count, never = fork.on_all(check)
+    start, count, never = fork.run_on_all_ranks(check)
     starts, nevers = all_gather_json(start, fork.ctx), all_gather_json(never, fork.ctx)
     if odd_rank := next((rank for rank, rank_start in enumerate(starts) if rank_start != starts[0]), 0):
-        raise Broken(
+        raise BrokenInvariant(
             f"rank {odd_rank} has other initial weights than rank 0: create_model depends on the rank, or draws from"
             " numpy or random; draw from torch's generator, which is seeded equally on all ranks"
         )
-    (noted,) = fork.divided([partial(look_at_weights, fork)])
+    (noted,) = fork.divide_among_ranks([partial(inspect_weights, fork)])
     if fork.config.find_unused_parameters:
         never = [name for name in never if all(name in unused_names for unused_names in nevers)]
-        note = f"; please check: {first_three(never)}: used by no micro-batch, never trained" if never else ""
+        note = f"; please check: {join_first_three(never)}: used by no micro-batch, never trained" if never else ""
         return f"{count} tensors are trained, each by some micro-batch; all ranks start equal{note}{noted}"
     return f"{count} tensors are trained, each by every micro-batch; all ranks start equal{noted}"
 
@@ -103,7 +108,7 @@ def parameters(fork: Fork) -> str:
 def evaluation(fork: Fork) -> str:
     """Each held-out sample counts once on any number of ranks, as in one process."""
     sets = [dataset for dataset in (fork.train_set, fork.held_out) if dataset is not None]
-    problems = fork.divided([partial(check_outputs, fork, dataset) for dataset in sets])
+    problems = fork.divide_among_ranks([partial(check_predict_order, fork, dataset) for dataset in sets])
     rows = next(
         (f"; not checked: whether predict keeps the order of samples: {problem}" for problem in problems if problem), ""
     )
@@ -112,32 +117,34 @@ def evaluation(fork: Fork) -> str:
     size, ranks, counts = fork.small_config.batch_size, fork.ctx.world_size, []
     never: list[str] = []
     for count in (ranks * size + size // 2 + 1, max(1, ranks - 1)):
-        subset, net = fork.held_out_subset(count), fork.new_model().eval()
+        subset, net = fork.held_out_subset(count), fork.create_model().eval()
         metrics = fork.evaluate(net, subset)
-        # on_all: what summarize returns may be wrong on one rank only
-        fork.on_all(lambda subset=subset, net=net, metrics=metrics: compare_evaluation(fork, subset, net, metrics))
+        # run_on_all_ranks: what summarize returns may be wrong on one rank only
+        fork.run_on_all_ranks(
+            lambda subset=subset, net=net, metrics=metrics: compare_evaluation(fork, subset, net, metrics)
+        )
         counts.append(str(len(subset)))
         never = never if len(counts) > 1 else [name for name, value in metrics.items() if math.isnan(value)]
     notes = f"; not checked: {', '.join(never)}, for which nothing counted" if never else ""
-    notes += fork.on_all(lambda: draws_in_evaluation(fork, subset, net)) + rows
+    notes += fork.run_on_all_ranks(lambda: check_evaluation_draws(fork, subset, net)) + rows
     return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process{notes}"
 
 
-def check_outputs(fork: Fork, dataset: MapDataset) -> str:
+def check_predict_order(fork: Fork, dataset: MapDataset) -> str:
     """Raises UserError if `predict` gives the outputs of a batch in another order than its samples. Returns why they
     could not be compared, if so."""
-    net, subset = fork.new_model().eval(), Subset(dataset, spread(64, len(dataset)), fork.dtype)
-    fetch = fork.loader(subset).fetch
+    net, subset = fork.create_model().eval(), Subset(dataset, spread_rows(64, len(dataset)), fork.dtype)
+    fetch = fork.create_loader(subset).fetch_samples
     error = check_row_order(partial(fork.hooks.predict, net), lambda rows: fetch(rows)[2], len(subset))
     if isinstance(error, UserError):  # model.py has no predict
         return str(error)
-    return f"{one_line(error)}; define predict in model.py" if error else ""
+    return f"{error_text(error)}; define predict in model.py" if error else ""
 
 
 def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, metrics: dict[str, float]) -> None:
-    """Raises Broken if an evaluation on all ranks differs from that of one process."""
-    values, cancelled = with_cancelled(partial(fork.plain_evaluation, subset, net))
-    relative = ROUNDING[fork.loss_dtype]  # sums in another order
+    """Raises BrokenInvariant if an evaluation on all ranks differs from that of one process."""
+    values, cancelled = measure_cancellation(partial(fork.evaluate_in_one_process, subset, net))
+    relative = ROUNDING_TOLERANCE[fork.loss_dtype]  # sums in another order
     for name, value in values.items():
         is_close = math.isclose(metrics[name], value, rel_tol=relative, abs_tol=1e-8 + relative * cancelled)
         if is_close or (math.isnan(value) and math.isnan(metrics[name])):  # nan: counted nothing
@@ -147,12 +154,12 @@ def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, metrics: dict
             "samples repeated or left out, or a summarize that depends on the rank; use"
             " create_evaluation_dataloader and Evaluation, and only what summarize is given"
         )
-        if fork.plain_evaluation(subset, net, noise=1)[name] != value:
+        if fork.evaluate_in_one_process(subset, net, noise=1)[name] != value:
             cause = (
                 "a second evaluation differs too: random numbers of Python or numpy, or data that is changed in place;"
                 " draw from torch's generators, which are seeded for each micro-batch"
             )
-        raise Broken(f"{seen}: {cause}")
+        raise BrokenInvariant(f"{seen}: {cause}")
 
 
 def gradient(fork: Fork) -> str:
@@ -160,16 +167,18 @@ def gradient(fork: Fork) -> str:
     plain_settings = {"epochs": 1, "use_amp": False, "amp_dtype": "auto", "comm_hook": "none"}
     plain_settings["ema_decay"] = 0.0
 
-    def gather(training: Training) -> None:
+    def gather_gradients(training: Training) -> None:
         for update in ours:
-            update.gather(training.state)
+            update.gather_gradients(training.state)
 
-    ours: list[Update] = []
+    ours: list[OptimizerUpdate] = []
     with record_updates(ours):
-        fork.short_run("gradient", at_end=gather, eval_every=0, eval_every_steps=0, **plain_settings)
+        fork.train_short_run(
+            "gradient", on_epoch_end=gather_gradients, eval_every=0, eval_every_steps=0, **plain_settings
+        )
     our_model = fork.trainings["gradient"].state.model
 
-    def plain_loop_of(noise: int) -> tuple[list[Update], nn.Module]:
+    def run_plain_loop(noise: int) -> tuple[list[OptimizerUpdate], nn.Module]:
         subset, device = fork.small_train_set(), fork.ctx.device
         plain, transform = fork.small_train_set(), subset.device_transform
         plain.device_transform = lambda batch, seed, epoch, indices: transform(
@@ -177,78 +186,78 @@ def gradient(fork: Fork) -> str:
         )
 
         def groups(*given: Any) -> Any:
-            with as_rank(ranks := fork.ctx.world_size, ranks + 1):  # which shows on one rank too
+            with pretend_rank(ranks := fork.ctx.world_size, ranks + 1):  # which shows on one rank too
                 return fork.hooks.param_groups(*given)
 
         # the result must not depend on how the same micro-batches are divided
-        config = replace(fork.small_config, **plain_settings, grad_accum_steps=ACCUMULATION + 1)
+        config = replace(fork.small_config, **plain_settings, grad_accum_steps=ACCUMULATION_STEPS + 1)
         replaced: Any = {"create_dataset": lambda *_: plain, "Progress": PlainProgress, "param_groups": groups}
-        plain_updates: list[Update] = []
-        with mock.patch.multiple(plain_loop, **replaced), record_updates(plain_updates), as_rank():
+        plain_updates: list[OptimizerUpdate] = []
+        with mock.patch.multiple(plain_loop, **replaced), record_updates(plain_updates), pretend_rank():
             scramble_global_rngs(noise)
-            *_, (net, *_) = plain_loop.plain_loop(config, ACCUMULATION * fork.ctx.world_size, device)
+            *_, (net, *_) = plain_loop.plain_loop(config, ACCUMULATION_STEPS * fork.ctx.world_size, device)
         return plain_updates, net
 
     def check() -> str:
-        plain_updates, net = plain_loop_of(99)
+        plain_updates, net = run_plain_loop(99)
 
-        def repeats() -> bool:
-            again, repeated_net = plain_loop_of(100)
+        def is_repeatable() -> bool:
+            again, repeated_net = run_plain_loop(100)
             pairs = zip(plain_updates, again, strict=True)
-            return all(torch.equal(flat_gradient(a, net), flat_gradient(b, repeated_net)) for a, b in pairs)
+            return all(torch.equal(flatten_gradients(a, net), flatten_gradients(b, repeated_net)) for a, b in pairs)
 
-        rounding = ROUNDING[fork.loss_dtype]
-        text = compare_updates(ours, our_model, plain_updates, net, rounding, repeats)
+        rounding = ROUNDING_TOLERANCE[fork.loss_dtype]
+        text = compare_updates(ours, our_model, plain_updates, net, rounding, is_repeatable)
         return text + compare_buffers(our_model, net, rounding)
 
-    noted, summary = fork.divided([partial(check_recomputation, fork), check])
-    return notes_last(summary, noted)
+    noted, summary = fork.divide_among_ranks([partial(check_recomputation, fork), check])
+    return put_notes_last(summary, noted)
 
 
 def compare_updates(
-    ours: list[Update],
+    run_updates: list[OptimizerUpdate],
     our_model: nn.Module,
-    plain_updates: list[Update],
-    their_model: nn.Module,
+    plain_updates: list[OptimizerUpdate],
+    plain_model: nn.Module,
     rounding: float,
-    repeats: Callable[[], bool],
+    is_repeatable: Callable[[], bool],
 ) -> str:
-    """Raises Broken if an optimizer step received something else than in the plain loop.
+    """Raises BrokenInvariant if an optimizer step received something else than in the plain loop.
 
-    repeats: whether a second plain loop gets the same gradients.
+    is_repeatable: whether a second plain loop gets the same gradients.
     """
-    if len(ours) != len(plain_updates):
-        raise Broken(
-            f"the epoch had {len(ours)} optimizer steps instead of {len(plain_updates)}: the training loop drops or"
-            " repeats global batches; see train_one_epoch"
+    if len(run_updates) != len(plain_updates):
+        raise BrokenInvariant(
+            f"the epoch had {len(run_updates)} optimizer steps instead of {len(plain_updates)}: the training loop"
+            " drops or repeats global batches; see train_one_epoch"
         )
     worst = 0.0
-    for step, (run_update, plain) in enumerate(zip(ours, plain_updates, strict=True)):
+    for step, (run_update, plain) in enumerate(zip(run_updates, plain_updates, strict=True)):
         pairs = zip(chain(*run_update.settings), chain(*plain.settings), strict=False)
         if len(run_update.settings) != len(plain.settings) or not all(
             math.isclose(*pair, rel_tol=1e-9) for pair in pairs
         ):
-            raise Broken(
+            raise BrokenInvariant(
                 f"step {step}: learning rate and weight decay are {run_update.settings}, in the plain loop"
                 f" {plain.settings}: param_groups or the schedule depends on the ranks or on grad_accum_steps; make"
                 " them functions of the other fields and of the step"
             )
         used = [
             {name for name, p in model.named_parameters() if p in update.gradients}
-            for update, model in ((run_update, our_model), (plain, their_model))
+            for update, model in ((run_update, our_model), (plain, plain_model))
         ]
         if odd := sorted(used[0] ^ used[1]):
-            raise Broken(
-                f"global batch {step}: {first_three(odd)}: used by the run or by the plain loop, but not by both: what"
-                " a batch uses depends on the rank, or on unkeyed random numbers; draw from torch's generator"
+            raise BrokenInvariant(
+                f"global batch {step}: {join_first_three(odd)}: used by the run or by the plain loop, but not by both:"
+                " what a batch uses depends on the rank, or on unkeyed random numbers; draw from torch's generator"
             )
-        a, b = flat_gradient(run_update, our_model), flat_gradient(plain, their_model)
+        a, b = flatten_gradients(run_update, our_model), flatten_gradients(plain, plain_model)
         error = relative_error(a, b)
         if not error <= rounding:
             ratio = (a @ b / (b @ b).clamp(min=1e-30)).item()
             if relative_error(a, ratio * b) <= 1e3 * rounding:
                 cause = f"it is {ratio:.3g} times the plain loop's: a wrong divisor or factor; see train_one_epoch"
-            elif not repeats():
+            elif not is_repeatable():
                 cause = (
                     "a second plain loop differs too: unkeyed random numbers, or state kept between calls; draw with"
                     " utils.rng, and keep state in a buffer of the model"
@@ -258,13 +267,14 @@ def compare_updates(
                     "it depends on the rank, on the number of ranks, or on earlier computations of this process; let"
                     " compute_loss depend only on the weights and its batch, and check train_one_epoch"
                 )
-            raise Broken(f"the gradient of global batch {step} has a relative error of {error:.1e}: {cause}")
+            raise BrokenInvariant(f"the gradient of global batch {step} has a relative error of {error:.1e}: {cause}")
         worst = max(worst, error)
-    return f"{len(ours)} global batches, the last one short: within {worst:.0e} of the plain loop"
+    return f"{len(run_updates)} global batches, the last one short: within {worst:.0e} of the plain loop"
 
 
-def compare_buffers(ours: nn.Module, plain_model: nn.Module, rounding: float) -> str:
-    """Raises Broken if a persistent buffer differs from the plain loop's after the epoch: statistics, counters, queues.
+def compare_buffers(our_model: nn.Module, plain_model: nn.Module, rounding: float) -> str:
+    """Raises BrokenInvariant if a persistent buffer differs from the plain loop's after the epoch: statistics,
+    counters, queues.
 
     BatchNorm's own counter is left out: it counts optimizer steps here, and micro-batches in the plain loop.
     """
@@ -273,7 +283,7 @@ def compare_buffers(ours: nn.Module, plain_model: nn.Module, rounding: float) ->
     counters = {f"{name}.num_batches_tracked" for name in norms}
     buffers = {name: buffer for name, buffer in plain_model.named_buffers() if name in saved and name not in counters}
     for name, plain in buffers.items():
-        run_buffer = ours.get_buffer(name)
+        run_buffer = our_model.get_buffer(name)
         if torch.equal(run_buffer, plain):
             continue
         seen = "another value than in the plain loop"
@@ -285,14 +295,14 @@ def compare_buffers(ours: nn.Module, plain_model: nn.Module, rounding: float) ->
             if error <= rounding:
                 continue
             seen = f"relative error {error:.1e}"
-        raise Broken(
+        raise BrokenInvariant(
             f"{name}: {seen} after an epoch: it follows the micro-batches of its own rank, or counts padding; update it"
             " once per step over the global batch, as utils/training/batchnorm.py does"
         )
     return f", {len(buffers)} buffers too" if buffers else ""
 
 
-def flat_gradient(update: Update, model: nn.Module) -> Tensor:
+def flatten_gradients(update: OptimizerUpdate, model: nn.Module) -> Tensor:
     """float64 on the CPU, in the model's order."""
     return torch.cat(
         [update.gradients[p].double().flatten().cpu() for p in model.parameters() if p in update.gradients]

@@ -11,25 +11,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lib.values import first_three, scramble_global_rngs
-from lib.verify.draws import other_seeds
-from lib.verify.fork import Fork, as_rank, may_fail, perturbed
+from lib.values import join_first_three, scramble_global_rngs
+from lib.verify.fork import Fork, allow_failure, perturb_parameters, pretend_rank
+from lib.verify.randomness import replace_seeds
 from utils.distributed.dtensor import local_shard
 
 
-@may_fail("whether the initial weights follow --seed, and whether a tie is broken")
-def look_at_weights(fork: Fork) -> str:
+@allow_failure("whether the initial weights follow --seed, and whether a tie is broken")
+def inspect_weights(fork: Fork) -> str:
     """Notes on trainable parameters of a new model: those that a seed in the code draws, and those that are copies."""
-    net = new_model(fork, fork.config.seed)
+    net = create_seeded_model(fork, fork.config.seed)
     parameters = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
-    same = equal_in_new_model(fork, parameters, fork.config.seed + 1)
-    with other_seeds():
-        kept = equal_in_new_model(fork, parameters, fork.config.seed)
+    same = find_equal_parameters(fork, parameters, fork.config.seed + 1)
+    with replace_seeds():
+        kept = find_equal_parameters(fork, parameters, fork.config.seed)
     note = ""
     if fixed := [name for name in same if name not in kept]:
         note = (
-            f"; please check: {first_three(fixed)}: drawn from a seed in the code, so that runs with another --seed"
-            " start from the same weights; draw from torch's global generator, which is seeded by --seed"
+            f"; please check: {join_first_three(fixed)}: drawn from a seed in the code, so that runs with another"
+            " --seed start from the same weights; draw from torch's global generator, which is seeded by --seed"
         )
     for (name_a, p), (name_b, q) in combinations(parameters.items(), 2):
         is_copy = torch.equal(p, q) and are_single_copies(net, name_a, name_b)
@@ -42,13 +42,13 @@ def look_at_weights(fork: Fork) -> str:
     return note
 
 
-def new_model(fork: Fork, seed: int) -> nn.Module:
+def create_seeded_model(fork: Fork, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return fork.hooks.create_model(replace(fork.config, seed=seed), fork.ctx.device)
 
 
-def equal_in_new_model(fork: Fork, parameters: dict[str, Tensor], seed: int) -> list[str]:
-    new_parameters = dict(new_model(fork, seed).named_parameters())
+def find_equal_parameters(fork: Fork, parameters: dict[str, Tensor], seed: int) -> list[str]:
+    new_parameters = dict(create_seeded_model(fork, seed).named_parameters())
     return [name for name, p in parameters.items() if name in new_parameters and torch.equal(p, new_parameters[name])]
 
 
@@ -64,11 +64,11 @@ def are_single_copies(net: nn.Module, *names: str) -> bool:
     return isinstance(owner, nn.Embedding) and not are_copied
 
 
-@may_fail("the running statistics of normalization layers")
-def look_at_statistics(fork: Fork) -> str:
+@allow_failure("the running statistics of normalization layers")
+def inspect_statistics(fork: Fork) -> str:
     """Notes on running statistics of normalization layers after the run "whole": those that move although the layer is
     frozen, and those that evaluations use although nothing updates them."""
-    net, start = fork.trainings["whole"].state.model, fork.new_model()
+    net, start = fork.trainings["whole"].state.model, fork.create_model()
     moving: list[str] = []
     for name, norm in start.named_modules():
         if isinstance(norm, _NormBase) and norm.running_mean is not None:
@@ -79,21 +79,21 @@ def look_at_statistics(fork: Fork) -> str:
     note = ""
     if moving:
         note = (
-            f"; please check: {first_three(moving)}: frozen, but the running statistics move in training; keep the"
+            f"; please check: {join_first_three(moving)}: frozen, but the running statistics move in training; keep the"
             " layer in evaluation mode (override train), or train its parameters"
         )
-    if idle := idle_statistics(fork, perturbed(start, 1), net):
+    if idle := find_idle_statistics(fork, perturb_parameters(start, 1), net):
         note += (
-            f"; please check: {first_three(idle)}: an evaluation normalizes by running statistics that are still 0 or"
-            " 1 after training; let training update them, or load pretrained ones"
+            f"; please check: {join_first_three(idle)}: an evaluation normalizes by running statistics that are still"
+            " 0 or 1 after training; let training update them, or load pretrained ones"
         )
     return note
 
 
-def idle_statistics(fork: Fork, start: nn.Module, net: nn.Module) -> list[str]:
+def find_idle_statistics(fork: Fork, start: nn.Module, net: nn.Module) -> list[str]:
     """The buffers that are still 0 or 1 after the run, on which evaluations depend. Training may only depend on those
     of a norm of torch, which is kept in evaluation mode then."""
-    if fork.held_out is None or fork.given.init_from:
+    if fork.held_out is None or fork.given_config.init_from:
         return []
     idle_names = []
     subset = fork.held_out_subset(fork.small_config.batch_size)
@@ -107,17 +107,17 @@ def idle_statistics(fork: Fork, start: nn.Module, net: nn.Module) -> list[str]:
             continue  # its statistics are of a file
         changed_model = copy.deepcopy(start)
         changed_model.get_buffer(name).add_(torch.rand_like(buffer))
-        trained = [0.0, 0.0] if is_norm else [training_loss(fork, model) for model in (start, changed_model)]
-        evaluated = [fork.plain_evaluation(subset, model.eval())["loss"] for model in (start, changed_model)]
+        trained = [0.0, 0.0] if is_norm else [compute_training_loss(fork, model) for model in (start, changed_model)]
+        evaluated = [fork.evaluate_in_one_process(subset, model.eval())["loss"] for model in (start, changed_model)]
         if evaluated[0] != evaluated[1] and trained[0] == trained[1]:
             idle_names.append(name)
     return idle_names
 
 
-def training_loss(fork: Fork, net: nn.Module) -> float:
+def compute_training_loss(fork: Fork, net: nn.Module) -> float:
     """With dropout and batch statistics, of a copy, whose statistics move."""
-    batch = fork.loader(fork.small_train_set()).fetch([*range(fork.small_config.batch_size)])[2]
-    with as_rank():
+    batch = fork.create_loader(fork.small_train_set()).fetch_samples([*range(fork.small_config.batch_size)])[2]
+    with pretend_rank():
         scramble_global_rngs(0)
         return fork.hooks.compute_loss(copy.deepcopy(net).train(), batch)["loss"][0].sum().item()
 

@@ -16,15 +16,17 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from lib.values import digest
+from lib.values import hash_nested
 from utils.data.changes import are_fingerprints_alike
-from utils.data.sets import dataset_identity
+from utils.data.sets import identify_dataset
 from utils.extras.sketches import sample_fingerprints  # extra: sketches
 
-SECONDS = 120.0  # to wait for it
-NAMES = ("USER", "LOGNAME", "LNAME", "USERNAME", "HOSTNAME")
-RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of attempts before this one
-CHANGED = "another hash seed, clock, date, time zone, user, host name, number of restarts and order of files"
+MAX_SECONDS = 120.0  # to wait for it
+NAME_VARIABLES = ("USER", "LOGNAME", "LNAME", "USERNAME", "HOSTNAME")
+RESTART_VARIABLES = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of attempts before this one
+CHANGED_ENVIRONMENT = (
+    "another hash seed, clock, date, time zone, user, host name, number of restarts and order of files"
+)
 NO_ANSWER = "no answer"
 
 
@@ -34,9 +36,9 @@ class NewProcess:
     def __init__(self, question: dict[str, Any], environment: dict[str, str]) -> None:
         hash_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
         changed = (
-            dict.fromkeys(NAMES, "elsewhere")
+            dict.fromkeys(NAME_VARIABLES, "elsewhere")
             | {"PYTHONHASHSEED": hash_seed, "TZ": "XYZ-11:30"}
-            | dict.fromkeys(RESTARTS, "1")
+            | dict.fromkeys(RESTART_VARIABLES, "1")
         )
         command = [sys.executable, str(Path(__file__).with_name("elsewhere.py"))]
         self._output = tempfile.TemporaryFile("w+")  # a pipe would hold it up
@@ -49,12 +51,12 @@ class NewProcess:
             stderr=subprocess.DEVNULL,
         )
         with suppress(BrokenPipeError), self._process.stdin as pipe:  # type: ignore[union-attr]
-            pipe.write(json.dumps(question | {"imports": packages_with_dates()}))
+            pipe.write(json.dumps(question | {"imports": find_datetime_packages()}))
 
     def answer(self, name: str) -> tuple[Any, str]:
         """The answer, or None and the reason."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(SECONDS)
+            self._process.wait(MAX_SECONDS)
         self.end()
         self._output.seek(0)
         answers = dict(json.loads(line) for line in self._output if line.endswith("\n"))
@@ -66,7 +68,7 @@ class NewProcess:
         self._process.wait()
 
 
-def packages_with_dates() -> list[str]:
+def find_datetime_packages() -> list[str]:
     """Installed packages in this process that derive classes from `datetime`, such as pandas. If elsewhere.py has
     replaced it, their import crashes."""
     names = {kind.__module__.partition(".")[0] for kind in datetime.datetime.__subclasses__()}
@@ -74,23 +76,25 @@ def packages_with_dates() -> list[str]:
     return sorted(name for name, file in files.items() if file and "site-packages" in file)
 
 
-def seen(dataset: Any, seed: int) -> Any:
+def summarize_dataset(dataset: Any, seed: int) -> Any:
     """What is compared of a data set. A plain subset does not say that the sizes of its files are known."""
     if dataset is None:
         return None
-    summary: list[Any] = [dataset_identity(dataset), []]
+    summary: list[Any] = [identify_dataset(dataset), []]
     summary[1] = sample_fingerprints(Subset(dataset, range(len(dataset))), seed)  # extra: sketches
     return summary
 
 
-def order_of(dataset: Any, seed: int) -> str:
+def hash_order(dataset: Any, seed: int) -> str:
     """A digest of an epoch's order, if the data set gives it."""
     return (
-        digest(torch.as_tensor(dataset.epoch_order(seed, 1, len(dataset)))) if hasattr(dataset, "epoch_order") else ""
+        hash_nested(torch.as_tensor(dataset.epoch_order(seed, 1, len(dataset))))
+        if hasattr(dataset, "epoch_order")
+        else ""
     )
 
 
-def is_same(summary_a: Any, summary_b: Any) -> bool:
+def are_summaries_equal(summary_a: Any, summary_b: Any) -> bool:
     if summary_a is None or summary_b is None:
         return summary_a is summary_b
     (identity_a, samples_a), (identity_b, samples_b) = summary_a, summary_b

@@ -10,70 +10,75 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lib.values import is_dense, leaves
-from lib.verify.fork import Broken, Fork, default_dtype, may_fail, perturbed
-from utils.batch import map_tensors, tensors_in
+from lib.values import flatten_nested, is_dense
+from lib.verify.fork import BrokenInvariant, Fork, allow_failure, default_dtype, perturb_parameters
+from utils.batch import list_tensors, map_tensors
 from utils.training.precision import Precision
 
 SIZE, BATCHES = 4, 8  # samples in a micro-batch
-LARGE = 0.25  # rounding relative to the spread; docs/verify.md has measurements
-TOO_LARGE = 0.1  # what rounding costs perfect outputs, relative to the loss of outputs that are the mean
+LARGE_ROUNDING = 0.25  # rounding relative to the spread; docs/verify.md has measurements
+MAX_ROUNDING_COST = 0.1  # what rounding costs perfect outputs, relative to the loss of outputs that are the mean
 
 
-@may_fail("how the precision of the run rounds")
-def rounding(fork: Fork) -> str:
+@allow_failure("how the precision of the run rounds")
+def measure_rounding(fork: Fork) -> str:
     """Compare a few micro-batches in the run's precision with float64, at the same weights."""
     config, ctx = fork.config, fork.ctx
     precision = Precision.choose(
         use_amp=config.use_amp, amp_dtype=config.amp_dtype, device=ctx.device, fast_bf16=ctx.fast_bf16
     )
     subset = fork.small_train_set()
-    size, loader, run_outputs, exact_outputs = min(SIZE, len(subset)), fork.loader(subset), [], []
+    size, loader, run_outputs, exact_outputs = min(SIZE, len(subset)), fork.create_loader(subset), [], []
     starts = range(0, min(BATCHES * size, len(subset) - size + 1), size)
-    batches = [loader.fetch([*range(start, start + size)])[2] for start in starts]
+    batches = [loader.fetch_samples([*range(start, start + size)])[2] for start in starts]
     with default_dtype():
         kind = precision.name
-        net = perturbed(fork.new_model(), 1)
-    exact = fork.new_model()
+        net = perturb_parameters(fork.create_model(), 1)
+    exact = fork.create_model()
     exact.load_state_dict(net.state_dict())
     for module in (*net.modules(), *exact.modules()):  # as in training, without dropout
         module.training = module in (net, exact) or isinstance(module, nn.modules.batchnorm._BatchNorm)
     for batch in batches:
-        exact_outputs.append(forward(fork, exact, batch))
+        exact_outputs.append(run_forward(fork, exact, batch))
         with default_dtype(), precision.autocast():
             run_outputs.append(
-                forward(fork, net, map_tensors(lambda t: t.float() if t.is_floating_point() else t, batch))
+                run_forward(fork, net, map_tensors(lambda t: t.float() if t.is_floating_point() else t, batch))
             )
     errors = {
-        name: lost(name, run_outputs, exact_outputs, precision) for name in run_outputs[0].keys() & exact_outputs[0]
+        name: compute_rounding_error(name, run_outputs, exact_outputs, precision)
+        for name in run_outputs[0].keys() & exact_outputs[0]
     }
     for name in errors.keys() - {"loss"}:
-        check_targets(fork, exact, batches, name, dtype_of([outputs[name] for outputs in run_outputs], precision))
+        check_targets(
+            fork, exact, batches, name, find_rounded_dtype([outputs[name] for outputs in run_outputs], precision)
+        )
     name = max(errors, key=errors.__getitem__)
-    advice = f": please check, or use --no-use_amp or a float32 {name}" if errors[name] > LARGE else ""
+    advice = f": please check, or use --no-use_amp or a float32 {name}" if errors[name] > LARGE_ROUNDING else ""
     return f"; {kind} rounds {name} by {errors[name]:.1%} of its spread{advice}"
 
 
-def forward(
+def run_forward(
     fork: Fork, net: nn.Module, batch: Any, change: Callable[[Any], Any] = lambda output: output
 ) -> dict[str, Tensor]:
     """The outputs of the model by name, and the summed "loss". change: is applied to the output of the model."""
     outputs: dict[str, Tensor] = {}
 
-    def note(_: nn.Module, __: Any, output: Any) -> Any:
-        dense = {name: leaf for name, leaf in leaves(output).items() if isinstance(leaf, Tensor) and is_dense(leaf)}
+    def record_outputs(_: nn.Module, __: Any, output: Any) -> Any:
+        dense = {
+            name: leaf for name, leaf in flatten_nested(output).items() if isinstance(leaf, Tensor) and is_dense(leaf)
+        }
         named = {f"output {name}".strip(): leaf for name, leaf in dense.items()}
         outputs.update({name: leaf.detach() for name, leaf in named.items() if leaf.ndim and leaf.is_floating_point()})
         return change(output)
 
-    handle = net.register_forward_hook(note)
+    handle = net.register_forward_hook(record_outputs)
     try:
         return outputs | {"loss": fork.hooks.compute_loss(net, batch)["loss"][0].detach().sum().reshape(1)}
     finally:
         handle.remove()
 
 
-def lost(
+def compute_rounding_error(
     name: str, run_outputs: list[dict[str, Tensor]], exact_outputs: list[dict[str, Tensor]], precision: Precision
 ) -> float:
     """The part of an output's spread over samples, or of the loss's over micro-batches, that its rounding is.
@@ -83,14 +88,14 @@ def lost(
     pairs = [(a[name].double(), b[name].double()) for a, b in zip(run_outputs, exact_outputs, strict=True)]
     if name == "loss":
         pairs = [(torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))]
-    dtype = dtype_of([outputs[name] for outputs in run_outputs], precision)
+    dtype = find_rounded_dtype([outputs[name] for outputs in run_outputs], precision)
     error = sum((a - b).square().sum().item() for a, b in pairs)
     rounded = sum((b.to(dtype).double() - b).square().sum().item() for _, b in pairs)
     spread = sum((b - b.mean(0)).square().sum().item() for _, b in pairs)
     return (min(error, rounded) / spread) ** 0.5 if spread else 0.0
 
 
-def dtype_of(values: list[Tensor], precision: Precision) -> torch.dtype:
+def find_rounded_dtype(values: list[Tensor], precision: Precision) -> torch.dtype:
     """The dtype that the values are rounded to: those of `head(x).float()` are still bfloat16."""
     flat = torch.cat([value.flatten() for value in values])
     dtypes = (precision.dtype or torch.float32, torch.float32, torch.float64)
@@ -98,35 +103,35 @@ def dtype_of(values: list[Tensor], precision: Precision) -> torch.dtype:
 
 
 def check_targets(fork: Fork, net: nn.Module, batches: list[Any], name: str, dtype: torch.dtype) -> None:
-    """Raises Broken if outputs in `dtype` cannot come near their targets: tensors of the batch, of the output's size,
-    that give a lower loss than their mean does."""
+    """Raises BrokenInvariant if outputs in `dtype` cannot come near their targets: tensors of the batch, of the
+    output's size, that give a lower loss than their mean does."""
 
-    def loss_of(tensor_index: int, function: Callable[[Tensor], Tensor]) -> float:
+    def compute_loss(tensor_index: int, function: Callable[[Tensor], Tensor]) -> float:
         """The loss of outputs that are a function of a tensor of the batch."""
         total = 0.0
         for batch in batches:
-            target = function(tensors_in(batch)[tensor_index])
+            target = function(list_tensors(batch)[tensor_index])
 
             def change(output: Any, target: Tensor = target) -> Any:
-                output_leaf = leaves(output)[name.removeprefix("output").strip()]
+                output_leaf = flatten_nested(output)[name.removeprefix("output").strip()]
                 return map_tensors(
                     lambda leaf: target.reshape(output_leaf.shape) if leaf is output_leaf else leaf, output
                 )
 
-            total += forward(fork, net, batch, change)["loss"].item()
+            total += run_forward(fork, net, batch, change)["loss"].item()
         return total
 
-    for tensor_index, target in enumerate(tensors_in(batches[0])):
+    for tensor_index, target in enumerate(list_tensors(batches[0])):
         perfect = rounded = constant = 0.0
         with suppress(Exception):  # it is of another size
             perfect, constant = (
-                loss_of(tensor_index, lambda t: t),
-                loss_of(tensor_index, lambda t: t.mean(0, True).expand_as(t)),
+                compute_loss(tensor_index, lambda t: t),
+                compute_loss(tensor_index, lambda t: t.mean(0, True).expand_as(t)),
             )
-            rounded = loss_of(tensor_index, lambda t: t.to(dtype).to(t.dtype))
+            rounded = compute_loss(tensor_index, lambda t: t.to(dtype).to(t.dtype))
         gain = constant - perfect
-        if gain > 0.1 * max(abs(constant), abs(perfect)) and not rounded - perfect <= TOO_LARGE * gain:
-            raise Broken(
+        if gain > 0.1 * max(abs(constant), abs(perfect)) and not rounded - perfect <= MAX_ROUNDING_COST * gain:
+            raise BrokenInvariant(
                 f"{name} is {str(dtype).removeprefix('torch.')}, too coarse for its targets (near"
                 f" {target.double().mean():.6g}, spread {target.double().std():.3g}): rounding perfect outputs costs"
                 f" {(rounded - perfect) / gain:.0%} of the loss of predicting the mean; subtract the mean from the"

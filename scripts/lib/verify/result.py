@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 
 from utils.files import replace_json, temporary_path
 
-CODES = {"ok": 0, "broken": 1, "could not run": 2}
+EXIT_CODES = {"ok": 0, "broken": 1, "could not run": 2}
 NOT_CHECKED = "not checked: "  # a part of a check that was not made, and why
-REFUSED = "cannot be written{}; give the name of a .json file in an existing folder, other than verified.json"
+CANNOT_WRITE = "cannot be written{}; give the name of a .json file in an existing folder, other than verified.json"
 
 
 class Result:
@@ -28,7 +28,7 @@ class Result:
 
     def __init__(self) -> None:
         self._file: Path | None = None
-        self._process, self._began, self._is_known = os.getpid(), time.monotonic(), False
+        self._pid, self._started_at, self._is_decided = os.getpid(), time.monotonic(), False
         empty = ("task", "samples", "ranks", "precision", "git_commit", "git_dirty")
         self.values: dict[str, Any] = {"version": 1, "result": "could not run", "exit_code": 2, "text": ""}
         self.values |= (
@@ -40,7 +40,7 @@ class Result:
     def exit_code(self) -> int:
         return self.values["exit_code"]
 
-    def begin(self) -> str:
+    def take_json_flag(self) -> str:
         """Take --json FILE out of the flags, and delete FILE, which may be of an earlier run. If it could not be
         written later, return the problem. Catch SIGTERM, and from now on exit with 2 if there is no result."""
         words, flags, given = iter(sys.argv[1:]), [], None
@@ -53,19 +53,19 @@ class Result:
         sys.argv[1:] = self.values["flags"] = flags
         if {"-h", "--help"} & {*flags}:
             return ""
-        signal.signal(signal.SIGTERM, self._stop)
-        atexit.register(self._leave)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        atexit.register(self._on_exit)
         if given is None:
             return ""
         self._file = Path(given).absolute()
-        if problem := problem_with(self._file):
+        if problem := explain_unwritable(self._file):
             self._file = None
-            return f"json={given}: {REFUSED.format(problem)}"
+            return f"json={given}: {CANNOT_WRITE.format(problem)}"
         if (os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")) == "0":
             self._file.unlink(missing_ok=True)
         return ""
 
-    def check(self, name: str, is_passed: bool, text: str, seconds: float) -> None:
+    def add_check(self, name: str, is_passed: bool, text: str, seconds: float) -> None:
         """Add the outcome of a check. A text that passed may end with parts that say "please check"
         or begin with `NOT_CHECKED`."""
         is_skipped = text.startswith("skipped: ")
@@ -84,49 +84,49 @@ class Result:
         self.values["checks"].append(outcome)
         self.values["not_checked"] += len(not_checked)
 
-    def end(self, result: str, text: str, is_written: bool = True) -> None:
+    def finish(self, result: str, text: str, is_written: bool = True) -> None:
         """Decide the result, unless that was done, and write FILE, unless another rank did.
 
         result: a key of `CODES`. text: what was found, or why there is no result.
         """
-        if self._is_known or os.getpid() != self._process:
+        if self._is_decided or os.getpid() != self._pid:
             return
-        self._is_known = True
-        seconds = round(time.monotonic() - self._began, 1)
-        self.values |= {"result": result, "exit_code": CODES[result], "text": text, "seconds": seconds}
+        self._is_decided = True
+        seconds = round(time.monotonic() - self._started_at, 1)
+        self.values |= {"result": result, "exit_code": EXIT_CODES[result], "text": text, "seconds": seconds}
         if self._file and is_written and not self._file.exists():
             try:
                 replace_json(self._file, self.values)
             except OSError as error:
-                print(f"json={self._file}: {REFUSED.format(f' ({error.strerror})')}", file=sys.stderr, flush=True)
+                print(f"json={self._file}: {CANNOT_WRITE.format(f' ({error.strerror})')}", file=sys.stderr, flush=True)
 
     def withdraw(self) -> None:
         """For a command line that checks nothing."""
-        self._is_known = True
+        self._is_decided = True
 
-    def _stop(self, *_: Any) -> NoReturn:
-        self.end("could not run", "interrupted by SIGTERM")
+    def _on_sigterm(self, *_: Any) -> NoReturn:
+        self.finish("could not run", "interrupted by SIGTERM")
         if self.values["ranks"] is None:  # an import may catch SystemExit
             os._exit(self.exit_code)
         sys.exit(self.exit_code)  # so that the folder of the short runs is deleted
 
-    def _leave(self) -> None:
+    def _on_exit(self) -> None:
         """At exit: an exception or sys.exit has ended this process, perhaps while the fork's code was imported."""
-        if self._is_known or os.getpid() != self._process:
+        if self._is_decided or os.getpid() != self._pid:
             return
         error = getattr(sys, "last_value", None)
-        self.end("could not run", f"{type(error).__name__}: {error}" if error else "ended before the first check")
+        self.finish("could not run", f"{type(error).__name__}: {error}" if error else "ended before the first check")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(self.exit_code)
 
 
-def notes_last(*parts: str) -> str:
+def put_notes_last(*parts: str) -> str:
     """The parts of a check's text, each of which begins with "; ". Those for `Result.check` are at the end."""
     return "".join(sorted(parts, key=lambda part: "please check" in part or NOT_CHECKED in part))
 
 
-def problem_with(path: Path) -> str:
+def explain_unwritable(path: Path) -> str:
     """Why FILE could not be written: a space and the reason in parentheses; empty if it can be."""
     if path.suffix != ".json" or path.name == "verified.json":
         return " (it is another kind of file)"

@@ -9,113 +9,116 @@ from dataclasses import asdict
 from functools import partial
 
 from config import TrainingConfig
-from lib.values import plural, scramble_global_rngs
-from lib.verify.fork import Broken, Fork, as_rank, default_dtype
-from lib.verify.new_process import CHANGED, NO_ANSWER
+from lib.values import format_plural, scramble_global_rngs
+from lib.verify.fork import BrokenInvariant, Fork, default_dtype, pretend_rank
+from lib.verify.new_process import CHANGED_ENVIRONMENT, NO_ANSWER
 from utils.distributed.collectives import all_gather_json
 from utils.training import optimizer
 from utils.training.hooks import ModelHooks
-from utils.training.optimizer import check_groups, list_group_factors
+from utils.training.optimizer import check_param_groups, list_group_lr_factors
 from utils.training.schedule import Progress, Schedule
 
 Factors = dict[str, float]  # by the name of a group; "" for all groups
-TOTAL, WARMUP = 1000, 100  # of the run whose factors are compared
+TOTAL_STEPS, WARMUP_STEPS = 1000, 100  # of the run whose factors are compared
 
 
-def all_factors(hooks: ModelHooks, config: TrainingConfig) -> list[Factors]:
+def sample_factors(hooks: ModelHooks, config: TrainingConfig) -> list[Factors]:
     """At five steps and their epochs, in a run of as many epochs as the config has."""
-    epochs = min(config.limits[0], TOTAL)
-    steps = (0, WARMUP // 2, WARMUP, TOTAL // 2, TOTAL - 1)
-    moments = [Progress(step=step, epoch=int(step * epochs / TOTAL)) for step in steps]
-    return [factors_at(hooks, config, TOTAL, WARMUP, progress) for progress in moments]
+    epochs = min(config.limits[0], TOTAL_STEPS)
+    steps = (0, WARMUP_STEPS // 2, WARMUP_STEPS, TOTAL_STEPS // 2, TOTAL_STEPS - 1)
+    moments = [Progress(step=step, epoch=int(step * epochs / TOTAL_STEPS)) for step in steps]
+    return [compute_factors(hooks, config, TOTAL_STEPS, WARMUP_STEPS, progress) for progress in moments]
 
 
 @default_dtype()
 def schedule(fork: Fork) -> str:
     """The learning rate is a function of the step: the same on all ranks and in repeated calls."""
-    ask = partial(all_factors, fork.hooks, fork.config)
+    ask = partial(sample_factors, fork.hooks, fork.config)
 
     def check() -> tuple[list[Factors], str]:
         scramble_global_rngs(fork.ctx.rank)
-        factors, net = ask(), fork.new_model()
-        by_step, length = factors_of_run(fork)
+        factors, net = ask(), fork.create_model()
+        by_step, length = list_run_factors(fork)
         checked = factors + list(by_step.values())
         if not all(math.isfinite(value) and value >= 0 for factor in checked for value in factor.values()):
-            raise Broken(f"lr_factor gives {shown(checked)}: must be finite and not negative; fix its formula")
-        groups = check_groups(
+            raise BrokenInvariant(
+                f"lr_factor gives {format_factors(checked)}: must be finite and not negative; fix its formula"
+            )
+        groups = check_param_groups(
             fork.hooks.param_groups(net, fork.config), {p: name for name, p in net.named_parameters()}
         )
         for factor in checked:
-            list_group_factors(groups, factor.get("", factor))
-        with as_rank(ranks := fork.ctx.world_size, ranks + 1):
+            list_group_lr_factors(groups, factor.get("", factor))
+        with pretend_rank(ranks := fork.ctx.world_size, ranks + 1):
             other_factors = ask()
         if factors != ask() or factors != other_factors:
-            raise Broken(
-                f"lr_factor gives {shown(factors)}, and {shown(other_factors)} on {ranks + 1} ranks: it depends on"
-                " more than config, step and progress; use only these"
+            raise BrokenInvariant(
+                f"lr_factor gives {format_factors(factors)}, and {format_factors(other_factors)} on {ranks + 1} ranks:"
+                " it depends on more than config, step and progress; use only these"
             )
-        first, second = simulated(fork, is_resumed=False), simulated(fork, is_resumed=True)
+        first, second = simulate_factors(fork, is_resumed=False), simulate_factors(fork, is_resumed=True)
         if first != second:
             step = next(step for step, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])
-            raise Broken(
-                f"lr_factor gives {shown(first[step : step + 1])} in step {step} of a run whose metric stops improving,"
-                f" and {shown(second[step : step + 1])} in a second one that is resumed halfway: it keeps state of its"
-                " own; keep it in progress.user"
+            raise BrokenInvariant(
+                f"lr_factor gives {format_factors(first[step : step + 1])} in step {step} of a run whose metric stops"
+                f" improving, and {format_factors(second[step : step + 1])} in a second one that is resumed halfway:"
+                " it keeps state of its own; keep it in progress.user"
             )
-        steps = ", ".join(f"{shown([factor], 3)} at step {step:,}" for step, factor in by_step.items())
+        steps = ", ".join(f"{format_factors([factor], 3)} at step {step:,}" for step, factor in by_step.items())
         return factors, f"{length}: lr_factor is {steps}"
 
-    factors, text = fork.on_all(check)
+    factors, text = fork.run_on_all_ranks(check)
     note = ""
     if fork.hooks.lr_factor is not optimizer.lr_factor:
-        note = fork.divided([partial(compare_elsewhere, fork, factors)])[0]
+        note = fork.divide_among_ranks([partial(check_new_process_factors, fork, factors)])[0]
     if any(rank_factors != factors for rank_factors in all_gather_json(factors, fork.ctx)):
-        raise Broken("lr_factor: differs between ranks; make it a function of config, step and progress")
+        raise BrokenInvariant("lr_factor: differs between ranks; make it a function of config, step and progress")
     return text + note
 
 
-def factors_of_run(fork: Fork) -> tuple[dict[int, Factors], str]:
+def list_run_factors(fork: Fork) -> tuple[dict[int, Factors], str]:
     """The factors by step in a run with these flags: at its start, in the warm-up, after it, in the middle and at the
     end. And the length of the run as text."""
     planned = Schedule(fork.config, fork.hooks.lr_factor)
-    sampler = fork.loader(fork.train_set, fork.config, fork.ctx).sampler
+    sampler = fork.create_loader(fork.train_set, fork.config, fork.ctx).sampler
     planned.plan(sampler)
     warmup = planned.warmup_steps
     total = fork.config.schedule_steps or planned.total_steps
     factors = {}
     for step in sorted({0, min(warmup // 2, total - 1), min(warmup, total - 1), total // 2, total - 1}):
         progress = Progress(step=step, epoch=step // sampler.steps_per_epoch)
-        factors[step] = factors_at(fork.hooks, fork.config, total, warmup, progress)
+        factors[step] = compute_factors(fork.hooks, fork.config, total, warmup, progress)
     length = "without warm-up"
     if warmup:
         length = f"{warmup:,} of them warm-up"
-    return factors, f"{plural(total, 'step')}, {length}"
+    return factors, f"{format_plural(total, 'step')}, {length}"
 
 
-def factors_at(hooks: ModelHooks, config: TrainingConfig, total: int, warmup: int, progress: Progress) -> Factors:
+def compute_factors(hooks: ModelHooks, config: TrainingConfig, total: int, warmup: int, progress: Progress) -> Factors:
     factor = hooks.lr_factor(config, progress.step, total, warmup, progress)
     by_name = factor if isinstance(factor, dict) else {"": factor}
     return {name: float(value) for name, value in by_name.items()}
 
 
-def shown(factors: list[Factors], digits: int = 6) -> str:
+def format_factors(factors: list[Factors], digits: int = 6) -> str:
     return ", ".join(" ".join(f"{n} {f:.{digits}g}".strip() for n, f in factor.items()) for factor in factors)
 
 
-def compare_elsewhere(fork: Fork, factors: list[Factors]) -> str:
-    """Raises Broken if lr_factor gives something else in a new process. A note if there is no answer."""
+def check_new_process_factors(fork: Fork, factors: list[Factors]) -> str:
+    """Raises BrokenInvariant if lr_factor gives something else in a new process. A note if there is no answer."""
     new_factors, problem = fork.new_process.answer("factors")
     if problem.startswith(NO_ANSWER):
         return f"; not checked: lr_factor in a new process ({problem})"
     if new_factors != factors:
-        raise Broken(
-            f"lr_factor gives {shown(factors)}, and in a new process, with another working directory, {CHANGED},"
-            f" {problem or shown(new_factors)}: it depends on one of these; let it use only config, step and progress"
+        raise BrokenInvariant(
+            f"lr_factor gives {format_factors(factors)}, and in a new process, with another working directory,"
+            f" {CHANGED_ENVIRONMENT}, {problem or format_factors(new_factors)}: it depends on one of these; let it use"
+            " only config, step and progress"
         )
     return ""
 
 
-def simulated(fork: Fork, is_resumed: bool) -> list[Factors]:
+def simulate_factors(fork: Fork, is_resumed: bool) -> list[Factors]:
     """The factors of a run of 400 steps with an evaluation every 10 steps, of which only the first improves."""
     total, every, progress, factors = 400, 10, Progress(), []
     for step in range(total):
@@ -124,5 +127,5 @@ def simulated(fork: Fork, is_resumed: bool) -> list[Factors]:
             progress.record_value(1.0, sign=1)
         if is_resumed and step == total // 2:  # as a checkpoint restores it
             progress = Progress(**json.loads(json.dumps(asdict(progress))))
-        factors.append(factors_at(fork.hooks, fork.config, total, total // 20, progress))
+        factors.append(compute_factors(fork.hooks, fork.config, total, total // 20, progress))
     return factors

@@ -10,77 +10,77 @@ import torch
 from torch import Tensor
 
 import model as your_model
-from lib.values import ROUNDING, sums
-from lib.verify.fork import Broken, Fork, perturbed, with_cancelled
+from lib.values import ROUNDING_TOLERANCE, compute_sums
+from lib.verify.fork import BrokenInvariant, Fork, measure_cancellation, perturb_parameters
 from utils.batch import map_tensors
 from utils.training.signatures import has_parameter
 
-ROWS = 8  # of the batch that is changed
+MAX_ROWS = 8  # of the batch that is changed
 
 
 def check_segments(fork: Fork) -> str:
-    """Raises Broken if the effects of two documents on the loss do not add up: one attends to the other.
+    """Raises BrokenInvariant if the effects of two documents on the loss do not add up: one attends to the other.
 
     Only if model.py has segments(batch): the number of the document that each token is of, int [B, T], or less than 0.
     """
     if not hasattr(your_model, "segments"):
         return ""
     subset = fork.small_train_set()
-    batch = fork.loader(subset).fetch([*range(min(ROWS, len(subset)))])[2]
+    batch = fork.create_loader(subset).fetch_samples([*range(min(MAX_ROWS, len(subset)))])[2]
     segments = your_model.segments
     if has_parameter(segments, "config"):
         segments = functools.partial(segments, config=fork.config)
     ids = segments(batch)
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
-        raise Broken("model.segments: gives no document number for each token; return an int tensor [B, T]")
-    net, inside = perturbed(fork.new_model(), 1), interior(ids)
+        raise BrokenInvariant("model.segments: gives no document number for each token; return an int tensor [B, T]")
+    net, inside = perturb_parameters(fork.create_model(), 1), find_interior(ids)
     is_odd = torch.stack([row.unique(return_inverse=True)[1] % 2 == 1 for row in ids])
 
-    def losses(*chosen: Tensor) -> Tensor:
+    def compute_losses(*chosen: Tensor) -> Tensor:
         mask = inside & torch.stack([torch.zeros_like(inside), *chosen]).any(0)
         torch.manual_seed(0)  # of what the loss draws
-        named_sums = sums(fork.hooks, net, with_other_tokens(batch, ids, inside, mask), is_training=True)
+        named_sums = compute_sums(fork.hooks, net, exchange_tokens(batch, ids, inside, mask), is_training=True)
         return torch.cat(
             [value.double() for name, value in named_sums.items() if name.startswith("loss") and name.endswith("sum")]
         )
 
-    usual, cancelled = with_cancelled(losses)
-    loss_odd, loss_even, both = losses(is_odd), losses(~is_odd), losses(is_odd, ~is_odd)
+    usual, cancelled = measure_cancellation(compute_losses)
+    loss_odd, loss_even, both = compute_losses(is_odd), compute_losses(~is_odd), compute_losses(is_odd, ~is_odd)
     if torch.equal(usual, loss_odd) or torch.equal(usual, loss_even):
         return "; not checked: segments, which has no row with two documents whose tokens change the loss"
-    limit = ROUNDING[fork.loss_dtype] * (usual.norm() + cancelled)
+    limit = ROUNDING_TOLERANCE[fork.loss_dtype] * (usual.norm() + cancelled)
     if not (mixed := (usual - loss_odd - loss_even + both).norm()) <= limit:
-        raise Broken(
+        raise BrokenInvariant(
             f"the loss of a document changes with the tokens of another in its row, by {mixed:.1e} in all: tokens of"
             " one document attend to another; let the attention mask compare the segments, and pool within a segment"
         )
     return f"; no document of {len(ids)} packed rows has an effect on the loss of another"
 
 
-def interior(ids: Tensor) -> Tensor:
+def find_interior(ids: Tensor) -> Tensor:
     """Tokens between two others of their document, bool [B, T]: at its ends are separators and targets of others."""
     is_joined = ids[:, 1:] == ids[:, :-1]
     edge = torch.zeros_like(is_joined[:, :1])
     return (ids >= 0) & torch.cat([edge, is_joined], 1) & torch.cat([is_joined, edge], 1)
 
 
-def with_other_tokens(batch: Any, ids: Tensor, inside: Tensor, chosen: Tensor) -> Any:
+def exchange_tokens(batch: Any, ids: Tensor, inside: Tensor, chosen: Tensor) -> Any:
     """The batch with the values of other interior positions at the chosen ones, inputs and targets alike."""
     positions = inside.flatten().nonzero().flatten()
     sources, targets = positions.roll(len(positions) // 2), chosen.flatten()[positions]
 
-    def changed(leaf: Tensor) -> Tensor:
+    def exchange_values(leaf: Tensor) -> Tensor:
         is_mask = leaf.ndim == 3 and leaf.shape[1] == leaf.shape[2]
-        if leaf.shape[:2] != ids.shape or is_mask or counts(leaf, ids):
+        if leaf.shape[:2] != ids.shape or is_mask or has_positions(leaf, ids):
             return leaf
         flat = leaf.flatten(0, 1).clone()
         flat[positions[targets]] = leaf.flatten(0, 1)[sources[targets]]
         return flat.view(leaf.shape)
 
-    return map_tensors(changed, batch)
+    return map_tensors(exchange_values, batch)
 
 
-def counts(leaf: Tensor, ids: Tensor) -> bool:
+def has_positions(leaf: Tensor, ids: Tensor) -> bool:
     """Whether a tensor has document numbers, or positions that count within each document."""
     steps = leaf.diff(dim=1)[(ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)]
     return leaf.ndim == 2 and not leaf.is_floating_point() and len(steps) > 0 and bool((steps == steps[0]).all())

@@ -104,7 +104,7 @@ def test_a_rank_that_is_killed_while_it_decodes_leaves_no_file(tmp_path):
 
 @pytest.mark.guarantee("cache")
 def test_a_set_that_does_not_fit_is_rejected(ctx, monkeypatch):
-    monkeypatch.setattr(utils.extras.cache.sample_cache, "free_memory", lambda: 2_000)
+    monkeypatch.setattr(utils.extras.cache.sample_cache, "read_free_memory", lambda: 2_000)
     with pytest.raises(UserError, match="cache=ram: the decoded data take 0 MiB, .* of memory free; give the job more"):
         cache(ctx)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 16 << 30))

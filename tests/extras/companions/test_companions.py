@@ -18,8 +18,8 @@ from plans import CTX, plan_for, save
 from config import TrainingConfig
 from ranks import ROOT, is_gone
 from scripts.companions import follow, on_checkpoint
-from scripts.companions.follow import Companion, Lines, OtherOwnerError
-from scripts.companions.on_checkpoint import OnCheckpoint
+from scripts.companions.follow import Companion, OtherOwnerError, RecordReader
+from scripts.companions.on_checkpoint import CheckpointCommand
 from training import wait_until
 from utils.checkpoint import format as checkpoint
 from utils.extras.companions import programs
@@ -54,11 +54,11 @@ def text_of(numbers):
 def test_each_record_of_a_growing_file_is_read_and_a_file_that_a_resume_has_cut_is_read_from_its_start(
     tmp_path, contents, expected
 ):
-    lines, numbers = Lines(tmp_path / "metrics.jsonl"), []
+    lines, numbers = RecordReader(tmp_path / "metrics.jsonl"), []
     for content in contents:
         if content is not None:
             (tmp_path / "metrics.jsonl").write_text(content)
-        numbers += [record["n"] for record in lines.new()]
+        numbers += [record["n"] for record in lines.read_new()]
     assert numbers == expected
 
 
@@ -75,15 +75,15 @@ def test_a_checkpoint_in_work_outlives_its_deletion(plan, monkeypatch, has_links
         monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError(95, "Operation not supported")))
     before = {file.name: file.read_bytes() for file in path.rglob("*")} if is_folder else path.read_bytes()
     companion = Companion(plan)
-    with companion.kept(path) as copy:
-        checkpoint.remove(path)
-        assert not checkpoint.step_checkpoints(companion.checkpoints)
+    with companion.temporary_copy(path) as copy:
+        checkpoint.remove_checkpoint(path)
+        assert not checkpoint.list_step_checkpoints(companion.checkpoints)
         after = {file.name: file.read_bytes() for file in copy.rglob("*")} if is_folder else copy.read_bytes()
         assert after == before
         (place,) = companion.checkpoints.iterdir()
         assert place.name.endswith(".tmp")  # which the next start deletes, should this program be killed
     assert not list(companion.checkpoints.iterdir())
-    with pytest.raises(FileNotFoundError), companion.kept(path):  # deleted first: the next one is taken
+    with pytest.raises(FileNotFoundError), companion.temporary_copy(path):  # deleted first: the next one is taken
         pass
 
 
@@ -91,7 +91,7 @@ def test_without_links_no_copy_is_made_onto_a_full_disk(plan, monkeypatch):
     path, companion = save(plan, 10), Companion(plan)
     monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError(95, "Operation not supported")))
     monkeypatch.setattr(follow.shutil, "disk_usage", lambda path: SimpleNamespace(free=path.stat().st_size))
-    with pytest.raises(OSError, match="not supported"), companion.kept(path):
+    with pytest.raises(OSError, match="not supported"), companion.temporary_copy(path):
         pass
     assert list(companion.checkpoints.iterdir()) == [path]
 
@@ -112,19 +112,19 @@ def test_an_end_counts_only_with_the_token_of_this_attempt(plan, lock, expected)
     companion = Companion(plan)
     replace_json(companion.folder / "status.json", {"state": "completed"})
     replace_json(companion.folder / "lock.json", lock)
-    assert companion.state() == expected
+    assert companion.read_final_state() == expected
 
 
 @pytest.mark.guarantee("companion")
 def test_a_companion_waits_until_the_folder_is_at_the_step_of_its_attempt(plan):
     companion = Companion(plan)
     replace_json(companion.folder / "lock.json", {"token": "t"})
-    assert not companion.has_begun()
+    assert not companion.has_training_begun()
     replace_json(companion.folder / "lock.json", {"token": "t", "has_trained": True})
-    assert companion.has_begun()
+    assert companion.has_training_begun()
     replace_json(companion.folder / "lock.json", {"token": "other", "has_trained": True})
     with pytest.raises(OtherOwnerError):
-        companion.has_begun()
+        companion.has_training_begun()
 
 
 # ---- how they are kept alive ----
@@ -134,7 +134,7 @@ def test_a_companion_waits_until_the_folder_is_at_the_step_of_its_attempt(plan):
 def fake(tmp_path, monkeypatch):
     """A function that replaces the program of `--on_checkpoint`, and starts it. The code finds its plan in `plan`."""
     started = []
-    monkeypatch.setattr(programs, "PROGRAMS", tmp_path)
+    monkeypatch.setattr(programs, "COMPANIONS_FOLDER", tmp_path)
     monkeypatch.setattr(companions_module, "SECONDS_TO_STOP", 0.5)
 
     def begin(code, **flags):
@@ -212,17 +212,17 @@ def test_after_a_failure_one_that_does_not_answer_is_killed(fake):
 def test_the_end_waits_for_them_and_ticks(fake):
     companions, ticks = fake("time.sleep(1)\nprint('done', 0, file=log)\n"), []
     companions.finish(lambda: ticks.append(time.monotonic()))
-    assert len(fake.starts()) == 2 and len(ticks) > 3 and companions._alive() == []
+    assert len(fake.starts()) == 2 and len(ticks) > 3 and companions._list_alive() == []
 
 
 def test_a_program_that_sends_over_a_network_is_waited_for_a_limited_time(fake, tmp_path, caplog):
     (tmp_path / "mirror.py").write_text("import signal\nsignal.pause()\n")
     config = TrainingConfig(run_dir=str(tmp_path / "run"), mirror="file:///tmp/no")
     companions = Companions(config, plan_for(tmp_path, mirror="file:///tmp/no"), CTX)
-    companions._silence = 0.5
+    companions._max_silence_s = 0.5
     companions.finish(lambda: None)
     text = "mirror=file:///tmp/no: lacks the latest checkpoint or records after"
-    assert text in caplog.text and companions._alive() == []
+    assert text in caplog.text and companions._list_alive() == []
 
 
 @pytest.mark.parametrize("name", ["mirror", "on_checkpoint", "track"])
@@ -233,7 +233,7 @@ def test_companions_import_no_torch(name):
 
 def test_the_end_of_the_run_is_a_new_try_whatever_the_pause(plan, monkeypatch):
     """The rank waits for it."""
-    for name in ("watch", "setup_logger"):
+    for name in ("stop_with_rank", "setup_logger"):
         monkeypatch.setattr(follow, name, lambda *_: None)
 
     class Failing(Companion):
@@ -246,7 +246,7 @@ def test_the_end_of_the_run_is_a_new_try_whatever_the_pause(plan, monkeypatch):
             return True
 
     companion = Failing(plan)
-    program = threading.Thread(target=follow.follow, args=(companion,), daemon=True)
+    program = threading.Thread(target=follow.follow_run, args=(companion,), daemon=True)
     program.start()
     wait_until(lambda: companion.tries)
     replace_json(companion.folder / "lock.json", {"token": "t", "has_trained": True, "ended": "completed"})
@@ -303,7 +303,7 @@ def finish(companion, state=""):
 def test_the_command_gets_the_latest_checkpoint_and_its_failure_is_a_warning(tmp_path, caplog):
     out, may_end = tmp_path / "out", tmp_path / "may_end"
     plan = plan_for(tmp_path, on_checkpoint=f"sh -c 'while ! [ -e {may_end} ]; do sleep 0.02; done; echo $0 >> {out}'")
-    companion, paths = OnCheckpoint(plan), []
+    companion, paths = CheckpointCommand(plan), []
     for step in (1, 2, 3):
         paths.append(save(plan, step))
         assert not companion.look("")
@@ -320,7 +320,7 @@ def test_the_command_gets_the_latest_checkpoint_and_its_failure_is_a_warning(tmp
         plan = plan_for(tmp_path / "a b", on_checkpoint=command)  # no shell: the space is part of the name
         Path(plan["folder"], ".on_checkpoint.json").unlink(missing_ok=True)
         path = save(plan, 4)
-        finish(OnCheckpoint(plan))
+        finish(CheckpointCommand(plan))
         assert caplog.messages == ([f"on_checkpoint: {command} {problem}"] if problem else [])
     assert out.read_bytes() == path.read_bytes()
 
@@ -330,18 +330,18 @@ def test_the_command_runs_once_per_checkpoint_whichever_process_and_attempt_look
     out = tmp_path / "out"
     plan = plan_for(tmp_path, on_checkpoint=f"sh -c 'echo $0 >> {out}'")
     first = save(plan, 10)
-    finish(OnCheckpoint(plan))
-    finish(OnCheckpoint(plan))  # the program was killed after the command
+    finish(CheckpointCommand(plan))
+    finish(CheckpointCommand(plan))  # the program was killed after the command
     assert out.read_text() == f"{first}\n"
     plan |= {"resume_from": str(first), "token": "of the next attempt"}
     replace_json(Path(plan["folder"], "lock.json"), {"token": plan["token"], "has_trained": True})
-    finish(OnCheckpoint(plan))
+    finish(CheckpointCommand(plan))
     assert out.read_text() == f"{first}\n"
     Path(plan["folder"], ".on_checkpoint.json").unlink()
-    finish(OnCheckpoint(plan))  # a run that was resumed with a command for the first time
+    finish(CheckpointCommand(plan))  # a run that was resumed with a command for the first time
     assert out.read_text() == f"{first}\n"
     second = save(plan, 20)
-    finish(OnCheckpoint(plan))
+    finish(CheckpointCommand(plan))
     assert out.read_text() == f"{first}\n{second}\n"
 
 
@@ -352,10 +352,10 @@ def test_a_command_that_hangs_is_reported_and_ended_with_its_children_when_the_r
     out, command = tmp_path / "out", tmp_path / "command"
     command.write_text(f"#!/bin/sh\ntrap '' TERM\nsleep 600 &\necho $1 $! >> {out}\nwait\nwait\n")
     command.chmod(0o755)
-    monkeypatch.setattr(on_checkpoint, "SECONDS_OF_A_COMMAND", 0.1)
+    monkeypatch.setattr(on_checkpoint, "SECONDS_UNTIL_WARNING", 0.1)
     monkeypatch.setattr(on_checkpoint, "SECONDS_TO_TERMINATE", 0.1)
     plan = plan_for(tmp_path, on_checkpoint=str(command))
-    companion, paths = OnCheckpoint(plan), []
+    companion, paths = CheckpointCommand(plan), []
     for step in (1, 2):
         paths.append(save(plan, step))
         companion.look("")
@@ -369,7 +369,7 @@ def test_a_command_that_hangs_is_reported_and_ended_with_its_children_when_the_r
         out.unlink()
         with monkeypatch.context() as over:
             over.setattr(on_checkpoint, "SECONDS_TO_FINISH", 0.0)
-            over.setattr(companion, "_run", lambda path: None)
+            over.setattr(companion, "_run_command", lambda path: None)
             companion.look("completed")
         message = f"was ended after 0 min, since the run is over; run it again for {path}"
         assert caplog.messages[-1] == f"on_checkpoint: the command {message}"

@@ -88,7 +88,7 @@ def test_a_command_has_no_variable_of_a_rank_and_all_others(tmp_path, monkeypatc
     assert sorted(environment.keys() & launcher) == []
     assert {name: environment.get(name) for name in KEPT} == KEPT
     with mock.patch.dict(os.environ, environment, clear=True):
-        assert read_launch() == Launch(threads="1")
+        assert read_launch() == Launch(omp_num_threads="1")
 
 
 @pytest.mark.guarantee("command")

@@ -12,7 +12,7 @@ from config import TrainingConfig
 from scripts.companions import mirror as mirror_module
 from scripts.companions import owner as owner_module
 from scripts.companions.follow import OtherOwnerError
-from scripts.companions.mirror import Uploads
+from scripts.companions.mirror import MirrorUploader
 from scripts.companions.owner import Mirror
 from scripts.lib import storage
 from test_checkpoint import flip, payload
@@ -20,7 +20,7 @@ from training import wait_until
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.extras.companions import programs
-from utils.extras.companions.programs import OTHER_OWNER, create_plan
+from utils.extras.companions.programs import EXIT_OTHER_OWNER, create_companion_plan
 from utils.files import replace_json
 from utils.run.folder import RunFolder
 from utils.run.start_decision import decide_start
@@ -35,11 +35,11 @@ def be_quick(monkeypatch):
 
     def ask(name, plan, title, *flags):
         if name == "mirror":
-            return mirror_module.decide(plan)
+            return mirror_module.decide_start(plan)
         return plain_ask(name, plan, title, *flags)
 
     monkeypatch.setattr(programs, "call_program", ask)
-    monkeypatch.setattr(owner_module, "SECONDS_TO_READ_BACK", 0.0)
+    monkeypatch.setattr(owner_module, "SECONDS_UNTIL_READ_BACK", 0.0)
     monkeypatch.setattr(mirror_module, "SECONDS_BETWEEN_HEARTBEATS", 0.05)
     monkeypatch.setattr(owner_module, "SECONDS_TO_SEE_HEARTBEAT", 0.5)
     monkeypatch.setattr(mirror_module, "SECONDS_BETWEEN_REQUESTS", 0.02)
@@ -73,45 +73,45 @@ class Attempt:
         self.run = RunFolder(Path(folder), self.config.checkpoint_folder, 0, ("here",), self.start, lock, mock.Mock())
         self.run.mark_running()
         self.run.mark_training()
-        self.uploads = Uploads(self.plan(launch_id))
+        self.uploads = MirrorUploader(self.plan(launch_id))
         self.mirror = self.uploads.mirror
-        self.uploads.start()
+        self.uploads.start_heartbeat()
         self.all.append(self)
 
     def plan(self, launch_id="", apart=()):
         more = {"resume_from": self.start.resume_from, "decision": self.start.mirror_decision, "apart": apart}
-        return create_plan(self.config, 0, "here", self.start.token, launch_id, **more)
+        return create_companion_plan(self.config, 0, "here", self.start.token, launch_id, **more)
 
     def save(self, step, best=False):
-        path = checkpoint.step_path(self.run.checkpoints, step)
-        archive.write(path, payload(step))
+        path = checkpoint.step_checkpoint_path(self.run.checkpoint_folder, step)
+        archive.write_archive(path, payload(step))
         self.run.record("train", step=step, loss=1.0)
         if best:
             self.run.link_best(step)
-            self.run.event("best", step)
+            self.run.record_event("best", step)
         return path
 
     def upload(self, *steps, **options):
         for step in steps:
             self.save(step, **options)
             assert self.uploads.look("")
-            checkpoint.prune(self.run.checkpoints, 2)
+            checkpoint.prune_checkpoints(self.run.checkpoint_folder, 2)
         return self
 
     def end(self, state="preempted"):
         self.run.write_status(state)
         self.run.mark_ended()
-        assert self.uploads.look(self.uploads.state())
+        assert self.uploads.look(self.uploads.read_final_state())
         self.run.close()
 
     def suspend(self):
         """As SIGSTOP does: its beats stop. The folder's lock stays."""
-        self.uploads._end.set()
-        self.uploads._thread.join()
+        self.uploads._stop_event.set()
+        self.uploads._heartbeat_thread.join()
 
 
 def steps_of(url):
-    return [manifest["step"] for manifest in Mirror(url).checkpoints()]
+    return [manifest["step"] for manifest in Mirror(url).read_manifests()]
 
 
 def test_a_run_goes_on_from_its_mirror_in_an_empty_folder(url, tmp_path):
@@ -134,7 +134,7 @@ def test_a_run_that_patience_has_ended_goes_on_from_its_mirror_with_more_patienc
     first = Attempt(url, tmp_path / "a", patience=2)
     config = first.config.to_dict()
     replace_json(tmp_path / "a/config.json", config)
-    archive.write(first.save(10), payload(10) | {"config": config})
+    archive.write_archive(first.save(10), payload(10) | {"config": config})
     assert first.uploads.look("")
     first.end("completed")
     for name, patience, is_completed in [("b", 2, True), ("c", 1, True), ("d", 3, False)]:
@@ -155,11 +155,17 @@ def test_the_latest_checkpoints_and_the_best_one_are_kept(url, tmp_path, monkeyp
     assert steps_of(url) == [10, 30, 40]
     first.end()
     second = Attempt(url, tmp_path / "b")
-    assert sorted(path.name[:13] for path in second.run.checkpoints.iterdir()) == ["step_00000010", "step_00000040"]
-    assert second.run.restore_best(10) and checkpoint.verify(second.run.checkpoints / "best.pt").step == 10
+    assert sorted(path.name[:13] for path in second.run.checkpoint_folder.iterdir()) == [
+        "step_00000010",
+        "step_00000040",
+    ]
+    assert (
+        second.run.restore_best(10)
+        and checkpoint.verify_checkpoint(second.run.checkpoint_folder / "best.pt").step == 10
+    )
     second.upload(50, 60)
     assert steps_of(url) == [10, 50, 60]
-    names = second.mirror.names()
+    names = second.mirror.list_objects()
     assert sum("/manifests/" in name for name in names) == 3 and sum(name.endswith(".pt") for name in names) == 3
     assert {name[:9] for name in names if "/records/" in name} == {"00000002/"}  # earlier ones are gone
     second.end()
@@ -209,10 +215,10 @@ def test_a_damaged_object_is_passed_over_by_name(tmp_path, damage):
 def test_a_broken_transfer_goes_on_where_it_stopped(url, tmp_path, monkeypatch):
     Attempt(url, tmp_path / "a").upload(10).end()
     monkeypatch.setattr(storage, "BLOCK_BYTES", 512)
-    monkeypatch.setattr(storage, "BLOCKS", 2)
-    monkeypatch.setattr(storage, "TRIES", 1)
+    monkeypatch.setattr(storage, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(storage, "MAX_TRIES", 1)
     offsets, failing = [], [True]
-    plain = type(Mirror(url)._files).cat_ranges
+    plain = type(Mirror(url)._filesystem).cat_ranges
 
     def cat_ranges(self, paths, starts, ends, **options):
         offsets.append(starts[0])
@@ -220,7 +226,7 @@ def test_a_broken_transfer_goes_on_where_it_stopped(url, tmp_path, monkeypatch):
             raise ConnectionResetError("AKIAIOSFODNN7EXAMPLE12 reset")
         return plain(self, paths, starts, ends, **options)
 
-    monkeypatch.setattr(type(Mirror(url)._files), "cat_ranges", cat_ranges)
+    monkeypatch.setattr(type(Mirror(url)._filesystem), "cat_ranges", cat_ranges)
     with pytest.raises(StartError, match=r"cannot be read or written \(ConnectionResetError: \[redacted\]") as caught:
         Attempt(url, tmp_path / "b")
     assert "AKIA" not in str(caught.value)
@@ -240,21 +246,21 @@ def test_fifty_former_owners_that_wake_up_commit_nothing(tmp_path):
         attempt.suspend()
         former.append(attempt)
     last = Attempt(url, tmp_path / "last", launch_id="job").upload(60, 70)
-    before = Mirror(url).checkpoints()
+    before = Mirror(url).read_manifests()
     for number, attempt in enumerate(former):
         attempt.save(100 + number)
         with pytest.raises(OtherOwnerError):
             attempt.uploads.look("")
-        attempt.uploads._end.clear()
+        attempt.uploads._stop_event.clear()
         with pytest.raises(SystemExit):
-            attempt.uploads._beat()
-    assert Attempt.lost == [OTHER_OWNER] * 50
-    assert Mirror(url).checkpoints() == before and [entry["step"] for entry in before] == [60, 70]
+            attempt.uploads._write_heartbeats()
+    assert Attempt.lost == [EXIT_OTHER_OWNER] * 50
+    assert Mirror(url).read_manifests() == before and [entry["step"] for entry in before] == [60, 70]
     # and one that has passed the check, and writes its manifest late
     former[0].mirror.write_json(
-        former[0].mirror.own("manifests/step_00000999.0.json"), {"step": 999, "files": {}, "time": ""}
+        former[0].mirror.object_name("manifests/step_00000999.0.json"), {"step": 999, "files": {}, "time": ""}
     )
-    assert Mirror(url).checkpoints() == before
+    assert Mirror(url).read_manifests() == before
     last.upload(80).end()
     assert steps_of(url) == [70, 80]
 
@@ -285,7 +291,7 @@ def test_a_failed_run_says_so_at_its_mirror_and_the_next_owner_need_not_wait(url
 
 @pytest.mark.guarantee("mirror-owner")
 def test_one_of_two_that_claim_at_the_same_time_is_rejected(url, tmp_path, monkeypatch):
-    monkeypatch.setattr(owner_module, "SECONDS_TO_READ_BACK", 0.5)
+    monkeypatch.setattr(owner_module, "SECONDS_UNTIL_READ_BACK", 0.5)
     outcomes, barrier = [], threading.Barrier(4)
 
     def start(number):
@@ -306,7 +312,7 @@ def test_one_of_two_that_claim_at_the_same_time_is_rejected(url, tmp_path, monke
     assert outcomes.count("owner") <= 1
     assert all("another job has claimed it" in outcome for outcome in outcomes if outcome != "owner")
     with pytest.raises(FileExistsError):
-        Mirror(url).create("owners/00000001.json", b"")
+        Mirror(url).create_object("owners/00000001.json", b"")
 
 
 @pytest.mark.guarantee("mirror-owner")
@@ -378,11 +384,11 @@ def test_a_run_that_fails_before_its_first_upload_leaves_the_records_of_the_atte
 
 def test_nothing_is_deleted_while_the_storage_lists_no_checkpoint(url, tmp_path, monkeypatch):
     attempt = Attempt(url, tmp_path / "a").upload(10, 20)
-    names = attempt.mirror.names()
+    names = attempt.mirror.list_objects()
     with monkeypatch.context() as stale:
-        stale.setattr(Mirror, "checkpoints", lambda self: [])
+        stale.setattr(Mirror, "read_manifests", lambda self: [])
         attempt.mirror.prune(1, 0, -1)
-    assert attempt.mirror.names().keys() >= names.keys() and steps_of(url) == [10, 20]
+    assert attempt.mirror.list_objects().keys() >= names.keys() and steps_of(url) == [10, 20]
 
 
 @pytest.mark.guarantee("mirror-resume")
@@ -390,25 +396,25 @@ def test_a_checkpoint_counts_once_the_other_nodes_have_uploaded_their_samples(ur
     """Rank 0 leaves their files to them, although it has copies of an earlier attempt."""
     attempt = Attempt(url, tmp_path / "run")
     attempt.suspend()
-    main = Uploads(attempt.plan(apart=[[1, 2]]))
-    node = Uploads(attempt.plan(apart=[[1, 2]]) | {"rank": 1})  # it has the same folder here
+    main = MirrorUploader(attempt.plan(apart=[[1, 2]]))
+    node = MirrorUploader(attempt.plan(apart=[[1, 2]]) | {"rank": 1})  # it has the same folder here
     for rank in (0, 2):
         attempt.run.folder.joinpath("samples").mkdir(exist_ok=True)
         attempt.run.folder.joinpath(f"samples/rank{rank}.jsonl").write_text("{}\n")
     attempt.save(5)
     upload = threading.Thread(target=main.look, args=("",), daemon=True)
     upload.start()
-    wait_until(lambda: attempt.mirror.read_json(attempt.mirror.own("wanted.json")))
-    assert attempt.mirror.checkpoints() == []
-    assert "00000001/records/samples/rank2.jsonl" not in attempt.mirror.names()
+    wait_until(lambda: attempt.mirror.read_json(attempt.mirror.object_name("wanted.json")))
+    assert attempt.mirror.read_manifests() == []
+    assert "00000001/records/samples/rank2.jsonl" not in attempt.mirror.list_objects()
     node.look("")
-    assert "00000001/records/samples/rank2.jsonl" in attempt.mirror.names()
+    assert "00000001/records/samples/rank2.jsonl" in attempt.mirror.list_objects()
     upload.join(20)
-    assert [manifest["step"] for manifest in attempt.mirror.checkpoints()] == [5]
-    names = attempt.mirror.names()
-    assert attempt.mirror.own("records/samples/rank0.jsonl") in names
+    assert [manifest["step"] for manifest in attempt.mirror.read_manifests()] == [5]
+    names = attempt.mirror.list_objects()
+    assert attempt.mirror.object_name("records/samples/rank0.jsonl") in names
     assert not node.look("completed")  # rank 0's program may still want parts of it
-    main.start()
+    main.start_heartbeat()
     end = threading.Thread(target=main.look, args=("completed",), daemon=True)
     end.start()
     wait_until(lambda: node.look("completed"), 20)

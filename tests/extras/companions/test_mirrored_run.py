@@ -13,7 +13,7 @@ from test_mirror import WHERE, Attempt, quick, steps_of  # noqa: F401
 
 from config import TrainingConfig
 from scripts.companions import follow as follow_module
-from scripts.companions.mirror import Uploads
+from scripts.companions.mirror import MirrorUploader
 from scripts.companions.owner import Mirror
 from scripts.lib import mirrored_run, storage
 from test_checkpoint import payload
@@ -76,19 +76,22 @@ class Wire:
 
 def without_beats(monkeypatch):
     """Whose requests come at any time, and whose threads would stay."""
-    monkeypatch.setattr(Uploads, "_beat", lambda self: None)
-    monkeypatch.setattr(RunLock, "_touch", lambda self: None)
+    monkeypatch.setattr(MirrorUploader, "_write_heartbeats", lambda self: None)
+    monkeypatch.setattr(RunLock, "_touch_periodically", lambda self: None)
 
 
 def step_of_the_next_attempt(url, folder):
     """It goes on from a checkpoint of the killed one, in an empty folder, and leaves nothing of that one over."""
     second = Attempt(url, folder / "c", launch_id="job")
     step = checkpoint.parse_step(second.run.resume_path)
-    assert second.run.resume_path.read_bytes() == checkpoint.step_path(folder / "a/checkpoints", step).read_bytes()
+    assert (
+        second.run.resume_path.read_bytes()
+        == checkpoint.step_checkpoint_path(folder / "a/checkpoints", step).read_bytes()
+    )
     assert {step} <= {record["step"] for record in second.run.read_records("train")}
     second.upload(40, 50).suspend()
     assert steps_of(url) == [40, 50]
-    assert sum(name.endswith(".pt") for name in second.mirror.names()) == 2
+    assert sum(name.endswith(".pt") for name in second.mirror.list_objects()) == 2
     return step
 
 
@@ -134,19 +137,19 @@ def test_a_program_that_is_killed_at_any_request_is_started_again_and_uploads_al
             with suppress(Killed):
                 first.upload(30)
             is_killed = wire.is_dead
-        again = Uploads(first.plan())
+        again = MirrorUploader(first.plan())
         assert again.look("")
-        assert steps_of(url) == [20, 30] and again.mirror.latest() == 1
-        assert sum(name.endswith(".pt") for name in again.mirror.names()) == 2
+        assert steps_of(url) == [20, 30] and again.mirror.find_latest_generation() == 1
+        assert sum(name.endswith(".pt") for name in again.mirror.list_objects()) == 2
     assert at > 10
 
 
 @pytest.mark.guarantee("mirror-fails")
 def test_a_failing_upload_is_a_warning_and_is_tried_again(url, tmp_path, monkeypatch, caplog):
-    attempt, files = Attempt(url, tmp_path / "a"), Mirror(url)._files
-    monkeypatch.setattr(follow_module, "SECONDS_TO_WARN", 0.3)
-    monkeypatch.setattr(follow_module, "MAX_PAUSE", 0.1)
-    for name in ("watch", "setup_logger"):
+    attempt, files = Attempt(url, tmp_path / "a"), Mirror(url)._filesystem
+    monkeypatch.setattr(follow_module, "SECONDS_UNTIL_WARNING", 0.3)
+    monkeypatch.setattr(follow_module, "MAX_SECONDS_BETWEEN_RETRIES", 0.1)
+    for name in ("stop_with_rank", "setup_logger"):
         monkeypatch.setattr(follow_module, name, lambda *_: None)
     plain, is_down = type(files).put_file, [True]
 
@@ -157,7 +160,7 @@ def test_a_failing_upload_is_a_warning_and_is_tried_again(url, tmp_path, monkeyp
 
     monkeypatch.setattr(type(files), "put_file", put_file)
     attempt.save(10)
-    program = threading.Thread(target=follow_module.follow, args=(attempt.uploads,), daemon=True)
+    program = threading.Thread(target=follow_module.follow_run, args=(attempt.uploads,), daemon=True)
     program.start()
     wait_until(lambda: "mirror: tries have failed for" in caplog.text and "TimeoutError: no answer" in caplog.text)
     assert "; training continues" in caplog.text or "and training continues" in caplog.text
@@ -173,10 +176,13 @@ def test_a_failing_upload_is_a_warning_and_is_tried_again(url, tmp_path, monkeyp
 
 def shard(checkpoints, step, rank):
     """The folder of a sharded checkpoint of two ranks, on the node of this one."""
-    folder, names = checkpoint.step_path(checkpoints, step).with_suffix(""), ["part_00000.pt", "part_00001.pt"]
+    folder, names = (
+        checkpoint.step_checkpoint_path(checkpoints, step).with_suffix(""),
+        ["part_00000.pt", "part_00001.pt"],
+    )
     folder.mkdir(parents=True)
     torch.manual_seed(step)
-    digests = {name: archive.write(folder / name, payload(step)) for name in names}
+    digests = {name: archive.write_archive(folder / name, payload(step)) for name in names}
     (folder / names[1 - rank]).unlink()
     replace_json(folder / "manifest.json", {"step": step, "files": digests})
 
@@ -185,17 +191,17 @@ def test_parts_of_another_node_are_waited_for_and_of_a_superseded_checkpoint_giv
     attempt = Attempt(url, tmp_path / "a")
     attempt.suspend()
     plan = attempt.plan(apart=[[1]])
-    main, node = Uploads(plan), Uploads(plan | {"rank": 1, "checkpoints": str(tmp_path / "node")})
+    main, node = MirrorUploader(plan), MirrorUploader(plan | {"rank": 1, "checkpoints": str(tmp_path / "node")})
     (tmp_path / "node").mkdir()
 
     def upload(step, *on_node):
         """Rank 0's program uploads; the other node gets these checkpoints meanwhile."""
-        shard(attempt.run.checkpoints, step, 0)
+        shard(attempt.run.checkpoint_folder, step, 0)
         program = threading.Thread(target=main.look, args=("",), daemon=True)
         program.start()
-        wait_until(lambda: main.mirror.read_json(main.mirror.own("wanted.json")).get("step") == step)
+        wait_until(lambda: main.mirror.read_json(main.mirror.object_name("wanted.json")).get("step") == step)
         for _ in range(3):
-            node._next_request = 0.0
+            node._next_request_at = 0.0
             assert not node.look("")  # it appears there a moment later
         for node_step in on_node:
             shard(tmp_path / "node", node_step, 1)
@@ -204,12 +210,12 @@ def test_parts_of_another_node_are_waited_for_and_of_a_superseded_checkpoint_giv
 
     assert upload(10, 10) == [10]
     assert upload(20, 30) == [10]  # 20 was deleted there
-    shard(attempt.run.checkpoints, 30, 0)
+    shard(attempt.run.checkpoint_folder, 30, 0)
     program = threading.Thread(target=main.look, args=("",), daemon=True)
     program.start()
     wait_until(lambda: node.look("") or not program.is_alive(), 20)
     assert steps_of(url) == [10, 30]
-    assert len(main.mirror.checkpoints()[-1]["files"]) == 2
+    assert len(main.mirror.read_manifests()[-1]["files"]) == 2
 
 
 @pytest.fixture
@@ -222,11 +228,11 @@ def test_a_run_at_a_url_is_copied_as_far_as_it_is_needed(url, tmp_path, copies):
     first = Attempt(url, tmp_path / "a").upload(10, best=True)
     first.upload(20, 30)
     folder = mirrored_run.local_run(url)
-    assert read_json(folder / "status.json")["state"] == "running" and not checkpoint.step_checkpoints(folder)
+    assert read_json(folder / "status.json")["state"] == "running" and not checkpoint.list_step_checkpoints(folder)
     steps = {f"{url}/checkpoints/step_00000020.pt": 20, f"{url}/checkpoints/best.pt": 10, url: 10}
     for source, step in steps.items():
         path = mirrored_run.local_checkpoint(source)
-        assert checkpoint.verify(path).step == step and path.is_relative_to(copies)
+        assert checkpoint.verify_checkpoint(path).step == step and path.is_relative_to(copies)
     assert (folder / "checkpoints/best.pt").readlink() == Path("step_00000010.pt")
     first.upload(40)
     with pytest.raises(UserError, match=r"step_00000020.pt: is not there; the run has .* these steps: 10, 30, 40$"):
@@ -236,7 +242,10 @@ def test_a_run_at_a_url_is_copied_as_far_as_it_is_needed(url, tmp_path, copies):
         with pytest.raises(UserError, match="step_00000020.pt: is not there"):
             local_checkpoint(f"{url}/checkpoints/step_00000020.pt")
     mirrored_run.local_run(url, lambda steps, best: steps[-1:])
-    assert [checkpoint.parse_step(path) for path in checkpoint.step_checkpoints(folder / "checkpoints")] == [10, 40]
+    assert [checkpoint.parse_step(path) for path in checkpoint.list_step_checkpoints(folder / "checkpoints")] == [
+        10,
+        40,
+    ]
     first.end()
     with pytest.raises(UserError, match="nothing: holds no run; give the URL that its --mirror had"):
         mirrored_run.local_run(f"{url}/nothing")
@@ -246,7 +255,7 @@ def test_a_file_at_a_url_is_fetched_again_when_it_has_changed(url, tmp_path, cop
     place = storage.Storage(url)
     for size in (1000, 2000):
         (tmp_path / "w.pt").write_bytes(bytes(size))
-        place.put(tmp_path / "w.pt", "w.pt")
+        place.upload(tmp_path / "w.pt", "w.pt")
         path = mirrored_run.local_checkpoint(f"{url}/w.pt")
         assert path.name == "w.pt" and path.stat().st_size == size
     before = path.stat().st_mtime_ns

@@ -136,7 +136,7 @@ def test_a_run_that_loses_its_folder_goes_on_from_its_mirror_bit_for_bit(runs, b
     runs.assert_same("whole", "parts")
     assert runs.records("whole", "train")[-1]["fingerprint"] == runs.records("parts", "train")[-1]["fingerprint"]
     assert_same_state(runs.last("whole"), runs.last("parts"))
-    last = Mirror(url).checkpoints()[-1]
+    last = Mirror(url).read_manifests()[-1]
     assert last["step"] == 16 and len(last["files"]) == (2 if sharding == "zero3" else 1)
     written = "".join(path.read_text(errors="ignore") for path in runs.folder("parts").rglob("*") if path.is_file())
     assert os.environ.get("AWS_SECRET_ACCESS_KEY", "geheim") not in written
@@ -165,19 +165,19 @@ def test_nodes_without_a_shared_disk_are_given_the_checkpoint_and_end_alike(runs
             shutil.rmtree(url.removeprefix("file://"))
         elif number == 1:
             shutil.rmtree(nodes[0])
-    (last,) = [manifest for manifest in Mirror(url).checkpoints() if manifest["step"] == 16]
-    assert_same_state(runs.last("whole"), checkpoint.read(Mirror(url).fetch(last, runs.root))[0])
+    (last,) = [manifest for manifest in Mirror(url).read_manifests() if manifest["step"] == 16]
+    assert_same_state(runs.last("whole"), checkpoint.read_checkpoint(Mirror(url).fetch_checkpoint(last, runs.root))[0])
     resumed = [json.loads(line) for line in (nodes[0] / "metrics.jsonl").read_text().splitlines() if "resumed" in line]
     assert [record["step"] for record in resumed] == [6, 12]
     assert not (nodes[1] / "metrics.jsonl").exists()
     assert len(json.loads((nodes[0] / "summary.json").read_text())["test"]) == 1
     best = (nodes[0] / "checkpoints/best.pt").resolve().name
-    digests = [checkpoint.verify(node / "checkpoints" / best).checksum for node in nodes]
+    digests = [checkpoint.verify_checkpoint(node / "checkpoints" / best).checksum for node in nodes]
     assert digests[0] == digests[1]  # which the test set was evaluated with
     for rank, node in enumerate(nodes):  # a disk was lost after step 6 or 12
         samples = (node / f"samples/rank{rank}.jsonl").read_text()
         assert [json.loads(line)["step"] for line in samples.splitlines()] == [*range(1, 17)]
-        Mirror(url).restore_own_records(runs.root / "copy", [rank])
+        Mirror(url).restore_rank_records(runs.root / "copy", [rank])
         assert (runs.root / f"copy/samples/rank{rank}.jsonl").read_text() == samples
 
 
@@ -226,12 +226,12 @@ def test_the_scripts_and_init_from_take_the_url_of_a_run(runs, bucket, tmp_path)
     assert "replayed from step_00000012.pt" in printed  # extra: replay
     exports = [torch.load(tmp_path / name, weights_only=True)["model"] for name in ("best.pt", "12.pt")]
     for exported, path in zip(exports, [run / "checkpoints/best.pt", at_12], strict=True):
-        assert difference(exported, checkpoint.read(path)[0]["model"]) == []
+        assert difference(exported, checkpoint.read_checkpoint(path)[0]["model"]) == []
     (outputs,) = torch.load(tmp_path / "predictions.pt", weights_only=True).values()
     assert len(outputs) == 12
     for name, source in (("a", f"{url}/checkpoints/{at_12.name}"), ("b", at_12), ("c", f"{url}/12.pt")):
         if name == "c":
-            Mirror(url).put(tmp_path / "12.pt", "12.pt")
+            Mirror(url).upload(tmp_path / "12.pt", "12.pt")
         attempt(runs, name, env, "--init_from", source, "--max_steps", 2)
     assert difference(runs.last("a")["model"], runs.last("b")["model"]) == []
     assert difference(runs.last("c")["model"], runs.last("b")["model"]) == []

@@ -34,9 +34,9 @@ kind, run = sys.argv[1], Path(sys.argv[2])
 note, ids = json.loads((run / "track.json").read_text()), []
 if kind == "wandb":
     sys.path.insert(0, sys.argv[3])
-    from scripts.companions.trackers import offline_rows
+    from scripts.companions.trackers import read_offline_rows
     files = sorted(run.glob("wandb/offline-run-*/*.wandb"))
-    rows, ids = [row for file in files for row in offline_rows(file)], [file.stem for file in files]
+    rows, ids = [row for file in files for row in read_offline_rows(file)], [file.stem for file in files]
 elif kind == "trackio":
     from trackio import Api, SQLiteStorage
     rows, ids = SQLiteStorage.get_logs(note["project"], note["id"]), [each.name for each in Api().runs(note["project"])]

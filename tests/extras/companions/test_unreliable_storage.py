@@ -59,7 +59,7 @@ def test_what_a_network_does_to_requests_costs_time_only(bucket, behind, tmp_pat
     for number in range(3):
         attempt = Attempt(url, tmp_path / f"{number}", launch_id="job")
         if number:
-            path = checkpoint.step_path(attempt.run.checkpoints, 20 * number)
+            path = checkpoint.step_checkpoint_path(attempt.run.checkpoint_folder, 20 * number)
             assert attempt.run.resume_path == path
             assert path.read_bytes() == (tmp_path / f"{number - 1}/checkpoints" / path.name).read_bytes()
             assert [record["step"] for record in attempt.run.read_records("train")][-1] == 20 * number
@@ -75,8 +75,8 @@ def test_an_object_that_is_too_short_is_passed_over(bucket, tmp_path, monkeypatc
     first = Attempt(url, tmp_path / "a").upload(10, 20)
     first.end()
     monkeypatch.setattr(storage, "BLOCK_BYTES", 512)
-    (name,) = [name for name in first.mirror.names() if name.endswith("step_00000020.pt")]
-    first.mirror._files.pipe_file(f"{first.mirror._root}/{name}", b"short")
+    (name,) = [name for name in first.mirror.list_objects() if name.endswith("step_00000020.pt")]
+    first.mirror._filesystem.pipe_file(f"{first.mirror._root}/{name}", b"short")
     second = Attempt(url, tmp_path / "b")
     assert second.run.resume_path.name == "step_00000010.pt" and "is missing or damaged" in second.start.notes[0]
 

@@ -18,7 +18,7 @@ from utils.extras.companions.sidecar import Companions
 from utils.files import replace_json
 
 SETTINGS = {"on_checkpoint": "true", "mirror": "", "track": "wandb"}
-FOLLOWED = {"on_checkpoint": "OnCheckpoint", "mirror": "Uploads", "track": "Track"}
+FOLLOWED = {"on_checkpoint": "CheckpointCommand", "mirror": "MirrorUploader", "track": "TrackCompanion"}
 # a program whose code is replaced before it follows the run; `marks` is a folder of the test
 PROGRAM = """
 import os, signal, sys, time
@@ -33,7 +33,7 @@ Followed = it.{followed}
 {hang}
 companion = Followed(follow.read_plan())
 mark("begun")
-sys.exit(follow.follow(companion))
+sys.exit(follow.follow_run(companion))
 """
 IN_LOOK = "def look(self, state):\n    mark('hangs')\n    {}\nFollowed.look = look"
 HANGS = {
@@ -62,9 +62,9 @@ for program in FOLLOWED:
 @pytest.fixture
 def begin(tmp_path, monkeypatch):
     """A function that starts a companion with this code in a run that trains, and returns its Companions."""
-    monkeypatch.setattr(programs, "PROGRAMS", tmp_path)
+    monkeypatch.setattr(programs, "COMPANIONS_FOLDER", tmp_path)
     monkeypatch.setattr(sidecar, "SECONDS_TO_STOP", 0.5)
-    monkeypatch.setattr(sidecar, "SECONDS_TO_SAY", 0.2)
+    monkeypatch.setattr(sidecar, "SECONDS_BEFORE_NOTICE", 0.2)
     started = []
 
     def start(name, hang, before="", **flags):
@@ -92,7 +92,7 @@ def end_run(companions, tmp_path, state, seconds, deadline=8):
         ending = threading.Thread(target=companions.stop, daemon=True)
     else:
         replace_json(tmp_path / "run/lock.json", {"token": "t", "has_trained": True, "ended": state})
-        companions._silence = seconds or sidecar.SECONDS_OF_SILENCE
+        companions._max_silence_s = seconds or sidecar.SECONDS_WITHOUT_HEARTBEAT
         ending = threading.Thread(target=companions.finish, args=(lambda: None,), daemon=True)
     ending.start()
     ending.join(deadline)
@@ -141,13 +141,13 @@ def put(self, path, name, on_progress):
         time.sleep(0.2)
         {on_progress}
     mark("uploaded")
-it.Mirror.put = put
-it.Mirror.beat = lambda self: None
+it.Mirror.upload = put
+it.Mirror.write_heartbeat = lambda self: None
 it.SECONDS_BETWEEN_HEARTBEATS = {beats}
 def look(self, state):
     if state:
-        self._thread.start()
-        self._put_parts(marks / "mirror.py", {{"mirror.py": "a"}}, "a")
+        self._heartbeat_thread.start()
+        self._upload_files(marks / "mirror.py", {{"mirror.py": "a"}}, "a")
     return bool(state)
 Followed.look = look
 """
@@ -167,7 +167,7 @@ Followed.look = look
 def test_a_mirror_that_uploads_keeps_its_time(
     tmp_path, begin, monkeypatch, hang_timeout, blocks, on_progress, beats, is_done
 ):
-    monkeypatch.setattr(sidecar, "SECONDS_OF_SILENCE", 4)
+    monkeypatch.setattr(sidecar, "SECONDS_WITHOUT_HEARTBEAT", 4)
     code = UPLOAD.format(blocks=blocks, on_progress=on_progress, beats=beats)
     companions = begin("mirror", code, hang_timeout=hang_timeout)
     wait_until((tmp_path / "begun").exists)
@@ -176,7 +176,7 @@ def test_a_mirror_that_uploads_keeps_its_time(
 
 
 def train_beside(folder, words):
-    programs.PROGRAMS = folder
+    programs.COMPANIONS_FOLDER = folder
     return train_flags(words)
 
 
@@ -198,7 +198,7 @@ def test_training_beside_a_program_that_hangs_ends(runs, flags, state):
 @pytest.mark.parametrize("name", ["on_checkpoint", slow("mirror"), slow("track")])
 def test_a_program_that_is_started_again_for_ever_gets_no_more_time(tmp_path, begin, monkeypatch, name):
     """It lives long enough to give a sign of life."""
-    monkeypatch.setattr(sidecar, "MAX_PAUSE", 0.1)
+    monkeypatch.setattr(sidecar, "MAX_SECONDS_BEFORE_RESTART", 0.1)
     code = "import threading\nthreading.Timer(0.7, os._exit, [1]).start()\nFollowed.look = lambda *_: False"
     companions = begin(name, code)
     wait_until((tmp_path / "begun").exists)

@@ -11,7 +11,7 @@ from torch import nn
 from ranks import run_ranks
 from tasks import TASKS, train_task
 from training import assert_same_state
-from utils.extras.compile.activation import checkpoint_blocks
+from utils.extras.compile.activation_checkpointing import checkpoint_activations
 from utils.settings.errors import UserError
 from utils.training.blocks import find_blocks
 
@@ -94,7 +94,7 @@ def bytes_kept(model, images):
 def test_only_the_input_of_a_block_is_kept():
     model, images = BlockNet(), torch.randn(4, 3, 8, 8)
     all_kept, _ = bytes_kept(model, images)
-    checkpoint_blocks(model, find_blocks(model))
+    checkpoint_activations(model, find_blocks(model))
     inputs_kept, _ = bytes_kept(model, images)
     # inputs of stem, three blocks and head, for 4 images in float32
     assert inputs_kept == 4 * 4 * (3 * 8 * 8 + 3 * WIDTH * 4 * 4 + WIDTH)
@@ -105,7 +105,7 @@ def test_the_model_keeps_its_names_and_a_copy_computes_with_its_own_weights():
     model, images = BlockNet().eval(), torch.randn(2, 3, 8, 8)
     names, kinds = list(model.state_dict()), [type(module).__name__ for module in model.modules()]
     plain = copy.deepcopy(model)
-    checkpoint_blocks(model, find_blocks(model))
+    checkpoint_activations(model, find_blocks(model))
     assert len(find_blocks(model)) == 3 and list(model.state_dict()) == names
     assert [type(module).__name__ for module in model.modules()] == kinds
     other = copy.deepcopy(model)
@@ -118,9 +118,9 @@ def test_the_model_keeps_its_names_and_a_copy_computes_with_its_own_weights():
 @pytest.mark.parametrize("wrong", ["layer1", nn.ModuleList([nn.Linear(2, 2)])])
 def test_blocks_that_cannot_be_called_are_rejected(wrong):
     with pytest.raises(UserError, match=f"returned {type(wrong).__name__} .*; return modules with a forward"):
-        checkpoint_blocks(nn.Linear(2, 2), [wrong])
+        checkpoint_activations(nn.Linear(2, 2), [wrong])
 
 
 def test_a_model_without_blocks_is_rejected():
     with pytest.raises(UserError, match="activation_checkpointing=True: Linear has no blocks .*; leave it out, or"):
-        checkpoint_blocks(nn.Linear(2, 2), [])
+        checkpoint_activations(nn.Linear(2, 2), [])

@@ -15,7 +15,7 @@ from ranks import lack, package, run_ranks, torchrun
 from tasks import TASKS, SmallNet, train_task
 from training import assert_same_state
 from utils.extras.compile import compiled
-from utils.training.update import Updater
+from utils.training.updater import Updater
 
 # micro-batches of 3 and, in the last global batch, one of 2, which leaves a rank idle; the evaluation has 8 samples:
 # 3, 3 and 2

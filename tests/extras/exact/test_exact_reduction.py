@@ -181,7 +181,7 @@ def waits_by_stream(flags):
     names = ("all_to_all_single", "all_gather_into_tensor")
     watched = {name: side.watched(name, getattr(dist, name)) for name in names}
     for is_watched in (False, False, True):  # DDP orders its buckets in the first two passes
-        wrapped._side = side if is_watched else None
+        wrapped._side_stream = side if is_watched else None
         model.zero_grad(set_to_none=True)
         watching = mock.patch.multiple(dist, **watched) if is_watched else contextlib.nullcontext()
         current = mock.patch.object(torch.accelerator, "current_stream", lambda: None)

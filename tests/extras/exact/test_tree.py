@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from utils.extras.exact.tree import END, TreeSum, rank_leaves, subtree_starts
+from utils.extras.exact.tree import AFTER_LAST_LEAF, TreeSum, list_subtree_starts, rank_leaves
 
 LEAVES = [torch.randn(5, generator=torch.Generator().manual_seed(k)) * 10.0 ** (k % 7) for k in range(40)]
 
@@ -22,17 +22,17 @@ def defined(count):
 def parts_by_rank(ranks, count):
     """For each rank, its parts by their first leaf. One piece at a time for the last leaf, as in a backward pass."""
     by_rank = []
-    for rank, begins in enumerate(subtree_starts(ranks, count)):
+    for rank, begins in enumerate(list_subtree_starts(ranks, count)):
         run, tree = rank_leaves(rank, ranks, count), TreeSum()
         if not run:
             assert not begins
             continue
         for number in run[:-1]:
             tree.add(number, [LEAVES[number].clone()])
-            assert len(tree._held) <= 2 * math.log2(len(run)) + 1
+            assert len(tree._subtrees) <= 2 * math.log2(len(run)) + 1
         own = LEAVES[run[-1]].clone()
-        before, inner = tree.take(run[-1], count)
-        assert tree._held == []
+        before, inner = tree.pop_for_last_leaf(run[-1], count)
+        assert tree._subtrees == []
         for [partial] in inner:
             own += partial
         by_rank.append(list(zip(begins, [*(part for [part] in before), own], strict=True)))
@@ -46,7 +46,7 @@ def test_the_sum_is_that_of_the_definition_on_any_number_of_ranks(count):
         tree = TreeSum()
         for begin, part in (pair for parts in parts_by_rank(ranks, count) for pair in parts):
             tree.add(begin, [part])
-        [[total]] = tree.take_subtrees(END, END)
+        [[total]] = tree.pop_subtrees(AFTER_LAST_LEAF, AFTER_LAST_LEAF)
         assert torch.equal(total, defined(count)), ranks
 
 
@@ -58,7 +58,7 @@ def test_an_evaluation_has_the_same_parts():
             run, tree = rank_leaves(rank, ranks, count), TreeSum()
             for number in run:
                 tree.add(number, [LEAVES[number].clone()])
-            pairs = zip(parts, tree.take_subtrees(run.stop, count), strict=True)
+            pairs = zip(parts, tree.pop_subtrees(run.stop, count), strict=True)
             assert all(torch.equal(part, other) for (_, part), [other] in pairs)
 
 
@@ -68,9 +68,9 @@ def test_a_rank_has_one_part_where_its_micro_batches_are_a_power_of_two():
     for ranks in (1, 2, 3, 5, 6, 7, 8, 12, 24):
         for size in (1, 2, 4, 8):
             for missing in range(ranks):
-                parts = subtree_starts(ranks, ranks * size - missing)
+                parts = list_subtree_starts(ranks, ranks * size - missing)
                 assert max(map(len, parts)) == 1, (ranks, size, missing)
-    mean = {ranks: sum(map(len, subtree_starts(ranks, 32))) / ranks for ranks in (3, 5, 6, 7, 12)}
+    mean = {ranks: sum(map(len, list_subtree_starts(ranks, 32))) / ranks for ranks in (3, 5, 6, 7, 12)}
     assert mean == pytest.approx({3: 9 / 3, 5: 13 / 5, 6: 11 / 6, 7: 16 / 7, 12: 21 / 12})
 
 

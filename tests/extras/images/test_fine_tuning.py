@@ -19,7 +19,7 @@ from training import train_flags
 from utils.checkpoint.weights import load_matching_weights
 from utils.data.sets import resolve_auto_fields
 from utils.extras.images.files import read_image
-from utils.extras.images.pretrained import find_default_weights, weights_file
+from utils.extras.images.pretrained import find_default_weights, find_weights_file
 from utils.settings.errors import UserError
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def forge_weights(data_dir, name="resnet18", rename=lambda name: name):
     for key, value in weights.items():
         if key.endswith("running_mean"):
             value.uniform_(-0.1, 0.1)
-    file = weights_file(TrainingConfig(model=name, data_dir=str(data_dir)))
+    file = find_weights_file(TrainingConfig(model=name, data_dir=str(data_dir)))
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.save({rename(key): value for key, value in weights.items()}, file)
     return weights
@@ -95,7 +95,7 @@ def test_a_frozen_run_that_is_stopped_continues_bit_for_bit_and_without_the_weig
     flags = [*flags.split(), *"--num_workers 1 --record_samples --no-use_amp".split()]
     for name, stops in (("whole", ()), ("stopped", (2,))):
         runs.train_with_stops(2, name, *flags, "--init_from", "torchvision", stops=stops, task="", goes_on=not stops)
-    weights_file(TrainingConfig(model="shufflenet_v2_x0_5", data_dir=str(data))).unlink()
+    find_weights_file(TrainingConfig(model="shufflenet_v2_x0_5", data_dir=str(data))).unlink()
     runs.train(2, "stopped", *flags, "--resume_from", "auto", task="")
     runs.assert_same("whole", "stopped")
     assert changed(weights, runs.last("stopped")["model"]) == {"fc.weight", "fc.bias"}
@@ -171,7 +171,7 @@ def test_images_are_prepared_as_the_weights_expect_unless_given(tmp_path):
 def test_the_weights_are_downloaded_whole_or_an_error_names_file_and_url(tmp_path, monkeypatch):
     config = TrainingConfig(model="resnet18", init_from="torchvision", data_dir=str(tmp_path / "data"))
     (tmp_path / "data").mkdir()
-    file = weights_file(config)
+    file = find_weights_file(config)
     assert file == tmp_path / "data/weights/resnet18-f37072fd.pth" and not is_prepared(config)
     source = tmp_path / "resnet18-f37072fd.pth"
     torch.save({"fc.weight": torch.ones(2)}, source)

@@ -10,7 +10,7 @@ import pytest
 from config import TrainingConfig
 from dataset import create_dataset
 from images import save_images
-from utils.extras.images.files import list_folder
+from utils.extras.images.files import list_image_folder
 from utils.settings.errors import UserError
 
 
@@ -80,7 +80,7 @@ def test_listing_a_folder_compares_a_class_with_few_others(tmp_path, monkeypatch
         (tmp_path / split / name / "a.png").touch()
     (tmp_path / "val").mkdir(exist_ok=True)
     monkeypatch.setattr(Counted, "number", 0)
-    listing, others = list_folder(tmp_path / split, names)
+    listing, others = list_image_folder(tmp_path / split, names)
     assert listing.count(b".png") == classes and not others
     assert Counted.number <= 2 * classes
 

@@ -21,7 +21,7 @@ from utils.data.sampler import MicroBatch
 from utils.data.sets import load_data, resolve_auto_fields, take_subset
 from utils.data.worker import Fetcher
 from utils.example.augment import normalize
-from utils.extras.images.sets import OF_FILES
+from utils.extras.images.sets import FILE_SETTINGS
 from utils.rng import seed_host
 from utils.settings.errors import UserError
 
@@ -211,7 +211,7 @@ def test_sizes_of_files_are_checked_before_they_are_transformed(tmp_path):
         val[1]
 
 
-@pytest.mark.parametrize("name", OF_FILES)
+@pytest.mark.parametrize("name", FILE_SETTINGS)
 def test_settings_of_image_files_are_rejected_for_data_in_memory(name):
     values = {"crop_scale": ".1,1", "crop_ratio": "1,1", "auto_augment": "ra", "random_erase": 0.1}
     config = TrainingConfig(**{name: values.get(name, "nearest" if name == "interpolation" else 16)})

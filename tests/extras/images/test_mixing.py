@@ -16,7 +16,7 @@ from test_oracle import SGD, check_against_the_oracle
 from utils.data.sampler import Assignment, GlobalBatchSampler
 from utils.data.sets import SampleSubset, take_subset
 from utils.data.worker import Fetcher
-from utils.extras.images.mixing import Mixing, mix, repeated_order
+from utils.extras.images.mixing import Mixing, create_repeated_order, mix_batch
 from utils.settings.errors import UserError
 
 RECIPE = ROOT / "docs/recipes/imagenet.toml"
@@ -48,7 +48,7 @@ def test_batches_are_mixed_as_by_torchvision_and_the_default_generator_does_not_
         torch.manual_seed(seed)
         expected = v2.RandomChoice(kinds)(images, labels)
         torch.manual_seed(99)
-        mixed.append(mix(images, labels, mixup, cutmix, 4, seed))
+        mixed.append(mix_batch(images, labels, mixup, cutmix, 4, seed))
         assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(99)))
         assert all(map(torch.equal, mixed[-1], expected))
         torch.testing.assert_close(mixed[-1][1].sum(1), torch.ones(6))
@@ -83,7 +83,7 @@ def test_only_training_batches_are_mixed():
 @pytest.mark.parametrize(("n", "repeats", "group"), [(24, 4, 2), (25, 4, 3), (7, 3, 8), (64, 2, 5), (1, 3, 2)])
 def test_over_repeats_epochs_each_copy_of_each_image_comes_once(n, repeats, group):
     for cycle in (0, 3):
-        epochs = [repeated_order(repeats, group, 5, cycle * repeats + part, n) for part in range(repeats)]
+        epochs = [create_repeated_order(repeats, group, 5, cycle * repeats + part, n) for part in range(repeats)]
         assert all(len(indices) == n for indices in epochs)
         assert torch.cat(epochs).sort().values.tolist() == list(range(n * repeats))
         for indices in epochs:
@@ -91,7 +91,9 @@ def test_over_repeats_epochs_each_copy_of_each_image_comes_once(n, repeats, grou
             assert len(set(images.tolist())) <= math.ceil(n / repeats) + 2 * group
             if n >= group:  # images of a micro-batch differ, so that mixup does not mix an image with its copy
                 assert all(len(set(chosen.tolist())) == len(chosen) for chosen in images.split(group))
-    assert n < 3 or not torch.equal(repeated_order(repeats, group, 5, 0, n), repeated_order(repeats, group, 6, 0, n))
+    assert n < 3 or not torch.equal(
+        create_repeated_order(repeats, group, 5, 0, n), create_repeated_order(repeats, group, 6, 0, n)
+    )
 
 
 def test_with_whole_groups_all_copies_are_in_one_global_batch_and_epochs_are_as_long_as_torchvisions():
@@ -99,9 +101,9 @@ def test_with_whole_groups_all_copies_are_in_one_global_batch_and_epochs_are_as_
     data = create_dataset(config, "train")
     sampler = GlobalBatchSampler(data, batch_size=2, micro_batches_per_step=4, assignment=Assignment(0, 1), seed=1)
     assert sampler.samples_per_epoch == 64 and sampler.steps_per_epoch == 8
-    for window in sampler.order(3).split(8):
+    for window in sampler.epoch_order(3).split(8):
         assert (window % 64).unique(return_counts=True)[1].tolist() == [4, 4] and len(window.unique()) == 8
-    assert len((sampler.order(3) % 64).unique()) == 16
+    assert len((sampler.epoch_order(3) % 64).unique()) == 16
 
 
 def test_copies_have_other_pixels_and_a_subset_of_the_data_has_them_too(tmp_path):
@@ -116,7 +118,7 @@ def test_copies_have_other_pixels_and_a_subset_of_the_data_has_them_too(tmp_path
     subset = SampleSubset(data, torch.tensor([0, 2, 3, 4, 7]))
     assert subset.copies == 3
     fetcher = Fetcher(subset, False, 1)
-    copies = [fetcher._sample(0, 2 + 5 * k) for k in range(3)]
+    copies = [fetcher._fetch_sample(0, 2 + 5 * k) for k in range(3)]
     assert len({label for _, label in copies}) == 1 and len({image.sum().item() for image, _ in copies}) == 3
     subset.dataset.augment, images = "crop", torch.stack([copies[0][0]] * 3)  # on the device, too
     moved, _ = subset.device_transform((images, torch.zeros(3)), 1, 0, torch.tensor([2, 7, 12]))

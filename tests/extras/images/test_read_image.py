@@ -12,7 +12,7 @@ import torch
 from config import TrainingConfig
 from dataset import create_dataset
 from utils.extras.images import files as images
-from utils.extras.images.files import log_listed, read_image
+from utils.extras.images.files import log_file_listing, read_image
 from utils.settings.errors import UserError
 
 PIL = pytest.importorskip("PIL.Image")
@@ -202,7 +202,7 @@ class Lines(logging.Handler):
 def logged(monkeypatch):
     logger = logging.getLogger("ddp")
     monkeypatch.setattr(logger, "handlers", [Lines()])
-    monkeypatch.setattr(images, "_met", {})
+    monkeypatch.setattr(images, "_seen_in_images", {})
     logger.setLevel(logging.DEBUG)
     return logger.handlers[0].found
 
@@ -224,7 +224,7 @@ DARK_GRAY, BRIGHT_GRAY = (numpy.full((8, 8), value, "uint16") for value in (4095
     [([DARK_GRAY] * 70, 4095), ([DARK_GRAY] * 3 + [BRIGHT_GRAY], None), ([COLOR[:8, :8]] * 2, None)],
 )
 def test_sixteen_bits_of_which_little_is_left_are_a_warning(tmp_path, logged, values, peak):
-    log_listed([folder_with(tmp_path, values)])
+    log_file_listing([folder_with(tmp_path, values)])
     text = f"data: the 16-bit images have values up to {peak} of 65535, of which reading keeps 16 levels; scale them up"
     assert logged == ([("WARNING", text)] if peak else [])
 
@@ -235,7 +235,7 @@ def test_transparent_images_are_a_warning_at_the_first_one_and_where_nothing_is_
     white = clear.copy()
     white[..., :3] = 255
     data = folder_with(tmp_path, [COLOR, clear, clear, white, white])
-    log_listed([data])
+    log_file_listing([data])
     for k in range(len(data)):
         data[k]
     first = f"data: {data.path(1)} has transparent pixels: they become white, here and in all other images"

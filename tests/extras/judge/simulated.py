@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[3])]
 
-from scripts.lib.judge.statistics import are_equal, judged, t_quantile
+from scripts.lib.judge.statistics import are_equal, judge_differences, t_quantile
 
 COMPARISONS = 4000
 SEEDS = (5, 8, 20)
@@ -143,7 +143,7 @@ def before(a: list[float], b: list[float]) -> bool:
 def now(a: list[float], b: list[float]) -> bool:
     """Whether judge.py gives a verdict."""
     differences = [y - x for x, y in zip(a, b, strict=True)]
-    return not are_equal(differences, a + b) and judged(differences, 1).verdict != "none"
+    return not are_equal(differences, a + b) and judge_differences(differences, 1).verdict != "none"
 
 
 def percent(has_verdict: Callable[..., bool], draw: Callable[..., Values], n: int) -> float:

@@ -3,7 +3,7 @@
 
 import pytest
 
-from scripts.lib.judge.evaluation import difference, notes_on, to_read
+from scripts.lib.judge.evaluation_code import explain_difference, list_notes, list_questions
 
 MODEL = '''"""A model."""
 import torch
@@ -85,7 +85,7 @@ def fork_with(folder, end, **files):
 
 @pytest.mark.parametrize("end", FOUND)
 def test_code_that_may_change_the_evaluation_or_learn_from_held_out_data_is_named(tmp_path, end):
-    questions = to_read(fork_with(tmp_path / "a", end))
+    questions = list_questions(fork_with(tmp_path / "a", end))
     place, code, question = FOUND[end]
     where = f"model.py: {place}" if place else "model.py"
     assert questions == [f"{where}: `{code}` {question}"]
@@ -93,12 +93,12 @@ def test_code_that_may_change_the_evaluation_or_learn_from_held_out_data_is_name
 
 @pytest.mark.parametrize("end", SOUND)
 def test_sound_code_is_not_named(tmp_path, end):
-    assert not to_read(fork_with(tmp_path / "a", end))
+    assert not list_questions(fork_with(tmp_path / "a", end))
 
 
 def test_a_file_that_hides_a_module_of_python_is_named(tmp_path):
     fork = fork_with(tmp_path / "a", "", **{"statistics.py": "x = 1\n"})
-    assert to_read(fork) == ["statistics.py: has the name of a module of Python; is it meant to replace that?"]
+    assert list_questions(fork) == ["statistics.py: has the name of a module of Python; is it meant to replace that?"]
 
 
 @pytest.mark.parametrize("name", ["helper.py", "other.py", "own/__init__.py", "own/parts.py", "own/rest.py"])
@@ -107,7 +107,7 @@ def test_the_files_that_model_and_config_import_are_read(tmp_path, name):
     texts = {"helper.py": "import other\n", "other.py": "", "own/__init__.py": ""}
     texts |= {"own/parts.py": "from . import rest\n", "own/rest.py": "", "config.py": "from own.parts import SIZE\n"}
     texts[name] += "torch.manual_seed(0)\n"
-    assert to_read(fork_with(tmp_path / "a", "", **texts)) == [f"{name}: `torch.manual_seed(0)` {ACTS}"]
+    assert list_questions(fork_with(tmp_path / "a", "", **texts)) == [f"{name}: `torch.manual_seed(0)` {ACTS}"]
 
 
 def test_other_code_behind_a_relative_import_of_the_evaluation_is_another_evaluation(tmp_path):
@@ -117,16 +117,16 @@ def test_other_code_behind_a_relative_import_of_the_evaluation_is_another_evalua
         "own/parts.py": "from .rest import SIZE\n",
     }
     a, b = (fork_with(tmp_path / name, "", **files, **{"own/rest.py": f"SIZE = {name!r}\n"}) for name in "ab")
-    assert difference(a, b).startswith("own/rest.py: is not the same in A and B")
+    assert explain_difference(a, b).startswith("own/rest.py: is not the same in A and B")
 
 
 def test_a_question_about_both_sides_is_one_note(tmp_path):
     a = fork_with(tmp_path / "a", "", **{"helper.py": "print(1)\n"})
     b = fork_with(tmp_path / "b", "", **{"helper.py": "print(2)\n"})
     c = fork_with(tmp_path / "c", "")
-    assert notes_on(a, a) == [f"A and B, helper.py: `print(1)` {ACTS}"]
-    assert notes_on(c, a) == [f"B, helper.py: `print(1)` {ACTS}"]
-    assert [note[:13] for note in notes_on(a, b)] == ["A, helper.py:", "B, helper.py:"]
+    assert list_notes(a, a) == [f"A and B, helper.py: `print(1)` {ACTS}"]
+    assert list_notes(c, a) == [f"B, helper.py: `print(1)` {ACTS}"]
+    assert [note[:13] for note in list_notes(a, b)] == ["A, helper.py:", "B, helper.py:"]
 
 
 @pytest.mark.parametrize(
@@ -140,11 +140,11 @@ def test_a_question_about_both_sides_is_one_note(tmp_path):
 )
 def test_another_training_loop_is_a_note(tmp_path, file, text, is_noted):
     a, b = fork_with(tmp_path / "a", ""), fork_with(tmp_path / "b", "", **{file: text})
-    noted = [note for note in notes_on(a, b) if note.startswith(f"{file}: is not the same in A and B; do both train")]
+    noted = [note for note in list_notes(a, b) if note.startswith(f"{file}: is not the same in A and B; do both train")]
     assert len(noted) == is_noted
 
 
 def test_fields_of_the_config_are_no_note(tmp_path):
     texts = [f"class Config:\n    lr: float = 0.1\n{more}" for more in ("", "    rate: float = 0.2\n")]
     a, b = (fork_with(tmp_path / name, "", **{"config.py": text}) for name, text in zip("ab", texts, strict=True))
-    assert not notes_on(a, b)
+    assert not list_notes(a, b)

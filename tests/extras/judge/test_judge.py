@@ -12,9 +12,9 @@ import pytest
 import judge
 from ranks import ROOT, finish, launch, start
 from scripts.lib.judge import sides
-from scripts.lib.judge.evaluation import difference
+from scripts.lib.judge.evaluation_code import explain_difference
 from training import SIZE
-from utils.run.provenance import file_checksum, package_versions
+from utils.run.provenance import collect_package_versions, compute_file_checksum
 
 TRAIN = """
 import json, sys, time
@@ -128,8 +128,8 @@ def make_fork(folder, **texts):
     for name, text in (files | {"changes.json": "{}"} | texts).items():
         (folder / name).write_text(text)
     paths = [path for path in folder.glob("**/*.py") if "scripts" not in path.parts]
-    code = {path.relative_to(folder).as_posix(): file_checksum(path) for path in paths}
-    report = {"passed": True, "versions": package_versions(), "code": code, "settings": {"seed": 42}}
+    code = {path.relative_to(folder).as_posix(): compute_file_checksum(path) for path in paths}
+    report = {"passed": True, "versions": collect_package_versions(), "code": code, "settings": {"seed": 42}}
     (folder / "passed.json").write_text(json.dumps(report))
     shutil.copy(folder / "passed.json", folder / "verified.json")
     return folder
@@ -297,7 +297,7 @@ def test_a_check_counts_only_for_the_same_code_versions_and_settings(fork, chang
 def test_seeds_that_start_from_the_same_weights(tmp_path, fork, no_probe, monkeypatch, probed, message):
     other = other_fork(fork, weights=["w0", "w1", "w0", "w0"])
     calls = []
-    monkeypatch.setattr(sides.Side, "probe", lambda *words: calls.append(words) or (probed, "the log"))
+    monkeypatch.setattr(sides.Side, "run_probe", lambda *words: calls.append(words) or (probed, "the log"))
     code, result = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 4)
     assert len(calls) == 1
     if probed.get("is_seeded"):
@@ -354,7 +354,7 @@ EDITS = {  # of a file: what is named, or "" if it does not evaluate
 def test_other_code_of_the_evaluation_is_refused_by_file_and_function(tmp_path, fork, edit):
     name, text, named = EDITS[edit]
     other = other_fork(fork, {name: text})
-    assert bool(difference(fork, other)) == bool(named), difference(fork, other)
+    assert bool(explain_difference(fork, other)) == bool(named), explain_difference(fork, other)
     if named:
         code, result = run(tmp_path, fork, other, "--out", tmp_path / "out")
         assert code == 2 and result["refused"].startswith(f"{named}: is not the same in A and B, and computes the")
@@ -541,7 +541,9 @@ def test_a_setting_that_changes_what_an_evaluation_computes_is_found(tmp_path, i
     smoothed = IN_EVALUATION.replace('"sum")', '"sum", label_smoothing=config.label_smoothing)')
     (tmp_path / "model.py").write_text(text.replace(IN_EVALUATION, smoothed) if is_smoothed else text)
     common = ["--dataset_size", "16", *SIZE, "--batch_size", "4", "--backend", "gloo"]
-    pair = [sides.Side.of(name, flags, common) for name, flags in (("A", ""), ("B", "--label_smoothing 0.1"))]
+    pair = [
+        sides.Side.from_argument(name, flags, common) for name, flags in (("A", ""), ("B", "--label_smoothing 0.1"))
+    ]
     for side in pair:
         side.fork = tmp_path
     if is_smoothed:
@@ -556,7 +558,7 @@ def test_numbers_that_are_not_finite_are_equal_to_each_other(tmp_path, monkeypat
     """They are null in the files."""
     pair = [sides.Side(name, "", tmp_path) for name in "AB"]
     probed = {"calls": 1, "replaced": {}, "metrics": {"auc": [None, 4.0]}}
-    monkeypatch.setattr(sides.Side, "probe", lambda *_: (tmp_path / "outputs.pt").touch() or (probed, "the log"))
+    monkeypatch.setattr(sides.Side, "run_probe", lambda *_: (tmp_path / "outputs.pt").touch() or (probed, "the log"))
     assert sides.check_quantity(pair, tmp_path, 0, "auc") == ""
     assert sides.are_close(1.0, 1.0) and not sides.are_close(None, 1.0) and not sides.are_close(1.0, None)
 

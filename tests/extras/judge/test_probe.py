@@ -71,8 +71,8 @@ def fork_with(folder, before="pass", after="pass"):
 
 @pytest.mark.parametrize("name", CASES)
 def test_weights_from_a_generator_that_create_model_seeds_are_told_from_others(tmp_path, name):
-    side = sides.Side.of("B", str(fork_with(tmp_path / "fork", *(SEEDED | SOUND)[name])), FLAGS)
-    probed, log = side.probe(tmp_path, 0, "weights", "-")
+    side = sides.Side.from_argument("B", str(fork_with(tmp_path / "fork", *(SEEDED | SOUND)[name])), FLAGS)
+    probed, log = side.run_probe(tmp_path, 0, "weights", "-")
     assert probed == {"is_seeded": name in SEEDED}, log.read_text()
 
 
@@ -99,7 +99,10 @@ def test_functions_of_the_template_that_code_of_a_fork_replaces_are_named(tmp_pa
     b = fork_with(tmp_path / "b", in_create_model)
     (b / "model.py").write_text(f"{(b / 'model.py').read_text()}\n{IMPORTS}{in_the_file}\n")
     a = b if "config" in in_create_model else fork_with(tmp_path / "a")
-    pair = [sides.Side.of("A", str(a), FLAGS), sides.Side.of("B", str(b), [*FLAGS, "--lr", "0.2"])]
+    pair = [
+        sides.Side.from_argument("A", str(a), FLAGS),
+        sides.Side.from_argument("B", str(b), [*FLAGS, "--lr", "0.2"]),
+    ]
     if named:
         text = f"^{named}: is that of the template in A and of model.py: .*lambda.* in B, so they are not evaluated"
         with pytest.raises(sides.UserError, match=text):
@@ -113,7 +116,10 @@ def test_packages_in_the_folder_of_a_fork_are_not_its_code(tmp_path, monkeypatch
     a, b = (fork_with(tmp_path / name) for name in "ab")
     (a / ".venv").symlink_to(sys.prefix)
     monkeypatch.setattr(sys, "executable", str(a / ".venv/bin" / Path(sys.executable).name))
-    pair = [sides.Side.of("A", str(a), FLAGS), sides.Side.of("B", str(b), [*FLAGS, "--lr", "0.2"])]
+    pair = [
+        sides.Side.from_argument("A", str(a), FLAGS),
+        sides.Side.from_argument("B", str(b), [*FLAGS, "--lr", "0.2"]),
+    ]
     assert sides.check_quantity(pair, tmp_path, 0, "loss") == ""
 
 
@@ -124,9 +130,9 @@ def test_runs_of_two_seeds_that_start_from_the_same_weights_are_found(tmp_path, 
     fork = fork_with(tmp_path / "fork", *(SEEDED | SOUND).get(name, ("pass", "pass")))
     flags = [*FLAGS, "--max_steps", "1", "--epochs", "1"]
     if name == "init_from":
-        made = sides.Side.of("A", str(fork), flags).train(tmp_path, 5, 1, has_samples=False)
+        made = sides.Side.from_argument("A", str(fork), flags).train(tmp_path, 5, 1, has_samples=False)
         flags += ["--init_from", str(next(made.folder.glob("checkpoints/step_*.pt")))]
-    side = sides.Side.of("B", str(fork), flags)
+    side = sides.Side.from_argument("B", str(fork), flags)
     first, second = (side.train(tmp_path, seed, ranks, has_samples=False) for seed in (0, 1))
     if name == "fork_rng":
         with pytest.raises(sides.UserError, match="^B: seeds 0 and 1 start from the same weights, since create_model"):

@@ -7,7 +7,7 @@ import pytest
 import simulated
 
 from ranks import ROOT
-from scripts.lib.judge.statistics import are_equal, collapsed, judged, t_quantile, unskewed
+from scripts.lib.judge.statistics import are_equal, correct_skewness, find_collapsed, judge_differences, t_quantile
 
 
 @pytest.mark.parametrize(
@@ -26,21 +26,21 @@ def test_the_interval_ends_where_students_or_halls_does():
     """The ten differences of "The probable error of a mean" (1908). R's t.test(sleep) prints 0.7001142 and 2.4598858.
     They are skewed to the right, so the upper end is that of Hall."""
     differences = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
-    result = judged(differences, 1)
+    result = judge_differences(differences, 1)
     assert result.mean == pytest.approx(1.58) and result.deviation == pytest.approx(1.229995)
     assert result.interval[0] == pytest.approx(0.7001142)
     skewness = 1.7455497  # of scipy.stats.skew(differences, bias=False)
     upper = (result.interval[1] - result.mean) / (result.deviation / math.sqrt(10))  # in standard errors
     assert hall(-upper, skewness, 10) == pytest.approx(-t_quantile(9), abs=1e-3)
-    mirrored = judged([-value for value in differences], 1).interval
+    mirrored = judge_differences([-value for value in differences], 1).interval
     assert mirrored == pytest.approx((-result.interval[1], -result.interval[0]))
 
 
 @pytest.mark.parametrize("scale", [1e-300, 1e-200, 1e200, 1e300])
 def test_the_interval_has_the_scale_of_the_differences(scale):
     """Their squares are 0 or too large for a float."""
-    result = judged([1 * scale, 2 * scale, 3 * scale, -4 * scale], 1)
-    expected = [end * scale for end in judged([1.0, 2.0, 3.0, -4.0], 1).interval]
+    result = judge_differences([1 * scale, 2 * scale, 3 * scale, -4 * scale], 1)
+    expected = [end * scale for end in judge_differences([1.0, 2.0, 3.0, -4.0], 1).interval]
     assert result.verdict == "none" and result.interval == pytest.approx(expected, rel=1e-9, abs=0)
 
 
@@ -53,13 +53,13 @@ def hall(t, skewness, n):
 @pytest.mark.parametrize("skewness", [-1.7, -0.3, -1e-12, 0.0, 1e-5, 0.3, 1.7])
 @pytest.mark.parametrize("t", [-40.0, -2.776, 0.0, 2.093, 4.303])
 def test_the_corrected_t_is_the_inverse_of_halls_transformation(n, skewness, t):
-    assert hall(unskewed(t, skewness, n), skewness, n) == pytest.approx(t, abs=1e-6)
+    assert hall(correct_skewness(t, skewness, n), skewness, n) == pytest.approx(t, abs=1e-6)
 
 
 def test_a_larger_effect_is_never_weaker_evidence():
     """Johnson's modified t has no verdict for the later ones of these."""
     differences = [0.0, 0.1, 0.1, 0.12, -0.3]
-    verdicts = [judged([value + 0.05 * step for value in differences], 1).verdict for step in range(100)]
+    verdicts = [judge_differences([value + 0.05 * step for value in differences], 1).verdict for step in range(100)]
     assert verdicts == sorted(verdicts, key=["none", "B"].index) and {*verdicts} == {"none", "B"}
 
 
@@ -102,7 +102,7 @@ def test_differences_that_are_equal_but_for_rounding_are_seen(a, b, is_so):
     ],
 )
 def test_a_value_far_worse_than_the_others_is_a_collapse(values, sign, places):
-    assert collapsed(values, sign) == places
+    assert find_collapsed(values, sign) == places
 
 
 KINDS = simulated.SYMMETRIC | simulated.ONE_SIDED | simulated.REFUSED
@@ -144,7 +144,7 @@ def test_the_tables_of_the_documentation_are_those_of_the_simulation():
     ],
 )
 def test_the_verdict_follows_the_interval_and_the_direction_of_the_metric(differences, sign, verdict):
-    result = judged(differences, sign)
+    result = judge_differences(differences, sign)
     assert result.verdict == verdict
     expected = "no difference shown (the interval contains 0)" if verdict == "none" else f"{verdict} is better"
     assert result.sentence == expected

@@ -17,7 +17,7 @@ from utils.data.loader import create_distributed_dataloader, create_evaluation_d
 from utils.data.sampler import Assignment
 from utils.data.sets import take_subset
 from utils.extras.exact.reduction import ContiguousAssignment  # extra: exact
-from utils.extras.lengths.token_budget import BudgetSampler, TokenBudget, balance_ranks
+from utils.extras.lengths.token_budget import BudgetSampler, TokenBudget, assign_micro_batches
 from utils.settings.errors import UserError
 from utils.training.schedule import Schedule
 
@@ -94,8 +94,10 @@ def test_any_ranks_compute_the_same_micro_batches(
     else:
         assert sorted(k % n for k in chain(*expected)) == [*range(n)]
     assert all(len(batch) == 1 or padded(batch, lengths) <= budget for batch in expected)
-    assert all(sampler.order(epoch).tolist() == [*chain(*expected)] for sampler in world)
-    assert {sampler.remaining_steps(epoch, 0, epoch + 1) for sampler in world} == {math.ceil(len(expected) / per_step)}
+    assert all(sampler.epoch_order(epoch).tolist() == [*chain(*expected)] for sampler in world)
+    assert {sampler.count_remaining_steps(epoch, 0, epoch + 1) for sampler in world} == {
+        math.ceil(len(expected) / per_step)
+    }
     positions, before = [0, *accumulate(map(len, expected))], []  # the steps of earlier epochs
     for earlier in range(epoch if order is None else 0):
         made = micro_batches(lengths, budget, seed=1, epoch=earlier, **settings)
@@ -117,14 +119,14 @@ def test_any_ranks_compute_the_same_micro_batches(
             latest, end = [*chain(*latest)], positions[first + len(step)]
             tokens, samples = sum(lengths[k % n] for k in chain(*latest)), sum(map(len, latest))
             density = tokens / samples, 1 - tokens / sum(padded(batch, lengths) for batch in latest)
-            assert {sampler.token_density(epoch, end, 3) for sampler in world} == {density}
+            assert {sampler.measure_token_density(epoch, end, 3) for sampler in world} == {density}
         assert not any(streams)
     if epoch == 0 and expected:
         for steps in (0, 1, 2):
             smallest = min(map(len, expected[: steps * per_step or None]))
-            chosen = world[0].smallest_micro_batch(steps)
+            chosen = world[0].find_smallest_micro_batch(steps)
             assert [len(batch) for batch in chosen] == [smallest] and chosen[0] in expected
-            assert all(sampler.smallest_micro_batch(steps) == chosen for sampler in world)
+            assert all(sampler.find_smallest_micro_batch(steps) == chosen for sampler in world)
 
 
 def check_step(step, by_rank, lengths, is_padded, way):
@@ -161,12 +163,12 @@ def test_a_larger_window_has_less_padding_and_an_order_that_is_farther_from_unif
     for window in (1, 10, 30, 100, 10_000):
         for per_step in (8, 64):
             [sampler] = samplers(Sequences(lengths), TokenBudget(budget, 0, window), 1, per_step, drop_last=True)
-            order, begins = sampler.order(0), sampler.pack_epoch(0).begins[::per_step]
+            order, begins = sampler.epoch_order(0), sampler.pack_epoch(0).starts[::per_step]
             steps = [order[first:end] for first, end in pairwise(begins)]
             spread = torch.stack([logs[indices].mean() for indices in steps]).std()
             uniform = torch.tensor([logs.var() / len(indices) for indices in steps]).mean().sqrt()
             rows.append(
-                (window, per_step, sampler.token_density(0, len(order), len(steps))[1], float(spread / uniform))
+                (window, per_step, sampler.measure_token_density(0, len(order), len(steps))[1], float(spread / uniform))
             )
             shown = f"padding {rows[-1][2]:.2%}, spread {spread:.2f}, {rows[-1][3]:.1f} times that of a uniform order"
             print(f"{shape}, window {window}, {per_step} micro-batches per step: {shown}")
@@ -183,13 +185,13 @@ def test_padding_is_little_and_the_ranks_have_equally_much(shape, ranks):
     share, worst = {}, {}
     for way in WAYS:
         [sampler] = samplers(data, TokenBudget(budget, 0, window), 1, 4 * ranks, way)
-        share[way] = sampler.token_density(0, n, n)[1]
+        share[way] = sampler.measure_token_density(0, n, n)[1]
         loads = []
         for first in range(0, sampler.micro_batches_per_epoch - 4 * ranks + 1, 4 * ranks):
-            sizes = [sampler.pack_epoch(0).padded(k) for k in range(first, first + 4 * ranks)]
+            sizes = [sampler.pack_epoch(0).count_padded_tokens(k) for k in range(first, first + 4 * ranks)]
             split = [WAYS[way](r, ranks).micro_batch_numbers(r, len(sizes)) for r in range(ranks)]
             if way == "by size":
-                split = [balance_ranks(r, ranks, sizes) for r in range(ranks)]
+                split = [assign_micro_batches(r, ranks, sizes) for r in range(ranks)]
             load = torch.tensor([sum(sizes[k] for k in numbers) for numbers in split]).double()
             loads.append(float(load.max() / load.mean()))
         worst[way] = sum(loads) / len(loads), max(loads)
@@ -323,15 +325,17 @@ def test_a_sample_that_is_too_long_may_be_alone_and_batch_size_is_a_bound_if_it_
 def test_the_largest_batches_are_those_of_the_longest_samples_and_of_the_most():
     lengths = [5, 1, 9, 2, 2, 7, 1, 8, 3]
     [sampler] = samplers(Sequences(lengths), TokenBudget(18, 0, 1), 1, 1)
-    longest, most = sampler.largest[0], sampler.largest[-1]
+    longest, most = sampler.largest_micro_batches[0], sampler.largest_micro_batches[-1]
     assert longest == [2, 7] and {*most} == {1, 6, 3, 4, 8}
     [sampler] = samplers(Sequences(lengths), TokenBudget(18, 2, 1), 1, 1)
-    assert sampler.largest[0] == [2, 7] and {*sampler.largest[-1]} == {1, 6}
+    assert sampler.largest_micro_batches[0] == [2, 7] and {*sampler.largest_micro_batches[-1]} == {1, 6}
     # with a bound on the samples the longest have few tokens; rows of half the budget have more pairs than one long row
     [sampler] = samplers(Sequences([10] + [5] * 6 + [1] * 9), TokenBudget(19, 3, 1), 1, 1)
-    assert [len(indices) for indices in sampler.largest] == [1, 3, 3] and sampler.largest[1] == [1, 2, 3]
+    assert [len(indices) for indices in sampler.largest_micro_batches] == [1, 3, 3] and sampler.largest_micro_batches[
+        1
+    ] == [1, 2, 3]
     [sampler] = samplers(Sequences([40, *lengths]), TokenBudget(18, 0, 1), 1, 1)
-    assert sampler.largest[0] == [0]
+    assert sampler.largest_micro_batches[0] == [0]
 
 
 def test_a_schedule_of_its_own_length_is_followed_beyond_the_run():
@@ -339,7 +343,7 @@ def test_a_schedule_of_its_own_length_is_followed_beyond_the_run():
     config = TrainingConfig(batch_tokens=40, epochs=2, schedule_steps=30, warmup_epochs=0)
     schedule = Schedule(config, lambda *given: given[1:3])
     schedule.plan(sampler)
-    assert schedule.total_steps == 10 and schedule.lr_factor_at(12, schedule.progress) == (12, 30)
+    assert schedule.total_steps == 10 and schedule.compute_lr_factor(12, schedule.progress) == (12, 30)
 
 
 @pytest.mark.guarantee("lengths")
@@ -351,14 +355,14 @@ def test_the_run_ends_with_its_last_epoch_and_the_factor_holds_beyond_the_schedu
         [sampler] = samplers(data, TokenBudget(40, 0, 1), 1, 1)
         schedule = Schedule(TrainingConfig(batch_tokens=40, epochs=epochs, warmup_epochs=0), lambda *given: given[1])
         schedule.plan(sampler)
-        counts = [sampler.remaining_steps(epoch, 0, epoch + 1) for epoch in range(epochs)]
+        counts = [sampler.count_remaining_steps(epoch, 0, epoch + 1) for epoch in range(epochs)]
         assert len({*counts}) > 1
         assert schedule.total_steps == epochs * counts[0]
         seen, progress = [], schedule.progress
         while not schedule.is_finished:
-            for end in [*sampler.pack_epoch(progress.epoch).begins[1:]]:
+            for end in [*sampler.pack_epoch(progress.epoch).starts[1:]]:
                 assert not (schedule.is_at_end or schedule.is_epoch_complete)
-                seen.append(schedule.lr_factor_at(progress.step, progress))
+                seen.append(schedule.compute_lr_factor(progress.step, progress))
                 progress.step, progress.samples_in_epoch = progress.step + 1, end
                 if progress.step == sum(counts) // 2:  # a resume plans the same
                     schedule.plan(sampler)
@@ -373,7 +377,7 @@ def test_the_steps_of_epochs_differ_little():
     generator = torch.Generator().manual_seed(7)
     data = Sequences((6 + torch.randn(200_000, generator=generator)).exp().clamp(1, 16_000).long())
     [sampler] = samplers(data, TokenBudget(16_000, 0, 100), 1, 1)
-    counts = [sampler.remaining_steps(epoch, 0, epoch + 1) for epoch in range(3)]
+    counts = [sampler.count_remaining_steps(epoch, 0, epoch + 1) for epoch in range(3)]
     print(counts)
     assert max(counts) - min(counts) <= 0.001 * min(counts)
 
@@ -384,7 +388,7 @@ def test_ten_million_samples_are_planned_in_ten_seconds():
     data = Sequences((6 + torch.randn(10_000_000, generator=generator)).exp().clamp(1, 16_000).long())
     [sampler] = samplers(data, TokenBudget(16_000, 0, 100), 1, 8)
     began = time.process_time()
-    assert len(sampler.order(3)) == 10_000_000
+    assert len(sampler.epoch_order(3)) == 10_000_000
     print(f"{time.process_time() - began:.1f} s")
     assert time.process_time() - began <= 20  # twice of what is promised: other tests run beside this one
 
@@ -400,4 +404,4 @@ def test_ten_million_samples_are_planned_in_ten_seconds():
     ],
 )
 def test_micro_batches_are_dealt_by_size_forwards_and_backwards(sizes, shares):
-    assert [balance_ranks(rank, len(shares), sizes) for rank in range(len(shares))] == shares
+    assert [assign_micro_batches(rank, len(shares), sizes) for rank in range(len(shares))] == shares

@@ -54,7 +54,7 @@ def size_of(tensors):
 def counted(words, nodes):
     """Bytes of parameters, gradients and optimizer state of this rank, and the peaks of building and saving."""
     return_freed_memory()
-    sizes, plain_state, plain_save = {}, assembly.create_state, Checkpoints.save
+    sizes, plain_state, plain_save = {}, assembly.create_train_state, Checkpoints.save
 
     def create_state(*args, **options):
         with measured(sizes, "building"):
@@ -74,7 +74,7 @@ def counted(words, nodes):
     with (
         mock.patch.dict(TASKS["blocks"], {"create_model": gpt}),
         mock.patch.object(socket, "gethostname", lambda: f"node{rank * nodes // ranks}"),
-        mock.patch.object(assembly, "create_state", create_state),
+        mock.patch.object(assembly, "create_train_state", create_state),
         mock.patch.object(Checkpoints, "save", save),
     ):
         train_flags(words, task="blocks")

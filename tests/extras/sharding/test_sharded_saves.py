@@ -17,13 +17,13 @@ from test_checkpoint import payload
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.pinned_buffers import PinnedBuffers
-from utils.extras.sharding import layout as layouts
-from utils.extras.sharding.layout import FolderLayout
+from utils.extras.sharding import folder_layout as layouts
+from utils.extras.sharding.folder_layout import FolderLayout
 
 FAILING = {  # where it fails: the rank, the object and its function
     "the room": (1, layouts, "check_free_space"),
-    "the part of rank 0": (0, archive, "write"),
-    "another part": (1, archive, "write"),
+    "the part of rank 0": (0, archive, "write_archive"),
+    "another part": (1, archive, "write_archive"),
     "the archive": (1, torch, "save"),
     "the manifest": (0, layouts, "replace_json"),
     "the name": (0, layouts, "replace_folder"),
@@ -57,7 +57,7 @@ def save_with_failures(folder, places):
         copied, pairs = memory.allocate_copy(written)
         for place, tensor in pairs:
             place.copy_(tensor)
-        path = checkpoint.step_path(folder, number).with_suffix("")
+        path = checkpoint.step_checkpoint_path(folder, number).with_suffix("")
 
         def save(path=path, copied=copied):
             try:
@@ -73,7 +73,7 @@ def save_with_failures(folder, places):
         torch.distributed.barrier()
         again = save()
         assert not again, [where, problem, again]
-        saved = checkpoint.read(path)[0]["model"]["weight"]
+        saved = checkpoint.read_checkpoint(path)[0]["model"]["weight"]
         outcomes.append((where, problem, partial, torch.equal(saved, full + number)))
     cleanup_distributed()
     return outcomes

@@ -170,7 +170,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs):
         run_ranks(2, train_with_nan, runs.words(name, *OF_SKIPPING, *flags), 3)
         assert [record["step"] for record in runs.events(name, "skipped_step")] == [3]
     assert runs.events("run", "started")[0]["weights"] == runs.events("ddp", "started")[0]["weights"]
-    before, after = (checkpoint.read(path)[0] for path in runs.checkpoints("run")[1:3])
+    before, after = (checkpoint.read_checkpoint(path)[0] for path in runs.checkpoints("run")[1:3])
     for key in ("model", "ema"):
         assert all(torch.equal(value, after[key][name]) for name, value in before[key].items())
     assert relative(runs.last("run")["model"], runs.last("ddp")["model"]) < 1e-5
@@ -206,7 +206,7 @@ def test_float16_finds_its_scale_on_all_ranks_together(runs):
 
 def watch_the_memory(words):
     """The devices on which create_model was called, and the elements that this rank holds of each parameter."""
-    devices, sizes, plain_model, plain_state = [], {}, TASKS["blocks"]["create_model"], assembly.create_state
+    devices, sizes, plain_model, plain_state = [], {}, TASKS["blocks"]["create_model"], assembly.create_train_state
 
     def create_model(config, device):
         devices.append(device.type)
@@ -218,7 +218,7 @@ def watch_the_memory(words):
         return state
 
     watched = mock.patch.dict(TASKS["blocks"], {"create_model": create_model})
-    with watched, mock.patch.object(assembly, "create_state", create_state):
+    with watched, mock.patch.object(assembly, "create_train_state", create_state):
         train_flags(words, task="blocks")
     return devices, sizes
 
@@ -317,8 +317,8 @@ def test_the_best_checkpoint_is_kept_evaluated_used_and_exported(runs):
         outputs.append(torch.load(runs.root / "out.pt", weights_only=True)["logits"])
     torch.testing.assert_close(*outputs)
     with pytest.raises(UserError, match="rest.pt: is a part of a checkpoint; give its folder"):
-        export.read(best / "rest.pt", use_ema=False)
-    saved = export.read(best, use_ema=True)[0]["model"]
-    assert relative(saved, checkpoint.read(best)[0]["ema"]) == 0 and not any(map(is_sharded, saved.values()))
+        export.read_export(best / "rest.pt", use_ema=False)
+    saved = export.read_export(best, use_ema=True)[0]["model"]
+    assert relative(saved, checkpoint.read_checkpoint(best)[0]["ema"]) == 0 and not any(map(is_sharded, saved.values()))
     runs.train(2, "next", *flags, "--max_steps", 1, "--init_from", best, "--sharding", "zero2")
     assert "init_from: loaded 16 of 16 tensors" in runs.log("next")

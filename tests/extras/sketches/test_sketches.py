@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from utils.data.changes import are_fingerprints_alike
 from utils.distributed.context import DistributedContext
 from utils.extras import sketches as module
-from utils.extras.sketches import compare_ranks, fingerprint_of_sample, sample_fingerprints
+from utils.extras.sketches import compare_sample_fingerprints, fingerprint_of_sample, sample_fingerprints
 
 
 class Samples(Dataset):
@@ -64,7 +64,7 @@ def test_what_equal_data_sets_may_differ_in_is_ignored(tmp_path, monkeypatch):
     unsteady = sample_fingerprints(changed(label=lambda *_: next(counter)), 0)
     assert unsteady == [None] * 64 and are_fingerprints_alike(reference, unsteady)
     assert sample_fingerprints(changed(x=lambda *_: 1 / 0), 0) == [None] * 64
-    monkeypatch.setattr(module, "SECONDS", 0)  # one rank has time for one sample
+    monkeypatch.setattr(module, "MAX_SECONDS", 0)  # one rank has time for one sample
     assert sample_fingerprints(Samples(), 0) == reference[:1] and are_fingerprints_alike(reference, reference[:1])
 
 
@@ -73,7 +73,7 @@ def test_training_files_of_known_sizes_are_not_read_and_held_out_ones_are():
     held_out = Samples()
     train.has_sizes = held_out.has_sizes = True
     ctx = DistributedContext(0, 0, 1, torch.device("cpu"))
-    train_sketches, seen = compare_ranks({"train": train, "val": held_out}, 0, "", ctx)
+    train_sketches, seen = compare_sample_fingerprints({"train": train, "val": held_out}, 0, "", ctx)
     assert train_sketches == [] and len(seen) == 64 and None not in seen
 
 

@@ -192,7 +192,7 @@ def test_a_pause_ends_no_rank_and_is_said_once_and_a_hang_after_it_ends_the_run(
         )
         calls = mock.Mock(exit_hung=lambda *text: ended.append(text), warn=warnings.append)
         clock.begin_step(1)
-        clock.enter("forward")
+        clock.enter_phase("forward")
         watchdogs.append(Watchdog(clock, ctx, 0.6, calls))
     # the two watchdogs are in one process, whose pause is that of rank 1
     plain = is_in_debugger

@@ -47,7 +47,7 @@ READING = dict.fromkeys(range(4), rank_status(7, "data"))
         (
             # the others evaluate, or save the best checkpoint
             {
-                0: rank_status(7, "evaluation")._replace(function="log_images"),
+                0: rank_status(7, "evaluation")._replace(hook="log_images"),
                 1: rank_status(7, "save"),
                 2: rank_status(7, "evaluation"),
             },
@@ -101,11 +101,11 @@ def test_the_thread_refers_to_nothing_that_a_call_needed_and_has_ended_after_clo
 @pytest.mark.parametrize(
     ("launch", "init_method", "address", "is_of_rank_0"),
     [
-        (Launch(world_size=2, master="a:1"), "", "a:1", True),
-        (Launch(world_size=2, master="a:1", agent_hosts_store=True), "env://", "a:1", False),
-        (Launch(world_size=2, address="tcp://b:2"), "", "b:2", True),  # srun
-        (Launch(world_size=2, address="tcp://b:2"), "tcp://c:3", "c:3", True),
-        (Launch(world_size=2, master="a:1", agent_hosts_store=True), "tcp://c:3?rank=0", "c:3", True),
+        (Launch(world_size=2, master_address="a:1"), "", "a:1", True),
+        (Launch(world_size=2, master_address="a:1", agent_hosts_store=True), "env://", "a:1", False),
+        (Launch(world_size=2, srun_address="tcp://b:2"), "", "b:2", True),  # srun
+        (Launch(world_size=2, srun_address="tcp://b:2"), "tcp://c:3", "c:3", True),
+        (Launch(world_size=2, master_address="a:1", agent_hosts_store=True), "tcp://c:3?rank=0", "c:3", True),
     ],
 )
 def test_the_address_of_the_heartbeats_is_that_of_the_store(monkeypatch, launch, init_method, address, is_of_rank_0):

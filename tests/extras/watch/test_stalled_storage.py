@@ -12,8 +12,8 @@ import torch
 from ranks import run_ranks
 from training import wait_until
 from utils.distributed.context import Launch
-from utils.extras.watch import supervisor
-from utils.logger import NAME
+from utils.extras.watch import rank_supervisor
+from utils.logger import LOGGER_NAME
 from utils.run import command_line
 from utils.run.exit import ExitReporter
 
@@ -32,7 +32,7 @@ class Stalled(logging.Handler):
 
 @pytest.fixture
 def stalled():
-    logger, handler = logging.getLogger(NAME), Stalled()
+    logger, handler = logging.getLogger(LOGGER_NAME), Stalled()
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     yield handler
@@ -42,8 +42,8 @@ def stalled():
 
 def supervisor_of(folder, ctx):
     """Without a thread."""
-    with mock.patch.object(supervisor, "Watchdog"):
-        return supervisor.WatchdogSupervisor(folder, 300, ctx, ExitReporter(ctx))
+    with mock.patch.object(rank_supervisor, "Watchdog"):
+        return rank_supervisor.RankSupervisor(folder, 300, ctx, ExitReporter(ctx))
 
 
 def test_a_report_does_not_hold_up_the_beats_when_the_storage_stalls(stalled, tmp_path):
@@ -58,8 +58,8 @@ def test_a_report_does_not_hold_up_the_beats_when_the_storage_stalls(stalled, tm
 
 
 def end_on_stalled_storage(folder):
-    supervisor.SECONDS_TO_WRITE, command_line.SECONDS_TO_FLUSH = 0.5, 0.5
-    logging.getLogger(NAME).addHandler(Stalled())
+    rank_supervisor.SECONDS_TO_WRITE, command_line.SECONDS_TO_FLUSH = 0.5, 0.5
+    logging.getLogger(LOGGER_NAME).addHandler(Stalled())
     ctx = SimpleNamespace(rank=0, hosts=("a",), host="a", heartbeats=None, device=torch.device("cpu"), launch=Launch())
     supervisor_of(folder, ctx).exit_hung("no progress", 0)
 

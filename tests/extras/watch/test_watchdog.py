@@ -23,7 +23,7 @@ from utils.clock import PhaseClock
 from utils.distributed.collectives import is_peer_failure
 from utils.extras.watch.heartbeat import Heartbeats, RankStatus
 from utils.extras.watch.watchdog import Watchdog
-from utils.signals import STOP
+from utils.signals import STOP_HANDLER
 
 HERE = socket.gethostname()
 
@@ -55,8 +55,8 @@ def quick(monkeypatch):
 @pytest.mark.guarantee("hang")
 def test_a_slow_step_is_a_warning_and_a_hang_from_half_of_hang_timeout_on(quick, monkeypatch):
     """Without --hang_timeout, from a minute on (here 2.5 s)."""
-    monkeypatch.setattr(utils.extras.watch.watchdog, "FIRST_LIMIT", 2.5)
-    monkeypatch.setattr(Watchdog, "report_after", 0.4)
+    monkeypatch.setattr(utils.extras.watch.watchdog, "INITIAL_REPORT_SECONDS", 2.5)
+    monkeypatch.setattr(Watchdog, "seconds_before_report", 0.4)
     clock, logged, watchdogs = PhaseClock(), {5.0: [], 0.0: []}, []
     for hang_timeout, texts in logged.items():
         calls = {
@@ -66,7 +66,7 @@ def test_a_slow_step_is_a_warning_and_a_hang_from_half_of_hang_timeout_on(quick,
         watchdogs.append(watch(clock, hang_timeout, **calls))
     for seconds in (0.1, 1.2, 0.0):  # three steps; the last one hangs
         clock.begin_step(clock.step + 1)
-        clock.enter("forward")
+        clock.enter_phase("forward")
         time.sleep(seconds)
     wait_until(lambda: all(len(texts) == 3 for texts in logged.values()), 10)
     for watchdog in watchdogs:
@@ -81,8 +81,8 @@ def test_the_limit_is_learned_from_the_steps_and_is_at_least_five_seconds():
     clock, limits = PhaseClock(), []
     watchdog = watch(clock)
     for durations in ([], [0.1] * 200, [3.0] * 4, [60.0]):  # one slow step in hundreds does not raise the limit
-        clock.durations.extend(durations)
-        limits.append(watchdog.report_after)
+        clock.step_durations.extend(durations)
+        limits.append(watchdog.seconds_before_report)
     watchdog.close()
     assert limits == [60.0, 5.0, 15.0, 15.0]
 
@@ -92,11 +92,11 @@ def test_other_ranks_see_the_phase_the_step_and_a_beat(quick):
     store, clock = dist.HashStore(), PhaseClock()
     watchdog, other = watch(clock, heartbeats=heartbeats_of(store, 0)), heartbeats_of(store, 1)
     clock.begin_step(12)
-    clock.enter("backward")
+    clock.enter_phase("backward")
     first = wait_until(lambda: (seen := other.read_statuses([0])[0][0]).phase == "backward" and seen, 5)
     assert (first.step, first.pid) == (12, os.getpid())
     later = wait_until(lambda: (seen := other.read_statuses([0])[0][0]).heartbeat > first.heartbeat and seen, 5)
-    assert later.counter == first.counter
+    assert later.progress_count == first.progress_count
     watchdog.close()
     assert other.read_statuses([0, 1])[0][0].phase == "end"
 
@@ -108,12 +108,12 @@ def test_stacks_are_read_only_when_a_rank_hangs_and_then_it_ends(quick, monkeypa
     monkeypatch.setattr(Watchdog, "_dump_stacks", lambda self: dumped.append(clock.phase) or plain(self))
     watchdog = watch(clock, 1.0, lambda *args: ended.append(args))
     for phase in ("forward", "backward") * 6:
-        clock.enter(phase)
+        clock.enter_phase(phase)
         time.sleep(0.1)
-    clock.enter("start")  # no limit applies here, for example while data is prepared
+    clock.enter_phase("start")  # no limit applies here, for example while data is prepared
     time.sleep(1.1)
     assert not dumped and not ended
-    clock.enter("forward")
+    clock.enter_phase("forward")
     text, hanging, stacks = wait_until(lambda: ended, 10)[0]
     watchdog.close()
     assert "in forward of step 0" in text and hanging == 0 and set(dumped) == {"forward"}
@@ -126,10 +126,10 @@ def test_a_function_of_an_evaluation_may_take_ten_times_hang_timeout(quick):
     store, ended, clocks, watchdogs = dist.HashStore(), [], [PhaseClock(), PhaseClock()], []
     for rank, clock in enumerate(clocks):
         clock.begin_step(12)
-        clock.enter("evaluation")
+        clock.enter_phase("evaluation")
         heartbeats = heartbeats_of(store, rank)
         watchdogs.append(watch(clock, 0.3, lambda *args: ended.append(args), heartbeats, ("a", "a"), rank))
-    clocks[0].enter_function("log_images")
+    clocks[0].enter_hook("log_images")
     began = time.monotonic()
     text, hanging, _ = wait_until(lambda: ended, 10)[0]
     assert time.monotonic() - began > 2.9
@@ -157,7 +157,7 @@ def test_a_rank_without_progress_ends_when_the_next_rank_is_gone(quick):
         store, clock = dist.HashStore(), PhaseClock()
         heartbeats = heartbeats_of(store, 0)
         heartbeats_of(store, 1).set_status(rank_status(3, phase, pid=pid))
-        clock.enter(own)
+        clock.enter_phase(own)
         lose = lambda error, number=number: lost_ranks.setdefault(number, error.rank)  # noqa: E731
         watchdogs.append(watch(clock, 60.0, heartbeats=heartbeats, hosts=(HERE, host), exit_peer_lost=lose))
     wait_until(lambda: len(lost_ranks) >= sum(is_lost for *_, is_lost in cases), 8)
@@ -172,12 +172,12 @@ def test_time_in_which_the_watching_process_was_suspended_does_not_count(quick, 
     ended, jump, plain, watchdogs = set(), [0.0], time.monotonic, []
     fake = SimpleNamespace(sleep=time.sleep, monotonic=lambda: plain() + jump[0])
     monkeypatch.setattr(utils.extras.watch.watchdog, "time", fake)
-    monkeypatch.setattr(utils.extras.watch.watchdog, "SECONDS_OF_SILENCE", 2.0)
+    monkeypatch.setattr(utils.extras.watch.watchdog, "SECONDS_UNTIL_LOST", 2.0)
     for phase in ("backward", "start"):
         store, clock, note = dist.HashStore(), PhaseClock(), lambda *_, phase=phase: ended.add(phase)
         heartbeats = heartbeats_of(store, 0)
         heartbeats_of(store, 1).set_status(rank_status(3, phase))
-        clock.enter(phase)
+        clock.enter_phase(phase)
         watchdogs.append(watch(clock, 2.0, note, heartbeats, (HERE, "elsewhere"), exit_peer_lost=note))
     time.sleep(0.5)
     jump[0] = 3600.0
@@ -220,7 +220,7 @@ def test_steps_may_end_while_the_watchdog_reads_their_durations():
     trainer.start()
     sys.setswitchinterval(1e-6)
     try:
-        assert all(watchdog.report_after >= 5 for _ in range(2000))
+        assert all(watchdog.seconds_before_report >= 5 for _ in range(2000))
     finally:
         sys.setswitchinterval(before)
         is_over.set()
@@ -233,7 +233,7 @@ def test_a_store_of_torchrun_that_does_not_answer_ends_nothing(quick):
     store, clock, warned, called = dist.HashStore(), PhaseClock(), [], mock.Mock()
     heartbeats = Silent(store, 0, os.getpid(), "", False)
     heartbeats_of(store, 1).set_status(rank_status(3, "backward"))
-    clock.enter("backward")
+    clock.enter_phase("backward")
     calls = {"exit_peer_lost": called, "report_hang": called, "warn": warned.append}
     watchdog = watch(clock, 0.5, called, heartbeats, (HERE, "elsewhere"), **calls)
     wait_until(lambda: warned, 5)
@@ -253,7 +253,7 @@ def test_a_store_that_does_not_answer_is_evidence_about_its_host(quick):
         heartbeats_of(store, 0)
         heartbeats = Silent(store, 1, os.getpid(), "", case[1])
         heartbeats.is_there = case[0]
-        clock.enter("backward")
+        clock.enter_phase("backward")
         end = lambda text, hanging, stacks="", case=case: outcomes.setdefault(case, ("stopped", hanging))  # noqa: E731
         lose = lambda error, case=case: outcomes.setdefault(case, ("lost", error.rank))  # noqa: E731
         watched.append((watch(clock, 1.0, end, heartbeats, ("elsewhere", HERE), 1, exit_peer_lost=lose), heartbeats))
@@ -276,7 +276,7 @@ def test_a_store_whose_process_is_gone_names_rank_0(quick):
 def test_after_a_stop_signal_a_rank_that_stands_before_the_first_step_ends_as_preempted(quick):
     """Nothing can be lost; it may wait for a rank that does not answer."""
     preempted, ended = [], []
-    with STOP:
+    with STOP_HANDLER:
         watchdog = watch(PhaseClock(), 60.0, ended.append, exit_preempted=lambda: preempted.append(time.monotonic()))
         began = time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -297,13 +297,13 @@ def test_a_rank_without_progress_ends_when_another_one_has_reported_a_failure(qu
 def test_the_lowest_live_rank_reports(quick):
     """One report of a hang, not one of each rank."""
     reports, watchdogs, cases = [], [], [(), (0,), (0, 1)]  # the dead ranks
-    with mock.patch.object(Watchdog, "report_after", 0.5):
+    with mock.patch.object(Watchdog, "seconds_before_report", 0.5):
         for dead in cases:
             store = dist.HashStore()
             heartbeats = [heartbeats_of(store, rank) for rank in range(3)]
             for rank in set(range(3)) - set(dead):
                 clock, report = PhaseClock(), lambda *args, by=(dead, rank): reports.append((*by, args[0]))
-                clock.enter("backward")
+                clock.enter_phase("backward")
                 calls = {"report_hang": report, "warn": report}  # a warning, as nobody is dead
                 watchdogs.append(watch(clock, heartbeats=heartbeats[rank], hosts=(HERE,) * 3, rank=rank, **calls))
         wait_until(lambda: len(reports) >= len(cases), 10)
@@ -343,11 +343,11 @@ def test_after_a_stop_signal_a_rank_that_is_blocked_in_c_ends(quick):
         libc.pthread_mutex_unlock(mutex)
 
     clock = PhaseClock()
-    with STOP as signals:
+    with STOP_HANDLER as signals:
         watchdog = watch(clock, hang_timeout=60.0, end=end)
-        clock.durations.append(0.1)
+        clock.step_durations.append(0.1)
         clock.begin_step(1)
-        clock.enter("backward")
+        clock.enter_phase("backward")
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         began = time.monotonic()
         for _ in range(2):

@@ -15,7 +15,7 @@ import torch
 
 from config import TrainingConfig
 from ranks import ROOT
-from utils.run.resume import pair_settings
+from utils.run.resume import list_compared_settings
 from utils.settings.checks import above, at_least, between, local_path, one_of
 from utils.settings.conflicts import Conflict
 from utils.settings.declarations import list_settings
@@ -148,7 +148,7 @@ def test_a_path_at_its_default_is_at_its_default_after_it_was_expanded(monkeypat
     monkeypatch.setenv("HOME", "/home/me")
     config = Fork(seed=3)
     assert config.home == Path("/home/me/words.txt")
-    rows = {row.name: row for row in pair_settings({"config": {}, "provenance": {}}, config)}
+    rows = {row.name: row for row in list_compared_settings({"config": {}, "provenance": {}}, config)}
     assert rows["home"].saved == rows["home"].current == "/home/me/words.txt"
     with pytest.raises(UserError, match="home=/a: is at home; leave it out"):
         Fork(seed=3, home="/a")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from utils.settings import unknown
-from utils.settings.unknown import answer_unknown
+from utils.settings import unknown_flags
+from utils.settings.unknown_flags import explain_unknown_flag
 
 NAMES = """run_dir seed batch_size global_batch_size eval_batch_size epochs warmup_epochs max_steps max_time lr momentum
 beta2 cache save_every_steps eval_every keep_last log_interval find_unused_parameters num_workers data_dir
@@ -11,7 +11,7 @@ activation_checkpointing config print_config""".split()
 
 
 def answer(word):
-    return answer_unknown(word, NAMES)[0]
+    return explain_unknown_flag(word, NAMES)[0]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_another_word_gets_no_flag(word):
 
 
 def test_the_option_of_another_trainer_is_no_typing_error():
-    message = answer_unknown("--window_size", ["windows_size"])[0]
+    message = explain_unknown_flag("--window_size", ["windows_size"])[0]
     assert message.startswith("--window_size: is not a flag here; set it in dataset.py")
 
 
@@ -87,7 +87,7 @@ def test_a_group_before_the_name_is_left_out():
 
 
 def test_removed_and_deleted_settings_and_those_of_torchrun_are_named(monkeypatch):
-    monkeypatch.setattr(unknown, "deleted_extras", lambda: {"cache": {"cache_size": 1}})
+    monkeypatch.setattr(unknown_flags, "read_deleted_extras", lambda: {"cache": {"cache_size": 1}})
     assert answer("--minutes").startswith("--minutes was removed. Train 50 steps")
     assert answer("--no-cache-size") == "--no-cache-size: this fork has no extra cache; see docs/extras.md"
     assert answer("--nproc-per-node=2").startswith("--nproc-per-node=2: is not known; start the ranks with torchrun")

@@ -19,19 +19,19 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from config import TrainingConfig
-from utils.batch import map_leaves, map_tensors, tensors_in
+from utils.batch import list_tensors, map_leaves, map_tensors
 from utils.data.loader import GlobalBatchLoader, has_getitems
 from utils.data.sampler import Assignment, GlobalBatchSampler, MapDataset
 from utils.data.transfer import indices_to_device
 from utils.distributed.collectives import all_gather_json, on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
-from utils.logger import format_duration, show_progress
-from utils.memory import format_bytes, free_memory
+from utils.logger import format_duration, show_progress_bar
+from utils.memory import format_bytes, read_free_memory
 from utils.settings.errors import UserError
 
-CHUNK = 32  # samples that a worker decodes at a time
+SAMPLES_PER_CHUNK = 32  # samples that a worker decodes at a time
 ALIGNMENT = 64  # bytes
-MAX_OF_MEMORY, MAX_OF_DEVICE = 0.9, 0.5  # fractions of the free memory; the rest is for training
+MAX_MEMORY_FRACTION, MAX_DEVICE_FRACTION = 0.9, 0.5  # fractions of the free memory; the rest is for training
 
 
 def cache_datasets(
@@ -47,14 +47,16 @@ def cache_datasets(
     decoded = {split for split, dataset in sets.items() if not getattr(dataset, "in_memory", False)}
     chosen = {"none": set(), "ram": decoded, "device": set(sets)}[location]
     rows = on_all_ranks(lambda: {split: fetch_first_row(sets[split], config) for split in sets if split in chosen}, ctx)
-    sizes = {split: len(sets[split]) * sum(tensor.nbytes for tensor in tensors_in(row)) for split, row in rows.items()}
+    sizes = {
+        split: len(sets[split]) * sum(tensor.nbytes for tensor in list_tensors(row)) for split, row in rows.items()
+    }
     require_equal(
         sizes, f"cache={config.cache}: {{other}} and {{first}} have samples of different sizes; use the same data", ctx
     )
     on_all_ranks(lambda: check_free_memory(sizes, location, config, ctx), ctx)
     for split, row in rows.items():
         began = time.perf_counter()
-        sets[split] = _decode(sets[split], row, location, config, ctx, logger)
+        sets[split] = _decode_dataset(sets[split], row, location, config, ctx, logger)
         logger.info(
             "cache=%s: decoded %s %s samples (%s) in %s",
             *(config.cache, f"{len(sets[split]):,}", split, format_bytes(sizes[split])),
@@ -70,7 +72,7 @@ class CachedDataset(Dataset):
 
     def __init__(self, source: MapDataset, rows: Any) -> None:
         self.source, self._rows = source, rows
-        self._device = tensors_in(rows)[0].device
+        self._device = list_tensors(rows)[0].device
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "source":
@@ -119,28 +121,28 @@ def check_free_memory(sizes: dict[str, int], location: str, config: TrainingConf
     need = sum(sizes.values())
     if location == "device":
         free, _ = torch.cuda.mem_get_info(ctx.device)
-        if need > MAX_OF_DEVICE * free:
+        if need > MAX_DEVICE_FRACTION * free:
             raise UserError(
                 f"cache=device: the decoded data take {format_bytes(need)}, {ctx.device} on {ctx.host} has"
                 f" {format_bytes(free)} free, half of it kept for training; use --cache ram or a smaller --image_size"
             )
         need = max(sizes.values())  # one set at a time passes through the node's memory
-    left = free_memory()
-    if left is not None and need > MAX_OF_MEMORY * left:
+    left = read_free_memory()
+    if left is not None and need > MAX_MEMORY_FRACTION * left:
         raise UserError(
             f"cache={config.cache}: the decoded data take {format_bytes(need)}, {ctx.host} has {format_bytes(left)} of"
             " memory free; give the job more memory, use a smaller --image_size or --dataset_size, or --cache none"
         )
 
 
-def _decode(
+def _decode_dataset(
     source: MapDataset, row: Any, location: str, config: TrainingConfig, ctx: DistributedContext, logger: logging.Logger
 ) -> CachedDataset:
     """Each rank decodes its part of the samples into rows that all ranks of the node map."""
     peers = [rank for rank, host in enumerate(ctx.hosts) if host == ctx.host]
     sampler = GlobalBatchSampler(
         source,
-        batch_size=CHUNK,
+        batch_size=SAMPLES_PER_CHUNK,
         micro_batches_per_step=len(peers),
         assignment=Assignment(peers.index(ctx.rank), len(peers)),
         seed=config.seed,
@@ -148,24 +150,24 @@ def _decode(
     )
     on_cpu = replace(ctx, device=torch.device("cpu"))
     loader = on_all_ranks(lambda: GlobalBatchLoader(sampler, config.num_workers, on_cpu), ctx)
-    loader.transform = None  # the rows are what collate returns
-    rows = _shared_rows(row, len(source), ctx)
+    loader.device_transform = None  # the rows are what collate returns
+    rows = _create_shared_rows(row, len(source), ctx)
 
-    def run() -> None:
+    def decode_samples() -> None:
         for done, micro_batch in enumerate(loader.micro_batches(epoch=0), 1):  # one in each step
             if not micro_batch.is_padding:
-                _fill(rows, micro_batch.indices, micro_batch.batch)
-            show_progress(logger, done, sampler.steps_per_epoch, "decoding")
+                _fill_rows(rows, micro_batch.indices, micro_batch.batch)
+            show_progress_bar(logger, done, sampler.steps_per_epoch, "decoding")
 
-    on_all_ranks(run, ctx)
+    on_all_ranks(decode_samples, ctx)
     loader.close()
     return CachedDataset(
         source, map_tensors(lambda tensor: tensor.to(ctx.device), rows) if location == "device" else rows
     )
 
 
-def _fill(rows: Any, indices: list[int], batch: Any) -> None:
-    for target, source in zip(tensors_in(rows), tensors_in(batch), strict=True):
+def _fill_rows(rows: Any, indices: list[int], batch: Any) -> None:
+    for target, source in zip(list_tensors(rows), list_tensors(batch), strict=True):
         if (source.dtype, source.shape[1:]) != (target.dtype, target.shape[1:]):
             raise UserError(
                 f"cache: samples {indices[0]} to {indices[-1]} are {source.dtype} {list(source.shape[1:])}, others"
@@ -174,33 +176,33 @@ def _fill(rows: Any, indices: list[int], batch: Any) -> None:
         target[indices[0] : indices[-1] + 1] = source
 
 
-def _shared_rows(row: Any, count: int, ctx: DistributedContext) -> Any:
+def _create_shared_rows(row: Any, count: int, ctx: DistributedContext) -> Any:
     """A batch of `count` samples in a file that all ranks of this node map, freed with the last process that maps it.
 
     The file is in /dev/shm if that has the space, else in the temporary folder. It is unlinked before it has a size, so
     that a kill leaves nothing there.
     """
-    sizes = [-(-count * tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors_in(row)]
+    sizes = [-(-count * tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in list_tensors(row)]
     leader = ctx.hosts.index(ctx.host)
-    path = on_all_ranks(lambda: _new_file(sum(sizes)) if ctx.rank == leader else "", ctx)
+    path = on_all_ranks(lambda: _create_shared_file(sum(sizes)) if ctx.rank == leader else "", ctx)
     try:
         shared = all_gather_json(path, ctx)[leader]
         file = on_all_ranks(lambda: _open_shared_file(shared, ctx), ctx)
     finally:
         if path:
             os.unlink(path)
-    on_all_ranks(lambda: _allocate(file, sum(sizes)) if ctx.rank == leader else None, ctx)
+    on_all_ranks(lambda: _allocate_file(file, sum(sizes)) if ctx.rank == leader else None, ctx)
     with file:
         memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)
     parts = iter(memory.split(sizes))
 
-    def rows_of(tensor: Tensor) -> Tensor:
+    def take_rows(tensor: Tensor) -> Tensor:
         return next(parts)[: count * tensor.nbytes].view(tensor.dtype).view(count, *tensor.shape[1:])
 
-    return map_tensors(rows_of, row)
+    return map_tensors(take_rows, row)
 
 
-def _new_file(size: int) -> str:
+def _create_shared_file(size: int) -> str:
     """An empty file where there is room for this size."""
     try:
         room = os.statvfs("/dev/shm")
@@ -221,7 +223,7 @@ def _open_shared_file(path: str, ctx: DistributedContext) -> IO[bytes]:
         ) from None
 
 
-def _allocate(file: IO[bytes], size: int) -> None:
+def _allocate_file(file: IO[bytes], size: int) -> None:
     """Now, so that a full disk is an error and not a bus error later."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, size)

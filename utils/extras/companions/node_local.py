@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from config import TrainingConfig
 from utils.checkpoint import format as checkpoint
-from utils.checkpoint.archive import MANIFEST
+from utils.checkpoint.archive import MANIFEST_FILE
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks
 from utils.distributed.context import DistributedContext
-from utils.extras.companions.programs import call_program, create_plan
+from utils.extras.companions.programs import call_program, create_companion_plan
 from utils.files import replace_file
 from utils.run.folder import RunFolder
 from utils.run.run_lock import RunLock, is_owner_visible
@@ -40,18 +40,20 @@ def create_node_folder(
     )
     apart = find_node_local_ranks(all_gather_json([ctx.host, ctx.local_rank, is_apart], ctx))
 
-    def lock() -> RunLock | None:
+    def lock_folder() -> RunLock | None:
         if not is_apart:
             return None
         config.checkpoint_folder.mkdir(parents=True, exist_ok=True)
         run_lock = RunLock(folder, ctx.host, start_decision.token)
         if start_decision.resume_from:
             details = {"apart": apart, "resume_from": start_decision.resume_from}
-            plan = create_plan(config, ctx.rank, ctx.host, start_decision.token, start_decision.launch_id, **details)
+            plan = create_companion_plan(
+                config, ctx.rank, ctx.host, start_decision.token, start_decision.launch_id, **details
+            )
             call_program("mirror", plan, f"mirror={config.mirror}", "--first")
         return run_lock
 
-    return apart, on_all_ranks(lock, ctx) if apart else None
+    return apart, on_all_ranks(lock_folder, ctx) if apart else None
 
 
 def find_node_local_ranks(ranks: list[tuple[str, int, bool]]) -> list[list[int]]:
@@ -73,7 +75,7 @@ def share_checkpoint(path: Path, run: RunFolder, ctx: DistributedContext) -> Pat
     Returns:
         Its path, which is no link.
     """
-    path = run.checkpoints / broadcast_json(path.resolve().name, ctx)
+    path = run.checkpoint_folder / broadcast_json(path.resolve().name, ctx)
     if not broadcast_json(path.is_dir(), ctx):
         _broadcast_file(path, 0, run, ctx)
         return path
@@ -83,7 +85,7 @@ def share_checkpoint(path: Path, run: RunFolder, ctx: DistributedContext) -> Pat
     is_whole = broadcast_json(all((path / name).exists() for name in parts), ctx)
     for number, name in enumerate(parts):
         _broadcast_file(path / name, 0 if is_whole else number, run, ctx)
-    _broadcast_file(path / MANIFEST, 0, run, ctx)
+    _broadcast_file(path / MANIFEST_FILE, 0, run, ctx)
     return path
 
 
@@ -91,15 +93,15 @@ def _broadcast_file(path: Path, source: int, run: RunFolder, ctx: DistributedCon
     """Send a file of the rank `source` to the other nodes, in blocks. Collective."""
     size = broadcast_json(path.stat().st_size if ctx.rank == source else 0, ctx, source)
 
-    def blocks(file: BinaryIO | None = None) -> Iterator[bytearray]:
+    def broadcast_blocks(file: BinaryIO | None = None) -> Iterator[bytearray]:
         for begin in range(0, size, BLOCK_BYTES):
             block = bytearray(file.read(BLOCK_BYTES) if file else min(BLOCK_BYTES, size - begin))
             dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), source, group=ctx.control_group)
             yield block
 
     if run.is_node_leader and ctx.rank != source:
-        replace_file(path, lambda file: file.writelines(blocks()))
+        replace_file(path, lambda file: file.writelines(broadcast_blocks()))
     else:
         with path.open("rb") if ctx.rank == source else nullcontext() as opened:
-            for _ in blocks(opened):
+            for _ in broadcast_blocks(opened):
                 pass

@@ -15,11 +15,11 @@ from config import TrainingConfig
 from utils.distributed.context import environment_without_launcher
 from utils.settings.errors import StartError, UserError
 
-OTHER_OWNER = 76  # exit code: another job owns the run
-PROGRAMS = Path(__file__).resolve().parents[3] / "scripts/companions"
+EXIT_OTHER_OWNER = 76  # exit code: another job owns the run
+COMPANIONS_FOLDER = Path(__file__).resolve().parents[3] / "scripts/companions"
 
 
-def create_plan(
+def create_companion_plan(
     config: TrainingConfig, rank: int, host: str, token: str, launch_id: str, **details: Any
 ) -> dict[str, Any]:
     """What the programs beside training know (scripts/companions/follow.py). more: see there."""
@@ -30,7 +30,7 @@ def create_plan(
 
 def start_program(name: str, plan: dict[str, Any], *flags: str, **options: Any) -> subprocess.Popen:
     """Start a program in a session of its own. plan: what it reads from its standard input, as JSON."""
-    words = [sys.executable, str(PROGRAMS / f"{name}.py"), str(plan.get("folder", "")), *flags]
+    words = [sys.executable, str(COMPANIONS_FOLDER / f"{name}.py"), str(plan.get("folder", "")), *flags]
     env = environment_without_launcher()  # what it starts must not wait for other ranks
     process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, env=env, **options)
     pipe, process.stdin = cast(BinaryIO, process.stdin), None
@@ -57,9 +57,9 @@ def call_program(name: str, plan: dict[str, Any], title: str, *flags: str) -> di
     return answer
 
 
-def kill_session(leader: int) -> None:
+def kill_session(session_id: int) -> None:
     """SIGKILL a program that `start` has started, and what it has started itself: they are in one session."""
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            if int(file.read_text().rpartition(")")[2].split()[3]) == leader:
+            if int(file.read_text().rpartition(")")[2].split()[3]) == session_id:
                 os.kill(int(file.parent.name), signal.SIGKILL)

@@ -20,7 +20,7 @@ run_path_or_mirror = refuse(("://", "is not a path; give a local folder, and thi
 weights_path = path_or_url
 
 
-def command_line(value: str) -> str:
+def shell_command(value: str) -> str:
     try:
         shlex.split(value)
     except ValueError as error:
@@ -38,7 +38,7 @@ class CompanionSettings(Settings):
         "checkpoints",
         "",
         "command after each checkpoint; {} is its path; put secrets into a script",
-        command_line,
+        shell_command,
         rare=True,
         is_copied=False,  # the config.json of a run may be from somebody else
     )

@@ -17,38 +17,38 @@ from typing import Any
 
 from config import TrainingConfig
 from utils.distributed.context import DistributedContext
-from utils.extras.companions.programs import OTHER_OWNER, kill_session, start_program
-from utils.logger import NAME
-from utils.redact import redact
+from utils.extras.companions.programs import EXIT_OTHER_OWNER, kill_session, start_program
+from utils.logger import LOGGER_NAME
+from utils.redact import redact_secrets
 from utils.settings.errors import TrainingError
 
 SECONDS_PER_POLL = 0.1
-MAX_PAUSE = 60.0  # seconds before one that dies again and again is started
+MAX_SECONDS_BEFORE_RESTART = 60.0  # seconds before one that dies again and again is started
 SECONDS_TO_STOP = 10.0
 SECONDS_AFTER_RANK_0 = 5.0  # for programs beside other ranks to end
-SECONDS_OF_SILENCE = 60.0  # at the end of a run, if hang_timeout is 0
-SECONDS_TO_SAY = 3.0  # of waiting there, before a line about it
+SECONDS_WITHOUT_HEARTBEAT = 60.0  # at the end of a run, if hang_timeout is 0
+SECONDS_BEFORE_NOTICE = 3.0  # of waiting there, before a line about it
 
 
 class Companions:
     """The companions of a process, each kept alive by a thread.
 
-    plan: what all of them know (`create_plan`).
+    plan: what all of them know (`create_companion_plan`).
     """
 
     def __init__(self, config: TrainingConfig, plan: dict[str, Any], ctx: DistributedContext) -> None:
         every = {"mirror": config.mirror}
         if ctx.is_main:
             every |= {"track": config.track.replace("none", ""), "on_checkpoint": config.on_checkpoint}
-        self._titles = {name: redact(f"{name}={value}") for name, value in every.items() if value}
-        self._plan, self._log = plan, logging.getLogger(NAME)
-        self._silence = SECONDS_AFTER_RANK_0  # without a sign of life, after which a program is ended
+        self._titles = {name: redact_secrets(f"{name}={value}") for name, value in every.items() if value}
+        self._plan, self._logger = plan, logging.getLogger(LOGGER_NAME)
+        self._max_silence_s = SECONDS_AFTER_RANK_0  # without a sign of life, after which a program is ended
         if ctx.is_main:
-            self._silence = SECONDS_OF_SILENCE
-            self._silence = config.hang_timeout or SECONDS_OF_SILENCE  # extra: watch
-        self._lost, self._is_closed = "", threading.Event()
-        self._running: dict[str, subprocess.Popen] = {}
-        self._beats = {name: Pipe(duplex=False) for name in self._titles}  # a program's signs of life
+            self._max_silence_s = SECONDS_WITHOUT_HEARTBEAT
+            self._max_silence_s = config.hang_timeout or SECONDS_WITHOUT_HEARTBEAT  # extra: watch
+        self._takeover_error, self._is_closed = "", threading.Event()
+        self._processes: dict[str, subprocess.Popen] = {}
+        self._heartbeat_pipes = {name: Pipe(duplex=False) for name in self._titles}  # a program's signs of life
         self._threads = {
             name: threading.Thread(target=self._keep_running, args=(name,), daemon=True) for name in self._titles
         }
@@ -65,40 +65,40 @@ class Companions:
         while not self._is_closed.is_set():
             code = -1
             with suppress(OSError):  # no memory, or no process more
-                beats = self._beats[name][1].fileno()
-                process = self._running[name] = start_program(name, self._plan | {"beats": beats}, pass_fds=[beats])
+                beats = self._heartbeat_pipes[name][1].fileno()
+                process = self._processes[name] = start_program(name, self._plan | {"beats": beats}, pass_fds=[beats])
                 with suppress(OSError):  # a full disk
                     file.write_text(str(process.pid))
                 code = process.wait()
                 kill_session(process.pid)  # what it had started
-            if code == OTHER_OWNER:
-                self._lost = f"{title}: another job has taken over this run; end this one"
-            if code in (0, OTHER_OWNER):
+            if code == EXIT_OTHER_OWNER:
+                self._takeover_error = f"{title}: another job has taken over this run; end this one"
+            if code in (0, EXIT_OTHER_OWNER):
                 return
             if not self._is_closed.is_set():
-                self._log.warning("%s: ended with exit code %d; it is started again in %.0f s", title, code, pause)
+                self._logger.warning("%s: ended with exit code %d; it is started again in %.0f s", title, code, pause)
             self._is_closed.wait(pause)
-            pause = min(2 * pause, MAX_PAUSE)
+            pause = min(2 * pause, MAX_SECONDS_BEFORE_RESTART)
 
-    def _alive(self) -> list[str]:
+    def _list_alive(self) -> list[str]:
         return [name for name, thread in self._threads.items() if thread.is_alive()]
 
     def poll(self) -> None:
         """Raises TrainingError if another job owns the run."""
-        if self._lost:
-            raise TrainingError(self._lost)
+        if self._takeover_error:
+            raise TrainingError(self._takeover_error)
 
     def finish(self, on_progress: Callable[[], object]) -> None:
         """Wait until they have done what is left after the end that lock.json holds, then end them.
 
         on_progress: called meanwhile.
         """
-        seconds = self._silence
+        seconds = self._max_silence_s
         began = time.monotonic()
         ends = dict.fromkeys(self._titles, began + seconds)
-        says_at = began + SECONDS_TO_SAY
-        first = dict(self._running)  # one that dies and is started again gets no more time
-        while waiting := [name for name in self._alive() if time.monotonic() < ends[name]]:
+        says_at = began + SECONDS_BEFORE_NOTICE
+        first = dict(self._processes)  # one that dies and is started again gets no more time
+        while waiting := [name for name in self._list_alive() if time.monotonic() < ends[name]]:
             on_progress()
             self.poll()
             time.sleep(SECONDS_PER_POLL)
@@ -108,16 +108,16 @@ class Companions:
                     "waiting for %s; a program that gives no sign of life for %.0f s is ended, and a command that runs"
                     " is ended an hour after its start, or ten minutes after it if the run was stopped"
                 )
-                self._log.info(text, " and ".join(waiting), seconds)
+                self._logger.info(text, " and ".join(waiting), seconds)
             for name in waiting:
-                beats = self._beats[name][0]
+                beats = self._heartbeat_pipes[name][0]
                 if beats.poll():
                     os.read(beats.fileno(), 65536)
-                    if self._running.get(name) is first.get(name):
+                    if self._processes.get(name) is first.get(name):
                         ends[name] = time.monotonic() + seconds
-        for name in self._alive():
+        for name in self._list_alive():
             text = "%s: lacks the latest checkpoint or records after %.0f s and is ended; they are in %s"
-            self._log.warning(text, self._titles[name], time.monotonic() - began, self._plan["folder"])
+            self._logger.warning(text, self._titles[name], time.monotonic() - began, self._plan["folder"])
         self.poll()
         self.stop(on_progress)
 
@@ -125,8 +125,8 @@ class Companions:
         """End them within ten seconds. The mirror may still write that the run has failed."""
         self._is_closed.set()
         ends = time.monotonic() + SECONDS_TO_STOP
-        while self._alive() and (left := ends - time.monotonic()) > -1:
-            for process in list(self._running.values()):
+        while self._list_alive() and (left := ends - time.monotonic()) > -1:
+            for process in list(self._processes.values()):
                 process.send_signal(signal.SIGUSR2 if left > 0 else signal.SIGKILL)
             on_progress()
             time.sleep(SECONDS_PER_POLL)

@@ -10,7 +10,7 @@ from time import perf_counter
 
 from config import TrainingConfig
 from utils.data.loader import GlobalBatchLoader
-from utils.logger import NAME, format_count
+from utils.logger import LOGGER_NAME, format_count
 from utils.settings.errors import UserError
 from utils.training.ddp_model import WrappedModel
 from utils.training.first_passes import evaluate_once, train_twice
@@ -22,7 +22,7 @@ def compile_all_sizes(
     model: WrappedModel,
     state: TrainState,
     loader: GlobalBatchLoader,
-    held_out: dict[str, GlobalBatchLoader],
+    held_out_loaders: dict[str, GlobalBatchLoader],
     hooks: ModelHooks,
     config: TrainingConfig,
 ) -> None:
@@ -33,12 +33,12 @@ def compile_all_sizes(
     """
     import torch._dynamo  # takes seconds
 
-    logger, began = logging.getLogger(NAME), perf_counter()
-    passes = [("training", loader, indices) for indices in example_batches_by_size(loader)]
+    logger, began = logging.getLogger(LOGGER_NAME), perf_counter()
+    passes = [("training", loader, indices) for indices in list_example_indices_by_size(loader)]
     passes += [
         ("evaluation", eval_loader, indices)
-        for eval_loader in held_out.values()
-        for indices in example_batches_by_size(eval_loader)
+        for eval_loader in held_out_loaders.values()
+        for indices in list_example_indices_by_size(eval_loader)
     ]
     shown = ", ".join(dict.fromkeys(f"{len(indices)} in {kind}" for kind, _, indices in passes))
     logger.info("compiling (%s) for %s: %s", config.compile, format_count(passes, "batch size"), shown)
@@ -52,7 +52,7 @@ def compile_all_sizes(
     compiled, skipped = counters["stats"]["unique_graphs"], counters["inductor"]["cudagraph_skips"]
     state.model.compile(mode=config.compile, dynamic=loader.sampler.is_packed)
     for kind, source, indices in passes:
-        batch, size = source.fetch(indices)[2], len(indices)
+        batch, size = source.fetch_samples(indices)[2], len(indices)
         if kind == "training":
             train_twice(model, batch, state, hooks.compute_loss)
         else:
@@ -72,7 +72,10 @@ def compile_all_sizes(
         logger.info(text, format_count(skipped, "compiled part"))  # of rank 0; it is the same on the others
 
 
-def example_batches_by_size(loader: GlobalBatchLoader) -> list[list[int]]:
+def list_example_indices_by_size(loader: GlobalBatchLoader) -> list[list[int]]:
     """The samples of a batch of each size; where lengths vary too, of the largest, and one: torch takes a size of 1 for
     a constant."""
-    return [*loader.max_samples(), *([[0]] if loader.sampler.is_packed else loader.sampler.smallest_micro_batch())]
+    return [
+        *loader.list_example_indices(),
+        *([[0]] if loader.sampler.is_packed else loader.sampler.find_smallest_micro_batch()),
+    ]

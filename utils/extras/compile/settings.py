@@ -14,7 +14,7 @@ from utils.settings.conflicts import Conflict
 from utils.settings.fields import Settings, setting
 
 
-def leaves_gradients_out(config: Any) -> bool:
+def has_missing_gradients(config: Any) -> bool:
     return config.compile == "reduce-overhead" and config.find_unused_parameters
 
 
@@ -28,7 +28,7 @@ class CompileSettings(Settings):
         rare=True,
         conflicts=[
             Conflict(
-                leaves_gradients_out,
+                has_missing_gradients,
                 "keeps all gradients in place, and find_unused_parameters leaves some out; use --compile default",
             )
         ],

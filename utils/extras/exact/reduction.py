@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from utils.data.sampler import Assignment, MicroBatch
 from utils.distributed.collectives import RankSum
-from utils.extras.exact.tree import ORDER, TreeAllReduce, TreeRankSum, TreeSum, rank_leaves
+from utils.extras.exact.tree import SUM_ORDER, TreeAllReduce, TreeRankSum, TreeSum, rank_leaves
 from utils.settings.errors import UserError
-from utils.training.ddp_model import DDPModel, WrappedModel, ddp_options, explain_unused
+from utils.training.ddp_model import DDPModel, WrappedModel, create_ddp_options, explain_unused_parameters
 from utils.training.gradient_strategy import GradientStrategy
 
-__all__ = ["ORDER", "ContiguousAssignment", "ExactStrategy", "pair_exact_values"]
+__all__ = ["SUM_ORDER", "ContiguousAssignment", "ExactStrategy", "list_exact_resume_rules"]
 
 
 class ContiguousAssignment(Assignment):
@@ -44,7 +44,7 @@ class ExactStrategy(GradientStrategy):
     """DDP with sums along a tree over micro-batches, which have the same bits on any number of ranks."""
 
     banner_note = ", summed in one order on any number of ranks"
-    provenance = {"exact_sums": ORDER}
+    provenance = {"exact_sums": SUM_ORDER}
 
     def create_rank_sum(self) -> RankSum:
         return TreeRankSum()
@@ -57,7 +57,7 @@ class ExactStrategy(GradientStrategy):
             raise UserError("reduction=exact: on a GPU needs deterministic kernels; add --deterministic")
         is_static = False
         is_static = config.compile == "reduce-overhead"  # extra: compile
-        options = ddp_options(
+        options = create_ddp_options(
             model,
             self._ctx.device,
             find_unused_parameters=config.find_unused_parameters,
@@ -76,65 +76,68 @@ class ExactDDPModel(DDPModel):
     gradients, of the other stream, live longer.
 
     Args:
-        is_static: gradients stay where they are, as with CUDA graphs; what is held is a copy. So it is with
+        has_static_gradients: gradients stay where they are, as with CUDA graphs; what is held is a copy. So it is with
             find_unused_parameters: DDP demands a gradient of what an earlier micro-batch used.
     """
 
-    def __init__(self, module: nn.Module, is_static: bool, **options: Any) -> None:
+    def __init__(self, module: nn.Module, has_static_gradients: bool, **options: Any) -> None:
         super().__init__(module, **options)
-        self._is_static, self._count = is_static or self.find_unused_parameters, dist.get_world_size()
-        self._tree = TreeSum()
-        self._parts: list[dict[nn.Parameter, Tensor]] = []
-        self._inner: list[dict[nn.Parameter, Tensor]] = []
+        self._has_static_gradients = has_static_gradients or self.find_unused_parameters
+        self._micro_batch_count = dist.get_world_size()
+        self._tree_sum = TreeSum()
+        self._subtrees: list[dict[nn.Parameter, Tensor]] = []
+        self._inner_sums: list[dict[nn.Parameter, Tensor]] = []
         self._exchanges: list[tuple[TreeAllReduce, Tensor, torch.futures.Future]] = []
-        device = next(iter(self._trained)).device
-        self._side = torch.Stream(device) if device.type != "cpu" else None
+        device = next(iter(self._trainable_names)).device
+        self._side_stream = torch.Stream(device) if device.type != "cpu" else None
         hook = weakref.WeakMethod(self._reduce_bucket)  # DDP's C++ would keep this object, and its groups
         self.register_comm_hook(None, lambda state, bucket: hook()(state, bucket))  # type: ignore[misc]
 
     @contextmanager
-    def accumulating(self, micro_batch: MicroBatch) -> Iterator[None]:
+    def accumulate(self, micro_batch: MicroBatch) -> Iterator[None]:
         if not micro_batch.is_last:
             with self.no_sync():
                 yield
-            self._tree.add(micro_batch.number, self._take_gradients())
+            self._tree_sum.add(micro_batch.number, self._take_gradients())
             return
-        self._count = micro_batch.count
-        self._parts, self._inner = (
-            [dict(zip(self._trained, gradients, strict=True)) for gradients in held]
-            for held in self._tree.take(micro_batch.number, micro_batch.count)
+        self._micro_batch_count = micro_batch.count
+        self._subtrees, self._inner_sums = (
+            [dict(zip(self._trainable_names, gradients, strict=True)) for gradients in held]
+            for held in self._tree_sum.pop_for_last_leaf(micro_batch.number, micro_batch.count)
         )
         yield
-        self._parts, self._inner = [], []
+        self._subtrees, self._inner_sums = [], []
 
     def _take_gradients(self) -> list[Tensor]:
-        if not self.find_unused_parameters and any(p.grad is None for p in self._trained):
-            raise explain_unused([name for p, name in self._trained.items() if p.grad is None])
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained]
-        if self._is_static:
+        if not self.find_unused_parameters and any(p.grad is None for p in self._trainable_names):
+            raise explain_unused_parameters([name for p, name in self._trainable_names.items() if p.grad is None])
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trainable_names]
+        if self._has_static_gradients:
             gradients = [gradient.clone() for gradient in gradients]
-        self.zero_grad(set_to_none=not self._is_static)
+        self.zero_grad(set_to_none=not self._has_static_gradients)
         return gradients
 
     def _reduce_bucket(self, state, bucket):  # DDP rejects annotations that are strings
         """DDP's hook: None and a dist.GradBucket -> torch.futures.Future of its summed buffer."""
-        if self._side:
-            self._side.wait_stream(torch.accelerator.current_stream())
-        with self._side or nullcontext():
+        if self._side_stream:
+            self._side_stream.wait_stream(torch.accelerator.current_stream())
+        with self._side_stream or nullcontext():
             return self._exchange_bucket(bucket.buffer(), bucket.parameters(), bucket.is_last())
 
     def _exchange_bucket(self, flat: Tensor, parameters: list[nn.Parameter], is_last: bool) -> torch.futures.Future:
-        for held in self._inner:
-            torch._foreach_add_(_views(flat, parameters), [held[parameter] for parameter in parameters])
-        parts = [torch.empty_like(flat) for _ in self._parts]
-        for part, held in zip(parts, self._parts, strict=True):
-            torch._foreach_copy_(_views(part, parameters), [held[parameter] for parameter in parameters])
+        for held in self._inner_sums:
+            torch._foreach_add_(_create_gradient_views(flat, parameters), [held[parameter] for parameter in parameters])
+        parts = [torch.empty_like(flat) for _ in self._subtrees]
+        for part, held in zip(parts, self._subtrees, strict=True):
+            torch._foreach_copy_(
+                _create_gradient_views(part, parameters), [held[parameter] for parameter in parameters]
+            )
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
-        self._exchanges.append((TreeAllReduce(flat, parts, self._count), flat, future))
+        self._exchanges.append((TreeAllReduce(flat, parts, self._micro_batch_count), flat, future))
         if len(self._exchanges) > 1:
-            self._exchanges[-2][0].gather()
+            self._exchanges[-2][0].start_all_gather()
         if is_last:
-            self._exchanges[-1][0].gather()
+            self._exchanges[-1][0].start_all_gather()
         while len(self._exchanges) > (0 if is_last else 2):
             exchange, result, done = self._exchanges.pop(0)
             exchange.finish()
@@ -142,13 +145,13 @@ class ExactDDPModel(DDPModel):
         return future
 
 
-def _views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+def _create_gradient_views(flat: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
     """The gradients in a flat bucket; those of GradBucket.gradients() have the wrong strides for channels_last."""
     offsets = itertools.accumulate([p.numel() for p in parameters], initial=int(flat.storage_offset()))
     return [flat.as_strided(p.shape, p.stride(), offset) for p, offset in zip(parameters, offsets, strict=False)]
 
 
-def pair_exact_values(payload: dict[str, Any]) -> dict[str, tuple[str, str]]:
+def list_exact_resume_rules(payload: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """How values of the provenance are compared if this run has exact sums, and the line about a difference."""
     is_exact = payload["config"].get("reduction") == "exact"
     threads = "OMP_NUM_THREADS={here}: with reduction=exact it must be as in the checkpoint, {before}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from utils.settings.checks import one_of
-from utils.settings.conflicts import EITHER, Conflict
+from utils.settings.conflicts import GIVE_ONLY_ONE, Conflict
 from utils.settings.fields import Settings, setting
 
 
@@ -17,5 +17,7 @@ class ExactSettings(Settings):
         "exact: same bits on any ranks",
         one_of("fast", "exact"),
         "may",
-        conflicts=[Conflict("reduction", f"rounds gradients before they are summed; {EITHER}", subject="comm_hook")],
+        conflicts=[
+            Conflict("reduction", f"rounds gradients before they are summed; {GIVE_ONLY_ONE}", subject="comm_hook")
+        ],
     )

@@ -15,43 +15,49 @@ import torch
 from torch import Tensor
 
 from utils.files import is_transient
-from utils.logger import ALIKE, NAME, format_count
+from utils.logger import LOGGER_NAME, RANK_0_WARNING, format_count
 from utils.packages import import_optional
 from utils.settings.errors import UserError
 
 # what torchvision's ImageFolder reads
-SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-HIDDEN = "hidden or of tools"  # by a dot, or one of these names of systems and tools
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+HIDDEN_SUFFIX = "hidden or of tools"  # by a dot, or one of these names of systems and tools
 TOOL_FOLDERS = {
     *"__MACOSX __pycache__ @eaDir @Recycle #recycle $RECYCLE.BIN lost+found".split(),
     "System Volume Information",
 }
-VALIDATION = r"(val|valid|validat(e|ion)|eval|evaluat(e|ion)|dev|devel|development|hold.?out|held.?out)"
-VALIDATION += r"([-_ ]?(set|data|images|split|\d+))?"  # names that other projects use
-DARK = 2**12  # 16-bit images with no value above it lose most of their levels
-SAMPLED = 64  # files of a set, whose headers are read
-_met: dict[str, int] = {}  # the warnings that this process has logged, and the highest value of 16-bit images
+VALIDATION_NAME_PATTERN = r"(val|valid|validat(e|ion)|eval|evaluat(e|ion)|dev|devel|development|hold.?out|held.?out)"
+VALIDATION_NAME_PATTERN += r"([-_ ]?(set|data|images|split|\d+))?"  # names that other projects use
+MIN_BRIGHT_VALUE = 2**12  # 16-bit images with no value above it lose most of their levels
+MAX_FILES_SAMPLED = 64  # files of a set, whose headers are read
+_seen_in_images: dict[
+    str, int
+] = {}  # the warnings that this process has logged, and the highest value of 16-bit images
 
 
-def log_listed(sets: Sequence[Any]) -> None:
+def log_file_listing(sets: Sequence[Any]) -> None:
     """Log how many files of all these listings are left out, if any, and what reading their images loses."""
     from PIL import Image
 
-    _met.clear()
+    _seen_in_images.clear()
     kinds: Counter[str] = sum((dataset.left_out for dataset in sets), Counter())
     if kinds:
         example = next(dataset.example for dataset in sets if dataset.example)
         text = "data: left out %s of other types than images: %s, e.g. %s"
-        logging.getLogger(NAME).info(text, format_count(kinds.total(), "file"), _describe_suffixes(kinds), example)
-    for path in (dataset.path(k) for dataset in sets for k in range(0, len(dataset), max(1, len(dataset) // SAMPLED))):
+        logging.getLogger(LOGGER_NAME).info(
+            text, format_count(kinds.total(), "file"), _describe_suffixes(kinds), example
+        )
+    for path in (
+        dataset.path(k) for dataset in sets for k in range(0, len(dataset), max(1, len(dataset) // MAX_FILES_SAMPLED))
+    ):
         with suppress(Exception), Image.open(path) as file:  # an unreadable one ends the run when it is needed
             _convert_to_8_bits(file, path)
-    if 0 < (peak := _met.get("peak", 0)) < DARK:
+    if 0 < (peak := _seen_in_images.get("peak", 0)) < MIN_BRIGHT_VALUE:
         text = "data: the 16-bit images have values up to %d of 65535, of which reading keeps %d levels; scale them up"
-        logging.getLogger(NAME).warning(text, peak, peak // 256 + 1)
+        logging.getLogger(LOGGER_NAME).warning(text, peak, peak // 256 + 1)
 
 
-def list_folder(folder: Path, classes: list[str]) -> tuple[bytes, list[os.DirEntry]]:
+def list_image_folder(folder: Path, classes: list[str]) -> tuple[bytes, list[os.DirEntry]]:
     """<class>/<path below it> and the bytes of each image below <folder>/<class>/, between zeros; and other files.
 
     Raises:
@@ -70,7 +76,7 @@ def list_folder(folder: Path, classes: list[str]) -> tuple[bytes, list[os.DirEnt
     with os.scandir(folder) as entries:
         other_files += [entry for entry in entries if entry.name not in names]
     if not rows:
-        raise _no_images(folder, "<class>/ folders with images", other_files)
+        raise _explain_no_images(folder, "<class>/ folders with images", other_files)
     return b"\0".join([b"", *rows, b""]), other_files
 
 
@@ -79,26 +85,26 @@ def check_splits(train: Path) -> None:
     val = train.with_name(f"val{train.suffix}")
     with os.scandir(train.parent) as entries:
         names = [entry.name for entry in entries if entry.is_dir() != bool(train.suffix)]
-    similar = re.compile(VALIDATION + re.escape(train.suffix), re.IGNORECASE)
+    similar = re.compile(VALIDATION_NAME_PATTERN + re.escape(train.suffix), re.IGNORECASE)
     for path in (train.with_name(name) for name in sorted(names) if similar.fullmatch(name)):
         if not val.exists():
             raise UserError(f"{path}: is not read; rename it to {val.name}")
         if not path.samefile(val):
-            logging.getLogger(NAME).info("data: %s is not read, but %s", path, val)
+            logging.getLogger(LOGGER_NAME).info("data: %s is not read, but %s", path, val)
 
 
 def find_images(folder: Path, must_exist: bool = False) -> tuple[list[os.DirEntry], list[os.DirEntry]]:
     """The images below a folder, those that torchvision's ImageFolder finds, in its order, but for hidden files and
     those of tools; and the rest. Raises UserError if there must be images and are none."""
-    files = sorted(_files(folder), key=lambda entry: os.path.split(entry.path)) if folder.is_dir() else []
-    images = [file for file in files if file_suffix(file.name) in SUFFIXES]
-    non_images = [file for file in files if file_suffix(file.name) not in SUFFIXES]
+    files = sorted(_walk_files(folder), key=lambda entry: os.path.split(entry.path)) if folder.is_dir() else []
+    images = [file for file in files if file_suffix(file.name) in IMAGE_SUFFIXES]
+    non_images = [file for file in files if file_suffix(file.name) not in IMAGE_SUFFIXES]
     if must_exist and not images:
-        raise _no_images(folder, "images", non_images)
+        raise _explain_no_images(folder, "images", non_images)
     return images, non_images
 
 
-def _files(folder: str | Path) -> Iterator[os.DirEntry]:
+def _walk_files(folder: str | Path) -> Iterator[os.DirEntry]:
     """All files below a folder, links followed, and the hidden folders."""
     with os.scandir(folder) as entries:
         children = [*entries]
@@ -108,24 +114,26 @@ def _files(folder: str | Path) -> Iterator[os.DirEntry]:
         elif entry.is_symlink() and Path(folder).resolve().is_relative_to(Path(entry).resolve()):
             raise UserError(f"{entry.path}: is a link to a folder that contains it; remove the link")
         else:
-            yield from _files(entry.path)
+            yield from _walk_files(entry.path)
 
 
 def is_class_folder(entry: os.DirEntry) -> bool:
     """Whether it is a folder that is read."""
-    return entry.is_dir() and file_suffix(entry.name) != HIDDEN
+    return entry.is_dir() and file_suffix(entry.name) != HIDDEN_SUFFIX
 
 
 def file_suffix(name: str) -> str:
     """The suffix of a file, in lower case, or HIDDEN."""
-    return HIDDEN if name.startswith(".") or name in TOOL_FOLDERS else os.path.splitext(name)[1].lower()
+    return HIDDEN_SUFFIX if name.startswith(".") or name in TOOL_FOLDERS else os.path.splitext(name)[1].lower()
 
 
-def _no_images(folder: Path, missing: str, other_files: list[os.DirEntry]) -> UserError:
+def _explain_no_images(folder: Path, missing: str, other_files: list[os.DirEntry]) -> UserError:
     contents = (
         f", only {_describe_suffixes(Counter(file_suffix(entry.name) for entry in other_files))}" if other_files else ""
     )
-    return UserError(f"{folder}: has no {missing} ({', '.join(SUFFIXES)}){contents}; add some or delete the folder")
+    return UserError(
+        f"{folder}: has no {missing} ({', '.join(IMAGE_SUFFIXES)}){contents}; add some or delete the folder"
+    )
 
 
 def _describe_suffixes(kinds: Counter[str]) -> str:
@@ -184,7 +192,7 @@ def _convert_to_8_bits(file: Any, path: Path) -> Any:
         values = numpy.asarray(file)
         if (transparent := file.info.get("transparency")) is not None:
             values = numpy.where(values == transparent, 2**16 - 1, values)
-        _met["peak"] = max(_met.get("peak", 0), int(values.max()))
+        _seen_in_images["peak"] = max(_seen_in_images.get("peak", 0), int(values.max()))
         return Image.fromarray((values >> 8).astype("uint8"))
     if file.mode in ("I", "F"):
         raise ValueError(f"mode {file.mode} has no range that is known; save it with 8 or 16 bits per channel")
@@ -198,9 +206,9 @@ def _convert_to_8_bits(file: Any, path: Path) -> Any:
     if not any(low < high for low, high in file.getextrema()):
         texts.append("data: %s has one colour on white; put it on another background if it shows more")
     for text in texts:
-        if text not in _met:
-            _met[text] = 1
-            logging.getLogger(NAME).log(ALIKE, text, path)
+        if text not in _seen_in_images:
+            _seen_in_images[text] = 1
+            logging.getLogger(LOGGER_NAME).log(RANK_0_WARNING, text, path)
     return file
 
 

@@ -12,16 +12,16 @@ from utils.packages import import_optional
 from utils.settings.errors import UserError
 
 
-def classifier_names(wanted: str) -> list[str]:
+def list_classifiers(requested_name: str) -> list[str]:
     """The names of torchvision's classifiers. Its import takes seconds.
 
     Args:
-        wanted: the name that is looked for, for the message.
+        requested_name: the name that is looked for, for the message.
 
     Raises:
         UserError: if torchvision cannot be used.
     """
-    models = import_optional(f"model={wanted}", "torchvision.models")
+    models = import_optional(f"model={requested_name}", "torchvision.models")
     return models.list_models(module=models)
 
 
@@ -31,7 +31,7 @@ def torchvision_model(name: str, in_channels: int, num_classes: int, image_size:
     Raises:
         UserError: if torchvision cannot be used, or the model does not take such images.
     """
-    if name not in classifier_names(name):
+    if name not in list_classifiers(name):
         return None
     models = import_optional(f"model={name}", "torchvision.models")
     if in_channels != 3:

@@ -26,7 +26,7 @@ def find_default_weights(model: str) -> Any:
     return models.get_model_weights(model).DEFAULT if model in models.list_models(module=models) else None
 
 
-def weights_file(config: TrainingConfig) -> Path:
+def find_weights_file(config: TrainingConfig) -> Path:
     """Where the weights are: torch.hub's folder if they are there, else <data_dir>/weights. Raises UserError."""
     import_optional("init_from=torchvision", "torchvision.models")
     weights = find_default_weights(config.model)
@@ -42,12 +42,12 @@ def weights_file(config: TrainingConfig) -> Path:
 def load_published_weights(config: TrainingConfig) -> dict[str, Tensor]:
     """The weights by name. DenseNet's were published under the names of an older torchvision."""
     older = re.compile(r"(denselayer\d+\.(?:norm|conv))\.")
-    return {older.sub(r"\1", name): value for name, value in load_weights(weights_file(config)).items()}
+    return {older.sub(r"\1", name): value for name, value in load_weights(find_weights_file(config)).items()}
 
 
 def download_weights(config: TrainingConfig) -> None:
     """Download the weights, completely or not at all. Raises UserError."""
-    file, weights = weights_file(config), find_default_weights(config.model)
+    file, weights = find_weights_file(config), find_default_weights(config.model)
     digest = file.stem.rpartition("-")[2]  # the name ends with the beginning of the file's SHA-256
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -18,12 +18,24 @@ from torch import Tensor
 
 from config import TrainingConfig, UserError, unless_auto
 from utils.example.images import ImageDataset
-from utils.extras.images.files import file_suffix, find_images, list_classes, list_folder, log_listed, read_image
-from utils.extras.images.lists import list_csv, read_rows
-from utils.extras.images.mixing import Mixing, repeated_order
-from utils.extras.images.transforms import STATISTICS, file_transform, find_pretrained_transforms, resolve_auto_sizes
+from utils.extras.images.csv_lists import list_csv_images, read_csv_rows
+from utils.extras.images.files import (
+    file_suffix,
+    find_images,
+    list_classes,
+    list_image_folder,
+    log_file_listing,
+    read_image,
+)
+from utils.extras.images.mixing import Mixing, create_repeated_order
+from utils.extras.images.transforms import (
+    MEAN_AND_STD,
+    create_file_transform,
+    find_pretrained_transforms,
+    resolve_auto_sizes,
+)
 
-OF_FILES = (
+FILE_SETTINGS = (
     *("crop_scale", "crop_ratio", "auto_augment", "random_erase"),
     *("train_size", "resize_size", "interpolation"),
 )
@@ -42,19 +54,19 @@ class ImageFolderDataset(ImageDataset):
     has_sizes = True  # the listing has those of the files
     left_out: Counter[str] = Counter()  # suffixes of other files, on the rank that has listed them
     example = ""
-    log_listed = staticmethod(log_listed)
+    log_file_listing = staticmethod(log_file_listing)
 
     def __init__(self, folder: Path, classes: list[str], config: TrainingConfig, image_size: int) -> None:
         self.folder, self.classes, self.split, self.image_size = folder, classes, folder.stem, image_size
-        self.mean, self.std = map(torch.tensor, STATISTICS[unless_auto(config.in_channels, 3)])
+        self.mean, self.std = map(torch.tensor, MEAN_AND_STD[unless_auto(config.in_channels, 3)])
         self._is_resized = config.image_size != "auto"
-        self._transform, is_random = file_transform(config, image_size, self.split == "train")
+        self._transform, is_random = create_file_transform(config, image_size, self.split == "train")
         self.cacheable = not is_random
 
     @functools.cached_property
     def listing(self) -> bytes:
         """<class>/<path below it> and the bytes of each file, between zeros. Raises UserError for an empty class."""
-        listing, other_files = list_folder(self.folder, self.classes)
+        listing, other_files = list_image_folder(self.folder, self.classes)
         self.left_out, self.example = (
             Counter(file_suffix(file.name) for file in other_files),
             other_files[0].path if other_files else "",
@@ -115,7 +127,7 @@ class CsvDataset(ImageFolderDataset):
 
     @functools.cached_property
     def listing(self) -> bytes:
-        return list_csv(self.file, self.limit)
+        return list_csv_images(self.file, self.limit)
 
     @functools.cached_property
     def classes(self) -> list[str]:  # type: ignore[override]  # as above
@@ -142,14 +154,14 @@ def image_files(config: TrainingConfig, split: str) -> ImageFolderDataset | None
         return None
     classes = [] if suffix else list_classes(root, split)
     channels = unless_auto(config.in_channels, 3)
-    if channels not in STATISTICS:
+    if channels not in MEAN_AND_STD:
         raise UserError(f"in_channels={channels}: images have 1 or 3 channels; give 1 or 3")
     sizes: dict[str, Any] = resolve_auto_sizes(config)
     config = dataclasses.replace(config, **sizes)
     size = config.image_size
     if not isinstance(size, int):  # that of the first image
         if suffix:
-            first = root / next(read_rows(root / "train.csv"))[0]
+            first = root / next(read_csv_rows(root / "train.csv"))[0]
         else:
             first = Path(find_images(root / "train" / classes[0], must_exist=True)[0][0])
         size, width = read_image(first, channels).shape[1:]
@@ -173,17 +185,17 @@ def apply_image_settings(dataset: Any, config: TrainingConfig, split: str) -> No
     if split != "train":
         return
     if dataset.in_memory:
-        _refuse_settings_of_files(config)
+        _check_file_settings(config)
     if config.mixup_alpha or config.cutmix_alpha:
         dataset.mixing = Mixing(config.mixup_alpha, config.cutmix_alpha, config.num_classes)
     if config.augment_repeats > 1:
         dataset.copies = config.augment_repeats
         dataset.with_replacement = True
-        dataset.epoch_order = functools.partial(repeated_order, config.augment_repeats, config.batch_size)
+        dataset.epoch_order = functools.partial(create_repeated_order, config.augment_repeats, config.batch_size)
 
 
-def _refuse_settings_of_files(config: TrainingConfig) -> None:
-    for name in OF_FILES:
+def _check_file_settings(config: TrainingConfig) -> None:
+    for name in FILE_SETTINGS:
         value = getattr(config, name)
         if value != getattr(TrainingConfig, name):
             raise UserError(f"{name}={value}: is for image files; leave it out, or use --dataset imagefolder")

@@ -13,7 +13,7 @@ from utils.extras.images.pretrained import find_default_weights
 from utils.packages import import_optional
 from utils.settings.checks import parse_range
 
-STATISTICS = {1: ((0.5,), (0.25,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}  # by channels; 3: ImageNet's
+MEAN_AND_STD = {1: ((0.5,), (0.25,)), 3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}  # by channels; 3: ImageNet's
 
 
 def find_pretrained_transforms(config: TrainingConfig) -> Any | None:
@@ -33,7 +33,7 @@ def resolve_auto_sizes(config: TrainingConfig) -> dict[str, int | str]:
     return {name: value for name, value in values.items() if getattr(config, name) == "auto"}
 
 
-def file_transform(config: TrainingConfig, size: int, is_train: bool) -> tuple[Callable[[Tensor], Tensor], bool]:
+def create_file_transform(config: TrainingConfig, size: int, is_train: bool) -> tuple[Callable[[Tensor], Tensor], bool]:
     """torchvision's reference transforms, in its order: decoded uint8 [C, H, W] -> uint8 [C, size, size], in workers;
     and whether they draw. A worker seeds torch's generator for each sample, so draws depend on (seed, epoch, sample).
     """
@@ -57,7 +57,7 @@ def file_transform(config: TrainingConfig, size: int, is_train: bool) -> tuple[C
         mean = (
             expected.mean
             if (expected := find_pretrained_transforms(config))
-            else STATISTICS[unless_auto(config.in_channels, 3)][0]
+            else MEAN_AND_STD[unless_auto(config.in_channels, 3)][0]
         )
         steps.append(v2.RandomErasing(config.random_erase, value=[round(255 * part) for part in mean]))
     return v2.Compose(steps), is_cropped or config.auto_augment != "none" or config.random_erase > 0

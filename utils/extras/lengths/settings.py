@@ -14,7 +14,7 @@ def has_no_budget(config: Any) -> bool:
     return not config.batch_tokens
 
 
-def captures_graphs(config: Any) -> bool:
+def has_cuda_graphs(config: Any) -> bool:
     return config.compile == "reduce-overhead"
 
 
@@ -30,7 +30,7 @@ class LengthsSettings(Settings):
         at_least(0),
         "must",
         conflicts=[
-            Conflict(captures_graphs, "has batches of many shapes, and CUDA graphs need one; use --compile default")
+            Conflict(has_cuda_graphs, "has batches of many shapes, and CUDA graphs need one; use --compile default")
         ],
     )
     too_long: str = setting(

@@ -29,48 +29,50 @@ from torch.utils.data import Subset
 from config import TrainingConfig
 from utils.data.sampler import Assignment, GlobalBatchSampler, MicroBatch
 from utils.data.sets import choose_split_name, dataset_class_name
-from utils.data.worker import sample_name
-from utils.distributed.collectives import read_once
+from utils.data.worker import format_sample_name
+from utils.distributed.collectives import read_once_per_file_system
 from utils.distributed.context import DistributedContext
 from utils.packages import import_optional
 from utils.rng import derive_seed
 from utils.settings.errors import UserError
 
 numpy = import_optional("batch_tokens", "numpy")
-DIFFER = "lengths: {other} and {first} read different lengths; copy the data again, or sort what they are made from"
+LENGTHS_DIFFER = (
+    "lengths: {other} and {first} read different lengths; copy the data again, or sort what they are made from"
+)
 
 
 class PackedEpoch(NamedTuple):
     """The micro-batches of an epoch, in their order."""
 
     order: Tensor  # of the samples
-    begins: list[int]  # in that order; the last one is the end
-    longest: list[int]  # the length of the longest sample
+    starts: list[int]  # in that order; the last one is the end
+    max_lengths: list[int]  # the length of the longest sample
     tokens: list[int]  # without padding
 
-    def number_at(self, position: int) -> int:
+    def find_micro_batch(self, position: int) -> int:
         """The number of the micro-batch that begins at this place of the order."""
-        return bisect_left(self.begins, position)
+        return bisect_left(self.starts, position)
 
-    def padded(self, number: int) -> int:
-        return self.longest[number] * (self.begins[number + 1] - self.begins[number])
+    def count_padded_tokens(self, number: int) -> int:
+        return self.max_lengths[number] * (self.starts[number + 1] - self.starts[number])
 
 
 @dataclass(frozen=True)
 class TokenBudget:
     """What a micro-batch may hold: `tokens` with padding, and `samples`, if that is not 0."""
 
-    tokens: int
-    samples: int
+    max_tokens: int
+    max_samples: int
     window: int  # micro-batches that are sorted by length together
 
-    def pack(self, lengths: Iterable[int]) -> tuple[list[int], list[int]]:
+    def cut_into_micro_batches(self, lengths: Iterable[int]) -> tuple[list[int], list[int]]:
         """Where micro-batches of consecutive samples begin if each takes as many as it may, with the end of the last
         one, and the longest length in each. A sample that exceeds the budget is alone."""
-        begins, tops, longest, count, max_samples, position = [0], [], 0, 0, self.samples or self.tokens, -1
+        begins, tops, longest, count, max_samples, position = [0], [], 0, 0, self.max_samples or self.max_tokens, -1
         for position, length in enumerate(lengths):
             count += 1
-            if (length if length > longest else longest) * count > self.tokens or count > max_samples:
+            if (length if length > longest else longest) * count > self.max_tokens or count > max_samples:
                 if count > 1:
                     begins.append(position)
                     tops.append(longest)
@@ -79,15 +81,15 @@ class TokenBudget:
                 longest = length
         return [*begins, position + 1], [*tops, longest]
 
-    def largest(self, lengths: Tensor) -> list[list[int]]:
+    def find_largest(self, lengths: Tensor) -> list[list[int]]:
         """The samples of a micro-batch of the longest, of those with most tokens and with most pairs of tokens in a
         row, padding included, and of one that has the most samples."""
         order = lengths.sort(stable=True, descending=True).indices
-        begins, tops = self.pack(lengths[order].tolist())
+        begins, tops = self.cut_into_micro_batches(lengths[order].tolist())
         spans = [*zip(begins, begins[1:], tops, strict=False)]
         chosen = [spans[0], *(max(spans, key=lambda span: (span[1] - span[0]) * span[2] ** power) for power in (1, 2))]
-        shortest = order.flip(0)[: self.samples or self.tokens]
-        most_samples = shortest[: self.pack(lengths[shortest].tolist())[0][1]]
+        shortest = order.flip(0)[: self.max_samples or self.max_tokens]
+        most_samples = shortest[: self.cut_into_micro_batches(lengths[shortest].tolist())[0][1]]
         return [order[first:end].tolist() for first, end, _ in dict.fromkeys(chosen)] + [most_samples.tolist()]
 
 
@@ -102,47 +104,47 @@ class BudgetSampler(GlobalBatchSampler):
     is_packed = True
 
     def __init__(self, dataset: Any, lengths: Tensor, budget: TokenBudget, **options: Any) -> None:
-        super().__init__(dataset, batch_size=budget.samples or len(dataset), **options)
-        self.lengths, self.budget, self.largest = lengths, budget, budget.largest(lengths)
-        self._packed: dict[int, PackedEpoch] = {}  # of an epoch and the one before
-        budget_line = f"{budget.tokens:,} tokens, padding included"
+        super().__init__(dataset, batch_size=budget.max_samples or len(dataset), **options)
+        self.lengths, self.budget, self.largest_micro_batches = lengths, budget, budget.find_largest(lengths)
+        self._packed_epochs: dict[int, PackedEpoch] = {}  # of an epoch and the one before
+        budget_line = f"{budget.max_tokens:,} tokens, padding included"
         self.provenance = {"budget": budget_line, "lengths": hashlib.sha256(lengths.numpy().tobytes()).hexdigest()[:16]}
 
     @property
     def global_batch_size(self) -> int:
         """The most that a global batch may have: samples if they are bounded, else tokens with padding."""
-        return (self.budget.samples or self.budget.tokens) * self.micro_batches_per_step
+        return (self.budget.max_samples or self.budget.max_tokens) * self.micro_batches_per_step
 
     @property
     def samples_per_epoch(self) -> int:
         """Of the first epoch, if samples are dropped."""
-        return len(self.order(0)) if self.drop_last else len(self.dataset)
+        return len(self.epoch_order(0)) if self.drop_last else len(self.dataset)
 
     @functools.cached_property
     def micro_batches_per_epoch(self) -> int:  # type: ignore[override]
-        return len(self.pack_epoch(0).longest)
+        return len(self.pack_epoch(0).max_lengths)
 
-    def smallest_micro_batch(self, max_steps: int = 0) -> list[list[int]]:
+    def find_smallest_micro_batch(self, max_steps: int = 0) -> list[list[int]]:
         packed = self.pack_epoch(0)
-        sizes = torch.tensor(packed.begins).diff()[: max_steps * self.micro_batches_per_step or None]
+        sizes = torch.tensor(packed.starts).diff()[: max_steps * self.micro_batches_per_step or None]
         number = int(sizes.argmin())
-        return [packed.order[packed.begins[number] : packed.begins[number + 1]].tolist()]
+        return [packed.order[packed.starts[number] : packed.starts[number + 1]].tolist()]
 
-    def remaining_steps(self, epoch: int, start: int, epochs: float) -> float:
+    def count_remaining_steps(self, epoch: int, start: int, epochs: float) -> float:
         if epoch >= epochs:
             return 0
         packed = self.pack_epoch(epoch)
-        left = len(packed.longest) - packed.number_at(start)
+        left = len(packed.max_lengths) - packed.find_micro_batch(start)
         return math.ceil(left / self.micro_batches_per_step) + max(0, epochs - epoch - 1) * self.steps_per_epoch
 
-    def order(self, epoch: int) -> Tensor:
+    def epoch_order(self, epoch: int) -> Tensor:
         return self.pack_epoch(epoch).order
 
     def pack_epoch(self, epoch: int) -> PackedEpoch:
         """The micro-batches of an epoch. Raises UserError as `GlobalBatchSampler.order`."""
-        if epoch not in self._packed:
-            self._packed = {
-                kept_epoch: packed for kept_epoch, packed in self._packed.items() if abs(kept_epoch - epoch) == 1
+        if epoch not in self._packed_epochs:
+            self._packed_epochs = {
+                kept_epoch: packed for kept_epoch, packed in self._packed_epochs.items() if abs(kept_epoch - epoch) == 1
             }
             drawn = GlobalBatchSampler(
                 self.dataset,
@@ -152,18 +154,22 @@ class BudgetSampler(GlobalBatchSampler):
                 seed=self.seed,
                 shuffle=self.shuffle,
             )
-            self._packed[epoch] = self._pack(epoch, drawn.order(epoch))
-        return self._packed[epoch]
+            self._packed_epochs[epoch] = self._pack_order(epoch, drawn.epoch_order(epoch))
+        return self._packed_epochs[epoch]
 
-    def _pack(self, epoch: int, order: Tensor) -> PackedEpoch:
+    def _pack_order(self, epoch: int, order: Tensor) -> PackedEpoch:
         lengths, n = self.lengths[order % len(self.lengths)], len(order)
-        samples = min(self.budget.tokens * n // int(lengths.sum()), self.budget.samples or n)  # in a micro-batch, about
+        samples = min(
+            self.budget.max_tokens * n // int(lengths.sum()), self.budget.max_samples or n
+        )  # in a micro-batch, about
         window = self.budget.window * max(1, samples) if self.shuffle else n
         parts = [
             part.sort(stable=True, descending=number % 2 == 1).indices + number * window
             for number, part in enumerate(lengths.split(window))
         ]
-        starts, tops = self.budget.pack(itertools.chain.from_iterable(lengths[part].tolist() for part in parts))
+        starts, tops = self.budget.cut_into_micro_batches(
+            itertools.chain.from_iterable(lengths[part].tolist() for part in parts)
+        )
         positions, begins, longest = torch.cat(parts), torch.tensor(starts), torch.tensor(tops)
         if self.shuffle:
             generator = torch.Generator().manual_seed(derive_seed("micro-batches", self.seed, epoch))
@@ -175,28 +181,33 @@ class BudgetSampler(GlobalBatchSampler):
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[positions].cumsum(0)])[begins].diff()
         return PackedEpoch(order[positions], begins.tolist(), longest.tolist(), tokens.tolist())
 
-    def token_density(self, epoch: int, end: int | None, steps: int) -> tuple[float, float]:
+    def measure_token_density(self, epoch: int, end: int | None, steps: int) -> tuple[float, float]:
         samples = tokens = padded = 0
         while steps > 0 and epoch >= 0:
             packed, full = self.pack_epoch(epoch), self.micro_batches_per_step
-            last = len(packed.longest) if end is None else packed.number_at(end)
+            last = len(packed.max_lengths) if end is None else packed.find_micro_batch(end)
             first = max(0, math.ceil(last / full) - steps) * full
-            samples += packed.begins[last] - packed.begins[first]
+            samples += packed.starts[last] - packed.starts[first]
             tokens, padded = (
                 tokens + sum(packed.tokens[first:last]),
-                padded + sum(map(packed.padded, range(first, last))),
+                padded + sum(map(packed.count_padded_tokens, range(first, last))),
             )
             steps, epoch, end = steps - math.ceil((last - first) / full), epoch - 1, None
         return tokens / samples, 1 - tokens / padded
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         packed = self.pack_epoch(epoch)
-        for first in range(packed.number_at(start), len(packed.longest), self.micro_batches_per_step):
-            sizes = [*map(packed.padded, range(len(packed.longest))[first : first + self.micro_batches_per_step])]
-            begins, count = packed.begins[first : first + len(sizes) + 1], len(sizes)
+        for first in range(packed.find_micro_batch(start), len(packed.max_lengths), self.micro_batches_per_step):
+            sizes = [
+                *map(
+                    packed.count_padded_tokens,
+                    range(len(packed.max_lengths))[first : first + self.micro_batches_per_step],
+                )
+            ]
+            begins, count = packed.starts[first : first + len(sizes) + 1], len(sizes)
             is_free = type(self.assignment) is Assignment  # else in runs, along which exact sums are formed
             if is_free:
-                numbers: Sequence[int] = balance_ranks(self.rank, self.num_replicas, sizes)
+                numbers: Sequence[int] = assign_micro_batches(self.rank, self.num_replicas, sizes)
             else:
                 numbers = self.assignment.micro_batch_numbers(self.rank, count)
             passes = math.ceil(count / self.num_replicas) if self.assignment.is_padded else max(1, len(numbers))
@@ -207,12 +218,12 @@ class BudgetSampler(GlobalBatchSampler):
                 yield MicroBatch(epoch, number, indices, is_padding, k == passes - 1, count, begins[-1] - begins[0])
 
 
-def balance_ranks(rank: int, ranks: int, sizes: Sequence[int]) -> list[int]:
+def assign_micro_batches(rank: int, world_size: int, sizes: Sequence[int]) -> list[int]:
     """The numbers of a rank's micro-batches: from large to small they are dealt to the ranks, forwards and backwards in
     turns, so that all ranks have equally many of about the same total size."""
     ranked = sorted(range(len(sizes)), key=lambda number: -sizes[number])
-    hands = [ranked[first : first + ranks] for first in range(0, len(ranked), ranks)]
-    dealt = [(hand, ranks - 1 - rank if turn % 2 else rank) for turn, hand in enumerate(hands)]
+    hands = [ranked[first : first + world_size] for first in range(0, len(ranked), world_size)]
+    dealt = [(hand, world_size - 1 - rank if turn % 2 else rank) for turn, hand in enumerate(hands)]
     return sorted(hand[position] for hand, position in dealt if position < len(hand))
 
 
@@ -241,15 +252,17 @@ def read_lengths(outer_dataset: Any, split: str, folder: Path, ctx: DistributedC
             raise UserError(f"lengths of {split}: {shown}; {wanted}")
         lengths = lengths.astype(numpy.int64)[rows]
         if (wrong := numpy.flatnonzero(lengths < 1)).size:
-            sample = sample_name(outer_dataset, int(wrong[0]))
+            sample = format_sample_name(outer_dataset, int(wrong[0]))
             raise UserError(f"lengths of {split}: that of {sample} is {lengths[wrong[0]]}; give numbers of at least 1")
         return lengths.tobytes()
 
-    data = read_once(next(path for path in (folder, *folder.parents) if path.exists()), read, DIFFER, ctx)
+    data = read_once_per_file_system(
+        next(path for path in (folder, *folder.parents) if path.exists()), read, LENGTHS_DIFFER, ctx
+    )
     return torch.frombuffer(bytearray(data), dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
 
 
-def create_budget_sampler(
+def create_budget_factory(
     dataset: Any, config: TrainingConfig, ctx: DistributedContext, is_training: bool
 ) -> Callable[..., GlobalBatchSampler]:
     """What creates the sampler of a set, from the options of GlobalBatchSampler without batch_size. Collective.
@@ -272,7 +285,7 @@ def create_budget_sampler(
         )
     longest = int(lengths.max())
     if longest > config.batch_tokens and config.too_long == "error":
-        sample, many = sample_name(dataset, int(lengths.argmax())), int((lengths > config.batch_tokens).sum())
+        sample, many = format_sample_name(dataset, int(lengths.argmax())), int((lengths > config.batch_tokens).sum())
         others_text = f", and {many - 1:,} more are too long" if many > 1 else ""
         raise UserError(
             f"batch_tokens={config.batch_tokens}: {sample} of {split} has the length {longest:,}{others_text};"

@@ -14,10 +14,10 @@ from config import TrainingConfig
 from utils.data.sampler import MicroBatch
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import find_shard_group, local_shard
-from utils.extras.sharding.model import ELEMENTWISE, build_sharded
+from utils.extras.sharding.sharded_model import ELEMENTWISE_OPTIMIZERS, build_sharded_model
 from utils.settings.errors import UserError
 from utils.training.ddp_model import SingleProcessModel, WrappedModel
-from utils.training.gradient_strategy import Blocks, Build, GradientStrategy
+from utils.training.gradient_strategy import CreateModel, FindBlocks, GradientStrategy
 
 
 class FSDPModel(SingleProcessModel):
@@ -25,7 +25,7 @@ class FSDPModel(SingleProcessModel):
 
     module: Any
 
-    def accumulating(self, micro_batch: MicroBatch) -> AbstractContextManager:
+    def accumulate(self, micro_batch: MicroBatch) -> AbstractContextManager:
         self.module.set_requires_all_reduce(micro_batch.is_last)  # between replicas, once per step
         return nullcontext()
 
@@ -39,45 +39,48 @@ class FSDPStrategy(GradientStrategy):
         super().__init__(config, ctx)
         self.banner_note = f", sharded ({config.sharding}{', in host memory' * config.cpu_offload})"
 
-    _group: dist.ProcessGroup | None = None  # the ranks that hold the shards of a parameter
+    _shard_group: dist.ProcessGroup | None = None  # the ranks that hold the shards of a parameter
 
-    def build_model(self, create_model: Build, blocks: Blocks) -> nn.Module:
-        return build_sharded(create_model, blocks, self._config, self._ctx)
+    def build_model(self, create_model: CreateModel, find_blocks: FindBlocks) -> nn.Module:
+        return build_sharded_model(create_model, find_blocks, self._config, self._ctx)
 
     def wrap_model(self, model: nn.Module) -> WrappedModel:
         return FSDPModel(model)
 
-    def optimizer_tensors(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
+    def create_optimizer_tensors(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
         parameters = list(parameters)
-        self._group = find_shard_group(parameters)
+        self._shard_group = find_shard_group(parameters)
         return {p: nn.Parameter(local_shard(p.detach()), p.requires_grad) for p in parameters}
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer may need whole tensors, such as their norms."""
         kind = type(optimizer)
-        is_listed = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
+        is_listed = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE_OPTIMIZERS
         if not is_listed and not getattr(optimizer, "is_elementwise", False):
             raise UserError(
                 f"create_optimizer: {kind.__name__} gets shards of the parameters; if it updates each element by"
                 " itself, set is_elementwise = True in its class, else use --sharding none"
             )
 
-    def unscale(
-        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, owners: dict[nn.Parameter, nn.Parameter]
+    def unscale_gradients(
+        self,
+        scaler: torch.amp.GradScaler,
+        optimizer: torch.optim.Optimizer,
+        parameters_by_tensor: dict[nn.Parameter, nn.Parameter],
     ) -> None:
         for group in optimizer.param_groups:
             for shard in group["params"]:
-                shard.grad = local_shard(owners[shard].grad)
+                shard.grad = local_shard(parameters_by_tensor[shard].grad)
         scaler.unscale_(optimizer)
         if scaler.is_enabled():  # an overflow in any shard counts on all ranks
             for found_inf in scaler._found_inf_per_device(optimizer).values():
-                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
+                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._shard_group)
 
-    def gradient_norm(self, gradients: list[Tensor]) -> Tensor:
-        return norm_over(self._group, super().gradient_norm(gradients))
+    def compute_gradient_norm(self, gradients: list[Tensor]) -> Tensor:
+        return combine_norms(self._shard_group, super().compute_gradient_norm(gradients))
 
 
-def norm_over(group: dist.ProcessGroup | None, norm: Tensor) -> Tensor:
+def combine_norms(group: dist.ProcessGroup | None, norm: Tensor) -> Tensor:
     """The norm over all shards in the group, if there is one, with the same bits on all ranks."""
     if group is None:
         return norm

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from utils.settings.checks import one_of
-from utils.settings.conflicts import EITHER, Conflict
+from utils.settings.conflicts import GIVE_ONLY_ONE, Conflict
 from utils.settings.fields import Settings, setting
 
 SHARDED_AMP_DTYPES = ("bf16_params", "fp16_params")
-NOT_SHARDED = ("reduction", "comm_hook", "compile", "find_unused_parameters")
+INCOMPATIBLE_SETTINGS = ("reduction", "comm_hook", "compile", "find_unused_parameters")
 NEEDS_SHARDING = "needs sharding; add --sharding zero3, or leave it out"
 
 
@@ -22,7 +22,7 @@ def is_not_sharded(config: Any) -> bool:
     return config.sharding == "none"
 
 
-def gathers_in_16_bits(config: Any) -> bool:
+def is_gathered_in_16_bits(config: Any) -> bool:
     return config.amp_dtype.endswith("_params") and is_not_sharded(config)
 
 
@@ -35,10 +35,10 @@ class ShardingSettings(Settings):
         one_of("none", "zero2", "zero3", "hybrid"),
         "may",
         conflicts=[
-            Conflict("sharding", f"does not work with sharding={{sharding}}; {EITHER}", subject=name)
-            for name in NOT_SHARDED
+            Conflict("sharding", f"does not work with sharding={{sharding}}; {GIVE_ONLY_ONE}", subject=name)
+            for name in INCOMPATIBLE_SETTINGS
         ]
-        + [Conflict(gathers_in_16_bits, NEEDS_SHARDING, subject="amp_dtype")],
+        + [Conflict(is_gathered_in_16_bits, NEEDS_SHARDING, subject="amp_dtype")],
     )
     cpu_offload: bool = setting(
         "distributed",

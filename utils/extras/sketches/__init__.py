@@ -24,11 +24,11 @@ from utils.distributed.context import DistributedContext
 from utils.rng import derive_seed, draw_uniform, sample_draws
 from utils.settings.errors import UserError
 
-SAMPLES, SECONDS = 64, 2.0  # of each data set: how many are compared, and for how long they are fetched
-ARRAYS, VALUES = 16, 4096  # of a sample; of an array, to twice as many
+MAX_SAMPLES, MAX_SECONDS = 64, 2.0  # of each data set: how many are compared, and for how long they are fetched
+MAX_ARRAYS_PER_SAMPLE, VALUES_PER_ARRAY = 16, 4096  # of a sample; of an array, to twice as many
 
 
-def compare_ranks(
+def compare_sample_fingerprints(
     sets: dict[str, MapDataset], seed: int, sentence: str, ctx: DistributedContext
 ) -> list[list[SampleFingerprint | None]]:
     """Sketches of each data set. Collective. Raises UserError with the sentence if a rank has other samples.
@@ -37,14 +37,14 @@ def compare_ranks(
     the same files, on which metrics are not comparable.
     """
 
-    def look() -> list[list[SampleFingerprint | None]]:
+    def fingerprint_sets() -> list[list[SampleFingerprint | None]]:
         has_sizes = getattr(sets["train"], "has_sizes", False)
         return [
             [] if split == "train" and has_sizes else sample_fingerprints(dataset, seed)
             for split, dataset in sets.items()
         ]
 
-    local_sketches = on_all_ranks(look, ctx)
+    local_sketches = on_all_ranks(fingerprint_sets, ctx)
     first = broadcast_json(local_sketches, ctx)
     require_equal(first if all(map(are_fingerprints_alike, local_sketches, first)) else local_sketches, sentence, ctx)
     return local_sketches
@@ -53,9 +53,9 @@ def compare_ranks(
 def sample_fingerprints(dataset: MapDataset, seed: int) -> list[SampleFingerprint | None]:
     """Sketches of samples that are spread over the data set. None for a sample that cannot be fetched, or that is not
     the same when it is fetched again with the same seed."""
-    size, count = len(dataset), min(SAMPLES, len(dataset))
+    size, count = len(dataset), min(MAX_SAMPLES, len(dataset))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
-    fetcher, ends = Fetcher(dataset, has_getitems(dataset), seed), time.monotonic() + SECONDS
+    fetcher, ends = Fetcher(dataset, has_getitems(dataset), seed), time.monotonic() + MAX_SECONDS
     sketch_list: list[SampleFingerprint | None] = []
     for position in order:
         if sketch_list and time.monotonic() > ends:
@@ -75,15 +75,15 @@ def fingerprint_of_sample(sample: Any) -> SampleFingerprint:
     exact: list[Any] = []
     sums: list[float] = []
 
-    def add(value: Any) -> None:
+    def add_value(value: Any) -> None:
         if isinstance(value, UserError):  # returned by Fetcher
             raise value
         if isinstance(value, dict):
-            add([[str(key), value[key]] for key in sorted(value, key=str)])
+            add_value([[str(key), value[key]] for key in sorted(value, key=str)])
         elif isinstance(value, list | tuple):
             exact.append(len(value))
             for item in value:
-                add(item)
+                add_value(item)
         elif isinstance(value, str):  # the data may be mounted elsewhere on another machine
             exact.append(os.path.basename(value) if os.path.exists(value) else value)
         elif isinstance(value, int | bytes | None):
@@ -95,18 +95,18 @@ def fingerprint_of_sample(sample: Any) -> SampleFingerprint:
 
     def add_array(array: Tensor) -> None:
         array = torch.view_as_real(array) if array.is_complex() else array
-        flat = array.reshape(-1)[:: max(1, array.numel() // VALUES)]
+        flat = array.reshape(-1)[:: max(1, array.numel() // VALUES_PER_ARRAY)]
         exact.append((str(array.dtype), *array.shape))
         if flat.dtype in (torch.int64, torch.int32, torch.bool):
             exact.append(flat.tolist())
-        elif len(sums) < 2 * ARRAYS:
+        elif len(sums) < 2 * MAX_ARRAYS_PER_SAMPLE:
             flat = flat.double().nan_to_num(0, 0, 0)
-            sums.extend([flat.norm().item(), flat.dot(_pattern()[: len(flat)]).item()])
+            sums.extend([flat.norm().item(), flat.dot(_create_projection()[: len(flat)]).item()])
 
-    add(sample)
+    add_value(sample)
     return [derive_seed(exact), *sums]
 
 
 @functools.cache
-def _pattern() -> Tensor:
-    return draw_uniform(sample_draws(0, 0, torch.zeros(1, dtype=torch.int64), 2 * VALUES)[0]).double() - 0.5
+def _create_projection() -> Tensor:
+    return draw_uniform(sample_draws(0, 0, torch.zeros(1, dtype=torch.int64), 2 * VALUES_PER_ARRAY)[0]).double() - 0.5

@@ -16,32 +16,32 @@ from utils.data.sets import dataset_class_name
 from utils.logger import format_count
 from utils.run import provenance
 
-VERIFIED = provenance.ROOT / "verified.json"  # the result of scripts/verify.py
+VERIFICATION_FILE = provenance.PROJECT_ROOT / "verified.json"  # the result of scripts/verify.py
 
 
 def find_verification(model: nn.Module, dataset: Any, config: TrainingConfig) -> dict[str, Any]:
     """The entries of provenance.json."""
-    is_verified, text = read_verification(fingerprint_task(model, dataset_class_name(dataset)), config)
+    is_verified, text = read_verification(describe_task(model, dataset_class_name(dataset)), config)
     return {"verified": is_verified, "verification": text}
 
 
-def fingerprint_task(model: nn.Module, dataset: str) -> str:
+def describe_task(model: nn.Module, dataset: str) -> str:
     """What scripts/verify.py verifies, besides its flags. dataset: its class name."""
     return f"{type(model).__name__} on {dataset}"
 
 
 def read_verification(task: str, config: TrainingConfig) -> tuple[bool, str]:
-    """Whether scripts/verify.py passed with this code, task (`fingerprint_task`) and flags, and a line for the"
+    """Whether scripts/verify.py passed with this code, task (`describe_task`) and flags, and a line for the"
     " banner."""
     try:
-        record = json.loads(VERIFIED.read_text(encoding="utf-8"))
+        record = json.loads(VERIFICATION_FILE.read_text(encoding="utf-8"))
         changed = [
             name
             for name, digest in record["code"].items()
-            if provenance.file_checksum(provenance.ROOT / name) != digest
+            if provenance.compute_file_checksum(provenance.PROJECT_ROOT / name) != digest
         ]
-        changed += [name for name in provenance.code_checksums() if name not in record["code"]]
-        before, current = record["versions"], provenance.package_versions()
+        changed += [name for name in provenance.compute_code_checksums() if name not in record["code"]]
+        before, current = record["versions"], provenance.collect_package_versions()
         changed += [
             f"{name} {before[name]} -> {current.get(name)}" for name in before if before[name] != current.get(name)
         ]

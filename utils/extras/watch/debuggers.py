@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 # pdb, ipdb and pudb wait inside Bdb.trace_dispatch. After a failure pdb and ipdb wait in Pdb.interaction.
-_BUILT_IN = [(bdb.Bdb, "trace_dispatch"), (pdb.Pdb, "interaction")]
+_DEBUGGER_METHODS = [(bdb.Bdb, "trace_dispatch"), (pdb.Pdb, "interaction")]
 _waiting_threads: list[str] = []  # an entry for each. Only their number counts: append and pop are atomic, += is not
 
 
@@ -29,7 +29,7 @@ def is_in_debugger() -> bool:
 
 def _wrap_debuggers() -> None:
     """Wrap those that have been imported. pydevd, of VS Code and PyCharm, may be attached at any time."""
-    for debugger, name in _BUILT_IN:
+    for debugger, name in _DEBUGGER_METHODS:
         _wrap_method(debugger, name)
     debugger_class = getattr(sys.modules.get("pydevd"), "PyDB", None)
     if debugger_class:

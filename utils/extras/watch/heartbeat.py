@@ -20,25 +20,25 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from utils.clock import NO_FUNCTION, PHASES
+from utils.clock import NO_HOOK, PHASES
 
 T = TypeVar("T")
 NO_FAILURE = "-"
-SECONDS_TO_END = 2.0
+SECONDS_TO_JOIN = 2.0
 
 
 class RankStatus(NamedTuple):
     """The position of a rank."""
 
     heartbeat: int  # of the thread that watches
-    counter: int  # number of phases entered
+    progress_count: int  # number of phases entered
     step: int  # the current optimizer step, from 1
     phase: str
     pid: int
-    function: str = NO_FUNCTION  # of model.py, in which an evaluation is
+    hook: str = NO_HOOK  # of model.py, in which an evaluation is
 
 
-def _resolve(future: Future, call: Callable) -> None:
+def _resolve_future(future: Future, call: Callable) -> None:
     try:
         future.set_result(call())
     except BaseException as error:
@@ -64,7 +64,7 @@ class Heartbeats:
         if rank == 0:
             self._write_store.set("failure", NO_FAILURE)
 
-    def for_next_run(self) -> Heartbeats:
+    def create_for_next_run(self) -> Heartbeats:
         """Heartbeats for another run of the same ranks. Each run closes its own when it ends."""
         return Heartbeats(self._write_store, self._rank, self._pid, self._address, self.is_hosted_by_rank_0)
 
@@ -86,20 +86,20 @@ class Heartbeats:
 
     def _run_calls(self) -> None:
         while item := self._calls.get():
-            _resolve(*item)
+            _resolve_future(*item)
             del item  # a thread that ends after the interpreter must not be the last that refers to process groups
 
     def close(self) -> None:
         """End the thread, unless it hangs."""
         if self._thread:
             self._calls.put(None)
-            self._thread.join(SECONDS_TO_END)
+            self._thread.join(SECONDS_TO_JOIN)
             self._thread = None
         del self._write_store, self._read_store  # their sockets
 
     def read_statuses(self, ranks: Iterable[int]) -> tuple[dict[int, RankStatus], dict[str, Any]]:
         """The places of these ranks, and the first failure as given to `report`, or nothing."""
-        *texts, failure = self._get([*map(str, ranks), "failure"])
+        *texts, failure = self._read_keys([*map(str, ranks), "failure"])
         statuses = (
             RankStatus(int(beat), int(counter), int(step), phase, int(pid), function)
             for beat, counter, step, phase, pid, function in map(str.split, texts)
@@ -108,13 +108,13 @@ class Heartbeats:
 
     def read_stacks(self, ranks: int) -> list[str]:
         """Of the first `ranks` ranks."""
-        return self._get([f"stack {rank}" for rank in range(ranks)])
+        return self._read_keys([f"stack {rank}" for rank in range(ranks)])
 
     def report_failure(self, failure: dict[str, Any]) -> None:
         """Report a failure of this rank or of a lost one. The first one counts."""
         self._read_store.compare_set("failure", NO_FAILURE, json.dumps(failure))
 
-    def _get(self, keys: list[str]) -> list[str]:
+    def _read_keys(self, keys: list[str]) -> list[str]:
         return [value.decode() for value in self._read_store.multi_get(keys)]
 
     def ping_store_host(self) -> Future[bool]:
@@ -133,7 +133,7 @@ class Heartbeats:
         return answer
 
 
-def process_state(pid: int) -> str:
+def read_process_state(pid: int) -> str:
     """The state of a process on this host, as in /proc: Z and X are gone, T and t stopped. Empty if it is unknown."""
     try:
         os.kill(pid, 0)
@@ -145,14 +145,14 @@ def process_state(pid: int) -> str:
 
 
 def describe_hang(
-    statuses: dict[int, RankStatus], silent_ranks: set[int], hosts: tuple[str, ...], seconds: float, how: str = "hangs"
+    statuses: dict[int, RankStatus], silent_ranks: set[int], hosts: tuple[str, ...], seconds: float, verb: str = "hangs"
 ) -> tuple[str, int]:
     """One sentence on what blocks the ranks, and the first rank that does.
 
     Args:
         statuses: of the ranks, as far as they are known.
         silent_ranks: ranks whose beat has stopped.
-        how: what a live rank that holds up the others does.
+        verb: what a live rank that holds up the others does.
     """
     if silent_ranks:
         hanging = min(silent_ranks)
@@ -163,17 +163,17 @@ def describe_hang(
         ]
     else:
         progress = {
-            rank: (rank_status.step, rank_status.function == NO_FUNCTION, PHASES.index(rank_status.phase))
+            rank: (rank_status.step, rank_status.hook == NO_HOOK, PHASES.index(rank_status.phase))
             for rank, rank_status in statuses.items()
         }
         last = [rank for rank, reached in progress.items() if reached == min(progress.values())]
         hanging, status = last[0], statuses[last[0]]
         location = f"in {status.phase} of step {status.step}"
-        location += f", in {status.function} of model.py" if status.function != NO_FUNCTION else ""
-        named = [f"rank {rank} on {hosts[rank]} {how} {location} (process {statuses[rank].pid})" for rank in last]
+        location += f", in {status.hook} of model.py" if status.hook != NO_HOOK else ""
+        named = [f"rank {rank} on {hosts[rank]} {verb} {location} (process {statuses[rank].pid})" for rank in last]
         if len(last) == len(progress) > 1:
             named = [f"all ranks are slow {location}"]
-            if how == "hangs":
+            if verb == "hangs":
                 cause = "the network between them, or a collective that not all called"
                 if status.phase == "data":  # no rank waits for another one there
                     cause = "the storage, or the data set's code"

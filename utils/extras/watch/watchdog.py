@@ -33,33 +33,36 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from utils.clock import NO_FUNCTION, STEP_PHASES, PhaseClock
+from utils.clock import NO_HOOK, STEP_PHASES, PhaseClock
 from utils.distributed.context import DistributedContext
 from utils.extras.watch.debuggers import is_in_debugger
-from utils.extras.watch.heartbeat import RankStatus, describe_hang, process_state
+from utils.extras.watch.heartbeat import RankStatus, describe_hang, read_process_state
 from utils.settings.errors import TrainingError
-from utils.signals import STOP
+from utils.signals import STOP_HANDLER
 
 T = TypeVar("T")
-STOPPED = "after a stop signal"
+STOP_REASON = "after a stop signal"
 UNTIMED_PHASES = ("start", "end")  # phases that may take long: a rank that beats is not ended
 SECONDS_BETWEEN_HEARTBEATS = 0.5
 SECONDS_BETWEEN_CHECKS = 1.0
 SECONDS_PER_TICK = 1.0  # at most: after a longer one this process was suspended
 SECONDS_TO_OBSERVE = 2.0  # in which the beat of a live rank changes
-SECONDS_TO_ANSWER = 2.0  # for the store
+SECONDS_FOR_STORE_ANSWER = 2.0  # for the store
 SECONDS_TO_CONNECT = 10.0  # to its host
-SECONDS_TO_FIND = 20.0  # lost ranks
-SECONDS_PER_RANK = 0.01  # ranks look for lost ones one after the other, since each reads the places of all
-SECONDS_OF_SILENCE = 6.0  # of a rank on another host or of the store, until it is lost
-SECONDS_TO_SUSPECT = 1.0  # without progress, before this rank looks at the next one
-SECONDS_FOR_BLAME = 4.0  # the rank that reports a hang ends this much earlier: torchrun blames the first
+SECONDS_TO_FIND_LOST_RANK = 20.0  # lost ranks
+SECONDS_BETWEEN_SEARCHES = 0.01  # ranks look for lost ones one after the other, since each reads the places of all
+SECONDS_UNTIL_LOST = 6.0  # of a rank on another host or of the store, until it is lost
+SECONDS_BEFORE_PEER_CHECK = 1.0  # without progress, before this rank looks at the next one
+SECONDS_BEFORE_PEERS_EXIT = 4.0  # the rank that reports a hang ends this much earlier: torchrun blames the first
 SECONDS_TO_STOP, STEPS_TO_STOP = 20.0, 3  # the longer one may pass after a stop signal: torchrun waits 30 s
-SECONDS_TO_FAIL = 60.0  # for a rank that has failed and reports it, on storage that may hang
-LEAST_LIMIT, FIRST_LIMIT = 5.0, 60.0  # seconds without progress before a report; FIRST: before steps were measured
-STEPS_TO_LEARN = 8
-TIMES_IN_A_FUNCTION = 10  # hang_timeout, for a function of model.py in an evaluation
-GONE, SUSPENDED = ("Z", "X"), ("T", "t")  # states of a process
+SECONDS_TO_REPORT_FAILURE = 60.0  # for a rank that has failed and reports it, on storage that may hang
+MIN_REPORT_SECONDS, INITIAL_REPORT_SECONDS = (
+    5.0,
+    60.0,
+)  # seconds without progress before a report; FIRST: before steps were measured
+MIN_STEPS_MEASURED = 8
+HOOK_TIMEOUT_FACTOR = 10  # hang_timeout, for a function of model.py in an evaluation
+GONE_STATES, SUSPENDED_STATES = ("Z", "X"), ("T", "t")  # states of a process
 
 
 class Watchdog:
@@ -68,12 +71,12 @@ class Watchdog:
     Args:
         clock: of this rank.
         hang_timeout: seconds without progress after which the run is ended; 0: never.
-        supervisor: a `WatchdogSupervisor`, which reports and ends this process.
+        supervisor: a `RankSupervisor`, which reports and ends this process.
     """
 
     def __init__(self, clock: PhaseClock, ctx: DistributedContext, hang_timeout: float, supervisor: Any) -> None:
         self._clock, self._hang_timeout, self._supervisor = clock, hang_timeout, supervisor
-        self._hangs_after = hang_timeout / 2 or FIRST_LIMIT  # a live rank; until then it is slow
+        self._hang_report_after = hang_timeout / 2 or INITIAL_REPORT_SECONDS  # a live rank; until then it is slow
         self._rank, self._hosts, self._heartbeats = ctx.rank, ctx.hosts, cast(Any, ctx.heartbeats)
         host_ranks = [rank for rank, host in enumerate(ctx.hosts) if host == ctx.host]
         # each live rank is seen by the one before it, also if a whole host is gone
@@ -89,7 +92,7 @@ class Watchdog:
         self._peer_heartbeats: dict[
             int, tuple[int, float]
         ] = {}  # of the next ranks: the latest beat, and since when it stands
-        self._failure: dict[str, Any] = {}  # the first one
+        self._reported_failure: dict[str, Any] = {}  # the first one
         self._pending_call: Future | None = None  # of the store, awaited
         self._store_silent_since = math.inf  # since when the store does not answer
         self._is_store_gone = self._has_warned = False
@@ -97,7 +100,7 @@ class Watchdog:
         self._lost_rank_request: Future[TrainingError | None] | None = None  # by the main thread
         self._running_time, self._ticked_at = 0.0, time.monotonic()  # seconds in which this process ran
         self._checked_at, self._stop_requested_at, self._failed_at = -math.inf, math.inf, math.inf
-        self._stop = threading.Event()
+        self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         # pydevd pauses all other threads with the one that has reached a breakpoint
         self._thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
@@ -109,7 +112,7 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop watching: this rank has finished or has reported its failure."""
-        self._stop.set()
+        self._stop_event.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._clock.close()
@@ -118,21 +121,23 @@ class Watchdog:
             self._heartbeats.close()
 
     @property
-    def report_after(self) -> float:
+    def seconds_before_report(self) -> float:
         """Seconds without progress before a report: 5 times the 99th percentile of the step times, at least 5."""
-        durations = sorted(self._durations)
-        if len(durations) < STEPS_TO_LEARN:
-            return FIRST_LIMIT
-        return max(LEAST_LIMIT, 5 * durations[int(0.99 * (len(durations) - 1))])
+        durations = sorted(self._step_durations)
+        if len(durations) < MIN_STEPS_MEASURED:
+            return INITIAL_REPORT_SECONDS
+        return max(MIN_REPORT_SECONDS, 5 * durations[int(0.99 * (len(durations) - 1))])
 
     @property
-    def _durations(self) -> list[float]:
+    def _step_durations(self) -> list[float]:
         """Of the latest steps; one that took longer than hang_timeout was suspended."""
-        return [min(step_s, self._hang_timeout or step_s) for step_s in tuple(self._clock.durations)]  # which may grow
+        return [
+            min(step_s, self._hang_timeout or step_s) for step_s in tuple(self._clock.step_durations)
+        ]  # which may grow
 
-    def _status(self) -> RankStatus:
+    def _create_status(self) -> RankStatus:
         clock = self._clock
-        return RankStatus(self._heartbeat, clock.counter, clock.step, clock.phase, self._pid, clock.function)
+        return RankStatus(self._heartbeat, clock.progress_count, clock.step, clock.phase, self._pid, clock.hook)
 
     def _tick(self) -> None:
         """Count the time since the last call, and show that this process runs."""
@@ -142,28 +147,28 @@ class Watchdog:
         self._heartbeat += 1
         if self._heartbeats:
             with suppress(dist.DistError):  # the store is gone: reading it shows the same
-                self._heartbeats.set_status(self._status())
+                self._heartbeats.set_status(self._create_status())
 
     def _watch(self) -> None:
         counter, moved_at, dumped, reported, paused = -1, 0.0, -1, (-1, False), -1
-        while not self._stop.wait(SECONDS_BETWEEN_HEARTBEATS):
+        while not self._stop_event.wait(SECONDS_BETWEEN_HEARTBEATS):
             self._tick()
-            if STOP.received:
+            if STOP_HANDLER.received:
                 self._stop_requested_at = min(self._stop_requested_at, self._running_time)
-            if self._running_time - self._failed_at > SECONDS_TO_FAIL:
+            if self._running_time - self._failed_at > SECONDS_TO_REPORT_FAILURE:
                 self._supervisor.exit_unreported()
             if self._lost_rank_request and not self._lost_rank_request.done():
                 self._lost_rank_request.set_result(self._find_lost_rank())
-            if self._clock.counter == counter and is_in_debugger():
+            if self._clock.progress_count == counter and is_in_debugger():
                 if paused != counter:  # since the last look
                     self._supervisor.warn(
                         f"rank {self._rank} is paused in a debugger: no rank is ended until it continues"
                     )
-                paused = self._clock.counter = counter + 1
-            if self._clock.counter != counter:
-                counter, moved_at = self._clock.counter, self._running_time
+                paused = self._clock.progress_count = counter + 1
+            if self._clock.progress_count != counter:
+                counter, moved_at = self._clock.progress_count, self._running_time
                 continue
-            seconds_standing, limit = self._running_time - moved_at, self.report_after
+            seconds_standing, limit = self._running_time - moved_at, self.seconds_before_report
             # the last save counts, however long it takes
             is_over = (
                 self._clock.phase != "save"
@@ -172,9 +177,9 @@ class Watchdog:
             if self._hang_timeout and is_over:
                 if self._clock.step == 0:
                     self._supervisor.exit_preempted()
-                elif not self._handle_stall(seconds_standing, is_end=True, reason=STOPPED):
+                elif not self._handle_stall(seconds_standing, ends_run=True, reason=STOP_REASON):
                     moved_at = self._running_time
-            if self._hang_timeout and seconds_standing > SECONDS_TO_SUSPECT:
+            if self._hang_timeout and seconds_standing > SECONDS_BEFORE_PEER_CHECK:
                 self._check_peers()
             if self._clock.phase in UNTIMED_PHASES:
                 continue
@@ -182,25 +187,25 @@ class Watchdog:
             if seconds_standing > shortest / 2 and dumped != counter:
                 self._dump_stacks()
                 dumped = counter
-            stage = counter, seconds_standing > self._hangs_after
-            if seconds_standing > limit and reported != stage and self._handle_stall(seconds_standing, is_end=False):
+            stage = counter, seconds_standing > self._hang_report_after
+            if seconds_standing > limit and reported != stage and self._handle_stall(seconds_standing, ends_run=False):
                 reported = stage
             is_over = 0 < self._hang_timeout < seconds_standing
             if is_over and not self._handle_stall(
-                seconds_standing, is_end=True, reason=f"hang_timeout={self._hang_timeout:g}"
+                seconds_standing, ends_run=True, reason=f"hang_timeout={self._hang_timeout:g}"
             ):
                 moved_at = self._running_time
 
     @property
     def _seconds_to_stop(self) -> float:
         """How long a rank may stand after a stop signal; before the first step there is nothing to save."""
-        longest = max(self._durations, default=FIRST_LIMIT / STEPS_TO_STOP) if self._clock.step else 0.0
+        longest = max(self._step_durations, default=INITIAL_REPORT_SECONDS / STEPS_TO_STOP) if self._clock.step else 0.0
         return max(SECONDS_TO_STOP, STEPS_TO_STOP * longest)
 
     def _wait(self, seconds: float, answer: Future | None = None) -> None:
         """Wait for the seconds, or for the answer, and show meanwhile that this process runs."""
         ends = self._running_time + seconds
-        while self._running_time < ends and not self._stop.is_set() and not (answer and answer.done()):
+        while self._running_time < ends and not self._stop_event.is_set() and not (answer and answer.done()):
             wait_for([answer or Future()], SECONDS_BETWEEN_HEARTBEATS / 2)
             self._tick()
 
@@ -214,7 +219,7 @@ class Watchdog:
         """The answer of a call of `Heartbeats`; None if the store does not answer in time."""
         is_late = self._pending_call is not None
         answer = self._pending_call = self._pending_call or self._heartbeats.submit(call)
-        self._wait(SECONDS_TO_ANSWER, answer)
+        self._wait(SECONDS_FOR_STORE_ANSWER, answer)
         if not answer.done():
             self._store_silent_since = min(self._store_silent_since, self._running_time)
             self._peer_heartbeats.clear()
@@ -231,25 +236,25 @@ class Watchdog:
     def _read_statuses(self, ranks: Iterable[int]) -> dict[int, RankStatus] | None:
         """The places of these ranks; None if the store does not answer in time."""
         if self._heartbeats is None:
-            return {self._rank: self._status()}
+            return {self._rank: self._create_status()}
         answer = self._call_store(lambda: self._heartbeats.read_statuses(ranks))
         if answer is None:
             return None
         self._statuses |= answer[0]
-        self._failure = answer[1]
+        self._reported_failure = answer[1]
         return answer[0]
 
-    def _check_store(self, silent: float) -> None:
+    def _check_store(self, silent_seconds: float) -> None:
         """It does not answer: rank 0, torchrun's agent on its host or that host may be stopped or gone."""
         if self._is_store_gone:
-            self._exit_peer_lost(0)
-        elif silent < SECONDS_OF_SILENCE:
+            self._exit_for_lost_peer(0)
+        elif silent_seconds < SECONDS_UNTIL_LOST:
             return
         elif self._hosts[0] != self._hosts[self._rank] and not self._is_answered(self._heartbeats.ping_store_host()):
-            self._exit_peer_lost(0)
+            self._exit_for_lost_peer(0)
         elif self._heartbeats.is_hosted_by_rank_0:
-            if reason := self._reason_to_exit(silent):
-                text, _ = describe_hang(self._statuses, {0}, self._hosts, silent)
+            if reason := self._find_exit_reason(silent_seconds):
+                text, _ = describe_hang(self._statuses, {0}, self._hosts, silent_seconds)
                 self._supervisor.exit_hung(f"{text} ({reason})", 0)
         elif not self._has_warned:
             self._has_warned = True
@@ -265,32 +270,36 @@ class Watchdog:
         """
         self._lost_rank_request = Future()
         with suppress(TimeoutError):
-            return self._lost_rank_request.result(SECONDS_TO_FIND)
+            return self._lost_rank_request.result(SECONDS_TO_FIND_LOST_RANK)
         return None
 
     def _find_lost_rank(self) -> TrainingError | None:
-        self._wait(self._rank * SECONDS_PER_RANK)  # the first answer is for all
-        observed = self._read_statuses(range(1)) and not self._failure and self._observe(range(len(self._hosts)))
-        if self._failure:
-            failure = self._failure
+        self._wait(self._rank * SECONDS_BETWEEN_SEARCHES)  # the first answer is for all
+        observed = (
+            self._read_statuses(range(1))
+            and not self._reported_failure
+            and self._observe_ranks(range(len(self._hosts)))
+        )
+        if self._reported_failure:
+            failure = self._reported_failure
             return TrainingError(failure["text"], failure["rank"], failure["host"]) if failure["is_lost"] else None
         lost = observed[1] if observed else {0} if self._is_store_gone else set()
-        return self._describe_lost(lost) if lost else None
+        return self._explain_lost_ranks(lost) if lost else None
 
-    def _describe_lost(self, lost: set[int]) -> TrainingError:
-        rank, status = min(lost), self._statuses.get(min(lost))
+    def _explain_lost_ranks(self, lost_ranks: set[int]) -> TrainingError:
+        rank, status = min(lost_ranks), self._statuses.get(min(lost_ranks))
         last_seen = f", last seen in {status.phase} of step {status.step}" if status else ""
-        others_text = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+        others_text = f", and {len(lost_ranks) - 1} more" if len(lost_ranks) > 1 else ""
         remedy = "look for out-of-memory kills (dmesg) or the node's state, then --resume_from auto"
         text = f"rank {rank} on {self._hosts[rank]} was killed or cut off{last_seen}{others_text}; {remedy}"
         if status and status.phase == "end":
             text = f"rank {rank} on {self._hosts[rank]} has ended; see its log"
         return TrainingError(text, rank, self._hosts[rank])
 
-    def _exit_peer_lost(self, peer: int) -> None:
+    def _exit_for_lost_peer(self, peer: int) -> None:
         """End this process: a rank is gone. All that are gone are named, if the store answers."""
-        error = self._find_lost_rank() or self._describe_lost({peer})
-        if self._hang_timeout and not self._stop.is_set():
+        error = self._find_lost_rank() or self._explain_lost_ranks({peer})
+        if self._hang_timeout and not self._stop_event.is_set():
             self._supervisor.exit_peer_lost(error)
 
     def _check_peers(self) -> None:
@@ -304,10 +313,10 @@ class Watchdog:
         statuses = self._read_statuses(sorted(self._peers))
         if statuses is None:
             self._check_store(self._running_time - self._store_silent_since)
-        elif self._failure:
-            self._wait(SECONDS_FOR_BLAME / 2)
-            if not self._stop.is_set():
-                self._supervisor.exit_hung(self._failure["text"], None)
+        elif self._reported_failure:
+            self._wait(SECONDS_BEFORE_PEERS_EXIT / 2)
+            if not self._stop_event.is_set():
+                self._supervisor.exit_hung(self._reported_failure["text"], None)
         else:
             for peer, status in statuses.items():
                 self._check_peer(peer, status)
@@ -319,24 +328,24 @@ class Watchdog:
         silent = self._running_time - self._peer_heartbeats[peer][1]
         if status.phase == "end":
             if self._clock.phase in STEP_PHASES:  # otherwise this rank may only be the last to finish
-                self._exit_peer_lost(peer)
+                self._exit_for_lost_peer(peer)
         elif self._hosts[peer] == self._hosts[self._rank]:
-            state = process_state(status.pid)
-            if state in GONE:
-                self._exit_peer_lost(peer)
-            elif state in SUSPENDED and (reason := self._reason_to_exit(silent)):
-                observed = self._observe(range(len(self._hosts)))
+            state = read_process_state(status.pid)
+            if state in GONE_STATES:
+                self._exit_for_lost_peer(peer)
+            elif state in SUSPENDED_STATES and (reason := self._find_exit_reason(silent)):
+                observed = self._observe_ranks(range(len(self._hosts)))
                 if observed and observed[1]:
                     text, stopped = describe_hang(*observed[:2], self._hosts, silent)
                     self._supervisor.exit_hung(f"{text} ({reason})", stopped, self._read_stacks())
-        elif silent > max(SECONDS_OF_SILENCE, self._hang_timeout * (status.phase == "start")):
-            self._exit_peer_lost(peer)  # at the start a rank may hold the GIL for long
+        elif silent > max(SECONDS_UNTIL_LOST, self._hang_timeout * (status.phase == "start")):
+            self._exit_for_lost_peer(peer)  # at the start a rank may hold the GIL for long
 
-    def _reason_to_exit(self, silent: float) -> str:
+    def _find_exit_reason(self, silent_seconds: float) -> str:
         """Why the run is ended for a rank that is stopped; empty if it is not."""
         if self._running_time - self._stop_requested_at > SECONDS_TO_STOP:
-            return STOPPED
-        return f"hang_timeout={self._hang_timeout:g}" if silent > self._hang_timeout else ""
+            return STOP_REASON
+        return f"hang_timeout={self._hang_timeout:g}" if silent_seconds > self._hang_timeout else ""
 
     def _dump_stacks(self) -> None:
         """Call only if the loop hangs: dumping the stacks of running threads (gloo's) can crash the process."""
@@ -347,13 +356,13 @@ class Watchdog:
             if self._heartbeats:
                 self._heartbeats.set_stack(self._stack)
 
-    def _handle_stall(self, seconds: float, is_end: bool, reason: str = "") -> bool:
+    def _handle_stall(self, seconds: float, ends_run: bool, reason: str = "") -> bool:
         """Report or end, or leave it to a lower rank. Returns False if some rank may still make progress."""
         text = f"no progress for {seconds:.0f} s ({reason})"
         for ranks in (range(1), range(len(self._hosts)))[self._rank == 0 :]:  # most ranks read one place
-            observed = self._observe(ranks)
+            observed = self._observe_ranks(ranks)
             if observed is None:  # the store does not answer
-                if reason == STOPPED:
+                if reason == STOP_REASON:
                     self._supervisor.exit_hung(text, None)
                 return False
             statuses, silent, is_moving = observed
@@ -361,27 +370,27 @@ class Watchdog:
                 self._rank > rank not in silent and status.phase not in UNTIMED_PHASES
                 for rank, status in statuses.items()
             ):
-                if is_end and not is_moving and reason == STOPPED:  # no signal may have reached the lower rank
-                    self._wait(SECONDS_FOR_BLAME)
+                if ends_run and not is_moving and reason == STOP_REASON:  # no signal may have reached the lower rank
+                    self._wait(SECONDS_BEFORE_PEERS_EXIT)
                     self._supervisor.exit_hung(text, None)
-                return not is_end
+                return not ends_run
         if is_moving:
             return False
         text, hanging = describe_hang(statuses, silent, self._hosts, seconds)
-        is_in_function = not silent and statuses[hanging].function != NO_FUNCTION
-        if is_end and is_in_function and reason != STOPPED:
-            if seconds <= TIMES_IN_A_FUNCTION * self._hang_timeout:
+        is_in_function = not silent and statuses[hanging].hook != NO_HOOK
+        if ends_run and is_in_function and reason != STOP_REASON:
+            if seconds <= HOOK_TIMEOUT_FACTOR * self._hang_timeout:
                 return True
-            reason = f"{TIMES_IN_A_FUNCTION} times {reason}"
-        if is_end:
+            reason = f"{HOOK_TIMEOUT_FACTOR} times {reason}"
+        if ends_run:
             self._supervisor.exit_hung(f"{text} ({reason})", hanging, self._read_stacks())
-        elif silent or (seconds > self._hangs_after and not is_in_function):
+        elif silent or (seconds > self._hang_report_after and not is_in_function):
             self._supervisor.report_hang(text, self._read_stacks())
         else:
             self._supervisor.warn(describe_hang(statuses, silent, self._hosts, seconds, "is slow")[0])
         return True
 
-    def _observe(self, ranks: range) -> tuple[dict[int, RankStatus], set[int], bool] | None:
+    def _observe_ranks(self, ranks: range) -> tuple[dict[int, RankStatus], set[int], bool] | None:
         """The places of these ranks, those whose beat has stopped, and whether any counter moves. None: no answer."""
         before = self._read_statuses(ranks)
         self._wait(SECONDS_TO_OBSERVE)
@@ -391,7 +400,7 @@ class Watchdog:
         silent = {
             rank for rank in after if after[rank].heartbeat == before[rank].heartbeat and after[rank].phase != "end"
         }
-        return after, silent, any(after[rank].counter != before[rank].counter for rank in after)
+        return after, silent, any(after[rank].progress_count != before[rank].progress_count for rank in after)
 
     def _read_stacks(self) -> str:
         stacks = self._heartbeats and self._call_store(lambda: self._heartbeats.read_stacks(len(self._hosts)))

@@ -17,7 +17,7 @@ from utils.training.parts.part import Part
 from utils.training.schedule import Progress
 from utils.training.signatures import has_parameter
 
-GET_PROGRESS = ("compute_loss", "log_images")
+HOOKS_WITH_PROGRESS = ("compute_loss", "log_images")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StepView:
     samples_seen: Tensor  # by all ranks, before this step
 
     @classmethod
-    def on(cls, device: torch.device) -> StepView:
+    def create(cls, device: torch.device) -> StepView:
         return cls(*(torch.full((), number, device=device) for number in (0, 1, 0, 0)))
 
     def fill(self, progress: Progress, total_steps: int) -> None:
@@ -55,24 +55,26 @@ class AfterStep(Part):
     def __init__(
         self, functions: dict[str, Callable], after_step: Callable[..., None] | None, device: torch.device
     ) -> None:
-        self.view = StepView.on(device)
+        self.step_view = StepView.create(device)
         self.replaced_functions = {}
         for name, function in functions.items():
-            self.replaced_functions[name] = functools.partial(function, progress=self.view)
+            self.replaced_functions[name] = functools.partial(function, progress=self.step_view)
         self._after_step = after_step
 
     @classmethod
     def create(cls, functions: dict[str, Callable], device: torch.device) -> AfterStep | None:
         """None if nothing asks for it."""
-        asking = {name: functions[name] for name in GET_PROGRESS if has_parameter(functions.get(name), "progress")}
+        asking = {
+            name: functions[name] for name in HOOKS_WITH_PROGRESS if has_parameter(functions.get(name), "progress")
+        }
         after_step = functions.get("after_step")
         if not asking and not after_step:
             return None
         return cls(asking, after_step, device)
 
     def see_progress(self, progress: Progress, total_steps: int) -> None:
-        self.view.fill(progress, total_steps)
+        self.step_view.fill(progress, total_steps)
 
     def after_update(self, model: nn.Module, skipped: Tensor) -> None:
         if self._after_step:
-            self._after_step(model, self.view, (1 - skipped).double())
+            self._after_step(model, self.step_view, (1 - skipped).double())

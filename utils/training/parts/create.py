@@ -16,12 +16,12 @@ from utils.training.parts.mfu import FlopCounter
 from utils.training.parts.part import Part
 from utils.training.parts.profiler import Profiler
 from utils.training.parts.summary import OutputSummary
-from utils.training.parts.unsaved import UnsavedParameters
+from utils.training.parts.unsaved_parameters import UnsavedParameters
 from utils.training.parts.weight_average import WeightAverage
 from utils.training.precision import Precision
 
 
-def create_parts_of_functions(functions: dict[str, Callable[..., Any]], device: torch.device) -> list[Part]:
+def create_hook_parts(functions: dict[str, Callable[..., Any]], device: torch.device) -> list[Part]:
     """The parts that functions of model.py ask for: the first ones of the list.
 
     Args:
@@ -38,7 +38,7 @@ def create_parts_of_functions(functions: dict[str, Callable[..., Any]], device: 
 
 
 def create_parts(
-    of_functions: Sequence[Part],
+    hook_parts: Sequence[Part],
     model: nn.Module,
     is_saved: Callable[[str], bool] | None,
     config: TrainingConfig,
@@ -48,14 +48,14 @@ def create_parts(
     """All parts that this attempt uses.
 
     Args:
-        of_functions: from `create_parts_of_functions`.
+        hook_parts: from `create_hook_parts`.
         model: not wrapped in DDP. Create its TrainState before, since that replaces buffers of BatchNorm.
         is_saved: of model.py, if it has one: whether checkpoints hold the parameter of this name.
 
     Raises:
         UserError: if is_saved leaves out a parameter that is trained.
     """
-    parts = [*of_functions]
+    parts = [*hook_parts]
     if ctx.device.type == "cuda" and torch.cuda.is_available():
         parts.append(FlopCounter.create(ctx.device, precision.dtype))
     if config.ema_decay:

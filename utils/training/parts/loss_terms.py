@@ -19,7 +19,7 @@ from utils.metrics import Metrics, MetricTracker, TermMeans
 from utils.settings.errors import UserError
 from utils.training.parts.part import Part
 
-EXAMPLE = '{"loss": {"boxes": (sum, count, weight), "classes": (sum, count, weight)}}'
+LOSS_TERMS_EXAMPLE = '{"loss": {"boxes": (sum, count, weight), "classes": (sum, count, weight)}}'
 
 
 class LossTerms(Part):
@@ -29,9 +29,9 @@ class LossTerms(Part):
         self._compute_loss = compute_loss
         self._loss_counts = loss_counts
         self.replaced_functions = {"compute_loss": self.compute_loss}
-        self._float64: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        self._tensor_options: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self._means = TermMeans(())  # with the names, once they are known
-        self._counts = self._divisors = self._one = torch.ones((), **self._float64)  # of the global batch
+        self._counts = self._divisors = self._mean_count = torch.ones((), **self._tensor_options)  # of the global batch
         self._steps: list[Tensor] = []  # since the last check: the counts of loss_counts and of compute_loss
 
     @classmethod
@@ -46,44 +46,46 @@ class LossTerms(Part):
         metrics = self._compute_loss(model, batch)
         terms = metrics.get("loss") if isinstance(metrics, dict) else None
         if not isinstance(terms, dict) or not all(isinstance(e, tuple | list) and len(e) == 3 for e in terms.values()):
-            raise UserError(f"model.compute_loss: returned no terms, but model.py has loss_counts; return {EXAMPLE}")
-        is_first, names = not self._means.names, self._names(terms)
+            raise UserError(
+                f"model.compute_loss: returned no terms, but model.py has loss_counts; return {LOSS_TERMS_EXAMPLE}"
+            )
+        is_first, names = not self._means.names, self._check_term_names(terms)
         sums = torch.stack([weight * total for total, _, weight in map(terms.__getitem__, names)])
-        counts = self._stack([terms[name][1] for name in names])
+        counts = self._stack_counts([terms[name][1] for name in names])
         if is_first and torch.is_grad_enabled():
-            self.check(self.counts(batch), counts)
+            self.check_counts(self.count_terms(batch), counts)
         return metrics | {"loss": (sums, counts, self._means)}
 
-    def counts(self, batch: Any) -> Tensor:
+    def count_terms(self, batch: Any) -> Tensor:
         """What `loss_counts` counts in a micro-batch: float64 [terms], on the device."""
         term_counts = self._loss_counts(batch)
-        return self._stack([term_counts[name] for name in self._names(term_counts)])
+        return self._stack_counts([term_counts[name] for name in self._check_term_names(term_counts)])
 
     def micro_batches(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Those of a step when `mean` knows its counts. The next step's are fetched before, so that none waits for the
         sums over the ranks."""
-        begun = self._begun(stream)
+        begun = self._start_count_reduces(stream)
         latest = next(begun, None)
         while latest:
             (fetched, counts, work), latest = latest, next(begun, None)
             if work:
                 work.wait()
-            self.divide_by(counts.sum(0))
+            self.set_divisors(counts.sum(0))
             yield from fetched
 
-    def divide_by(self, counts: Tensor) -> None:
+    def set_divisors(self, counts: Tensor) -> None:
         """counts: of the global batch. What counted nothing adds nothing."""
         self._counts, self._divisors = counts, torch.where(counts > 0, counts, math.inf)
-        self._one = counts.any().double()
+        self._mean_count = counts.any().double()
 
     def after_forward(self, metrics: Metrics, number: int) -> Metrics:
         """In what it returns "loss" is the micro-batch's part of the loss, with a count of 1 for the whole global
         batch, or 0 if that counts nothing. Each term is a metric."""
         sums, counts, means = metrics["loss"]
         terms = {f"loss/{name}": (sums[k], counts[k]) for k, name in enumerate(means.names)}
-        return metrics | {"loss": (self.mean(sums), self._one if number == 0 else 0.0)} | terms
+        return metrics | {"loss": (self.compute_mean(sums), self._mean_count if number == 0 else 0.0)} | terms
 
-    def mean(self, sums: Tensor) -> Tensor:
+    def compute_mean(self, sums: Tensor) -> Tensor:
         """What the sums of a micro-batch add to the loss of the global batch: 0-dimensional."""
         return (sums / self._divisors).sum()
 
@@ -101,10 +103,10 @@ class LossTerms(Part):
     def finish_read(self, values: Tensor) -> dict[str, float]:
         """Raises UserError if loss_counts is wrong."""
         for counted, actual in values:
-            self.check(counted, actual)
+            self.check_counts(counted, actual)
         return {}
 
-    def check(self, counted: Tensor, actual: Tensor) -> None:
+    def check_counts(self, counted: Tensor, actual: Tensor) -> None:
         """Raises UserError if loss_counts has counted something else than compute_loss has found."""
         for name, ours, in_loss in zip(self._means.names, counted.tolist(), actual.tolist(), strict=True):
             if not math.isclose(ours, in_loss, rel_tol=1e-6, abs_tol=1e-6):
@@ -113,23 +115,25 @@ class LossTerms(Part):
                     " would have a wrong divisor; count the same in both"
                 )
 
-    def _begun(self, stream: Iterator[MicroBatch]) -> Iterator[tuple[list[MicroBatch], Tensor, dist.Work | None]]:
+    def _start_count_reduces(
+        self, stream: Iterator[MicroBatch]
+    ) -> Iterator[tuple[list[MicroBatch], Tensor, dist.Work | None]]:
         """This rank's micro-batches of each step, whose counts are being exchanged: float64 [micro-batches, terms]."""
         fetched: list[MicroBatch] = []
         for micro_batch in stream:
             fetched.append(micro_batch)
             if micro_batch.is_last:
-                counts = torch.zeros(micro_batch.count, len(self._means.names), **self._float64)
+                counts = torch.zeros(micro_batch.count, len(self._means.names), **self._tensor_options)
                 for (
                     fetched_batch
                 ) in fetched:  # other rows are 0, so nothing is rounded: the same bits on any number of ranks
                     if not fetched_batch.is_padding:
-                        counts[fetched_batch.number] = self.counts(fetched_batch.batch)
+                        counts[fetched_batch.number] = self.count_terms(fetched_batch.batch)
                 work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None
                 yield fetched, counts, work
                 fetched = []
 
-    def _names(self, terms: dict[str, Any]) -> tuple[str, ...]:
+    def _check_term_names(self, terms: dict[str, Any]) -> tuple[str, ...]:
         names = tuple(sorted(terms))
         if not self._means.names:
             self._means = TermMeans(names)
@@ -140,6 +144,6 @@ class LossTerms(Part):
             )
         return names
 
-    def _stack(self, counts: list[Tensor | float]) -> Tensor:
-        to = self._float64  # torch.full copies nothing from the host
+    def _stack_counts(self, counts: list[Tensor | float]) -> Tensor:
+        to = self._tensor_options  # torch.full copies nothing from the host
         return torch.stack([c.to(**to) if isinstance(c, Tensor) else torch.full((), c, **to) for c in counts])

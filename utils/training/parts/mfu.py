@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from utils.batch import tensors_in
+from utils.batch import list_tensors
 from utils.data.sampler import MicroBatch
-from utils.logger import NAME
+from utils.logger import LOGGER_NAME
 from utils.training.parts.part import Part
 
 # TFLOP/s of dense 16-bit matrix products, from data sheets, by words in the device's name; the first entry that fits
-PEAKS = {
+PEAK_TFLOPS = {
     **{"GB200": 2500.0, "B200": 2250.0, "GH200": 989.0, "H200 NVL": 835.0, "H200": 989.0},
     **{"H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0},
     **{"A30": 165.0, "A10": 125.0, "A10G": 70.0, "A40": 149.7, "A6000": 154.8, "L4": 121.0, "L40": 181.0},
@@ -33,7 +33,7 @@ def find_peak_flops(device_name: str, dtype: torch.dtype | None, has_tf32: bool)
     """The peak of a device in operations per second, 0 if it is not known. dtype: of autocast; None: float32, which has
     a figure where it is computed as TF32, at half the speed of 16 bits."""
     words = set(re.split(r"\W+", device_name))
-    peak = next((1e12 * value for name, value in PEAKS.items() if words.issuperset(name.split())), 0.0)
+    peak = next((1e12 * value for name, value in PEAK_TFLOPS.items() if words.issuperset(name.split())), 0.0)
     return peak if dtype else peak / 2 if has_tf32 else 0.0
 
 
@@ -42,14 +42,14 @@ class FlopCounter(Part):
 
     Operations are counted once, for one micro-batch. Others need as many per element of their tensors.
 
-    peak: of the device, in operations per second; 0 if it is not known.
+    peak_flops: of the device, in operations per second; 0 if it is not known.
     """
 
-    def __init__(self, peak: float) -> None:
-        self._peak = peak
-        self._per_element = 0.0
-        self._elements = 0  # since the last log point
-        self._logged = 0  # up to the last log point
+    def __init__(self, peak_flops: float) -> None:
+        self._peak_flops = peak_flops
+        self._flops_per_element = 0.0
+        self._element_count = 0  # since the last log point
+        self._logged_elements = 0  # up to the last log point
 
     @classmethod
     def create(cls, device: torch.device, dtype: torch.dtype | None) -> FlopCounter:
@@ -63,27 +63,27 @@ class FlopCounter(Part):
         except torch.AcceleratorError:  # the device computes nothing after it
             raise
         except Exception as error:  # an operation of the model that torch cannot count
-            logging.getLogger(NAME).info("mfu: the operations cannot be counted (%s)", error)
+            logging.getLogger(LOGGER_NAME).info("mfu: the operations cannot be counted (%s)", error)
             return
-        self._per_element = counter.get_total_flops() / 2 / max(1, count_elements(batch))
+        self._flops_per_element = counter.get_total_flops() / 2 / max(1, count_elements(batch))
 
     def micro_batches(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         for micro_batch in stream:
             if not micro_batch.is_padding:
-                self._elements += count_elements(micro_batch.batch)
+                self._element_count += count_elements(micro_batch.batch)
             yield micro_batch
 
     def begin_read(self, is_log_point: bool) -> None:
         if is_log_point:
-            self._logged = self._elements
-            self._elements = 0
+            self._logged_elements = self._element_count
+            self._element_count = 0
 
     def log_values(self, seconds: float) -> dict[str, float]:
         """The seconds that the device would need at its peak, over those of the steps; NaN if that is not known."""
-        if not self._peak or not self._per_element or not seconds:
+        if not self._peak_flops or not self._flops_per_element or not seconds:
             return {"mfu": math.nan}
-        return {"mfu": self._per_element * self._logged / self._peak / seconds}
+        return {"mfu": self._flops_per_element * self._logged_elements / self._peak_flops / seconds}
 
 
 def count_elements(batch: Any) -> int:
-    return sum(tensor.numel() for tensor in tensors_in(batch))
+    return sum(tensor.numel() for tensor in list_tensors(batch))

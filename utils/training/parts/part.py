@@ -201,7 +201,7 @@ class Part:
             seed: seeds the random draws of a function of model.py for the samples with these indices. Call
                 `seed("predict", indices)` before `predict`.
             clock: shows in which function of model.py this rank is. Before `predict` call
-                `clock.enter_function("predict")`.
+                `clock.enter_hook("predict")`.
         """
 
     def evaluate(self, model: nn.Module, micro_batch: MicroBatch) -> None:

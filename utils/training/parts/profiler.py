@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from utils.logger import NAME
+from utils.logger import LOGGER_NAME
 from utils.training.parts.part import Part
 
-WAIT, WARM_UP, ACTIVE = 2, 1, 3  # optimizer steps
-ROWS = 10
+WAIT_STEPS, WARM_UP_STEPS, ACTIVE_STEPS = 2, 1, 3  # optimizer steps
+MAX_TABLE_ROWS = 10
 
 
 class Profiler(Part):
@@ -25,15 +25,15 @@ class Profiler(Part):
     def __init__(self, folder: Path, device: torch.device) -> None:
         self._folder = folder
         self._device = device
-        self._logger = logging.getLogger(NAME)
+        self._logger = logging.getLogger(LOGGER_NAME)
         self._profile: profile | None = None  # between the first step and the end
 
     def start(self) -> None:
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        plan = schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1)
-        self._profile = profile(activities=activities, schedule=plan, on_trace_ready=self._report, acc_events=True)
+        plan = schedule(wait=WAIT_STEPS, warmup=WARM_UP_STEPS, active=ACTIVE_STEPS, repeat=1)
+        self._profile = profile(activities=activities, schedule=plan, on_trace_ready=self._write_trace, acc_events=True)
         self._profile.start()
 
     def after_update(self, model: nn.Module, skipped: Tensor) -> None:
@@ -43,18 +43,18 @@ class Profiler(Part):
     def close(self) -> None:
         if not self._profile:
             return
-        needed = WAIT + WARM_UP + ACTIVE
+        needed = WAIT_STEPS + WARM_UP_STEPS + ACTIVE_STEPS
         if self._profile.step_num < needed:
             text = "profiling: the run ended after %d steps, but %d are needed"
             self._logger.warning(text, self._profile.step_num, needed)
         self._profile.stop()
         self._profile = None
 
-    def _report(self, finished: profile) -> None:
+    def _write_trace(self, finished: profile) -> None:
         path = self._folder / "rank0.json.gz"
         self._folder.mkdir(parents=True, exist_ok=True)
         finished.export_chrome_trace(str(path))
         costs = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
-        table = finished.key_averages().table(sort_by=costs, row_limit=ROWS, max_name_column_width=45)
+        table = finished.key_averages().table(sort_by=costs, row_limit=MAX_TABLE_ROWS, max_name_column_width=45)
         text = "profile of %d steps in %s (open it in https://ui.perfetto.dev); the costliest operations:\n%s"
-        self._logger.info(text, ACTIVE, path, table)
+        self._logger.info(text, ACTIVE_STEPS, path, table)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.distributed.dtensor import create_dtensor, local_shard, take_shard
+from utils.distributed.dtensor import create_dtensor, local_shard, shard_like
 from utils.training.parts.part import Part
 from utils.training.schedule import Progress
 
@@ -36,12 +36,12 @@ class WeightAverage(Part):
             name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)
         }
         sources = {value: local_shard(value.detach()) for value in self._weights.values()}  # a tied weight once
-        self._copies = {value: copy_in_float32(source) for value, source in sources.items()}
-        self._pairs = [(self._copies[value], source) for value, source in sources.items()]
+        self._average_by_value = {value: copy_in_float32(source) for value, source in sources.items()}
+        self._pairs = [(self._average_by_value[value], source) for value, source in sources.items()]
         self._averages, self._sources = zip(*[pair for pair in self._pairs if pair[1].is_floating_point()], strict=True)
         device = local_shard(next(model.parameters())).device
-        self._least_rate = 1.0 - decay
-        self._taken = torch.zeros((), dtype=torch.float64, device=device)  # the updates so far
+        self._min_rate = 1.0 - decay
+        self._steps_taken = torch.zeros((), dtype=torch.float64, device=device)  # the updates so far
         self._counters = [pair for pair in self._pairs if not pair[1].is_floating_point()]
 
     def after_update(self, model: nn.Module, skipped: Tensor) -> None:
@@ -52,46 +52,46 @@ class WeightAverage(Part):
 
     def after_load(self, payload: dict[str, Any], progress: Progress) -> None:
         self.load_state_dict(payload["ema"] or payload["model"])
-        self._taken.fill_(progress.step - progress.skipped_steps - progress.overflow_steps)
+        self._steps_taken.fill_(progress.step - progress.skipped_steps - progress.overflow_steps)
 
     def weights(self) -> dict[str, AbstractContextManager]:
-        return {"ema": self.swapped()}
+        return {"ema": self.swap_weights()}
 
     @torch.no_grad()
-    def update(self, taken: Tensor) -> None:
-        """taken: float, 0-dimensional, on the device, 1 where the step was taken and 0 where it was skipped."""
+    def update(self, is_step_taken: Tensor) -> None:
+        """is_step_taken: float, 0-dimensional, on the device, 1 where the step was taken and 0 where it was skipped."""
         gaps = torch._foreach_sub(self._sources, self._averages)
-        rate = (9 / (9 + self._taken)).clamp(min=self._least_rate) * taken  # 1 minus the decay
+        rate = (9 / (9 + self._steps_taken)).clamp(min=self._min_rate) * is_step_taken  # 1 minus the decay
         torch._foreach_mul_(gaps, rate.to(gaps[0].dtype))
         torch._foreach_add_(self._averages, gaps)
-        self._taken.add_(taken)
+        self._steps_taken.add_(is_step_taken)
         if self._counters:
             torch._foreach_copy_([average for average, _ in self._counters], [source for _, source in self._counters])
 
     @contextmanager
-    def swapped(self) -> Iterator[None]:
+    def swap_weights(self) -> Iterator[None]:
         """Let the model have the average, and the average the model's weights, until the end of the context."""
         rounded = [(average, average.clone()) for average, source in self._pairs if average.dtype != source.dtype]
-        self._swap()
+        self._swap_tensors()
         try:
             yield
         finally:
-            self._swap()
+            self._swap_tensors()
             for average, exact in rounded:
                 average.copy_(exact)
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict with the average in it."""
-        averages = {name: create_dtensor(self._copies[value], value) for name, value in self._weights.items()}
+        averages = {name: create_dtensor(self._average_by_value[value], value) for name, value in self._weights.items()}
         return self._model.state_dict() | averages
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in self._weights.items():
-            self._copies[value].copy_(local_shard(take_shard(state[name], value)))
+            self._average_by_value[value].copy_(local_shard(shard_like(state[name], value)))
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def _swap_tensors(self) -> None:
         for average, source in self._pairs:
             before = average.clone()
             average.copy_(source)

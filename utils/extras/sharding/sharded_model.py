@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import TrainingConfig
-from utils.cpus import usable_cpus
+from utils.cpus import count_usable_cpus
 from utils.distributed.collectives import on_all_ranks
 from utils.distributed.context import DistributedContext
 from utils.distributed.dtensor import is_sharded
@@ -25,12 +25,24 @@ from utils.training.blocks import check_blocks
 from utils.training.precision import Precision
 
 # each element is updated by itself, so that a shard can be
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+ELEMENTWISE_OPTIMIZERS = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+)
 
 
-def build_sharded(
-    build: Callable[[torch.device], nn.Module],
-    blocks: Callable[[nn.Module], list[nn.Module]],
+def build_sharded_model(
+    create_model: Callable[[torch.device], nn.Module],
+    find_blocks: Callable[[nn.Module], list[nn.Module]],
     config: TrainingConfig,
     ctx: DistributedContext,
 ) -> nn.Module:
@@ -41,15 +53,15 @@ def build_sharded(
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    model = on_all_ranks(lambda: _build(build, ctx), ctx)
+    model = on_all_ranks(lambda: _build_unsharded(create_model, ctx), ctx)
     kind, mesh = type(model).__name__, _create_mesh(config, ctx)
-    parts = blocks(model)
+    parts = find_blocks(model)
     check_blocks(parts)
     uses, parts = _count_uses(model), [block for block in dict.fromkeys(parts) if block is not model]
     whole = [
         block for block in parts if _count_uses(block).items() <= uses.items()
     ]  # shares no weight with other parts
-    use_cores(config, ctx)
+    set_offload_threads(config, ctx)
     offload = CPUOffloadPolicy(pin_memory=ctx.device.type != "cpu") if config.cpu_offload else OffloadPolicy()
     dtype = None  # of the gathered parameters; shards and sums of gradients keep theirs
     if config.amp_dtype.endswith("_params"):
@@ -63,7 +75,7 @@ def build_sharded(
     precision = MixedPrecisionPolicy(dtype, reduce_dtype=dtype and torch.float32)
     marks = {name: vars(parameter) for name, parameter in model.named_parameters()}  # by which a fork forms groups
     for group in [*whole, model]:
-        _broadcast(group, ctx.device)
+        _broadcast_block(group, ctx.device)
         keeps = False if config.sharding == "zero2" else None  # None: only the outermost group
         fully_shard(group, mesh=mesh, reshard_after_forward=keeps, mp_policy=precision, offload_policy=offload)
     for name, parameter in model.named_parameters():
@@ -83,26 +95,26 @@ def build_sharded(
     return model
 
 
-def use_cores(config: TrainingConfig, ctx: DistributedContext) -> None:
+def set_offload_threads(config: TrainingConfig, ctx: DistributedContext) -> None:
     """Let the optimizer of `--cpu_offload` use this rank's part of the node's cores; torchrun sets one thread per rank.
 
     Its bits do not depend on the number of threads. On a CPU those of the model's passes do, so they keep theirs.
     """
-    if config.cpu_offload and ctx.device.type != "cpu" and ctx.launch.threads in ("", "1"):
-        torch.set_num_threads(max(1, usable_cpus() // ctx.local_world_size))
+    if config.cpu_offload and ctx.device.type != "cpu" and ctx.launch.omp_num_threads in ("", "1"):
+        torch.set_num_threads(max(1, count_usable_cpus() // ctx.local_world_size))
 
 
-def _build(build: Callable[[torch.device], nn.Module], ctx: DistributedContext) -> nn.Module:
+def _build_unsharded(create_model: Callable[[torch.device], nn.Module], ctx: DistributedContext) -> nn.Module:
     if ctx.is_main:
-        model = build(torch.device("cpu"))
+        model = create_model(torch.device("cpu"))
     else:
         try:
             with torch.device("meta"):
-                model = build(torch.device("meta"))
+                model = create_model(torch.device("meta"))
         except UserError:
             raise
         except Exception:  # it reads values while it is built
-            model = build(torch.device("cpu"))
+            model = create_model(torch.device("cpu"))
     for name, parameter in model.named_parameters():
         if not parameter.ndim:
             raise UserError(f"sharding: {name} is a scalar, which FSDP cannot shard; give it the shape (1,)")
@@ -132,10 +144,10 @@ def _create_mesh(config: TrainingConfig, ctx: DistributedContext) -> Any:
     return init_device_mesh(kind, (len(rows), size), mesh_dim_names=("replicas", "shards"))
 
 
-def _broadcast(group: nn.Module, device: torch.device) -> None:
+def _broadcast_block(block: nn.Module, device: torch.device) -> None:
     """Move what is not sharded yet to the device, contiguous, and give it rank 0's values."""
     new: dict[Tensor, Tensor] = {}  # a tied weight once
-    for module in group.modules():
+    for module in block.modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is None or is_sharded(tensor):
                 continue

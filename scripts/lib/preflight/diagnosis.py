@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 OK, WARNING, FAILURE = "OK", "warning", "FAILURE"
 CLOCK_WARNING, CLOCK_FAILURE = 0.5, 5.0  # seconds between two clocks
-SLOW_RANK = 1.3  # times slower than the median
-SLOW_LINK = 3.0  # times slower than the links of other nodes
+SLOW_RANK_RATIO = 1.3  # times slower than the median
+SLOW_LINK_RATIO = 3.0  # times slower than the links of other nodes
 LATENCY_NOISE = 0.0005  # seconds
-SLOW_SAVE = 20.0  # seconds; torchrun allows 30 s after SIGTERM
-MEMORY_OF_OTHERS = 0.1  # fraction of a GPU's memory
-MEMORY_OF_CUDA = 2 * 10**9  # bytes that CUDA and NCCL use themselves
+SLOW_SAVE_SECONDS = 20.0  # seconds; torchrun allows 30 s after SIGTERM
+OTHER_PROGRAMS_FRACTION = 0.1  # fraction of a GPU's memory
+CUDA_BYTES = 2 * 10**9  # bytes that CUDA and NCCL use themselves
 NCCL_SHARED_MEMORY = 2**26  # bytes in /dev/shm for each rank of a node
 
 
@@ -32,37 +32,42 @@ class Finding:
         return f"{self.level:<8} {self.name:<14} {self.text}"
 
 
-def findings(name: str, ok: str, warnings: Sequence[str] = (), failures: Sequence[str] = ()) -> list[Finding]:
+def create_findings(
+    name: str, ok_text: str, warnings: Sequence[str] = (), failures: Sequence[str] = ()
+) -> list[Finding]:
     """One finding for each failure and warning, or OK if there is none."""
     problems = [Finding(name, FAILURE, text) for text in failures] + [Finding(name, WARNING, text) for text in warnings]
-    return problems or [Finding(name, OK, ok)]
+    return problems or [Finding(name, OK, ok_text)]
 
 
-def failed(name: str, problems: list[str], hosts: Sequence[str]) -> list[Finding]:
+def create_failures(name: str, problems: list[str], hosts: Sequence[str]) -> list[Finding]:
     """Failures of a step from each rank's error message ("": none). A message that all ranks share names no rank."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(problems):
         ranks_of.setdefault(text, []).append(rank)
-    prefix_of = {text: f"{named(ranks, hosts)}: " if len(ranks_of) > 1 else "" for text, ranks in ranks_of.items()}
+    prefix_of = {
+        text: f"{describe_ranks(ranks, hosts)}: " if len(ranks_of) > 1 else "" for text, ranks in ranks_of.items()
+    }
     return [Finding(name, FAILURE, prefix_of[text] + text) for text in ranks_of if text]
 
 
-def named(ranks: Iterable[int], hosts: Sequence[str]) -> str:
+def describe_ranks(ranks: Iterable[int], hosts: Sequence[str]) -> str:
     """Hosts with their ranks: node0 (rank 1), node1 (ranks 4-7)."""
     ranks_of: dict[str, list[int]] = {}
     for rank in ranks:
         ranks_of.setdefault(hosts[rank], []).append(rank)
     return ", ".join(
-        f"{host} (rank{'s' * (len(host_ranks) > 1)} {rank_range(host_ranks)})" for host, host_ranks in ranks_of.items()
+        f"{host} (rank{'s' * (len(host_ranks) > 1)} {format_rank_range(host_ranks)})"
+        for host, host_ranks in ranks_of.items()
     )
 
 
-def rank_range(ranks: list[int]) -> str:
+def format_rank_range(ranks: list[int]) -> str:
     is_range = len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1
     return f"{ranks[0]}-{ranks[-1]}" if is_range else ", ".join(map(str, ranks))
 
 
-def nodes_of(facts: list[dict]) -> list[list[int]]:
+def group_ranks_by_node(facts: list[dict]) -> list[list[int]]:
     """The ranks of each machine or container, in the order of its lowest rank."""
     nodes: dict[str, list[int]] = {}
     for rank, rank_facts in enumerate(facts):
@@ -70,12 +75,12 @@ def nodes_of(facts: list[dict]) -> list[list[int]]:
     return list(nodes.values())
 
 
-def hosts_of(facts: list[dict]) -> list[str]:
+def list_hosts(facts: list[dict]) -> list[str]:
     """The host name of each rank."""
     return [rank_facts["host"] for rank_facts in facts]
 
 
-def size(number: float) -> str:
+def format_size(number: float) -> str:
     """Bytes in powers of 1000: 22.2 MB, 1.5 GB."""
     power = 0
     while abs(number) >= 999.5 and power < 4:
@@ -83,26 +88,28 @@ def size(number: float) -> str:
     return f"{number:.{int(power > 0 and number < 100)}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
-def host_names(facts: list[dict]) -> list[Finding]:
-    hosts = [facts[ranks[0]]["host"] for ranks in nodes_of(facts)]
+def diagnose_host_names(facts: list[dict]) -> list[Finding]:
+    hosts = [facts[ranks[0]]["host"] for ranks in group_ranks_by_node(facts)]
     fix = "which must be unique for NCCL and in messages; rename them (hostnamectl set-hostname, docker run --hostname)"
     repeated = [
         f"{count} nodes have the host name {host}, {fix}" for host, count in Counter(hosts).items() if count > 1
     ]
-    return findings("host names", ", ".join(hosts), failures=repeated)
+    return create_findings("host names", ", ".join(hosts), failures=repeated)
 
 
-def network(facts: list[dict]) -> list[Finding]:
+def diagnose_network(facts: list[dict]) -> list[Finding]:
     """Warn if the nodes are in different networks. Routed addresses (/31, /32, as in clouds) are not compared."""
-    nodes = [facts[ranks[0]] for ranks in nodes_of(facts)]
+    nodes = [facts[ranks[0]] for ranks in group_ranks_by_node(facts)]
     shown = ", ".join(f"{node['host']} {node['address'] or 'unknown'} ({node['interface'] or '?'})" for node in nodes)
     networks = {ipaddress.ip_interface(node["address"]).network for node in nodes if node["address"]}
     is_split = len(networks) > 1 and all(subnet.prefixlen < 31 for subnet in networks)
     fix = "unless intended, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface of the common network"
-    return findings("network", shown, [f"the nodes are in different networks: {shown}; {fix}"] if is_split else [])
+    return create_findings(
+        "network", shown, [f"the nodes are in different networks: {shown}; {fix}"] if is_split else []
+    )
 
 
-def clocks(offsets: dict[int, float], facts: list[dict]) -> list[Finding]:
+def diagnose_clocks(offsets: dict[int, float], facts: list[dict]) -> list[Finding]:
     """offsets: seconds by which the clock of a node's lowest rank is ahead of rank 0's."""
     problems, fix = [], "logs and goodput depend on both; synchronise them with NTP (timedatectl set-ntp true)"
     for rank, seconds in offsets.items():
@@ -111,12 +118,12 @@ def clocks(offsets: dict[int, float], facts: list[dict]) -> list[Finding]:
             level = FAILURE if abs(seconds) > CLOCK_FAILURE else WARNING
             problems.append(Finding("clocks", level, f"the clock of {facts[rank]['host']} is {offset_text}; {fix}"))
     worst = max(map(abs, offsets.values()))
-    return problems or findings("clocks", f"within {worst:.2f} s of {facts[0]['host']}")
+    return problems or create_findings("clocks", f"within {worst:.2f} s of {facts[0]['host']}")
 
 
-def devices(facts: list[dict]) -> list[Finding]:
+def diagnose_devices(facts: list[dict]) -> list[Finding]:
     """Warn if ranks have different devices, drivers or threads than most ranks, or a GPU that other programs use."""
-    warnings, hosts = [], hosts_of(facts)
+    warnings, hosts = [], list_hosts(facts)
     for name, fix in (
         ("device", "the slowest sets the pace; use the same devices everywhere"),
         ("driver", "install the same NVIDIA driver on all nodes"),
@@ -126,92 +133,105 @@ def devices(facts: list[dict]) -> list[Finding]:
         (usual, _), *rarer = Counter(values).most_common()
         for value, _ in rarer:
             ranks = [rank for rank, rank_value in enumerate(values) if rank_value == value]
-            warnings.append(f"{name} is {value} on {named(ranks, hosts)} and {usual} on the others; {fix}")
+            warnings.append(f"{name} is {value} on {describe_ranks(ranks, hosts)} and {usual} on the others; {fix}")
     for rank, rank_facts in enumerate(facts):
-        if rank_facts["used"] > max(MEMORY_OF_OTHERS * rank_facts["memory"], MEMORY_OF_CUDA):
-            usage = f"{named([rank], hosts)}: other programs use {size(rank_facts['used'])}"
-            warnings.append(f"{usage} of the GPU's {size(rank_facts['memory'])}; end them (nvidia-smi lists them)")
-    ok = f"{len(facts)} x {facts[0]['device']}, {size(min(rank_facts['memory'] for rank_facts in facts))}"
-    return findings("devices", ok, warnings)
+        if rank_facts["used"] > max(OTHER_PROGRAMS_FRACTION * rank_facts["memory"], CUDA_BYTES):
+            usage = f"{describe_ranks([rank], hosts)}: other programs use {format_size(rank_facts['used'])}"
+            warnings.append(
+                f"{usage} of the GPU's {format_size(rank_facts['memory'])}; end them (nvidia-smi lists them)"
+            )
+    ok = f"{len(facts)} x {facts[0]['device']}, {format_size(min(rank_facts['memory'] for rank_facts in facts))}"
+    return create_findings("devices", ok, warnings)
 
 
-def shared_memory(facts: list[dict]) -> list[Finding]:
+def diagnose_shared_memory(facts: list[dict]) -> list[Finding]:
     """Warn if /dev/shm is too small for NCCL. The step "loader" shows whether the workers' batches fit."""
     warnings = []
-    for ranks in nodes_of(facts):
+    for ranks in group_ranks_by_node(facts):
         node, needed = facts[ranks[0]], NCCL_SHARED_MEMORY * len(ranks)
         if node["device"] != "cpu" and len(ranks) > 1 and node["shm"] < needed:
-            text = f"{node['host']}: {size(node['shm'])} free, NCCL needs {size(needed)} for {len(ranks)} ranks"
+            text = f"{node['host']}: {format_size(node['shm'])} free"
+            text += f", NCCL needs {format_size(needed)} for {len(ranks)} ranks"
             warnings.append(f"{text}; raise it (docker run --shm-size, in Kubernetes an emptyDir of medium: Memory)")
-    return findings("/dev/shm", f"{size(min(rank_facts['shm'] for rank_facts in facts))} free", warnings)
+    return create_findings("/dev/shm", f"{format_size(min(rank_facts['shm'] for rank_facts in facts))} free", warnings)
 
 
-def speed(name: str, rates: list[float], unit: str, facts: list[dict]) -> list[Finding]:
+def diagnose_speed(name: str, rates: list[float], unit: str, facts: list[dict]) -> list[Finding]:
     """rates: one per rank; larger is faster."""
-    median, hosts = statistics.median_high(rates), hosts_of(facts)
+    median, hosts = statistics.median_high(rates), list_hosts(facts)
     fix = "all ranks wait for it; check it for other programs, heat and power limits (top, nvidia-smi)"
     slow = [
-        f"{named([rank], hosts)} is {median / rate:.1f} times slower than the median of {median:,.0f} {unit}; {fix}"
+        f"{describe_ranks([rank], hosts)} is {median / rate:.1f} times slower than the median of {median:,.0f} {unit};"
+        f" {fix}"
         for rank, rate in enumerate(rates)
-        if median > SLOW_RANK * rate
+        if median > SLOW_RANK_RATIO * rate
     ]
-    return findings(name, f"{min(rates):,.0f} {unit} on the slowest rank", slow)
+    return create_findings(name, f"{min(rates):,.0f} {unit} on the slowest rank", slow)
 
 
-def disk(storage: dict, checkpoint: int, kept: int, save_minutes: float, location: str) -> list[Finding]:
+def diagnose_disk(storage: dict, checkpoint_bytes: int, kept: int, save_minutes: float, location: str) -> list[Finding]:
     """Space and speed of the checkpoint folder, as storage.measure() found them.
 
     kept: number of checkpoints on disk at once, including the best one and the one being written.
     """
-    free, rate, needed = storage["free"], storage["speed"], max(0, checkpoint * kept - storage["replaced"])
-    seconds, warnings, failures = checkpoint / rate if rate else 0.0, [], []
+    free, rate, needed = storage["free"], storage["speed"], max(0, checkpoint_bytes * kept - storage["replaced"])
+    seconds, warnings, failures = checkpoint_bytes / rate if rate else 0.0, [], []
     if free < needed:
-        text = f"{location}: {size(free)} free, {kept} checkpoints of {size(checkpoint)} need {size(needed)}"
+        text = f"{location}: {format_size(free)} free"
+        text += f", {kept} checkpoints of {format_size(checkpoint_bytes)} need {format_size(needed)}"
         failures.append(f"{text}; free space, or give another --run_dir or a smaller --keep_last")
-    if seconds > SLOW_SAVE or 0 < save_minutes * 60 < 2 * seconds:
-        text = f"{location}: at {size(rate)}/s a checkpoint of {size(checkpoint)} takes {seconds:.0f} s"
+    if seconds > SLOW_SAVE_SECONDS or 0 < save_minutes * 60 < 2 * seconds:
+        text = f"{location}: at {format_size(rate)}/s"
+        text += f" a checkpoint of {format_size(checkpoint_bytes)} takes {seconds:.0f} s"
         warnings.append(
             f"{text}; use faster storage, or have the scheduler leave {2 * seconds:.0f} s between SIGTERM and SIGKILL"
         )
-    ok = f"{size(free)} free of {size(needed)} needed; {size(rate)}/s, {seconds:.1f} s for one checkpoint"
-    return findings("disk", ok, warnings, failures)
+    ok = f"{format_size(free)} free of {format_size(needed)} needed"
+    ok += f"; {format_size(rate)}/s, {seconds:.1f} s for one checkpoint"
+    return create_findings("disk", ok, warnings, failures)
 
 
-def mirror(storage: dict, checkpoint: int, save_minutes: float, url: str) -> list[Finding]:
-    """Speed and guarantees of object storage, as storage.use_mirror() found them."""
-    seconds, warnings = checkpoint / storage["to"], []
+def diagnose_mirror(storage: dict, checkpoint_bytes: int, save_minutes: float, url: str) -> list[Finding]:
+    """Speed and guarantees of object storage, as storage.measure_mirror() found them."""
+    seconds, warnings = checkpoint_bytes / storage["to"], []
     if not storage["is_exclusive"]:
         text = f"{url}: cannot create an object only if it is absent; if requests take seconds"
         warnings.append(f"{text}, two jobs that start at once may both go on; start one at a time")
     if 0 < save_minutes * 60 < seconds:
-        text = f"at {size(storage['to'])}/s the upload of a checkpoint takes {seconds:.0f} s, and some are left out"
+        text = (
+            f"at {format_size(storage['to'])}/s the upload of a checkpoint takes {seconds:.0f} s, and some are left out"
+        )
         warnings.append(f"{url}: {text}; raise --save_every_minutes, or use faster storage")
-    rates = f"{size(storage['to'])}/s to it, {size(storage['from'])}/s from it"
-    return findings("mirror", f"{url}: {rates}, {seconds:.1f} s for one checkpoint", warnings)
+    rates = f"{format_size(storage['to'])}/s to it, {format_size(storage['from'])}/s from it"
+    return create_findings("mirror", f"{url}: {rates}, {seconds:.1f} s for one checkpoint", warnings)
 
 
-def links(measured: list[list], facts: list[dict]) -> list[Finding]:
+def diagnose_links(measured: list[list], facts: list[dict]) -> list[Finding]:
     """Distinguish slow nodes from slow links. Links are compared with the median of the nodes' best ones.
 
     measured: [node, node, seconds of a round trip, bytes per second]
     """
-    hosts = [facts[ranks[0]]["host"] for ranks in nodes_of(facts)]
+    hosts = [facts[ranks[0]]["host"] for ranks in group_ranks_by_node(facts)]
     links_of = [[link for link in measured if node in link[:2]] for node in range(len(hosts))]
     rate = statistics.median_high(max(link[3] for link in node_links) for node_links in links_of if node_links)
     trip = statistics.median_low(min(link[2] for link in node_links) for node_links in links_of if node_links)
-    fix = f"other nodes have {describe(trip, rate)}; check cable, port, interface and MTU"
-    max_trip = max(SLOW_LINK * trip, trip + LATENCY_NOISE)
-    slow = [link for link in measured if link[3] * SLOW_LINK < rate or link[2] > max_trip]
+    fix = f"other nodes have {describe_link(trip, rate)}; check cable, port, interface and MTU"
+    max_trip = max(SLOW_LINK_RATIO * trip, trip + LATENCY_NOISE)
+    slow = [link for link in measured if link[3] * SLOW_LINK_RATIO < rate or link[2] > max_trip]
     warnings = []
     for host, node_links in zip(hosts, links_of, strict=True):
         if len(node_links) > 1 and all(link in slow for link in node_links):
             slow = [link for link in slow if link not in node_links]
             best = max(node_links, key=lambda link: link[3])
-            warnings.append(f"all links of {host} are slow: {describe(*best[2:])} at best, {fix}")
-    warnings += [f"the link {hosts[a]} - {hosts[b]} is slow: {describe(*figures)}, {fix}" for a, b, *figures in slow]
+            warnings.append(f"all links of {host} are slow: {describe_link(*best[2:])} at best, {fix}")
+    warnings += [
+        f"the link {hosts[a]} - {hosts[b]} is slow: {describe_link(*figures)}, {fix}" for a, b, *figures in slow
+    ]
     a, b, *worst = min(measured, key=lambda link: link[3])
-    return findings("links", f"the slowest of {len(measured)}: {hosts[a]} - {hosts[b]}, {describe(*worst)}", warnings)
+    return create_findings(
+        "links", f"the slowest of {len(measured)}: {hosts[a]} - {hosts[b]}, {describe_link(*worst)}", warnings
+    )
 
 
-def describe(trip: float, rate: float) -> str:
-    return f"{size(rate)}/s and {trip * 1e6:.0f} us round trip"
+def describe_link(trip: float, rate: float) -> str:
+    return f"{format_size(rate)}/s and {trip * 1e6:.0f} us round trip"

@@ -20,70 +20,70 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from config import TrainingConfig
-from lib.values import digest, leaves
+from lib.values import flatten_nested, hash_nested
 from train import Training
 from utils.distributed.dtensor import local_shard
 
 ROOT = Path(__file__).resolve().parents[3]
-OURS = ("utils", "scripts", "tests", "train.py", "config.py", "ddp_utils.py")
-IMAGES = str(ROOT / "utils/extras/images")
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
-GENERATORS = (torch.Generator, random.Random)
-MOST = 1000  # entries of a container that are compared
-BYTES = 64 * 2**20  # larger arrays are data, not memory
-SHIPPED = """augment augment_repeats auto_augment channels_last crop_ratio crop_scale cutmix_alpha dataset freeze
+TEMPLATE_PATHS = ("utils", "scripts", "tests", "train.py", "config.py", "ddp_utils.py")
+IMAGES_FOLDER = str(ROOT / "utils/extras/images")
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
+GENERATOR_TYPES = (torch.Generator, random.Random)
+MAX_ENTRIES = 1000  # entries of a container that are compared
+MAX_ARRAY_BYTES = 64 * 2**20  # larger arrays are data, not memory
+SHIPPED_FIELDS = """augment augment_repeats auto_augment channels_last crop_ratio crop_scale cutmix_alpha dataset freeze
     image_size in_channels interpolation label_smoothing mixup_alpha model norm_weight_decay num_classes random_erase
     resize_size sync_bn train_size""".split()
 CACHE = "cache"  # a generator, which may be seeded before each use, or what functools.lru_cache keeps
 
 
 @functools.cache
-def owner_of(file: str) -> str:
+def find_file_owner(file: str) -> str:
     """Whose file it is: "you", the "template", or "" for a package."""
     path = Path(file)
     if not path.is_relative_to(ROOT) or "site-packages" in path.parts:
         return ""
-    return "template" if path.relative_to(ROOT).parts[0] in OURS else "you"
+    return "template" if path.relative_to(ROOT).parts[0] in TEMPLATE_PATHS else "you"
 
 
-def is_yours(file: str) -> bool:
-    return owner_of(file) == "you"
+def is_fork_file(file: str) -> bool:
+    return find_file_owner(file) == "you"
 
 
-def modules_of_yours() -> list[ModuleType]:
-    return [module for module in [*sys.modules.values()] if is_yours(getattr(module, "__file__", None) or "")]
+def list_fork_modules() -> list[ModuleType]:
+    return [module for module in [*sys.modules.values()] if is_fork_file(getattr(module, "__file__", None) or "")]
 
 
-def nodes_of(modules: Iterable[ModuleType | None]) -> list[ast.AST]:
+def parse_modules(modules: Iterable[ModuleType | None]) -> list[ast.AST]:
     """The syntax of these modules, of which packages may have some in C."""
     files = [file for module in modules if (file := getattr(module, "__file__", None) or "").endswith(".py")]
     return [node for file in files for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8")))]
 
 
-def note_reads() -> set[str]:
+def record_field_reads() -> set[str]:
     """The names of the config's fields that code of the fork, or of the shipped images, reads from now on."""
     read: set[str] = set()
     kind: Any = TrainingConfig
     plain = kind.__getattribute__
 
-    def note(self: TrainingConfig, name: str) -> Any:
+    def record_read(self: TrainingConfig, name: str) -> Any:
         file = sys._getframe(1).f_code.co_filename
-        if is_yours(file) or file.startswith(IMAGES):
+        if is_fork_file(file) or file.startswith(IMAGES_FOLDER):
             read.add(name)
         return plain(self, name)
 
-    kind.__getattribute__ = note
+    kind.__getattribute__ = record_read
     return read
 
 
-def mentioned_fields() -> set[str]:
+def find_mentioned_fields() -> set[str]:
     """Attributes of something called a config in code of the fork, which may be in a branch that was not run."""
-    nodes = [node for node in nodes_of(modules_of_yours()) if isinstance(node, ast.Attribute)]
+    nodes = [node for node in parse_modules(list_fork_modules()) if isinstance(node, ast.Attribute)]
     pairs = [(ast.unparse(node.value).rpartition(".")[2], node.attr) for node in nodes]
     return {name for owner, name in pairs if re.search("conf|cfg|args", owner)}
 
 
-class Memory:
+class HiddenState:
     """Values that can be reached from the roots, by path; `put_back` restores them.
 
     Args:
@@ -94,56 +94,56 @@ class Memory:
     def __init__(self, roots: dict[str, Any], saved: Iterable[Any] = ()) -> None:
         self.values: dict[str, tuple[str, str]] = {}  # a kind, "" or CACHE, and the value as text
         self._seen = {id(value): value for value in saved}
-        self._saved = {local_shard(value).data_ptr() for value in saved if isinstance(value, Tensor)}
+        self._saved_pointers = {local_shard(value).data_ptr() for value in saved if isinstance(value, Tensor)}
         self._undo: list[Callable[[], Any]] = []
         for path, root in roots.items():
-            self._look(path, root)
+            self._visit(path, root)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for undo in self._undo:
             with suppress(AttributeError, TypeError):  # read-only, as members of an Enum
                 undo()
 
-    def _look(self, path: str, value: Any) -> None:
-        if isinstance(value, PLAIN):
+    def _visit(self, path: str, value: Any) -> None:
+        if isinstance(value, PLAIN_TYPES):
             text = repr(value)
-            self.values[path] = "", text if len(text) < 60 else f"{text[:20]}... ({digest(text)})"
+            self.values[path] = "", text if len(text) < 60 else f"{text[:20]}... ({hash_nested(text)})"
         elif id(value) not in self._seen:
             self._seen[id(value)], is_of_numpy = value, type(value).__module__.startswith("numpy")
             if isinstance(value, Tensor) or (is_of_numpy and hasattr(value, "nbytes")):
                 with suppress(RuntimeError, TypeError, NotImplementedError):  # without data: on "meta", sparse
-                    self._array(path, value)
-            elif isinstance(value, GENERATORS) or (is_of_numpy and hasattr(value, "bit_generator")):
-                self._generator(path, value)
+                    self._visit_array(path, value)
+            elif isinstance(value, GENERATOR_TYPES) or (is_of_numpy and hasattr(value, "bit_generator")):
+                self._visit_generator(path, value)
             elif isinstance(value, dict | list | tuple | set | deque):
-                self._container(path, value)
+                self._visit_container(path, value)
             elif isinstance(value, functools._lru_cache_wrapper):
-                if is_of_yours(value):
+                if is_fork_class(value):
                     self.values[path] = CACHE, str(value.cache_info().currsize)
                     self._undo.append(value.cache_clear)
             else:
-                self._object(path, value)
+                self._visit_object(path, value)
 
-    def _array(self, path: str, value: Any) -> None:
+    def _visit_array(self, path: str, value: Any) -> None:
         if isinstance(value, Tensor):
             value = local_shard(value.detach())
-            if value.data_ptr() in self._saved:
+            if value.data_ptr() in self._saved_pointers:
                 return
-        if value.nbytes > BYTES or getattr(value, "filename", None) or "object" in str(value.dtype):
+        if value.nbytes > MAX_ARRAY_BYTES or getattr(value, "filename", None) or "object" in str(value.dtype):
             return
         kept = value.clone() if isinstance(value, Tensor) else value.copy()
-        self.values[path] = "", f"{list(value.shape)} {digest(kept)[:8]}"
+        self.values[path] = "", f"{list(value.shape)} {hash_nested(kept)[:8]}"
         is_fixed = not isinstance(value, Tensor) and not value.flags.writeable
         self._undo += [] if is_fixed else [lambda: value.__setitem__(..., kept)]
 
-    def _generator(self, path: str, value: Any) -> None:
+    def _visit_generator(self, path: str, value: Any) -> None:
         get: Any = getattr(value, "get_state", None) or getattr(value, "getstate", lambda: value.bit_generator.state)
-        self.values[path] = CACHE, digest(get())
+        self.values[path] = CACHE, hash_nested(get())
 
-    def _container(self, path: str, value: Any) -> None:
+    def _visit_container(self, path: str, value: Any) -> None:
         kept: Any = dict(value) if isinstance(value, dict) else list(value)
         if isinstance(value, dict):
-            self._undo.append(lambda: put_back(value, kept))
+            self._undo.append(lambda: restore_dict(value, kept))
         elif not isinstance(value, tuple):
             add = value.update if isinstance(value, set) else value.extend
             self._undo.append(lambda: (value.clear(), add(kept)))
@@ -151,49 +151,49 @@ class Memory:
         if isinstance(value, list | tuple | deque):
             self.values[f"len({path})"] = "", str(len(kept))
             entries = dict(enumerate(kept))
-        for key in list(entries)[:: 1 + len(entries) // MOST]:
-            self._look(f"{path}[{key!r:.40}]", entries[key])
+        for key in list(entries)[:: 1 + len(entries) // MAX_ENTRIES]:
+            self._visit(f"{path}[{key!r:.40}]", entries[key])
 
-    def _object(self, path: str, value: Any) -> None:
+    def _visit_object(self, path: str, value: Any) -> None:
         if isinstance(value, ModuleType):
-            if is_yours(getattr(value, "__file__", None) or ""):
-                self._attributes(path, vars(value), {name for name in vars(value) if name.startswith("__")})
+            if is_fork_file(getattr(value, "__file__", None) or ""):
+                self._visit_attributes(path, vars(value), {name for name in vars(value) if name.startswith("__")})
         elif isinstance(value, FunctionType):
-            if is_yours(value.__code__.co_filename):
-                self._attributes(path, vars(value))
-                self._look(f"{path}.__defaults__", value.__defaults__ or ())
+            if is_fork_file(value.__code__.co_filename):
+                self._visit_attributes(path, vars(value))
+                self._visit(f"{path}.__defaults__", value.__defaults__ or ())
                 for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                     with suppress(ValueError):  # not set yet
-                        self._look(f"{path}.{name}", cell.cell_contents)
+                        self._visit(f"{path}.{name}", cell.cell_contents)
                         self._undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
         elif isinstance(value, type):
-            for name, member in dict(vars(value)).items() if is_of_yours(value) else ():
+            for name, member in dict(vars(value)).items() if is_fork_class(value) else ():
                 if not name.startswith("__"):
-                    self._look(f"{path}.{name}", member)
+                    self._visit(f"{path}.{name}", member)
                     self._undo.append(functools.partial(setattr, value, name, member))
         elif isinstance(value, nn.Module):
             inner = value._modules | value._parameters | value._buffers
             for name, member in inner.items():
-                self._look(f"{path}.{name}", member)
-            self._attributes(path, vars(value), vars(nn.Module()).keys())
+                self._visit(f"{path}.{name}", member)
+            self._visit_attributes(path, vars(value), vars(nn.Module()).keys())
         elif isinstance(value, torch.optim.Optimizer):
             standard_names = vars(torch.optim.SGD([torch.zeros(1)])).keys() - {"state", "param_groups"}
-            self._attributes(path, vars(value), standard_names | {"grad_scale", "found_inf"})
-        elif hasattr(value, "__dict__") and (isinstance(value, Dataset) or is_of_yours(type(value))):
-            self._attributes(path, vars(value))
+            self._visit_attributes(path, vars(value), standard_names | {"grad_scale", "found_inf"})
+        elif hasattr(value, "__dict__") and (isinstance(value, Dataset) or is_fork_class(type(value))):
+            self._visit_attributes(path, vars(value))
 
-    def _attributes(self, path: str, values: dict[str, Any], left_out: Iterable[str] = ()) -> None:
+    def _visit_attributes(self, path: str, values: dict[str, Any], left_out: Iterable[str] = ()) -> None:
         kept = {name: value for name, value in values.items() if name not in left_out}
-        self._undo.append(lambda: put_back(values, kept, left_out))
+        self._undo.append(lambda: restore_dict(values, kept, left_out))
         for name, value in kept.items():
-            self._look(f"{path}.{name}", value)
+            self._visit(f"{path}.{name}", value)
 
 
-def is_of_yours(kind: Any) -> bool:
-    return is_yours(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+def is_fork_class(kind: Any) -> bool:
+    return is_fork_file(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
-def put_back(values: dict[Any, Any], kept: dict[Any, Any], left_out: Iterable[str] = ()) -> None:
+def restore_dict(values: dict[Any, Any], kept: dict[Any, Any], left_out: Iterable[str] = ()) -> None:
     """Let a dict have these entries again; those left out stay as they are, and so do names that torch.compile has
     added to a module."""
     for name in [name for name in values if name not in kept and name not in left_out]:
@@ -203,15 +203,15 @@ def put_back(values: dict[Any, Any], kept: dict[Any, Any], left_out: Iterable[st
         values[name] = value
 
 
-def of_training(training: Training, other_roots: dict[str, Any]) -> dict[str, tuple[str, str]]:
+def collect_hidden_state(training: Training, other_roots: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """What a training and these places remember, apart from the state that a checkpoint holds."""
     state, optimizer = training.state, training.state.optimizer
-    saved = [*leaves(state.state_dict()).values(), *leaves([*optimizer.state.values()]).values()]
+    saved = [*flatten_nested(state.state_dict()).values(), *flatten_nested([*optimizer.state.values()]).values()]
     roots = {type(state.model).__name__: state.model, type(optimizer).__name__: optimizer}
-    return Memory(roots | other_roots, [*saved, optimizer.state]).values
+    return HiddenState(roots | other_roots, [*saved, optimizer.state]).values
 
 
-def forgotten(middle: dict, end: dict, resumed: dict) -> tuple[list[str], list[str]]:
+def find_lost_state(middle: dict, end: dict, resumed: dict) -> tuple[list[str], list[str]]:
     """Values that a resumed run has lost, and what may be a cache: filled once, with values that do not change.
 
     Args:

@@ -14,25 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from utils.extras.images.files import check_splits
-from utils.logger import ALIKE, NAME, format_count
+from utils.logger import LOGGER_NAME, RANK_0_WARNING, format_count
 from utils.settings.errors import UserError
 
-DECIMAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
-MISSING = ("nan", "-nan", "none", "null", "na", "n/a", "#n/a", "#na", "<na>", "nat")  # in lower case
+DECIMAL_PATTERN = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
+MISSING_LABELS = ("nan", "-nan", "none", "null", "na", "n/a", "#n/a", "#na", "<na>", "nat")  # in lower case
 
 
-def list_csv(file: Path, limit: int | str) -> bytes:
+def list_csv_images(file: Path, max_classes: int | str) -> bytes:
     """<path> and the number of the class, between zeros, then the names of the classes of train.csv as JSON.
 
     Args:
         file: <data_dir>/<split>.csv, with paths relative to its folder.
-        limit: the most classes; auto: any number.
+        max_classes: the most classes; auto: any number.
 
     Raises:
         UserError: for a wrong line or label.
     """
     train, locations = file.with_name("train.csv"), {}
-    for line, (_, label) in enumerate(read_rows(train), 2):
+    for line, (_, label) in enumerate(read_csv_rows(train), 2):
         if label not in locations:
             locations[label] = f"{train}, line {line}"
     if file == train:
@@ -41,11 +41,11 @@ def list_csv(file: Path, limit: int | str) -> bytes:
     classes = _sort_labels(set(locations))
     if len(classes) == 1:
         raise UserError(f"{train}: has only one class, {classes[0]}; put two or more into it")
-    if isinstance(limit, int) and len(classes) > limit:
-        raise UserError(f"num_classes={limit}: {train} has {len(classes)}; give that number or leave it auto")
+    if isinstance(max_classes, int) and len(classes) > max_classes:
+        raise UserError(f"num_classes={max_classes}: {train} has {len(classes)}; give that number or leave it auto")
     numbers, listing = {name: number for number, name in enumerate(classes)}, bytearray()
     labels: dict[int, int] = {}  # by the hash of the path, which takes fewer bytes
-    for line, (path, label) in enumerate(read_rows(file), 2):
+    for line, (path, label) in enumerate(read_csv_rows(file), 2):
         location = f"{file}, line {line}"
         if label not in numbers:
             check_labels(locations | {label: location})
@@ -54,16 +54,16 @@ def list_csv(file: Path, limit: int | str) -> bytes:
         name = os.path.normpath(path)
         if (index := labels.setdefault(hash(name), numbers[label])) != numbers[label]:
             first = next(
-                n for n, (other_path, _) in enumerate(read_rows(file), 2) if os.path.normpath(other_path) == name
+                n for n, (other_path, _) in enumerate(read_csv_rows(file), 2) if os.path.normpath(other_path) == name
             )
             raise UserError(f"{location}: {path} is {label!r} here and {classes[index]!r} in line {first}; delete one")
     if repeated := line - 1 - len(labels):
         text = "data: %s lists files again, with the same label, in %s"
-        logging.getLogger(NAME).log(ALIKE, text, file, format_count(repeated, "line"))
+        logging.getLogger(LOGGER_NAME).log(RANK_0_WARNING, text, file, format_count(repeated, "line"))
     return bytes(listing + b"\0") + json.dumps(classes).encode()
 
 
-def read_rows(file: Path) -> Iterator[tuple[str, str]]:
+def read_csv_rows(file: Path) -> Iterator[tuple[str, str]]:
     """The path and the label in each line of a CSV file after its header `path,label`. Raises UserError."""
     line, ends = 1, 0  # ends: the first empty line, which only empty ones may follow
     try:
@@ -88,8 +88,8 @@ def read_rows(file: Path) -> Iterator[tuple[str, str]]:
 
 def check_labels(locations: dict[str, str]) -> None:
     """Raises UserError for two labels that look alike or are one number. places: the first line of each."""
-    texts = [label for label in locations if not DECIMAL.fullmatch(label)]
-    if 0 < len(texts) < len(locations) and all(label.lower() in MISSING for label in texts):
+    texts = [label for label in locations if not DECIMAL_PATTERN.fullmatch(label)]
+    if 0 < len(texts) < len(locations) and all(label.lower() in MISSING_LABELS for label in texts):
         text_line, other = locations[texts[0]], next(line for label, line in locations.items() if label not in texts)
         raise UserError(f"{text_line}: has the label {texts[0]!r}, but {other} a number; fix or delete it")
     alike: dict[Any, str] = {}
@@ -103,7 +103,7 @@ def check_labels(locations: dict[str, str]) -> None:
             )
         if (other := in_case.setdefault(label.casefold(), label)) != label:
             text = "data: %s: the label %s is another class than %s, %s"
-            logging.getLogger(NAME).log(ALIKE, text, location, label, other, locations[other])
+            logging.getLogger(LOGGER_NAME).log(RANK_0_WARNING, text, location, label, other, locations[other])
 
 
 def _sort_labels(labels: set[str]) -> list[str]:

@@ -13,7 +13,7 @@ from utils.settings.errors import UserError
 from utils.training.blocks import check_blocks
 
 
-def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module]) -> None:
+def checkpoint_activations(model: nn.Module, blocks: list[nn.Module]) -> None:
     """Let these blocks recompute their activations. Parameter names and state dict keys stay the same.
 
     The second pass draws the same random numbers, and leaves in BatchNorm's buffers what the first one did, since their
@@ -28,11 +28,11 @@ def checkpoint_blocks(model: nn.Module, blocks: list[nn.Module]) -> None:
     check_blocks(blocks)
     for block in blocks:
         kind: Any = type(block)
-        block.__class__ = _checkpointed(kind)
+        block.__class__ = _create_checkpointed_class(kind)
 
 
 @functools.cache
-def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
+def _create_checkpointed_class(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass of the same name; not a closure, so that a copy of the module computes with its own weights."""
 
     def forward(self: nn.Module, *inputs: Any, **options: Any) -> Any:

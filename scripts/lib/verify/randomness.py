@@ -16,17 +16,19 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lib.values import digest, generators
-from lib.verify.fork import Broken, Fork, Subset, may_fail
-from lib.verify.memory import modules_of_yours, owner_of
+from lib.values import hash_nested, hash_rng_states
+from lib.verify.fork import BrokenInvariant, Fork, Subset, allow_failure
+from lib.verify.hidden_state import find_file_owner, list_fork_modules
 from utils import rng
 from utils.rng import derive_seed, hash_bits
 
-DROPS = re.compile("dropout|rrelu|attention")
-SEEDING = "seed default_rng RandomState SeedSequence MT19937 PCG64 PCG64DXSM Philox SFC64".split()  # of numpy.random
+DROPOUT_NAMES = re.compile("dropout|rrelu|attention")
+NUMPY_SEED_NAMES = (
+    "seed default_rng RandomState SeedSequence MT19937 PCG64 PCG64DXSM Philox SFC64".split()
+)  # of numpy.random
 
 
-class Advancing(TorchFunctionMode):
+class AdvanceGenerators(TorchFunctionMode):
     """Lets each function draw other numbers from the generator that it is given."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,47 +38,47 @@ class Advancing(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Dropping(TorchFunctionMode):
+class DropoutRecorder(TorchFunctionMode):
     """Notes the names of torch's dropout functions, and of those with a dropout, that draw random numbers, and whether
     labels are smoothed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
-        self.smooths = False
+        self.dropout_calls: list[str] = []
+        self.has_label_smoothing = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "cross_entropy":
-            self.smooths |= kwargs.get("label_smoothing", args[7] if len(args) > 7 else 0.0) > 0
-        if not DROPS.search(name):
+            self.has_label_smoothing |= kwargs.get("label_smoothing", args[7] if len(args) > 7 else 0.0) > 0
+        if not DROPOUT_NAMES.search(name):
             return func(*args, **kwargs)
-        before = generators()
+        before = hash_rng_states()
         result = func(*args, **kwargs)
-        self.found += [name] * (generators() != before)
+        self.dropout_calls += [name] * (hash_rng_states() != before)
         return result
 
 
-@may_fail("the random numbers of an evaluation")
-def draws_in_evaluation(fork: Fork, subset: Subset, net: nn.Module) -> str:
-    """A note if the result depends on what torch's generators draw, and if labels are smoothed. Raises Broken if a
-    dropout draws."""
-    with Dropping() as dropping:
-        values = [fork.plain_evaluation(subset, net, split=split) for split in ("val", "another")]
-    if dropping.found:
-        raise Broken(
-            f"{dropping.found[0]} drops values in evaluation mode; pass training=self.training to F.dropout and similar"
-            " functions, or use nn.Dropout"
+@allow_failure("the random numbers of an evaluation")
+def check_evaluation_draws(fork: Fork, subset: Subset, net: nn.Module) -> str:
+    """A note if the result depends on what torch's generators draw, and if labels are smoothed. Raises BrokenInvariant
+    if a dropout draws."""
+    with DropoutRecorder() as dropping:
+        values = [fork.evaluate_in_one_process(subset, net, split=split) for split in ("val", "another")]
+    if dropping.dropout_calls:
+        raise BrokenInvariant(
+            f"{dropping.dropout_calls[0]} drops values in evaluation mode; pass training=self.training to F.dropout and"
+            " similar functions, or use nn.Dropout"
         )
-    drawn = [name for name in values[0] if digest(values[0][name]) != digest(values[1][name])]
+    drawn = [name for name in values[0] if hash_nested(values[0][name]) != hash_nested(values[1][name])]
     notes = [f"{name} depends on random numbers: the same ones for each eval_batch_size" for name in drawn[:1]]
-    if dropping.smooths:
+    if dropping.has_label_smoothing:
         notes.append("labels are smoothed in evaluation too; do that only if torch.is_grad_enabled()")
     return "".join(f"; please check: {note}" for note in notes)
 
 
 @contextmanager
-def other_seeds(*holders: Any) -> Iterator[None]:
+def replace_seeds(*holders: Any) -> Iterator[None]:
     """Within it, seeds that code outside the template gives to a generator are replaced, so that it draws other
     numbers: global generators of torch, Python and numpy, and private ones, created here or earlier.
 
@@ -86,13 +88,13 @@ def other_seeds(*holders: Any) -> Iterator[None]:
         holders: data sets whose attributes may be generators that are seeded again.
     """
     seeding: list[Any] = [torch.manual_seed, random.seed]
-    namespaces: list[Any] = [torch, torch.random, random, *modules_of_yours(), *holders]
+    namespaces: list[Any] = [torch, torch.random, random, *list_fork_modules(), *holders]
     numpy: Any = sys.modules.get("numpy")
     if numpy:
-        seeding += [getattr(numpy.random, name) for name in SEEDING]
+        seeding += [getattr(numpy.random, name) for name in NUMPY_SEED_NAMES]
         namespaces.append(numpy.random)
-    replacements = {id(plain): with_other_seed(plain) for plain in seeding}
-    replacements[id(torch.default_generator)] = SeededOtherwise()
+    replacements = {id(plain): wrap_with_other_seed(plain) for plain in seeding}
+    replacements[id(torch.default_generator)] = ReseededGenerator()
     with ExitStack() as stack:
         for namespace in namespaces:
             for name, value in [*vars(namespace).items()]:
@@ -102,13 +104,13 @@ def other_seeds(*holders: Any) -> Iterator[None]:
                     new.set_state(value.get_state())
                 if new:
                     stack.enter_context(mock.patch.object(namespace, name, new))
-        stack.enter_context(mock.patch.object(random.Random, "seed", with_other_seed(random.Random.seed)))
+        stack.enter_context(mock.patch.object(random.Random, "seed", wrap_with_other_seed(random.Random.seed)))
         stack.enter_context(mock.patch.object(rng, "hash_bits", lambda numbers, key: hash_bits(numbers, key ^ 1)))
-        stack.enter_context(Advancing())
+        stack.enter_context(AdvanceGenerators())
         yield
 
 
-class SeededOtherwise(torch.Generator):
+class ReseededGenerator(torch.Generator):
     """torch's default generator, whose own methods cannot be replaced."""
 
     get_state = torch.default_generator.get_state
@@ -116,32 +118,34 @@ class SeededOtherwise(torch.Generator):
 
     def __init__(self) -> None:
         super().__init__()
-        self.manual_seed = with_other_seed(torch.default_generator.manual_seed)  # type: ignore[method-assign]
+        self.manual_seed = wrap_with_other_seed(torch.default_generator.manual_seed)  # type: ignore[method-assign]
 
 
-class AlsoOfBase(type):
+class BaseInstanceMeta(type):
     """Objects of the class from which it inherits are instances, too."""
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, cls.__base__)  # type: ignore[arg-type]
 
 
-def with_other_seed(plain: Any) -> Any:
+def wrap_with_other_seed(plain: Any) -> Any:
     """A function or class that gets another seed, unless the template calls it."""
     if isinstance(plain, type):
         methods = [name for name in ("__init__", "seed") if hasattr(plain, name)]
-        return AlsoOfBase(plain.__name__, (plain,), {name: with_other_seed(getattr(plain, name)) for name in methods})
+        return BaseInstanceMeta(
+            plain.__name__, (plain,), {name: wrap_with_other_seed(getattr(plain, name)) for name in methods}
+        )
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if owner_of(sys._getframe(1).f_code.co_filename) == "template":
+        if find_file_owner(sys._getframe(1).f_code.co_filename) == "template":
             return plain(*args, **kwargs)
-        return plain(*map(other_seed, args), **{name: other_seed(value) for name, value in kwargs.items()})
+        return plain(*map(change_seed, args), **{name: change_seed(value) for name, value in kwargs.items()})
 
     return call
 
 
-def other_seed(value: Any) -> Any:
+def change_seed(value: Any) -> Any:
     """Another number for a number, text or sequence; None, generators and other objects stay."""
     is_seed = hasattr(value, "__index__") or hasattr(value, "__len__")
     return derive_seed("other", value) % 2**32 if is_seed else value

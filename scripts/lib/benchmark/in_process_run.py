@@ -20,10 +20,10 @@ from utils.assembly import assemble
 from utils.rng import derive_seed
 from utils.run.start import open_run
 
-EPOCHS = 1000  # of the schedule; fewer are measured
+SCHEDULE_EPOCHS = 1000  # of the schedule; fewer are measured
 
 
-class Ours:
+class InProcessRun:
     """Consensus, watchdog, records, TensorBoard and checkpoints as in a run, but without terminal output.
 
     Create it on all ranks, after `setup_distributed`.
@@ -37,7 +37,9 @@ class Ours:
     def __init__(
         self, config: TrainingConfig, ctx: DistributedContext, folder: Path, steps: int, resume_from: str = ""
     ) -> None:
-        self.samples = steps * config.batch_size * config.micro_batches_per_step(ctx.world_size)  # of an epoch
+        self.samples_per_epoch = (
+            steps * config.batch_size * config.micro_batches_per_step(ctx.world_size)
+        )  # of an epoch
         overrides: dict[str, Any] = {
             "run_dir": str(folder),
             "checkpoint_dir": "",
@@ -49,26 +51,28 @@ class Ours:
         config = dataclasses.replace(config, **overrides, overwrite=False)
         if steps:
             no_limits: dict[str, Any] = {"max_steps": 0, "max_time": 0.0}
-            config = dataclasses.replace(config, dataset_size=self.samples, epochs=EPOCHS, **no_limits)
+            config = dataclasses.replace(
+                config, dataset_size=self.samples_per_epoch, epochs=SCHEDULE_EPOCHS, **no_limits
+            )
         if ctx.heartbeats:  # several runs share the process group, and each closes its heartbeats
-            ctx = dataclasses.replace(ctx, heartbeats=ctx.heartbeats.for_next_run())
-        self._ends = ExitStack()
-        attempt = self._ends.enter_context(open_run(config, ctx))
-        self._nowhere = open(os.devnull, "w")  # closed with the run
+            ctx = dataclasses.replace(ctx, heartbeats=ctx.heartbeats.create_for_next_run())
+        self._exit_stack = ExitStack()
+        attempt = self._exit_stack.enter_context(open_run(config, ctx))
+        self._devnull = open(os.devnull, "w")  # closed with the run
         for handler in attempt.logger.handlers:
             if isinstance(handler, logging.StreamHandler):
-                handler.setStream(self._nowhere)
-        data = data_without_repeats() if steps else train.your_data
+                handler.setStream(self._devnull)
+        data = create_data_without_repeats() if steps else train.your_data
         self.training = assemble(attempt, train.your_model, data)
         self.config, self.state = self.training.attempt.config, self.training.state
         self.model, self.loader = self.training.model, self.training.loader
 
-    def epoch(self) -> None:
+    def train_epoch(self) -> None:
         """Train the next epoch."""
         train.train_one_epoch(self.training)
         self.state.schedule.end_epoch()
 
-    def spent(self) -> dict[str, float]:
+    def seconds_by_phase(self) -> dict[str, float]:
         """Seconds so far in each phase of the loop."""
         return self.training.attempt.clock.seconds_by_phase()
 
@@ -76,22 +80,22 @@ class Ours:
         self.training.checkpoints.finish_writing()
         self.training.checkpoints.close()
         self.loader.close()
-        self._ends.close()
+        self._exit_stack.close()
         logging.getLogger("ddp").handlers.clear()
-        self._nowhere.close()
+        self._devnull.close()
 
 
-def data_without_repeats() -> SimpleNamespace:
+def create_data_without_repeats() -> SimpleNamespace:
     """dataset.py, with each sample once per epoch: `dataset_size` does not cut an order that repeats samples."""
 
-    def create(config: TrainingConfig, split: str) -> Any:
+    def create_dataset(config: TrainingConfig, split: str) -> Any:
         dataset: Any = train.your_data.create_dataset(config, split)
         if getattr(dataset, "with_replacement", False):
-            dataset.with_replacement, dataset.epoch_order = False, shuffled
+            dataset.with_replacement, dataset.epoch_order = False, shuffle_epoch
         return dataset
 
-    return SimpleNamespace(**vars(train.your_data) | {"create_dataset": create})
+    return SimpleNamespace(**vars(train.your_data) | {"create_dataset": create_dataset})
 
 
-def shuffled(seed: int, epoch: int, n: int) -> torch.Tensor:
+def shuffle_epoch(seed: int, epoch: int, n: int) -> torch.Tensor:
     return torch.randperm(n, generator=torch.Generator().manual_seed(derive_seed("order", seed, epoch)))

@@ -16,7 +16,7 @@ BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class ValueType:
     """A type of settings.
 
     Args:
@@ -71,18 +71,18 @@ def _read_path(value: Any) -> Path:
     return Path(value)
 
 
-KINDS = {
-    int: Kind(_read_int, "a whole number", "INT"),
-    float: Kind(_read_float, "a number", "FLOAT"),
-    bool: Kind(_read_bool, "true or false", "BOOL", is_bool=True),
-    str: Kind(_read_str, "text", "STR"),
-    Path: Kind(_read_path, "a path", "PATH", is_path=True),
+VALUE_TYPES = {
+    int: ValueType(_read_int, "a whole number", "INT"),
+    float: ValueType(_read_float, "a number", "FLOAT"),
+    bool: ValueType(_read_bool, "true or false", "BOOL", is_bool=True),
+    str: ValueType(_read_str, "text", "STR"),
+    Path: ValueType(_read_path, "a path", "PATH", is_path=True),
 }
-PLURALS = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts", Path: "paths"}
-ALLOWED = "int, float, bool, str, pathlib.Path, and list[...] or tuple[..., ...] of one of them"
+PLURAL_NOUNS = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts", Path: "paths"}
+ALLOWED_TYPES = "int, float, bool, str, pathlib.Path, and list[...] or tuple[..., ...] of one of them"
 
 
-def find_kind(name: str, annotation: Any) -> Kind:
+def find_value_type(name: str, annotation: Any) -> ValueType:
     """The kind of a setting's type.
 
     Args:
@@ -94,25 +94,25 @@ def find_kind(name: str, annotation: Any) -> Kind:
     """
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
-    if annotation in KINDS:
-        return KINDS[annotation]
+    if annotation in VALUE_TYPES:
+        return VALUE_TYPES[annotation]
     if origin in (types.UnionType, typing.Union):
         if types.NoneType in arguments:
             raise UserError(f'config.py: {name} may not be None; leave that out, and write "off" as 0, "" or "auto"')
         non_str_types = [argument for argument in arguments if argument is not str]
         if len(arguments) == 2 and len(non_str_types) == 1:
-            return dataclasses.replace(find_kind(name, non_str_types[0]), may_be_auto=True)
-    if origin is list and len(arguments) == 1 and arguments[0] in KINDS:
-        return _create_list_kind(arguments[0], list)
-    if origin is tuple and len(arguments) == 2 and arguments[1] is ... and arguments[0] in KINDS:
-        return _create_list_kind(arguments[0], tuple)
+            return dataclasses.replace(find_value_type(name, non_str_types[0]), may_be_auto=True)
+    if origin is list and len(arguments) == 1 and arguments[0] in VALUE_TYPES:
+        return _create_list_type(arguments[0], list)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is ... and arguments[0] in VALUE_TYPES:
+        return _create_list_type(arguments[0], tuple)
     shown = annotation.__name__ if isinstance(annotation, type) and not origin else str(annotation)
-    raise UserError(f"config.py: {name} has the type {shown}; a setting may have the types {ALLOWED}")
+    raise UserError(f"config.py: {name} has the type {shown}; a setting may have the types {ALLOWED_TYPES}")
 
 
-def _create_list_kind(element: type, collect: Callable[[Any], Any]) -> Kind:
+def _create_list_type(element: type, collection_type: Callable[[Any], Any]) -> ValueType:
     """The kind of a list or tuple. Its text has commas between the elements."""
-    kind = KINDS[element]
+    kind = VALUE_TYPES[element]
 
     def read(value: Any) -> Any:
         if isinstance(value, str):
@@ -123,22 +123,22 @@ def _create_list_kind(element: type, collect: Callable[[Any], Any]) -> Kind:
             value = value.tolist()
         if not isinstance(value, (list, tuple, range)):
             raise TypeError("not a list")
-        return collect(kind.read(part) for part in value)
+        return collection_type(kind.read(part) for part in value)
 
-    return Kind(
+    return ValueType(
         read,
-        noun=f"a list of {PLURALS[element]}",
+        noun=f"a list of {PLURAL_NOUNS[element]}",
         placeholder=f"{kind.placeholder},...",
-        remedy=f"{PLURALS[element]} with commas between them",
+        remedy=f"{PLURAL_NOUNS[element]} with commas between them",
         is_list=True,
         is_path=kind.is_path,
     )
 
 
-def to_json(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """The value of a setting as JSON has it: a list for a tuple, text for a path."""
     if isinstance(value, (list, tuple)):
-        return [to_json(element) for element in value]
+        return [to_json_value(element) for element in value]
     if isinstance(value, Path):
         return str(value)
     return value

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.distributed.dtensor import gather_full
+from utils.distributed.dtensor import gather_full_tensor
 from utils.logger import join_first
 from utils.settings.errors import UserError
 from utils.training.parts.part import Part
 
-KEY = "unsaved"  # in the provenance
+PROVENANCE_KEY = "unsaved"  # in the provenance
 
 
 class UnsavedParameters(Part):
@@ -26,23 +26,25 @@ class UnsavedParameters(Part):
 
     def __init__(self, model: nn.Module, is_saved: Callable[[str], bool] | None) -> None:
         self._model = model
-        self._digests = fingerprint_values(find_unsaved(model, is_saved))  # by name
+        self._fingerprints = fingerprint_values(find_unsaved_parameters(model, is_saved))  # by name
         self.provenance = {}
-        if self._digests:
-            self.provenance = {KEY: self._digests}
+        if self._fingerprints:
+            self.provenance = {PROVENANCE_KEY: self._fingerprints}
 
     def save(self, state: dict[str, Any]) -> None:
         for kind in ("model", "ema"):
-            if self._digests:
-                state[kind] = {name: value for name, value in state[kind].items() if name not in self._digests}
+            if self._fingerprints:
+                state[kind] = {name: value for name, value in state[kind].items() if name not in self._fingerprints}
 
     def before_load(self, payload: dict[str, Any]) -> dict[str, Any]:
         """With what the checkpoint has left out. Raises UserError if it had other values of that."""
-        saved = payload.get("provenance", {}).get(KEY, {})
+        saved = payload.get("provenance", {}).get(PROVENANCE_KEY, {})
         completed = {}
         for kind in ("model", "ema"):
             if payload[kind]:
-                completed[kind] = fill_in_unsaved(payload[kind], saved, self._model, self._digests, "the checkpoint")
+                completed[kind] = fill_in_unsaved(
+                    payload[kind], saved, self._model, self._fingerprints, "the checkpoint"
+                )
         return payload | completed
 
 
@@ -50,12 +52,12 @@ def fingerprint_values(values: Mapping[str, Tensor]) -> dict[str, str]:
     """A digest of the bytes of each tensor. Gathers sharded ones: call it on all ranks."""
     by_name = {}
     for name in sorted(values):
-        data = gather_full(values[name].detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+        data = gather_full_tensor(values[name].detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
         by_name[name] = hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
     return by_name
 
 
-def find_unsaved(model: nn.Module, is_saved: Callable[[str], bool] | None) -> dict[str, Tensor]:
+def find_unsaved_parameters(model: nn.Module, is_saved: Callable[[str], bool] | None) -> dict[str, Tensor]:
     """The parameters that checkpoints leave out, by name. Raises UserError if one of them is trained."""
     if is_saved is None:
         return {}
@@ -69,11 +71,11 @@ def find_unsaved(model: nn.Module, is_saved: Callable[[str], bool] | None) -> di
     return unsaved
 
 
-def check_weights(
+def complete_initial_weights(
     weights: dict[str, Any], model: nn.Module, is_saved: Callable[[str], bool] | None, source: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The weights of `--init_from`, and what the model has already. Raises UserError if they have other values."""
-    given = find_unsaved(model, is_saved)
+    given = find_unsaved_parameters(model, is_saved)
     return fill_in_unsaved(weights, {}, model, fingerprint_values(given), source), given
 
 

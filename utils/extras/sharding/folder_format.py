@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.checkpoint import archive
-from utils.checkpoint.archive import MANIFEST
+from utils.checkpoint.archive import MANIFEST_FILE
 from utils.checkpoint.format import FileFormat
 from utils.files import read_json, retry
 from utils.settings.errors import UserError
@@ -23,44 +23,46 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def part_name(rank: int) -> str:
+def shard_file_name(rank: int) -> str:
     return f"part_{rank:05d}.pt"
 
 
 class FolderFormat(FileFormat):
     """How the checkpoint of a sharded run is read."""
 
-    def verify(self, path: Path, part: tuple[int, int]) -> archive.Trailer:
+    def verify(self, path: Path, reader_and_count: tuple[int, int]) -> archive.Trailer:
         """The step and the checksum of the manifest. Raises UserError if a part is missing or does not match it.
 
-        part: (number, readers): compute only every so many-th checksum, as each reader does.
+        reader_and_count: (number, readers): compute only every so many-th checksum, as each reader does.
         """
         try:
-            text = retry((path / MANIFEST).read_bytes)
+            text = retry((path / MANIFEST_FILE).read_bytes)
             manifest = json.loads(text)
             step, files = int(manifest["step"]), {str(name): str(digest) for name, digest in manifest["files"].items()}
         except FileNotFoundError:
-            raise UserError(f"{path}: lacks {MANIFEST}; give another checkpoint") from None
+            raise UserError(f"{path}: lacks {MANIFEST_FILE}; give another checkpoint") from None
         except OSError as error:
             raise archive.explain_unreadable(path, error) from None
         except (AttributeError, ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: its {MANIFEST} is damaged; give another checkpoint") from None
+            raise UserError(f"{path}: its {MANIFEST_FILE} is damaged; give another checkpoint") from None
         if ".metadata" in files:
             raise UserError(
                 f"{path}: is in the format of torch.distributed.checkpoint, which versions of the template up to"
                 " November 2026 used; export its weights with that version, and give them with --init_from"
             )
-        missing = [name for name in [part_name(0), *files] if name not in files or not (path / name).is_file()]
+        missing = [name for name in [shard_file_name(0), *files] if name not in files or not (path / name).is_file()]
         if missing:
             raise UserError(f"{path}: lacks {missing[0]}; give another checkpoint")
+        reader, readers = reader_and_count
         for number, name in enumerate(sorted(files)):
-            if archive.verify(path / name, is_hashed=number % part[1] == part[0]) != (step, files[name]):
-                raise UserError(f"{path}: is damaged: {name} does not match {MANIFEST}; give another checkpoint")
+            trailer = archive.verify_archive(path / name, computes_checksum=number % readers == reader)
+            if trailer != (step, files[name]):
+                raise UserError(f"{path}: is damaged: {name} does not match {MANIFEST_FILE}; give another checkpoint")
         archive.check_step_in_name(path.resolve(), step)
         return archive.Trailer(step, hashlib.sha256(text).hexdigest())
 
     def read_manifest(self, path: Path) -> tuple[int, dict[str, str]]:
-        manifest = read_json(path / MANIFEST)
+        manifest = read_json(path / MANIFEST_FILE)
         return manifest.get("step", -1), manifest.get("files", {})
 
     def read(self, path: Path, trailer: archive.Trailer, sharded: dict[str, Tensor]) -> dict[str, Any]:
@@ -68,37 +70,37 @@ class FolderFormat(FileFormat):
 
         sharded: sharded parameters by name: of these, and of their optimizer state, only this rank's rows are read.
         """
-        parts = [archive.read(part, trailer) for part in sorted(path.glob("part_*.pt"))]
+        parts = [archive.read_archive(part, trailer) for part in sorted(path.glob("part_*.pt"))]
         names = parts[0]["optimizer"].get("names", [])
 
-        def joined(values: list[Any], key_path: tuple = ()) -> Any:
+        def join_values(values: list[Any], key_path: tuple = ()) -> Any:
             first = values[0]
             if not isinstance(first, dict):
                 return first
             if first.keys() == {"rows", "first", "size"}:
                 name = names[key_path[2]] if key_path[0] == "optimizer" else key_path[1]
-                return _join(values, sharded.get(name))
-            return {key: joined([value[key] for value in values], (*key_path, key)) for key in first}
+                return _join_rows(values, sharded.get(name))
+            return {key: join_values([value[key] for value in values], (*key_path, key)) for key in first}
 
         try:
-            return joined(parts)
+            return join_values(parts)
         except (LookupError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path}: its parts do not fit together ({type(error).__name__}); give another checkpoint"
             ) from None
 
 
-def _join(parts: list[dict[str, Any]], like: Tensor | None) -> Tensor:
+def _join_rows(shards: list[dict[str, Any]], like: Tensor | None) -> Tensor:
     """The whole tensor; or, sharded as `like`, the rows that this rank has of it."""
     import torch
 
     from utils.distributed.dtensor import create_dtensor, local_row_range
 
-    size = torch.Size(parts[0]["size"])
+    size = torch.Size(shards[0]["size"])
     is_part = like is not None and like.shape == size
     first, count = local_row_range(like) if is_part else (0, size[0])
-    rows, filled = torch.empty(count, *size[1:], dtype=parts[0]["rows"].dtype), 0
-    for part in parts:
+    rows, filled = torch.empty(count, *size[1:], dtype=shards[0]["rows"].dtype), 0
+    for part in shards:
         begin, end = max(first, part["first"]), min(first + count, part["first"] + len(part["rows"]))
         if begin < end:
             rows[begin - first : end - first] = part["rows"][begin - part["first"] : end - part["first"]]

@@ -15,36 +15,40 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 import dataset as your_data
-from lib.values import digest, first_three, generators, leaves, scramble_global_rngs, spread
-from lib.verify.draws import other_seeds
-from lib.verify.fork import Fork, Subset, may_fail
-from lib.verify.memory import is_of_yours, modules_of_yours, nodes_of
+from lib.values import flatten_nested, hash_nested, hash_rng_states, join_first_three, scramble_global_rngs, spread_rows
+from lib.verify.fork import Fork, Subset, allow_failure
+from lib.verify.hidden_state import is_fork_class, list_fork_modules, parse_modules
+from lib.verify.randomness import replace_seeds
 from utils.rng import seed_host
 
-COUNT, SECONDS, LARGEST = 16, 1.5, 4096  # samples; to read a whole set; numbers in a row of it
-FEW_PARTS = 20  # in a list of transforms
-FEW = 4  # rows that reach the largest value of a column
+SAMPLE_COUNT, MAX_READ_SECONDS, MAX_ROW_SIZE = 16, 1.5, 4096  # samples; to read a whole set; numbers in a row of it
+MAX_PARTS = 20  # in a list of transforms
+MAX_ROWS_AT_LIMIT = 4  # rows that reach the largest value of a column
 
 
-def notes(fork: Fork) -> str:
-    return augmented(fork) + sampled(fork) + scaled(fork)
+def inspect_data(fork: Fork) -> str:
+    return note_augmentation(fork) + note_unread_samplers(fork) + note_separate_scaling(fork)
 
 
-@may_fail("how samples are augmented")
-def augmented(fork: Fork) -> str:
+@allow_failure("how samples are augmented")
+def note_augmentation(fork: Fork) -> str:
     note = ""
     is_validated = fork.held_out is not None
-    if is_validated and len({*by_epoch(fork, fork.held_out_subset(COUNT))}) > 1:
+    if is_validated and len({*hash_epochs(fork, fork.held_out_subset(SAMPLE_COUNT))}) > 1:
         note = "; please check: held-out samples differ between epochs, so they are augmented at random"
-    subset = Subset(fork.train_set, spread(COUNT, len(fork.train_set)), fork.dtype)
-    if len({*by_epoch(fork, subset)}) > 1:
+    subset = Subset(fork.train_set, spread_rows(SAMPLE_COUNT, len(fork.train_set)), fork.dtype)
+    if len({*hash_epochs(fork, subset)}) > 1:
         return note
-    if draws(fork, subset):
+    if has_random_draws(fork, subset):
         return note + (
             "; please check: __getitem__ draws, but its samples are the same in all epochs, so it seeds a generator;"
             " let it draw from the global ones, which are seeded for each sample and epoch"
         )
-    if is_validated and follows_seeds(fork, subset) and not follows_seeds(fork, fork.held_out_subset(COUNT)):
+    if (
+        is_validated
+        and is_seed_dependent(fork, subset)
+        and not is_seed_dependent(fork, fork.held_out_subset(SAMPLE_COUNT))
+    ):
         return note + (
             "; please check: training samples, and not held-out ones, depend on a generator that is seeded alike in all"
             " epochs; if it augments them, seed it with a draw from a global generator or with the epoch"
@@ -52,24 +56,24 @@ def augmented(fork: Fork) -> str:
     return note
 
 
-@may_fail("whether a sampler is read")
-def sampled(fork: Fork) -> str:
-    unread = unread_samplers(fork.train_set)
+@allow_failure("whether a sampler is read")
+def note_unread_samplers(fork: Fork) -> str:
+    unread = find_unread_samplers(fork.train_set)
     if not unread:
         return ""
     return (
-        f"; please check: {first_three(unread)}: no code of the fork reads it, and only epoch_order changes the order;"
-        " use it there, or in the loss, or delete it"
+        f"; please check: {join_first_three(unread)}: no code of the fork reads it, and only epoch_order changes the"
+        " order; use it there, or in the loss, or delete it"
     )
 
 
-@may_fail("whether each set is scaled by itself")
-def scaled(fork: Fork) -> str:
+@allow_failure("whether each set is scaled by itself")
+def note_separate_scaling(fork: Fork) -> str:
     if fork.held_out is None:
         return ""
-    train_scales, held_out_scales = scales(fork.train_set), scales(fork.held_out)
+    train_scales, held_out_scales = find_scales(fork.train_set), find_scales(fork.held_out)
     if train_scales is None or held_out_scales is None:
-        return f"; not checked: whether each set is scaled by itself, since reading one takes over {SECONDS} s"
+        return f"; not checked: whether each set is scaled by itself, since reading one takes over {MAX_READ_SECONDS} s"
     for _, scale in sorted(train_scales & held_out_scales):
         return (
             f"; please check: held-out columns have {scale}, as training columns have, so each set is scaled by itself;"
@@ -78,54 +82,56 @@ def scaled(fork: Fork) -> str:
     return ""
 
 
-def by_epoch(fork: Fork, subset: Subset) -> list[str]:
+def hash_epochs(fork: Fork, subset: Subset) -> list[str]:
     """Digests of the samples on the device, in three epochs."""
-    fetch = fork.loader(subset).fetch
-    return [digest([fetch([row], epoch)[2] for row in range(len(subset))]) for epoch in range(3)]
+    fetch = fork.create_loader(subset).fetch_samples
+    return [hash_nested([fetch([row], epoch)[2] for row in range(len(subset))]) for epoch in range(3)]
 
 
-def draws(fork: Fork, subset: Subset) -> bool:
+def has_random_draws(fork: Fork, subset: Subset) -> bool:
     """Whether fetching a sample moves a global generator from where the sample has seeded it."""
 
     for row in range(len(subset)):
         seed_host("sample", fork.config.seed, 0, row)
-        before = generators()
+        before = hash_rng_states()
         _ = subset[row]
-        if generators() != before:
+        if hash_rng_states() != before:
             return True
     return False
 
 
-def follows_seeds(fork: Fork, subset: Subset) -> bool:
+def is_seed_dependent(fork: Fork, subset: Subset) -> bool:
     """Whether samples are others if the fork seeds its generators otherwise."""
-    fork.start.put_back()  # without what a cache holds
-    before = by_epoch(fork, subset)
-    fork.start.put_back()
+    fork.initial_hidden_state.restore()  # without what a cache holds
+    before = hash_epochs(fork, subset)
+    fork.initial_hidden_state.restore()
     try:
-        with other_seeds(*(part for part in sets_in(subset) if hasattr(part, "__dict__"))):
-            return by_epoch(fork, subset) != before
+        with replace_seeds(*(part for part in find_dataset_objects(subset) if hasattr(part, "__dict__"))):
+            return hash_epochs(fork, subset) != before
     finally:
-        fork.start.put_back()
+        fork.initial_hidden_state.restore()
 
 
-def sets_in(dataset: Any) -> list[Any]:
+def find_dataset_objects(dataset: Any) -> list[Any]:
     """The data set, and in its attributes data sets, transforms and other objects of the fork's classes."""
     objects = [dataset]
     for owner in objects:
         for name, value in getattr(owner, "__dict__", {}).items():
-            for part in value if isinstance(value, list | tuple) and len(value) < FEW_PARTS else [value]:
-                is_part = isinstance(part, Dataset) or is_of_yours(type(part)) or name.startswith(("dataset", "transf"))
+            for part in value if isinstance(value, list | tuple) and len(value) < MAX_PARTS else [value]:
+                is_part = (
+                    isinstance(part, Dataset) or is_fork_class(type(part)) or name.startswith(("dataset", "transf"))
+                )
                 if is_part and all(part is not existing for existing in objects):
                     objects.append(part)
     return objects
 
 
-def unread_samplers(dataset: Any) -> list[str]:
+def find_unread_samplers(dataset: Any) -> list[str]:
     """The names of samplers and of weights of samples, in data sets, their classes and modules, that nothing reads."""
-    sets, modules = sets_in(dataset), modules_of_yours()
+    sets, modules = find_dataset_objects(dataset), list_fork_modules()
     kinds = {kind for part in sets for kind in type(part).__mro__}
-    nodes = nodes_of({*modules, *(sys.modules.get(kind.__module__) for kind in kinds)})
-    read = read_in(nodes, ast.Attribute, "attr") | read_in(nodes, ast.Constant, "value")
+    nodes = parse_modules({*modules, *(sys.modules.get(kind.__module__) for kind in kinds)})
+    read = list_names_read(nodes, ast.Attribute, "attr") | list_names_read(nodes, ast.Constant, "value")
     unread = []
     for part in sets:
         for name, value in getattr(part, "__dict__", {}).items():
@@ -136,7 +142,7 @@ def unread_samplers(dataset: Any) -> list[str]:
                     is_sampler |= len(value) == len(part)
             if is_sampler and name not in read:
                 unread.append(name)
-    read |= read_in(nodes, ast.Name, "id")
+    read |= list_names_read(nodes, ast.Name, "id")
     own_kinds = [kind for kind in kinds if sys.modules.get(kind.__module__) in modules]
     for namespace in (*own_kinds, *(sys.modules[kind.__module__] for kind in own_kinds), your_data):
         for name, value in vars(namespace).items():
@@ -148,55 +154,59 @@ def unread_samplers(dataset: Any) -> list[str]:
     return sorted({*unread})
 
 
-def read_in(nodes: list[Any], kind: type, field: str) -> set[Any]:
+def list_names_read(nodes: list[Any], kind: type, field: str) -> set[Any]:
     loads = [node for node in nodes if isinstance(node, kind) and not isinstance(getattr(node, "ctx", None), ast.Store)]
     return {getattr(node, field) for node in loads}
 
 
-def scales(dataset: Any) -> set[tuple[str, str]] | None:
+def find_scales(dataset: Any) -> set[tuple[str, str]] | None:
     """The names of values whose columns all have one scale over the set, and which one. None if the set takes long to
     read."""
     rows: list[dict[str, Tensor]] = []
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + MAX_READ_SECONDS
     for row in range(len(dataset)):
         scramble_global_rngs(0)
         rows.append(
-            {name: vector for name, leaf in leaves(dataset[row]).items() if (vector := numbers(leaf)) is not None}
+            {
+                name: vector
+                for name, leaf in flatten_nested(dataset[row]).items()
+                if (vector := flatten_floats(leaf)) is not None
+            }
         )
         if not rows[0]:
             return set()
         if time.monotonic() > end:
             return None
-    named_scales = {(name, scale) for name, table in tables_in(dataset).items() for scale in scales_of(table)}
+    named_scales = {(name, scale) for name, table in find_tables(dataset).items() for scale in describe_scales(table)}
     for name in rows[0]:
         with suppress(RuntimeError, KeyError):  # shapes differ
             columns = torch.stack([row[name] for row in rows])[:, : 1 + 2**20 // len(rows)]  # enough of a wide one
             tables = [columns]
-            if not is_all(columns.mean(1), 0):  # else each row is scaled by itself
+            if not are_all_near(columns.mean(1), 0):  # else each row is scaled by itself
                 tables.append(columns.reshape(-1, 1))
-            named_scales |= {(name, scale) for table in tables for scale in scales_of(table)}
+            named_scales |= {(name, scale) for table in tables for scale in describe_scales(table)}
     return named_scales
 
 
-def tables_in(dataset: Any) -> dict[str, Tensor]:
+def find_tables(dataset: Any) -> dict[str, Tensor]:
     """Attributes of a data set with rows of numbers, of which samples may be windows."""
     tables = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
-        if getattr(value, "ndim", 0) in (1, 2) and len(value) < LARGEST**2:
+        if getattr(value, "ndim", 0) in (1, 2) and len(value) < MAX_ROW_SIZE**2:
             with suppress(TypeError, ValueError, RuntimeError):  # as in `numbers`
                 table = torch.as_tensor(value)
                 if table.is_floating_point() and table.numel():
-                    tables[name] = table.double().reshape(len(table), -1)[:, :LARGEST]
+                    tables[name] = table.double().reshape(len(table), -1)[:, :MAX_ROW_SIZE]
     return tables
 
 
-def scales_of(columns: Tensor) -> list[str]:
+def describe_scales(columns: Tensor) -> list[str]:
     """What the columns of a table have in common, up to rounding, that they hardly have by chance."""
     columns = columns[:, columns.std(0, correction=0) > 1e-6]  # others are constant
     if len(columns) < 10 or not columns.shape[1]:
         return []
     deviations = torch.stack([columns.std(0, correction=k) for k in (0, 1)])
-    is_standardized = is_all(columns.mean(0), 0) and ((deviations - 1).abs() < 1e-4).any(0).all()
+    is_standardized = are_all_near(columns.mean(0), 0) and ((deviations - 1).abs() < 1e-4).any(0).all()
     scale_names = ["mean 0 and deviation 1"] if is_standardized else []
     gaps = columns.sort(0).values.diff(dim=0)
     # neither flags, counts and ratings nor steps of one size
@@ -206,20 +216,20 @@ def scales_of(columns: Tensor) -> list[str]:
         return scale_names
     sizes, least = columns.abs(), columns.amin(0)
     reached = (sizes > 1 - 1e-6).sum(0)
-    has_limits = len(least) > 1 or is_all(least, 0) or is_all(least, -1)
-    if has_limits and sizes.max() < 1 + 1e-6 and 0 < reached.min() and reached.max() <= FEW:
+    has_limits = len(least) > 1 or are_all_near(least, 0) or are_all_near(least, -1)
+    if has_limits and sizes.max() < 1 + 1e-6 and 0 < reached.min() and reached.max() <= MAX_ROWS_AT_LIMIT:
         scale_names.append("a maximum of exactly 1")
     return scale_names
 
 
-def is_all(values: Tensor, wanted: float) -> bool:
+def are_all_near(values: Tensor, wanted: float) -> bool:
     return bool(((values - wanted).abs() < 1e-4).all())
 
 
-def numbers(leaf: Any) -> Tensor | None:
+def flatten_floats(leaf: Any) -> Tensor | None:
     """float64, flat; None for other things than a few floats, and for images."""
     with suppress(TypeError, ValueError, RuntimeError):  # text, objects
         values = torch.as_tensor(leaf)
-        is_row = values.is_floating_point() and values.ndim < 3 and values.numel() <= LARGEST
+        is_row = values.is_floating_point() and values.ndim < 3 and values.numel() <= MAX_ROW_SIZE
         return values.double().flatten() if is_row else None
     return None

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from config import TrainingConfig
-from utils.training.ddp_model import explain_unfrozen, explain_unused
+from utils.training.ddp_model import explain_unfrozen_parameters, explain_unused_parameters
 from utils.training.gradient_strategy import GradientStrategy
 from utils.training.hooks import ModelHooks
 from utils.training.optimizer import (
-    check_groups,
-    group_entries,
+    check_param_groups,
+    collect_optimizer_state,
+    copy_group_entries,
     load_optimizer_state,
-    optimizer_state,
     prepare_optimizer,
 )
 from utils.training.precision import Precision
@@ -42,21 +42,26 @@ class Updater:
         device: torch.device,
     ) -> None:
         self._config, self._strategy = config, strategy
-        self.zeroes_gradients = False  # in place; else they are dropped
+        self.zeroes_in_place = False  # in place; else they are dropped
         names = {p: name for name, p in model.named_parameters()}
-        groups, tensors = check_groups(hooks.param_groups(model, config), names), strategy.optimizer_tensors(names)
+        groups, tensors = (
+            check_param_groups(hooks.param_groups(model, config), names),
+            strategy.create_optimizer_tensors(names),
+        )
         groups = [group | {"params": [tensors[p] for p in group["params"]]} for group in groups]
-        self.owners = {tensor: p for p, tensor in tensors.items()}  # of a tensor of the optimizer: the parameter
+        self.parameters_by_tensor = {
+            tensor: p for p, tensor in tensors.items()
+        }  # of a tensor of the optimizer: the parameter
         self.optimizer = hooks.create_optimizer(groups, config)
         strategy.check_optimizer(self.optimizer)
         self.skips_on_device = prepare_optimizer(self.optimizer)
-        self._created = group_entries(self.optimizer)
-        self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.is_scaled)
+        self._initial_groups = copy_group_entries(self.optimizer)
+        self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.has_loss_scaling)
         held = {p for group in self.optimizer.param_groups for p in group["params"]}
         # in the model's order, which is the same in all processes: the norm is a sum, and groups may come in any order
         self._names = {tensors[p]: name for p, name in names.items() if tensors[p] in held}
         trainable = [p for p in names if p.requires_grad]  # those in no group are not trained
-        self._frozen = {p: name for p, name in names.items() if not p.requires_grad}
+        self._frozen_names = {p: name for p, name in names.items() if not p.requires_grad}
         self._with_gradients = [*dict.fromkeys([*trainable, *self._names])]
         scalar: dict[str, Any] = {"dtype": torch.float32, "device": device}  # as found_inf must be, even with float64
         self.zero, self.one = torch.zeros((), **scalar), torch.ones((), **scalar)
@@ -66,13 +71,13 @@ class Updater:
 
     def zero_gradients(self) -> None:
         """Call before the next global batch."""
-        if self.zeroes_gradients:
+        if self.zeroes_in_place:
             self.optimizer.zero_grad(set_to_none=False)
             return
         for parameter in self._with_gradients:  # optimizer.zero_grad takes 20 us more, for the profiler
             parameter.grad = None
 
-    def step(self, divisor: Tensor, loss: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, divisor: Tensor, loss: Tensor, step_number: int) -> tuple[Tensor, Tensor, Tensor]:
         """Divide the gradients, clip them and update, unless the loss or the gradient is not finite.
 
         After the all-reduces both are the same on every rank, so all ranks decide alike without communication. Only an
@@ -80,19 +85,19 @@ class Updater:
 
         Args:
             divisor, loss: float64, 0-dimensional, on the device.
-            number: of the step, from 1.
+            step_number: of the step, from 1.
 
         Returns:
             The norm of the divided gradient before it is clipped; whether it is finite, bool; and 1 if the step is
             skipped, else 0. 0-dimensional, on the device, the last one where the optimizer's tensors are.
         """
-        if thawed := [name for p, name in self._frozen.items() if p.requires_grad]:
-            raise explain_unfrozen(thawed, number)
-        self._strategy.unscale(self.scaler, self.optimizer, self.owners)
+        if thawed := [name for p, name in self._frozen_names.items() if p.requires_grad]:
+            raise explain_unfrozen_parameters(thawed, step_number)
+        self._strategy.unscale_gradients(self.scaler, self.optimizer, self.parameters_by_tensor)
         gradients = [p.grad for p in self._names if p.grad is not None]
         if len(gradients) < len(self._names) and not self._config.find_unused_parameters:
-            raise explain_unused([name for p, name in self._names.items() if p.grad is None])
-        norm = self._strategy.gradient_norm(gradients) / divisor  # 0 / 0, of an empty global batch, is NaN
+            raise explain_unused_parameters([name for p, name in self._names.items() if p.grad is None])
+        norm = self._strategy.compute_gradient_norm(gradients) / divisor  # 0 / 0, of an empty global batch, is NaN
         norm = torch.add(norm, loss, alpha=0)  # 0 times a non-finite loss is NaN
         if self._config.clip_grad_norm:
             divisor = divisor * ((norm + 1e-6) / self._config.clip_grad_norm).clamp(min=1)
@@ -113,10 +118,12 @@ class Updater:
         return norm, is_finite, skipped
 
     def state_dict(self) -> dict[str, Any]:
-        optimizer = optimizer_state(self.optimizer, self._names, self.owners, self._created)
+        optimizer = collect_optimizer_state(
+            self.optimizer, self._names, self.parameters_by_tensor, self._initial_groups
+        )
         return {"optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, payload: dict[str, Any]) -> None:
-        load_optimizer_state(self.optimizer, payload["optimizer"], self._names, self.owners)
+        load_optimizer_state(self.optimizer, payload["optimizer"], self._names, self.parameters_by_tensor)
         if self.scaler.is_enabled() and payload["scaler"]:
             self.scaler.load_state_dict(payload["scaler"])
