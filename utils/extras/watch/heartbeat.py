@@ -1,9 +1,9 @@
 """What the ranks of a launch tell each other through the process group's store, apart from collectives.
 
-Each rank sets its place twice a second. `set` returns at once, even if the process that hosts the store is stopped;
-reading then hangs, longer than any timeout, and blocks all calls on its connection. So each rank has one connection to
-set and one to read, and reads in a thread of its own. The keys are below a random word of the launch, because torchrun
-may keep a store for the next attempt.
+Each rank sets its status twice a second. `set_status` returns at once, even if the process that hosts the store is
+stopped; reading then hangs, longer than any timeout, and blocks all calls on its connection. So each rank has one
+connection to set and one to read, and reads in a thread of its own. The keys are below a random word of the launch,
+because torchrun may keep a store for the next attempt.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _resolve_future(future: Future, call: Callable) -> None:
 
 
 class Heartbeats:
-    """The places of all ranks, the stacks of those that hang, and the first failure.
+    """The statuses of all ranks, the stacks of those that hang, and the first failure.
 
     Args:
         store: empty, and the same on all ranks.
@@ -98,7 +98,7 @@ class Heartbeats:
         del self._write_store, self._read_store  # their sockets
 
     def read_statuses(self, ranks: Iterable[int]) -> tuple[dict[int, RankStatus], dict[str, Any]]:
-        """The places of these ranks, and the first failure as given to `report`, or nothing."""
+        """The statuses of these ranks, and the first failure as given to `report_failure`, or nothing."""
         *texts, failure = self._read_keys([*map(str, ranks), "failure"])
         statuses = (
             RankStatus(int(beat), int(counter), int(step), phase, int(pid), function)

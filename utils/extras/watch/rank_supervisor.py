@@ -37,7 +37,7 @@ class RankSupervisor(Supervisor):
     """Ends this process if ranks hang or are gone.
 
     Its methods are called by the watchdog's thread, which must not wait for storage that stalls unless it ends this
-    process: other hosts would miss its beats.
+    process: other hosts would miss its heartbeats.
 
     Args:
         folder: for the stacks of ranks that hang.

@@ -1,16 +1,16 @@
 """Finds ranks that hang or are gone: a thread of each rank, from the moment the ranks have met.
 
-Twice a second it sets this rank's place in the process group's store: a beat, a counter of phases entered, the step and
-the phase. If the beat of a rank stops, it was stopped, killed or cut off; if only the counter stops, it waits or hangs.
-Ranks whose beat has stopped are reported as the cause, else the rank that is furthest behind. The lowest live rank
-reads the places of all ranks.
+Twice a second it sets this rank's status in the process group's store: a heartbeat, a counter of phases entered, the
+step and the phase. If the heartbeat of a rank stops, it was stopped, killed or cut off; if only the counter stops, it
+waits or hangs. Ranks whose heartbeat has stopped are reported as the cause, else the rank that is furthest behind. The
+lowest live rank reads the statuses of all ranks.
 
 A rank that is paused in a debugger counts phases as if it made progress, which all ranks see, so that none ends.
 
 A rank whose peer died may wait in C, for the GPU or in a collective: no exception is raised, and no signal handler of
 Python runs. So a rank without progress looks once a second, in every phase, at the next rank, at the next one on its
 own host and at the first failure. It ends if the run has failed or such a rank is gone: its process has ended, is
-stopped for `hang_timeout`, or is on another host and does not beat for six seconds.
+stopped for `hang_timeout`, or is on another host and has no heartbeat for six seconds.
 
 A store that does not answer is evidence about the process that hosts it, and about nobody else. If that is torchrun's
 agent, it may be stopped: training goes on. Seconds are counted in ticks of this thread: time in which this process was
@@ -42,15 +42,15 @@ from utils.signals import STOP_HANDLER
 
 T = TypeVar("T")
 STOP_REASON = "after a stop signal"
-UNTIMED_PHASES = ("start", "end")  # phases that may take long: a rank that beats is not ended
+UNTIMED_PHASES = ("start", "end")  # phases that may take long: a rank with a heartbeat is not ended
 SECONDS_BETWEEN_HEARTBEATS = 0.5
 SECONDS_BETWEEN_CHECKS = 1.0
 SECONDS_PER_TICK = 1.0  # at most: after a longer one this process was suspended
-SECONDS_TO_OBSERVE = 2.0  # in which the beat of a live rank changes
+SECONDS_TO_OBSERVE = 2.0  # in which the heartbeat of a live rank changes
 SECONDS_FOR_STORE_ANSWER = 2.0  # for the store
 SECONDS_TO_CONNECT = 10.0  # to its host
 SECONDS_TO_FIND_LOST_RANK = 20.0  # lost ranks
-SECONDS_BETWEEN_SEARCHES = 0.01  # ranks look for lost ones one after the other, since each reads the places of all
+SECONDS_BETWEEN_SEARCHES = 0.01  # ranks look for lost ones one after the other, since each reads the statuses of all
 SECONDS_UNTIL_LOST = 6.0  # of a rank on another host or of the store, until it is lost
 SECONDS_BEFORE_PEER_CHECK = 1.0  # without progress, before this rank looks at the next one
 SECONDS_BEFORE_PEERS_EXIT = 4.0  # the rank that reports a hang ends this much earlier: torchrun blames the first
@@ -88,10 +88,10 @@ class Watchdog:
         if self._heartbeats is None:
             self._peers = set()
         self._heartbeat, self._pid = 0, os.getpid()
-        self._statuses: dict[int, RankStatus] = {}  # the latest place of each rank that was read
+        self._statuses: dict[int, RankStatus] = {}  # the latest status of each rank that was read
         self._peer_heartbeats: dict[
             int, tuple[int, float]
-        ] = {}  # of the next ranks: the latest beat, and since when it stands
+        ] = {}  # of the next ranks: the latest heartbeat, and since when it stands
         self._reported_failure: dict[str, Any] = {}  # the first one
         self._pending_call: Future | None = None  # of the store, awaited
         self._store_silent_since = math.inf  # since when the store does not answer
@@ -107,7 +107,7 @@ class Watchdog:
         self._thread.start()
 
     def disarm(self) -> None:
-        """End nothing from now on: this rank has failed and looks for the cause. The beats continue."""
+        """End nothing from now on: this rank has failed and looks for the cause. The heartbeats continue."""
         self._hang_timeout, self._failed_at = 0.0, self._running_time
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class Watchdog:
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._clock.close()
-        self._tick()  # the place that the others see from now on
+        self._tick()  # the status that the others see from now on
         if self._heartbeats:
             self._heartbeats.close()
 
@@ -234,7 +234,7 @@ class Watchdog:
         return None
 
     def _read_statuses(self, ranks: Iterable[int]) -> dict[int, RankStatus] | None:
-        """The places of these ranks; None if the store does not answer in time."""
+        """The statuses of these ranks; None if the store does not answer in time."""
         if self._heartbeats is None:
             return {self._rank: self._create_status()}
         answer = self._call_store(lambda: self._heartbeats.read_statuses(ranks))
@@ -359,7 +359,7 @@ class Watchdog:
     def _handle_stall(self, seconds: float, ends_run: bool, reason: str = "") -> bool:
         """Report or end, or leave it to a lower rank. Returns False if some rank may still make progress."""
         text = f"no progress for {seconds:.0f} s ({reason})"
-        for ranks in (range(1), range(len(self._hosts)))[self._rank == 0 :]:  # most ranks read one place
+        for ranks in (range(1), range(len(self._hosts)))[self._rank == 0 :]:  # most ranks read one status
             observed = self._observe_ranks(ranks)
             if observed is None:  # the store does not answer
                 if reason == STOP_REASON:
@@ -391,7 +391,8 @@ class Watchdog:
         return True
 
     def _observe_ranks(self, ranks: range) -> tuple[dict[int, RankStatus], set[int], bool] | None:
-        """The places of these ranks, those whose beat has stopped, and whether any counter moves. None: no answer."""
+        """The statuses of these ranks, those whose heartbeat has stopped, and whether any counter moves. None: no"
+        " answer."""
         before = self._read_statuses(ranks)
         self._wait(SECONDS_TO_OBSERVE)
         after = self._read_statuses(ranks)
