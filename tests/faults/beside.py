@@ -15,14 +15,14 @@ from utils.checkpoint import format as checkpoint
 PROGRAM = """
 import os, sys, time
 from scripts.companions import mirror as it
-plain = it.Mirror.put
+plain = it.Mirror.upload
 def put(self, path, name, *rest):
     if '/records/' not in name:
         open({folder!r} + '/uploading', 'a').write(f'{{os.getpid()}}\\n')
         while os.path.exists({folder!r} + '/hold'):
             time.sleep(0.02)
     plain(self, path, name, *rest)
-it.Mirror.put = put
+it.Mirror.upload = put
 sys.exit(it.main())
 """
 

@@ -52,7 +52,7 @@ plain_begin, enter_phase, plain_loss = PhaseClock.begin_step, PhaseClock.enter_p
 
 def show(clock):
     new = f'{{PLACE}}.{{os.getpid()}}.new'  # two jobs may have this folder
-    Path(new).write_text(f'0 {{clock.counter}} {{clock.step}} {{clock.phase}} {{os.getpid()}}')
+    Path(new).write_text(f'0 {{clock.progress_count}} {{clock.step}} {{clock.phase}} {{os.getpid()}}')
     os.replace(new, PLACE)
 
 def begin_step(self, step):

@@ -16,14 +16,14 @@ from utils.extras.watch.watchdog import MIN_REPORT_SECONDS
 
 STOPS = """
 import signal
-plain_enter = Clock.enter
+plain_enter = PhaseClock.enter_phase
 def enter(self, phase):
     plain_enter(self, phase)
     asked = RUN / f'stop-{RANK}-{phase}'
     if asked.exists():
         asked.unlink()
         os.kill(os.getpid(), signal.SIGSTOP)
-Clock.enter = enter
+PhaseClock.enter_phase = enter
 """  # a rank stops itself if the folder has a file that requests it
 RUN = "--dataset_size 120 --epochs 2 --num_workers 1 --save_every_steps 5".split()  # 30 steps of two ranks
 HANGS = """

@@ -16,7 +16,7 @@ WATCHED = """
 import hashlib, json
 from utils.training.state import TrainState
 STATES = []
-plain_create, plain_update = assembly.create_state, TrainState.update_if_finite
+plain_create, plain_update = assembly.create_train_state, TrainState.update_if_finite
 
 def create_state(*args, **options):
     STATES[:] = [plain_create(*args, **options)]
@@ -38,7 +38,9 @@ def update_and_say(self, global_batch):
     plain_update(self, global_batch)
     say('after')
 
-assembly.create_state, Clock.begin_step, TrainState.update_if_finite = create_state, begin_and_say, update_and_say
+assembly.create_train_state = create_state
+PhaseClock.begin_step = begin_and_say
+TrainState.update_if_finite = update_and_say
 """  # each rank writes a digest of weights, BatchNorm statistics, momenta and averages before and after each step
 
 

@@ -41,12 +41,12 @@ def kill_at(name, place, rank):
 STALLED = """
 from utils.checkpoint import archive
 plain_write = archive.write_archive
-def write(path, payload, before_rename=None, tick=lambda: None):
+def write(path, payload, before_rename=None, on_progress=lambda: None):
     for number in range(WRITES if RANK == 1 and 'step_00000020' in str(path) else 0):
         if number < 24:
-            tick()
+            on_progress()
         time.sleep(0.5)
-    return plain_write(path, payload, before_rename, tick)
+    return plain_write(path, payload, before_rename, on_progress)
 archive.write_archive = write
 """
 

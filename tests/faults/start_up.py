@@ -10,8 +10,8 @@ from training import says, wait_until
 
 RUN = "--dataset_size 100 --epochs 2 --save_every_steps 5 --num_workers 1".split()  # 26 steps of two ranks
 SLOW_START = (
-    "plain_state = assembly.create_state\ndef create(*args, **options):\n    time.sleep(2)\n    return"
-    " plain_state(*args, **options)\nassembly.create_state = create\n"
+    "plain_state = assembly.create_train_state\ndef create(*args, **options):\n    time.sleep(2)\n    return"
+    " plain_state(*args, **options)\nassembly.create_train_state = create\n"
 )
 NOTES_LOADS = (
     "from utils.training.state import TrainState\nplain_load = TrainState.load_state_dict\n"

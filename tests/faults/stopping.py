@@ -100,7 +100,7 @@ def terminated_while_a_command_hangs(drill: Drill) -> None:  # extra: companions
         "sys.exit(it.follow_run(it.CheckpointCommand(it.read_plan())))\n"
     )
     code = "from utils.extras.companions import programs\n"
-    code += f"programs.PROGRAMS = __import__('pathlib').Path({str(drill.folder)!r})\n"
+    code += f"programs.COMPANIONS_FOLDER = __import__('pathlib').Path({str(drill.folder)!r})\n"
     job = drill.held(2, 14, *RUN, "--save_every_steps", 10, "--on_checkpoint", command, code=code, checkpoint_of=10)
     job.wait_for(began.exists)
     job.signal_launcher(signal.SIGTERM)
