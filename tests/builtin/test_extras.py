@@ -182,7 +182,8 @@ def test_the_kernel_names_an_extra_only_in_marked_lines():
 
 def test_bad_names_and_a_changed_tree_are_refused_and_a_deletion_can_be_undone(tmp_path):
     folder = copy(tmp_path / "fork")
-    assert "nonsense: is not an extra; give some of" in run(folder, "scripts/remove_extras.sh", "nonsense", code=2)
+    for script in ("scripts/remove_extras.sh", "scripts/without.sh"):  # the old name calls the new one
+        assert "nonsense: is not an extra; give some of" in run(folder, script, "nonsense", code=2)
     for name in sorted(remove_extras.FORMER_EXTRAS):
         assert f"{name}: is part of the kernel now" in run(folder, "scripts/remove_extras.sh", name, code=2)
     name = next(iter(EXTRAS))

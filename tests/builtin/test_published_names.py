@@ -37,6 +37,20 @@ def test_published_names_can_be_imported(module):
     assert not names - vars(importlib.import_module(module)).keys()
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("utils.checkpoint.stored.local_checkpoint", "utils.checkpoint.remote.local_checkpoint"),
+        ("utils.checkpoint.format.take_weights", "utils.checkpoint.weights.load_matching_weights"),
+    ],
+)
+def test_names_of_the_version_before_can_be_imported(old, new):
+    before, now = (
+        getattr(importlib.import_module(name.rpartition(".")[0]), name.split(".")[-1]) for name in (old, new)
+    )
+    assert before is now
+
+
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_published_functions_take_their_parameters_by_name(name):
     module, _, function = name.rpartition(".")
