@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.checkpoint import archive
 from utils.checkpoint.archive import MANIFEST_FILE, STEP_NAME_PATTERN, Trailer
-from utils.checkpoint.weights import LOGGER, describe_unreadable, find_state_dict
+from utils.checkpoint.weights import LOGGER, describe_unreadable, find_state_dict, load_matching_weights
 from utils.files import TEMPORARY_SUFFIX, fsync_folder, read_json, temporary_path
 from utils.logger import RANK_0_WARNING
 from utils.settings.errors import StartError, UserError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BEST_NAME = "best.pt"
+take_weights = load_matching_weights  # the name that forks of version 1 import
 
 
 class FileFormat:
