@@ -102,11 +102,9 @@ class ChaosTest:
 
     def inject_fault(self, launch: subprocess.Popen) -> None:
         """Inject one fault, and wait for the launch to end if the fault ends it."""
-        kind, rank, step = (
-            self.random.choice(ALL_FAULTS if self.options.kinds == "all" else KILL_FAULTS),
-            0,
-            self.read_step(),
-        )
+        kind = self.random.choice(ALL_FAULTS if self.options.kinds == "all" else KILL_FAULTS)
+        rank = 0
+        step = self.read_step()
         pids = sorted(list_children(launch.pid))  # torchrun starts the ranks in order
         if not pids:
             return

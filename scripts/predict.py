@@ -155,9 +155,8 @@ def predict(
 
     for step, micro_batch in enumerate(loader.micro_batches(epoch=0), 1):
         first = first_tensor(micro_batch.batch)
-        if (
-            step == 1 and hooks.predict is ModelHooks.predict and first is not None
-        ):  # the default, which says what it lacks
+        # the default, which says what it lacks
+        if step == 1 and hooks.predict is ModelHooks.predict and first is not None:
             check_arguments(net, (first,), "predict(model, batch)")
         with state.precision.autocast():
             outputs.add(net, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)

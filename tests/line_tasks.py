@@ -46,12 +46,10 @@ class TokenModel(nn.Module):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.first, self.second, self.dropout = (
-            nn.LayerNorm(12),
-            nn.Linear(12, 20),
-            nn.Linear(20, 12),
-            nn.Dropout(0.2),
-        )
+        self.norm = nn.LayerNorm(12)
+        self.first = nn.Linear(12, 20)
+        self.second = nn.Linear(20, 12)
+        self.dropout = nn.Dropout(0.2)
 
     def forward(self, x):
         return x + self.second(self.dropout(torch.tanh(self.first(self.norm(x)))))

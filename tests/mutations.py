@@ -161,7 +161,7 @@ MUTATIONS = [
     Mutation('mix_batch', 'torch.default_generator.manual_seed(seed)', 'pass', 'samples'),  # extra: images
     Mutation('run_first_passes', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss), ctx)', 'unwrapped'),
     Mutation('Updater.step', 'if thawed := [name for p, name in self._frozen_names.items() if p.requires_grad]:', 'if thawed := []:', 'thawed'),
-    Mutation('compare_sample_fingerprints', 'require_equal(first if all(map(are_fingerprints_alike, local_sketches, first)) else local_sketches, sentence, ctx)', 'pass', 'other-samples'),  # extra: sketches
+    Mutation('compare_sample_fingerprints', 'require_equal(first if are_alike else local_fingerprints, sentence, ctx)', 'pass', 'other-samples'),  # extra: sketches
     Mutation('compare_checkpoint', '(wrong if is_other else may).extend([line] if line else [])', 'may.extend([line] if line else [])', 'other-samples'),  # extra: sketches
     Mutation('_is_close_fingerprint', 'return all(abs(a - b) <= FINGERPRINT_TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))', 'return True', 'other-samples'),  # extra: sketches
     Mutation('RunningStats.add', 'self._sum.add_(self._buffers, alpha=samples)', 'self._sum.add_(self._buffers)', 'batchnorm'),
@@ -358,9 +358,8 @@ def main() -> int:
         if code:
             print(f"the tests fail without a fault; fix them first\n{output[-3000:]}")
             return 1
-        own = [
-            [test for key, test in reversed(pairs) if key == mutation.breaks] for mutation in chosen
-        ]  # tests/unit first
+        # tests/unit first
+        own = [[test for key, test in reversed(pairs) if key == mutation.breaks] for mutation in chosen]
         caught = [*threads.map(is_caught, chosen, [origin] * len(chosen), own)]
     print(f"{sum(caught)} of {len(chosen)} faults were caught")
     return 0 if chosen and all(caught) else 1

@@ -48,9 +48,8 @@ def _map_nested(value: Any, function: Callable[[Any], Any], leaf_method: str, me
         state: Any = object.__getstate__(result)
         if isinstance(state, tuple):  # with the attributes in slots
             for name, entry in state[1].items():
-                object.__setattr__(
-                    result, name, _map_nested(entry, function, leaf_method, memo)
-                )  # also if it is frozen
+                # also if it is frozen
+                object.__setattr__(result, name, _map_nested(entry, function, leaf_method, memo))
         return result
     if isinstance(value, Mapping):  # without attributes, such as types.MappingProxyType
         return {key: _map_nested(entry, function, leaf_method, memo) for key, entry in value.items()}

@@ -23,10 +23,8 @@ class PhaseClock:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._seconds, self._seconds_at_last_take = (
-            dict.fromkeys(PHASES, 0.0),
-            dict.fromkeys(PHASES, 0.0),
-        )  # taken: by `take`
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._seconds_at_last_take = dict.fromkeys(PHASES, 0.0)
         self.progress_count = self.step = 0
         self.step_durations: deque[float] = deque(maxlen=MAX_STEP_DURATIONS)  # seconds of the latest steps
         self.phase, self._counted_until, self._step_started_at = "start", time.perf_counter(), 0.0

@@ -19,12 +19,8 @@ T = TypeVar("T")
 
 TEMPORARY_SUFFIX = ".tmp"
 PERMANENT_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
-PERMANENT_ERRORS |= {
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.EINVAL,
-    errno.ENXIO,
-}  # the last two: of wrong content, of sockets
+# EINVAL: a file of wrong content; ENXIO: a socket
+PERMANENT_ERRORS |= {errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO}
 SECONDS_BETWEEN_TRIES = 1.0
 MAX_PENDING_LINES = 100_000  # lines kept while they cannot be written
 BLOCK_BYTES = 1 << 18  # bytes of a step back from the end of a file

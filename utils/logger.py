@@ -63,9 +63,8 @@ class _ConsoleHandler(logging.StreamHandler):
             self.handleError(logging.makeLogRecord({"msg": bar}))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        if isinstance(
-            sys.exc_info()[1], OSError
-        ):  # `| head`, a closed terminal, a full disk; train.py has repair_standard_streams
+        # `| head`, a closed terminal, a full disk; train.py has repair_standard_streams
+        if isinstance(sys.exc_info()[1], OSError):
             # the run continues; data left in the buffer would make the exit code 120
             with suppress(OSError, ValueError):  # a stream without a descriptor
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())

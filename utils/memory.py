@@ -16,9 +16,8 @@ OUT_OF_MEMORY_PATTERN = re.compile(
     r"(CUDA|HIP) (out of memory|error: out of memory)|(CUDNN|CUBLAS)_STATUS_ALLOC_FAILED|Cuda failure.*out of memory"
     r"|DefaultCPUAllocator: (can't allocate|not enough) memory|bad_alloc|Cannot allocate memory"
 )
-ONEDNN_FAILURE_PATTERN = re.compile(
-    r"could not (create|execute) a primitive|could not create a memory object"
-)  # gives no reason
+# gives no reason
+ONEDNN_FAILURE_PATTERN = re.compile(r"could not (create|execute) a primitive|could not create a memory object")
 LOW_MEMORY_BYTES = 512 * 2**20  # bytes: if less memory than this is free, it was the reason
 
 

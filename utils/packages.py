@@ -9,9 +9,8 @@ from typing import Any
 
 from utils.settings.errors import UserError
 
-REQUIRED_MODULES = {
-    "torchvision": ("numpy", "PIL.Image")
-}  # imported first, so that a message names the one that is broken
+# imported first, so that a message names the one that is broken
+REQUIRED_MODULES = {"torchvision": ("numpy", "PIL.Image")}
 
 
 def import_optional(setting: str, module: str) -> Any:

@@ -133,11 +133,9 @@ class MirrorUploader(Companion):
         )
         self._uploaded_checkpoints: dict[str, dict[str, str]] = {}  # uploaded checkpoints: the checksums of their files
         self._uploaded_records: dict[Path, tuple[int, int]] = {}  # uploaded ones: bytes and time
-        self._record_reader, self._best_step, self._is_first_poll = (
-            RecordReader(self.folder / "metrics.jsonl"),
-            -1,
-            True,
-        )
+        self._record_reader = RecordReader(self.folder / "metrics.jsonl")
+        self._best_step = -1
+        self._is_first_poll = True
         self._next_request_at, self._final_state = 0.0, ""
         self._upload_title, self._progress_at, self._logged_at, self._is_warned = "", 0.0, 0.0, False
         self._stop_event = threading.Event()
@@ -194,9 +192,8 @@ class MirrorUploader(Companion):
                 has_changed = True
         while final_state and self._is_node_behind(0, final_state):
             self._wait_for_nodes()
-        if final_state or (
-            has_changed and self._uploaded_checkpoints and not self._is_node_behind(0)
-        ):  # else its records would not count
+        # else its records would not count
+        if final_state or (has_changed and self._uploaded_checkpoints and not self._is_node_behind(0)):
             self._upload_records()
             self.mirror.prune(self.config["keep_last"], self.config["keep_every"], self._best_step)
         self._is_first_poll = False

@@ -111,8 +111,8 @@ class Mirror(MirroredRun):
         self.write_json(name, {"step": step, "name": path.name, "files": files, "time": utc_now()})
 
     def prune(self, keep_last: int, keep_every: int, best_step: int) -> None:
-        """Delete superseded checkpoints and what else no reader considers. best_step: the step of the best"
-        " checkpoint."""
+        """Delete superseded checkpoints and what else no reader considers. best_step: the step of the best
+        checkpoint."""
         valid = {manifest["step"]: manifest for manifest in self.read_manifests()}
         if not valid:  # the storage lists what was there some time ago
             return

@@ -77,11 +77,9 @@ class TrackCompanion(Companion):
         self._tracker: Tracker | None = None
         self._log_file = (self.folder / "logs/track.log").open("a", buffering=1)
         self._lock_file = (self.folder / ".track.lock").open("w")
-        self._record_reader, self._next_poll_at, self._is_warned = (
-            RecordReader(self.folder / "metrics.jsonl"),
-            0.0,
-            False,
-        )
+        self._record_reader = RecordReader(self.folder / "metrics.jsonl")
+        self._next_poll_at = 0.0
+        self._is_warned = False
 
     def look(self, final_state: str) -> bool:
         if (time.monotonic() < self._next_poll_at and not final_state) or not self.has_training_begun():

@@ -36,8 +36,8 @@ class Tracker:
         self.id, self.project, self.settings, self.folder, self.name = id, project, settings, folder, folder.name
 
     def open(self, sent_steps: dict[str, int]) -> dict[str, int]:
-        """Continue the run or begin it. Returns the last step that it has, by group; `sent_steps` if the tracker is"
-        " mute."""
+        """Continue the run or begin it. Returns the last step that it has, by group; `sent_steps` if the tracker is
+        mute."""
         raise NotImplementedError
 
     def send(self, rows: Rows) -> None:

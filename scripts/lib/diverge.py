@@ -126,11 +126,9 @@ def bisect_checkpoints(a: Any, b: Any, gap: Divergence) -> tuple[int, int, list[
         {checkpoint.parse_step(p): p for p in checkpoint.list_step_checkpoints(r.folder / "checkpoints")}
         for r in (a, b)
     ]
-    low, high, prints = (
-        gap.last_equal_step,
-        gap.step,
-        [read_train_records(run)[gap.step].get("fingerprint") for run in (a, b)],
-    )
+    low = gap.last_equal_step
+    high = gap.step
+    prints = [read_train_records(run)[gap.step].get("fingerprint") for run in (a, b)]
     while steps := [step for step in sorted(kept[0].keys() & kept[1].keys()) if low < step < high]:
         middle = steps[len(steps) // 2]
         fingerprints = [checkpoint.read_checkpoint(paths[middle])[0]["provenance"].get("fingerprint") for paths in kept]

@@ -11,10 +11,9 @@ from torch import Tensor
 from utils.settings.errors import UserError
 
 MIN_SAMPLES, MAX_SAMPLES = 4, 16  # samples that are compared
-NEAR_FRACTION, FAR_FRACTION = (
-    0.02,
-    0.2,
-)  # of the mean distance between outputs of two samples: equal up to rounding, and another sample's
+# of the mean distance between outputs of two samples: equal up to rounding, and another sample's
+NEAR_FRACTION = 0.02
+FAR_FRACTION = 0.2
 
 
 @torch.no_grad()

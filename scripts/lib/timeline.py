@@ -22,6 +22,7 @@ PHASES = {
     "recomputed": "lost work, recomputed after the restart",
     "down": "not running",
 }
+# of each event, in pixels
 MARK_RADIUS = {
     "fault": 5,
     "skipped_step": 4,
@@ -29,7 +30,7 @@ MARK_RADIUS = {
     "resumed": 4,
     "checkpoint": 2,
     "best": 3,
-}  # radius by event
+}
 UNITS = ((2 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
 ERROR_LINE = re.compile(r"(\S+) (\d+) (\S+) (?:ERROR|CRITICAL) (.*)")
 ROUTINE_EVENTS = ("started", "evaluation")  # events that are not listed

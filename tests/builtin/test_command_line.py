@@ -127,10 +127,8 @@ def test_a_separate_test_set_is_evaluated_once_with_the_best_weights(runs):
     runs.train(2, "run", *folder, "--epochs", 2, "--lr", 0.01, task="")
     evaluations = runs.records("run", "eval")
     assert [(record["split"], record["count"]) for record in evaluations] == [("val", 5), ("val", 5), ("test", 7)]
-    summary, saved = (
-        runs.json("run", "summary.json"),
-        checkpoint.read_checkpoint(runs.folder("run") / "checkpoints/best.pt")[0],
-    )
+    summary = runs.json("run", "summary.json")
+    saved = checkpoint.read_checkpoint(runs.folder("run") / "checkpoints/best.pt")[0]
     assert evaluations[-1]["step"] == saved["progress"]["step"] and summary["best_epoch"] == evaluations[-1]["epoch"]
     assert [record["epoch"] for record in evaluations[:2]] == [1, 2]
     assert f"in epoch {summary['best_epoch']}\n" in runs.log("run")

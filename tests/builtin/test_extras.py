@@ -632,12 +632,13 @@ def test_a_fork_that_was_cut_and_changed_takes_newer_templates_without_a_conflic
     commit(fork, "my fork")
     run(tmp_path, "git", "clone", "-q", fork, plain)
     change(template, "train.py", "# before the weights change", "# before the weights change here")
+    # above the lines of `watch`
     change(
         template,
         "utils/run/exit.py",
         "    exit_reporter = ExitReporter(ctx)\n",
         "    exit_reporter = ExitReporter(ctx)  # new\n",
-    )  # above `watch`
+    )
     change(
         template,
         "utils/extras/watch/rank_supervisor.py",

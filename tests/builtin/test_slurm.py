@@ -133,9 +133,8 @@ def test_one_task_of_an_array_is_requeued(cluster, slow_repository, tmp_path):
     (other,) = {*tasks} - {last}
     for k in (0, 1):
         wait_for_step(tmp_path / f"run-{k}", 0, 3)
-    wait_until(
-        lambda: int(cluster.job(last)["RunTime"][-2:]) >= 16
-    )  # an earlier signal means that the limit is too short
+    # an earlier signal means that the limit is too short
+    wait_until(lambda: int(cluster.job(last)["RunTime"][-2:]) >= 16)
     cluster.run("scancel", "--batch", "--signal=USR1", last)
     cluster.wait_for(last, "PENDING", *ENDED, deadline=60)
     time.sleep(3)  # the other task would end

@@ -272,9 +272,8 @@ def costless_task() -> Iterator[None]:
         "param_groups": lambda model, config: [{"params": list(model.parameters())}],
         "compute_loss": costless_loss,
     }
-    ours = {
-        name: value for name, value in vars(ModelHooks).items() if name in ModelHooks.__dataclass_fields__
-    }  # the defaults
+    # the defaults
+    ours = {name: value for name, value in vars(ModelHooks).items() if name in ModelHooks.__dataclass_fields__}
     with (
         mock.patch.object(ModelHooks, "from_module", lambda *_: ModelHooks(**hooks, **ours)),
         mock.patch.multiple(fork_model, **hooks),

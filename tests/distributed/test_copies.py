@@ -18,9 +18,8 @@ from utils.run.async_snapshot import AsyncSnapshot
 from utils.training.evaluation import Evaluation
 from utils.training.parts.weight_average import WeightAverage
 
-FLAGS = (
-    "--dataset_size 16 --epochs 2 --num_workers 0 --lr 0.02 --keep_last 9".split()
-)  # two steps of two ranks an epoch
+# two steps of two ranks an epoch
+FLAGS = "--dataset_size 16 --epochs 2 --num_workers 0 --lr 0.02 --keep_last 9".split()
 
 
 def train_and_hold(words, is_held_for_evaluation, changes):
@@ -30,12 +29,10 @@ def train_and_hold(words, is_held_for_evaluation, changes):
         The state when each save began, by step, and for each save whether an evaluation began before the copy ended.
     """
     states, went_on, evaluated, changed = {}, [], threading.Event(), threading.Event()
-    plain_begin, plain_copy, plain_means, plain_swap = (
-        AsyncSnapshot.start,
-        async_snapshot._copy_tensors,
-        Evaluation.evaluate,
-        WeightAverage._swap_tensors,
-    )
+    plain_begin = AsyncSnapshot.start
+    plain_copy = async_snapshot._copy_tensors
+    plain_means = Evaluation.evaluate
+    plain_swap = WeightAverage._swap_tensors
 
     def begin(self):
         evaluated.clear()

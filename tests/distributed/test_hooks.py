@@ -23,11 +23,8 @@ def train_with(flags, **hooks):
     """Train in a rank with these functions instead of the task's; returns the state or the error."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(TASKS["images"], hooks))
-        for name in hooks.keys() & {
-            "lr_factor",
-            "create_optimizer",
-            "log_images",
-        }:  # `using` replaces only existing functions
+        # `using` replaces only existing functions
+        for name in hooks.keys() & {"lr_factor", "create_optimizer", "log_images"}:
             stack.enter_context(mock.patch.object(model, name, hooks[name], create=True))
         try:
             return train_flags(flags)["state"]

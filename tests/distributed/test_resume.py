@@ -43,9 +43,8 @@ def test_max_steps_ends_a_run_as_completed_and_more_steps_continue_it(runs):
 
 
 def test_max_steps_alone_sets_the_length_and_of_two_limits_the_banner_names_the_shorter(runs):
-    flags = (
-        "--dataset_size 16 --batch_size 8 --eval_every 0 --log_interval 1 --max_steps 13".split()
-    )  # a step per epoch
+    # a step per epoch
+    flags = "--dataset_size 16 --batch_size 8 --eval_every 0 --log_interval 1 --max_steps 13".split()
     outcome = runs.train(2, "alone", *flags, "--schedule_steps", 8, "--min_lr", 0.05, "--warmup_steps", 2)[0]
     assert (outcome["state"], outcome["steps"], outcome["epochs"]) == ("completed", 13, 13)
     lrs = [record["lr"] for record in runs.records("alone", "train")]

@@ -300,11 +300,9 @@ def test_the_constructor_checks_values_like_the_flags():
     assert TrainingConfig(batch_size="4").batch_size == 4
 
 
-NUMBER, WHOLE, TEXT = (
-    "is not a number; give a number",
-    "is not a whole number; give a whole number",
-    "is not text; give text",
-)
+NUMBER = "is not a number; give a number"
+WHOLE = "is not a whole number; give a whole number"
+TEXT = "is not text; give text"
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,8 @@ def test_names_in_the_manifests_are_consistent(cluster):
     assert by_kind["TrainJob"]["spec"]["runtimeRef"]["kind"] == "TrainingRuntime"
     wishes = by_kind["TrainJob"]["spec"]["trainer"]
     assert str(wishes["numProcPerNode"]) == wishes["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
-    assert (
-        by_kind["Job"]["metadata"]["name"] != by_kind["TrainJob"]["metadata"]["name"]
-    )  # each has a Service of its name
+    # each has a Service of its name
+    assert by_kind["Job"]["metadata"]["name"] != by_kind["TrainJob"]["metadata"]["name"]
     runs = {TrainingConfig.from_args(flags_of(cluster, manifest)).run_dir for manifest in both()}
     assert len(runs) == 2
 

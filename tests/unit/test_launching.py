@@ -268,11 +268,9 @@ def test_invalid_variables_are_rejected(plan, variables, pattern):
         plan(**({"NPROC_PER_NODE": "1"} | variables))
 
 
-OLD, SAVED, FAILED = (
-    '{"state": "preempted"}',
-    '{"state": "preempted", "step": 9}',
-    '{"state": "failed", "rank": 1, "host": "a", "error": "e"}',
-)
+OLD = '{"state": "preempted"}'
+SAVED = '{"state": "preempted", "step": 9}'
+FAILED = '{"state": "failed", "rank": 1, "host": "a", "error": "e"}'
 
 
 @pytest.mark.guarantee("exit-codes")

@@ -62,9 +62,8 @@ def test_the_error_names_the_rank_the_device_and_the_flags_that_help():
     assert text.endswith(" or a smaller model or image size")
     assert ") or --activation_checkpointing or" in text  # extra: compile
     assert " or --sharding zero3 or" in text  # extra: sharding
-    text = str(
-        explain_out_of_memory(MemoryError(), config, CTX, is_resumed=True)
-    )  # a resume cannot change the micro-batch
+    # a resume cannot change the micro-batch
+    text = str(explain_out_of_memory(MemoryError(), config, CTX, is_resumed=True))
     text = text.replace("--activation_checkpointing or ", "")
     assert text.startswith("rank 1 on b ran out of memory: MemoryError; use fewer --num")
 

@@ -42,9 +42,8 @@ def test_host_names_and_networks():
     is_ok(diagnosis.diagnose_network(facts_of()), "node0 10.0.0.1/24 (eth0), node1 10.0.0.2/24 (eth0)")
     other = facts_of([2, 3], address="192.168.7.2/24", interface="docker0")
     warns(diagnosis.diagnose_network(other), "node1 192.168.7.2/24 (docker0)", "NCCL_SOCKET_IFNAME")
-    is_ok(
-        diagnosis.diagnose_network([fact | {"address": f"10.{k}.0.1/32"} for k, fact in enumerate(facts_of())])
-    )  # routed
+    # routed
+    is_ok(diagnosis.diagnose_network([fact | {"address": f"10.{k}.0.1/32"} for k, fact in enumerate(facts_of())]))
     is_ok(diagnosis.diagnose_network(facts_of(range(4), address="", interface="")), "node0 unknown (?)")
 
 

@@ -197,8 +197,7 @@ def test_the_best_checkpoint_is_restored_from_its_step_or_the_folder_resumed_fro
     path.unlink()
     commit(run, 10)
     commit_best(run, 10)
-    assert other.restore_best(10) and (other.checkpoint_folder / "best.pt").readlink() == Path(
-        path.name
-    )  # a copy of it
+    # a copy of it
+    assert other.restore_best(10) and (other.checkpoint_folder / "best.pt").readlink() == Path(path.name)
     assert other.restore_best(-1) and not other.restore_best(15)
     assert other.notes == ["the best checkpoint so far, of step 15, is gone: the next evaluation starts a new best"]

@@ -38,9 +38,8 @@ class FileFormat:
             raise UserError(f"{path}: is a folder, and this fork has no extra sharding; give another checkpoint")
         if (path.parent / MANIFEST_FILE).exists():
             raise UserError(f"{path}: is a part of a checkpoint; give its folder, {path.parent}")
-        return archive.verify_archive(
-            path, computes_checksum=reader_and_count[0] == 0
-        )  # the first reader verifies a file
+        # the first reader verifies a file
+        return archive.verify_archive(path, computes_checksum=reader_and_count[0] == 0)
 
     def read_manifest(self, path: Path) -> tuple[int, dict[str, str]]:
         """The step, and the checksum that each file should have, by name; -1 if the checkpoint is gone."""
@@ -122,9 +121,8 @@ def find_latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     skipped: list[str] = []
     for path in reversed(list_step_checkpoints(folder)):
         try:
-            verify_checkpoint(path) if path.is_dir() else read_checkpoint(
-                path
-            )  # a sharded one may be larger than this machine's memory
+            # a sharded one may be larger than this machine's memory
+            verify_checkpoint(path) if path.is_dir() else read_checkpoint(path)
             return path, skipped
         except StartError:  # no damage: another attempt may read it
             raise

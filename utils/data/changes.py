@@ -1,5 +1,5 @@
-"""What has changed in a data set since a checkpoint: files by a listing in the run folder, samples by sketches, if
-there are any."""
+"""What has changed in a data set since a checkpoint: files by a listing in the run folder, samples by their
+fingerprints, if there are any."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from utils.files import replace_file
 LISTING_FILE = "training_files.gz"  # in the run folder: their listing when the latest attempt began
 MAX_FILE_NAMES = 20
 MAX_FRACTION_OF_FILES = 0.01  # the fraction that may differ from the checkpoint's; one file always may
-FINGERPRINT_TOLERANCE = (
-    1e-3  # of sums over floats and pixels, relative to their norm: libraries round differently on other CPUs
-)
+# of sums over floats and pixels, relative to their norm: libraries round differently on other CPUs
+FINGERPRINT_TOLERANCE = 1e-3
 MAX_FRACTION_OF_SAMPLES = 0.5  # the fraction that may differ from the checkpoint's
 SampleFingerprint = list[int | float]  # of one sample: a digest, then a norm and a projection of each of its arrays
 
@@ -46,15 +45,15 @@ def compare_data(
 def compare_samples(saved: dict[str, Any], current: dict[str, Any], split: str, is_same_code: bool) -> tuple[str, bool]:
     """What has changed in the samples of a set since a checkpoint, in one line or none, and whether it is another.
 
-    Only samples of which both have a sketch are compared: there are none if one of them was made by a fork without the
-    extra `sketches`.
+    Only samples of which both have a fingerprint are compared: there are none if one of them was made by a fork without
+    the extra `sketches`.
     """
     number, differing = 0, 0
-    for old_sketch, new_sketch in zip(saved["sketches"], current["sketches"], strict=False):
-        if old_sketch is None or new_sketch is None:
+    for old_fingerprint, new_fingerprint in zip(saved["sketches"], current["sketches"], strict=False):
+        if old_fingerprint is None or new_fingerprint is None:
             continue
         number += 1
-        if not _is_close_fingerprint(old_sketch, new_sketch):
+        if not _is_close_fingerprint(old_fingerprint, new_fingerprint):
             differing += 1
     if not differing:
         return "", False
@@ -65,7 +64,7 @@ def compare_samples(saved: dict[str, Any], current: dict[str, Any], split: str, 
 def are_fingerprints_alike(
     fingerprints_a: list[SampleFingerprint | None], fingerprints_b: list[SampleFingerprint | None]
 ) -> bool:
-    """Whether the samples of which both lists have a sketch, in the same places, are equal up to rounding."""
+    """Whether the samples of which both lists have a fingerprint, in the same places, are equal up to rounding."""
     return all(
         a is None or b is None or _is_close_fingerprint(a, b)
         for a, b in zip(fingerprints_a, fingerprints_b, strict=False)

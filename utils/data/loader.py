@@ -118,9 +118,8 @@ class GlobalBatchLoader:
         for indices in self.list_example_indices():
             _, collated, batch = self.fetch_samples(indices)
             batches.append(batch)
-            dense = [
-                tensor for tensor in list_tensors(collated) if tensor.layout == torch.strided
-            ]  # others have no storage
+            # others have no storage
+            dense = [tensor for tensor in list_tensors(collated) if tensor.layout == torch.strided]
             storages = {tensor.untyped_storage().data_ptr() for tensor in dense}
             # of the batches that workers have fetched, that of this step and the one before, which is freed later
             held = self.num_workers and PREFETCH_FACTOR * self.num_workers + 2

@@ -36,9 +36,8 @@ class DataSets:
     train: MapDataset
     held_out: dict[str, MapDataset]
     config: TrainingConfig
-    provenance: dict[
-        str, Any
-    ]  # of the training set, and of the held-out sets by split: what a checkpoint is compared by
+    # of the training set, and of the held-out sets by split: what a checkpoint is compared by
+    provenance: dict[str, Any]
     file_listing: bytes  # of the training set's files, if it has one
 
 
@@ -127,9 +126,8 @@ class SampleSubset(Subset):
     def __init__(self, dataset: Any, indices: Tensor) -> None:
         self._subset_indices, copies = indices.long(), getattr(dataset, "copies", 1)
         self._indices_with_copies = torch.cat([self._subset_indices + k * len(dataset) for k in range(copies)])
-        super().__init__(
-            dataset, array("q", self._subset_indices.numpy().tobytes())
-        )  # 8 bytes each, read as Python's integers
+        # 8 bytes each, read as Python's integers
+        super().__init__(dataset, array("q", self._subset_indices.numpy().tobytes()))
         if hasattr(dataset, "device_transform"):
             self.device_transform = self._transform
         if hasattr(dataset, "epoch_order"):  # knows its samples by their indices in the whole set, too

@@ -183,7 +183,6 @@ def is_peer_failure(error: BaseException) -> bool:
     if isinstance(error, TrainingError):
         return error.__cause__ is not None and is_peer_failure(error.__cause__)
     text = str(error) if isinstance(error, RuntimeError) else ""
-    is_named = (
-        not text.startswith("Caught ") and LOST_PEER_PATTERN.search(text) is not None
-    )  # not of a worker, with its files
+    # not of a worker, with its files
+    is_named = not text.startswith("Caught ") and LOST_PEER_PATTERN.search(text) is not None
     return is_named or isinstance(error, dist.DistNetworkError)

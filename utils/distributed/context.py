@@ -14,9 +14,8 @@ if TYPE_CHECKING:  # importing torch takes seconds; train.py needs its rank befo
     import torch
     import torch.distributed as dist
 
-MAX_SLURM_STEP_ID = (
-    0xFFFFFF00  # Slurm's job steps have lower numbers; batch scripts and interactive shells have higher ones
-)
+# Slurm's job steps have lower numbers; batch scripts and interactive shells have higher ones
+MAX_SLURM_STEP_ID = 0xFFFFFF00
 # What launchers tell one rank of several: torchrun and launch.sh, srun about the task and its step, and mpirun.
 LAUNCHER_VARIABLES = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_(RANK|WORLD_SIZE)|(GROUP|ROLE|MASTER|TORCHELASTIC|PET)_.*|LAUNCH_ID|N(NODES|ODE_RANK)"

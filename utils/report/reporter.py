@@ -82,9 +82,8 @@ class Reporter:
         if run.resume_path:
             source = {"checkpoint": str(run.resume_path), "changed": differences}
         else:
-            source = {
-                "weights": format_fingerprint(fingerprint_parameters(self._state.model))
-            }  # do runs with other seeds start elsewhere?
+            # do runs with other seeds start elsewhere?
+            source = {"weights": format_fingerprint(fingerprint_parameters(self._state.model))}
         run.record_start(self._attempt.started_at, position, world_size=self._ctx.world_size, **source)
 
     # ---- training ----

@@ -41,12 +41,10 @@ class AsyncSnapshot:
         self, state: TrainState, is_writer: bool, metadata: Payload, shard_count: int, thread_ctx: DistributedContext
     ) -> None:
         self._state, self._is_writer, self._metadata, self._ctx = state, is_writer, metadata, thread_ctx
-        self._replicas = [
-            range(shard, thread_ctx.world_size, shard_count) for shard in range(shard_count)
-        ]  # ranks of equal weights
-        map_payload(
-            metadata, lambda tensor: tensor
-        )  # raises now if no checkpoint can hold it; later only values change
+        # ranks of equal weights
+        self._replicas = [range(shard, thread_ctx.world_size, shard_count) for shard in range(shard_count)]
+        # raises now if no checkpoint can hold it; later only values change
+        map_payload(metadata, lambda tensor: tensor)
         self._pinned_buffers = PinnedBuffers()
         if is_writer:  # now: pinning gigabytes takes seconds. Adam's two tensors and a step per parameter come later
             late = [

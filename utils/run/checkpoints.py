@@ -56,10 +56,8 @@ class Checkpoints:
             self._layout = FolderLayout(threads, shards, run.is_node_leader)
         meta = {"config": redact_config(config), "provenance": provenance | {"total_steps": state.schedule.total_steps}}
         self._snapshot = AsyncSnapshot(state, self._is_writer, meta, shards, threads)
-        limits, rank_and_host = (
-            WriteLimits(SECONDS_TO_WARN, SECONDS_UNTIL_WRITE_FAILS, SECONDS_AFTER_STOP),
-            (ctx.rank, ctx.host),
-        )
+        limits = WriteLimits(SECONDS_TO_WARN, SECONDS_UNTIL_WRITE_FAILS, SECONDS_AFTER_STOP)
+        rank_and_host = (ctx.rank, ctx.host)
         self._writer = CheckpointWriter(
             self._write_checkpoint, lambda: self._layout.is_waiting_for_ranks, limits, rank_and_host, run.resume_path
         )

@@ -50,13 +50,11 @@ class RunFolder:
         lock: RunLock | None,
         companions: Any = None,
     ) -> None:
-        self.folder, self.checkpoint_folder, self.rank, self.hosts, self.start_decision = (
-            folder,
-            checkpoint_folder,
-            rank,
-            hosts,
-            start_decision,
-        )
+        self.folder = folder
+        self.checkpoint_folder = checkpoint_folder
+        self.rank = rank
+        self.hosts = hosts
+        self.start_decision = start_decision
         self.notes, self._renamed_folders = list(start_decision.notes), start_decision.renamed_folders
         self.resume_path = Path(start_decision.resume_from) if start_decision.resume_from else None
         self.is_main, self.host = rank == 0, hosts[rank]
@@ -164,9 +162,8 @@ class RunFolder:
         )
         self._pending_start_event = [{"kind": "event", "event": START_EVENTS[bool(self.resume_path)]} | first]
         if self.is_main and (self.folder / "metrics.jsonl").exists():
-            self._append_records(
-                "metrics.jsonl", *self._pending_start_event
-            )  # else with the next record: a run without one begins again
+            # else with the next record: a run without one begins again
+            self._append_records("metrics.jsonl", *self._pending_start_event)
             self._pending_start_event = []
         self.write_status("running", **position)
         self._status_written_at = -math.inf  # the first step is written at once

@@ -321,10 +321,8 @@ def compare_held_out(saved: dict[str, Any], current: dict[str, Any]) -> dict[str
 
 def compare_fingerprints(payload: dict[str, Any], state: TrainState, ctx: DistributedContext) -> list[str]:
     """A line if a rank has loaded a state of another fingerprint than the checkpoint's. Collective."""
-    saved, fingerprints = (
-        payload["provenance"].get("fingerprint"),
-        all_gather_json(format_fingerprint(int(fingerprint_state(state))), ctx),
-    )
+    saved = payload["provenance"].get("fingerprint")
+    fingerprints = all_gather_json(format_fingerprint(int(fingerprint_state(state))), ctx)
     return [
         f"the state that rank {rank} on {ctx.hosts[rank]} has loaded: its fingerprint is {bits}, that of the checkpoint"
         f" {saved}; look for faulty memory, or an optimizer that converts what it loads"

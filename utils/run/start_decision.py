@@ -27,17 +27,15 @@ class StartDecision:
 
     resume_from: str = ""  # the checkpoint
     is_completed: bool = False  # nothing is left to do, and nothing may be written
-    renamed_folders: list[list[str]] = field(
-        default_factory=list
-    )  # folders of an earlier run, each with its new name or NOTHING
+    # folders of an earlier run, each with its new name or DID_NOT_EXIST
+    renamed_folders: list[list[str]] = field(default_factory=list)
     attempt: int = 1
     token: str = ""  # of the owner
     launch_id: str = ""
     notes: list[str] = field(default_factory=list)  # decisions to log
     mirror_decision: dict[str, Any] = field(default_factory=dict)  # of the mirror: what this attempt owns there
-    node_local_ranks: list[list[int]] = field(
-        default_factory=list
-    )  # the ranks of each node that has a run folder of its own
+    # the ranks of each node that has a run folder of its own
+    node_local_ranks: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reads what a config class declares, and refuses what cannot work, when config.py is imported."""
+"""Reads what a config class declares, and rejects what cannot work, when config.py is imported."""
 
 from __future__ import annotations
 

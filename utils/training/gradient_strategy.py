@@ -74,8 +74,7 @@ class GradientStrategy:
         optimizer: torch.optim.Optimizer,
         parameters_by_tensor: dict[nn.Parameter, nn.Parameter],
     ) -> None:
-        """Give the optimizer's tensors their gradients, and remove float16's scale. parameters_by_tensor: parameters"
-        " by tensor."""
+        """Give each tensor of the optimizer the gradient of its parameter, and remove float16's scale."""
         scaler.unscale_(optimizer)
 
     def compute_gradient_norm(self, gradients: list[Tensor]) -> Tensor:

@@ -44,14 +44,11 @@ class Updater:
         self._config, self._strategy = config, strategy
         self.zeroes_in_place = False  # in place; else they are dropped
         names = {p: name for name, p in model.named_parameters()}
-        groups, tensors = (
-            check_param_groups(hooks.param_groups(model, config), names),
-            strategy.create_optimizer_tensors(names),
-        )
+        groups = check_param_groups(hooks.param_groups(model, config), names)
+        tensors = strategy.create_optimizer_tensors(names)
         groups = [group | {"params": [tensors[p] for p in group["params"]]} for group in groups]
-        self.parameters_by_tensor = {
-            tensor: p for p, tensor in tensors.items()
-        }  # of a tensor of the optimizer: the parameter
+        # of a tensor of the optimizer: the parameter
+        self.parameters_by_tensor = {tensor: p for p, tensor in tensors.items()}
         self.optimizer = hooks.create_optimizer(groups, config)
         strategy.check_optimizer(self.optimizer)
         self.skips_on_device = prepare_optimizer(self.optimizer)

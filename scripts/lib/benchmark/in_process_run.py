@@ -37,9 +37,7 @@ class InProcessRun:
     def __init__(
         self, config: TrainingConfig, ctx: DistributedContext, folder: Path, steps: int, resume_from: str = ""
     ) -> None:
-        self.samples_per_epoch = (
-            steps * config.batch_size * config.micro_batches_per_step(ctx.world_size)
-        )  # of an epoch
+        self.samples_per_epoch = steps * config.batch_size * config.micro_batches_per_step(ctx.world_size)
         overrides: dict[str, Any] = {
             "run_dir": str(folder),
             "checkpoint_dir": "",

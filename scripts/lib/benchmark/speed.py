@@ -75,9 +75,8 @@ def create_configs(against: list[str], config: TrainingConfig, ctx: DistributedC
     is_alone = is_alone and config.sharding == "none"  # extra: sharding
     is_alone = is_alone and config.reduction != "exact"  # extra: exact
     if is_alone:
-        configs[WITHOUT_COMMUNICATION] = dataclasses.replace(
-            config, save_every_steps=0, save_every_minutes=0.0
-        )  # the ranks diverge
+        # the ranks diverge
+        configs[WITHOUT_COMMUNICATION] = dataclasses.replace(config, save_every_steps=0, save_every_minutes=0.0)
     return configs
 
 

@@ -116,10 +116,8 @@ def list_file_questions(tree: ast.Module, file: str) -> list[str]:
             continue
         for node in ast.walk(statement):
             words = list_names(node)
-            if (location, words) == (
-                "model.py: create_model",
-                {"data_dir"},
-            ):  # a vocabulary, or another part of a network
+            # a vocabulary, or another part of a network
+            if (location, words) == ("model.py: create_model", {"data_dir"}):
                 continue
             if find_changed_names(node) & modules:
                 questions.append(

@@ -72,9 +72,8 @@ def judge_differences(differences: Sequence[float], sign: int) -> Result:
     """
     n = len(differences)
     mean = math.fsum(differences) / n
-    deviation = math.hypot(*(difference - mean for difference in differences)) / math.sqrt(
-        n - 1
-    )  # squares may under- or overflow
+    # squares may under- or overflow
+    deviation = math.hypot(*(difference - mean for difference in differences)) / math.sqrt(n - 1)
     skewness = 0.0
     if deviation:
         # the adjusted Fisher-Pearson coefficient: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.5.11

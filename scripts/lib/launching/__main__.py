@@ -60,9 +60,8 @@ def launch(argv: Sequence[str], env: dict[str, str]) -> int:
     saved = saved or {"epochs": status.get("epoch", math.inf), "max_steps": 0}  # config.json is lost
     is_completed = status.get("state") == "completed" and not can_train_longer(vars(config), saved)
     if read_nodes(options).max_nodes > 1 and is_training and config.resume_from == "auto" and is_completed:
-        print_status(
-            f"{config.run_folder}: this run is completed; there is nothing left to do"
-        )  # the other nodes may be gone
+        # the other nodes may be gone
+        print_status(f"{config.run_folder}: this run is completed; there is nothing left to do")
         return 0
     plan = create_launch_plan(options, flags, config, env)
     if options.detach and not options.dry_run:

@@ -99,9 +99,8 @@ class Hosts:
         connection: Any = start_process([*SSH_COMMAND, self._hosts[k], "exec bash -s"], **pipes)
         script = ["echo", f"cd {shlex.quote(os.getcwd())} || exit 2", *self._exports, f"exec {self.commands[k]}"]
         with suppress(OSError):  # it has ended
-            connection.stdin.write(
-                os.fsencode("".join(f"{line}\n" for line in script))
-            )  # not in arguments, which ps shows
+            # not in arguments, which ps shows
+            connection.stdin.write(os.fsencode("".join(f"{line}\n" for line in script)))
             connection.stdin.flush()
         self._connections[k] = connection
         streams = ((connection.stderr, sys.stderr), (connection.stdout, sys.stdout))

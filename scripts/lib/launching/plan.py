@@ -244,9 +244,8 @@ def create_launch_plan(
         else:
             words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.address}:{nodes.port}"]
             words += [f"--rdzv-conf=is_host={int(is_host)}"]
-        words += [
-            f"--rdzv-id={env.get('LAUNCH_ID') or nodes.run}"
-        ]  # otherwise launches that cross share torchrun's keys
+        # otherwise launches that cross share torchrun's keys
+        words += [f"--rdzv-id={env.get('LAUNCH_ID') or nodes.run}"]
     if int(options.max_restarts):
         words += [f"--max-restarts={options.max_restarts}"]
     if options.debug:

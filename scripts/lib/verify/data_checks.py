@@ -129,9 +129,8 @@ def check_new_process_order(fork: Fork) -> str:
 def content(fork: Fork) -> str:
     """A sample is the same on any rank, with or without workers, in any order, alone or in a batch."""
     subset, ctx, single = fork.small_train_set(), fork.ctx, fork.single_process_ctx
-    fork.run_on_all_ranks(
-        lambda: fork.create_loader(fork.train_set).fetch_example_batches()
-    )  # raises what train.py says of its batches
+    # raises what train.py says of its batches
+    fork.run_on_all_ranks(lambda: fork.create_loader(fork.train_set).fetch_example_batches())
     order = fork.run_on_all_ranks(lambda: fork.create_loader(subset).sampler.epoch_order(LAST_EPOCH))
     plan = [indices.tolist() for indices in order.split(fork.small_config.batch_size)]
     unseen: set[str] = set()

@@ -84,7 +84,7 @@ def find_mentioned_fields() -> set[str]:
 
 
 class HiddenState:
-    """Values that can be reached from the roots, by path; `put_back` restores them.
+    """Values that can be reached from the roots, by path; `restore` restores them.
 
     Args:
         roots: objects and modules by name.

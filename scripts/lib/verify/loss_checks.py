@@ -66,9 +66,8 @@ PRETENDED_RANKS = 4  # that a process pretends to be one of
 def loss(fork: Fork) -> str:
     """compute_loss returns sums and counts: those of a batch equal the totals over its parts, for several weights. They
     depend on the weights and the batch, not on how the work is divided, and no generator is seeded again."""
-    noted = fork.run_on_all_ranks(
-        lambda: check_passes(fork)
-    )  # first: numbers that are drawn again do not add up either
+    # first: numbers that are drawn again do not add up either
+    noted = fork.run_on_all_ranks(lambda: check_passes(fork))
     is_declared = getattr(your_model, "depends_on_batch", False)
     adding = [check_loss_is_sum] if is_declared else [partial(check_sums_add_up, number=number) for number in range(3)]
     *_, separate, look, rounded, seen = fork.divide_among_ranks(
@@ -157,11 +156,9 @@ def check_loss_is_sum(fork: Fork) -> str:
     sample once, twice and four times, a sum grows by twice as much at the second doubling, also where a sample gets a
     larger loss beside more others; a mean does not."""
     for is_training, subset in fork.modes():
-        indices, loader, counts = (
-            [*range(min(fork.small_config.batch_size, len(subset)))],
-            fork.create_loader(subset),
-            (1, 2, 4),
-        )
+        indices = [*range(min(fork.small_config.batch_size, len(subset)))]
+        loader = fork.create_loader(subset)
+        counts = (1, 2, 4)
         batches, joined_batches = [loader.fetch_samples(count * indices)[2] for count in counts], []
         with suppress(RuntimeError, ValueError):  # they are no rows
             joined_batches = [join_batches(count * batches[:1], len(indices)) for count in counts]
@@ -213,11 +210,9 @@ def run_pass(
         first: the index of the first sample.
         ranks, accumulation: what the fork sees as the number of ranks and as grad_accum_steps.
     """
-    config, result, mode = (
-        replace(fork.small_config, grad_accum_steps=accumulation),
-        PassResult(),
-        RecomputationRecorder(),
-    )
+    config = replace(fork.small_config, grad_accum_steps=accumulation)
+    result = PassResult()
+    mode = RecomputationRecorder()
     subset = fork.small_train_set() if is_training else fork.held_out_subset(2)
     count = min(2, fork.small_config.batch_size, len(subset))
     first = min(first, len(subset) - count)

@@ -114,8 +114,8 @@ def fetch_batch(fork: Fork, is_training: bool, count: int, number: int = 0) -> A
 
 @allow_failure("sums in few bits, metrics that are equal, and targets that are inputs")
 def inspect_passes(fork: Fork) -> str:
-    """Notes on what a few passes show. Raises BrokenInvariant if an integer overflows at the size of the run's"
-    " batches."""
+    """Notes on what a few passes show. Raises BrokenInvariant if an integer overflows at the size of the run's
+    batches."""
     net = perturb_parameters(fork.create_model(), 1)  # some layers have no effect at first
     batches = {mode: fetch_batch(fork, mode, max(2, fork.small_config.batch_size)) for mode, _ in fork.modes()}
     watches = {mode: LossCall(fork, net, batch, mode) for mode, batch in batches.items()}

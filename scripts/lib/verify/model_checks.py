@@ -59,10 +59,8 @@ def parameters(fork: Fork) -> str:
     def check() -> tuple[str, int, list[str]]:
         scramble_global_rngs(fork.ctx.rank + 1)
         net = fork.create_model()
-        start, trainable = (
-            hash_nested(net.state_dict()),
-            {name: p for name, p in net.named_parameters() if p.requires_grad},
-        )
+        start = hash_nested(net.state_dict())
+        trainable = {name: p for name, p in net.named_parameters() if p.requires_grad}
         names = {p: name for name, p in net.named_parameters()}
         if shared := find_shared_memory(net):
             raise BrokenInvariant(

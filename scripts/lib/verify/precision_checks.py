@@ -124,10 +124,8 @@ def check_targets(fork: Fork, net: nn.Module, batches: list[Any], name: str, dty
     for tensor_index, target in enumerate(list_tensors(batches[0])):
         perfect = rounded = constant = 0.0
         with suppress(Exception):  # it is of another size
-            perfect, constant = (
-                compute_loss(tensor_index, lambda t: t),
-                compute_loss(tensor_index, lambda t: t.mean(0, True).expand_as(t)),
-            )
+            perfect = compute_loss(tensor_index, lambda t: t)
+            constant = compute_loss(tensor_index, lambda t: t.mean(0, True).expand_as(t))
             rounded = compute_loss(tensor_index, lambda t: t.to(dtype).to(t.dtype))
         gain = constant - perfect
         if gain > 0.1 * max(abs(constant), abs(perfect)) and not rounded - perfect <= MAX_ROUNDING_COST * gain:

@@ -23,9 +23,8 @@ from utils import rng
 from utils.rng import derive_seed, hash_bits
 
 DROPOUT_NAMES = re.compile("dropout|rrelu|attention")
-NUMPY_SEED_NAMES = (
-    "seed default_rng RandomState SeedSequence MT19937 PCG64 PCG64DXSM Philox SFC64".split()
-)  # of numpy.random
+# of numpy.random
+NUMPY_SEED_NAMES = "seed default_rng RandomState SeedSequence MT19937 PCG64 PCG64DXSM Philox SFC64".split()
 
 
 class AdvanceGenerators(TorchFunctionMode):

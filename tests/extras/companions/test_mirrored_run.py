@@ -176,10 +176,8 @@ def test_a_failing_upload_is_a_warning_and_is_tried_again(url, tmp_path, monkeyp
 
 def shard(checkpoints, step, rank):
     """The folder of a sharded checkpoint of two ranks, on the node of this one."""
-    folder, names = (
-        checkpoint.step_checkpoint_path(checkpoints, step).with_suffix(""),
-        ["part_00000.pt", "part_00001.pt"],
-    )
+    folder = checkpoint.step_checkpoint_path(checkpoints, step).with_suffix("")
+    names = ["part_00000.pt", "part_00001.pt"]
     folder.mkdir(parents=True)
     torch.manual_seed(step)
     digests = {name: archive.write_archive(folder / name, payload(step)) for name in names}

@@ -1,4 +1,4 @@
-"""Sketches of samples: other content is noticed, and nothing else."""
+"""Fingerprints of samples: other content is noticed, and nothing else."""
 
 import itertools
 
@@ -73,8 +73,8 @@ def test_training_files_of_known_sizes_are_not_read_and_held_out_ones_are():
     held_out = Samples()
     train.has_sizes = held_out.has_sizes = True
     ctx = DistributedContext(0, 0, 1, torch.device("cpu"))
-    train_sketches, seen = compare_sample_fingerprints({"train": train, "val": held_out}, 0, "", ctx)
-    assert train_sketches == [] and len(seen) == 64 and None not in seen
+    train_fingerprints, seen = compare_sample_fingerprints({"train": train, "val": held_out}, 0, "", ctx)
+    assert train_fingerprints == [] and len(seen) == 64 and None not in seen
 
 
 def test_arrays_of_numpy_and_lists_are_compared():

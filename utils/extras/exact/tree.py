@@ -116,10 +116,8 @@ class TreeAllReduce:
             sent = torch.stack([tensor.view(self._world_size, -1) for tensor in (*padded, sent)], dim=1).flatten()
         counts = [max(1, len(rank_parts)) for rank_parts in self._subtree_starts]
         self._receive_buffer = flat.new_empty(sum(counts) * self._chunk_size)
-        taken, given = (
-            [count * self._chunk_size for count in counts],
-            [len(sent) // self._world_size] * self._world_size,
-        )
+        taken = [count * self._chunk_size for count in counts]
+        given = [len(sent) // self._world_size] * self._world_size
         self._work: Any = dist.all_to_all_single(self._receive_buffer, sent, taken, given, async_op=True)
         self._send_buffer = sent  # until it has arrived
 
@@ -128,9 +126,8 @@ class TreeAllReduce:
         if self._world_size > 1:
             self._work.wait()
             chunks, tree = self._receive_buffer.split(self._chunk_size), TreeSum()
-            for begin, chunk in zip(
-                itertools.chain(*self._subtree_starts), chunks, strict=False
-            ):  # without those of idle ranks
+            # without those of idle ranks
+            for begin, chunk in zip(itertools.chain(*self._subtree_starts), chunks, strict=False):
                 tree.add(begin, [chunk])
             [[total]] = tree.pop_subtrees(AFTER_LAST_LEAF, AFTER_LAST_LEAF)
             self._work = dist.all_gather_into_tensor(self._padded_sum, total, async_op=True)

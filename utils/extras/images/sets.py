@@ -67,10 +67,8 @@ class ImageFolderDataset(ImageDataset):
     def listing(self) -> bytes:
         """<class>/<path below it> and the bytes of each file, between zeros. Raises UserError for an empty class."""
         listing, other_files = list_image_folder(self.folder, self.classes)
-        self.left_out, self.example = (
-            Counter(file_suffix(file.name) for file in other_files),
-            other_files[0].path if other_files else "",
-        )
+        self.left_out = Counter(file_suffix(file.name) for file in other_files)
+        self.example = other_files[0].path if other_files else ""
         return listing
 
     def use_listing(self, listing: bytes) -> None:

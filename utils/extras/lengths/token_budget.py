@@ -159,9 +159,8 @@ class BudgetSampler(GlobalBatchSampler):
 
     def _pack_order(self, epoch: int, order: Tensor) -> PackedEpoch:
         lengths, n = self.lengths[order % len(self.lengths)], len(order)
-        samples = min(
-            self.budget.max_tokens * n // int(lengths.sum()), self.budget.max_samples or n
-        )  # in a micro-batch, about
+        # in a micro-batch, about
+        samples = min(self.budget.max_tokens * n // int(lengths.sum()), self.budget.max_samples or n)
         window = self.budget.window * max(1, samples) if self.shuffle else n
         parts = [
             part.sort(stable=True, descending=number % 2 == 1).indices + number * window
@@ -188,10 +187,8 @@ class BudgetSampler(GlobalBatchSampler):
             last = len(packed.max_lengths) if end is None else packed.find_micro_batch(end)
             first = max(0, math.ceil(last / full) - steps) * full
             samples += packed.starts[last] - packed.starts[first]
-            tokens, padded = (
-                tokens + sum(packed.tokens[first:last]),
-                padded + sum(map(packed.count_padded_tokens, range(first, last))),
-            )
+            tokens = tokens + sum(packed.tokens[first:last])
+            padded = padded + sum(map(packed.count_padded_tokens, range(first, last)))
             steps, epoch, end = steps - math.ceil((last - first) / full), epoch - 1, None
         return tokens / samples, 1 - tokens / padded
 

@@ -58,9 +58,8 @@ def build_sharded_model(
     parts = find_blocks(model)
     check_blocks(parts)
     uses, parts = _count_uses(model), [block for block in dict.fromkeys(parts) if block is not model]
-    whole = [
-        block for block in parts if _count_uses(block).items() <= uses.items()
-    ]  # shares no weight with other parts
+    # shares no weight with other parts
+    whole = [block for block in parts if _count_uses(block).items() <= uses.items()]
     set_offload_threads(config, ctx)
     offload = CPUOffloadPolicy(pin_memory=ctx.device.type != "cpu") if config.cpu_offload else OffloadPolicy()
     dtype = None  # of the gathered parameters; shards and sums of gradients keep theirs

@@ -1,4 +1,4 @@
-"""Sketches of decoded samples: whether data without a list of sizes are the same on all machines and after a resume.
+"""Fingerprints of decoded samples: are data without a list of sizes the same on all machines and after a resume?
 
 They err on the side of being alike: nothing that may differ between equal data sets may end a run. They cost two
 seconds at the start. Who trains on data that may change, or that lies on several machines, needs them.
@@ -31,7 +31,7 @@ MAX_ARRAYS_PER_SAMPLE, VALUES_PER_ARRAY = 16, 4096  # of a sample; of an array, 
 def compare_sample_fingerprints(
     sets: dict[str, MapDataset], seed: int, sentence: str, ctx: DistributedContext
 ) -> list[list[SampleFingerprint | None]]:
-    """Sketches of each data set. Collective. Raises UserError with the sentence if a rank has other samples.
+    """Sample fingerprints of each data set. Collective. Raises UserError with the sentence if a rank has other samples.
 
     A training set whose file sizes are known has none. A held-out set has: another resize_size makes other samples of
     the same files, on which metrics are not comparable.
@@ -44,29 +44,32 @@ def compare_sample_fingerprints(
             for split, dataset in sets.items()
         ]
 
-    local_sketches = on_all_ranks(fingerprint_sets, ctx)
-    first = broadcast_json(local_sketches, ctx)
-    require_equal(first if all(map(are_fingerprints_alike, local_sketches, first)) else local_sketches, sentence, ctx)
-    return local_sketches
+    local_fingerprints = on_all_ranks(fingerprint_sets, ctx)
+    first = broadcast_json(local_fingerprints, ctx)
+    are_alike = all(map(are_fingerprints_alike, local_fingerprints, first))
+    require_equal(first if are_alike else local_fingerprints, sentence, ctx)
+    return local_fingerprints
 
 
 def sample_fingerprints(dataset: MapDataset, seed: int) -> list[SampleFingerprint | None]:
-    """Sketches of samples that are spread over the data set. None for a sample that cannot be fetched, or that is not
-    the same when it is fetched again with the same seed."""
+    """Fingerprints of samples that are spread over the data set.
+
+    None for a sample that cannot be fetched, or that is not the same when it is fetched again with the same seed.
+    """
     size, count = len(dataset), min(MAX_SAMPLES, len(dataset))
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
     fetcher, ends = Fetcher(dataset, has_getitems(dataset), seed), time.monotonic() + MAX_SECONDS
-    sketch_list: list[SampleFingerprint | None] = []
+    fingerprints: list[SampleFingerprint | None] = []
     for position in order:
-        if sketch_list and time.monotonic() > ends:
+        if fingerprints and time.monotonic() > ends:
             break
         batch = MicroBatch(0, 0, [position * size // count], is_padding=False, is_last=True, count=1)
         try:
             once, again = (fingerprint_of_sample(fetcher.__getitems__(batch)[1]) for _ in range(2))
-            sketch_list.append(once if once == again else None)
+            fingerprints.append(once if once == again else None)
         except Exception:  # the run meets it when it needs this sample
-            sketch_list.append(None)
-    return sketch_list
+            fingerprints.append(None)
+    return fingerprints
 
 
 def fingerprint_of_sample(sample: Any) -> SampleFingerprint:

@@ -31,8 +31,8 @@ def describe_task(model: nn.Module, dataset: str) -> str:
 
 
 def read_verification(task: str, config: TrainingConfig) -> tuple[bool, str]:
-    """Whether scripts/verify.py passed with this code, task (`describe_task`) and flags, and a line for the"
-    " banner."""
+    """Whether scripts/verify.py passed with this code, task (`describe_task`) and flags, and a line for the
+    banner."""
     try:
         record = json.loads(VERIFICATION_FILE.read_text(encoding="utf-8"))
         changed = [

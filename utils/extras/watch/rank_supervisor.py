@@ -98,9 +98,8 @@ class RankSupervisor(Supervisor):
     def exit_peer_lost(self, error: TrainingError) -> None:
         """End this process because a rank is gone."""
         run, heartbeats = self._exit_reporter.run, self._ctx.heartbeats
-        if (
-            run and heartbeats and heartbeats.is_hosted_by_rank_0 and error.rank == 0
-        ):  # rank 0 may have reported why it ended
+        # rank 0 may have reported why it ended
+        if run and heartbeats and heartbeats.is_hosted_by_rank_0 and error.rank == 0:
             with suppress(OSError, TimeoutError):
                 status = call_with_timeout(SECONDS_TO_WRITE, lambda: read_json(run.folder / "status.json"))
                 if status.get("state") == "failed":

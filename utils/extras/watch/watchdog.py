@@ -56,10 +56,9 @@ SECONDS_BEFORE_PEER_CHECK = 1.0  # without progress, before this rank looks at t
 SECONDS_BEFORE_PEERS_EXIT = 4.0  # the rank that reports a hang ends this much earlier: torchrun blames the first
 SECONDS_TO_STOP, STEPS_TO_STOP = 20.0, 3  # the longer one may pass after a stop signal: torchrun waits 30 s
 SECONDS_TO_REPORT_FAILURE = 60.0  # for a rank that has failed and reports it, on storage that may hang
-MIN_REPORT_SECONDS, INITIAL_REPORT_SECONDS = (
-    5.0,
-    60.0,
-)  # seconds without progress before a report; FIRST: before steps were measured
+# seconds without progress before a report; INITIAL: before steps were measured
+MIN_REPORT_SECONDS = 5.0
+INITIAL_REPORT_SECONDS = 60.0
 MIN_STEPS_MEASURED = 8
 HOOK_TIMEOUT_FACTOR = 10  # hang_timeout, for a function of model.py in an evaluation
 GONE_STATES, SUSPENDED_STATES = ("Z", "X"), ("T", "t")  # states of a process
@@ -131,9 +130,8 @@ class Watchdog:
     @property
     def _step_durations(self) -> list[float]:
         """Of the latest steps; one that took longer than hang_timeout was suspended."""
-        return [
-            min(step_s, self._hang_timeout or step_s) for step_s in tuple(self._clock.step_durations)
-        ]  # which may grow
+        # which may grow
+        return [min(step_s, self._hang_timeout or step_s) for step_s in tuple(self._clock.step_durations)]
 
     def _create_status(self) -> RankStatus:
         clock = self._clock
@@ -391,8 +389,8 @@ class Watchdog:
         return True
 
     def _observe_ranks(self, ranks: range) -> tuple[dict[int, RankStatus], set[int], bool] | None:
-        """The statuses of these ranks, those whose heartbeat has stopped, and whether any counter moves. None: no"
-        " answer."""
+        """The statuses of these ranks, those whose heartbeat has stopped, and whether any counter moves. None: no
+        answer."""
         before = self._read_statuses(ranks)
         self._wait(SECONDS_TO_OBSERVE)
         after = self._read_statuses(ranks)

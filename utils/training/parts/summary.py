@@ -26,9 +26,8 @@ from utils.training.outputs import NAMES_DIFFER, OutputCollector, sort_by_sample
 from utils.training.parts.part import Part
 from utils.training.precision import Precision
 
-MAX_OUTPUT_BYTES = (
-    2**30
-)  # of a set that is summarized, on rank 0, where gathering and sorting take up to four times as much
+# of a set that is summarized, on rank 0, where gathering and sorting take up to four times as much
+MAX_OUTPUT_BYTES = 2**30
 
 
 def check_output_bytes(size: float) -> None:
