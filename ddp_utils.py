@@ -48,7 +48,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
     rank_infos, launch_nonce = exchange_rank_info(
         launch, store, rank_info, backend=config.backend, timeout=config.timeout
     )
-    beats = start_heartbeats(launch, store, launch_nonce, config.init_method)
+    heartbeats = start_heartbeats(launch, store, launch_nonce, config.init_method)
     control = create_process_groups(launch, store, backend, device, timeout=config.timeout)
     hosts = tuple(info["host"] for info in rank_infos)
     return DistributedContext(
@@ -62,7 +62,7 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
         fast_bf16=all(info["bf16"] for info in rank_infos),
         launch=launch,
         control_group_ref=weakref.ref(control),
-        heartbeats=beats,
+        heartbeats=heartbeats,
     )
 
 

@@ -259,8 +259,8 @@ class CheckRunner:
         if self._is_printing:
             replace_json(verified.VERIFICATION_FILE, report)
         broken_text = f"; broken: {', '.join(broken)}" if broken else ""
-        held = len(self._outcomes) - len(broken)
-        text = f"{held} of {self._check_count} invariants hold{broken_text}"
+        held_count = len(self._outcomes) - len(broken)
+        text = f"{held_count} of {self._check_count} invariants hold{broken_text}"
         if not_checked := RESULT.values["not_checked"]:
             text += f"; not checked: {format_plural(not_checked, 'part')}"
         self._print(f"{text}; wrote {os.path.relpath(verified.VERIFICATION_FILE)}")

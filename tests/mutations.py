@@ -102,7 +102,7 @@ MUTATIONS = [
     Mutation('find_node_local_ranks', 'latest[host].append(rank)', 'nodes[-1][1].append(rank)', 'mirror-resume'),  # extra: companions
     Mutation('_sum_by_device', 'products *= _random_keys(device)[first : first + len(products)]', 'pass', 'fingerprint'),
     Mutation('_sum_by_device', 'totals[device] += products.sum() * (derive_seed(name, block) | 1)', 'totals[device] += products.sum()', 'fingerprint'),
-    Mutation('_split_pieces', 'first = local_row_range(owner)[0]', 'pass', 'fingerprint'),
+    Mutation('_split_pieces', 'first = local_row_range(parameter)[0]', 'pass', 'fingerprint'),
     Mutation('compare_fingerprints', 'if saved not in (None, bits)', 'if False', 'fingerprint'),
     Mutation('fingerprint_state', 'dist.all_reduce(total, group=group)', 'pass', 'fingerprint'),
     Mutation('find_divergence', 'if "fingerprint" in names or (names and not record_a.keys() & record_b.keys() & {"fingerprint"}):', 'if names:', 'diverge'),  # extra: replay and reports

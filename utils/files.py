@@ -159,7 +159,7 @@ def read_records(path: Path, start: int = 0) -> Iterator[tuple[int, bytes, dict[
 
 def drop_records(path: Path, is_kept: Callable[[dict], bool], is_settled: Callable[[dict], bool]) -> None:
     """Drop records. All up to the last one for which `is_settled` is true are kept, and the search begins there."""
-    end, kept, size = 0, [], path.stat().st_size if path.exists() else 0
+    end, kept_lines, size = 0, [], path.stat().st_size if path.exists() else 0
     for start in range(size - BLOCK_BYTES, -BLOCK_BYTES, -BLOCK_BYTES):
         end = end or next(
             (at for at, _, entry in islice(read_records(path, max(0, start)), 20) if is_settled(entry)), 0
@@ -168,15 +168,15 @@ def drop_records(path: Path, is_kept: Callable[[dict], bool], is_settled: Callab
         if is_kept(record) and offset == end:
             end += len(line)
         elif is_kept(record):  # after a dropped one
-            kept.append(line)
+            kept_lines.append(line)
 
     def write(copy: BinaryIO) -> None:
         with path.open("rb") as file:
             shutil.copyfileobj(file, copy)
         copy.truncate(copy.seek(end))
-        copy.writelines(kept)
+        copy.writelines(kept_lines)
 
-    if kept:
+    if kept_lines:
         replace_file(path, write)  # a kill leaves the old file or the new one
     elif end < size:
         os.truncate(path, end)

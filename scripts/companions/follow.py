@@ -82,16 +82,17 @@ class Companion:
         A program whose time is limited is silent after the end, so that it has `--hang_timeout`. If that is 0, it is
         silent after an hour.
         """
-        beats = self.plan.get("beats")
-        if beats is None:  # started by hand
+        heartbeat_pipe = self.plan.get("beats")
+        if heartbeat_pipe is None:  # started by hand
             return
         with suppress(OSError):
             if self.has_time_limit and self.read_final_state():
                 self.ended_at = min(self.ended_at, time.monotonic())
             seconds = 0.0 if self.config.get("hang_timeout") else SECONDS_AFTER_END
             if time.monotonic() < self.ended_at + seconds:
-                os.set_blocking(beats, False)  # before the end of the run the rank does not read: the pipe gets full
-                os.write(beats, b".")
+                # before the end of the run the rank does not read: the pipe gets full
+                os.set_blocking(heartbeat_pipe, False)
+                os.write(heartbeat_pipe, b".")
 
     def delete_copies(self) -> None:
         """Delete what a kill or an end has left of `kept`."""

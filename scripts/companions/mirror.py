@@ -125,11 +125,11 @@ class MirrorUploader(Companion):
     def __init__(self, plan: dict[str, Any]) -> None:
         super().__init__(plan)
         self.mirror = Mirror(self.config["mirror"], plan["decision"]["generation"], plan["decision"]["run"])
-        apart, rank = plan["apart"], plan["rank"]
-        self._node_leaders = [ranks[0] for ranks in apart]
-        self._node_files = next((list_rank_files(ranks) for ranks in apart if ranks[0] == rank), set[str]())
+        node_local_ranks, rank = plan["apart"], plan["rank"]
+        self._node_leaders = [ranks[0] for ranks in node_local_ranks]
+        self._node_files = next((list_rank_files(ranks) for ranks in node_local_ranks if ranks[0] == rank), set[str]())
         self._other_nodes_files = (
-            list_rank_files(global_rank for ranks in apart for global_rank in ranks) - self._node_files
+            list_rank_files(global_rank for ranks in node_local_ranks for global_rank in ranks) - self._node_files
         )
         self._uploaded_checkpoints: dict[str, dict[str, str]] = {}  # uploaded checkpoints: the checksums of their files
         self._uploaded_records: dict[Path, tuple[int, int]] = {}  # uploaded ones: bytes and time

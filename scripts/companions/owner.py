@@ -116,10 +116,10 @@ class Mirror(MirroredRun):
         valid = {manifest["step"]: manifest for manifest in self.read_manifests()}
         if not valid:  # the storage lists what was there some time ago
             return
-        gone = checkpoint.find_superseded_steps(valid, keep_last, keep_every)
-        kept = [manifest for step, manifest in valid.items() if step not in gone or step == best_step]
-        used = {manifest["manifest"] for manifest in kept}
-        used |= {file["object"] for manifest in kept for file in manifest["files"].values()}
+        superseded = checkpoint.find_superseded_steps(valid, keep_last, keep_every)
+        kept_manifests = [manifest for step, manifest in valid.items() if step not in superseded or step == best_step]
+        used = {manifest["manifest"] for manifest in kept_manifests}
+        used |= {file["object"] for manifest in kept_manifests for file in manifest["files"].values()}
         every = self.list_objects()
         has_records = self.object_name("records/status.json") in every
 

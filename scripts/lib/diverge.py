@@ -122,16 +122,21 @@ def bisect_checkpoints(a: Any, b: Any, gap: Divergence) -> tuple[int, int, list[
     checkpoints that both have."""
     from utils.checkpoint import format as checkpoint
 
-    kept = [
+    checkpoints_by_run = [
         {checkpoint.parse_step(p): p for p in checkpoint.list_step_checkpoints(r.folder / "checkpoints")}
         for r in (a, b)
     ]
     low = gap.last_equal_step
     high = gap.step
     prints = [read_train_records(run)[gap.step].get("fingerprint") for run in (a, b)]
-    while steps := [step for step in sorted(kept[0].keys() & kept[1].keys()) if low < step < high]:
+    while steps := [
+        step for step in sorted(checkpoints_by_run[0].keys() & checkpoints_by_run[1].keys()) if low < step < high
+    ]:
         middle = steps[len(steps) // 2]
-        fingerprints = [checkpoint.read_checkpoint(paths[middle])[0]["provenance"].get("fingerprint") for paths in kept]
+        fingerprints = [
+            checkpoint.read_checkpoint(paths[middle])[0]["provenance"].get("fingerprint")
+            for paths in checkpoints_by_run
+        ]
         if fingerprints[0] == fingerprints[1]:
             low = middle
         else:
@@ -144,13 +149,13 @@ def replay_divergence(a: Any, b: Any, gap: Divergence, names: tuple[str, str]) -
     import replay
 
     low, high, prints = bisect_checkpoints(a, b, gap)
-    again = [replay.record_steps(run.folder, low + 1, high) for run in (a, b)]
-    steps = [step for step in sorted(again[0].keys() & again[1].keys()) if step > low]
-    step = next((step for step in steps if again[0][step]["fingerprint"] != again[1][step]["fingerprint"]), 0)
+    replays = [replay.record_steps(run.folder, low + 1, high) for run in (a, b)]
+    steps = [step for step in sorted(replays[0].keys() & replays[1].keys()) if step > low]
+    step = next((step for step in steps if replays[0][step]["fingerprint"] != replays[1][step]["fingerprint"]), 0)
     if step:
         dump_a, dump_b = (replay.dump_step(run.folder, step) for run in (a, b))
         return f"{describe_equal_steps(step - 1)}; in step {step} {compare_dumps(dump_a, dump_b, names).text}"
-    odd = [k for k in (0, 1) if prints[k] != again[k][high]["fingerprint"]]
+    odd = [k for k in (0, 1) if prints[k] != replays[k][high]["fingerprint"]]
     step_range = f"step {high}" if high == low + 1 else f"steps {low + 1} to {high}"
     dumps = "compare dumps of scripts/replay.py that were made where the runs were"
     if len(odd) > 1:
@@ -158,7 +163,7 @@ def replay_divergence(a: Any, b: Any, gap: Divergence, names: tuple[str, str]) -
         return f"here the replays of {step_range} are equal, and repeat neither run ({causes}); {dumps}"
     run, name = (a, b)[odd[0]], names[odd[0]]
     is_alone = high == low + 1 and run.config.get("log_interval") == 1
-    cause = describe_cause(read_train_records(run)[high], again[odd[0]][high]) if is_alone else ""
+    cause = describe_cause(read_train_records(run)[high], replays[odd[0]][high]) if is_alone else ""
     causes = "a fault that came once, or another machine or version"
     equal_steps = describe_equal_steps(low)
     return f"{equal_steps}; in {step_range} {name} did what its replay here does not{cause} ({causes}); {dumps}"

@@ -38,8 +38,10 @@ def check_row_order(
     rows = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:count].tolist()
     try:
         batch = predict(fetch(rows))
-        again, ordered = predict(fetch(sorted(rows))), sorted(range(len(rows)), key=rows.__getitem__)
-        is_moved = are_rows_permuted([([*again[name]], [output[k] for k in ordered]) for name, output in batch.items()])
+        sorted_outputs, ordered = predict(fetch(sorted(rows))), sorted(range(len(rows)), key=rows.__getitem__)
+        is_moved = are_rows_permuted(
+            [([*sorted_outputs[name]], [output[k] for k in ordered]) for name, output in batch.items()]
+        )
     except Exception as error:  # the caller may reject these outputs
         return error
     if is_moved:

@@ -156,13 +156,13 @@ def find_superseded_steps(steps: Iterable[int], keep_last: int, keep_every: int 
         keep_last: keep so many, the latest.
         keep_every: also keep the first one of every so many steps; 0: none of these.
     """
-    kept, gone = {-1}, []
+    seen_periods, superseded = {-1}, []
     for step in list(steps)[:-keep_last]:
         period = step // keep_every if keep_every else -1
-        if period in kept:
-            gone.append(step)
-        kept.add(period)
-    return gone
+        if period in seen_periods:
+            superseded.append(step)
+        seen_periods.add(period)
+    return superseded
 
 
 def read_best_name(folder: Path) -> str:
@@ -177,19 +177,19 @@ def read_best_name(folder: Path) -> str:
 def prune_checkpoints(folder: Path, keep_last: int, keep_every: int = 0) -> None:
     """Delete superseded checkpoints; call it once a new one has its final name. The best one stays."""
     best, paths = read_best_name(folder), list_step_checkpoints(folder)
-    gone = find_superseded_steps(map(parse_step, paths), keep_last, keep_every)
+    superseded = find_superseded_steps(map(parse_step, paths), keep_last, keep_every)
     for path in paths:
-        if parse_step(path) in gone and path.name != best:
+        if parse_step(path) in superseded and path.name != best:
             remove_checkpoint(path)
 
 
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint. A folder loses its name first, so that it is whole or absent."""
     if path.is_dir() and not path.is_symlink():
-        aside = path.with_name(f"{path.name}.old{TEMPORARY_SUFFIX}")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        doomed = path.with_name(f"{path.name}.old{TEMPORARY_SUFFIX}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 

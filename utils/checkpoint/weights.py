@@ -66,9 +66,10 @@ def find_state_dict(content: Any, path: Path) -> Weights:
     """Find the state dict in what a file holds. Raises UserError if there is none, or several under unknown names."""
     weights = Weights(_find_innermost_state_dict(content, path))
     if not weights:
-        held = list(content) if isinstance(content, dict) else type(content).__name__
+        content_keys = list(content) if isinstance(content, dict) else type(content).__name__
         raise UserError(
-            f"init_from={path}: holds no weights of one model but {held!s:.300}; give a checkpoint or a state dict"
+            f"init_from={path}: holds no weights of one model but {content_keys!s:.300}; give a checkpoint or a"
+            " state dict"
         )
     if isinstance(content.get("provenance"), dict):
         weights.classes = content["provenance"].get("classes") or ()
@@ -170,16 +171,16 @@ def match_parameter_names(weights: dict[str, Tensor], state_dict: dict[str, Any]
     """
     for wrappers in WRAPPER_PATTERNS:
         weight_names = {re.sub(wrappers, "", name): name for name in weights}
-        ours = {re.sub(wrappers, "", name): name for name in state_dict}
-        if len(weight_names) == len(weights) and len(ours) == len(state_dict):
+        model_names = {re.sub(wrappers, "", name): name for name in state_dict}
+        if len(weight_names) == len(weights) and len(model_names) == len(state_dict):
             break
-    prefix = _find_common_prefix(weight_names, ours)
+    prefix = _find_common_prefix(weight_names, model_names)
     matched = {}
     for name, original in weight_names.items():
         short = name.removeprefix(prefix)
         if short in weight_names:
             short = name
-        matched[ours.get(short, original)] = weights[original]
+        matched[model_names.get(short, original)] = weights[original]
     if matched.keys() != weights.keys():
         LOGGER.info("init_from: removed wrappers and prefixes from the names of the tensors in %s", source)
     return matched

@@ -122,9 +122,9 @@ class GlobalBatchLoader:
             dense = [tensor for tensor in list_tensors(collated) if tensor.layout == torch.strided]
             storages = {tensor.untyped_storage().data_ptr() for tensor in dense}
             # of the batches that workers have fetched, that of this step and the one before, which is freed later
-            held = self.num_workers and PREFETCH_FACTOR * self.num_workers + 2
+            max_batches_held = self.num_workers and PREFETCH_FACTOR * self.num_workers + 2
             if get_sharing_strategy() == "file_descriptor":
-                self.shared_tensor_count = max(self.shared_tensor_count, held * len(storages))
+                self.shared_tensor_count = max(self.shared_tensor_count, max_batches_held * len(storages))
         if not list_tensors(batches):
             raise UserError(
                 f"dataset: no tensor is found in a batch of {type(self.dataset).__name__}, a"

@@ -29,7 +29,7 @@ def split_attempts(records: list[dict[str, Any]], time: Any, step: Any) -> list[
     """
     attempts: list[AttemptTimes] = []
     attempt_records: list[dict[str, Any]] = []
-    kept, state = math.inf, ""
+    resume_step, state = math.inf, ""
     for record in reversed(records):
         if record.get("event") not in ("started", "resumed") or "seconds" not in record:
             attempt_records.append(record)
@@ -37,15 +37,17 @@ def split_attempts(records: list[dict[str, Any]], time: Any, step: Any) -> list[
         trains = parse_time(record["time"])
         began = trains - record["seconds"]
         times = [trains, *(parse_time(entry.get("time")) for entry in attempt_records)]
-        saves = [entry for entry in attempt_records if entry.get("event") == "checkpoint" and entry["step"] == kept]
+        saves = [
+            entry for entry in attempt_records if entry.get("event") == "checkpoint" and entry["step"] == resume_step
+        ]
         starts = [parse_time(save.get("time")) - save.get("seconds", 0.0) for save in saves]
         until, step = max(*times, parse_time(time)), step if isinstance(step, int) else record["step"]
-        is_lost = step > kept or (bool(starts) and state in ("running", "failed"))
+        is_lost = step > resume_step or (bool(starts) and state in ("running", "failed"))
         lost_from = max(starts or times) if is_lost else until
         attempts.append(
-            AttemptTimes(record, attempt_records[::-1], min(began, trains), trains, lost_from, until, step, kept)
+            AttemptTimes(record, attempt_records[::-1], min(began, trains), trains, lost_from, until, step, resume_step)
         )
-        kept, attempt_records = min(kept, record["step"]), []
+        resume_step, attempt_records = min(resume_step, record["step"]), []
         time, step, state = (record.get(f"previous_{name}") for name in ("time", "step", "state"))
     return attempts[::-1]
 

@@ -25,8 +25,8 @@ def rename_existing_run(folder: Path, checkpoint_folder: Path) -> list[list[str]
         pairs for pairs in map(create_renames, itertools.count(1)) if not any(os.path.exists(new) for _, new in pairs)
     )
     try:
-        for original, aside in moved:
-            os.rename(original, aside)
+        for original, backup in moved:
+            os.rename(original, backup)
     except OSError as error:
         restore_existing_run(moved)
         raise UserError(f"{original}: cannot be moved aside ({error.strerror}); give another --run_dir") from None
@@ -35,13 +35,13 @@ def rename_existing_run(folder: Path, checkpoint_folder: Path) -> list[list[str]
 
 def restore_existing_run(renames: list[list[str]]) -> None:
     """Undo `rename_existing_run`: the start was rejected. What it has written is deleted."""
-    for original, aside in renames:
-        if aside == DID_NOT_EXIST or os.path.exists(aside):
+    for original, backup in renames:
+        if backup == DID_NOT_EXIST or os.path.exists(backup):
             rejected = Path(f"{original}.rejected{TEMPORARY_SUFFIX}")
             with suppress(FileNotFoundError, NotADirectoryError):
                 os.rename(original, rejected)  # other ranks may still write there
-            if aside != DID_NOT_EXIST:
-                os.rename(aside, original)
+            if backup != DID_NOT_EXIST:
+                os.rename(backup, original)
             shutil.rmtree(rejected, ignore_errors=True)
 
 

@@ -197,11 +197,11 @@ class RunFolder:
         """Write to status.json that an attempt is running."""
         before = read_json(self.folder / "status.json") if self.start_decision.attempt > 1 else {}
         status = {"epoch": 0, "step": 0, "samples_seen": 0, "checkpoint": None} | before
-        kept = {name: status[name] for name in ("epoch", "step", "samples_seen", "checkpoint")}
+        progress = {name: status[name] for name in ("epoch", "step", "samples_seen", "checkpoint")}
         # of the last attempt that began to train: this one may not
         last_attempt = {name: before[name] for name in ("state", "step", "time") if name in before}
         self.write_status(
-            "running", **kept, previous=before.get("previous") or last_attempt, error=None, rank=None, host=None
+            "running", **progress, previous=before.get("previous") or last_attempt, error=None, rank=None, host=None
         )
         self._previous_status = before if self.is_main else {}
 
@@ -377,6 +377,6 @@ class RunFolder:
 
     def _superseded_dir(self) -> Path:
         """The folder for checkpoints of steps after the one that this attempt resumes from."""
-        aside = self.folder / f"superseded-{self.start_decision.attempt}"
-        aside.mkdir(exist_ok=True)
-        return aside
+        superseded_dir = self.folder / f"superseded-{self.start_decision.attempt}"
+        superseded_dir.mkdir(exist_ok=True)
+        return superseded_dir

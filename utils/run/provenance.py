@@ -125,8 +125,10 @@ def compute_file_checksum(path: Path) -> str:
 
 def _run_git(*arguments: str) -> str:
     """The output of git. Raises OSError or SubprocessError if there is no git, no repository or no answer."""
-    done = subprocess.run(["git", "-C", str(PROJECT_ROOT), *arguments], capture_output=True, timeout=10, check=True)
-    return done.stdout.decode(errors="replace").strip()  # in any locale
+    completed = subprocess.run(
+        ["git", "-C", str(PROJECT_ROOT), *arguments], capture_output=True, timeout=10, check=True
+    )
+    return completed.stdout.decode(errors="replace").strip()  # in any locale
 
 
 def _read_git_commit() -> tuple[str, bool]:

@@ -214,9 +214,11 @@ def compare_checkpoint(
     """
     check_removed_settings(payload["config"], config)
     before, rows = payload["provenance"], list_compared_values(payload, config, provenance)
-    yours = {setting.name for setting in list_fork_settings()}
+    fork_settings = {setting.name for setting in list_fork_settings()}
     is_same_code = all(before.get(name) == provenance.get(name) for name in ("code", "versions"))
-    is_same_code &= all(row.saved == row.current for row in rows if row.name in yours)  # else transforms may differ
+    is_same_code &= all(
+        row.saved == row.current for row in rows if row.name in fork_settings
+    )  # else transforms may differ
     line, is_other = compare_data(before, provenance, file_changes or {}, is_same_code)
     wrong, may = (describe_differences(rows, resume) for resume in ("must", "may"))
     (wrong if is_other else may).extend([line] if line else [])

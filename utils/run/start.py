@@ -90,8 +90,9 @@ def acquire_run_folder(config: TrainingConfig, ctx: DistributedContext, exit_rep
         from utils.extras.companions.sidecar import Companions
 
         if config.mirror:
-            apart, own_lock = create_node_folder(config, decided, ctx)
-            decided, lock = dataclasses.replace(decided, node_local_ranks=apart), lock or own_lock
+            node_local_ranks, own_lock = create_node_folder(config, decided, ctx)
+            decided = dataclasses.replace(decided, node_local_ranks=node_local_ranks)
+            lock = lock or own_lock
         run = RunFolder(*folders, decided, lock)
         if lock:
             details = {

@@ -103,7 +103,9 @@ class ExistingRun:
             may_restart: the launcher starts further attempts.
         """
         config, folder, is_new = self.config, self.config.run_folder, not (self.is_continued or self.is_same_launch)
-        is_auto, written, aside = config.resume_from == "auto", self.status.get("checkpoint"), self.owner.get("aside")
+        is_auto = config.resume_from == "auto"
+        written = self.status.get("checkpoint")
+        moved_to = self.owner.get("aside")
         is_named = config.run_dir != DEFAULT_RUN_DIR or config.checkpoint_dir != ""
         given = {name: getattr(config, name) for name in ("init_from", "resume_from")}
         inside = [f"{name}={path}" for name, path in given.items() if path and is_path_below(path, folder)]
@@ -114,9 +116,9 @@ class ExistingRun:
                 " disk mounted?), or start over with --overwrite instead of --resume_from auto",
             ),
             (
-                is_auto and is_new and aside,
-                f"run_dir={folder}: its run was moved to {' and '.join(aside or ())} by a start that was killed; move"
-                " it back, or start over without --resume_from auto",
+                is_auto and is_new and moved_to,
+                f"run_dir={folder}: its run was moved to {' and '.join(moved_to or ())} by a start that was killed;"
+                " move it back, or start over without --resume_from auto",
             ),
             (
                 is_replaced and may_restart and not self.launch_id,
@@ -189,7 +191,7 @@ def _decide_locked(
         existing_run = ExistingRun.inspect(config, launch_id, decision.get("owner") or lock.previous_owner)
     if existing_run.is_completed or decision.get("is_completed"):
         return lock, StartDecision(is_completed=True)
-    owner, aside = existing_run.owner, existing_run.owner.get("aside", [])
+    owner, backups = existing_run.owner, existing_run.owner.get("aside", [])
     moved: list[list[str]] = []
     notes = decision.get("notes", []) + existing_run.mark_killed()
     path, new_notes = existing_run.find_checkpoint()
@@ -202,15 +204,17 @@ def _decide_locked(
     if is_replaced:
         moved = rename_existing_run(folder, checkpoints)
         lock.close()
-        lock, owner, aside = _open_lock(folder, checkpoints, host), {}, [name for _, name in moved]
-        text = f"moved the earlier run to {' and '.join(aside)} ({describe_folder_size(aside)}); to delete it: rm -r "
-        notes.append(text + " ".join(aside))
+        lock, owner, backups = _open_lock(folder, checkpoints, host), {}, [name for _, name in moved]
+        text = (
+            f"moved the earlier run to {' and '.join(backups)} ({describe_folder_size(backups)}); to delete it: rm -r "
+        )
+        notes.append(text + " ".join(backups))
     # an attempt that was killed before its first record or checkpoint counts too
     is_again = not moved and (existing_run.has_run or (config.resume_from == "auto" and owner.get("has_trained")))
     attempt = owner.get("attempt", 0) + 1 if is_again else 1
     # until `mark_training` a restart of this launch must not continue this run
     inherited = launch_id if existing_run.is_same_launch else ""
-    lock.write(launch_id=inherited, attempt=attempt, aside=aside)
+    lock.write(launch_id=inherited, attempt=attempt, aside=backups)
     _remove_temporary_files(folder, checkpoints)
     return lock, StartDecision(
         resume_from=str(path or ""),

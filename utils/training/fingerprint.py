@@ -29,32 +29,33 @@ WORD_TYPES = {1: torch.int8, 2: torch.int16}  # by element size; larger elements
 
 
 @torch.no_grad()
-def fingerprint_tensors(name: str, tensors: Iterable[Tensor], owners: Iterable[Any] | None = None) -> int:
+def fingerprint_tensors(name: str, tensors: Iterable[Tensor], parameters: Iterable[Any] | None = None) -> int:
     """The fingerprint of a sequence of tensors, as a signed number. Reads from the device.
 
-    owners: of each tensor, itself or the sharded tensor of which it holds this rank's rows. The sum of the fingerprints
-    over the shards is that of the whole tensors; what is not sharded, a 0-dimensional tensor, counts on the first one.
+    parameters: for each tensor, the parameter of which it holds this rank's rows; the tensor itself if it is not
+        sharded. The sum of the fingerprints over the shards is that of the whole tensors. What is not sharded, a
+        0-dimensional tensor, counts on the first shard only.
     """
-    return int(sum(total.cpu() for total in _sum_by_device(name, tensors, owners).values()))
+    return int(sum(total.cpu() for total in _sum_by_device(name, tensors, parameters).values()))
 
 
 @torch.no_grad()
 def fingerprint_on_device(
-    name: str, tensors: Iterable[Tensor], device: torch.device, owners: Iterable[Any] | None = None
+    name: str, tensors: Iterable[Tensor], device: torch.device, parameters: Iterable[Any] | None = None
 ) -> Tensor:
     """As `fingerprint_tensors`, on the device where most of the tensors are: int64, 0-dimensional. Reads nothing."""
-    totals = _sum_by_device(name, tensors, owners).values()
+    totals = _sum_by_device(name, tensors, parameters).values()
     zero = torch.zeros((), dtype=torch.int64, device=device)
     return sum((total.to(device, non_blocking=True) for total in totals), zero)
 
 
 def _sum_by_device(
-    name: str, tensors: Iterable[Tensor], owners: Iterable[Any] | None = None
+    name: str, tensors: Iterable[Tensor], parameters: Iterable[Any] | None = None
 ) -> dict[torch.device, Tensor]:
     """The summands of a fingerprint by device: int64, 0-dimensional."""
     tensors, totals = list(tensors), defaultdict[torch.device, Any](int)
     for (device, *_), group in groupby(
-        _split_pieces(zip(tensors, owners or tensors, strict=True)), lambda piece: piece[:3]
+        _split_pieces(zip(tensors, parameters or tensors, strict=True)), lambda piece: piece[:3]
     ):
         pieces = list(group)
         block, first = divmod(pieces[0][3], NUM_KEYS)
@@ -67,14 +68,14 @@ def _sum_by_device(
 def _split_pieces(pairs: Iterable[tuple[Tensor, Any]]) -> Iterator[tuple[torch.device, int, int, int, Tensor]]:
     """Flat integers, with the device, the chunk, the number of values skipped so far, and the position."""
     end = done = 0
-    for tensor, owner in pairs:
+    for tensor, parameter in pairs:
         per_element, kind = max(1, tensor.element_size() // 4), WORD_TYPES.get(tensor.element_size(), torch.int32)
         first, rows, position = 0, torch.atleast_1d(tensor.detach()), end
-        if is_sharded(owner):
-            first = local_row_range(owner)[0]
-            position += first * (owner.numel() // owner.shape[0]) * per_element if tensor.ndim else 0
+        if is_sharded(parameter):
+            first = local_row_range(parameter)[0]
+            position += first * (parameter.numel() // parameter.shape[0]) * per_element if tensor.ndim else 0
             rows = rows[: len(rows) if tensor.ndim else first == 0]
-        end += (owner.numel() if tensor.ndim else 1) * per_element
+        end += (parameter.numel() if tensor.ndim else 1) * per_element
         chunk = CHUNK_SIZES.get(tensor.device.type, NUM_KEYS)
         max_rows = len(rows) if rows.is_contiguous() else chunk * len(rows) // rows.numel()  # else they are copied
         for row_block in rows.split(max(1, max_rows)):
@@ -107,22 +108,26 @@ def format_fingerprint(fingerprint: int) -> str:
 
 def fingerprint_weights(state: TrainState) -> Tensor:
     """The summand of weights and optimizer state; of sharded ones, those of this rank. On the device, as a digest."""
-    states = [(state.optimizer.state.get(tensor, {}), owner) for tensor, owner in state.parameters_by_tensor.items()]
+    states = [
+        (state.optimizer.state.get(tensor, {}), parameter) for tensor, parameter in state.parameters_by_tensor.items()
+    ]
     keys = sorted({key for param_state, _ in states for key in param_state})
-    slots = [(param_state.get(key), owner) for key in keys for param_state, owner in states]
+    slots = [(param_state.get(key), parameter) for key in keys for param_state, parameter in states]
     pairs = [
         *state.parameters_by_tensor.items(),
-        *((value, owner) for value, owner in slots if isinstance(value, Tensor)),
+        *((value, parameter) for value, parameter in slots if isinstance(value, Tensor)),
     ]
-    tensors, owners = zip(*pairs, strict=True)
-    return fingerprint_on_device("weights", tensors, model_device(state.model), owners)
+    tensors, parameters = zip(*pairs, strict=True)
+    return fingerprint_on_device("weights", tensors, model_device(state.model), parameters)
 
 
 def fingerprint_parameters(model: nn.Module) -> int:
     """The fingerprint of all parameters, frozen ones too, whole. Reads from the device; a collective if sharded."""
-    owners = list(model.parameters())
-    total = fingerprint_on_device("parameters", [local_shard(owner) for owner in owners], model_device(model), owners)
-    if group := find_shard_group(owners):
+    parameters = list(model.parameters())
+    total = fingerprint_on_device(
+        "parameters", [local_shard(parameter) for parameter in parameters], model_device(model), parameters
+    )
+    if group := find_shard_group(parameters):
         dist.all_reduce(total, group=group)
     return int(total)
 

@@ -105,8 +105,8 @@ class LogWindow(MetricTracker):
 
         other_tensors: float64 or int64 values to copy too.
         """
-        kept = [self.norms, self._divisors, self._losses]
-        stacks = [torch.stack(series).double() if series else self.values.new_empty(0) for series in kept]
+        sums_of_steps = [self.norms, self._divisors, self._losses]
+        stacks = [torch.stack(series).double() if series else self.values.new_empty(0) for series in sums_of_steps]
         tensors = [self.values, *stacks, self._scaler.scale(self._one).double()]
         readers = []
         for part in self._parts:

@@ -112,22 +112,23 @@ def collect_optimizer_state(
     """The optimizer's state dict, with the names of its parameters in its order, and what has changed in its groups.
 
     Args:
-        names, owners: of each of its tensors: the name, and the parameter, which is the tensor itself or sharded.
+        names: the name of each tensor of the optimizer.
+        parameters_by_tensor: the parameter of each of these tensors, which is the tensor itself or sharded.
         initial_groups: `copy_group_entries` when it was created.
     """
-    held, saved = _list_tensors(optimizer), optimizer.state_dict()
+    tensors, saved = _list_tensors(optimizer), optimizer.state_dict()
     states: dict[Any, Any] = {}
     for number, state in saved["state"].items():
         states[number] = state
         if isinstance(number, int):  # else a value of all parameters, such as the count of MADGRAD
-            p = held[number]
+            p = tensors[number]
             states[number] = dict(state)
             for key, value in state.items():
                 if _is_tensor(value) and value.shape == p.shape:
                     states[number][key] = create_dtensor(value, parameters_by_tensor[p])
     return saved | {
         "state": states,
-        "names": [names[p] for p in held],
+        "names": [names[p] for p in tensors],
         "changed_in_groups": find_changed_entries(optimizer, initial_groups, names),
     }
 
@@ -142,12 +143,12 @@ def load_optimizer_state(
 
     saved, names, parameters_by_tensor: as for `collect_optimizer_state`. Raises UserError if it is of other parameters.
     """
-    held = _list_tensors(optimizer)
+    tensors = _list_tensors(optimizer)
     before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", []))}
-    is_other = before.keys() != {names[p] for p in held}
+    is_other = before.keys() != {names[p] for p in tensors}
     shared = {key: value for key, value in saved["state"].items() if not isinstance(key, int)}
     states: dict[Any, Any] = map_tensors(Tensor.clone, shared)
-    for number, p in enumerate([] if is_other else held):
+    for number, p in enumerate([] if is_other else tensors):
         local_state = {
             key: local_shard(shard_like(value, parameters_by_tensor[p])) for key, value in before[names[p]].items()
         }
@@ -161,7 +162,7 @@ def load_optimizer_state(
     other_entries = {key: saved[key] for key in state_dict.keys() & saved.keys() if key != "param_groups"}
     optimizer.load_state_dict(state_dict | other_entries | {"state": states})
     restore_group_entries(optimizer, saved.get("changed_in_groups", []), names)
-    for number, p in enumerate(held):
+    for number, p in enumerate(tensors):
         state = optimizer.state.get(p, {})
         # load_state_dict may have rounded to the type of the parameter, which fused kernels need
         exact = state if can_skip_on_device(optimizer) else states.get(number, {})
@@ -267,9 +268,9 @@ def lr_factor(config: TrainingConfig, step: int, total_steps: int, warmup_steps:
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    fraction_done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     least = config.min_lr / config.lr
-    return least + (1 - least) * SCHEDULE_SHAPES[config.schedule](done)
+    return least + (1 - least) * SCHEDULE_SHAPES[config.schedule](fraction_done)
 
 
 def list_group_lr_factors(groups: list[dict[str, Any]], factor: float | dict[str, float]) -> list[float]:

@@ -36,9 +36,9 @@ class OutputCollector:
         if self.batches_by_name and outputs.keys() != self.batches_by_name.keys():
             raise UserError(NAMES_DIFFER)
         for name, output in outputs.items():
-            kept = self.batches_by_name.setdefault(name, [])
+            batches = self.batches_by_name.setdefault(name, [])
             if not is_padding:
-                kept.append(output.detach().to("cpu", copy=True))  # a view would keep all of its tensor
+                batches.append(output.detach().to("cpu", copy=True))  # a view would keep all of its tensor
         self.indices += [] if is_padding else indices
 
     def to_dict(self) -> dict[str, Any]:

@@ -54,9 +54,9 @@ class Updater:
         self.skips_on_device = prepare_optimizer(self.optimizer)
         self._initial_groups = copy_group_entries(self.optimizer)
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.has_loss_scaling)
-        held = {p for group in self.optimizer.param_groups for p in group["params"]}
+        optimized = {p for group in self.optimizer.param_groups for p in group["params"]}
         # in the model's order, which is the same in all processes: the norm is a sum, and groups may come in any order
-        self._names = {tensors[p]: name for p, name in names.items() if tensors[p] in held}
+        self._names = {tensors[p]: name for p, name in names.items() if tensors[p] in optimized}
         trainable = [p for p in names if p.requires_grad]  # those in no group are not trained
         self._frozen_names = {p: name for p, name in names.items() if not p.requires_grad}
         self._with_gradients = [*dict.fromkeys([*trainable, *self._names])]

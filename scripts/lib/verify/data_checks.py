@@ -81,7 +81,7 @@ def order(fork: Fork) -> str:
             orders.append(hash_nested(single.epoch_order(len(orders))))
         return visits, orders, hash_nested(single.epoch_order(0))
 
-    visits, orders, again = fork.run_on_all_ranks(count_visits)
+    visits, orders, repeated_order = fork.run_on_all_ranks(count_visits)
     for epoch, (count, dropped) in enumerate(visits):
         dist.all_reduce(count, group=ctx.control_group)
         never, often = (count == 0).nonzero().flatten().tolist(), (count > 1).nonzero().flatten().tolist()
@@ -91,7 +91,7 @@ def order(fork: Fork) -> str:
                 f" (sample {[*often, *never][0]}): a custom sampler; visit each sample once, or set with_replacement ="
                 " True on the data"
             )
-    ranks = all_gather_json((orders, again), ctx)
+    ranks = all_gather_json((orders, repeated_order), ctx)
     for rank, (rank_orders, repeated) in enumerate(ranks):
         if rank_orders[0] != repeated or rank_orders[:MIN_ORDERS] != ranks[0][0][:MIN_ORDERS]:
             between = "between two calls" if rank_orders[0] != repeated else f"between rank {rank} and rank 0"
@@ -374,14 +374,14 @@ def check_overlap(fork: Fork) -> str:
         hash_samples(sets[0], rows[0][:FEW_SAMPLES], seed=1)
     )
     # some seeds may leave a sample as it is, as of a flip
-    ours = [
+    train_hashes = [
         part
         for seed in range(AUGMENTATION_SEEDS if is_augmented else 1)
         for part in hash_samples(sets[0], rows[0], seed)
     ]
     held_out_parts = hash_samples(sets[1], rows[1])
-    common, is_more = find_shared_rows(ours, held_out_parts)
-    compared = len({row for row, _ in ours})
+    common, is_more = find_shared_rows(train_hashes, held_out_parts)
+    compared = len({row for row, _ in train_hashes})
     if is_more and len(common) / len(held_out_parts) * len(sets[0]) / compared > MAX_SHARED_FRACTION:
         raise create_overlap_error(common, len(held_out_parts))
     held_out_samples = format_plural(len(held_out_parts), "held-out sample")
@@ -390,8 +390,8 @@ def check_overlap(fork: Fork) -> str:
         finding = f"please check: {finding}: {join_first_three([*map(str, common)])}"
     elif is_augmented:
         finding = "not checked: whether held-out samples are training samples, which are augmented"
-    for name in ours[0][1]:
-        also, is_more = find_shared_rows(ours, held_out_parts, name)
+    for name in train_hashes[0][1]:
+        also, is_more = find_shared_rows(train_hashes, held_out_parts, name)
         if is_more and (also := [row for row in also if row not in common]):
             listed = join_first_three([*map(str, also)])
             return (
@@ -402,11 +402,11 @@ def check_overlap(fork: Fork) -> str:
 
 
 def find_shared_rows(
-    ours: SampleHashes, held_out_parts: SampleHashes, left_out: str | None = None
+    train_hashes: SampleHashes, held_out_parts: SampleHashes, left_out: str | None = None
 ) -> tuple[list[int], bool]:
     """The held-out rows that equal a training sample, but for a leaf, and whether they are more than those that repeat
     within a set by nature, as short texts do."""
-    sets = [sum_hashes(set_parts, left_out) for set_parts in (ours, held_out_parts)]
+    sets = [sum_hashes(set_parts, left_out) for set_parts in (train_hashes, held_out_parts)]
     counts = [Counter(total for _, total in set_totals) for set_totals in sets]
     common = [row for row, total in sorted(sets[1]) if total in counts[0]]
     repeated = max(sum(k for k in counter.values() if k > 1) / counter.total() for counter in counts)

@@ -131,26 +131,26 @@ class HiddenState:
                 return
         if value.nbytes > MAX_ARRAY_BYTES or getattr(value, "filename", None) or "object" in str(value.dtype):
             return
-        kept = value.clone() if isinstance(value, Tensor) else value.copy()
-        self.values[path] = "", f"{list(value.shape)} {hash_nested(kept)[:8]}"
+        copy = value.clone() if isinstance(value, Tensor) else value.copy()
+        self.values[path] = "", f"{list(value.shape)} {hash_nested(copy)[:8]}"
         is_fixed = not isinstance(value, Tensor) and not value.flags.writeable
-        self._undo += [] if is_fixed else [lambda: value.__setitem__(..., kept)]
+        self._undo += [] if is_fixed else [lambda: value.__setitem__(..., copy)]
 
     def _visit_generator(self, path: str, value: Any) -> None:
         get: Any = getattr(value, "get_state", None) or getattr(value, "getstate", lambda: value.bit_generator.state)
         self.values[path] = CACHE, hash_nested(get())
 
     def _visit_container(self, path: str, value: Any) -> None:
-        kept: Any = dict(value) if isinstance(value, dict) else list(value)
+        copy: Any = dict(value) if isinstance(value, dict) else list(value)
         if isinstance(value, dict):
-            self._undo.append(lambda: restore_dict(value, kept))
+            self._undo.append(lambda: restore_dict(value, copy))
         elif not isinstance(value, tuple):
             add = value.update if isinstance(value, set) else value.extend
-            self._undo.append(lambda: (value.clear(), add(kept)))
-        entries = dict.fromkeys(kept, True) if isinstance(value, set) else kept
+            self._undo.append(lambda: (value.clear(), add(copy)))
+        entries = dict.fromkeys(copy, True) if isinstance(value, set) else copy
         if isinstance(value, list | tuple | deque):
-            self.values[f"len({path})"] = "", str(len(kept))
-            entries = dict(enumerate(kept))
+            self.values[f"len({path})"] = "", str(len(copy))
+            entries = dict(enumerate(copy))
         for key in list(entries)[:: 1 + len(entries) // MAX_ENTRIES]:
             self._visit(f"{path}[{key!r:.40}]", entries[key])
 
@@ -183,9 +183,9 @@ class HiddenState:
             self._visit_attributes(path, vars(value))
 
     def _visit_attributes(self, path: str, values: dict[str, Any], left_out: Iterable[str] = ()) -> None:
-        kept = {name: value for name, value in values.items() if name not in left_out}
-        self._undo.append(lambda: restore_dict(values, kept, left_out))
-        for name, value in kept.items():
+        remembered = {name: value for name, value in values.items() if name not in left_out}
+        self._undo.append(lambda: restore_dict(values, remembered, left_out))
+        for name, value in remembered.items():
             self._visit(f"{path}.{name}", value)
 
 
@@ -193,13 +193,13 @@ def is_fork_class(kind: Any) -> bool:
     return is_fork_file(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
-def restore_dict(values: dict[Any, Any], kept: dict[Any, Any], left_out: Iterable[str] = ()) -> None:
+def restore_dict(values: dict[Any, Any], remembered: dict[Any, Any], left_out: Iterable[str] = ()) -> None:
     """Let a dict have these entries again; those left out stay as they are, and so do names that torch.compile has
     added to a module."""
-    for name in [name for name in values if name not in kept and name not in left_out]:
+    for name in [name for name in values if name not in remembered and name not in left_out]:
         if not str(name).startswith("__"):
             del values[name]
-    for name, value in kept.items():  # a Counter's update would add
+    for name, value in remembered.items():  # a Counter's update would add
         values[name] = value
 
 

@@ -128,8 +128,8 @@ def compare_halves(
         is_mean = name.endswith("sum") and size > 1e-6 * cancelled and relative_error(parts, 2 * value) <= 0.05
         if is_mean or (difference > tolerance * (size + cancelled) and is_comparable):
             with AdvanceGenerators():
-                again = compute_sums(fork.hooks, net, batches[2], is_training)[name].double()
-            if not torch.equal(value, again):  # it is random, and need not add up
+                repeated = compute_sums(fork.hooks, net, batches[2], is_training)[name].double()
+            if not torch.equal(value, repeated):  # it is random, and need not add up
                 if number or name != "loss's sum" or not is_mean_of_draws(fork, net, batches, is_training):
                     continue
                 is_mean = True
@@ -287,13 +287,13 @@ def check_passes(fork: Fork) -> str:
         reseeded = run_pass(fork, is_training, seed=2, backward_seed=None)
         check_generators("forward", first.after_forward, reseeded.after_forward)
     for is_training, first in passes.items():
-        again = partial(run_pass, fork, is_training)
+        repeat_pass = partial(run_pass, fork, is_training)
         try:
-            rescaled = again(ranks=PRETENDED_RANKS, accumulation=ACCUMULATION_STEPS + 1)
+            rescaled = repeat_pass(ranks=PRETENDED_RANKS, accumulation=ACCUMULATION_STEPS + 1)
         except Exception as error:
             return f"; not checked: the loss as one of {PRETENDED_RANKS} ranks, where it fails: {error_text(error)}"
-        if (wrong := find_differing_sum(fork, first, rescaled)) and not find_differing_sum(fork, first, again()):
-            is_accumulation = find_differing_sum(fork, first, again(accumulation=ACCUMULATION_STEPS + 1))
+        if (wrong := find_differing_sum(fork, first, rescaled)) and not find_differing_sum(fork, first, repeat_pass()):
+            is_accumulation = find_differing_sum(fork, first, repeat_pass(accumulation=ACCUMULATION_STEPS + 1))
             cause = "grad_accum_steps" if is_accumulation else "the rank or the number of ranks"
             raise BrokenInvariant(
                 f"{wrong} of a micro-batch changes with {cause}: the model or compute_loss reads it; leave it out,"

@@ -166,11 +166,11 @@ def gradient(fork: Fork) -> str:
     plain_settings["ema_decay"] = 0.0
 
     def gather_gradients(training: Training) -> None:
-        for update in ours:
+        for update in our_updates:
             update.gather_gradients(training.state)
 
-    ours: list[OptimizerUpdate] = []
-    with record_updates(ours):
+    our_updates: list[OptimizerUpdate] = []
+    with record_updates(our_updates):
         fork.train_short_run(
             "gradient", on_epoch_end=gather_gradients, eval_every=0, eval_every_steps=0, **plain_settings
         )
@@ -200,12 +200,12 @@ def gradient(fork: Fork) -> str:
         plain_updates, net = run_plain_loop(99)
 
         def is_repeatable() -> bool:
-            again, repeated_net = run_plain_loop(100)
-            pairs = zip(plain_updates, again, strict=True)
+            repeated_updates, repeated_net = run_plain_loop(100)
+            pairs = zip(plain_updates, repeated_updates, strict=True)
             return all(torch.equal(flatten_gradients(a, net), flatten_gradients(b, repeated_net)) for a, b in pairs)
 
         rounding = ROUNDING_TOLERANCE[fork.loss_dtype]
-        text = compare_updates(ours, our_model, plain_updates, net, rounding, is_repeatable)
+        text = compare_updates(our_updates, our_model, plain_updates, net, rounding, is_repeatable)
         return text + compare_buffers(our_model, net, rounding)
 
     noted, summary = fork.divide_among_ranks([partial(check_recomputation, fork), check])

@@ -24,9 +24,9 @@ def inspect_weights(fork: Fork) -> str:
     parameters = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
     same = find_equal_parameters(fork, parameters, fork.config.seed + 1)
     with replace_seeds():
-        kept = find_equal_parameters(fork, parameters, fork.config.seed)
+        same_without_seeds = find_equal_parameters(fork, parameters, fork.config.seed)
     note = ""
-    if fixed := [name for name in same if name not in kept]:
+    if fixed := [name for name in same if name not in same_without_seeds]:
         note = (
             f"; please check: {join_first_three(fixed)}: drawn from a seed in the code, so that runs with another"
             " --seed start from the same weights; draw from torch's global generator, which is seeded by --seed"

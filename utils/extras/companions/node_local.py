@@ -38,7 +38,7 @@ def create_node_folder(
     is_apart = ctx.local_rank == 0 and not (
         start_decision.is_completed or is_owner_visible(folder, start_decision.token)
     )
-    apart = find_node_local_ranks(all_gather_json([ctx.host, ctx.local_rank, is_apart], ctx))
+    node_local_ranks = find_node_local_ranks(all_gather_json([ctx.host, ctx.local_rank, is_apart], ctx))
 
     def lock_folder() -> RunLock | None:
         if not is_apart:
@@ -46,14 +46,14 @@ def create_node_folder(
         config.checkpoint_folder.mkdir(parents=True, exist_ok=True)
         run_lock = RunLock(folder, ctx.host, start_decision.token)
         if start_decision.resume_from:
-            details = {"apart": apart, "resume_from": start_decision.resume_from}
+            details = {"apart": node_local_ranks, "resume_from": start_decision.resume_from}
             plan = create_companion_plan(
                 config, ctx.rank, ctx.host, start_decision.token, start_decision.launch_id, **details
             )
             call_program("mirror", plan, f"mirror={config.mirror}", "--first")
         return run_lock
 
-    return apart, on_all_ranks(lock_folder, ctx) if apart else None
+    return node_local_ranks, on_all_ranks(lock_folder, ctx) if node_local_ranks else None
 
 
 def find_node_local_ranks(ranks: list[tuple[str, int, bool]]) -> list[list[int]]:

@@ -65,8 +65,9 @@ class Companions:
         while not self._is_closed.is_set():
             code = -1
             with suppress(OSError):  # no memory, or no process more
-                beats = self._heartbeat_pipes[name][1].fileno()
-                process = self._processes[name] = start_program(name, self._plan | {"beats": beats}, pass_fds=[beats])
+                write_end = self._heartbeat_pipes[name][1].fileno()
+                process = start_program(name, self._plan | {"beats": write_end}, pass_fds=[write_end])
+                self._processes[name] = process
                 with suppress(OSError):  # a full disk
                     file.write_text(str(process.pid))
                 code = process.wait()
@@ -110,9 +111,9 @@ class Companions:
                 )
                 self._logger.info(text, " and ".join(waiting), seconds)
             for name in waiting:
-                beats = self._heartbeat_pipes[name][0]
-                if beats.poll():
-                    os.read(beats.fileno(), 65536)
+                heartbeat_pipe = self._heartbeat_pipes[name][0]
+                if heartbeat_pipe.poll():
+                    os.read(heartbeat_pipe.fileno(), 65536)
                     if self._processes.get(name) is first.get(name):
                         ends[name] = time.monotonic() + seconds
         for name in self._list_alive():

@@ -102,8 +102,8 @@ class ExactDDPModel(DDPModel):
             return
         self._micro_batch_count = micro_batch.count
         self._subtrees, self._inner_sums = (
-            [dict(zip(self._trainable_names, gradients, strict=True)) for gradients in held]
-            for held in self._tree_sum.pop_for_last_leaf(micro_batch.number, micro_batch.count)
+            [dict(zip(self._trainable_names, gradients, strict=True)) for gradients in gradient_lists]
+            for gradient_lists in self._tree_sum.pop_for_last_leaf(micro_batch.number, micro_batch.count)
         )
         yield
         self._subtrees, self._inner_sums = [], []
@@ -125,12 +125,14 @@ class ExactDDPModel(DDPModel):
             return self._exchange_bucket(bucket.buffer(), bucket.parameters(), bucket.is_last())
 
     def _exchange_bucket(self, flat: Tensor, parameters: list[nn.Parameter], is_last: bool) -> torch.futures.Future:
-        for held in self._inner_sums:
-            torch._foreach_add_(_create_gradient_views(flat, parameters), [held[parameter] for parameter in parameters])
+        for gradients in self._inner_sums:
+            torch._foreach_add_(
+                _create_gradient_views(flat, parameters), [gradients[parameter] for parameter in parameters]
+            )
         parts = [torch.empty_like(flat) for _ in self._subtrees]
-        for part, held in zip(parts, self._subtrees, strict=True):
+        for part, gradients in zip(parts, self._subtrees, strict=True):
             torch._foreach_copy_(
-                _create_gradient_views(part, parameters), [held[parameter] for parameter in parameters]
+                _create_gradient_views(part, parameters), [gradients[parameter] for parameter in parameters]
             )
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
         self._exchanges.append((TreeAllReduce(flat, parts, self._micro_batch_count), flat, future))

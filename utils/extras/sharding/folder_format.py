@@ -1,7 +1,7 @@
 """The checkpoint of a sharded run: a folder of checkpoint files (archive.py), one per rank, and a manifest.
 
 part_<rank>.pt   the state as this rank has it: of a sharded tensor its rows and their place, and everything else
-manifest.json    the step, and the checksum of each part
+manifest.json    the step, and the checksum of each shard
 
 Any number of ranks can read it: rows are joined.
 """
@@ -31,7 +31,7 @@ class FolderFormat(FileFormat):
     """How the checkpoint of a sharded run is read."""
 
     def verify(self, path: Path, reader_and_count: tuple[int, int]) -> archive.Trailer:
-        """The step and the checksum of the manifest. Raises UserError if a part is missing or does not match it.
+        """The step and the checksum of the manifest. Raises UserError if a shard is missing or does not match it.
 
         reader_and_count: (number, readers): compute only every so many-th checksum, as each reader does.
         """
@@ -70,8 +70,8 @@ class FolderFormat(FileFormat):
 
         sharded: sharded parameters by name: of these, and of their optimizer state, only this rank's rows are read.
         """
-        parts = [archive.read_archive(part, trailer) for part in sorted(path.glob("part_*.pt"))]
-        names = parts[0]["optimizer"].get("names", [])
+        shards = [archive.read_archive(file, trailer) for file in sorted(path.glob("part_*.pt"))]
+        names = shards[0]["optimizer"].get("names", [])
 
         def join_values(values: list[Any], key_path: tuple = ()) -> Any:
             first = values[0]
@@ -83,10 +83,10 @@ class FolderFormat(FileFormat):
             return {key: join_values([value[key] for value in values], (*key_path, key)) for key in first}
 
         try:
-            return join_values(parts)
+            return join_values(shards)
         except (LookupError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
-                f"{path}: its parts do not fit together ({type(error).__name__}); give another checkpoint"
+                f"{path}: its shards do not fit together ({type(error).__name__}); give another checkpoint"
             ) from None
 
 
@@ -97,14 +97,14 @@ def _join_rows(shards: list[dict[str, Any]], like: Tensor | None) -> Tensor:
     from utils.distributed.dtensor import create_dtensor, local_row_range
 
     size = torch.Size(shards[0]["size"])
-    is_part = like is not None and like.shape == size
-    first, count = local_row_range(like) if is_part else (0, size[0])
+    is_shard = like is not None and like.shape == size
+    first, count = local_row_range(like) if is_shard else (0, size[0])
     rows, filled = torch.empty(count, *size[1:], dtype=shards[0]["rows"].dtype), 0
-    for part in shards:
-        begin, end = max(first, part["first"]), min(first + count, part["first"] + len(part["rows"]))
+    for shard in shards:
+        begin, end = max(first, shard["first"]), min(first + count, shard["first"] + len(shard["rows"]))
         if begin < end:
-            rows[begin - first : end - first] = part["rows"][begin - part["first"] : end - part["first"]]
+            rows[begin - first : end - first] = shard["rows"][begin - shard["first"] : end - shard["first"]]
             filled += end - begin
     if filled != count:
         raise ValueError(f"{filled} rows of {count}")
-    return create_dtensor(rows, like) if is_part else rows
+    return create_dtensor(rows, like) if is_shard else rows

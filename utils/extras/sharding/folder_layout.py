@@ -20,7 +20,7 @@ from utils.settings.errors import TrainingError
 
 
 def count_shards(config: TrainingConfig, ctx: DistributedContext) -> int:
-    """The number of shards. Rank r has the shard r % shards."""
+    """The number of shards. Rank r has the shard r modulo this number."""
     return ctx.local_world_size if config.sharding == "hybrid" else ctx.world_size
 
 
@@ -29,9 +29,9 @@ class FolderLayout(FileLayout):
 
     Args:
         ctx: of its thread (`create_thread_context`).
-        shard_count: the number of shards; rank r has the shard r % parts.
+        shard_count: the number of shards; rank r has the shard r % shard_count.
         is_node_leader: whether this rank makes the folder and its manifest: rank 0, and one rank of each node whose
-            disk is its own. There a folder has the parts of the ranks of the node.
+            disk is its own. There a folder has the shards of the node's ranks.
     """
 
     def __init__(self, ctx: DistributedContext, shard_count: int, is_node_leader: bool) -> None:
@@ -49,7 +49,7 @@ class FolderLayout(FileLayout):
 
         def publish() -> None:
             before_rename()
-            files = {name: digest for part in digests for name, digest in part.items()}
+            files = {name: digest for shard_digests in digests for name, digest in shard_digests.items()}
             replace_json(folder / archive.MANIFEST_FILE, {"step": payload["progress"]["step"], "files": files})
             replace_folder(folder, path)
 

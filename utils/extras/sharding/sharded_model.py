@@ -55,11 +55,12 @@ def build_sharded_model(
 
     model = on_all_ranks(lambda: _build_unsharded(create_model, ctx), ctx)
     kind, mesh = type(model).__name__, _create_mesh(config, ctx)
-    parts = find_blocks(model)
-    check_blocks(parts)
-    uses, parts = _count_uses(model), [block for block in dict.fromkeys(parts) if block is not model]
-    # shares no weight with other parts
-    whole = [block for block in parts if _count_uses(block).items() <= uses.items()]
+    blocks = find_blocks(model)
+    check_blocks(blocks)
+    inner_blocks = [block for block in dict.fromkeys(blocks) if block is not model]
+    uses = _count_uses(model)
+    # a block that shares a weight with the rest of the model stays in the outermost group
+    separate_blocks = [block for block in inner_blocks if _count_uses(block).items() <= uses.items()]
     set_offload_threads(config, ctx)
     offload = CPUOffloadPolicy(pin_memory=ctx.device.type != "cpu") if config.cpu_offload else OffloadPolicy()
     dtype = None  # of the gathered parameters; shards and sums of gradients keep theirs
@@ -73,7 +74,7 @@ def build_sharded_model(
             raise UserError(f"amp_dtype={name}: does not work with BatchNorm; give {name.removesuffix('_params')}")
     precision = MixedPrecisionPolicy(dtype, reduce_dtype=dtype and torch.float32)
     marks = {name: vars(parameter) for name, parameter in model.named_parameters()}  # by which a fork forms groups
-    for group in [*whole, model]:
+    for group in [*separate_blocks, model]:
         _broadcast_block(group, ctx.device)
         keeps = False if config.sharding == "zero2" else None  # None: only the outermost group
         fully_shard(group, mesh=mesh, reshard_after_forward=keeps, mp_policy=precision, offload_policy=offload)

@@ -65,8 +65,10 @@ def sample_fingerprints(dataset: MapDataset, seed: int) -> list[SampleFingerprin
             break
         batch = MicroBatch(0, 0, [position * size // count], is_padding=False, is_last=True, count=1)
         try:
-            once, again = (fingerprint_of_sample(fetcher.__getitems__(batch)[1]) for _ in range(2))
-            fingerprints.append(once if once == again else None)
+            first_fingerprint, second_fingerprint = (
+                fingerprint_of_sample(fetcher.__getitems__(batch)[1]) for _ in range(2)
+            )
+            fingerprints.append(first_fingerprint if first_fingerprint == second_fingerprint else None)
         except Exception:  # the run meets it when it needs this sample
             fingerprints.append(None)
     return fingerprints

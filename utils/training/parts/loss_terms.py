@@ -108,11 +108,12 @@ class LossTerms(Part):
 
     def check_counts(self, counted: Tensor, actual: Tensor) -> None:
         """Raises UserError if loss_counts has counted something else than compute_loss has found."""
-        for name, ours, in_loss in zip(self._means.names, counted.tolist(), actual.tolist(), strict=True):
-            if not math.isclose(ours, in_loss, rel_tol=1e-6, abs_tol=1e-6):
+        pairs = zip(counted.tolist(), actual.tolist(), strict=True)
+        for name, (count, count_in_loss) in zip(self._means.names, pairs, strict=True):
+            if not math.isclose(count, count_in_loss, rel_tol=1e-6, abs_tol=1e-6):
                 raise UserError(
-                    f"model.loss_counts: counts {ours:.9g} for {name}, and compute_loss {in_loss:.9g}, so the gradient"
-                    " would have a wrong divisor; count the same in both"
+                    f"model.loss_counts: counts {count:.9g} for {name}, and compute_loss {count_in_loss:.9g}, so the"
+                    " gradient would have a wrong divisor; count the same in both"
                 )
 
     def _start_count_reduces(

@@ -95,13 +95,15 @@ def fill_in_unsaved(
     if not names:
         return weights
     state_dict = model.state_dict()
-    ours = current | fingerprint_values({name: state_dict[name] for name in names & state_dict.keys() - current.keys()})
+    model_fingerprints = current | fingerprint_values(
+        {name: state_dict[name] for name in names & state_dict.keys() - current.keys()}
+    )
     # an average of 16-bit weights has more bits
     expected = (
         fingerprint_values({name: weights[name].to(state_dict[name].dtype) for name in current.keys() & weights.keys()})
         | saved
     )
-    wrong = sorted(name for name in names if ours.get(name) != expected[name])
+    wrong = sorted(name for name in names if model_fingerprints.get(name) != expected[name])
     if wrong:
         raise UserError(
             f"{source}: was trained with other values of {join_first(wrong, 1)} than create_model gives, which is_saved"
