@@ -101,8 +101,8 @@ if [ -z "$has_path" ]; then
                 options+=(--ignore=tests/extras/images) # of the built-in data
             else
                 add tests/distributed/test_{exact_*,other_ranks,kernel,oracle,fork*,*hooks,resume,refusals}.py
-                add tests/distributed/test_predict*.py tests/extras/{terms,summarize} tests/unit
-                for name in lock rendezvous processes; do # of the machine, and take long
+                add tests/distributed/test_{predict*,terms,summarize}.py tests/unit
+                for name in run_lock rendezvous processes; do # of the machine, and take long
                     [ ! -e "tests/unit/test_$name.py" ] || options+=("--ignore=tests/unit/test_$name.py")
                 done
             fi

@@ -29,7 +29,7 @@ SECONDS_TO_TERMINATE = 5.0  # before SIGKILL
 class CheckpointCommand(Companion):
     """Runs the command. A file in the run folder has the step of the latest checkpoint whose command has ended."""
 
-    name, seconds_of_a_look = "on_checkpoint", 0.1  # of a short run no checkpoint is passed over
+    name, seconds_per_poll = "on_checkpoint", 0.1  # of a short run no checkpoint is passed over
     has_time_limit = False  # the command is (`_enforce_time_limit`)
 
     def __init__(self, plan: dict[str, Any]) -> None:

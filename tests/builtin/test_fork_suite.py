@@ -134,6 +134,18 @@ esac
 """
 
 
+def test_every_file_that_the_fork_suite_names_exists():
+    text = (ROOT / "scripts/test.sh").read_text()
+    fork_part = text[text.index("        fork)") : text.index("        *) add")]
+    patterns = [pattern for line in re.findall(r"\badd (.*)", fork_part) for pattern in line.split()]
+    for name in re.search("for name in (.*); do", fork_part)[1].split():
+        patterns.append(f"tests/unit/test_{name}.py")
+    assert len(patterns) > 8
+    # bash leaves a pattern as it is if no file matches
+    paths = subprocess.check_output(["bash", "-c", f"printf '%s\\n' {' '.join(patterns)}"], cwd=ROOT, text=True)
+    assert [path for path in paths.split() if not (ROOT / path).exists()] == []
+
+
 @pytest.mark.parametrize(
     ("words", "lacks", "installed", "folders"),
     [

@@ -17,9 +17,11 @@ from plans import CTX, plan_for, save
 
 from config import TrainingConfig
 from ranks import ROOT, is_gone
-from scripts.companions import follow, on_checkpoint
+from scripts.companions import follow, on_checkpoint, trackers
 from scripts.companions.follow import Companion, OtherOwnerError, RecordReader
+from scripts.companions.mirror import MirrorUploader
 from scripts.companions.on_checkpoint import CheckpointCommand
+from scripts.companions.track import TrackCompanion
 from training import wait_until
 from utils.checkpoint import format as checkpoint
 from utils.extras.companions import programs
@@ -237,7 +239,7 @@ def test_the_end_of_the_run_is_a_new_try_whatever_the_pause(plan, monkeypatch):
         monkeypatch.setattr(follow, name, lambda *_: None)
 
     class Failing(Companion):
-        seconds_of_a_look, tries = 20.0, 0
+        seconds_per_poll, tries = 20.0, 0
 
         def look(self, state):
             self.tries += 1
@@ -297,6 +299,17 @@ def test_a_companion_is_gone_soon_after_its_rank_with_what_it_has_started(tmp_pa
 def finish(companion, state=""):
     """Look until the command has ended."""
     wait_until(lambda: time.sleep(0.05) or companion.look(state))
+
+
+COMPANIONS = [CheckpointCommand, MirrorUploader, TrackCompanion]
+
+
+@pytest.mark.parametrize("subclass", [*COMPANIONS, *trackers.TRACKERS.values()])
+def test_what_a_companion_or_tracker_sets_its_base_class_reads(subclass):
+    base = Companion if subclass in COMPANIONS else trackers.Tracker
+    settings = [name for name, value in vars(subclass).items() if not name.startswith("_") and not callable(value)]
+    assert settings
+    assert [name for name in settings if not hasattr(base, name)] == []
 
 
 @pytest.mark.guarantee("command")

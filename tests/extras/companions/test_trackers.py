@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plans import plan_for
 
 from config import TrainingConfig
 from ranks import ROOT, run_ranks
 from scripts.companions import trackers
+from scripts.companions.track import DEFAULT_PROJECT, TrackCompanion
 from tasks import train_task
 from training import assert_same_state
 from utils.files import read_json
@@ -166,6 +168,19 @@ def test_by_hand_what_cannot_be_sent_is_one_sentence(tmp_path, fake, config, wor
     (fake / "mlflow.py").write_text("raise ModuleNotFoundError(\"No module named 'mlflow'\")")
     ended = by_hand(run, *words, PYTHONPATH=str(fake))
     assert (ended.returncode, ended.stderr) == (2, sentence.format(run=run) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("tracker", "variable"),
+    [("wandb", "WANDB_PROJECT"), ("mlflow", "MLFLOW_EXPERIMENT_NAME"), ("trackio", "TRACKIO_PROJECT")],
+)
+@pytest.mark.parametrize("is_set", [False, True])
+def test_the_environment_names_the_project(tmp_path, monkeypatch, tracker, variable, is_set):
+    for name in ("WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_PROJECT"):
+        monkeypatch.setenv(name, f"another tracker's {name}")
+    monkeypatch.setenv(variable, "cats" if is_set else "")
+    companion = TrackCompanion(plan_for(tmp_path, track=tracker))
+    assert companion._tracker_state["project"] == ("cats" if is_set else DEFAULT_PROJECT)
 
 
 @pytest.mark.guarantee("tracker")
