@@ -34,7 +34,7 @@ class PhaseClock:
 
     @property
     def last_completed_step(self) -> int:
-        """The last optimizer step that is complete; that of this phase may be."""
+        """The last optimizer step that is complete. Within a step it is the one before."""
         return self.step - (self.phase in STEP_PHASES)
 
     def enter_hook(self, hook: str) -> None:
@@ -83,11 +83,15 @@ class PhaseClock:
 
         def read_device_times() -> tuple[float, float, float]:
             events[-1][1].synchronize()
-            pieces = [
-                (a, then, begin.elapsed_time(end) / 1000) for (a, begin), (then, end) in itertools.pairwise(events)
-            ]
-            in_steps = sum(seconds for name, _, seconds in pieces if name != "pause")
-            return in_steps, data, sum(seconds for *names, seconds in pieces if names == ["forward", "backward"])
+            in_steps = 0.0
+            forward_seconds = 0.0
+            for (phase, begin), (next_phase, end) in itertools.pairwise(events):
+                seconds = begin.elapsed_time(end) / 1000
+                if phase != "pause":
+                    in_steps += seconds
+                if (phase, next_phase) == ("forward", "backward"):
+                    forward_seconds += seconds
+            return in_steps, data, forward_seconds
 
         return read_device_times
 

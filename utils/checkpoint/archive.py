@@ -1,7 +1,7 @@
 """A checkpoint file: an archive by torch.save, followed by a trailer with the step and a checksum of the archive.
 
 `torch.load(path, weights_only=True)` opens such a file (it searches for the archive from the end) but ignores the
-trailer; `read` checks it. Programs beside training look at checkpoints without torch, so functions import it.
+trailer; `verify_archive` checks it. Programs beside training look at checkpoints without torch, so functions import it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ else:
     Tensor = None  # a test puts another class of tensors here
 
 PAYLOAD_KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
-STEP_NAME_PATTERN = re.compile(r"step_(\d{8,})(\.pt)?")  # without .pt: the folder of a sharded run (shards.py)
+STEP_NAME_PATTERN = re.compile(r"step_(\d{8,})(\.pt)?")  # without .pt: the folder of a sharded run
 MANIFEST_FILE = "manifest.json"  # of such a folder
 TRAILER_PATTERN = re.compile(rb"\nstep:(\d{10}) sha256:([0-9a-f]{64})\n")
 TRAILER_BYTES = 89

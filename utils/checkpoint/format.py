@@ -32,7 +32,7 @@ class FileFormat:
     def verify(self, path: Path, reader_and_count: tuple[int, int]) -> Trailer:
         """The step and the checksum. Raises UserError if the content does not match it.
 
-        reader_and_count: as for the function `verify`.
+        reader_and_count: as for `verify_checkpoint`.
         """
         if path.is_dir():
             raise UserError(f"{path}: is a folder, and this fork has no extra sharding; give another checkpoint")
@@ -105,7 +105,7 @@ def read_checkpoint(
     """The checkpoint, its tensors mapped from the file, and its checksum. Raises UserError if damaged or incomplete.
 
     Args:
-        trailer: as returned by `verify`, if that was called.
+        trailer: as returned by `verify_checkpoint`, if that was called.
         sharded: sharded parameters by name: from a folder, only this rank's rows of them are read.
     """
     trailer = trailer or verify_checkpoint(path)
@@ -139,8 +139,9 @@ def find_best_or_latest(path: Path, prefer_best: bool) -> tuple[Path, list[str]]
     notes to log; any other path is returned. Raises UserError if the folder has none."""
     if not path.is_dir() or STEP_NAME_PATTERN.fullmatch(path.name) or (path / MANIFEST_FILE).exists():
         return path, []
-    named = Path(read_json(path / "config.json").get("checkpoint_dir", path))
-    folder = next(candidate for candidate in (path / "checkpoints", named, path) if candidate.is_dir())
+    configured_folder = Path(read_json(path / "config.json").get("checkpoint_dir", path))
+    candidates = (path / "checkpoints", configured_folder, path)
+    folder = next(candidate for candidate in candidates if candidate.is_dir())
     best = folder / BEST_NAME
     checkpoint_path, notes = (best, []) if prefer_best and best.exists() else find_latest_valid(folder)
     if checkpoint_path is None:
@@ -206,13 +207,13 @@ def replace_folder(new_folder: Path, path: Path) -> None:
 def copy_checkpoint(source: Path, folder: Path) -> Path:
     """A copy of a checkpoint in this folder, under its own name. Raises OSError."""
     source, target = source.resolve(), folder / source.resolve().name
-    copied = temporary_path(target)
+    temporary = temporary_path(target)
     if source.is_dir():
-        shutil.copytree(source, copied)
-        replace_folder(copied, target)
+        shutil.copytree(source, temporary)
+        replace_folder(temporary, target)
     else:
-        shutil.copyfile(source, copied)
-        copied.replace(target)
+        shutil.copyfile(source, temporary)
+        temporary.replace(target)
     return target
 
 

@@ -31,7 +31,7 @@ class FileLayout:
         return step_checkpoint_path(folder, step)
 
     def write(self, path: Path, payload: Payload, before_rename: Callback, on_progress: Callback) -> None:
-        """Write the checkpoint. The arguments are those of archive.write.
+        """Write the checkpoint. The arguments are those of archive.write_archive.
 
         Raises:
             OSError: with a message that names the path and the free space; another try may succeed.
@@ -76,11 +76,11 @@ def explain_write_error(error: BaseException, path: Path, payload: Payload) -> O
     reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
     reason = "a write was cut short" if "unexpected pos" in reason else reason  # of torch.save on a full disk
     try:
-        room = os.statvfs(path.parent)
-        free = f"{room.f_bavail * room.f_frsize / 1e6:,.1f} MB are free"
-        is_out_of_inodes = room.f_files and not room.f_favail
-    except OSError as missing:
-        free, is_out_of_inodes = f"its folder cannot be accessed ({missing.strerror})", False
+        file_system = os.statvfs(path.parent)
+        free = f"{file_system.f_bavail * file_system.f_frsize / 1e6:,.1f} MB are free"
+        is_out_of_inodes = file_system.f_files and not file_system.f_favail
+    except OSError as stat_error:
+        free, is_out_of_inodes = f"its folder cannot be accessed ({stat_error.strerror})", False
     space = f"it needs {count_payload_bytes(payload) / 1e6:,.1f} MB, {free}; make room or repair the storage"
     if is_out_of_inodes:
         space = "no inodes are free, so the file system can hold no more files; delete some"

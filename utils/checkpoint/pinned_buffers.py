@@ -59,12 +59,12 @@ class PinnedBuffers:
             payload, lambda value: tensors.setdefault(_storage_key(local_shard(value)), local_shard(value).detach())
         )
         sizes = [key[1:] for key in tensors]
-        if sizes != self._sizes:  # making the places takes a millisecond
+        if sizes != self._sizes:  # creating the views takes a millisecond
             self.reserve(tensors.values())
             self._sizes, self._views = sizes, [*self._create_views(tensors.values())]
         views = dict(zip(tensors, self._views, strict=True))
-        copied = map_payload(payload, lambda value: pack_shard(value, views[_storage_key(local_shard(value))]))
-        return copied, [(views[key], tensor) for key, tensor in tensors.items()]
+        host_payload = map_payload(payload, lambda value: pack_shard(value, views[_storage_key(local_shard(value))]))
+        return host_payload, [(views[key], tensor) for key, tensor in tensors.items()]
 
     def _create_views(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         start = 0

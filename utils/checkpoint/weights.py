@@ -66,9 +66,9 @@ def find_state_dict(content: Any, path: Path) -> Weights:
     """Find the state dict in what a file holds. Raises UserError if there is none, or several under unknown names."""
     weights = Weights(_find_innermost_state_dict(content, path))
     if not weights:
-        content_keys = list(content) if isinstance(content, dict) else type(content).__name__
+        content_description = list(content) if isinstance(content, dict) else type(content).__name__
         raise UserError(
-            f"init_from={path}: holds no weights of one model but {content_keys!s:.300}; give a checkpoint or a"
+            f"init_from={path}: holds no weights of one model but {content_description!s:.300}; give a checkpoint or a"
             " state dict"
         )
     if isinstance(content.get("provenance"), dict):
@@ -124,7 +124,7 @@ def load_matching_weights(
         name: value for name, value in weights.items() if name in state_dict and state_dict[name].shape == value.shape
     }
     missing = [name for name in state_dict if name not in fitting]
-    extra = [name for name in weights if name not in fitting]
+    unused = [name for name in weights if name not in fitting]
     # Tensors are counted, since one new embedding or head may have most of the numbers. A file that is used but for its
     # head may start a larger model: its other parts are new, and get no tensor at all. The names of two parts differ in
     # their first component, after the letters that all names share.
@@ -132,11 +132,11 @@ def load_matching_weights(
     parts = {name: name[shared:].partition(".")[0] for name in state_dict}
     started = {parts[name] for name in fitting}
     in_started = [name for name in state_dict if parts[name] in started]
-    is_other_model = 2 * len(fitting) < len(state_dict) and 6 * len(extra) >= len(weights)
+    is_other_model = 2 * len(fitting) < len(state_dict) and 6 * len(unused) >= len(weights)
     if is_other_model or 2 * len(fitting) < len(in_started):
         raise UserError(
             f"init_from={source}: {len(fitting)} of its {len(weights)} tensors fit the model, which has"
-            f" {len(state_dict)}. Only in the file: {join_first(extra, 5) or 'none'}. Only in the model:"
+            f" {len(state_dict)}. Only in the file: {join_first(unused, 5) or 'none'}. Only in the model:"
             f" {join_first(missing, 5)}. Give weights of this model, or rename them in initial_weights of model.py"
         )
     needed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -160,7 +160,7 @@ def load_matching_weights(
             f"init_from={source}: cannot be loaded ({' '.join(str(error).split()):.200}); save whole, dense tensors"
         ) from None
     text = "init_from: loaded %d of %d tensors from %s; kept from create_model: %s; not used: %s"
-    names = (", ".join(missing) or "none", ", ".join(extra) or "none")
+    names = (", ".join(missing) or "none", ", ".join(unused) or "none")
     LOGGER.info(text, len(fitting), len(state_dict), source, *names)
 
 
@@ -187,7 +187,7 @@ def match_parameter_names(weights: dict[str, Tensor], state_dict: dict[str, Any]
 
 
 def _find_common_prefix(weight_names: Iterable[str], model_names: Iterable[str]) -> str:
-    """What most of our names have in front of them in the file; nothing if two prefixes fit equally."""
+    """What most of the model's names have in front of them in the file; nothing if two prefixes fit equally."""
     counts: Counter[str] = Counter()
     for name in weight_names:
         prefix, suffix = "", name

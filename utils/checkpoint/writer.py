@@ -18,8 +18,8 @@ from utils.settings.errors import TrainingError
 from utils.signals import STOP_HANDLER
 
 NICENESS = 10  # of the thread: training comes first if every core has a rank
-MAX_STALL_SECONDS_PER_POLL = 10.0  # at most, between two looks: a suspended job does not write
-MIN_BYTES_FLUSHED_PER_SECOND = 50e6  # bytes, at least; a flush shows no progress
+MAX_STALL_SECONDS_PER_POLL = 10.0  # at most, between two polls: a suspended job does not write
+MIN_BYTES_FLUSHED_PER_SECOND = 50e6  # a flush reports no progress, so this speed limits its time
 
 
 class WriteLimits(NamedTuple):
@@ -100,7 +100,7 @@ class CheckpointWriter:
             return None
         write, self._pending_write = self._pending_write, None
         try:
-            taken = write.result()
+            write_seconds = write.result()
         except OSError as error:
             self._failing_since = self._failing_since or time.monotonic()
             failing_s = time.monotonic() - self._failing_since
@@ -108,9 +108,9 @@ class CheckpointWriter:
                 text = f"(no checkpoint could be written for {failing_s / 60:.0f} min, so training ends)"
                 raise TrainingError(f"{error} {text}") from None
             return error
-        if taken is not None:
+        if write_seconds is not None:
             self._failing_since, self._latest_checkpoint = 0.0, self.path
-        return taken
+        return write_seconds
 
     def _check_progress(self) -> None:
         """Warn of a write that makes no progress, then end the run: after minutes, or soon after a stop signal."""

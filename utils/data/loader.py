@@ -101,7 +101,7 @@ class GlobalBatchLoader:
             return iter(self._loader)
 
     def _remaining_micro_batches(self) -> Iterator[MicroBatch]:
-        """The plan, from the current position on."""
+        """This rank's micro-batches of the epoch, from the current position on."""
         return self.sampler.micro_batches(self.sampler.epoch, self.sampler.start)
 
     def list_example_indices(self) -> list[list[int]]:

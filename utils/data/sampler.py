@@ -2,7 +2,7 @@
 
 The order is cut into micro-batches of `batch_size` consecutive entries; `micro_batches_per_step` consecutive
 micro-batches form a global batch, that is one optimizer step. Micro-batch m of a global batch goes to rank
-m % world_size, or, for exact sums, each rank gets a run of consecutive ones. Given `micro_batches_per_step`, which
+m % world_size, or, for exact sums, each rank gets consecutive ones. Given `micro_batches_per_step`, which
 --global_batch_size fixes, ranks decide only who computes a micro-batch, never what is in it. Samples of unequal length
 may be packed by a budget instead (utils/extras/lengths).
 """

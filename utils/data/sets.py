@@ -58,17 +58,19 @@ def load_data(data_module: ModuleType, config: TrainingConfig, ctx: DistributedC
         return {split: dataset for split, dataset in sets.items() if dataset is not None}
 
     sets = on_all_ranks(create_splits, ctx)
-    differ = f"data_dir={config.data_dir}: {{other}} and {{first}} "
+    difference_message = f"data_dir={config.data_dir}: {{other}} and {{first}} "
     if len({*ctx.hosts}) > 1:
-        differ += "hold different data; copy it again, or sort what"
+        difference_message += "hold different data; copy it again, or sort what"
     else:
-        differ += "hold different data; sort what"
-    differ += " create_dataset makes from a set, the environment or the clock"
+        difference_message += "hold different data; sort what"
+    difference_message += " create_dataset makes from a set, the environment or the clock"
     listed = [split for split, dataset in sets.items() if hasattr(dataset, "use_listing")]
-    require_equal(listed, differ, ctx)
+    require_equal(listed, difference_message, ctx)
     for listed_set in (sets[split] for split in listed):
         listed_set.use_listing(
-            read_once_per_file_system(listed_set.folder, functools.partial(getattr, listed_set, "listing"), differ, ctx)
+            read_once_per_file_system(
+                listed_set.folder, functools.partial(getattr, listed_set, "listing"), difference_message, ctx
+            )
         )
     if listed and ctx.is_main:
         sets[listed[0]].log_file_listing([sets[split] for split in listed])
@@ -80,16 +82,20 @@ def load_data(data_module: ModuleType, config: TrainingConfig, ctx: DistributedC
 
     sets = on_all_ranks(check_and_cut, ctx)
     config = on_all_ranks(lambda: resolve_auto_fields(config, sets["train"]), ctx)
-    seen = [[split, identify_dataset(dataset)] for split, dataset in sets.items()]
-    require_equal(seen, differ, ctx)
+    identities = [[split, identify_dataset(dataset)] for split, dataset in sets.items()]
+    require_equal(identities, difference_message, ctx)
     from utils.extras.sketches import compare_sample_fingerprints  # extra: sketches
 
-    sketches: list[list] = [[] for _ in sets]
-    sketches = compare_sample_fingerprints(sets, config.seed, differ, ctx)  # extra: sketches
+    fingerprints_by_set: list[list] = [[] for _ in sets]
+    fingerprints_by_set = compare_sample_fingerprints(sets, config.seed, difference_message, ctx)  # extra: sketches
     files = [dataset.listing if split in listed else b"" for split, dataset in sets.items()]
     content = {
-        split: {"identity": set_identity, "content": hashlib.sha256(listing).hexdigest()[:16], "sketches": set_sketches}
-        for (split, set_identity), listing, set_sketches in zip(seen, files, sketches, strict=True)
+        split: {
+            "identity": set_identity,
+            "content": hashlib.sha256(listing).hexdigest()[:16],
+            "sketches": set_fingerprints,
+        }
+        for (split, set_identity), listing, set_fingerprints in zip(identities, files, fingerprints_by_set, strict=True)
     }
     train = content.pop("train")
     return DataSets(sets.pop("train"), sets, config, train | {"held_out": content}, files[0])
@@ -100,8 +106,8 @@ def resolve_auto_fields(config: TrainingConfig, dataset: MapDataset) -> Training
     from_data = {}
     for setting in list_fork_settings():
         name = setting.name
-        is_open = setting.may_be_auto and getattr(config, name) == "auto"
-        if is_open and hasattr(dataset, name):
+        is_auto = setting.may_be_auto and getattr(config, name) == "auto"
+        if is_auto and hasattr(dataset, name):
             from_data[name] = getattr(dataset, name)
     return dataclasses.replace(config, **from_data)
 
@@ -185,8 +191,8 @@ def identify_dataset(dataset: MapDataset) -> str:
 
 
 def choose_split_name(dataset: MapDataset, split: str) -> str:
-    """The name of its split for records: its own, as of an only held-out folder "test". Other libraries use the
-    attribute for objects of their own (datasets.NamedSplit), which do not count."""
+    """The name of its split for records. It is the data set's own attribute if that is text: a single held-out folder
+    "test" has "test". Other libraries use the attribute for objects of their own (datasets.NamedSplit)."""
     own_split = getattr(dataset, "split", split)
     return own_split if type(own_split) is str else split
 

@@ -48,8 +48,8 @@ def format_sample_name(dataset: Any, index: int) -> str:
 
 
 def note_failed_samples(error: Exception, dataset: Any, indices: Sequence[int], try_subset: Any = None) -> None:
-    """Add a note to the error with its samples and their files: the first one for whose position the action fails; or
-    one that only fails beside the first; or all."""
+    """Add a note to the error with its samples and their files: the first one for which `try_subset` fails; or one that
+    fails only beside the first; or all."""
     positions = range(len(indices))
     subset: Sequence[int] = positions
     for subset in [*([k] for k in positions), *([0, k] for k in positions[1:]), positions] if try_subset else ():
@@ -122,8 +122,8 @@ class Fetcher(Dataset):
             return micro_batch, error
         except Exception as error:
             is_listed = isinstance(samples, list) and len(samples) == len(micro_batch.indices)  # else a batch already
-            again = (lambda subset: self._collate_samples([samples[k] for k in subset])) if is_listed else None
-            note_failed_samples(error, self._dataset, micro_batch.indices, again)
+            collate_subset = (lambda subset: self._collate_samples([samples[k] for k in subset])) if is_listed else None
+            note_failed_samples(error, self._dataset, micro_batch.indices, collate_subset)
             raise
 
 

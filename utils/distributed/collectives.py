@@ -60,7 +60,7 @@ def gather_rows(row: Tensor, ctx: DistributedContext) -> list[list[Any]]:
 
 
 def first_rank_where(condition: bool, ctx: DistributedContext) -> int | None:
-    """The lowest rank on which `is_so` is true; None if there is none."""
+    """The lowest rank on which the condition is true; None if there is none."""
     rank = int(all_reduce_scalar(ctx.rank if condition else ctx.world_size, "min", ctx.control_group))
     return rank if rank < ctx.world_size else None
 
@@ -88,10 +88,10 @@ def on_all_ranks(action: Callable[[], T], ctx: DistributedContext, is_for_all: b
         problem = f"{error_text(error)}; fix that and start again", is_transient(error)
     if (rank := first_rank_where(bool(problem[0]), ctx)) is None:
         return result
-    text, is_passing = broadcast_json(problem, ctx, rank)
+    text, is_transient_error = broadcast_json(problem, ctx, rank)
     is_for_all = is_for_all or first_rank_where(problem[0] != text, ctx) is None
     text = text if is_for_all else f"{text} (rank {rank} on {ctx.hosts[rank]})"
-    raise (StartError if is_passing else UserError)(text, rank, ctx.hosts[rank])
+    raise (StartError if is_transient_error else UserError)(text, rank, ctx.hosts[rank])
 
 
 def require_equal(value: Any, sentence: str, ctx: DistributedContext) -> None:
@@ -114,21 +114,21 @@ def run_once_per_file_system(
     is_needed = not on_all_ranks(is_done, ctx)
     if not any(all_gather_json(is_needed, ctx)):
         return
-    launch, *_ = all_gather_json(f"{os.getpid()}-{time.time_ns()}", ctx)
-    token = folder / f".{launch}"
+    unique_name, *_ = all_gather_json(f"{os.getpid()}-{time.time_ns()}", ctx)
+    lock_path = folder / f".{unique_name}"
 
     def is_first() -> bool:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            token.touch(exist_ok=False)
+            lock_path.touch(exist_ok=False)
         except OSError:  # another rank was first; or the folder cannot be written, which the action says with a fix
-            return not token.exists()
+            return not lock_path.exists()
         return True
 
     is_leader = on_all_ranks(lambda: is_needed and is_first(), ctx)  # returns when all have looked
     if is_leader:
         with suppress(OSError):
-            token.unlink()
+            lock_path.unlink()
     on_all_ranks(lambda: action() if is_leader else None, ctx)
 
 
@@ -183,6 +183,6 @@ def is_peer_failure(error: BaseException) -> bool:
     if isinstance(error, TrainingError):
         return error.__cause__ is not None and is_peer_failure(error.__cause__)
     text = str(error) if isinstance(error, RuntimeError) else ""
-    # not of a worker, with its files
+    # the error of a loader worker begins with "Caught", and the names of its files may contain the words of the pattern
     is_named = not text.startswith("Caught ") and LOST_PEER_PATTERN.search(text) is not None
     return is_named or isinstance(error, dist.DistNetworkError)

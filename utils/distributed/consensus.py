@@ -29,7 +29,7 @@ class Consensus:
     """One small all-reduce on the control group, started at one step and read a few steps later: ranks rarely wait.
 
     The number of steps is the same on all ranks (the maximum of theirs); about 0.25 s pass between votes, or 0.25 s per
-    1024 ranks. `flush` waits for the slowest rank. Both raise Stopped.
+    1024 ranks. `vote_and_wait` waits for the slowest rank. It and `step` raise Stopped.
 
     Args:
         vote: returns this rank's vote; called repeatedly until its request is met.

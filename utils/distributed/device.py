@@ -69,8 +69,8 @@ def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
         backend = "nccl" if gpus else "gloo"
     built = {name: dist.is_backend_available(name) for name in ("nccl", "gloo", "mpi")}
     if not built[backend]:
-        has = ", ".join(name for name in built if built[name])
-        raise UserError(f"backend={backend}: this build of torch has no {backend}; choose one of {has}")
+        available = ", ".join(name for name in built if built[name])
+        raise UserError(f"backend={backend}: this build of torch has no {backend}; choose one of {available}")
     if backend == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # DDP of torch 2.15 ends with SIGSEGV
         dist.set_debug_level(dist.DebugLevel.INFO)
         if local_rank == 0:

@@ -53,11 +53,11 @@ def open_store(launch: Launch, init_method: str, timeout: float) -> dist.Store:
 
 def _connect_to_store(url: str, launch: Launch, timeout: timedelta) -> dist.Store:
     # with TCP nobody waits here for other ranks than rank 0: exchange_rank_info lists those that are missing
-    waited_for = 1
+    ranks_to_wait_for = 1
     if url.startswith("file://"):
-        waited_for = launch.world_size
+        ranks_to_wait_for = launch.world_size
     try:
-        meet = functools.partial(dist.rendezvous, url, launch.rank, waited_for, timeout=timeout)
+        meet = functools.partial(dist.rendezvous, url, launch.rank, ranks_to_wait_for, timeout=timeout)
         store, _, _ = call_with_timeout(timeout.total_seconds() + 5, lambda: next(meet()))
     except (dist.DistError, ValueError, RuntimeError, TimeoutError) as error:
         address = launch.master_address if url == "env://" else url
@@ -96,10 +96,10 @@ def exchange_rank_info(
     store.set(keys[launch.rank], json.dumps(rank_info))
     if launch.rank == 0:
         _publish_rank_infos(store, keys)
-    missing, counted, launch_nonce = _read_rank_infos(store, keys, timeout)
-    if not counted:
+    missing, infos_with_counts, launch_nonce = _read_rank_infos(store, keys, timeout)
+    if not infos_with_counts:
         raise _explain_missing_ranks(missing, timeout, launch.world_size)
-    rank_infos = [info for info, ranks in counted for _ in range(ranks)]
+    rank_infos = [info for info, ranks in infos_with_counts for _ in range(ranks)]
     _raise_first_problem(rank_infos, backend)
     return rank_infos, launch_nonce
 
@@ -108,15 +108,15 @@ def _publish_rank_infos(store: dist.Store, keys: list[str]) -> None:
     """Read the information of all ranks on rank 0, and set the answer: missing ranks, or what equal ranks in a row
     have found with their number, so that the answer hardly grows with the ranks."""
     missing: list[int] = []
-    counted: list[tuple[dict[str, Any], int]] = []
+    infos_with_counts: list[tuple[dict[str, Any], int]] = []
     try:
         values = store.multi_get(keys)
         for rank_info, equal_ranks in itertools.groupby(map(json.loads, values)):
-            counted.append((rank_info, len(list(equal_ranks))))
+            infos_with_counts.append((rank_info, len(list(equal_ranks))))
     except dist.DistStoreError:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
     launch_nonce = uuid.uuid4().hex
-    store.set("rank_infos", json.dumps([missing, counted, launch_nonce]))
+    store.set("rank_infos", json.dumps([missing, infos_with_counts, launch_nonce]))
 
 
 def _read_rank_infos(
@@ -152,15 +152,15 @@ def _raise_first_problem(rank_infos: list[dict[str, Any]], backend: str) -> None
             if len(problems) > 1:
                 text += f" (rank {rank} on {rank_info['host']})"
             raise UserError(text, rank, rank_info["host"])
-    bare = [rank for rank, info in enumerate(rank_infos) if info["device"] == "cpu"]
-    if backend == "auto" and 0 < len(bare) < len(rank_infos):
-        hosts = ", ".join(sorted({rank_infos[rank]["host"] for rank in bare}))
+    ranks_without_gpu = [rank for rank, info in enumerate(rank_infos) if info["device"] == "cpu"]
+    if backend == "auto" and 0 < len(ranks_without_gpu) < len(rank_infos):
+        hosts = ", ".join(sorted({rank_infos[rank]["host"] for rank in ranks_without_gpu}))
         text = "has no CUDA device while other ranks have one; fix it, leave it out, or use --backend gloo"
-        raise UserError(f"{hosts}: {text}", bare[0], rank_infos[bare[0]]["host"])
+        raise UserError(f"{hosts}: {text}", ranks_without_gpu[0], rank_infos[ranks_without_gpu[0]]["host"])
 
 
 def start_heartbeats(launch: Launch, store: dist.Store, launch_nonce: str, init_method: str) -> Any:
-    """Show the other ranks where this one is, before they connect: who watches later finds a place of every rank.
+    """Publish the first status of this rank before the ranks connect, so that a watchdog finds one of every rank.
 
     Returns:
         The `Heartbeats` of the extra `watch`; None if nobody can watch: with one rank, or a store in a file, which only
@@ -175,6 +175,6 @@ def start_heartbeats(launch: Launch, store: dist.Store, launch_nonce: str, init_
             address = launch.master_address or launch.srun_address
         address = address.split("//")[-1].split("?")[0]  # HOST:PORT
         is_of_rank_0 = not (launch.agent_hosts_store and is_from_environment)
-        own_keys = dist.PrefixStore(launch_nonce, store)  # torchrun may keep a store for the next attempt
-        return Heartbeats(own_keys, launch.rank, os.getpid(), address, is_of_rank_0)
+        launch_store = dist.PrefixStore(launch_nonce, store)  # torchrun may keep a store for the next attempt
+        return Heartbeats(launch_store, launch.rank, os.getpid(), address, is_of_rank_0)
     return None

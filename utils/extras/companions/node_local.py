@@ -35,13 +35,13 @@ def create_node_folder(
         UserError: if another job owns that folder.
     """
     folder = config.run_folder
-    is_apart = ctx.local_rank == 0 and not (
+    is_node_local = ctx.local_rank == 0 and not (
         start_decision.is_completed or is_owner_visible(folder, start_decision.token)
     )
-    node_local_ranks = find_node_local_ranks(all_gather_json([ctx.host, ctx.local_rank, is_apart], ctx))
+    node_local_ranks = find_node_local_ranks(all_gather_json([ctx.host, ctx.local_rank, is_node_local], ctx))
 
     def lock_folder() -> RunLock | None:
-        if not is_apart:
+        if not is_node_local:
             return None
         config.checkpoint_folder.mkdir(parents=True, exist_ok=True)
         run_lock = RunLock(folder, ctx.host, start_decision.token)

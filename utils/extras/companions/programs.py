@@ -22,7 +22,7 @@ COMPANIONS_FOLDER = Path(__file__).resolve().parents[3] / "scripts/companions"
 def create_companion_plan(
     config: TrainingConfig, rank: int, host: str, token: str, launch_id: str, **details: Any
 ) -> dict[str, Any]:
-    """What the programs beside training know (scripts/companions/follow.py). more: see there."""
+    """What the programs beside training know (scripts/companions/follow.py). details: see there."""
     folders = {"folder": str(config.run_folder.absolute()), "checkpoints": str(config.checkpoint_folder.absolute())}
     identity = {"rank": rank, "host": host, "token": token, "launch_id": launch_id}
     return folders | identity | {"config": config.to_dict()} | details
@@ -58,7 +58,7 @@ def call_program(name: str, plan: dict[str, Any], title: str, *flags: str) -> di
 
 
 def kill_session(session_id: int) -> None:
-    """SIGKILL a program that `start` has started, and what it has started itself: they are in one session."""
+    """SIGKILL a program that `start_program` has started, and what it has started itself: they are in one session."""
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             if int(file.read_text().rpartition(")")[2].split()[3]) == session_id:

@@ -23,7 +23,7 @@ from utils.redact import redact_secrets
 from utils.settings.errors import TrainingError
 
 SECONDS_PER_POLL = 0.1
-MAX_SECONDS_BEFORE_RESTART = 60.0  # seconds before one that dies again and again is started
+MAX_SECONDS_BEFORE_RESTART = 60.0  # before a program that dies again and again is restarted
 SECONDS_TO_STOP = 10.0
 SECONDS_AFTER_RANK_0 = 5.0  # for programs beside other ranks to end
 SECONDS_WITHOUT_HEARTBEAT = 60.0  # at the end of a run, if hang_timeout is 0
@@ -37,10 +37,10 @@ class Companions:
     """
 
     def __init__(self, config: TrainingConfig, plan: dict[str, Any], ctx: DistributedContext) -> None:
-        every = {"mirror": config.mirror}
+        settings = {"mirror": config.mirror}
         if ctx.is_main:
-            every |= {"track": config.track.replace("none", ""), "on_checkpoint": config.on_checkpoint}
-        self._titles = {name: redact_secrets(f"{name}={value}") for name, value in every.items() if value}
+            settings |= {"track": config.track.replace("none", ""), "on_checkpoint": config.on_checkpoint}
+        self._titles = {name: redact_secrets(f"{name}={value}") for name, value in settings.items() if value}
         self._plan, self._logger = plan, logging.getLogger(LOGGER_NAME)
         self._max_silence_s = SECONDS_AFTER_RANK_0  # without a sign of life, after which a program is ended
         if ctx.is_main:
@@ -96,15 +96,15 @@ class Companions:
         """
         seconds = self._max_silence_s
         began = time.monotonic()
-        ends = dict.fromkeys(self._titles, began + seconds)
-        says_at = began + SECONDS_BEFORE_NOTICE
-        first = dict(self._processes)  # one that dies and is started again gets no more time
-        while waiting := [name for name in self._list_alive() if time.monotonic() < ends[name]]:
+        deadlines = dict.fromkeys(self._titles, began + seconds)
+        notice_at = began + SECONDS_BEFORE_NOTICE
+        first_processes = dict(self._processes)  # one that dies and is started again gets no more time
+        while waiting := [name for name in self._list_alive() if time.monotonic() < deadlines[name]]:
             on_progress()
             self.poll()
             time.sleep(SECONDS_PER_POLL)
-            if time.monotonic() > says_at:
-                says_at = math.inf
+            if time.monotonic() > notice_at:
+                notice_at = math.inf
                 text = (
                     "waiting for %s; a program that gives no sign of life for %.0f s is ended, and a command that runs"
                     " is ended an hour after its start, or ten minutes after it if the run was stopped"
@@ -114,8 +114,8 @@ class Companions:
                 heartbeat_pipe = self._heartbeat_pipes[name][0]
                 if heartbeat_pipe.poll():
                     os.read(heartbeat_pipe.fileno(), 65536)
-                    if self._processes.get(name) is first.get(name):
-                        ends[name] = time.monotonic() + seconds
+                    if self._processes.get(name) is first_processes.get(name):
+                        deadlines[name] = time.monotonic() + seconds
         for name in self._list_alive():
             text = "%s: lacks the latest checkpoint or records after %.0f s and is ended; they are in %s"
             self._logger.warning(text, self._titles[name], time.monotonic() - began, self._plan["folder"])

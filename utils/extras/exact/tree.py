@@ -21,7 +21,7 @@ from torch import Tensor
 from utils.distributed.collectives import RankSum
 
 SUM_ORDER = "natural"  # of the leaves; in checkpoints, so that a resume tells if another version sums in another order
-AFTER_LAST_LEAF = 2**40  # after the last leaf
+AFTER_LAST_LEAF = 2**40  # larger than any number of a leaf
 
 
 def rank_leaves(rank: int, world_size: int, leaf_count: int) -> range:
@@ -32,12 +32,12 @@ def rank_leaves(rank: int, world_size: int, leaf_count: int) -> range:
 
 @functools.lru_cache(maxsize=64)
 def list_subtree_starts(world_size: int, leaf_count: int) -> list[list[int]]:
-    """For each rank, the first leaves of its parts: the largest subtrees that its run consists of."""
+    """For each rank, the first leaves of its parts: the largest subtrees that its leaves form."""
     parts: list[list[int]] = []
-    for run in (rank_leaves(rank, world_size, leaf_count) for rank in range(world_size)):
-        begin, end = run.start, _next_leaf(run.stop, leaf_count)
+    for leaves in (rank_leaves(rank, world_size, leaf_count) for rank in range(world_size)):
+        begin, end = leaves.start, _next_leaf(leaves.stop, leaf_count)
         parts.append([])
-        while begin < run.stop:
+        while begin < leaves.stop:
             parts[-1].append(begin)
             size = begin & -begin or AFTER_LAST_LEAF  # of the largest subtree that begins here
             while begin + size > end:
@@ -108,17 +108,19 @@ class TreeAllReduce:
         if self._world_size == 1:
             return
         self._subtree_starts = list_subtree_starts(self._world_size, leaf_count)
-        missing = -len(flat) % self._world_size
-        self._padded_sum = sent = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+        pad_length = -len(flat) % self._world_size
+        self._padded_sum = sent = torch.nn.functional.pad(flat, (0, pad_length)) if pad_length else flat
         self._chunk_size = len(sent) // self._world_size
         if subtrees:  # what goes to one rank is contiguous
-            padded = [torch.nn.functional.pad(part, (0, missing)) for part in subtrees]
+            padded = [torch.nn.functional.pad(part, (0, pad_length)) for part in subtrees]
             sent = torch.stack([tensor.view(self._world_size, -1) for tensor in (*padded, sent)], dim=1).flatten()
         counts = [max(1, len(rank_parts)) for rank_parts in self._subtree_starts]
         self._receive_buffer = flat.new_empty(sum(counts) * self._chunk_size)
-        taken = [count * self._chunk_size for count in counts]
-        given = [len(sent) // self._world_size] * self._world_size
-        self._work: Any = dist.all_to_all_single(self._receive_buffer, sent, taken, given, async_op=True)
+        output_split_sizes = [count * self._chunk_size for count in counts]
+        input_split_sizes = [len(sent) // self._world_size] * self._world_size
+        self._work: Any = dist.all_to_all_single(
+            self._receive_buffer, sent, output_split_sizes, input_split_sizes, async_op=True
+        )
         self._send_buffer = sent  # until it has arrived
 
     def start_all_gather(self) -> None:

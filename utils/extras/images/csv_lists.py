@@ -87,7 +87,7 @@ def read_csv_rows(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def check_labels(locations: dict[str, str]) -> None:
-    """Raises UserError for two labels that look alike or are one number. places: the first line of each."""
+    """Raises UserError for two labels that look alike or are one number. locations: the first line of each."""
     texts = [label for label in locations if not DECIMAL_PATTERN.fullmatch(label)]
     if 0 < len(texts) < len(locations) and all(label.lower() in MISSING_LABELS for label in texts):
         text_line, other = locations[texts[0]], next(line for label, line in locations.items() if label not in texts)

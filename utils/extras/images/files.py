@@ -30,9 +30,8 @@ VALIDATION_NAME_PATTERN = r"(val|valid|validat(e|ion)|eval|evaluat(e|ion)|dev|de
 VALIDATION_NAME_PATTERN += r"([-_ ]?(set|data|images|split|\d+))?"  # names that other projects use
 MIN_BRIGHT_VALUE = 2**12  # 16-bit images with no value above it lose most of their levels
 MAX_FILES_SAMPLED = 64  # files of a set, whose headers are read
-_seen_in_images: dict[
-    str, int
-] = {}  # the warnings that this process has logged, and the highest value of 16-bit images
+# the warnings that this process has logged, and the highest value of 16-bit images
+_seen_in_images: dict[str, int] = {}
 
 
 def log_file_listing(sets: Sequence[Any]) -> None:
@@ -109,7 +108,7 @@ def _walk_files(folder: str | Path) -> Iterator[os.DirEntry]:
     with os.scandir(folder) as entries:
         children = [*entries]
     for entry in children:
-        if not is_class_folder(entry):
+        if not is_visible_folder(entry):
             yield entry
         elif entry.is_symlink() and Path(folder).resolve().is_relative_to(Path(entry).resolve()):
             raise UserError(f"{entry.path}: is a link to a folder that contains it; remove the link")
@@ -117,13 +116,13 @@ def _walk_files(folder: str | Path) -> Iterator[os.DirEntry]:
             yield from _walk_files(entry.path)
 
 
-def is_class_folder(entry: os.DirEntry) -> bool:
+def is_visible_folder(entry: os.DirEntry) -> bool:
     """Whether it is a folder that is read."""
     return entry.is_dir() and file_suffix(entry.name) != HIDDEN_SUFFIX
 
 
 def file_suffix(name: str) -> str:
-    """The suffix of a file, in lower case, or HIDDEN."""
+    """The suffix of a file, in lower case, or HIDDEN_SUFFIX."""
     return HIDDEN_SUFFIX if name.startswith(".") or name in TOOL_FOLDERS else os.path.splitext(name)[1].lower()
 
 
@@ -143,12 +142,12 @@ def _describe_suffixes(kinds: Counter[str]) -> str:
 def list_classes(root: Path, split: str) -> list[str]:
     """The class folders of <root>/train. Raises UserError if <root>/<split> has others."""
     train = root / "train"
-    classes = sorted(entry.name for entry in os.scandir(train) if is_class_folder(entry)) if train.is_dir() else []
+    classes = sorted(entry.name for entry in os.scandir(train) if is_visible_folder(entry)) if train.is_dir() else []
     if not classes:
         raise UserError(f"data_dir={root}: has no {train}/<class>/ folders; give the folder that holds train/ and val/")
     if len(classes) == 1:
         raise UserError(f"data_dir={root}: has only one class, {classes[0]}; put two or more into {train}")
-    unknown = sorted({entry.name for entry in os.scandir(root / split) if is_class_folder(entry)} - set(classes))
+    unknown = sorted({entry.name for entry in os.scandir(root / split) if is_visible_folder(entry)} - set(classes))
     if unknown:
         raise UserError(f"{root / split / unknown[0]}: is a class that is not in {train}; use the same classes in both")
     return classes

@@ -38,7 +38,7 @@ def mix_batch(
 
 @dataclass(frozen=True)
 class Mixing:
-    """Mixup and CutMix of training batches: each is an alpha, 0 for off. classes: a number, or auto for the data's."""
+    """Mixup and CutMix of training batches: each is an alpha, 0 for off. num_classes: auto for the data's."""
 
     mixup: float
     cutmix: float

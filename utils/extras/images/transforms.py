@@ -38,26 +38,30 @@ def create_file_transform(config: TrainingConfig, size: int, is_train: bool) -> 
     and whether they draw. A worker seeds torch's generator for each sample, so draws depend on (seed, epoch, sample).
     """
     v2 = import_optional(f"dataset={config.dataset}", "torchvision.transforms.v2")
-    mode, steps = v2.InterpolationMode(config.interpolation), []
+    mode, transforms = v2.InterpolationMode(config.interpolation), []
     is_cropped = choose(config.augment, size) == "resized_crop"
     if not is_train:
-        usual = round(size * 256 / 224) if is_cropped else size  # torchvision resizes to 256 for 224
-        return v2.Compose([v2.Resize(unless_auto(config.resize_size, usual), mode), v2.CenterCrop(size)]), False
+        default_resize = round(size * 256 / 224) if is_cropped else size  # torchvision resizes to 256 for 224
+        return v2.Compose(
+            [v2.Resize(unless_auto(config.resize_size, default_resize), mode), v2.CenterCrop(size)]
+        ), False
     size = unless_auto(config.train_size, size)
     if is_cropped:
         crop = parse_range(config.crop_scale), parse_range(config.crop_ratio)
-        steps += [v2.RandomResizedCrop(size, *crop, interpolation=mode), v2.RandomHorizontalFlip()]
+        transforms += [v2.RandomResizedCrop(size, *crop, interpolation=mode), v2.RandomHorizontalFlip()]
     else:
-        steps += [v2.Resize(size, mode), v2.CenterCrop(size)]
+        transforms += [v2.Resize(size, mode), v2.CenterCrop(size)]
     if config.auto_augment != "none":
         policies = {"ra": v2.RandAugment, "ta_wide": v2.TrivialAugmentWide, "augmix": v2.AugMix}
-        turned = v2.InterpolationMode("nearest" if mode.value == "nearest" else "bilinear")  # no bicubic of tensors
-        steps.append(policies.get(config.auto_augment, v2.AutoAugment)(interpolation=turned))
+        policy_interpolation = v2.InterpolationMode(
+            "nearest" if mode.value == "nearest" else "bilinear"
+        )  # no bicubic of tensors
+        transforms.append(policies.get(config.auto_augment, v2.AutoAugment)(interpolation=policy_interpolation))
     if config.random_erase:  # a box of the mean, which is 0 after the device has normalized
         mean = (
             expected.mean
             if (expected := find_pretrained_transforms(config))
             else MEAN_AND_STD[unless_auto(config.in_channels, 3)][0]
         )
-        steps.append(v2.RandomErasing(config.random_erase, value=[round(255 * part) for part in mean]))
-    return v2.Compose(steps), is_cropped or config.auto_augment != "none" or config.random_erase > 0
+        transforms.append(v2.RandomErasing(config.random_erase, value=[round(255 * part) for part in mean]))
+    return v2.Compose(transforms), is_cropped or config.auto_augment != "none" or config.random_erase > 0

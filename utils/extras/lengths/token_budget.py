@@ -60,7 +60,7 @@ class PackedEpoch(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """What a micro-batch may hold: `tokens` with padding, and `samples`, if that is not 0."""
+    """What a micro-batch may hold: `max_tokens` with padding, and `max_samples`, if that is not 0."""
 
     max_tokens: int
     max_samples: int
@@ -69,24 +69,31 @@ class TokenBudget:
     def cut_into_micro_batches(self, lengths: Iterable[int]) -> tuple[list[int], list[int]]:
         """Where micro-batches of consecutive samples begin if each takes as many as it may, with the end of the last
         one, and the longest length in each. A sample that exceeds the budget is alone."""
-        begins, tops, longest, count, max_samples, position = [0], [], 0, 0, self.max_samples or self.max_tokens, -1
+        begins, max_lengths, longest, count, max_samples, position = (
+            [0],
+            [],
+            0,
+            0,
+            self.max_samples or self.max_tokens,
+            -1,
+        )
         for position, length in enumerate(lengths):
             count += 1
             if (length if length > longest else longest) * count > self.max_tokens or count > max_samples:
                 if count > 1:
                     begins.append(position)
-                    tops.append(longest)
+                    max_lengths.append(longest)
                 longest, count = length, 1
             elif length > longest:
                 longest = length
-        return [*begins, position + 1], [*tops, longest]
+        return [*begins, position + 1], [*max_lengths, longest]
 
     def find_largest(self, lengths: Tensor) -> list[list[int]]:
         """The samples of a micro-batch of the longest, of those with most tokens and with most pairs of tokens in a
         row, padding included, and of one that has the most samples."""
         order = lengths.sort(stable=True, descending=True).indices
-        begins, tops = self.cut_into_micro_batches(lengths[order].tolist())
-        spans = [*zip(begins, begins[1:], tops, strict=False)]
+        begins, max_lengths = self.cut_into_micro_batches(lengths[order].tolist())
+        spans = [*zip(begins, begins[1:], max_lengths, strict=False)]
         chosen = [spans[0], *(max(spans, key=lambda span: (span[1] - span[0]) * span[2] ** power) for power in (1, 2))]
         shortest = order.flip(0)[: self.max_samples or self.max_tokens]
         most_samples = shortest[: self.cut_into_micro_batches(lengths[shortest].tolist())[0][1]]
@@ -141,12 +148,12 @@ class BudgetSampler(GlobalBatchSampler):
         return self.pack_epoch(epoch).order
 
     def pack_epoch(self, epoch: int) -> PackedEpoch:
-        """The micro-batches of an epoch. Raises UserError as `GlobalBatchSampler.order`."""
+        """The micro-batches of an epoch. Raises UserError as `GlobalBatchSampler.epoch_order`."""
         if epoch not in self._packed_epochs:
             self._packed_epochs = {
                 kept_epoch: packed for kept_epoch, packed in self._packed_epochs.items() if abs(kept_epoch - epoch) == 1
             }
-            drawn = GlobalBatchSampler(
+            sampler = GlobalBatchSampler(
                 self.dataset,
                 batch_size=1,
                 micro_batches_per_step=1,
@@ -154,7 +161,7 @@ class BudgetSampler(GlobalBatchSampler):
                 seed=self.seed,
                 shuffle=self.shuffle,
             )
-            self._packed_epochs[epoch] = self._pack_order(epoch, drawn.epoch_order(epoch))
+            self._packed_epochs[epoch] = self._pack_order(epoch, sampler.epoch_order(epoch))
         return self._packed_epochs[epoch]
 
     def _pack_order(self, epoch: int, order: Tensor) -> PackedEpoch:
@@ -166,15 +173,19 @@ class BudgetSampler(GlobalBatchSampler):
             part.sort(stable=True, descending=number % 2 == 1).indices + number * window
             for number, part in enumerate(lengths.split(window))
         ]
-        starts, tops = self.budget.cut_into_micro_batches(
+        starts, max_lengths = self.budget.cut_into_micro_batches(
             itertools.chain.from_iterable(lengths[part].tolist() for part in parts)
         )
-        positions, begins, longest = torch.cat(parts), torch.tensor(starts), torch.tensor(tops)
+        positions, begins, longest = torch.cat(parts), torch.tensor(starts), torch.tensor(max_lengths)
         if self.shuffle:
             generator = torch.Generator().manual_seed(derive_seed("micro-batches", self.seed, epoch))
-            drawn = torch.randperm(len(tops), generator=generator)
-            drawn = drawn[: len(drawn) - len(drawn) % self.micro_batches_per_step] if self.drop_last else drawn
-            firsts, counts, longest = begins[drawn], begins.diff()[drawn], longest[drawn]
+            permutation = torch.randperm(len(max_lengths), generator=generator)
+            permutation = (
+                permutation[: len(permutation) - len(permutation) % self.micro_batches_per_step]
+                if self.drop_last
+                else permutation
+            )
+            firsts, counts, longest = begins[permutation], begins.diff()[permutation], longest[permutation]
             begins = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
             positions = positions[(firsts - begins[:-1]).repeat_interleave(counts) + torch.arange(int(begins[-1]))]
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[positions].cumsum(0)])[begins].diff()
@@ -183,13 +194,13 @@ class BudgetSampler(GlobalBatchSampler):
     def measure_token_density(self, epoch: int, end: int | None, steps: int) -> tuple[float, float]:
         samples = tokens = padded = 0
         while steps > 0 and epoch >= 0:
-            packed, full = self.pack_epoch(epoch), self.micro_batches_per_step
+            packed, per_step = self.pack_epoch(epoch), self.micro_batches_per_step
             last = len(packed.max_lengths) if end is None else packed.find_micro_batch(end)
-            first = max(0, math.ceil(last / full) - steps) * full
+            first = max(0, math.ceil(last / per_step) - steps) * per_step
             samples += packed.starts[last] - packed.starts[first]
             tokens = tokens + sum(packed.tokens[first:last])
             padded = padded + sum(map(packed.count_padded_tokens, range(first, last)))
-            steps, epoch, end = steps - math.ceil((last - first) / full), epoch - 1, None
+            steps, epoch, end = steps - math.ceil((last - first) / per_step), epoch - 1, None
         return tokens / samples, 1 - tokens / padded
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
@@ -202,7 +213,7 @@ class BudgetSampler(GlobalBatchSampler):
                 )
             ]
             begins, count = packed.starts[first : first + len(sizes) + 1], len(sizes)
-            is_free = type(self.assignment) is Assignment  # else in runs, along which exact sums are formed
+            is_free = type(self.assignment) is Assignment  # else consecutive ones, along which exact sums are formed
             if is_free:
                 numbers: Sequence[int] = assign_micro_batches(self.rank, self.num_replicas, sizes)
             else:
@@ -218,10 +229,12 @@ class BudgetSampler(GlobalBatchSampler):
 def assign_micro_batches(rank: int, world_size: int, sizes: Sequence[int]) -> list[int]:
     """The numbers of a rank's micro-batches: from large to small they are dealt to the ranks, forwards and backwards in
     turns, so that all ranks have equally many of about the same total size."""
-    ranked = sorted(range(len(sizes)), key=lambda number: -sizes[number])
-    hands = [ranked[first : first + world_size] for first in range(0, len(ranked), world_size)]
-    dealt = [(hand, world_size - 1 - rank if turn % 2 else rank) for turn, hand in enumerate(hands)]
-    return sorted(hand[position] for hand, position in dealt if position < len(hand))
+    by_size = sorted(range(len(sizes)), key=lambda number: -sizes[number])
+    rounds = [by_size[first : first + world_size] for first in range(0, len(by_size), world_size)]
+    positions = [
+        (numbers, world_size - 1 - rank if round_number % 2 else rank) for round_number, numbers in enumerate(rounds)
+    ]
+    return sorted(numbers[position] for numbers, position in positions if position < len(numbers))
 
 
 def read_lengths(outer_dataset: Any, split: str, folder: Path, ctx: DistributedContext) -> Tensor:
