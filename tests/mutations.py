@@ -98,7 +98,7 @@ MUTATIONS = [
     Mutation('stop_with_rank', 'os._exit(0)', 'pass', 'companion'),  # extra: companions
     Mutation('link_or_copy', 'os.link(file, target)', 'target.symlink_to(file)', 'companion'),  # extra: companions
     Mutation('Storage.create_object', 'with open(path, "xb") as file:', 'with open(path, "wb") as file:', 'mirror-owner'),  # extra: companions
-    Mutation('AsyncSnapshot._compare_ranks', 'odd, fingerprint = broadcast_json([sorted(odd), format_fingerprint(whole + buffers[0] + position)], self._ctx)', 'odd, fingerprint = broadcast_json([sorted(odd), format_fingerprint(whole)], self._ctx)', 'fingerprint'),
+    Mutation('AsyncSnapshot._compare_ranks', 'fingerprint = format_fingerprint(weights_fingerprint + buffers[0] + position)', 'fingerprint = format_fingerprint(weights_fingerprint)', 'fingerprint'),
     Mutation('find_node_local_ranks', 'latest[host].append(rank)', 'nodes[-1][1].append(rank)', 'mirror-resume'),  # extra: companions
     Mutation('_sum_by_device', 'products *= _random_keys(device)[first : first + len(products)]', 'pass', 'fingerprint'),
     Mutation('_sum_by_device', 'totals[device] += products.sum() * (derive_seed(name, block) | 1)', 'totals[device] += products.sum()', 'fingerprint'),
@@ -132,7 +132,7 @@ MUTATIONS = [
     Mutation('BudgetSampler._pack_order', 'part.sort(stable=True, descending=number % 2 == 1).indices + number * window', 'part.sort(stable=True).indices + number * window', 'lengths'),  # extra: lengths
     Mutation('BudgetSampler.micro_batches', 'number = sizes.index(min(sizes)) if is_padding else numbers[k]', 'number = 0 if is_padding else numbers[k]', 'lengths'),  # extra: lengths
     Mutation('BudgetSampler.micro_batches', 'passes = math.ceil(count / self.num_replicas) if self.assignment.is_padded else max(1, len(numbers))', 'passes = max(1, len(numbers))', 'lengths'),  # extra: lengths
-    Mutation('assign_micro_batches', 'dealt = [(hand, world_size - 1 - rank if turn % 2 else rank) for turn, hand in enumerate(hands)]', 'dealt = [(hand, rank) for turn, hand in enumerate(hands)]', 'lengths'),  # extra: lengths
+    Mutation('assign_micro_batches', 'position = first + world_size - 1 - rank', 'pass', 'lengths'),  # extra: lengths
     Mutation('Schedule.plan', 'total = epochs * sampler.steps_per_epoch', 'total = progress.step + sampler.count_remaining_steps(progress.epoch, progress.samples_in_epoch, epochs)', 'lengths'),  # extra: lengths
     Mutation('Schedule.compute_lr_factor', 'step = min(step, length - 1)  # epochs may have a few more steps than the first one', 'pass', 'lengths'),  # extra: lengths
     Mutation('read_lengths', 'return lengths.tobytes()', 'return lengths[::-1].tobytes()', 'lengths'),  # extra: lengths
@@ -180,11 +180,11 @@ MUTATIONS = [
     Mutation('Schedule.is_evaluation_due', 'return is_due and progress.evaluated_step != progress.step', 'return is_due', 'evaluation-by-steps'),
     Mutation('validate', 'training.model.train()', 'pass', 'evaluation-by-steps'),
     Mutation('train_one_epoch', 'if schedule.is_patience_over:', 'if False:', 'evaluation-by-steps'),
-    Mutation('fill_in_unsaved', 'wrong = sorted(name for name in names if ours.get(name) != expected[name])', 'wrong = []', 'unsaved'),
+    Mutation('fill_in_unsaved', 'wrong = sorted(name for name in names if model_fingerprints.get(name) != expected[name])', 'wrong = []', 'unsaved'),
     Mutation('fill_in_unsaved', 'names = saved.keys() | (current.keys() & weights.keys())', 'names = saved.keys()', 'unsaved'),
     Mutation('find_unsaved_parameters', 'if trained := [name for name, parameter in unsaved.items() if parameter.requires_grad]:', 'if trained := []:', 'unsaved'),
     Mutation('WeightAverage.after_load', 'self.load_state_dict(payload["ema"] or payload["model"])', 'self.load_state_dict(payload["model"])', 'resume'),
-    Mutation('sort_by_sample', 'order = torch.tensor([index for part in rank_outputs for index in part["indices"]]).argsort()', 'order = torch.arange(sum(len(part["indices"]) for part in rank_outputs))', 'summary'),
+    Mutation('sort_by_sample', 'order = torch.tensor([index for rank_output in rank_outputs for index in rank_output["indices"]]).argsort()', 'order = torch.arange(sum(len(rank_output["indices"]) for rank_output in rank_outputs))', 'summary'),
     Mutation('OutputCollector.add', 'if not is_padding:', 'if True:', 'summary'),
     Mutation('OutputSummary.finish_evaluation', 'check_output_bytes(sum(all_gather_json(count_output_bytes(outputs), ctx)))', 'pass', 'summary'),
     Mutation('OutputSummary.try_evaluation', 'check_output_bytes(count_output_bytes(outputs) / size * samples)', 'pass', 'summary'),
@@ -217,7 +217,7 @@ MUTATIONS = [
     Mutation('find_latest_valid', 'if skipped:', 'if False:', 'all-damaged'),
     Mutation('load_weights_only', 'return retry(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))', 'return retry(lambda: torch.load(path, map_location="cpu", weights_only=False, mmap=mmap))', 'untrusted'),
     Mutation('find_superseded_steps', 'for step in list(steps)[:-keep_last]:', 'for step in list(steps)[:-1]:', 'keep-last'),
-    Mutation('AsyncSnapshot._compare_ranks', 'odd, fingerprint = broadcast_json([sorted(odd), format_fingerprint(whole + buffers[0] + position)], self._ctx)', 'odd, fingerprint = [], ""', 'divergence'),
+    Mutation('AsyncSnapshot._compare_ranks', 'diverged_ranks, fingerprint = broadcast_json([sorted(diverged_ranks), fingerprint], self._ctx)', 'diverged_ranks, fingerprint = [], ""', 'divergence'),
     Mutation('CheckpointWriter.poll', 'except OSError as error:', 'except BlockingIOError as error:', 'disk'),
     Mutation('Checkpoints._finish_copy_before', 'self.finish_copy()', 'pass', 'resume'),
     Mutation('train_epochs', 'checkpoints.finish_copy()  # after_epoch may change the weights', 'pass', 'resume'),
@@ -235,7 +235,7 @@ MUTATIONS = [
     Mutation('setup_distributed', 'fast_bf16=all(info["bf16"] for info in rank_infos),', 'fast_bf16=any(info["bf16"] for info in rank_infos),', 'precision'),
     Mutation('describe_hang', 'last = [rank for rank, reached in progress.items() if reached == min(progress.values())]', 'last = [rank for rank, reached in progress.items() if reached == max(progress.values())]', 'hang'),  # extra: watch
     Mutation('RunFolder.rewind', 'if record.get("event") in START_EVENTS:', 'if False:', 'goodput'),
-    Mutation('RunFolder.format_timestamp', 'return iso(self._clock_offset + time.monotonic())', 'return iso()', 'clock-jump'),
+    Mutation('RunFolder.format_timestamp', 'return format_utc_time(self._clock_offset + time.monotonic())', 'return format_utc_time()', 'clock-jump'),
     Mutation('RunFolder.check_owner', 'if token != self.start_decision.token:', 'if False:', 'one-owner'),
     Mutation('RunLock._take_file_lock', 'fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].copy_(other.values[:size])', 'weights'),

@@ -47,13 +47,13 @@ def replace_file(
     path: Path,
     write: Callable[[BinaryIO], object],
     before_rename: Callable[[], object] | None = None,
-    is_flushed: bool = True,
+    fsync: bool = True,
 ) -> None:
     """Let `write` fill a temporary file next to `path`; fsync it, rename it and fsync the folder.
 
     Args:
         before_rename: called just before the rename; an exception aborts the write.
-        is_flushed: False skips fsync.
+        fsync: False leaves it out, so that a crash of the machine may lose the file.
 
     Raises:
         OSError: if any of this fails; `path` is then unchanged and the temporary file deleted.
@@ -63,12 +63,12 @@ def replace_file(
         with temporary.open("wb") as file:
             write(file)
             file.flush()
-            if is_flushed:
+            if fsync:
                 os.fsync(file.fileno())
         if before_rename:
             before_rename()
         temporary.replace(path)
-        if is_flushed:
+        if fsync:
             fsync_folder(path.parent)
     except BaseException:
         with suppress(OSError):  # the folder itself may be inaccessible
@@ -81,11 +81,11 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}{TEMPORARY_SUFFIX}")
 
 
-def replace_json(path: Path, value: Any, is_flushed: bool = True) -> None:
+def replace_json(path: Path, value: Any, fsync: bool = True) -> None:
     """`replace_file` with JSON; non-finite numbers become null."""
     data = json.dumps(replace_non_finite(value), indent=2, ensure_ascii=False) + "\n"
     # a byte of a name that is not UTF-8 is a surrogate, which becomes JSON's own \udcXX and is read back as that byte
-    replace_file(path, lambda file: file.write(data.encode(errors="backslashreplace")), is_flushed=is_flushed)
+    replace_file(path, lambda file: file.write(data.encode(errors="backslashreplace")), fsync=fsync)
 
 
 def replace_non_finite(value: Any) -> Any:

@@ -63,7 +63,7 @@ class _ConsoleHandler(logging.StreamHandler):
             self.handleError(logging.makeLogRecord({"msg": bar}))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        # `| head`, a closed terminal, a full disk; train.py has repair_standard_streams
+        # `| head`, a closed terminal, a full disk; see repair_standard_streams in utils/run/command_line.py
         if isinstance(sys.exc_info()[1], OSError):
             # the run continues; data left in the buffer would make the exit code 120
             with suppress(OSError, ValueError):  # a stream without a descriptor
@@ -143,8 +143,8 @@ def log_training_step(
         begin += [part] * has_room(part)
     if world_size > 1 and has_room(f"{rate:,.0f} per rank"):
         end[1] += f" ({rate / world_size:,.0f} per rank)"
-    waited = record["data_wait_s"] / step_s if step_s else 0.0
-    details = [f"data wait {waited:.0%}"] * (waited >= 0.01)
+    wait_fraction = record["data_wait_s"] / step_s if step_s else 0.0
+    details = [f"data wait {wait_fraction:.0%}"] * (wait_fraction >= 0.01)
     if "mfu" in record:
         details.append(f"mfu {record['mfu']:.0%}")
     details += [f"{targets_per_s:,.0f} targets/s"] * (targets_per_s >= 0.5)
@@ -206,7 +206,7 @@ def format_count(items: Any, noun: str) -> str:
 
 
 def format_value(value: float | str | None) -> str:
-    """text: what is shown for a missing value."""
+    """A number with four decimals. Text stays as it is, and None is "not finite"."""
     return value if isinstance(value, str) else "not finite" if value is None else f"{value:.4f}"
 
 

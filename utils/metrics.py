@@ -66,9 +66,9 @@ def check_metrics(metrics: Any) -> Metrics:
             problem = "returned a loss of several terms, for which model.py must define"
             problem += " loss_counts(batch) -> {term: count}"
         if not problem:
-            total, count, *finish = metrics["loss"]
+            total, count, *transform = metrics["loss"]
             counts, ndim = torch.as_tensor(count).reshape(-1).tolist(), 0
-            if any(isinstance(function, TermMeans) for function in finish):
+            if any(isinstance(function, TermMeans) for function in transform):
                 ndim = 1
             if not isinstance(total, Tensor) or total.ndim != ndim or not total.is_floating_point():
                 problem = "returned a loss whose sum is not a 0-dimensional float tensor"
@@ -162,11 +162,11 @@ class MetricTracker:
         host_tensors = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
         means: dict[str, float] = {}
         for name, total, count in zip(self._slices, host_tensors[::2], host_tensors[1::2], strict=True):
-            finish = self._transforms.get(name)
-            if isinstance(finish, TermMeans):
-                means |= finish(total, count)
+            transform = self._transforms.get(name)
+            if isinstance(transform, TermMeans):
+                means |= transform(total, count)
                 continue
-            reported = _create_record_entries(name, torch.where(count == 0, math.nan, total / count), finish)
+            reported = _create_record_entries(name, torch.where(count == 0, math.nan, total / count), transform)
             if twice := means.keys() & reported:
                 raise UserError(f"model.compute_loss: two metrics are reported as {min(twice)}; rename one of them")
             means |= reported

@@ -29,7 +29,7 @@ PROCESS_START_TIMES = {PROCESS_ID: time.monotonic()}
 class StopSignals:
     """A context manager that keeps the name of the first stop signal; a SIGINT after it interrupts at once.
 
-    The process has one, `STOP`, which may be entered again meanwhile: the last exit restores the handlers.
+    The process has one, `STOP_HANDLER`, which may be entered again meanwhile: the last exit restores the handlers.
     """
 
     def __init__(self) -> None:

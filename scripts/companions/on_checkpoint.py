@@ -70,7 +70,7 @@ class CheckpointCommand(Companion):
         if problem:
             self.log.warning("on_checkpoint: %s %s; the checkpoint is valid", self._redacted_command, problem)
         with suppress(OSError):
-            replace_json(self._progress_file, {"step": self._done_step, "token": self.plan["token"]}, is_flushed=False)
+            replace_json(self._progress_file, {"step": self._done_step, "token": self.plan["token"]}, fsync=False)
 
     def _enforce_time_limit(self, final_state: str) -> None:
         """A long duration is a warning. At the end of a run the command's process group is ended."""

@@ -156,7 +156,7 @@ class TrackCompanion(Companion):
         if rows:
             tracker.send(rows)
             self._tracker_state["sent"] = sent
-            replace_json(self.folder / STATE_FILE, self._tracker_state, is_flushed=False)
+            replace_json(self.folder / STATE_FILE, self._tracker_state, fsync=False)
 
     def _close_tracker(self, tracker: Tracker, final_state: str) -> None:
         """A run that has failed has no summary, and one is sent once."""

@@ -59,7 +59,7 @@ def measure(
             records.append({"kind": "eval", "step": step, "epoch": epoch, **means})
             (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
             say(f"epoch {epoch}, {time.monotonic() - began:.0f} s: {json.dumps(means)}")
-        replace_json(run / "status.json", {"state": "running", "step": step, "epoch": epoch}, is_flushed=False)
+        replace_json(run / "status.json", {"state": "running", "step": step, "epoch": epoch}, fsync=False)
     held_out.close()
     replace_json(run / "status.json", {"state": "completed", "step": step, "epoch": epoch})
     return {"records": records}

@@ -16,7 +16,7 @@ class AttemptTimes(NamedTuple):
     records: list[dict[str, Any]]  # the others, without those that later attempts have dropped
     started_at: float
     training_started_at: float
-    lost_since: float  # when the save of `kept_step` began; `until` if nothing was lost
+    lost_since: float  # when the save of `kept_step` began; `ended_at` if nothing was lost
     ended_at: float  # its last sign of life
     last_step: int  # the last one that it is known to have made
     kept_step: float  # the step from which later attempts go on
@@ -29,25 +29,34 @@ def split_attempts(records: list[dict[str, Any]], time: Any, step: Any) -> list[
     """
     attempts: list[AttemptTimes] = []
     attempt_records: list[dict[str, Any]] = []
-    resume_step, state = math.inf, ""
+    kept_step, state = math.inf, ""
     for record in reversed(records):
         if record.get("event") not in ("started", "resumed") or "seconds" not in record:
             attempt_records.append(record)
             continue
-        trains = parse_time(record["time"])
-        began = trains - record["seconds"]
-        times = [trains, *(parse_time(entry.get("time")) for entry in attempt_records)]
+        training_started_at = parse_time(record["time"])
+        started_at = training_started_at - record["seconds"]
+        times = [training_started_at, *(parse_time(entry.get("time")) for entry in attempt_records)]
         saves = [
-            entry for entry in attempt_records if entry.get("event") == "checkpoint" and entry["step"] == resume_step
+            entry for entry in attempt_records if entry.get("event") == "checkpoint" and entry["step"] == kept_step
         ]
         starts = [parse_time(save.get("time")) - save.get("seconds", 0.0) for save in saves]
-        until, step = max(*times, parse_time(time)), step if isinstance(step, int) else record["step"]
-        is_lost = step > resume_step or (bool(starts) and state in ("running", "failed"))
-        lost_from = max(starts or times) if is_lost else until
+        ended_at, step = max(*times, parse_time(time)), step if isinstance(step, int) else record["step"]
+        is_lost = step > kept_step or (bool(starts) and state in ("running", "failed"))
+        lost_since = max(starts or times) if is_lost else ended_at
         attempts.append(
-            AttemptTimes(record, attempt_records[::-1], min(began, trains), trains, lost_from, until, step, resume_step)
+            AttemptTimes(
+                record,
+                attempt_records[::-1],
+                min(started_at, training_started_at),
+                training_started_at,
+                lost_since,
+                ended_at,
+                step,
+                kept_step,
+            )
         )
-        resume_step, attempt_records = min(resume_step, record["step"]), []
+        kept_step, attempt_records = min(kept_step, record["step"]), []
         time, step, state = (record.get(f"previous_{name}") for name in ("time", "step", "state"))
     return attempts[::-1]
 

@@ -1,4 +1,4 @@
-"""What a run records of an interval in metrics.jsonl."""
+"""What a run records of a log window in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from utils.training.log_window import PendingRead
 
 @dataclass(frozen=True)
 class LogPoint:
-    """The end of an interval, whose values are on their way to the host."""
+    """The end of a log window, whose values are on their way to the host."""
 
     position: dict[str, Any]  # epoch, step and learning rates
-    samples: int  # in the interval, of all ranks
+    samples: int  # in the log window, of all ranks
     token_density: tuple[float, float]  # of `GlobalBatchSampler.measure_token_density`
     steps: int
     pending_read: PendingRead

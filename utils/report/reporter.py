@@ -27,12 +27,13 @@ from utils.training.fingerprint import fingerprint_parameters, fingerprint_state
 from utils.training.log_window import are_all_steps_empty
 from utils.training.state import TrainState
 
-STEPS_BEFORE_READ = 4  # steps after a log point, on all ranks, its values are read
+STEPS_BEFORE_READ = 4  # all ranks read the values of a log point so many steps later
 LogImages = Callable[[nn.Module, Any], dict[str, Tensor]]
 
 
 class Reporter:
-    """Called on all ranks; the logger, the run and the board decide what only rank 0 shows or writes.
+    """Called on all ranks; the logger, the run folder and the TensorBoard writer decide what only rank 0
+    shows or writes.
 
     Args:
         loader: of the training set.
@@ -103,13 +104,13 @@ class Reporter:
 
     @property
     def is_log_due(self) -> bool:
-        """Whether the step just made ends an interval."""
+        """Whether the step just made ends a log window."""
         step = self._state.progress.step
         return step % self._config.log_interval == 0 or self._state.schedule.is_at_end
 
     def begin_log_point(self) -> None:
-        """Begin the train record of the interval that ends here. Its values are read a few steps later, when the device
-        has reached this step and has work for the meantime."""
+        """Begin the train record of the log window that ends here. Its values are read a few steps later, when the
+        device has reached this step and has work for the meantime."""
         self.finish_log_point()
         state, progress, lr = self._state, self._state.progress, self._config.lr * self._state.lr_factor
         every = self._config.log_interval
@@ -131,8 +132,8 @@ class Reporter:
         state.log_window.values.zero_()
 
     def finish_log_point(self) -> None:
-        """Write the train record that `log` has begun, if there is one. A collective: call it on all ranks at the same
-        step, and before each save, evaluation and end of training.
+        """Write the train record that `begin_log_point` has begun, if there is one. A collective: call it on all ranks
+        at the same step, and before each save, evaluation and end of training.
 
         Raises:
             TrainingError: when too many steps in a row were skipped.
@@ -146,13 +147,15 @@ class Reporter:
         for part in self._state.parts:
             logged |= part.log_values(seconds[0])
         row = torch.tensor([*seconds, read_peak_memory(), *logged.values()], dtype=torch.float64)
-        ranks = gather_rows(row, self._ctx)  # on rank 0
+        rank_values = gather_rows(row, self._ctx)  # on rank 0
         values = (
-            point.create_record(sums, ranks, [*logged]) | entries | {"fingerprint": format_fingerprint(int(digest))}
+            point.create_record(sums, rank_values, [*logged])
+            | entries
+            | {"fingerprint": format_fingerprint(int(digest))}
         )
         record = self._run.record("train", **values)
         self._run.record_skipped(skipped, self._loader.sampler)
-        report_straggler(self._run, point.position["step"], ranks)
+        report_straggler(self._run, point.position["step"], rank_values)
         targets = count_targets(sums.count_view("loss"), point.samples)
         targets_per_s = targets / (record["step_s"] * point.steps or math.inf)
         self._terminal.show_record(record, sums.means(), targets_per_s, are_all_steps_empty(skipped))
@@ -256,6 +259,6 @@ class Reporter:
 
 
 def count_targets(count: Tensor, samples: int) -> float:
-    """The loss count of an interval; 0 if it says no more than the samples, is a sum of weights, or is one per term."""
+    """The loss count of a log window; 0 if it says no more than the samples, is a sum of weights, or one per term."""
     counted = 0.0 if count.ndim else float(count)
     return counted if counted != samples and counted.is_integer() else 0.0

@@ -7,7 +7,7 @@ import statistics
 from utils.run.folder import RunFolder
 
 MIN_STRAGGLER_RATIO = 1.5  # times the median
-MIN_EXCESS_SECONDS = 0.25  # seconds over the median in an interval; less is noise
+MIN_EXCESS_SECONDS = 0.25  # seconds over the median in a log window; less is noise
 
 
 def report_straggler(run: RunFolder, step: int, rank_values: list[list[float]]) -> None:
@@ -26,7 +26,7 @@ def report_straggler(run: RunFolder, step: int, rank_values: list[list[float]]) 
 
 
 def find_straggler(rank_seconds: list[dict[str, float]]) -> tuple[int, float, str]:
-    """The slowest rank of an interval, its time as a multiple of the median, and the cause: data or compute.
+    """The slowest rank of a log window, its time as a multiple of the median, and the cause: data or compute.
 
     Args:
         rank_seconds: the seconds of each rank in "data" and "compute", without waits for other ranks.

@@ -82,7 +82,7 @@ class TensorBoardWriter:
         """The numbers of a train or eval record, under `train/...`, `val/...` or `val_ema/...`."""
         if self._folder is None:
             return
-        from tensorboard.compat.proto.summary_pb2 import Summary  # `texts` has imported it
+        from tensorboard.compat.proto.summary_pb2 import Summary  # `write_texts` has imported it
 
         group = record.get("split", "train") + "_ema" * (record.get("weights") == "ema")
         values = [

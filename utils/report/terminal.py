@@ -18,7 +18,7 @@ from utils.training.ddp_model import choose_bucket_megabytes
 from utils.training.state import TrainState
 
 DEVICE_READ_NOTE = ": one device read per step, since it does not support found_inf (torch's fused optimizers do)"
-MAX_DATA_WAIT = 0.2  # fraction of an interval above which a warning suggests flags
+MAX_DATA_WAIT = 0.2  # fraction of a log window above which a warning suggests flags
 
 
 class Terminal:
@@ -93,15 +93,15 @@ class Terminal:
         total = max(record["step"], self._total_steps)  # epochs may have more steps than the first one
         log_training_step(self._logger, shown, names, total, ctx.world_size, targets_per_s)
         self._record_count += 1
-        waited = record["data_wait_s"] / (record["step_s"] or math.inf)
+        wait_fraction = record["data_wait_s"] / (record["step_s"] or math.inf)
         # the first interval includes the start of the workers
-        if self._record_count == 2 and waited > MAX_DATA_WAIT and not getattr(dataset, "in_memory", False):
+        if self._record_count == 2 and wait_fraction > MAX_DATA_WAIT and not getattr(dataset, "in_memory", False):
             alternative = ""
             if getattr(dataset, "cacheable", False):  # extra: cache
                 alternative = " or --cache ram"
             text = "data loading takes %.0f%% of the time: try more --num_workers (now %d per rank, with %d CPUs)%s"
             cpus = count_usable_cpus() // ctx.local_world_size
-            self._attempt.run.warn(text, 100 * waited, self._loader.num_workers, cpus, alternative)
+            self._attempt.run.warn(text, 100 * wait_fraction, self._loader.num_workers, cpus, alternative)
 
 
 def _format_model_line(config: TrainingConfig, state: TrainState) -> str:

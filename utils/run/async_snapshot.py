@@ -33,7 +33,7 @@ class AsyncSnapshot:
     Args:
         is_writer: whether this rank writes the copy.
         metadata: what a payload holds beside the state.
-        shard_count: rank r has the shard r % shards of the state.
+        shard_count: rank r has the shard r % shard_count of the state.
         thread_ctx: the context of the thread, which speaks to those of other ranks (`layouts.create_thread_context`).
     """
 
@@ -124,16 +124,20 @@ class AsyncSnapshot:
             differing = [rank for rank, fingerprint in enumerate(buffers) if fingerprint != buffers[0]]
             self._rank_with_other_buffers = differing[0] if differing else None
         groups = self._replicas if self._ctx.is_main else []
-        odd = [ranks[index] for ranks in groups for index in find_diverged_ranks([weights[rank] for rank in ranks])]
-        whole = sum(weights[ranks[0]] for ranks in groups)
-        odd, fingerprint = broadcast_json([sorted(odd), format_fingerprint(whole + buffers[0] + position)], self._ctx)
-        if odd:
-            odd_text = ", ".join(f"rank {rank} on {self._ctx.hosts[rank]}" for rank in odd)
+        diverged_ranks = [
+            ranks[index] for ranks in groups for index in find_diverged_ranks([weights[rank] for rank in ranks])
+        ]
+        weights_fingerprint = sum(weights[ranks[0]] for ranks in groups)
+        fingerprint = format_fingerprint(weights_fingerprint + buffers[0] + position)
+        diverged_ranks, fingerprint = broadcast_json([sorted(diverged_ranks), fingerprint], self._ctx)
+        if diverged_ranks:
+            diverged_text = ", ".join(f"rank {rank} on {self._ctx.hosts[rank]}" for rank in diverged_ranks)
             raise TrainingError(
-                f"{odd_text}: has different weights or optimizer state than the other ranks, so nothing was saved; look"
-                " for faulty memory or code that treats ranks differently (scripts/verify.py), then --resume_from auto",
-                odd[0],
-                self._ctx.hosts[odd[0]],
+                f"{diverged_text}: has different weights or optimizer state than the other ranks, so nothing was saved;"
+                " look for faulty memory or code that treats ranks differently (scripts/verify.py),"
+                " then --resume_from auto",
+                diverged_ranks[0],
+                self._ctx.hosts[diverged_ranks[0]],
             )
         return fingerprint
 

@@ -47,15 +47,15 @@ class Checkpoints:
     ) -> None:
         run, config, ctx = attempt.run, attempt.config, attempt.ctx
         self._attempt, self._run, self._ctx, self._state, self._before_save = attempt, run, ctx, state, before_save
-        threads = create_thread_context(ctx)
-        self._layout, self._is_writer, shards = FileLayout(), ctx.is_main, 1
+        thread_ctx = create_thread_context(ctx)
+        self._layout, self._is_writer, shard_count = FileLayout(), ctx.is_main, 1
         if config.sharding != "none":  # extra: sharding
             from utils.extras.sharding.folder_layout import FolderLayout, count_shards
 
-            self._is_writer, shards = True, count_shards(config, ctx)
-            self._layout = FolderLayout(threads, shards, run.is_node_leader)
+            self._is_writer, shard_count = True, count_shards(config, ctx)
+            self._layout = FolderLayout(thread_ctx, shard_count, run.is_node_leader)
         meta = {"config": redact_config(config), "provenance": provenance | {"total_steps": state.schedule.total_steps}}
-        self._snapshot = AsyncSnapshot(state, self._is_writer, meta, shards, threads)
+        self._snapshot = AsyncSnapshot(state, self._is_writer, meta, shard_count, thread_ctx)
         limits = WriteLimits(SECONDS_TO_WARN, SECONDS_UNTIL_WRITE_FAILS, SECONDS_AFTER_STOP)
         rank_and_host = (ctx.rank, ctx.host)
         self._writer = CheckpointWriter(

@@ -32,7 +32,7 @@ def evaluate_only(
 ) -> dict[str, Any]:
     """Evaluate a checkpoint, or the weights of init_from, on the held-out sets, and write only eval-<name>.json.
 
-    model, data: have the functions of model.py and dataset.py. Raises UserError.
+    model_module, data_module: have the functions of model.py and dataset.py. Raises UserError.
     """
     restore_signals()  # an evaluation has nothing to save: a signal ends it
     with supervise_ranks(config.run_folder, config, ctx):  # if a rank hangs or is gone, all end
@@ -44,18 +44,18 @@ def _evaluate(
     config: TrainingConfig, ctx: DistributedContext, model_module: ModuleType, data_module: Any
 ) -> dict[str, Any]:
     check_model_module(model_module, config, ctx)
-    is_published = bool(config.init_from)
+    uses_init_from = bool(config.init_from)
     path = Path(config.init_from or config.resume_from)
-    if not is_published:
+    if not uses_init_from:
         source = config.checkpoint_folder if config.resume_from in ("", "auto") else path
         path, _ = on_all_ranks(lambda: find_best_or_latest(source, not config.resume_from), ctx)
     sets = load_data(data_module, config, ctx)
     config = sets.config
     hooks = ModelHooks.from_module(model_module, config, ctx.device)
-    state = on_all_ranks(lambda: create_train_state(hooks, config, ctx, not is_published, sets.train), ctx)
+    state = on_all_ranks(lambda: create_train_state(hooks, config, ctx, not uses_init_from, sets.train), ctx)
     progress = Progress()
-    payload: dict[str, Any] = {}  # the weights that the model has
-    if not is_published:
+    payload: dict[str, Any] = {}  # the checkpoint; empty with init_from
+    if not uses_init_from:
         payload = load_checkpoint(path, ctx, state.sharded_parameters())
         on_all_ranks(lambda: check_evaluation(payload, config), ctx)
         progress = Progress.from_payload(payload)

@@ -14,12 +14,10 @@ from typing import Any
 from utils.checkpoint import format as checkpoint
 from utils.data.sampler import GlobalBatchSampler
 from utils.files import AppendOnlyFile, drop_records, read_json, read_records, replace_json, replace_non_finite
-from utils.logger import LOGGER_NAME as LOGGER
-from utils.logger import RANK_0_WARNING, error_text, format_count, join_first
+from utils.logger import LOGGER_NAME, RANK_0_WARNING, error_text, format_count, join_first
 from utils.run.backup import restore_existing_run
-from utils.run.provenance import format_utc_time as iso
-from utils.run.run_lock import LOCK_FILE as LOCK
-from utils.run.run_lock import RunLock
+from utils.run.provenance import format_utc_time
+from utils.run.run_lock import LOCK_FILE, RunLock
 from utils.run.start_decision import StartDecision
 from utils.settings.errors import StartError, TrainingError, UserError
 from utils.training.log_window import SkippedStep, are_all_steps_empty
@@ -31,8 +29,8 @@ SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
 class RunFolder:
     """The folder of one run, as seen by one rank. Records that only rank 0 may write are ignored on other ranks.
 
-    An attempt calls `begin` (status.json), `rewind`, `restore_best`, `mark_training` (lock.json) and `record_start`
-    (first event), in this order. The first status after `begin` makes the start final.
+    An attempt calls `mark_running` (status.json), `rewind`, `restore_best`, `mark_training` (lock.json) and
+    `record_start` (first event), in this order. The first status after `mark_running` makes the start final.
 
     Args:
         hosts: of all ranks.
@@ -58,7 +56,7 @@ class RunFolder:
         self.notes, self._renamed_folders = list(start_decision.notes), start_decision.renamed_folders
         self.resume_path = Path(start_decision.resume_from) if start_decision.resume_from else None
         self.is_main, self.host = rank == 0, hosts[rank]
-        self.lock_file = folder / LOCK
+        self.lock_file = folder / LOCK_FILE
         self.log_file = folder / "logs" / f"rank{rank}.log"
         self._lock, self.companions = lock, companions
         self._append_files: dict[str, AppendOnlyFile] = {}
@@ -83,8 +81,8 @@ class RunFolder:
         """Write to lock.json, where a rank has a lock. From now on no failure undoes the start."""
         if self._lock:
             self._require_owner()
-            claim = self.start_decision
-            identity = {"launch_id": claim.launch_id, "attempt": claim.attempt}
+            decision = self.start_decision
+            identity = {"launch_id": decision.launch_id, "attempt": decision.attempt}
             self._lock.write(**identity, has_trained=True, **values)
         self._renamed_folders = []
 
@@ -144,7 +142,7 @@ class RunFolder:
 
     def format_timestamp(self) -> str:
         """The time as in records."""
-        return iso(self._clock_offset + time.monotonic())
+        return format_utc_time(self._clock_offset + time.monotonic())
 
     def record_start(self, started_at: float, position: dict[str, int], **values: Any) -> None:
         """Write the first event of this attempt, which no later one drops, and the status.
@@ -180,7 +178,7 @@ class RunFolder:
             self.warn(text, format_count(skipped, "optimizer step"), steps)
 
     def warn(self, text: str, *values: Any) -> None:
-        logging.getLogger(LOGGER).log(RANK_0_WARNING, text, *values)
+        logging.getLogger(LOGGER_NAME).log(RANK_0_WARNING, text, *values)
 
     def _append_records(self, name: str, *records: dict[str, Any]) -> None:
         self._require_owner()
@@ -206,7 +204,7 @@ class RunFolder:
         self._previous_status = before if self.is_main else {}
 
     def update_progress(self, **values: Any) -> None:
-        """`status` of a running attempt, for values that change all the time: written at most once a second."""
+        """`write_status` of a running attempt, for values that change all the time: written at most once a second."""
         if time.monotonic() - self._status_written_at < SECONDS_BETWEEN_STATUS:
             self._status |= values
         else:
@@ -222,7 +220,7 @@ class RunFolder:
             if is_running and not self.lock_file.exists():
                 return  # the file system is unmounted, and nothing belongs below its mount point
             with suppress(OSError) if is_running else nullcontext():  # a full disk: training continues
-                replace_json(self.folder / "status.json", self._status, is_flushed=not is_running)
+                replace_json(self.folder / "status.json", self._status, fsync=not is_running)
 
     def set_latest_checkpoint(self, path: Path) -> None:
         """Call when a checkpoint is on the disk, in any thread: a failure names it, and does not read the folder."""
@@ -266,7 +264,7 @@ class RunFolder:
         reached = {"step": max(step, status.get("step", 0)), "checkpoint": latest}
         status |= {"state": "failed", "error": error_text(error)} | reached | origin | {"time": self.format_timestamp()}
         text = "the run failed after step %d; its latest checkpoint is %s"
-        logging.getLogger(LOGGER).info(text, reached["step"], latest or "missing")
+        logging.getLogger(LOGGER_NAME).info(text, reached["step"], latest or "missing")
         try:
             replace_json(path, status)
         except OSError:

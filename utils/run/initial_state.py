@@ -42,13 +42,13 @@ def create_train_state(
             weights = initial_weights(config) if initial_weights else load_weights(local_checkpoint(config.init_from))
             warn_of_changed_classes(weights, train_set, config.init_from)
             weights = match_parameter_names(weights, model.state_dict(), config.init_from)
-            weights, given = complete_initial_weights(weights, model, hooks.is_saved, config.init_from)
+            weights, unsaved_parameters = complete_initial_weights(weights, model, hooks.is_saved, config.init_from)
             load_matching_weights(
                 model,
                 weights,
                 config.init_from,
                 requires_all=config.eval_only,
-                kept_names=given,
+                kept_names=unsaved_parameters,
             )
         if config.activation_checkpointing:  # extra: compile
             from utils.extras.compile.activation_checkpointing import checkpoint_activations

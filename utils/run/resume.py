@@ -98,8 +98,8 @@ def load_checkpoint(path: Path, ctx: DistributedContext, sharded: dict[str, Tens
     """
     files = all_gather_json([ctx.host, *(path.stat()[1:3] if path.exists() else ())], ctx)  # inode and device
     readers = [rank for rank, file in enumerate(files) if file == files[ctx.rank]]
-    part = readers.index(ctx.rank), len(readers)
-    trailer = on_all_ranks(lambda: checkpoint.verify_checkpoint(path, part), ctx)
+    reader_and_count = readers.index(ctx.rank), len(readers)
+    trailer = on_all_ranks(lambda: checkpoint.verify_checkpoint(path, reader_and_count), ctx)
     remedy = "put the run folder on storage that all nodes share"
     require_equal(
         trailer.checksum, f"{path}: {{other}} and {{first}} see different files under this name; {remedy}", ctx
@@ -171,7 +171,7 @@ def list_compared_values(
     size = size.replace("samples", "tokens") if is_packed and config.micro_batch[0] != "batch_size" else size
     lengths = "lengths: those of the training samples are not the checkpoint's, so they would be packed otherwise"
     precision = "precision: {here}, the checkpoint was made in {before}"
-    kinds = {
+    rules = {
         "mean": ("must", SETTING_DIFFERS),
         "std": ("must", SETTING_DIFFERS),
         "lengths": ("must" if is_packed and "lengths" in provenance else "free", lengths),
@@ -181,13 +181,13 @@ def list_compared_values(
     if config.reduction == "exact":  # extra: exact
         from utils.extras.exact.reduction import list_exact_resume_rules
 
-        kinds |= list_exact_resume_rules(payload)
-    rows = [ComparedValue(name, before.get(name), provenance.get(name), *kind) for name, kind in kinds.items()]
+        rules |= list_exact_resume_rules(payload)
+    rows = [ComparedValue(name, before.get(name), provenance.get(name), *rule) for name, rule in rules.items()]
     return [*list_compared_settings(payload, config), *rows]
 
 
 def describe_differences(rows: Iterable[ComparedValue], resume_rule: str) -> list[str]:
-    """A line for each row of this kind whose values differ."""
+    """A line for each row with this resume rule whose values differ."""
     lines = []
     for row in rows:
         if row.resume_rule == resume_rule and row.saved != row.current:
@@ -216,9 +216,8 @@ def compare_checkpoint(
     before, rows = payload["provenance"], list_compared_values(payload, config, provenance)
     fork_settings = {setting.name for setting in list_fork_settings()}
     is_same_code = all(before.get(name) == provenance.get(name) for name in ("code", "versions"))
-    is_same_code &= all(
-        row.saved == row.current for row in rows if row.name in fork_settings
-    )  # else transforms may differ
+    # with other values of a fork's settings, transforms may differ
+    is_same_code &= all(row.saved == row.current for row in rows if row.name in fork_settings)
     line, is_other = compare_data(before, provenance, file_changes or {}, is_same_code)
     wrong, may = (describe_differences(rows, resume) for resume in ("must", "may"))
     (wrong if is_other else may).extend([line] if line else [])
@@ -308,7 +307,7 @@ def compare_best(
 
 
 def compare_held_out(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, str]:
-    """How the held-out sets differ from those of a checkpoint: a line by split. before, here: provenances."""
+    """How the held-out sets differ from those of a checkpoint: a line by split. saved, current: provenances."""
     old, new = saved.get("held_out", current["held_out"]), current["held_out"]  # earlier versions did not save them
     changes: dict[str, str] = {}
     for split in sorted(old | new):

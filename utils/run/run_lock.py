@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from utils.files import read_json, replace_json, retry
-from utils.logger import LOGGER_NAME as LOGGER
+from utils.logger import LOGGER_NAME
 from utils.run.provenance import format_utc_time
 from utils.settings.errors import UserError
 
@@ -34,7 +34,7 @@ SECONDS_TO_READ_BACK = 2.0  # there, a second launch may have written its token 
 
 
 class RunLock:
-    """The lock of this process on a folder. `before` is what the previous owner wrote.
+    """The lock of this process on a folder. `previous_owner` is what the owner before it wrote.
 
     token: of the run, on a node whose folder is its own; by default a random one.
 
@@ -96,7 +96,7 @@ class RunLock:
                 return True
             if waited < 0.5:
                 text = "%s: looking for up to %.0f s whether its owner, %s, is alive"
-                logging.getLogger(LOGGER).warning(
+                logging.getLogger(LOGGER_NAME).warning(
                     text, folder, SECONDS_TO_SEE_HEARTBEAT, _describe_owner(self.previous_owner)
                 )
             time.sleep(0.5)

@@ -77,12 +77,14 @@ def check_ranks_equal(config: TrainingConfig, ctx: DistributedContext) -> None:
 def acquire_run_folder(config: TrainingConfig, ctx: DistributedContext, exit_reporter: ExitReporter) -> RunFolder:
     """The run in its folder. Rank 0 locks it and decides whether to continue the run in it. Raises UserError."""
     claimed = on_rank_0(lambda: decide_start(config, ctx.host, ctx.launch.launch_id, ctx.launch.may_restart), ctx)
-    lock, decided = claimed or (None, None)
-    decided = StartDecision(**broadcast_json(dataclasses.asdict(decided) if decided else None, ctx))
+    lock, start_decision = claimed or (None, None)
+    start_decision = StartDecision(
+        **broadcast_json(dataclasses.asdict(start_decision) if start_decision else None, ctx)
+    )
     folders = config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts
-    run = RunFolder(*folders, decided, lock)
+    run = RunFolder(*folders, start_decision, lock)
     exit_reporter.set_run(run)  # a start that is refused from here on is undone
-    if decided.is_completed:
+    if start_decision.is_completed:
         return run
     if config.mirror or lock:  # extra: companions
         from utils.extras.companions.node_local import create_node_folder
@@ -90,22 +92,24 @@ def acquire_run_folder(config: TrainingConfig, ctx: DistributedContext, exit_rep
         from utils.extras.companions.sidecar import Companions
 
         if config.mirror:
-            node_local_ranks, own_lock = create_node_folder(config, decided, ctx)
-            decided = dataclasses.replace(decided, node_local_ranks=node_local_ranks)
+            node_local_ranks, own_lock = create_node_folder(config, start_decision, ctx)
+            start_decision = dataclasses.replace(start_decision, node_local_ranks=node_local_ranks)
             lock = lock or own_lock
-        run = RunFolder(*folders, decided, lock)
+        run = RunFolder(*folders, start_decision, lock)
         if lock:
             details = {
-                "apart": decided.node_local_ranks,
-                "resume_from": decided.resume_from,
-                "decision": decided.mirror_decision,
+                "apart": start_decision.node_local_ranks,
+                "resume_from": start_decision.resume_from,
+                "decision": start_decision.mirror_decision,
             }
-            plan = create_companion_plan(config, ctx.rank, ctx.host, decided.token, decided.launch_id, **details)
-            run = RunFolder(*folders, decided, lock, Companions(config, plan, ctx))
+            plan = create_companion_plan(
+                config, ctx.rank, ctx.host, start_decision.token, start_decision.launch_id, **details
+            )
+            run = RunFolder(*folders, start_decision, lock, Companions(config, plan, ctx))
     exit_reporter.set_run(run)
     if run.resume_path and run.resume_path.parent == run.checkpoint_folder:
         share_checkpoint_with_nodes(run.resume_path, run, ctx)
-    on_all_ranks(lambda: check_shared_storage(run.folder, decided.token, ctx), ctx)
+    on_all_ranks(lambda: check_shared_storage(run.folder, start_decision.token, ctx), ctx)
     return run
 
 

@@ -14,8 +14,7 @@ from config import DEFAULT_RUN_DIR, TrainingConfig, can_train_longer
 from utils.checkpoint import format as checkpoint
 from utils.files import TEMPORARY_SUFFIX, is_transient, read_json, replace_json
 from utils.run.backup import DID_NOT_EXIST, describe_folder_size, rename_existing_run, restore_existing_run
-from utils.run.run_lock import LOCK_FILE as LOCK
-from utils.run.run_lock import RunLock
+from utils.run.run_lock import LOCK_FILE, RunLock
 from utils.settings.errors import StartError, UserError
 
 KILLED_ERROR = "every rank was killed"  # the error of an attempt that nobody survived to report
@@ -153,7 +152,7 @@ def decide_start(config: TrainingConfig, host: str, launch_id: str, may_restart:
     folder, checkpoints = config.run_folder, config.checkpoint_folder
     if config.track != "none" and not getattr(find_spec(config.track), "origin", None):  # extra: companions
         raise UserError(f"track={config.track}: the package is missing; pip install {config.track}")
-    if Path.cwd().is_relative_to(folder.resolve()) or any(folder.glob(f"*/{LOCK}")):
+    if Path.cwd().is_relative_to(folder.resolve()) or any(folder.glob(f"*/{LOCK_FILE}")):
         raise UserError(f"run_dir={folder}: contains more than one run's files; give a separate folder, e.g. runs/NAME")
     folders = [] if folder.exists() else [folder, checkpoints]
     new = [[str(path), DID_NOT_EXIST] for path in folders if not path.exists()]
@@ -165,15 +164,15 @@ def decide_start(config: TrainingConfig, host: str, launch_id: str, may_restart:
                 os.rmdir(new_folder)
         raise
     try:
-        lock, decided = _decide_locked(lock, config, host, launch_id, may_restart)
+        lock, start_decision = _decide_locked(lock, config, host, launch_id, may_restart)
     except StartError:  # another attempt continues with what has been fetched
         raise
     except UserError:
         restore_existing_run(new)
         raise
-    if decided.attempt > 1 and not decided.renamed_folders:  # restored from the mirror
-        decided = replace(decided, renamed_folders=new)
-    return lock, decided
+    if start_decision.attempt > 1 and not start_decision.renamed_folders:  # restored from the mirror
+        start_decision = replace(start_decision, renamed_folders=new)
+    return lock, start_decision
 
 
 def _decide_locked(
@@ -182,18 +181,18 @@ def _decide_locked(
     """The lock is another one if the folder was moved aside."""
     folder, checkpoints = config.run_folder, config.checkpoint_folder
     existing_run = ExistingRun.inspect(config, launch_id, lock.previous_owner)
-    decision: dict[str, Any] = {}
+    mirror_decision: dict[str, Any] = {}
     if config.mirror and not existing_run.is_completed:  # extra: companions
         from utils.extras.companions.programs import call_program, create_companion_plan
 
         plan = create_companion_plan(config, 0, host, lock.token, launch_id)
-        decision = call_program("mirror", plan, f"mirror={config.mirror}", "--first")
-        existing_run = ExistingRun.inspect(config, launch_id, decision.get("owner") or lock.previous_owner)
-    if existing_run.is_completed or decision.get("is_completed"):
+        mirror_decision = call_program("mirror", plan, f"mirror={config.mirror}", "--first")
+        existing_run = ExistingRun.inspect(config, launch_id, mirror_decision.get("owner") or lock.previous_owner)
+    if existing_run.is_completed or mirror_decision.get("is_completed"):
         return lock, StartDecision(is_completed=True)
     owner, backups = existing_run.owner, existing_run.owner.get("aside", [])
     moved: list[list[str]] = []
-    notes = decision.get("notes", []) + existing_run.mark_killed()
+    notes = mirror_decision.get("notes", []) + existing_run.mark_killed()
     path, new_notes = existing_run.find_checkpoint()
     notes += [note for note in new_notes if note not in notes]
     is_here = path is not None and path.resolve().parent == checkpoints.resolve()
@@ -223,7 +222,7 @@ def _decide_locked(
         token=lock.token,
         launch_id=launch_id,
         notes=notes,
-        mirror_decision=decision,
+        mirror_decision=mirror_decision,
     )
 
 

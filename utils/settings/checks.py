@@ -41,7 +41,7 @@ def parse_range(value: str) -> tuple[float, float]:
 
 
 def range_up_to(limit: float) -> Check:
-    """0 < low <= high <= most."""
+    """0 < low <= high <= limit."""
 
     def check(value: str) -> str:
         try:

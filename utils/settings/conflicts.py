@@ -56,9 +56,9 @@ def find_conflicts(settings: Iterable[Setting], config: Any, invalid: set[str]) 
     for setting in settings:
         for conflict in setting.conflicts:
             name = conflict.subject or setting.name
-            condition = name in given and _is_met(conflict, config, given)
-            if condition and not invalid.intersection(list_field_names(conflict.problem)):
-                problem = conflict.problem.format_map(texts | {"found": condition})
+            found = name in given and _is_met(conflict, config, given)
+            if found and not invalid.intersection(list_field_names(conflict.problem)):
+                problem = conflict.problem.format_map(texts | {"found": found})
                 problems.append((name, f"{name}={texts[name]}: {problem}"))
     return problems
 

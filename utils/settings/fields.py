@@ -24,7 +24,7 @@ RESUME_RULES = ("must", "may", "free")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A part of the config: the kernel's, the fork's own, or that of an extra."""
+    """A part of the config: the template's, the fork's own, or that of an extra."""
 
     def micro_batch_setting(self) -> str:
         """The name of the setting that says how large a micro-batch is."""

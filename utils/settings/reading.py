@@ -37,14 +37,14 @@ def read_config(config: type[T], argv: Sequence[str], defaults: dict[str, Any], 
     given = flags.given
     problems = flags.problems
     without_value = flags.names_without_value
-    shown = given.pop("help", "")
+    help_value = given.pop("help", "")
     file = given.pop("config", "")
     print_config = given.pop("print_config", "")
-    if shown in ("true", "all"):
-        print(format_help(settings, shows_rare=shown == "all"))
+    if help_value in ("true", "all"):
+        print(format_help(settings, shows_rare=help_value == "all"))
         raise SystemExit(0)
-    if shown:
-        problems.append(f"help={shown}: is not known; give --help, or --help all")
+    if help_value:
+        problems.append(f"help={help_value}: is not known; give --help, or --help all")
     in_file: dict[str, Any] = {}
     if file:
         read = read_config_file(file, settings)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 class RemovedSetting(NamedTuple):
     """A setting of the version before.
 
-    A flag is refused. A value in a file or a checkpoint is ignored with a note; if `needs` is not given, it is refused.
+    A flag is refused. A value in a file or a checkpoint is ignored with a note. It is refused if `required_setting` is
+    named here and not given.
     """
 
     default: float

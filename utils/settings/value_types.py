@@ -83,7 +83,7 @@ ALLOWED_TYPES = "int, float, bool, str, pathlib.Path, and list[...] or tuple[...
 
 
 def find_value_type(name: str, annotation: Any) -> ValueType:
-    """The kind of a setting's type.
+    """The ValueType of a setting.
 
     Args:
         name: of the setting, for the error.
@@ -111,7 +111,7 @@ def find_value_type(name: str, annotation: Any) -> ValueType:
 
 
 def _create_list_type(element: type, collection_type: Callable[[Any], Any]) -> ValueType:
-    """The kind of a list or tuple. Its text has commas between the elements."""
+    """The ValueType of a list or tuple. Its text has commas between the elements."""
     kind = VALUE_TYPES[element]
 
     def read(value: Any) -> Any:

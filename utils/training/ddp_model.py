@@ -60,7 +60,8 @@ class DDPModel(DistributedDataParallel):
             self._bucket_views |= {p: p.grad for p in self._trainable_names if p.grad is not None}
 
     def _move_into_bucket(self, parameter: Tensor) -> None:
-        """Move a step's first gradient, else a second copy. In a zeroed place, one without use would be updated."""
+        """Move a step's first gradient into its bucket, which saves a second copy. Buckets are not the gradients from
+        the start, since an unused parameter would then have a gradient of zeros, and be updated."""
         bucket_view, gradient = self._bucket_views.get(parameter), parameter.grad
         if bucket_view is not None and gradient is not None and gradient is not bucket_view:
             parameter.grad = bucket_view.copy_(gradient)

@@ -71,7 +71,7 @@ class Evaluation:
         """
         self.model.eval()
         tracker, samples, ctx = MetricTracker(self.ctx.device), 0, self.ctx
-        ranks = loader.sampler.assignment.create_rank_sum()
+        rank_sum = loader.sampler.assignment.create_rank_sum()
 
         def seed_hook(function: str, samples: Sequence[int]) -> None:
             seed_evaluation(ctx.device, loader.sampler.seed, function, split, samples)
@@ -91,7 +91,7 @@ class Evaluation:
             if not micro_batch.is_padding:
                 tracker.update(metrics)
                 samples += len(micro_batch.indices)
-                ranks.add(tracker.values, micro_batch.number)
+                rank_sum.add(tracker.values, micro_batch.number)
             if report_progress:
                 report_progress(number, loader.sampler.passes_per_epoch)
             if self.consensus:
@@ -103,7 +103,7 @@ class Evaluation:
             raise RuntimeError(f"evaluation counted {count} samples of {whole}; this is a bug in the loader")
         sentence = "compute_loss: {other} and {first} report different metrics; report the same for every batch"
         require_equal(tracker.shapes, sentence, ctx)
-        if work := ranks.start_all_reduce(tracker.values, loader.sampler.micro_batches_per_epoch):
+        if work := rank_sum.start_all_reduce(tracker.values, loader.sampler.micro_batches_per_epoch):
             work.wait()
         means = tracker.means()
         for part in self.parts:

@@ -65,8 +65,10 @@ def run_first_passes(
     state.step_sums.running_stats.discard()
     if state.strategy.has_whole_gradients:
         require_equal(digest, GRADIENTS_DIFFER, ctx)
-    layout = state.step_sums.metrics.shapes
-    require_equal(layout, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx)
+    metric_shapes = state.step_sums.metrics.shapes
+    require_equal(
+        metric_shapes, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx
+    )
 
     def train_smallest() -> None:
         for indices in loader.sampler.find_smallest_micro_batch(max_steps):

@@ -25,7 +25,7 @@ FindBlocks = Callable[[nn.Module], list[nn.Module]]
 
 
 class GradientStrategy:
-    """One rank: there is nothing to share. The other ways override what they do differently."""
+    """One rank: there is nothing to share. The other strategies override what they do differently."""
 
     gradient_divisor = 1  # by which the wrapped model divides the sum of the gradients of all ranks
     banner_note = ""  # for the banner
@@ -37,7 +37,7 @@ class GradientStrategy:
 
     @staticmethod
     def create(config: TrainingConfig, ctx: DistributedContext) -> GradientStrategy:
-        """The way that the settings ask for."""
+        """The strategy that the settings ask for."""
         strategy = DDPStrategy if ctx.world_size > 1 else GradientStrategy
         if config.reduction == "exact":  # extra: exact
             from utils.extras.exact.reduction import ExactStrategy
@@ -50,7 +50,7 @@ class GradientStrategy:
         return strategy(config, ctx)
 
     def build_model(self, create_model: CreateModel, find_blocks: FindBlocks) -> nn.Module:
-        """The model, not wrapped. build: creates it on a device. Raises UserError."""
+        """The model, not wrapped. create_model: creates it on a device. Raises UserError."""
         return create_model(self._ctx.device)
 
     def wrap_model(self, model: nn.Module) -> WrappedModel:

@@ -23,7 +23,7 @@ class SkippedStep(NamedTuple):
     epoch: int
     first_sample: int
     samples: int
-    reason: str = ""  # "non-finite" loss or gradient; EMPTY: the loss counted nothing
+    reason: str = ""  # "non-finite" loss or gradient; EMPTY_STEP: the loss counted nothing
 
 
 def are_all_steps_empty(skipped: list[SkippedStep]) -> bool:
@@ -32,7 +32,7 @@ def are_all_steps_empty(skipped: list[SkippedStep]) -> bool:
 
 
 class PendingRead:
-    """What an interval held after a step, on its way to the host in one copy, for which only `result` waits.
+    """What a log window held after a step, on its way to the host in one copy, for which only `result` waits.
 
     Args:
         tensors: float64 or int64, of any shapes, on one device, as they are now.
@@ -55,14 +55,14 @@ class PendingRead:
         """The tensors, on the CPU. Waits until the device has reached the copy, not for what was queued later."""
         if self._event:
             self._event.synchronize()
-        parts = self._host_copy.split([shape.numel() for shape, _ in self._shapes_and_dtypes])
+        pieces = self._host_copy.split([shape.numel() for shape, _ in self._shapes_and_dtypes])
         return [
-            part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, self._shapes_and_dtypes, strict=True)
+            piece.view(dtype).view(shape) for piece, (shape, dtype) in zip(pieces, self._shapes_and_dtypes, strict=True)
         ]
 
 
 class LogWindowValues(NamedTuple):
-    """What was read of an interval, on the host."""
+    """What was read of a log window, on the host."""
 
     sums: MetricTracker  # of the steps with a finite loss, with the norms of these steps
     skipped: list[SkippedStep]  # without those of float16's search for a scale
@@ -105,8 +105,8 @@ class LogWindow(MetricTracker):
 
         other_tensors: float64 or int64 values to copy too.
         """
-        sums_of_steps = [self.norms, self._divisors, self._losses]
-        stacks = [torch.stack(series).double() if series else self.values.new_empty(0) for series in sums_of_steps]
+        values_by_step = [self.norms, self._divisors, self._losses]
+        stacks = [torch.stack(series).double() if series else self.values.new_empty(0) for series in values_by_step]
         tensors = [self.values, *stacks, self._scaler.scale(self._one).double()]
         readers = []
         for part in self._parts:
@@ -131,7 +131,7 @@ class LogWindow(MetricTracker):
         sums = self._host_sums
         sums.values.copy_(values)
         norm_sum, finite = sums.sum_view("grad_norm").item(), [norm for norm in norms.tolist() if math.isfinite(norm)]
-        for norm in finite:  # not sum(), so that the bits do not depend on where a resume divides the interval
+        for norm in finite:  # not sum(), so that the bits do not depend on where a resume divides the log window
             norm_sum += norm
         sums.sum_view("grad_norm").fill_(norm_sum)
         sums.count_view("grad_norm").add_(len(finite))
@@ -150,7 +150,7 @@ class LogWindow(MetricTracker):
         return LogWindowValues(sums, skipped, other_tensors, entries)
 
     def add_read_norms(self) -> None:
-        """Add the norms that were read last to the sums, in the middle of an interval, and the skipped steps."""
+        """Add the norms that were read last to the sums, in the middle of a log window, and the skipped steps."""
         for name in ("grad_norm", "skipped_steps"):
             self.sum_view(name).fill_(self._host_sums.sum_view(name).item())
             self.count_view(name).fill_(self._host_sums.count_view(name).item())

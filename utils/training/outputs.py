@@ -59,13 +59,13 @@ def check_outputs(outputs: object, samples: int) -> None:
 
 
 def sort_by_sample(rank_outputs: list[dict[str, Any]], samples: int) -> dict[str, Tensor | list[Tensor]]:
-    """The parts of all ranks in the order of the samples; a list of rows where shapes differ between batches."""
-    order = torch.tensor([index for part in rank_outputs for index in part["indices"]]).argsort()
+    """The outputs of all ranks in the order of the samples; a list of rows where shapes differ between batches."""
+    order = torch.tensor([index for rank_output in rank_outputs for index in rank_output["indices"]]).argsort()
     if len(order) != samples:
         raise RuntimeError(f"{len(order)} outputs for {samples} samples; this is a bug in the loader")
     merged: dict[str, Tensor | list[Tensor]] = {}
     for name in rank_outputs[0]["outputs"]:
-        batches = [batch for part in rank_outputs for batch in part["outputs"][name]]
+        batches = [batch for rank_output in rank_outputs for batch in rank_output["outputs"][name]]
         if len({batch.shape[1:] for batch in batches}) == 1:
             merged[name] = torch.cat(batches)[order]
         else:

@@ -43,7 +43,9 @@ class TrainState:
         strategy: GradientStrategy | None = None,
     ) -> None:
         self._config = config
-        self.parts: list[Part] = []  # `create_parts` gives them once the model has the buffers that `sums` puts there
+        self.parts: list[
+            Part
+        ] = []  # `create_parts` gives them once the model has the buffers that `step_sums` puts there
         device = model_device(model)
         self.strategy = strategy or GradientStrategy(config, DistributedContext(0, 0, 1, device))
         self.model, self.precision = model, precision  # the model is not wrapped in DDP
@@ -94,7 +96,7 @@ class TrainState:
         if progress.loss_shift < 0:
             count = max(1.0, self._first_loss_count) * sampler.micro_batches_per_step
             progress.loss_shift = round(math.log2(count))
-        # the shift changes no bit of the gradients; `divisor` is 1 for exact sums
+        # the shift changes no bit of the gradients; `gradient_divisor` is 1 for exact sums
         self._loss_scale.fill_(self.strategy.gradient_divisor * 2.0**-progress.loss_shift)
         self.schedule.plan(sampler)
 
@@ -165,9 +167,9 @@ class TrainState:
                 part.before_update(self.model, self.step_sums.metrics)
         divisor = self.step_sums.loss_count * 2.0**-self.progress.loss_shift
         norm, is_finite, skipped = self.updater.step(divisor, self.step_sums.loss, self.progress.step + 1)
-        is_scaled, at = self.scaler.is_enabled(), self.progress
-        number = SkippedStep(at.step + 1, at.epoch, at.samples_in_epoch, samples)
-        self.log_window.record_step(number, norm, divisor, self.step_sums.loss if is_scaled else None)
+        is_scaled, progress = self.scaler.is_enabled(), self.progress
+        step = SkippedStep(progress.step + 1, progress.epoch, progress.samples_in_epoch, samples)
+        self.log_window.record_step(step, norm, divisor, self.step_sums.loss if is_scaled else None)
         # float16 skips steps to find its scale, and their loss counts
         self.step_sums.commit(
             samples, is_finite, self.log_window, self.step_sums.loss.isfinite() if is_scaled else is_finite
@@ -183,7 +185,7 @@ class TrainState:
 
     def read_skipped_steps(self) -> list[SkippedStep]:
         """Count and return the steps that were skipped since the last read, the same on all ranks. Call it before
-        `state_dict`. Waits for the device, and adds the norms of the gradients to `interval`."""
+        `state_dict`. Waits for the device, and adds the norms of the gradients to `log_window`."""
         values = self.log_window.finish_read(self.log_window.begin_read(), self.progress)
         self.log_window.add_read_norms()
         return values.skipped

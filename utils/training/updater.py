@@ -42,7 +42,7 @@ class Updater:
         device: torch.device,
     ) -> None:
         self._config, self._strategy = config, strategy
-        self.zeroes_in_place = False  # in place; else they are dropped
+        self.zeroes_in_place = False  # else gradients are dropped
         names = {p: name for name, p in model.named_parameters()}
         groups = check_param_groups(hooks.param_groups(model, config), names)
         tensors = strategy.create_optimizer_tensors(names)

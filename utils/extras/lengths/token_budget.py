@@ -230,11 +230,14 @@ def assign_micro_batches(rank: int, world_size: int, sizes: Sequence[int]) -> li
     """The numbers of a rank's micro-batches: from large to small they are dealt to the ranks, forwards and backwards in
     turns, so that all ranks have equally many of about the same total size."""
     by_size = sorted(range(len(sizes)), key=lambda number: -sizes[number])
-    rounds = [by_size[first : first + world_size] for first in range(0, len(by_size), world_size)]
-    positions = [
-        (numbers, world_size - 1 - rank if round_number % 2 else rank) for round_number, numbers in enumerate(rounds)
-    ]
-    return sorted(numbers[position] for numbers, position in positions if position < len(numbers))
+    own_numbers = []
+    for round_number, first in enumerate(range(0, len(by_size), world_size)):
+        position = first + rank
+        if round_number % 2:
+            position = first + world_size - 1 - rank
+        if position < len(by_size):
+            own_numbers.append(by_size[position])
+    return sorted(own_numbers)
 
 
 def read_lengths(outer_dataset: Any, split: str, folder: Path, ctx: DistributedContext) -> Tensor:

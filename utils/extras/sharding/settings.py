@@ -22,7 +22,7 @@ def is_not_sharded(config: Any) -> bool:
     return config.sharding == "none"
 
 
-def is_gathered_in_16_bits(config: Any) -> bool:
+def has_params_dtype_without_sharding(config: Any) -> bool:
     return config.amp_dtype.endswith("_params") and is_not_sharded(config)
 
 
@@ -38,7 +38,7 @@ class ShardingSettings(Settings):
             Conflict("sharding", f"does not work with sharding={{sharding}}; {GIVE_ONLY_ONE}", subject=name)
             for name in INCOMPATIBLE_SETTINGS
         ]
-        + [Conflict(is_gathered_in_16_bits, NEEDS_SHARDING, subject="amp_dtype")],
+        + [Conflict(has_params_dtype_without_sharding, NEEDS_SHARDING, subject="amp_dtype")],
     )
     cpu_offload: bool = setting(
         "distributed",

@@ -73,13 +73,22 @@ def build_sharded_model(
             name = config.amp_dtype
             raise UserError(f"amp_dtype={name}: does not work with BatchNorm; give {name.removesuffix('_params')}")
     precision = MixedPrecisionPolicy(dtype, reduce_dtype=dtype and torch.float32)
-    marks = {name: vars(parameter) for name, parameter in model.named_parameters()}  # by which a fork forms groups
+    # by which a fork forms parameter groups
+    parameter_attributes = {name: vars(parameter) for name, parameter in model.named_parameters()}
+    reshard_after_forward = None  # all groups but the outermost
+    if config.sharding == "zero2":
+        reshard_after_forward = False
     for group in [*separate_blocks, model]:
         _broadcast_block(group, ctx.device)
-        keeps = False if config.sharding == "zero2" else None  # None: only the outermost group
-        fully_shard(group, mesh=mesh, reshard_after_forward=keeps, mp_policy=precision, offload_policy=offload)
+        fully_shard(
+            group,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=precision,
+            offload_policy=offload,
+        )
     for name, parameter in model.named_parameters():
-        vars(parameter).update(marks[name])
+        vars(parameter).update(parameter_attributes[name])
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for group in groups:  # gradients are summed
         group.set_gradient_divide_factor(1.0)

@@ -28,7 +28,7 @@ SECONDS_TO_JOIN = 2.0
 
 
 class RankStatus(NamedTuple):
-    """The position of a rank."""
+    """Where a rank is, as it tells the others."""
 
     heartbeat: int  # of the thread that watches
     progress_count: int  # number of phases entered
@@ -101,8 +101,8 @@ class Heartbeats:
         """The statuses of these ranks, and the first failure as given to `report_failure`, or nothing."""
         *texts, failure = self._read_keys([*map(str, ranks), "failure"])
         statuses = (
-            RankStatus(int(beat), int(counter), int(step), phase, int(pid), function)
-            for beat, counter, step, phase, pid, function in map(str.split, texts)
+            RankStatus(int(heartbeat), int(progress_count), int(step), phase, int(pid), hook)
+            for heartbeat, progress_count, step, phase, pid, hook in map(str.split, texts)
         )
         return dict(zip(ranks, statuses, strict=True)), {} if failure == NO_FAILURE else json.loads(failure)
 
@@ -151,7 +151,7 @@ def describe_hang(
 
     Args:
         statuses: of the ranks, as far as they are known.
-        silent_ranks: ranks whose beat has stopped.
+        silent_ranks: ranks whose heartbeat has stopped.
         verb: what a live rank that holds up the others does.
     """
     if silent_ranks:

@@ -49,7 +49,7 @@ SECONDS_PER_TICK = 1.0  # at most: after a longer one this process was suspended
 SECONDS_TO_OBSERVE = 2.0  # in which the heartbeat of a live rank changes
 SECONDS_FOR_STORE_ANSWER = 2.0  # for the store
 SECONDS_TO_CONNECT = 10.0  # to its host
-SECONDS_TO_FIND_LOST_RANK = 20.0  # lost ranks
+SECONDS_TO_FIND_LOST_RANK = 20.0  # for which a rank that has failed waits
 SECONDS_BETWEEN_SEARCHES = 0.01  # ranks look for lost ones one after the other, since each reads the statuses of all
 SECONDS_UNTIL_LOST = 6.0  # of a rank on another host or of the store, until it is lost
 SECONDS_BEFORE_PEER_CHECK = 1.0  # without progress, before this rank looks at the next one
@@ -75,7 +75,8 @@ class Watchdog:
 
     def __init__(self, clock: PhaseClock, ctx: DistributedContext, hang_timeout: float, supervisor: Any) -> None:
         self._clock, self._hang_timeout, self._supervisor = clock, hang_timeout, supervisor
-        self._hang_report_after = hang_timeout / 2 or INITIAL_REPORT_SECONDS  # a live rank; until then it is slow
+        # a live rank that stands is reported as slow until then, and as hanging after it
+        self._hang_report_after = hang_timeout / 2 or INITIAL_REPORT_SECONDS
         self._rank, self._hosts, self._heartbeats = ctx.rank, ctx.hosts, cast(Any, ctx.heartbeats)
         host_ranks = [rank for rank, host in enumerate(ctx.hosts) if host == ctx.host]
         # each live rank is seen by the one before it, also if a whole host is gone
@@ -88,9 +89,8 @@ class Watchdog:
             self._peers = set()
         self._heartbeat, self._pid = 0, os.getpid()
         self._statuses: dict[int, RankStatus] = {}  # the latest status of each rank that was read
-        self._peer_heartbeats: dict[
-            int, tuple[int, float]
-        ] = {}  # of the next ranks: the latest heartbeat, and since when it stands
+        # of the next ranks: the latest heartbeat, and since when it stands
+        self._peer_heartbeats: dict[int, tuple[int, float]] = {}
         self._reported_failure: dict[str, Any] = {}  # the first one
         self._pending_call: Future | None = None  # of the store, awaited
         self._store_silent_since = math.inf  # since when the store does not answer
@@ -130,7 +130,7 @@ class Watchdog:
     @property
     def _step_durations(self) -> list[float]:
         """Of the latest steps; one that took longer than hang_timeout was suspended."""
-        # which may grow
+        # a copy, since the deque may grow meanwhile
         return [min(step_s, self._hang_timeout or step_s) for step_s in tuple(self._clock.step_durations)]
 
     def _create_status(self) -> RankStatus:
@@ -148,7 +148,7 @@ class Watchdog:
                 self._heartbeats.set_status(self._create_status())
 
     def _watch(self) -> None:
-        counter, moved_at, dumped, reported, paused = -1, 0.0, -1, (-1, False), -1
+        progress_count, progressed_at, dumped_at_count, reported_stage, paused_at_count = -1, 0.0, -1, (-1, False), -1
         while not self._stop_event.wait(SECONDS_BETWEEN_HEARTBEATS):
             self._tick()
             if STOP_HANDLER.received:
@@ -157,42 +157,46 @@ class Watchdog:
                 self._supervisor.exit_unreported()
             if self._lost_rank_request and not self._lost_rank_request.done():
                 self._lost_rank_request.set_result(self._find_lost_rank())
-            if self._clock.progress_count == counter and is_in_debugger():
-                if paused != counter:  # since the last look
+            if self._clock.progress_count == progress_count and is_in_debugger():
+                if paused_at_count != progress_count:  # since the last look
                     self._supervisor.warn(
                         f"rank {self._rank} is paused in a debugger: no rank is ended until it continues"
                     )
-                paused = self._clock.progress_count = counter + 1
-            if self._clock.progress_count != counter:
-                counter, moved_at = self._clock.progress_count, self._running_time
+                paused_at_count = self._clock.progress_count = progress_count + 1
+            if self._clock.progress_count != progress_count:
+                progress_count, progressed_at = self._clock.progress_count, self._running_time
                 continue
-            seconds_standing, limit = self._running_time - moved_at, self.seconds_before_report
+            seconds_standing, limit = self._running_time - progressed_at, self.seconds_before_report
             # the last save counts, however long it takes
             is_over = (
                 self._clock.phase != "save"
-                and self._running_time - max(moved_at, self._stop_requested_at) > self._seconds_to_stop
+                and self._running_time - max(progressed_at, self._stop_requested_at) > self._seconds_to_stop
             )
             if self._hang_timeout and is_over:
                 if self._clock.step == 0:
                     self._supervisor.exit_preempted()
                 elif not self._handle_stall(seconds_standing, ends_run=True, reason=STOP_REASON):
-                    moved_at = self._running_time
+                    progressed_at = self._running_time
             if self._hang_timeout and seconds_standing > SECONDS_BEFORE_PEER_CHECK:
                 self._check_peers()
             if self._clock.phase in UNTIMED_PHASES:
                 continue
             shortest = min(limit, self._hang_timeout or limit)
-            if seconds_standing > shortest / 2 and dumped != counter:
+            if seconds_standing > shortest / 2 and dumped_at_count != progress_count:
                 self._dump_stacks()
-                dumped = counter
-            stage = counter, seconds_standing > self._hang_report_after
-            if seconds_standing > limit and reported != stage and self._handle_stall(seconds_standing, ends_run=False):
-                reported = stage
+                dumped_at_count = progress_count
+            stage = progress_count, seconds_standing > self._hang_report_after
+            if (
+                seconds_standing > limit
+                and reported_stage != stage
+                and self._handle_stall(seconds_standing, ends_run=False)
+            ):
+                reported_stage = stage
             is_over = 0 < self._hang_timeout < seconds_standing
             if is_over and not self._handle_stall(
                 seconds_standing, ends_run=True, reason=f"hang_timeout={self._hang_timeout:g}"
             ):
-                moved_at = self._running_time
+                progressed_at = self._running_time
 
     @property
     def _seconds_to_stop(self) -> float:
@@ -375,14 +379,14 @@ class Watchdog:
         if is_moving:
             return False
         text, hanging = describe_hang(statuses, silent, self._hosts, seconds)
-        is_in_function = not silent and statuses[hanging].hook != NO_HOOK
-        if ends_run and is_in_function and reason != STOP_REASON:
+        is_in_hook = not silent and statuses[hanging].hook != NO_HOOK
+        if ends_run and is_in_hook and reason != STOP_REASON:
             if seconds <= HOOK_TIMEOUT_FACTOR * self._hang_timeout:
                 return True
             reason = f"{HOOK_TIMEOUT_FACTOR} times {reason}"
         if ends_run:
             self._supervisor.exit_hung(f"{text} ({reason})", hanging, self._read_stacks())
-        elif silent or (seconds > self._hang_report_after and not is_in_function):
+        elif silent or (seconds > self._hang_report_after and not is_in_hook):
             self._supervisor.report_hang(text, self._read_stacks())
         else:
             self._supervisor.warn(describe_hang(statuses, silent, self._hosts, seconds, "is slow")[0])

@@ -62,8 +62,8 @@ class LossTerms(Part):
         return self._stack_counts([term_counts[name] for name in self._check_term_names(term_counts)])
 
     def micro_batches(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Those of a step when `mean` knows its counts. The next step's are fetched before, so that none waits for the
-        sums over the ranks."""
+        """Those of a step when `compute_mean` knows its counts. The next step's are fetched before, so that none
+        waits for the sums over the ranks."""
         begun = self._start_count_reduces(stream)
         latest = next(begun, None)
         while latest:
@@ -90,7 +90,7 @@ class LossTerms(Part):
         return (sums / self._divisors).sum()
 
     def before_update(self, model: nn.Module, sums: MetricTracker) -> None:
-        """Keep the counts that compute_loss returned for the global batch, for `check`."""
+        """Keep the counts that compute_loss returned for the global batch, for `check_counts`."""
         counts = torch.stack([sums.count_view(f"loss/{name}") for name in self._means.names])
         self._steps.append(torch.stack([self._counts, counts]))
 
@@ -124,10 +124,9 @@ class LossTerms(Part):
         for micro_batch in stream:
             fetched.append(micro_batch)
             if micro_batch.is_last:
+                # rows of other ranks are 0, so the sum rounds nothing: the same bits on any number of ranks
                 counts = torch.zeros(micro_batch.count, len(self._means.names), **self._tensor_options)
-                for (
-                    fetched_batch
-                ) in fetched:  # other rows are 0, so nothing is rounded: the same bits on any number of ranks
+                for fetched_batch in fetched:
                     if not fetched_batch.is_padding:
                         counts[fetched_batch.number] = self.count_terms(fetched_batch.batch)
                 work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None

@@ -94,19 +94,19 @@ class OutputSummary(Part):
         outputs = self._outputs
         require_equal(sorted(outputs.batches_by_name), f"{NAMES_DIFFER} ({{first}} and {{other}})", ctx)
         check_output_bytes(sum(all_gather_json(count_output_bytes(outputs), ctx)))
-        parts = [outputs.to_dict()] * (ctx.world_size if ctx.is_main else 0)
+        rank_outputs = [outputs.to_dict()] * (ctx.world_size if ctx.is_main else 0)
         if ctx.world_size > 1:
-            dist.gather_object(outputs.to_dict(), parts or None, group=ctx.control_group)
+            dist.gather_object(outputs.to_dict(), rank_outputs or None, group=ctx.control_group)
         if ctx.is_main:
             self._clock.enter_hook("summarize")
-        metrics = broadcast_json(on_rank_0(lambda: self._compute_metrics(parts, samples), ctx), ctx)
+        metrics = broadcast_json(on_rank_0(lambda: self._compute_metrics(rank_outputs, samples), ctx), ctx)
         self._clock.enter_phase("evaluation")
         if both := sorted(means.keys() & metrics.keys()):
             raise UserError(f"model.summarize: compute_loss has {both[0]} too; give one of them another name")
         return metrics
 
-    def _compute_metrics(self, parts: list[dict[str, Any]], samples: int) -> dict[str, float]:
-        outputs = sort_by_sample(parts, samples)
+    def _compute_metrics(self, rank_outputs: list[dict[str, Any]], samples: int) -> dict[str, float]:
+        outputs = sort_by_sample(rank_outputs, samples)
         try:
             metrics = {name: float(value) for name, value in self._summarize(outputs).items()}
         except UserError:

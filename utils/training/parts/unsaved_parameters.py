@@ -75,8 +75,8 @@ def complete_initial_weights(
     weights: dict[str, Any], model: nn.Module, is_saved: Callable[[str], bool] | None, source: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The weights of `--init_from`, and what the model has already. Raises UserError if they have other values."""
-    given = find_unsaved_parameters(model, is_saved)
-    return fill_in_unsaved(weights, {}, model, fingerprint_values(given), source), given
+    unsaved_parameters = find_unsaved_parameters(model, is_saved)
+    return fill_in_unsaved(weights, {}, model, fingerprint_values(unsaved_parameters), source), unsaved_parameters
 
 
 def fill_in_unsaved(
