@@ -26,7 +26,7 @@ import signal
 from utils.checkpoint import archive
 from utils.extras.sharding import folder_layout as layouts
 def kill_at(name, place, rank):
-    owner = {'write': archive, 'replace_folder': layouts}[name]
+    owner = {'write_archive': archive, 'replace_folder': layouts}[name]
     plain = getattr(owner, name)
     def replaced(path, *rest, **options):
         is_it = 'step_00000020' in str(path) and RANK == rank
@@ -133,8 +133,8 @@ def malicious(drill: Drill) -> None:
     says(ended.text, r"part_00001\.pt: is not a checkpoint \(UnpicklingError\)")
 
 
-@fault("rank 0 killed while shards are written", "write", "before", 0, 10, guarantees="sharded-save")
-@fault("rank killed after its shards are on the disk", "write", "after", 1, 10, guarantees="sharded-save")
+@fault("rank 0 killed while shards are written", "write_archive", "before", 0, 10, guarantees="sharded-save")
+@fault("rank killed after its shards are on the disk", "write_archive", "after", 1, 10, guarantees="sharded-save")
 @fault("rank 0 killed before the folder gets its name", "replace_folder", "before", 0, 10, guarantees="sharded-save")
 @fault("rank 0 killed after the folder has its name", "replace_folder", "after", 0, 20, guarantees="sharded-save")
 def killed(drill: Drill, function: str, place: str, rank: int, step: int) -> None:
