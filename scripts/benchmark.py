@@ -128,12 +128,12 @@ def main(argv: list[str] | None = None) -> int:
     print_on_rank_0(", ".join(f"{name} {value}" for name, value in about.items()))
     folder = Path(broadcast_json(on_rank_0(create_folder, ctx), ctx))
     try:
-        job = about | speed.measure_speed(options, config, ctx, folder, print_on_rank_0)
+        launch = about | speed.measure_speed(options, config, ctx, folder, print_on_rank_0)
     finally:
         if ctx.is_main:
             shutil.rmtree(folder, ignore_errors=True)
     if options.json and ctx.is_main:
-        speed.add_launch(report, job)
+        speed.add_launch(report, launch)
         replace_json(options.json, report)
         print("", speed.format_scaling(report), sep="\n", flush=True)
     cleanup_distributed()

@@ -73,7 +73,7 @@ model = torch.export.load({file!r}, extra_files=files).module(); saved = json.lo
 RUN_PROGRAM = "import torch; model = torch.export.load({file!r}).module()\noutputs = model(*inputs)  # {shapes}\n"
 RUN_ONNX = """\
 import onnxruntime; session = onnxruntime.InferenceSession({file!r})
-outputs = session.run(None, {{each.name: x for each, x in zip(session.get_inputs(), arrays)}})  # NumPy: {shapes}
+outputs = session.run(None, {{node.name: x for node, x in zip(session.get_inputs(), arrays)}})  # NumPy: {shapes}
 """
 RUN_IMAGE_ONNX = """\
 import json, numpy, onnxruntime; session = onnxruntime.InferenceSession({file!r})
@@ -89,7 +89,7 @@ SCALED = {"onnx": "images / numpy.float32(255)"}
 UNSCALED = {"onnx": "images.astype(numpy.float32)"}
 
 FORMATS = ("weights", "safetensors", "torch.export", "onnx")
-# fields of ours that an export does not have: the commands and places of one machine
+# settings that an export does not have: the commands and paths of one machine
 MACHINE_FIELDS = ["run_dir", "resume_from", "init_from", "data_dir", "init_method", "checkpoint_dir"]
 MACHINE_FIELDS += ["mirror", "on_checkpoint"]  # extra: companions
 

@@ -66,12 +66,12 @@ def main() -> None:
     add_ema_flag(parser)
     options, flags = parser.parse_known_args()
     is_remote, options.checkpoint = "://" in options.checkpoint, local_checkpoint(options.checkpoint)
-    beside = Path() if is_remote else options.checkpoint.parent.parent
+    default_folder = Path() if is_remote else options.checkpoint.parent.parent
     saved = checkpoint.read_checkpoint(options.checkpoint)[0]["config"]
     config = TrainingConfig.from_args(
         flags, saved | {"init_from": "", "resume_from": "", "overwrite": False} | FLOAT32_SETTINGS
     )
-    out = options.out or beside / "predictions.pt"
+    out = options.out or default_folder / "predictions.pt"
     ctx = setup_distributed(config)
     with supervise_ranks(out.parent, config, ctx):
         check_ranks_equal(config, ctx)
@@ -173,13 +173,13 @@ def write_tensors(path: Path, value: object) -> None:
 
 
 def merge_rank_files(out: Path, samples: int, ctx: DistributedContext) -> None:
-    """Merge the parts of all ranks into one file, in the order of the samples."""
+    """Merge the files of all ranks into one, in the order of the samples."""
     parts = [torch.load(out.with_name(f"{out.name}.rank{rank}"), weights_only=True) for rank in range(ctx.world_size)]
     write_tensors(out, sort_by_sample(parts, samples))
     part = re.compile(rf"{re.escape(out.name)}\.rank\d+(\..+{re.escape(TEMPORARY_SUFFIX)})?")
-    for left in out.parent.iterdir():  # also those of a killed process with more ranks
-        if part.fullmatch(left.name):
-            left.unlink(missing_ok=True)
+    for file in out.parent.iterdir():  # also those of a killed process with more ranks
+        if part.fullmatch(file.name):
+            file.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -154,9 +154,11 @@ def run_steps(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> 
     checkpoint = sizes[0]["checkpoint"] if sizes else 0
     probe_folder(run, leaders, checkpoint, config, ctx, steps)
     if config.mirror:  # extra: companions
-        use = functools.partial(storage.measure_mirror, config.mirror, checkpoint)
-        if used := steps.run_step("mirror", lambda: use() if ctx.is_main else None, seconds=MAX_SECONDS_OF_MODEL):
-            findings += diagnosis.diagnose_mirror(used[0], checkpoint, config.save_every_minutes, config.mirror)
+        measure = functools.partial(storage.measure_mirror, config.mirror, checkpoint)
+        if mirror_rates := steps.run_step(
+            "mirror", lambda: measure() if ctx.is_main else None, seconds=MAX_SECONDS_OF_MODEL
+        ):
+            findings += diagnosis.diagnose_mirror(mirror_rates[0], checkpoint, config.save_every_minutes, config.mirror)
 
     if len(nodes) > 1:
         times = steps.run_step("clocks", lambda: [all_gather_json(None, ctx), time.time()][1])  # all at the same moment
@@ -204,9 +206,9 @@ def probe_folder(
             steps.findings += diagnosis.create_findings("shared folder", f"{folder}: {how} on every node")
         measure = functools.partial(storage.measure_disk, probe, checkpoint_bytes, config)
         if checkpoint_bytes and (disk := steps.run_step("disk", lambda: measure() if ctx.is_main else None)):
-            kept, location = config.keep_last + 2, f"{folder} on {ctx.hosts[0]}"
+            checkpoint_count, location = config.keep_last + 2, f"{folder} on {ctx.hosts[0]}"
             steps.findings += diagnosis.diagnose_disk(
-                disk[0], checkpoint_bytes, kept, config.save_every_minutes, location
+                disk[0], checkpoint_bytes, checkpoint_count, config.save_every_minutes, location
             )
     finally:
         if creates:
@@ -233,10 +235,10 @@ def format_conclusion(steps: Steps, seconds: float) -> str:
         sum(finding.level == level for finding in steps.findings)
         for level in (diagnosis.OK, diagnosis.WARNING, diagnosis.FAILURE)
     )
-    left = [name for name in ("data", "loader", "model") if name not in steps.measured]
+    unmeasured = [name for name in ("data", "loader", "model") if name not in steps.measured]
     counts = f"{ok} OK, {warnings} warning{'s' * (warnings != 1)}, {failures} failure{'s' * (failures != 1)}"
     text = f"preflight: {'do not start yet' if failures else 'go'}: {counts} in {seconds:.0f} s"
-    return text + (f"; not measured until that is fixed: {', '.join(left)}" if left else "")
+    return text + (f"; not measured until that is fixed: {', '.join(unmeasured)}" if unmeasured else "")
 
 
 if __name__ == "__main__":

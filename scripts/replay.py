@@ -272,10 +272,10 @@ def examine_step(step: ReplayedStep, plan: list[MicroBatch], rerun: InProcessRun
     def compute_loss(batch: Any, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
         seed_device(device, "step", config.seed, step.number - 1, micro_batch.number)
         with rerun.state.precision.autocast():
-            total, counted = hooks.compute_loss(model, batch)["loss"][:2]
+            total, loss_count = hooks.compute_loss(model, batch)["loss"][:2]
             if terms:
                 return terms.compute_mean(total), 0.0
-            return total, counted
+            return total, loss_count
 
     count, gradients_are_finite = 0.0, True
     if terms:
@@ -290,10 +290,10 @@ def examine_step(step: ReplayedStep, plan: list[MicroBatch], rerun: InProcessRun
         step.batches.append(map_tensors(lambda tensor: tensor.cpu(), batch))
         model.train()
         with note_non_finite(model, batch, step.places, label, step.outputs[-1]):
-            total, counted = compute_loss(batch, micro_batch)
+            total, loss_count = compute_loss(batch, micro_batch)
         step.micro_losses.append(total.item())
         total.backward()
-        count += float(counted)
+        count += float(loss_count)
         if not total.isfinite():
             step.places.setdefault(label, "in compute_loss, after the model")
         if gradients_are_finite and not is_finite([p.grad for p in model.parameters()]):
@@ -305,9 +305,9 @@ def examine_step(step: ReplayedStep, plan: list[MicroBatch], rerun: InProcessRun
     for index in step.indices:
         label, batch = f"sample {index}", loader.fetch_samples([index], epoch)[2]
         with torch.no_grad(), rerun.state.precision.autocast(), note_non_finite(model, batch, step.places, label):
-            total, counted = hooks.compute_loss(model, batch)["loss"][:2]
-        counted = torch.as_tensor(counted)
-        step.losses.append(torch.where(counted == 0, 0.0, total / counted).sum().item())
+            total, loss_count = hooks.compute_loss(model, batch)["loss"][:2]
+        loss_count = torch.as_tensor(loss_count)
+        step.losses.append(torch.where(loss_count == 0, 0.0, total / loss_count).sum().item())
         if not is_finite(total):
             step.places.setdefault(label, "in compute_loss, after the model")
 

@@ -216,7 +216,7 @@ def compare_weights(runs: list[RunInfo]) -> dict[str, Any]:
 
 def print_divergence(sources: list[str], may_replay: bool) -> bool:  # extra: replay
     """Print where two runs diverge, or two dumps of scripts/replay.py. Returns whether they are equal."""
-    from scripts.lib.diverge import compare_dump_files, compare_runs  # import torch
+    from scripts.lib.diverge import compare_dump_files, compare_runs  # imports torch
 
     if len(sources) != 2:
         raise UserError("diverge: needs two runs; give their folders")

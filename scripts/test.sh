@@ -88,8 +88,8 @@ for word in "$@"; do
     [ ! -e "${word%%::*}" ] || has_path=1
 done
 add() { # those that exist
-    local each
-    for each in "$@"; do [ ! -e "$each" ] || options+=("$each"); done
+    local path
+    for path in "$@"; do [ ! -e "$path" ] || options+=("$path"); done
 }
 if [ -z "$has_path" ]; then
     case "$mode" in # the longest files first

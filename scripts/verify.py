@@ -120,13 +120,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             fork.new_process = NewProcess(
                 {"given": fork.given_config.to_json(), "config": fork.config.to_json()}, environment_without_launcher()
             )
-        report = CheckRunner(fork, sys.argv[1:] if argv is None else list(argv), len(checks))
+        runner = CheckRunner(fork, sys.argv[1:] if argv is None else list(argv), len(checks))
         for check in checks:
-            report.run_check(check)
-        report.check_fields(read)
+            runner.run_check(check)
+        runner.check_fields(read)
     finally:
         fork.clean_up()
-    is_passed = report.finish()
+    is_passed = runner.finish()
     cleanup_distributed()
     gc.unfreeze()
     return 0 if is_passed else 1

@@ -89,7 +89,7 @@ MUTATIONS = [
     Mutation('_broadcast_file', 'dist.broadcast(torch.frombuffer(block, dtype=torch.uint8), source, group=ctx.control_group)', 'pass', 'mirror-resume'),  # extra: companions
     Mutation('MirrorUploader._upload_checkpoint', 'self._upload_records()  # before the manifest: who resumes from the checkpoint needs them', 'pass', 'mirror-resume'),  # extra: companions
     Mutation('TrackCompanion._send_records', 'if record["step"] > sent.get(group, -1):', 'if True:', 'tracker'),  # extra: companions
-    Mutation('TrackCompanion._open_tracker', 'note["sent"] = self._tracker.open(note["sent"])', 'self._tracker.open(note["sent"])', 'tracker'),  # extra: companions
+    Mutation('TrackCompanion._open_tracker', 'tracker_state["sent"] = self._tracker.open(tracker_state["sent"])', 'self._tracker.open(tracker_state["sent"])', 'tracker'),  # extra: companions
     Mutation('TrackCompanion.send_new', 'self._tracker = None', 'pass', 'tracker'),  # extra: companions
     Mutation('follow_run', 'except (UserError, OSError) as error:', 'except KeyError as error:', 'mirror-fails'),  # extra: companions
     Mutation('Companion.read_final_state', 'return lock.get("ended", "") if lock.get("token") == self.plan["token"] else ""', 'return lock.get("ended", "")', 'companion'),  # extra: companions
@@ -254,7 +254,7 @@ MUTATIONS = [
     Mutation('main', 'is_failed = any(finding.level == diagnosis.FAILURE for finding in steps.findings)', 'is_failed = False', 'preflight'),  # extra: preflight
     Mutation('main', 'return 0 if is_passed else 1', 'return 0', 'verify'),  # extra: verify
     Mutation('read_export', 'kind = choose_weights(payload, use_ema, source)', 'kind = "model"', 'export'),
-    Mutation('merge_rank_files', 'if part.fullmatch(left.name):', 'if left.name.startswith(f"{out.name}.rank"):', 'predict'),
+    Mutation('merge_rank_files', 'if part.fullmatch(file.name):', 'if file.name.startswith(f"{out.name}.rank"):', 'predict'),
     Mutation('RankSupervisor.report_to_ranks', 'cause = self._watchdog.find_lost_rank() or error', 'pass', 'rank-killed'),  # extra: watch
     Mutation('_create_shared_rows', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes), mmap.MAP_PRIVATE), dtype=torch.uint8)', 'cache'),  # extra: cache
     Mutation('_create_shared_rows', 'os.unlink(path)', 'pass', 'cache'),  # extra: cache

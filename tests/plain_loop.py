@@ -1,4 +1,4 @@
-"""The reference: the same training in one process, without DDP, checkpoints or workers; also for benchmark.py."""
+"""The reference: the same training in one process, without DDP, checkpoints or workers. verify.py uses it too."""
 
 import functools
 import hashlib

@@ -95,7 +95,7 @@ class Companion:
                 os.write(heartbeat_pipe, b".")
 
     def delete_copies(self) -> None:
-        """Delete what a kill or an end has left of `kept`."""
+        """Delete what a kill or an end has left of `temporary_copy`."""
         for copy_folder in self.checkpoints.glob(f"*.{self.name}{TEMPORARY_SUFFIX}"):
             shutil.rmtree(copy_folder, ignore_errors=True)
 
@@ -175,9 +175,9 @@ def stop_with_rank(plan: dict[str, Any], stop: Callable[[], object]) -> None:
     def wait_for_rank() -> None:
         while os.getppid() == plan["parent"] and not is_asked.wait(0.5):
             pass
-        last = threading.Thread(target=stop, daemon=True)
-        last.start()
-        last.join(SECONDS_TO_STOP)
+        stop_thread = threading.Thread(target=stop, daemon=True)
+        stop_thread.start()
+        stop_thread.join(SECONDS_TO_STOP)
         os._exit(0)
 
     threading.Thread(target=wait_for_rank, daemon=True).start()
@@ -221,20 +221,20 @@ def follow_run(companion: Companion) -> int:
         companion.leave()
 
     stop_with_rank(companion.plan, stop)
-    failing_since, pause, is_said = 0.0, companion.seconds_per_poll, False
+    failing_since, pause, is_warned = 0.0, companion.seconds_per_poll, False
     while True:
         state = companion.read_final_state()  # before the look, which then sees all that was written until the end
         try:
             if companion.look(state) and state:
                 return 0
-            failing_since, pause, is_said = 0.0, companion.seconds_per_poll, False
+            failing_since, pause, is_warned = 0.0, companion.seconds_per_poll, False
         except OtherOwnerError:
             return EXIT_OTHER_OWNER
         except (UserError, OSError) as error:
             failing_since = failing_since or time.monotonic()
             failing, pause = time.monotonic() - failing_since, min(2 * pause, MAX_SECONDS_BETWEEN_RETRIES)
-            if failing > SECONDS_UNTIL_WARNING and not is_said:
-                is_said, text = True, "%s: tries have failed for %.0f s, and training continues: %s"
+            if failing > SECONDS_UNTIL_WARNING and not is_warned:
+                is_warned, text = True, "%s: tries have failed for %.0f s, and training continues: %s"
                 companion.log.warning(text, companion.name, failing, error)
         ends = time.monotonic() + pause
         while time.monotonic() < ends and companion.read_final_state() == state:  # at the end of the run the rank waits

@@ -38,7 +38,7 @@ SECONDS_UNTIL_WARNING = 60.0  # of an upload without progress
 SECONDS_BETWEEN_REQUESTS = 0.5  # of a node whose run folder is its own
 EXCLUDED_PREFIXES = (".", "superseded-", "traces")  # how names of files and folders begin that are not uploaded
 MIRROR_FILE = "mirror.json"  # in the run folder: which run its mirror is a copy of
-WANTED_FILE = "wanted.json"  # the checkpoint of which other nodes upload their parts, samples and logs
+WANTED_FILE = "wanted.json"  # the checkpoint of which other nodes upload their shards, samples and logs
 
 
 # ---- the start ----
@@ -117,7 +117,7 @@ class MirrorUploader(Companion):
     """On rank 0: uploads the latest checkpoint, the best one and the records of the run folder.
 
     On a node whose run folder is its own: uploads the samples and logs of its ranks, and of a sharded checkpoint their
-    parts, before the checkpoint becomes valid.
+    shards, before the checkpoint becomes valid.
     """
 
     name = "mirror"
@@ -158,16 +158,16 @@ class MirrorUploader(Companion):
                 _exit(EXIT_OTHER_OWNER)
             except UserError:
                 pass  # the next one may succeed
-            stands = time.monotonic() - self._progress_at
-            if self._upload_title and stands > SECONDS_UNTIL_WARNING and not self._is_warned:
+            stalled_s = time.monotonic() - self._progress_at
+            if self._upload_title and stalled_s > SECONDS_UNTIL_WARNING and not self._is_warned:
                 self._is_warned, text = True, "mirror=%s: the upload of %s has made no progress for %.0f s"
-                self.log.warning(text + "; training continues", self.mirror.url, self._upload_title, stands)
+                self.log.warning(text + "; training continues", self.mirror.url, self._upload_title, stalled_s)
             self._stop_event.wait(SECONDS_BETWEEN_HEARTBEATS)
 
     def leave(self) -> None:
         self._stop_event.set()
         if self.plan["rank"] == 0:
-            self._heartbeat_thread.join(SECONDS_TO_STOP / 2)  # its last beat comes before this one
+            self._heartbeat_thread.join(SECONDS_TO_STOP / 2)  # its last heartbeat comes before this one
             self.mirror.mark_ended(read_json(self.folder / "status.json"))
 
     def look(self, final_state: str) -> bool:
@@ -230,7 +230,7 @@ class MirrorUploader(Companion):
                 if checkpoint.read_checksums(path) not in ({}, digests):
                     return  # saved again meanwhile
                 if any(node_status.get("lacks") == path.name for node_status in self._read_node_statuses()):
-                    self._uploaded_checkpoints[path.name] = digests  # superseded there before its parts were uploaded
+                    self._uploaded_checkpoints[path.name] = digests  # superseded there before its shards were uploaded
                     return
                 self._wait_for_nodes()
         self._upload_records()  # before the manifest: who resumes from the checkpoint needs them
@@ -250,9 +250,9 @@ class MirrorUploader(Companion):
         path = self.checkpoints / wanted.get("name", "")
         is_wanted, lacks = wanted and self._uploaded_checkpoints.get(path.name) != wanted["files"], ""
         if is_wanted and not path.suffix:  # a sharded one
-            has_parts = checkpoint.read_checksums(path) == wanted["files"]
+            has_shards = checkpoint.read_checksums(path) == wanted["files"]
             latest = self.find_latest_checkpoint()
-            if has_parts:
+            if has_shards:
                 with self.temporary_copy(path) as source:
                     digests = wanted["files"].items()
                     objects = {name: mirror.object_name(f"{path.stem}.{digest[:8]}.{name}") for name, digest in digests}
@@ -263,13 +263,13 @@ class MirrorUploader(Companion):
                 return False  # it appears here in a moment
         if is_wanted or final_state != self._final_state:
             self._upload_records()
-            reached = {"step": wanted.get("step", -1), "state": final_state, "lacks": lacks}
-            mirror.write_json(mirror.object_name(f"nodes/{self.plan['rank']}.json"), reached)
+            node_status = {"step": wanted.get("step", -1), "state": final_state, "lacks": lacks}
+            mirror.write_json(mirror.object_name(f"nodes/{self.plan['rank']}.json"), node_status)
             self._uploaded_checkpoints[path.name], self._final_state = wanted.get("files", {}), final_state
         return bool(final_state) and mirror.has_ended()
 
     def _upload_files(self, source: Path, objects: dict[str, str], title: str) -> None:
-        """Upload the file, or those parts of the folder that are here."""
+        """Upload the file, or those files of the folder that are on this node."""
 
         def on_progress(sent: int) -> None:
             self._progress_at = time.monotonic()
@@ -287,7 +287,8 @@ class MirrorUploader(Companion):
 
     def _upload_records(self) -> None:
         folder = self.folder
-        for path in sorted(folder.rglob("*"), key=lambda path: (path.name == "status.json", path)):  # with it all count
+        # status.json last: without it the records of this attempt do not count
+        for path in sorted(folder.rglob("*"), key=lambda path: (path.name == "status.json", path)):
             name = path.relative_to(folder)
             is_left_out = (
                 any(part.startswith(EXCLUDED_PREFIXES) for part in name.parts) or path.suffix == TEMPORARY_SUFFIX

@@ -33,7 +33,7 @@ class Mirror(MirroredRun):
     def __init__(self, url: str, generation: int = 0, run_id: str = "") -> None:
         super().__init__(url, f"mirror={url.rstrip('/')}")
         self.generation, self.run_id = generation, run_id
-        self._generation_seen, self._heartbeat_count = 0, 0  # the latest generation at the start; beats
+        self._generation_seen, self._heartbeat_count = 0, 0  # the latest generation at the start; heartbeats written
 
     # ---- the owner ----
 
@@ -44,14 +44,14 @@ class Mirror(MirroredRun):
         self.run_id = owner.get("run", "")
         if not latest or (launch_id and owner.get("launch_id") == launch_id):
             return bool(latest)
-        beat, ends = self.read_json(name), time.monotonic() + SECONDS_TO_SEE_HEARTBEAT
-        if beat.get("state", "running") == "running":
+        heartbeat, ends = self.read_json(name), time.monotonic() + SECONDS_TO_SEE_HEARTBEAT
+        if heartbeat.get("state", "running") == "running":
             owner_text = f"a job on {owner.get('host', '?')} since {owner.get('time', '?')}"
             text = "%s: looking for up to %.0f s whether its owner, %s, is alive"
             logging.getLogger(LOGGER_NAME).warning(text, self.url, SECONDS_TO_SEE_HEARTBEAT, owner_text)
             while time.monotonic() < ends:
                 time.sleep(SECONDS_TO_SEE_HEARTBEAT / 20)
-                if self.read_json(name) != beat:
+                if self.read_json(name) != heartbeat:
                     raise UserError(
                         f"mirror={self.url}: is in use by {owner_text}; end that job or give another --mirror"
                     )
@@ -79,7 +79,7 @@ class Mirror(MirroredRun):
             raise OtherOwnerError
 
     def write_heartbeat(self) -> None:
-        """Show that the owner is alive. Call it each ten seconds. Raises OtherOwnerError as `check_owner`."""
+        """Show that the owner is alive. Call it every ten seconds. Raises OtherOwnerError as `check_owner`."""
         self.check_owner()
         self._heartbeat_count += 1
         self.write_json(
@@ -88,7 +88,7 @@ class Mirror(MirroredRun):
         )
 
     def mark_ended(self, status: dict[str, Any]) -> None:
-        """The next owner need not wait for a beat. status: of the run, which is written there if it has failed."""
+        """The next owner need not wait for a heartbeat. status: of the run, which is written there if it has failed."""
         name = self.object_name("records/status.json")
         if status.get("state") == "failed" and self.read_json(name):  # else the earlier records count
             self.write_json(name, status)
@@ -118,13 +118,13 @@ class Mirror(MirroredRun):
             return
         superseded = checkpoint.find_superseded_steps(valid, keep_last, keep_every)
         kept_manifests = [manifest for step, manifest in valid.items() if step not in superseded or step == best_step]
-        used = {manifest["manifest"] for manifest in kept_manifests}
-        used |= {file["object"] for manifest in kept_manifests for file in manifest["files"].values()}
-        every = self.list_objects()
-        has_records = self.object_name("records/status.json") in every
+        referenced_objects = {manifest["manifest"] for manifest in kept_manifests}
+        referenced_objects |= {file["object"] for manifest in kept_manifests for file in manifest["files"].values()}
+        object_sizes = self.list_objects()
+        has_records = self.object_name("records/status.json") in object_sizes
 
         def is_removed(name: str) -> bool:
-            if name in used or name.startswith("owners/"):
+            if name in referenced_objects or name.startswith("owners/"):
                 return False
             if "/records/" in name:
                 return has_records and name < self.object_name("")
@@ -132,7 +132,7 @@ class Mirror(MirroredRun):
             is_superseded = step is not None and int(step[1]) < max(valid)
             return name < self.object_name("") or (name.startswith(self.object_name("")) and is_superseded)
 
-        removed = sorted(filter(is_removed, every), key=lambda name: "/manifests/" not in name)  # these first
+        removed = sorted(filter(is_removed, object_sizes), key=lambda name: "/manifests/" not in name)  # these first
         if removed:
             self.delete_objects(removed)
 

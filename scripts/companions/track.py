@@ -137,12 +137,13 @@ class TrackCompanion(Companion):
             raise UserError(f"another track.py sends {self.folder}") from None
         except OSError:  # storage without locks
             pass
-        note, settings = self._tracker_state, read_json(self.folder / "config.json")  # without secrets
-        replace_json(self.folder / STATE_FILE, note)  # first: a kill may follow, and the next try finds the run
-        self._tracker = self._tracker_class(note["id"], note["project"], settings, self.folder)
-        note["sent"] = self._tracker.open(note["sent"])
-        note["id"] = self._tracker.id
-        replace_json(self.folder / STATE_FILE, note)
+        tracker_state, settings = self._tracker_state, read_json(self.folder / "config.json")  # without secrets
+        # first: a kill may follow, and the next try finds the run
+        replace_json(self.folder / STATE_FILE, tracker_state)
+        self._tracker = self._tracker_class(tracker_state["id"], tracker_state["project"], settings, self.folder)
+        tracker_state["sent"] = self._tracker.open(tracker_state["sent"])
+        tracker_state["id"] = self._tracker.id
+        replace_json(self.folder / STATE_FILE, tracker_state)
         self._record_reader = RecordReader(self.folder / "metrics.jsonl")
         return self._tracker
 
@@ -184,8 +185,8 @@ def is_started_by_hand() -> bool:
 def send_ended_run(folder: Path, *argv: str) -> int:
     """By hand: send what the tracker lacks of a run that has ended. Returns the exit code."""
     files = (read_json(folder / name) for name in ("config.json", "status.json", STATE_FILE))
-    config, status, note = files
-    name = [*argv, note.get("tracker") or config.get("track", "")][0]
+    config, status, tracker_state = files
+    name = [*argv, tracker_state.get("tracker") or config.get("track", "")][0]
     if name not in TRACKERS or not config:
         missing = f"run_dir={folder}: holds no run; give" if not config else f"track={name}: is not a tracker; choose"
         print(f"{missing} track.py RUN {'|'.join(TRACKERS)}", file=sys.stderr)

@@ -96,15 +96,16 @@ class Mlflow(Tracker):
         self._client = client = MlflowClient()
         project = client.get_experiment_by_name(self.project)
         experiment_id = project.experiment_id if project else client.create_experiment(self.project)
-        words = [f"{name} = '{self.id}'" for name in ("attributes.run_id", "tags.key")]  # or begun, but not noted
-        runs = [run for query in words for run in client.search_runs([experiment_id], query)]
+        queries = [f"{name} = '{self.id}'" for name in ("attributes.run_id", "tags.key")]  # or begun, but not noted
+        runs = [run for query in queries for run in client.search_runs([experiment_id], query)]
         run = runs[0] if runs else client.create_run(experiment_id, run_name=self.name, tags={"key": self.id})
         self.id = run.info.run_id
         client.update_run(self.id, status="RUNNING")
+        # a param cannot be changed later, so only new ones are logged
         params = [
             Param(name, str(value)[:6000]) for name, value in self.settings.items() if name not in run.data.params
         ]
-        for at in range(0, len(params), 100):  # which cannot be changed later
+        for at in range(0, len(params), 100):
             client.log_batch(self.id, params=params[at : at + 100])
         return find_last_steps([run.data.metrics])
 

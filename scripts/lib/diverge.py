@@ -128,7 +128,7 @@ def bisect_checkpoints(a: Any, b: Any, gap: Divergence) -> tuple[int, int, list[
     ]
     low = gap.last_equal_step
     high = gap.step
-    prints = [read_train_records(run)[gap.step].get("fingerprint") for run in (a, b)]
+    run_fingerprints = [read_train_records(run)[gap.step].get("fingerprint") for run in (a, b)]
     while steps := [
         step for step in sorted(checkpoints_by_run[0].keys() & checkpoints_by_run[1].keys()) if low < step < high
     ]:
@@ -140,30 +140,30 @@ def bisect_checkpoints(a: Any, b: Any, gap: Divergence) -> tuple[int, int, list[
         if fingerprints[0] == fingerprints[1]:
             low = middle
         else:
-            high, prints = middle, fingerprints
-    return low, high, prints
+            high, run_fingerprints = middle, fingerprints
+    return low, high, run_fingerprints
 
 
 def replay_divergence(a: Any, b: Any, gap: Divergence, names: tuple[str, str]) -> str:
     """Replay both runs to the step at which they diverge, here, in one process; what differs first in it."""
     import replay
 
-    low, high, prints = bisect_checkpoints(a, b, gap)
+    low, high, run_fingerprints = bisect_checkpoints(a, b, gap)
     replays = [replay.record_steps(run.folder, low + 1, high) for run in (a, b)]
     steps = [step for step in sorted(replays[0].keys() & replays[1].keys()) if step > low]
     step = next((step for step in steps if replays[0][step]["fingerprint"] != replays[1][step]["fingerprint"]), 0)
     if step:
         dump_a, dump_b = (replay.dump_step(run.folder, step) for run in (a, b))
         return f"{describe_equal_steps(step - 1)}; in step {step} {compare_dumps(dump_a, dump_b, names).text}"
-    odd = [k for k in (0, 1) if prints[k] != replays[k][high]["fingerprint"]]
+    unrepeated = [k for k in (0, 1) if run_fingerprints[k] != replays[k][high]["fingerprint"]]
     step_range = f"step {high}" if high == low + 1 else f"steps {low + 1} to {high}"
     dumps = "compare dumps of scripts/replay.py that were made where the runs were"
-    if len(odd) > 1:
+    if len(unrepeated) > 1:
         causes = "sums of several ranks without --reduction exact, other machines or versions"
         return f"here the replays of {step_range} are equal, and repeat neither run ({causes}); {dumps}"
-    run, name = (a, b)[odd[0]], names[odd[0]]
+    run, name = (a, b)[unrepeated[0]], names[unrepeated[0]]
     is_alone = high == low + 1 and run.config.get("log_interval") == 1
-    cause = describe_cause(read_train_records(run)[high], replays[odd[0]][high]) if is_alone else ""
+    cause = describe_cause(read_train_records(run)[high], replays[unrepeated[0]][high]) if is_alone else ""
     causes = "a fault that came once, or another machine or version"
     equal_steps = describe_equal_steps(low)
     return f"{equal_steps}; in {step_range} {name} did what its replay here does not{cause} ({causes}); {dumps}"
@@ -282,9 +282,9 @@ def compare_outputs(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]
                 return Difference(
                     "module", f"the output of {module} differs first, for micro-batch {number} with equal inputs"
                 )
-    for number, (loss, its_loss) in enumerate(zip(a["micro_losses"], b["micro_losses"], strict=True)):
-        if repr(loss) != repr(its_loss):
-            text = f"the loss of micro-batch {number} is {loss:.9g} in {names[0]} and {its_loss:.9g} in {names[1]}"
+    for number, (loss, other_loss) in enumerate(zip(a["micro_losses"], b["micro_losses"], strict=True)):
+        if repr(loss) != repr(other_loss):
+            text = f"the loss of micro-batch {number} is {loss:.9g} in {names[0]} and {other_loss:.9g} in {names[1]}"
             return Difference("loss", f"{text}, with equal outputs of all modules: look at compute_loss")
     return None
 

@@ -7,10 +7,10 @@ satisfies() {
 import importlib.metadata, re, sys
 assert sys.version_info >= (3, 11)
 for line in open(sys.argv[1]):
-    name, low = line.strip().split(">=")
-    found = importlib.metadata.version(name).split("+")[0]
-    found, low = ([int(n) for n in re.findall(r"\d+", version)[:3]] for version in (found, low))
-    assert found >= low
+    name, required = line.strip().split(">=")
+    installed = importlib.metadata.version(name).split("+")[0]
+    installed, required = ([int(n) for n in re.findall(r"\d+", version)[:3]] for version in (installed, required))
+    assert installed >= required
 PY
 }
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 SO_THAT = "so that this can be undone"
-HIDDEN = "git update-index --no-assume-unchanged --no-skip-worktree"
-CHMOD = "git update-index --chmod"
+UNHIDE_COMMAND = "git update-index --no-assume-unchanged --no-skip-worktree"
+CHMOD_COMMAND = "git update-index --chmod"
 
 
 def fail(sentence: str) -> NoReturn:
@@ -64,7 +64,7 @@ def require_clean(root: Path, pathspec: str) -> None:
         if state == "S" and not (root / name).exists():
             fail(f"{name} is left out by a sparse checkout; git sparse-checkout disable first, {SO_THAT}")
         if state == "S" or state.islower():
-            fail(f"git ignores changes of {name}; {HIDDEN} {name} first, {SO_THAT}")
+            fail(f"git ignores changes of {name}; {UNHIDE_COMMAND} {name} first, {SO_THAT}")
 
 
 def require_undoable(root: Path, names: Iterable[str], folders: Iterable[str]) -> None:
@@ -110,9 +110,11 @@ def require_same_after_checkout(root: Path, names: list[str]) -> None:
                 fail(f"git would restore {name} with other line ends or bytes; delete it and git restore it, {SO_THAT}")
             is_executable = bool((root / name).stat().st_mode & stat.S_IXUSR)
             if is_executable and not copy.stat().st_mode & stat.S_IXUSR:
-                fail(f"git does not know that {name} is executable; {CHMOD}=+x {name} and commit that, {SO_THAT}")
+                fail(
+                    f"git does not know that {name} is executable; {CHMOD_COMMAND}=+x {name} and commit that, {SO_THAT}"
+                )
             if copy.stat().st_mode & stat.S_IXUSR and not is_executable:
-                fail(f"git would make {name} executable; {CHMOD}=-x {name} and commit that, {SO_THAT}")
+                fail(f"git would make {name} executable; {CHMOD_COMMAND}=-x {name} and commit that, {SO_THAT}")
 
 
 def untracked_content(root: Path, folder: str, tracked: Iterable[str]) -> list[str]:

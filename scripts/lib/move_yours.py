@@ -115,8 +115,8 @@ def move_settings(base: str, fork: str, template: str) -> MoveResult:
             block[name] = lines
         else:
             added += lines
-    kept = [line for name, lines in block.items() if name not in deleted for line in lines]
-    text = replace_block(template, added + kept)
+    block_lines = [line for name, lines in block.items() if name not in deleted for line in lines]
+    text = replace_block(template, added + block_lines)
     comments = list_comments(fork) - list_comments(base) - list_comments(text)
     return MoveResult(text, [*left_out, *sorted(comments)], deleted)
 

@@ -70,20 +70,24 @@ def delete_from_files(files: Files, extras: set[str]) -> tuple[Files, Fields]:
     left: Files = {}
     for name, text in files.items():
         parts = Path(name).parts
-        is_of_cut = len(parts) > 3 and parts[0] in ("utils", "tests") and parts[1] == "extras" and parts[2] in extras
-        if not is_of_cut and not is_whole_file_marked(name, text, extras):
+        is_in_deleted_folder = (
+            len(parts) > 3 and parts[0] in ("utils", "tests") and parts[1] == "extras" and parts[2] in extras
+        )
+        if not is_in_deleted_folder and not is_whole_file_marked(name, text, extras):
             left[name] = delete_from_text(name, text, extras)
     if SETTINGS_FILE in left:
         left[SETTINGS_FILE] = delete_entries(left[SETTINGS_FILE], extras)
     fields = read_settings(files, extras)
-    gone = {field for extra_fields in fields.values() for field in extra_fields}
+    deleted_fields = {field for extra_fields in fields.values() for field in extra_fields}
     deleted = files.keys() - left.keys()
     deleted |= {f"{Path(path).parent}" for path in deleted} - {f"{Path(path).parent}" for path in left}
     for name in left:
         if TEMPLATE_PAGES.fullmatch(name):
-            rows_of = gone if name != EXTRAS_PAGE else set[str]()  # a row there is about an extra
+            rows_of = deleted_fields if name != EXTRAS_PAGE else set[str]()  # a row there is about an extra
             text = remove_dead_links(name, left[name], files.keys() - left.keys())
-            left[name] = delete_rows(delete_commands(text, deleted, {f"--{field}" for field in gone}), rows_of)
+            left[name] = delete_rows(
+                delete_commands(text, deleted, {f"--{field}" for field in deleted_fields}), rows_of
+            )
     return left, fields
 
 
@@ -483,14 +487,16 @@ def merge_template(ref: str) -> None:
     if old == new:
         print(f"{ref} is already merged")
         return
-    cut = set(read_deleted((ROOT / PROJECT_FILE).read_text(encoding="utf-8")))
-    message = "{} without " + ", ".join(sorted(cut))
-    old_cut = git("commit-tree", delete_from_commit(old, cut), "-m", message.format(old), root=ROOT)
-    new_cut = git("commit-tree", delete_from_commit(new, cut), "-p", old_cut, "-m", message.format(new), root=ROOT)
+    deleted_extras = set(read_deleted((ROOT / PROJECT_FILE).read_text(encoding="utf-8")))
+    message = "{} without " + ", ".join(sorted(deleted_extras))
+    old_commit = git("commit-tree", delete_from_commit(old, deleted_extras), "-m", message.format(old), root=ROOT)
+    new_commit = git(
+        "commit-tree", delete_from_commit(new, deleted_extras), "-p", old_commit, "-m", message.format(new), root=ROOT
+    )
     command = ["git", "merge-recursive"]
     if folder_in_repository := git("rev-parse", "--show-prefix", root=ROOT):
         command.append(f"--subtree={folder_in_repository}")  # the template's files are not in a folder
-    command += [old_cut, "--", "HEAD", new_cut]
+    command += [old_commit, "--", "HEAD", new_commit]
     ended = subprocess.run(command, cwd=ROOT, check=False)
     if ended.returncode > 1:
         fail("git merge-recursive failed; git reset --merge undoes it")

@@ -30,7 +30,7 @@ STYLE_FILE = Path(__file__).with_name("report.css")
 
 def format_page(runs: dict[str, Any], differing: list[str]) -> str:
     """The page. runs: RunInfo by the name to show; differing: the names of the settings that differ."""
-    lines = {
+    timelines = {
         name: timeline.build_timeline(run.folder, run.records, run.status, run.attempts) for name, run in runs.items()
     }
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -40,14 +40,18 @@ def format_page(runs: dict[str, Any], differing: list[str]) -> str:
         for name, run in runs.items()
         if run.status.get("error")
     ]
-    figures = {name: collect_headline_figures(run, lines[name]) for name, run in runs.items()}
+    figures = {name: collect_headline_figures(run, timelines[name]) for name, run in runs.items()}
     if len(runs) == 1:
         cells = [f"<div><dt>{escape(n)}</dt><dd>{escape(v)}</dd></div>" for n, v in figures[next(iter(runs))].items()]
-        shown = f'<dl class="cards">{"".join(cells)}</dl>'
+        figures_html = f'<dl class="cards">{"".join(cells)}</dl>'
     else:
-        shown = format_table_by_run(figures)
-    parts = [f"<h1>{escape(title)}</h1><p>report of {when}</p>", *errors, format_section("Headline figures", shown)]
-    parts += [format_section("Curves", plot_all_metrics(runs)), format_section("Timeline", format_timelines(lines))]
+        figures_html = format_table_by_run(figures)
+    parts = [
+        f"<h1>{escape(title)}</h1><p>report of {when}</p>",
+        *errors,
+        format_section("Headline figures", figures_html),
+    ]
+    parts += [format_section("Curves", plot_all_metrics(runs)), format_section("Timeline", format_timelines(timelines))]
     parts += [
         format_section(
             "Where the time went", format_table_by_run({name: format_account_times(run) for name, run in runs.items()})
@@ -67,7 +71,7 @@ def format_page(runs: dict[str, Any], differing: list[str]) -> str:
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
-def collect_headline_figures(run: Any, line: timeline.Timeline) -> dict[str, str]:
+def collect_headline_figures(run: Any, run_timeline: timeline.Timeline) -> dict[str, str]:
     """The headline figures of a run; if it is not completed, those so far."""
     status, summary, seconds = run.status, run.summary, read_account_seconds(run)
     is_current = summary.get("state") == status.get("state")
@@ -76,7 +80,7 @@ def collect_headline_figures(run: Any, line: timeline.Timeline) -> dict[str, str
     last, waited = train[-1] if train else {}, seconds["training"] + seconds["data_wait"]
     metric, final = summary.get("best_metric"), summary.get("final") or {}
     rate = summary.get("samples_per_s") or last.get("samples_per_s")
-    wall = summary.get("wall_s") or line.ended_at - line.started_at
+    wall = summary.get("wall_s") or run_timeline.ended_at - run_timeline.started_at
     tested = [item for record in summary.get("test") or [] for item in record.items()]
     values = {
         "state": status.get("state", "unknown"),
@@ -88,7 +92,7 @@ def collect_headline_figures(run: Any, line: timeline.Timeline) -> dict[str, str
         "training loss": last.get("loss"),
         "wall time": format_duration(wall) if wall else None,
         "goodput": f"{seconds['training'] / sum(seconds.values()):.0%}" if waited else None,
-        "restarts": summary.get("restarts", line.attempts - 1 if line.attempts else None),
+        "restarts": summary.get("restarts", run_timeline.attempts - 1 if run_timeline.attempts else None),
         "recomputed": format_duration(seconds["recomputed"]) if seconds["recomputed"] else None,
         "skipped steps": summary.get("skipped_steps"),
         "samples/s": f"{rate:,.0f}" if rate else None,
@@ -186,8 +190,8 @@ def plot_all_metrics(runs: dict[str, Any]) -> str:
         f'<div class="plots">{"".join(group)}</div>' for group in (plots[:OPEN_PLOTS], plots[OPEN_PLOTS:])
     )
     folded_plots = format_details(f"{len(plots) - OPEN_PLOTS} more plots", remaining) if len(plots) > OPEN_PLOTS else ""
-    how = "<p>Solid: evaluation. Dashed: training.</p>" * (len(runs) > 1)  # a single run has a legend
-    return how + few + folded_plots if plots else "<p>No records yet.</p>"
+    caption = "<p>Solid: evaluation. Dashed: training.</p>" * (len(runs) > 1)  # a single run has a legend
+    return caption + few + folded_plots if plots else "<p>No records yet.</p>"
 
 
 def plot_metric(runs: dict[str, Any], name: str) -> str:
@@ -197,19 +201,19 @@ def plot_metric(runs: dict[str, Any], name: str) -> str:
         train, evaluations = ([r for r in run.records if r["kind"] == kind] for kind in ("train", "eval"))
         is_average = any(r.get("weights") == "ema" for r in evaluations)  # which chooses the best checkpoint
         has_val = any(r.get("split") == "val" for r in evaluations)  # else the test set is evaluated during training
-        shown = [r for r in evaluations if (r.get("weights") == "ema") == is_average]
-        solid = sample_points([r for r in shown if not has_val or r.get("split") == "val"], name)
+        chosen_records = [r for r in evaluations if (r.get("weights") == "ema") == is_average]
+        solid = sample_points([r for r in chosen_records if not has_val or r.get("split") == "val"], name)
         dashed = sample_points(train, name)
-        look, is_alone = choose_color(k, len(runs)), len(runs) == 1
+        color, is_alone = choose_color(k, len(runs)), len(runs) == 1
         legend = ("evaluation" if is_alone else label) + " (averaged weights)" * is_average
         if dashed:
             named, tip = "training" if is_alone else "" if solid else label, f"{label}, training"
-            series.append(Series(named, dashed, look, bool(solid), has_markers=False, width=1.6, tooltip=tip))
+            series.append(Series(named, dashed, color, bool(solid), has_markers=False, width=1.6, tooltip=tip))
         if solid:
-            series.append(Series(legend, solid, look, has_markers=len(solid) <= 60, tooltip=f"{label}, evaluation"))
+            series.append(Series(legend, solid, color, has_markers=len(solid) <= 60, tooltip=f"{label}, evaluation"))
         last = max((x for x, _ in solid + dashed), default=0)
         resumed = [r["step"] for r in run.records if r.get("event") == "resumed" and r["step"] <= last]
-        marks += [(step, "resumed" * (n == 0), look) for n, step in enumerate(resumed)]
+        marks += [(step, "resumed" * (n == 0), color) for n, step in enumerate(resumed)]
     if not series:
         return ""
     highest = max(y for curve in series for _, y in curve.points if y is not None)
@@ -237,10 +241,10 @@ def sample_points(records: list[dict[str, Any]], name: str) -> list[tuple[float,
 # ---- timeline ----
 
 
-def format_timelines(lines: dict[str, timeline.Timeline]) -> str:
-    picture = timeline.draw_timelines(lines)
-    phases = {phase for line in lines.values() for *_, phase, _ in line.segments}
-    kinds = {event["event"] for line in lines.values() for event in line.events}
+def format_timelines(timelines: dict[str, timeline.Timeline]) -> str:
+    picture = timeline.draw_timelines(timelines)
+    phases = {phase for run_timeline in timelines.values() for *_, phase, _ in run_timeline.segments}
+    kinds = {event["event"] for run_timeline in timelines.values() for event in run_timeline.events}
     legend = "".join(
         f'<span><svg viewBox="0 0 14 14"><rect class="{name}" x="1" y="1" width="12" height="12"/></svg>{text}</span>'
         for name, text in timeline.PHASES.items()
@@ -251,23 +255,28 @@ def format_timelines(lines: dict[str, timeline.Timeline]) -> str:
         for kind, size in timeline.MARK_RADIUS.items()
         if kind in kinds
     )
-    events = [(name, line, event) for name, line in lines.items() for event in line.events]
+    events = [(name, run_timeline, event) for name, run_timeline in timelines.items() for event in run_timeline.events]
     routine = ("checkpoint", "best")
     listed = [
-        format_event_table([entry for entry in events if (entry[2]["event"] in routine) == is_routine], len(lines) > 1)
+        format_event_table(
+            [entry for entry in events if (entry[2]["event"] in routine) == is_routine], len(timelines) > 1
+        )
         for is_routine in (False, True)
     ]
-    without = "<p>No attempt times are recorded: the run was written by an earlier version, or has not started training"
-    text = f'{picture}<div class="legend">{legend}</div>' if picture else f"{without}.</p>"
-    few = listed[0] or "<p>No faults, restarts, skipped steps or stragglers.</p>"
-    return f'{text}<div class="events">{format_slow_ranks(lines)}{few}{format_details("checkpoints", listed[1])}</div>'
+    no_times_text = (
+        "<p>No attempt times are recorded: the run was written by an earlier version, or has not started training"
+    )
+    text = f'{picture}<div class="legend">{legend}</div>' if picture else f"{no_times_text}.</p>"
+    fault_table = listed[0] or "<p>No faults, restarts, skipped steps or stragglers.</p>"
+    event_tables = format_slow_ranks(timelines) + fault_table + format_details("checkpoints", listed[1])
+    return f'{text}<div class="events">{event_tables}</div>'
 
 
-def format_slow_ranks(lines: dict[str, timeline.Timeline]) -> str:
+def format_slow_ranks(timelines: dict[str, timeline.Timeline]) -> str:
     """A table of the ranks that were slow, the slowest first. Empty if none was: only these are recorded by rank."""
     by_rank: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for name, line in lines.items():
-        for event in (event for event in line.events if event["event"] == "straggler"):
+    for name, run_timeline in timelines.items():
+        for event in (event for event in run_timeline.events if event["event"] == "straggler"):
             key = (name, *(format_value(event.get(part, "")) for part in ("rank", "host", "cause")))
             by_rank.setdefault(key, []).append(event)
     rows = [

@@ -55,18 +55,18 @@ class Storage:
 
     def _request(self, action: Callable[[], T], tries: int = 1) -> T:
         """The result of a request. Raises UserError if it fails, or StartError if that may pass."""
-        for left in reversed(range(tries)):
+        for tries_left in reversed(range(tries)):
             try:
                 return action()
             except Exception as error:  # each storage has errors of its own
-                lasts = isinstance(error, FileNotFoundError | PermissionError)
-                if left and not lasts:
-                    time.sleep(2.0 ** (tries - left))
+                is_permanent = isinstance(error, FileNotFoundError | PermissionError)
+                if tries_left and not is_permanent:
+                    time.sleep(2.0 ** (tries - tries_left))
                     continue
                 reason = redact_secrets(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
                 remedy = "check the address, and the keys in the environment or the provider's files"
                 text = f"{self.title}: cannot be read or written ({reason}); {remedy}"
-                raise (UserError if lasts else StartError)(text) from None
+                raise (UserError if is_permanent else StartError)(text) from None
         raise AssertionError
 
     def list_objects(self, folder: str = "") -> dict[str, int]:
@@ -130,10 +130,12 @@ class Storage:
 
         hook = Callback(hooks={"tick": lambda size, value, **_: on_progress(value)})
         target = f"{self._root}/{name}"
-        written = f"{target}.part" if self._is_local else target
-        self._request(lambda: self._filesystem.put_file(str(path), written, callback=hook, **self._upload_options))
+        upload_target = f"{target}.part" if self._is_local else target
+        self._request(
+            lambda: self._filesystem.put_file(str(path), upload_target, callback=hook, **self._upload_options)
+        )
         if self._is_local:
-            os.replace(written, target)
+            os.replace(upload_target, target)
 
     def download(self, name: str, path: Path, size: int, on_progress: Callable[[int], None]) -> None:
         """Fetch an object of this size. It continues where an earlier call was interrupted.

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.lib.svg import COLORS
 
-ROWS, COLUMNS, LINE_HEIGHT, LETTER_WIDTH, MARGIN = 20, 112, 18, 7.3, 16  # LETTER: the width of one
+ROWS, COLUMNS, LINE_HEIGHT, LETTER_WIDTH, MARGIN = 20, 112, 18, 7.3, 16  # LETTER_WIDTH: of one character
 
 
 def draw_terminal(command: str, output: Iterable[str]) -> str:

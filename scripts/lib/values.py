@@ -28,9 +28,9 @@ from utils.training.parts.loss_terms import LossTerms
 STATE_KEYS = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint
 # of records: they differ between equal runs
 TIMING_FIELDS = ("samples_per_s", "tokens_per_s", "data_wait_s", "step_s", "peak_memory_bytes", "mfu")
-# relative: sums in another order; losses of a batch and its halves, for which layers may choose other kernels
+# relative; of sums in another order, and of losses of a batch and its halves, for which layers may choose other kernels
 ROUNDING_TOLERANCE = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-11}
-SUM_TOLERANCE = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-11}
+ADDITIVITY_TOLERANCE = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-11}
 MAX_SET_DEPTH = 3  # in each other, whose content is compared
 
 

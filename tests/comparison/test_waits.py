@@ -31,9 +31,9 @@ SIDE = mock.Mock(stream=contextlib.nullcontext(), run=lambda action: (action(), 
 
 
 class Waits(TorchDispatchMode):
-    """Counts asynchronous copies from the host; the others are `found`."""
+    """Counts asynchronous copies from the host; the others are `waiting_operations`."""
 
-    found, copies = (), 0
+    waiting_operations, copies = (), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, kwargs = func.name().removeprefix("aten::"), kwargs or {}
@@ -44,7 +44,7 @@ class Waits(TorchDispatchMode):
         if len({leaf.device for leaf in tensors}) > 1:
             is_asynchronous = is_copy and (kwargs.get("non_blocking") or args[2:] == (True,))
             self.copies += is_asynchronous
-            self.found += () if is_asynchronous else (name,)
+            self.waiting_operations += () if is_asynchronous else (name,)
         return out
 
 
@@ -58,7 +58,7 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "pin_memory"}
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == META:
-            self.waits.found += ("tensor",)
+            self.waits.waiting_operations += ("tensor",)
         return args[0] if func is torch.Tensor.pin_memory else func(*args, **kwargs)
 
 
@@ -72,8 +72,8 @@ def waits_of(run):
     watch, steps = Waits(), []
 
     def done():
-        steps.append((watch.found, watch.copies))
-        watch.found, watch.copies = (), 0
+        steps.append((watch.waiting_operations, watch.copies))
+        watch.waiting_operations, watch.copies = (), 0
 
     names = ["comparison.loops.SideStream", "utils.data.loader.SideStream"]
     with contextlib.ExitStack() as hooks, Calls(watch), watch:

@@ -94,7 +94,7 @@ class CountedStore:
         self._tally.add(sum(map(len, values)))
         return values
 
-    def clone(self):  # of the beats, which belong to no part
+    def clone(self):  # of the heartbeats, which belong to no part
         return self._store.clone()
 
     def wait(self, *args):

@@ -47,13 +47,13 @@ TASK = using('images')
 TASK.__enter__()
 RANK, STEP = int(os.environ.get('RANK', 0)), 0
 RUN = Path(sys.argv[sys.argv.index('--run_dir') + 1])
-PLACE = Path(FOLDER, f'place-{{RUN.name}}-{{RANK}}')
+STATUS_FILE = Path(FOLDER, f'status-{{RUN.name}}-{{RANK}}')
 plain_begin, enter_phase, plain_loss = PhaseClock.begin_step, PhaseClock.enter_phase, train.your_model.compute_loss
 
 def show(clock):
-    new = f'{{PLACE}}.{{os.getpid()}}.new'  # two jobs may have this folder
+    new = f'{{STATUS_FILE}}.{{os.getpid()}}.new'  # two jobs may have this folder
     Path(new).write_text(f'0 {{clock.progress_count}} {{clock.step}} {{clock.phase}} {{os.getpid()}}')
-    os.replace(new, PLACE)
+    os.replace(new, STATUS_FILE)
 
 def begin_step(self, step):
     global STEP
@@ -104,22 +104,22 @@ def fault(kind: str, *args: object, is_default: bool = False, guarantees: str = 
     return register
 
 
-class Place(NamedTuple):
+class RankStatus(NamedTuple):
     """Where a rank is."""
 
-    beat: int
-    counter: int
+    heartbeat: int
+    progress_count: int
     step: int
     phase: str
     pid: int
 
 
-def read_place(file: Path) -> Place | None:
-    """The place that a rank of `PROGRAM` has written."""
+def read_status(file: Path) -> RankStatus | None:
+    """The status that a rank of `PROGRAM` has written."""
     if not file.exists():
         return None
-    beat, counter, step, phase, pid = file.read_text().split()
-    return Place(int(beat), int(counter), int(step), phase, int(pid))
+    heartbeat, progress_count, step, phase, pid = file.read_text().split()
+    return RankStatus(int(heartbeat), int(progress_count), int(step), phase, int(pid))
 
 
 @dataclass
@@ -130,13 +130,13 @@ class Job:
     folder: Path
     former: set[int] = field(default_factory=set)  # pids of earlier ranks
 
-    def place(self, rank: int) -> Place | None:
-        """The place of a rank, None before it has started."""
-        place = read_place(self.folder.parent / f"place-{self.folder.name}-{rank}")
-        return place if place and place.pid not in self.former else None
+    def status(self, rank: int) -> RankStatus | None:
+        """The status of a rank, None before it has started."""
+        status = read_status(self.folder.parent / f"status-{self.folder.name}-{rank}")
+        return status if status and status.pid not in self.former else None
 
-    def places(self, ranks: int) -> list[Place | None]:
-        return [self.place(rank) for rank in range(ranks)]
+    def statuses(self, ranks: int) -> list[RankStatus | None]:
+        return [self.status(rank) for rank in range(ranks)]
 
     def wait_for(self, what: Callable[[], object], seconds: float = 60.0) -> object:
         """Wait until what() is true; fails if the launch ends or after `seconds`."""
@@ -149,21 +149,21 @@ class Job:
             time.sleep(0.005)
         raise AssertionError(f"condition not met; the launch's exit code: {self.program.poll()}\n{self.end(1).text}")
 
-    def wait_for_step(self, step: int, rank: int = 0) -> Place:
+    def wait_for_step(self, step: int, rank: int = 0) -> RankStatus:
         """Wait until the rank has begun this optimizer step."""
         return self.wait_for(
-            lambda: (place := self.place(rank)) and place.phase != "start" and place.step >= step and place
+            lambda: (status := self.status(rank)) and status.phase != "start" and status.step >= step and status
         )
 
-    def wait_for_phase(self, phase: str, rank: int = 0) -> Place:
-        return self.wait_for(lambda: (place := self.place(rank)) and place.phase == phase and place)
+    def wait_for_phase(self, phase: str, rank: int = 0) -> RankStatus:
+        return self.wait_for(lambda: (status := self.status(rank)) and status.phase == phase and status)
 
     def wait_for_partial_file(self) -> None:
         """Wait until a checkpoint is being written."""
         self.wait_for(lambda: list(self.folder.glob("checkpoints/*.tmp")))
 
     def pid(self, rank: int) -> int:
-        return self.wait_for(lambda: self.place(rank)).pid
+        return self.wait_for(lambda: self.status(rank)).pid
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to a rank's main process only."""
@@ -237,7 +237,7 @@ class Drill:
         `is_real`, arguments of torchrun (`how`) or a command `before` it, a real torchrun."""
         words = [self.program(code, held_at), *FLAGS, "--run_dir", self.folder / name, *flags]
         folder, launcher = self.folder / name, [sys.executable]
-        former = {read_place(file).pid for file in self.folder.glob(f"place-{folder.name}-*[0-9]")}
+        former = {read_status(file).pid for file in self.folder.glob(f"status-{folder.name}-*[0-9]")}
         if is_real or before or how != ("--standalone",):
             launcher += ["-m", "torch.distributed.run", *how, f"--nproc-per-node={ranks}"] if ranks else []
             program = start([*before, *launcher, *words], env=env)
@@ -254,8 +254,10 @@ class Drill:
         """A launch whose ranks all wait in this step until `let_go`; with `checkpoint_of`, the checkpoint of that step
         is on disk."""
         job = self.start(ranks, *flags, held_at=step, **options)
-        places = [(step, "forward")] * max(1, ranks)
-        job.wait_for(lambda: [place and (place.step, place.phase) for place in job.places(max(1, ranks))] == places)
+        statuses = [(step, "forward")] * max(1, ranks)
+        job.wait_for(
+            lambda: [status and (status.step, status.phase) for status in job.statuses(max(1, ranks))] == statuses
+        )
         if checkpoint_of:
             job.wait_for(job.checkpoint(checkpoint_of).exists)
             job.wait_for(lambda: not any(job.checkpoint(0).parent.glob("*.tmp")))

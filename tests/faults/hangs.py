@@ -119,7 +119,7 @@ STOPPED_AT_THE_START = rf"rank 1 on {HOST} was stopped, killed or cut off, last 
 
 def stopped_at_the_start(drill: Drill, *flags: object) -> Job:
     job = drill.start(2, *RUN, *flags, code=STOPS_AT_THE_START)
-    job.wait_for(lambda: job.place(1) and read_process_state(job.place(1).pid) == "T")
+    job.wait_for(lambda: job.status(1) and read_process_state(job.status(1).pid) == "T")
     return job
 
 
@@ -180,7 +180,9 @@ def rank_killed_under_nccl(drill: Drill) -> None:
 def stop_under_nccl(drill: Drill) -> None:
     """The launcher would send SIGKILL after 30 s."""
     job = drill.start(2, *RUN, code=BLOCKS_AT_12)
-    job.wait_for(lambda: [place and (place.step, place.phase) for place in job.places(2)] == [(12, "forward")] * 2)
+    job.wait_for(
+        lambda: [status and (status.step, status.phase) for status in job.statuses(2)] == [(12, "forward")] * 2
+    )
     job.signal_launcher(signal.SIGTERM)
     drill.fails(job, r"no progress for \d+ s: all ranks wait in forward of step 12: .* \(after a stop signal\)")
     drill.resumes(2, *RUN)

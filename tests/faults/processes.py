@@ -81,7 +81,7 @@ def launcher_killed(drill: Drill) -> None:
 def restarted_by_torchrun(drill: Drill) -> None:
     how = "--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --rdzv-id drill --max-restarts 3".split()
     job = drill.held(2, 12, *RUN, how=how, env=NO_SHARED_STORE)
-    job.former = {place.pid for place in job.places(2)}
+    job.former = {status.pid for status in job.statuses(2)}
     os.kill(max(job.former), signal.SIGKILL)
     drill.let_go()
     drill.has_completed(job)

@@ -25,12 +25,12 @@ KILLED = """
 import signal
 from utils.checkpoint import archive
 from utils.extras.sharding import folder_layout as layouts
-def kill_at(name, place, rank):
+def kill_at(name, moment, rank):
     owner = {'write_archive': archive, 'replace_folder': layouts}[name]
     plain = getattr(owner, name)
     def replaced(path, *rest, **options):
         is_it = 'step_00000020' in str(path) and RANK == rank
-        if is_it and place == 'before':
+        if is_it and moment == 'before':
             os.kill(os.getpid(), signal.SIGKILL)
         result = plain(path, *rest, **options)
         if is_it:
@@ -137,8 +137,8 @@ def malicious(drill: Drill) -> None:
 @fault("rank killed after its shards are on the disk", "write_archive", "after", 1, 10, guarantees="sharded-save")
 @fault("rank 0 killed before the folder gets its name", "replace_folder", "before", 0, 10, guarantees="sharded-save")
 @fault("rank 0 killed after the folder has its name", "replace_folder", "after", 0, 20, guarantees="sharded-save")
-def killed(drill: Drill, function: str, place: str, rank: int, step: int) -> None:
-    job = drill.start(2, *ZERO3, code=f"{KILLED}\nkill_at({function!r}, {place!r}, {rank})")
+def killed(drill: Drill, function: str, moment: str, rank: int, step: int) -> None:
+    job = drill.start(2, *ZERO3, code=f"{KILLED}\nkill_at({function!r}, {moment!r}, {rank})")
     drill.fails(job, rf"rank {rank} on {HOST} was killed or cut off", rank=rank)
     names = [path.name for path in checkpoint.list_step_checkpoints(job.folder / "checkpoints")]
     assert names[-1] == f"step_000000{step}"

@@ -91,7 +91,7 @@ Images.__getitems__ = waiting
 def job_suspended(drill: Drill, step: int, phase: str, code: str = "") -> None:
     """As by `scontrol suspend` or a laptop's lid: all processes of the launch, for longer than --hang_timeout."""
     job = drill.start(2, *RUN, "--hang_timeout", 5, held_at=step, code=code)
-    job.wait_for(lambda: (place := job.place(1)) and (place.step, place.phase) == (step, phase))
+    job.wait_for(lambda: (status := job.status(1)) and (status.step, status.phase) == (step, phase))
     for number, seconds in ((signal.SIGSTOP, 7), (signal.SIGCONT, 2)):
         for pid in job.members():
             os.kill(pid, number)

@@ -104,10 +104,10 @@ def available_memory(device: torch.device, ranks: int, gib: float) -> int:
         memory = min(free, int(gib * 2**30)) if gib else free
     elif gib:
         memory = int(gib * 2**30)
-    elif (left := read_free_memory()) is None:
+    elif (free_memory := read_free_memory()) is None:
         raise UserError("find-batch: this system does not report free memory; give --memory GIB")
     else:
-        memory = left // ranks
+        memory = free_memory // ranks
     return int(memory * (1 - HEADROOM))
 
 
@@ -136,13 +136,13 @@ def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str])
         memory = available_memory(ctx.device, ranks, gib)
         if not size:
             data = load_data(train.your_data, config, ctx).train
-            result = {"memory": memory, "most": len(data)}
+            result = {"memory": memory, "max_size": len(data)}
             if config.batch_tokens:  # extra: lengths
                 lengths = read_lengths(data, "the training set", Path(config.data_dir), ctx)
                 if not len(lengths):
                     raise UserError(f"batch_tokens={config.batch_tokens}: the data has no lengths; leave it out")
-                result["least"] = int(lengths.max())
-                result["most"] *= result["least"]
+                result["longest_sample"] = int(lengths.max())
+                result["max_size"] *= result["longest_sample"]
         else:
             train_two_steps(config, ctx, folder / "first", min(2, size))
             limit_memory(ctx.device, memory)
@@ -222,12 +222,12 @@ def describe_result(
     lines = [f"{name}: {best.size:,} {best.unit}s, {format_bytes(best.needs)}, {speed}"]
     if best.size == max_size:
         lines.append("  this is the whole training set")
-    why = "   (divides the global batch)" if size != best.size else ""
+    remark = "   (divides the global batch)" if size != best.size else ""
     added_flags = f" {CHECKPOINTING}" if CHECKPOINTING in name else ""
     field = "batch_size" if best.unit == "sample" else "batch_tokens"
     added_flags += " --too_long alone" * (size < longest_sample)
-    kept = f" --global_batch_size {global_batch}" if global_batch else ""
-    return [*lines, f"  --{field} {size}{kept}{added_flags}{why}"]
+    global_batch_flag = f" --global_batch_size {global_batch}" if global_batch else ""
+    return [*lines, f"  --{field} {size}{global_batch_flag}{added_flags}{remark}"]
 
 
 def find_largest_batch(flags: list[str], ranks: int, gib: float) -> None:
@@ -241,11 +241,11 @@ def find_largest_batch(flags: list[str], ranks: int, gib: float) -> None:
         global_batch = config.global_batch_size * (config.micro_batch[0] == "batch_tokens")
         flags = [*flags, "--batch_size", str(TrainingConfig.batch_size), "--global_batch_size", str(global_batch)]
     facts = start_trial(0, ranks, gib, flags)
-    say, max_size, answers = functools.partial(print, flush=True), facts["most"], []
+    say, max_size, answers = functools.partial(print, flush=True), facts["max_size"], []
     say(f"{format_bytes(facts['memory'])} per rank, after {HEADROOM:.0%} headroom")
-    ways: list[list[str]] = [[]]
-    ways += [[CHECKPOINTING]] * (not config.activation_checkpointing)  # extra: compile
-    for added_flags in ways:
+    flag_sets: list[list[str]] = [[]]
+    flag_sets += [[CHECKPOINTING]] * (not config.activation_checkpointing)  # extra: compile
+    for added_flags in flag_sets:
         name = f"with {CHECKPOINTING}" if added_flags else "as given"
         say(f"{name}:")
 
@@ -254,7 +254,7 @@ def find_largest_batch(flags: list[str], ranks: int, gib: float) -> None:
 
         try:
             trials = search_largest_size(trial, first, max_size, say)
-            answers += describe_result(name, trials, max_size, global_batch, ranks, facts.get("least", 1))
+            answers += describe_result(name, trials, max_size, global_batch, ranks, facts.get("longest_sample", 1))
         except UserError as error:  # a model without blocks to checkpoint
             if not added_flags:
                 raise

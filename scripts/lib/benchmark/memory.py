@@ -154,7 +154,7 @@ def print_sharding_memory(
     config, on_cuda = sets.config, ctx.device.type == "cuda"
     dist.destroy_process_group()
     per_node = torch.cuda.device_count() if on_cuda else count_usable_cpus()
-    room = read_device_memory(ctx.device)["memory"] // (1 if on_cuda else min(per_node, ranks[-1]))
+    memory_per_rank = read_device_memory(ctx.device)["memory"] // (1 if on_cuda else min(per_node, ranks[-1]))
     if not on_cuda and read_free_memory() is not None:
         limit_memory(ctx.device, available_memory(ctx.device, 1, 0.0))  # it would swap
     chosen = ""
@@ -167,14 +167,16 @@ def print_sharding_memory(
             gc.collect()
             shown = [f"{usage[name] / 1e6:,.1f}" if usage else "-" for name in COLUMNS]
             rows.append((f"--sharding {sharding}", str(number), *shown, note))
-            if number == ranks[-1] and not chosen and usage and usage["peak"] <= USABLE_FRACTION * room:
+            if number == ranks[-1] and not chosen and usage and usage["peak"] <= USABLE_FRACTION * memory_per_rank:
                 chosen = sharding
     field, size = config.micro_batch
     print_line(
         f"MB on a rank in a step with micro-batches of {field} {size} on {ctx.device_names[0]}, {per_node} a node"
     )
     print_line(format_table(rows, range(1, 5)))
-    limit = f"{USABLE_FRACTION:.0%} of {room / 1e9:,.1f} GB per rank, on {ranks[-1]} rank{'s' * (ranks[-1] > 1)}"
+    limit = (
+        f"{USABLE_FRACTION:.0%} of {memory_per_rank / 1e9:,.1f} GB per rank, on {ranks[-1]} rank{'s' * (ranks[-1] > 1)}"
+    )
     alternative = ""
     alternative += ", or --activation_checkpointing" * (not config.activation_checkpointing)  # extra: compile
     if chosen:

@@ -71,10 +71,10 @@ def create_configs(against: list[str], config: TrainingConfig, ctx: DistributedC
     configs = {AS_GIVEN: config}
     configs |= {f"with {words}": TrainingConfig.from_args(shlex.split(words), config.to_dict()) for words in against}
     # FSDP communicates within the passes, and exact sums hold what others have to add
-    is_alone = ctx.world_size > 1
-    is_alone = is_alone and config.sharding == "none"  # extra: sharding
-    is_alone = is_alone and config.reduction != "exact"  # extra: exact
-    if is_alone:
+    can_skip_communication = ctx.world_size > 1
+    can_skip_communication = can_skip_communication and config.sharding == "none"  # extra: sharding
+    can_skip_communication = can_skip_communication and config.reduction != "exact"  # extra: exact
+    if can_skip_communication:
         # the ranks diverge
         configs[WITHOUT_COMMUNICATION] = dataclasses.replace(config, save_every_steps=0, save_every_minutes=0.0)
     return configs
@@ -103,8 +103,8 @@ def create_warm_run(config: TrainingConfig, ctx: DistributedContext, folder: Pat
 @contextlib.contextmanager
 def disable_communication(run: InProcessRun, ctx: DistributedContext) -> Iterator[None]:
     """Leave out the all-reduces of gradients, sums and running statistics."""
-    nothing = mock.patch.object(StepSums, "start_reduce", lambda sums, micro_batch: None)
-    with run.model.no_sync(), nothing:
+    skip_reduce = mock.patch.object(StepSums, "start_reduce", lambda sums, micro_batch: None)
+    with run.model.no_sync(), skip_reduce:
         yield
     all_gather_json(None, ctx)  # the time is that of the slowest rank
 
@@ -136,20 +136,20 @@ def read_report(file: Path | None, flags: list[str]) -> dict[str, Any]:
     return report
 
 
-def add_launch(report: dict[str, Any], job: dict[str, Any]) -> None:
+def add_launch(report: dict[str, Any], new_launch: dict[str, Any]) -> None:
     """Put a launch into the report; it replaces one on as many ranks."""
-    other_launches = [launch for launch in report["measured"] if launch["ranks"] != job["ranks"]]
-    report["measured"] = sorted([*other_launches, job], key=lambda launch: launch["ranks"])
+    other_launches = [launch for launch in report["measured"] if launch["ranks"] != new_launch["ranks"]]
+    report["measured"] = sorted([*other_launches, new_launch], key=lambda launch: launch["ranks"])
 
 
 def format_scaling(report: dict[str, Any]) -> str:
     """A line for each number of ranks. The efficiency is that of a rank over one of the launch with the fewest."""
     lines = [["ranks", "samples/s", "efficiency", "step", "data wait", "communication"]]
-    for job in report["measured"]:
-        row, first = job["rows"][AS_GIVEN], report["measured"][0]
+    for launch in report["measured"]:
+        row, first = launch["rows"][AS_GIVEN], report["measured"][0]
         base = first["rows"][AS_GIVEN]["samples_per_s"] / first["ranks"]
-        alone = job["rows"].get(WITHOUT_COMMUNICATION)
-        share = f"{max(0.0, 1 - alone['step_s'] / row['step_s']):.1%}" if alone else "-"
-        rate = [f"{row['samples_per_s']:,.0f}", f"{row['samples_per_s'] / job['ranks'] / base:.1%}"]
-        lines.append([job["ranks"], *rate, f"{1e3 * row['step_s']:,.2f} ms", f"{row['data_wait']:.1%}", share])
+        without_communication = launch["rows"].get(WITHOUT_COMMUNICATION)
+        share = f"{max(0.0, 1 - without_communication['step_s'] / row['step_s']):.1%}" if without_communication else "-"
+        rate = [f"{row['samples_per_s']:,.0f}", f"{row['samples_per_s'] / launch['ranks'] / base:.1%}"]
+        lines.append([launch["ranks"], *rate, f"{1e3 * row['step_s']:,.2f} ms", f"{row['data_wait']:.1%}", share])
     return format_table(lines, range(6))

@@ -14,7 +14,7 @@ from pathlib import Path
 from utils.settings.errors import UserError
 
 EVALUATION_NAMES = ("compute_loss", "loss_counts", "summarize", "*")  # names in model.py; * is that of `import *`
-FILES_NOT_FOLLOWED = ("model.py", "config.py", "train.py")  # what evaluates there is in utils and in EVALUATION
+FILES_NOT_FOLLOWED = ("model.py", "config.py", "train.py")  # what evaluates there is in utils and in EVALUATION_NAMES
 LOOP_FILES = ("train.py", "config.py", "ddp_utils.py")
 DATA_NAMES = {"create_dataset", "load_data", "create_evaluation_dataloader", "data_dir"}
 HIDING_NAMES = {"exec", "eval", "__import__", "importlib", "mock", "meta_path", "atexit", "weakref", "globals"}

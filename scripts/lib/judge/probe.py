@@ -42,7 +42,7 @@ from utils.training.hooks import ModelHooks
 
 
 def probe_outputs(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
-    """The metrics of one held-out batch, from the outputs in OUTPUTS, or from those of a new network."""
+    """The metrics of one held-out batch, from the outputs in OUTPUTS_FILE, or from those of a new network."""
     loader = create_evaluation_dataloader(next(iter(sets.held_out.values())), sets.config, ctx)
     batch = next(iter(loader))
     net: Any = create_network(sets.config, ctx).eval()

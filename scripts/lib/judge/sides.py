@@ -38,7 +38,7 @@ LOG_LINES = 20  # of a log that are printed
 
 @dataclass
 class Side:
-    """One side. settings: of the config, resolved, without those in OURS."""
+    """One side. settings: of the config, resolved, without those in JUDGE_FLAGS."""
 
     name: str  # "A" or "B"
     argument: str
@@ -54,11 +54,12 @@ class Side:
         if argument.strip() and os.path.isdir(path):  # False for flags that are too long for a path
             if missing := [file for file in FORK_FILES if not (path / file).exists()]:
                 raise UserError(f"{name}={path}: has no {missing[0]}; give the folder of a fork, a config, or flags")
-            digests = path / "utils/training/fingerprint.py"
-            if not digests.exists() or "def fingerprint_parameters" not in digests.read_text(encoding="utf-8"):
+            fingerprint_file = path / "utils/training/fingerprint.py"
+            fingerprint_code = fingerprint_file.read_text(encoding="utf-8") if fingerprint_file.exists() else ""
+            if "def fingerprint_parameters" not in fingerprint_code:
                 raise UserError(
-                    f"{name}={path}: is a fork of an older template, whose runs record no digest of the weights that"
-                    " they start from; merge the newer template into it, see docs/upgrading.md"
+                    f"{name}={path}: is a fork of an older template, whose runs record no fingerprint of the weights"
+                    " that they start from; merge the newer template into it, see docs/upgrading.md"
                 )
             side = cls(name, argument, path.resolve())
         else:
@@ -160,9 +161,9 @@ class Side:
     def verify(self, out: Path, seed: int) -> list[str]:
         """Let scripts/verify.py check the fork with these settings, unless it did, and return its notes on the fork.
         Raises UserError if it is broken."""
-        result = self.fork / VERIFICATION_FILE.name
-        record = out / f"verified-{self.name.lower()}.json"
-        for saved_result in (read_json(record), read_json(result)):
+        result_file = self.fork / VERIFICATION_FILE.name
+        record_file = out / f"verified-{self.name.lower()}.json"
+        for saved_result in (read_json(record_file), read_json(result_file)):
             if self.is_verified(saved_result):
                 print(f"{self.name}: scripts/verify.py passed with this code", flush=True)
                 return read_remarks(saved_result)
@@ -178,7 +179,7 @@ class Side:
         log.unlink(missing_ok=True)
         print(f"{self.name}: running scripts/verify.py", flush=True)
         code = run_script(words, VERIFY_RANKS, log)
-        verified = read_json(result)
+        verified = read_json(result_file)
         if code or not self.is_verified(verified):
             lines = log.read_text(errors="replace").splitlines()
             broken = [line.split("  ")[1].strip() for line in lines if line.startswith("BROKEN  ")]
@@ -188,7 +189,7 @@ class Side:
         checks = read_json(outcomes).get("checks", [])
         for kind in ("notes", "not_checked"):
             verified[kind] = [text for check in checks for text in check.get(kind, [])]
-        replace_json(record, verified)
+        replace_json(record_file, verified)
         return read_remarks(verified)
 
     def is_verified(self, verified: dict[str, Any]) -> bool:
@@ -282,9 +283,9 @@ def check_pair(a: Run, b: Run, has_samples: bool) -> None:
     check_held_out(a.provenance.get("held_out") or {}, b.provenance.get("held_out") or {})
     if has_samples:
         no_step: tuple[int, list[int]] = (0, [])
-        for of_a, of_b in zip_longest(a.steps(), b.steps(), fillvalue=no_step):
-            if of_a != of_b:
-                step = max(of_a[0], of_b[0])
+        for step_a, step_b in zip_longest(a.steps(), b.steps(), fillvalue=no_step):
+            if step_a != step_b:
+                step = max(step_a[0], step_b[0])
                 raise UserError(
                     f"seed {a.seed}: A and B use other samples in step {step}; give both one order of the data"
                 )

@@ -214,14 +214,15 @@ def create_launch_plan(
         raise UserError(f"torchrun: this Python has no torch; {fix}")
     gpus = count_gpus(env) if config.backend in ("auto", "nccl") else 0
     processes = parse_integer("NPROC_PER_NODE", options.nproc_per_node, 1) if options.nproc_per_node else gpus or 1
-    heard = [number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup, slurm.sbatch
+    # nohup and slurm.sbatch ignore some
+    signal_names = [number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     settings = {
         "OMP_NUM_THREADS": str(max(1, count_usable_cpus() // processes)),
         "PYTHONUNBUFFERED": "1",
         "TORCH_GLOO_LAZY_INIT": "1",  # fewer sockets
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a fresh store for each restart
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[{host} ${{rank}}] ",
-        "PET_SIGNALS_TO_HANDLE": ",".join(heard),  # PET_*: torchrun flags that older versions ignore
+        "PET_SIGNALS_TO_HANDLE": ",".join(signal_names),  # PET_*: torchrun flags that older versions ignore
         "PET_SHUTDOWN_TIMEOUT": "300",  # for a large save
     }
     check_interfaces(env)

@@ -96,13 +96,13 @@ def find_nodes(nodes: Nodes, patience: float, launch_id: str, is_first_attempt: 
         return poll_until_connected(
             nodes, node, launch_id, seconds, seconds if patience or has_seen_node_0 else ROUTE_PATIENCE_S
         )
-    with RendezvousServer(nodes, node, launch_id) as host:
-        threading.Thread(target=host.serve_forever, args=[0.1], daemon=True).start()
+    with RendezvousServer(nodes, node, launch_id) as server:
+        threading.Thread(target=server.serve_forever, args=[0.1], daemon=True).start()
         try:
             poll_until_connected(nodes, node, launch_id, seconds, ERROR_PATIENCE_S)
-            host.wait_for_others()
+            server.wait_for_others()
         finally:
-            host.shutdown()
+            server.shutdown()
     return launch_id
 
 
@@ -282,11 +282,11 @@ def _create_address_error(nodes: Nodes, problem: str) -> UserError:
 
 
 def _listen(port: int) -> socket.socket:
-    wait, has_both = Wait(), socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if has_both else socket.AF_INET
+    wait, has_dualstack = Wait(), socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_dualstack else socket.AF_INET
     while True:
         try:
-            return socket.create_server(("", port), family=family, dualstack_ipv6=has_both, backlog=1024)
+            return socket.create_server(("", port), family=family, dualstack_ipv6=has_dualstack, backlog=1024)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or wait.seconds > PORT_PATIENCE_S:
                 text = f"is in use on {socket.gethostname()} (`ss -ltnp` names the process)"

@@ -109,11 +109,11 @@ class Launch:
 
 def end_orphan(torchrun: subprocess.Popen, seconds: float) -> None:
     """End a torchrun that keeps running after its ranks have exited: the other nodes and the store are gone."""
-    seen, had_ranks = time.monotonic(), False
+    last_seen_at, had_ranks = time.monotonic(), False
     while torchrun.poll() is None:
         if list_children(torchrun.pid):
-            seen, had_ranks = time.monotonic(), True
-        if had_ranks and time.monotonic() - seen > seconds:
+            last_seen_at, had_ranks = time.monotonic(), True
+        if had_ranks and time.monotonic() - last_seen_at > seconds:
             print_status(f"ending torchrun: its ranks exited {seconds} s ago, and the other nodes are gone")
             end_process(torchrun)
         time.sleep(1)

@@ -169,16 +169,22 @@ def diagnose_speed(name: str, rates: list[float], unit: str, facts: list[dict]) 
     return create_findings(name, f"{min(rates):,.0f} {unit} on the slowest rank", slow)
 
 
-def diagnose_disk(storage: dict, checkpoint_bytes: int, kept: int, save_minutes: float, location: str) -> list[Finding]:
-    """Space and speed of the checkpoint folder, as storage.measure() found them.
+def diagnose_disk(
+    storage: dict, checkpoint_bytes: int, checkpoint_count: int, save_minutes: float, location: str
+) -> list[Finding]:
+    """Space and speed of the checkpoint folder, as storage.measure_disk() found them.
 
-    kept: number of checkpoints on disk at once, including the best one and the one being written.
+    checkpoint_count: number of checkpoints on disk at once, including the best one and the one being written.
     """
-    free, rate, needed = storage["free"], storage["speed"], max(0, checkpoint_bytes * kept - storage["replaced"])
+    free, rate, needed = (
+        storage["free"],
+        storage["speed"],
+        max(0, checkpoint_bytes * checkpoint_count - storage["replaced"]),
+    )
     seconds, warnings, failures = checkpoint_bytes / rate if rate else 0.0, [], []
     if free < needed:
         text = f"{location}: {format_size(free)} free"
-        text += f", {kept} checkpoints of {format_size(checkpoint_bytes)} need {format_size(needed)}"
+        text += f", {checkpoint_count} checkpoints of {format_size(checkpoint_bytes)} need {format_size(needed)}"
         failures.append(f"{text}; free space, or give another --run_dir or a smaller --keep_last")
     if seconds > SLOW_SAVE_SECONDS or 0 < save_minutes * 60 < 2 * seconds:
         text = f"{location}: at {format_size(rate)}/s"

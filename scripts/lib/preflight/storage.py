@@ -37,10 +37,10 @@ def check_folder(probe: Path, name: str, patience: float = SECONDS_UNTIL_VISIBLE
             fix = "put the run folder on storage that all nodes share, at the same path"
             raise UserError(f"{probe.parent}: is not the folder that rank 0 sees under this name; {fix}")
         time.sleep(0.1)
-    new, file = probe / f"{name}.tmp", probe / name
+    temporary, file = probe / f"{name}.tmp", probe / name
     try:
-        new.write_text("a\n")
-        new.rename(file)
+        temporary.write_text("a\n")
+        temporary.rename(file)
         with file.open("a") as opened:
             opened.write("b\n")
         file.unlink()
@@ -62,7 +62,7 @@ def measure_mirror(url: str, checkpoint_bytes: int) -> dict[str, float]:  # extr
         sent.write_bytes(os.urandom(size))
         began = time.perf_counter()
         storage.upload(sent, "speed")
-        between = time.perf_counter()
+        uploaded_at = time.perf_counter()
         storage.download("speed", received, size, lambda count: None)
         ended, is_same = time.perf_counter(), sent.read_bytes() == received.read_bytes()
     done = 0
@@ -74,13 +74,13 @@ def measure_mirror(url: str, checkpoint_bytes: int) -> dict[str, float]:  # extr
     storage.delete_objects(list(names))
     if not is_same or names.get("speed") != size:
         raise UserError(f"mirror={url}: what was written is not what is read or listed; give another storage")
-    rates = {"to": size / (between - began), "from": size / (ended - between)}
+    rates = {"to": size / (uploaded_at - began), "from": size / (ended - uploaded_at)}
     return rates | {"is_exclusive": done == 1 and "claim" in names}
 
 
 def measure_disk(probe: Path, checkpoint_bytes: int, config: TrainingConfig) -> dict[str, float]:
     """Bytes free, bytes of checkpoints that the run will replace, and bytes per second written with fsync."""
-    room, file, written, began = os.statvfs(probe), probe / "speed", 0, time.perf_counter()
+    file_system, file, written, began = os.statvfs(probe), probe / "speed", 0, time.perf_counter()
     with suppress(OSError), file.open("wb") as opened:
         while written < min(max(checkpoint_bytes, len(BLOCK)), MAX_BYTES) and time.perf_counter() - began < MAX_SECONDS:
             written += opened.write(BLOCK)
@@ -91,4 +91,4 @@ def measure_disk(probe: Path, checkpoint_bytes: int, config: TrainingConfig) -> 
         file.unlink()
     old = config.checkpoint_folder.glob("*.pt") if config.resume_from or config.overwrite else ()
     replaced = sum(path.stat().st_size for path in old)
-    return {"free": room.f_bavail * room.f_frsize, "replaced": replaced, "speed": written / seconds}
+    return {"free": file_system.f_bavail * file_system.f_frsize, "replaced": replaced, "speed": written / seconds}

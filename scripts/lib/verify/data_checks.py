@@ -46,7 +46,7 @@ Rows = dict[int, list[Tensor]]  # the tensors of some batches
 SampleHashes = list[tuple[int, dict[str | None, int]]]  # rows, and the digests of their leaves by name
 LAST_EPOCH = 3  # the epoch, from 0, whose samples are compared
 MAX_SAMPLES, MAX_READ_SECONDS = 2000, 1.5  # samples of a set that are compared with those of another
-MIN_ORDERS, MAX_ORDERS = 4, 22  # epochs whose orders are compared, as many as SECONDS allow
+MIN_ORDERS, MAX_ORDERS = 4, 22  # epochs whose orders are compared, as many as MAX_READ_SECONDS allow
 CHANCE_SAMPLES = 7  # samples, which may have the same order in two epochs by chance
 AUGMENTATION_SEEDS = 4  # with which augmented samples are drawn
 FEW_SAMPLES = 4  # samples of a set that are compared with those of a run that is continued
@@ -101,10 +101,10 @@ def order(fork: Fork) -> str:
         raise BrokenInvariant(
             "all epochs have the same order: epoch_order ignores its epoch; derive it from (seed, epoch)"
         )
-    news, note = "a new order each epoch", ""
+    order_text, note = "a new order each epoch", ""
     if n > CHANCE_SAMPLES and len({*orders}) < len(orders):
         same = next(epoch for epoch in range(len(orders)) if orders[epoch] in orders[:epoch])
-        news = f"{len({*orders})} orders in {len(orders)} epochs"
+        order_text = f"{len({*orders})} orders in {len(orders)} epochs"
         note = (
             f"; please check: epochs {orders.index(orders[same]) + 1} and {same + 1} have the same order; derive"
             " epoch_order from (seed, epoch), unless that is meant"
@@ -113,7 +113,7 @@ def order(fork: Fork) -> str:
         note += fork.divide_among_ranks([partial(check_new_process_order, fork)])[0]
     drawn = f"{n:,} draws with replacement" if may_repeat else f"{n - dropped:,} samples once"
     left_out = f", {dropped:,} dropped" if dropped else ""
-    return f"{drawn} per epoch over {format_plural(ctx.world_size, 'rank')}, in {news}{left_out}{note}"
+    return f"{drawn} per epoch over {format_plural(ctx.world_size, 'rank')}, in {order_text}{left_out}{note}"
 
 
 def check_new_process_order(fork: Fork) -> str:
@@ -236,10 +236,10 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
     positions = [tensor_index for tensor_index in tensor_indices if are_positions(tensor_index, plan, collated, alone)]
     for number, indices in enumerate(plan):
         for row, index in enumerate(indices):
-            for tensor_index, (many, single) in enumerate(zip(collated[number], alone[index], strict=True)):
+            for tensor_index, (batched, single) in enumerate(zip(collated[number], alone[index], strict=True)):
                 if tensor_index in positions:
                     continue
-                if len({*map(hash_nested, crop_to_common(single[0], many[row]))}) > 1:
+                if len({*map(hash_nested, crop_to_common(single[0], batched[row]))}) > 1:
                     raise BrokenInvariant(
                         f"dataset[{subset.indices[index]}] differs between a batch and alone: __getitems__ reorders or"
                         " draws, or collate draws, replaces or mixes samples; return one row per sample, in order, and"
@@ -431,7 +431,7 @@ def find_source_rows(dataset: Any) -> tuple[Any, Tensor]:
 
 
 def hash_samples(dataset: Any, rows: Tensor, seed: int = 0) -> SampleHashes:
-    """Digests of the leaves of these samples, all drawn with one seed: of as many as it reads in SECONDS."""
+    """Digests of the leaves of these samples, all drawn with one seed: of as many as it reads in MAX_READ_SECONDS."""
     digests, end = [], time.monotonic() + MAX_READ_SECONDS
     for row in rows.tolist():
         scramble_global_rngs(seed)

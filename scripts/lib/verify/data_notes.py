@@ -193,7 +193,7 @@ def find_tables(dataset: Any) -> dict[str, Tensor]:
     tables = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
         if getattr(value, "ndim", 0) in (1, 2) and len(value) < MAX_ROW_SIZE**2:
-            with suppress(TypeError, ValueError, RuntimeError):  # as in `numbers`
+            with suppress(TypeError, ValueError, RuntimeError):  # as in `flatten_floats`
                 table = torch.as_tensor(value)
                 if table.is_floating_point() and table.numel():
                     tables[name] = table.double().reshape(len(table), -1)[:, :MAX_ROW_SIZE]

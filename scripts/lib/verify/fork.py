@@ -160,7 +160,7 @@ class Fork:
     dtype: torch.dtype = torch.float32  # of the computations
     loss_dtype: torch.dtype = torch.float32  # of the loss, or of what is in it: float32 in a fork with logits.float()
     trainings: dict[str, train.Training] = field(default_factory=dict)  # of the short runs that completed
-    first_pass: Any = None  # a Pass of loss_checks.py
+    first_pass: Any = None  # a PassResult of loss_checks.py
     sharded_loss: float = 0.0  # with sharding: of `compute_sample_loss` after the run "whole"
     # what the data sets and the fork's modules hold at the start, and what a short run remembers after each epoch
     initial_hidden_state: hidden_state.HiddenState = field(init=False)
@@ -250,7 +250,7 @@ class Fork:
         return loader
 
     def create_model(self) -> nn.Module:
-        """The model at step 0, as assembly.create_state creates it."""
+        """The model at step 0, as create_train_state creates it."""
         torch.manual_seed(self.config.seed)
         return self.hooks.create_model(self.config, self.ctx.device)
 
@@ -471,8 +471,8 @@ def raise_if(problem: Exception | None) -> None:
 def pretend_rank(rank: int = 0, ranks: int = 1) -> Iterator[None]:
     """Code that asks for the rank or the number of ranks sees these. By default it sees a single process."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    seen = environment_without_launcher() | {name: str(value) for name, value in names.items() if ranks > 1}
+    environment = environment_without_launcher() | {name: str(value) for name, value in names.items() if ranks > 1}
     dist_values = {"is_initialized": ranks > 1, "get_rank": rank, "get_world_size": ranks}
     answers: Any = {name: lambda *_, value=value, **__: value for name, value in dist_values.items()}
-    with mock.patch.dict(os.environ, seen, clear=True), mock.patch.multiple(dist, **answers):
+    with mock.patch.dict(os.environ, environment, clear=True), mock.patch.multiple(dist, **answers):
         yield

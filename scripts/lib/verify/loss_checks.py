@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import model as your_model
 from config import TrainingConfig
 from lib.values import (
+    ADDITIVITY_TOLERANCE,
     ROUNDING_TOLERANCE,
-    SUM_TOLERANCE,
     collect_sums,
     compute_sums,
     error_text,
@@ -67,13 +67,13 @@ def loss(fork: Fork) -> str:
     """compute_loss returns sums and counts: those of a batch equal the totals over its parts, for several weights. They
     depend on the weights and the batch, not on how the work is divided, and no generator is seeded again."""
     # first: numbers that are drawn again do not add up either
-    noted = fork.run_on_all_ranks(lambda: check_passes(fork))
+    pass_note = fork.run_on_all_ranks(lambda: check_passes(fork))
     is_declared = getattr(your_model, "depends_on_batch", False)
     adding = [check_loss_is_sum] if is_declared else [partial(check_sums_add_up, number=number) for number in range(3)]
-    *_, separate, look, rounded, seen = fork.divide_among_ranks(
+    *_, segments_note, loss_text, rounding_note, inspection_notes = fork.divide_among_ranks(
         [partial(check, fork) for check in (*adding, check_segments, describe_loss, measure_rounding, inspect_passes)]
     )
-    parts = [f"; {look}", rounded, separate, seen, noted]
+    parts = [f"; {loss_text}", rounding_note, segments_note, inspection_notes, pass_note]
     if is_declared:
         return put_notes_last(*parts, DECLARED_DEPENDENCE).removeprefix("; ")
     dtype = str(fork.loss_dtype).removeprefix("torch.")
@@ -122,7 +122,7 @@ def compare_halves(
     first, second, whole = batch_sums
     for name, value in whole.items():
         # a fork may compute in float32 on purpose
-        tolerance = max(SUM_TOLERANCE[fork.loss_dtype], SUM_TOLERANCE.get(value.dtype, 0.0))
+        tolerance = max(ADDITIVITY_TOLERANCE[fork.loss_dtype], ADDITIVITY_TOLERANCE.get(value.dtype, 0.0))
         value, parts = value.double(), first[name].double() + second[name].double()
         size, difference = value.norm(), (parts - value).norm()
         is_mean = name.endswith("sum") and size > 1e-6 * cancelled and relative_error(parts, 2 * value) <= 0.05
@@ -168,7 +168,7 @@ def check_loss_is_sum(fork: Fork) -> str:
 
 def find_mean(fork: Fork, net: nn.Module, is_training: bool, batches: list[Any], _: bool = True) -> str:
     """What is a mean. batches: of the same samples once, twice and four times."""
-    tolerance = SUM_TOLERANCE[fork.loss_dtype]
+    tolerance = ADDITIVITY_TOLERANCE[fork.loss_dtype]
     batch_sums, cancelled = measure_cancellation(
         lambda: [compute_sums(fork.hooks, net, batch, is_training) for batch in batches]
     )

@@ -118,10 +118,10 @@ def inspect_passes(fork: Fork) -> str:
     batches."""
     net = perturb_parameters(fork.create_model(), 1)  # some layers have no effect at first
     batches = {mode: fetch_batch(fork, mode, max(2, fork.small_config.batch_size)) for mode, _ in fork.modes()}
-    watches = {mode: LossCall(fork, net, batch, mode) for mode, batch in batches.items()}
-    narrow = "".join(check_narrow_sums(fork, net, mode) for mode, watch in watches.items() if watch.narrow_sums)
-    equal = note_equal_metrics(fork, net, watches)
-    return narrow + equal + note_target_leak(fork, net, batches[True], watches[True])
+    calls = {mode: LossCall(fork, net, batch, mode) for mode, batch in batches.items()}
+    narrow = "".join(check_narrow_sums(fork, net, mode) for mode, call in calls.items() if call.narrow_sums)
+    equal = note_equal_metrics(fork, net, calls)
+    return narrow + equal + note_target_leak(fork, net, batches[True], calls[True])
 
 
 def check_narrow_sums(fork: Fork, net: nn.Module, is_training: bool) -> str:
@@ -146,21 +146,23 @@ def check_narrow_sums(fork: Fork, net: nn.Module, is_training: bool) -> str:
     return ""
 
 
-def note_equal_metrics(fork: Fork, net: nn.Module, watches: dict[bool, LossCall]) -> str:
+def note_equal_metrics(fork: Fork, net: nn.Module, calls: dict[bool, LossCall]) -> str:
     """A note on two metrics, other than the loss, that have equal sums and counts in all batches."""
-    seen: dict[tuple[str, str], list[list[Any]]] = defaultdict(list)
+    values_by_pair: dict[tuple[str, str], list[list[Any]]] = defaultdict(list)
     for number in range(BATCHES):
-        for watch in watches.values():
-            for name_a, name_b in combinations(watch.metric_values, 2):
-                seen[name_a, name_b].append([watch.metric_values[name_a], watch.metric_values[name_b]])
+        for call in calls.values():
+            for name_a, name_b in combinations(call.metric_values, 2):
+                values_by_pair[name_a, name_b].append([call.metric_values[name_a], call.metric_values[name_b]])
         equal = [
-            pair for pair, values in seen.items() if all(numbers_a == numbers_b for numbers_a, numbers_b in values)
+            pair
+            for pair, values in values_by_pair.items()
+            if all(numbers_a == numbers_b for numbers_a, numbers_b in values)
         ]
         if not equal:
             return ""
         size = fork.small_config.batch_size
-        watches = {mode: LossCall(fork, net, fetch_batch(fork, mode, size, number + 1), mode) for mode in watches}
-    pairs = [pair for pair in equal if len({numbers[0] for numbers, _ in seen[pair]}) > 1]
+        calls = {mode: LossCall(fork, net, fetch_batch(fork, mode, size, number + 1), mode) for mode in calls}
+    pairs = [pair for pair in equal if len({numbers[0] for numbers, _ in values_by_pair[pair]}) > 1]
     if not pairs:
         return ""
     names = dict.fromkeys(name for pair in pairs for name in pair)
@@ -170,25 +172,25 @@ def note_equal_metrics(fork: Fork, net: nn.Module, watches: dict[bool, LossCall]
     )
 
 
-def note_target_leak(fork: Fork, net: nn.Module, batch: Any, watch: LossCall) -> str:
+def note_target_leak(fork: Fork, net: nn.Module, batch: Any, call: LossCall) -> str:
     """A note if predictions depend on an input that is their target."""
-    for location in product(range(len(watch.inputs)), range(len(watch.compared_tensors)), (0, 1)):
-        answer = find_target_in_input(watch, *location)
-        if not answer:
+    for location in product(range(len(call.inputs)), range(len(call.compared_tensors)), (0, 1)):
+        match = find_target_in_input(call, *location)
+        if not match:
             continue
         note, samples = NEXT_INPUT, batch
-        if answer[0] == answer[1]:
+        if match[0] == match[1]:
             note = SAME_INPUT
-        if answer[2].shape[1] == 1:
+        if match[2].shape[1] == 1:
             note, samples = AN_INPUT, fetch_batch(fork, True, SAMPLES)
-            answer = find_target_in_input(LossCall(fork, net, samples, is_training=True), *location, chance=CHANCE)
-        if answer and is_input_used(fork, net, samples, location, *answer):
+            match = find_target_in_input(LossCall(fork, net, samples, is_training=True), *location, chance=CHANCE)
+        if match and is_input_used(fork, net, samples, location, *match):
             return note
     return ""
 
 
 def find_target_in_input(
-    watch: LossCall, number: int, pair: int, side: int, chance: float = math.inf
+    call: LossCall, number: int, pair: int, side: int, chance: float = math.inf
 ) -> tuple[int, int, Tensor] | None:
     """A column of the targets, the column of an input that equals it, and the targets, if each sample is flattened.
 
@@ -196,7 +198,7 @@ def find_target_in_input(
     else the next element of a sequence for each position, or the same one of a sequence of integers. Negative integers
     are not counted.
     """
-    x, target = watch.inputs[number], watch.compared_tensors[pair][side]
+    x, target = call.inputs[number], call.compared_tensors[pair][side]
     if not x.numel() or not target.numel() or target.numel() % len(x):
         return None
     inputs, targets = x.reshape(len(x), -1), target.reshape(len(x), -1)
@@ -204,7 +206,7 @@ def find_target_in_input(
         counts = targets.unique(return_counts=True)[1].double()
         orders = torch.lgamma(counts.sum() + 1) - torch.lgamma(counts + 1).sum()  # the logarithm of their number
         same = (inputs == targets).all(0).nonzero().flatten().tolist()
-        is_all = inputs.shape[1] * len(watch.inputs) == 1  # an autoencoder of one number
+        is_all = inputs.shape[1] * len(call.inputs) == 1  # an autoencoder of one number
         is_chance = inputs.shape[1] * math.exp(-orders) > chance
         return (0, same[0], targets) if same and not is_all and not is_chance else None
     step = inputs.shape[1] // x.unsqueeze(-1).shape[1]

@@ -1,5 +1,5 @@
 # extra: verify
-"""Checks of the model and its loss: sums, parameters, evaluation, and gradients equal to those of the plain loop."""
+"""Checks of the model: parameters, evaluation, and gradients equal to those of the plain loop."""
 
 from __future__ import annotations
 
@@ -95,23 +95,23 @@ def parameters(fork: Fork) -> str:
             f"rank {odd_rank} has other initial weights than rank 0: create_model depends on the rank, or draws from"
             " numpy or random; draw from torch's generator, which is seeded equally on all ranks"
         )
-    (noted,) = fork.divide_among_ranks([partial(inspect_weights, fork)])
+    (weight_notes,) = fork.divide_among_ranks([partial(inspect_weights, fork)])
     if fork.config.find_unused_parameters:
         never = [name for name in never if all(name in unused_names for unused_names in nevers)]
         note = f"; please check: {join_first_three(never)}: used by no micro-batch, never trained" if never else ""
-        return f"{count} tensors are trained, each by some micro-batch; all ranks start equal{note}{noted}"
-    return f"{count} tensors are trained, each by every micro-batch; all ranks start equal{noted}"
+        return f"{count} tensors are trained, each by some micro-batch; all ranks start equal{note}{weight_notes}"
+    return f"{count} tensors are trained, each by every micro-batch; all ranks start equal{weight_notes}"
 
 
 def evaluation(fork: Fork) -> str:
     """Each held-out sample counts once on any number of ranks, as in one process."""
     sets = [dataset for dataset in (fork.train_set, fork.held_out) if dataset is not None]
     problems = fork.divide_among_ranks([partial(check_predict_order, fork, dataset) for dataset in sets])
-    rows = next(
+    predict_note = next(
         (f"; not checked: whether predict keeps the order of samples: {problem}" for problem in problems if problem), ""
     )
     if fork.held_out is None:
-        return f"not checked: there is no held-out set{rows}"
+        return f"not checked: there is no held-out set{predict_note}"
     size, ranks, counts = fork.small_config.batch_size, fork.ctx.world_size, []
     never: list[str] = []
     for count in (ranks * size + size // 2 + 1, max(1, ranks - 1)):
@@ -124,7 +124,7 @@ def evaluation(fork: Fork) -> str:
         counts.append(str(len(subset)))
         never = never if len(counts) > 1 else [name for name, value in metrics.items() if math.isnan(value)]
     notes = f"; not checked: {', '.join(never)}, for which nothing counted" if never else ""
-    notes += fork.run_on_all_ranks(lambda: check_evaluation_draws(fork, subset, net)) + rows
+    notes += fork.run_on_all_ranks(lambda: check_evaluation_draws(fork, subset, net)) + predict_note
     return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process{notes}"
 
 
@@ -208,8 +208,8 @@ def gradient(fork: Fork) -> str:
         text = compare_updates(our_updates, our_model, plain_updates, net, rounding, is_repeatable)
         return text + compare_buffers(our_model, net, rounding)
 
-    noted, summary = fork.divide_among_ranks([partial(check_recomputation, fork), check])
-    return put_notes_last(summary, noted)
+    recomputation_note, summary = fork.divide_among_ranks([partial(check_recomputation, fork), check])
+    return put_notes_last(summary, recomputation_note)
 
 
 def compare_updates(

@@ -31,7 +31,7 @@ NO_ANSWER = "no answer"
 
 
 class NewProcess:
-    """Starts elsewhere.py with this question and environment, but for what CHANGED names."""
+    """Starts elsewhere.py with this question and environment, but for what CHANGED_ENVIRONMENT names."""
 
     def __init__(self, question: dict[str, Any], environment: dict[str, str]) -> None:
         hash_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"

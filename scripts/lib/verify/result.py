@@ -24,7 +24,7 @@ CANNOT_WRITE = "cannot be written{}; give the name of a .json file in an existin
 
 
 class Result:
-    """Of this process. Until `end` is called it is "could not run", and so it stays if the process ends before."""
+    """Of this process. Until `finish` is called it is "could not run", and so it stays if the process ends before."""
 
     def __init__(self) -> None:
         self._file: Path | None = None
@@ -87,7 +87,7 @@ class Result:
     def finish(self, result: str, text: str, is_written: bool = True) -> None:
         """Decide the result, unless that was done, and write FILE, unless another rank did.
 
-        result: a key of `CODES`. text: what was found, or why there is no result.
+        result: a key of `EXIT_CODES`. text: what was found, or why there is no result.
         """
         if self._is_decided or os.getpid() != self._pid:
             return
@@ -122,7 +122,7 @@ class Result:
 
 
 def put_notes_last(*parts: str) -> str:
-    """The parts of a check's text, each of which begins with "; ". Those for `Result.check` are at the end."""
+    """The parts of a check's text, each of which begins with "; ". Those for `Result.add_check` are at the end."""
     return "".join(sorted(parts, key=lambda part: "please check" in part or NOT_CHECKED in part))
 
 

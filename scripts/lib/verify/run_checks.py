@@ -214,11 +214,12 @@ def find_differences(fork: Fork, a: str, b: str, number: int = -1) -> list[str]:
     payloads = [
         checkpoint.read_checkpoint(checkpoint.list_step_checkpoints(run.checkpoint_folder)[number])[0] for run in runs
     ]
-    of_a, of_b = (flatten_nested(comparable_state(payload)) for payload in payloads)
-    wrong = [name for name in of_a.keys() | of_b if hash_nested(of_a.get(name)) != hash_nested(of_b.get(name))]
+    state_a, state_b = (flatten_nested(comparable_state(payload)) for payload in payloads)
+    names = state_a.keys() | state_b.keys()
+    wrong = [name for name in names if hash_nested(state_a.get(name)) != hash_nested(state_b.get(name))]
     for kind in ("train", "eval"):
-        of_a, of_b = (
+        records_a, records_b = (
             [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in run.read_records(kind)] for run in runs
         )
-        wrong += [f"the {kind} record of step {record['step']}" for record in of_b if record not in of_a]
+        wrong += [f"the {kind} record of step {record['step']}" for record in records_b if record not in records_a]
     return sorted(wrong)

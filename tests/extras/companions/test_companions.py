@@ -82,8 +82,8 @@ def test_a_checkpoint_in_work_outlives_its_deletion(plan, monkeypatch, has_links
         assert not checkpoint.list_step_checkpoints(companion.checkpoints)
         after = {file.name: file.read_bytes() for file in copy.rglob("*")} if is_folder else copy.read_bytes()
         assert after == before
-        (place,) = companion.checkpoints.iterdir()
-        assert place.name.endswith(".tmp")  # which the next start deletes, should this program be killed
+        (temporary,) = companion.checkpoints.iterdir()
+        assert temporary.name.endswith(".tmp")  # which the next start deletes, should this program be killed
     assert not list(companion.checkpoints.iterdir())
     with pytest.raises(FileNotFoundError), companion.temporary_copy(path):  # deleted first: the next one is taken
         pass

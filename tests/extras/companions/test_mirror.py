@@ -105,7 +105,7 @@ class Attempt:
         self.run.close()
 
     def suspend(self):
-        """As SIGSTOP does: its beats stop. The folder's lock stays."""
+        """As SIGSTOP does: its heartbeats stop. The folder's lock stays."""
         self.uploads._stop_event.set()
         self.uploads._heartbeat_thread.join()
 

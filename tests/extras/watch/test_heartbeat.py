@@ -88,13 +88,13 @@ class Held:
 
 def test_the_thread_refers_to_nothing_that_a_call_needed_and_has_ended_after_close():
     """One that is left at the interpreter's exit frees process groups there, which aborts the process."""
-    beats, held = Heartbeats(dist.HashStore(), 0, os.getpid(), "", True), Held()
+    heartbeats, held = Heartbeats(dist.HashStore(), 0, os.getpid(), "", True), Held()
     alive, before = weakref.ref(held), set(threading.enumerate())
-    assert beats.submit(held.read).result(5) == 1
+    assert heartbeats.submit(held.read).result(5) == 1
     del held
     wait_until(lambda: alive() is None, 5)
     (thread,) = set(threading.enumerate()) - before
-    beats.close()
+    heartbeats.close()
     assert not thread.is_alive()
 
 

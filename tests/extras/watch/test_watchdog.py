@@ -168,7 +168,7 @@ def test_a_rank_without_progress_ends_when_the_next_rank_is_gone(quick):
 
 
 def test_time_in_which_the_watching_process_was_suspended_does_not_count(quick, monkeypatch):
-    """As it wakes, its own step and the beat of the other host stand since an hour. A later stop is found."""
+    """As it wakes, its own step and the heartbeat of the other host are an hour old. A later stop is found."""
     ended, jump, plain, watchdogs = set(), [0.0], time.monotonic, []
     fake = SimpleNamespace(sleep=time.sleep, monotonic=lambda: plain() + jump[0])
     monkeypatch.setattr(utils.extras.watch.watchdog, "time", fake)
