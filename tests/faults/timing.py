@@ -138,7 +138,7 @@ Images.__getitems__ = slow_fetch
 """
 
 
-@fault("straggler by its compute", SLOW_COMPUTE, "compute", is_default=True, guarantees="straggler")  # extra: watch
+@fault("straggler by its compute", SLOW_COMPUTE, "compute", is_default=True, guarantees="straggler")
 @fault("straggler by its data", SLOW_DATA, "data", guarantees="straggler")
 def straggles(drill: Drill, code: str, cause: str) -> None:
     """Both ranks take 0.3 s per step; rank 0 is fast after step 10, so that rank 1 is the straggler from then on."""

@@ -47,7 +47,7 @@ def list_subtree_starts(world_size: int, leaf_count: int) -> list[list[int]]:
 
 
 def _next_leaf(stop: int, leaf_count: int) -> int:
-    """The leaf after a run. If there is none, subtrees that reach beyond are complete too."""
+    """The leaf after those of a rank. If there is none, subtrees that reach beyond are complete too."""
     return stop if stop < leaf_count else AFTER_LAST_LEAF
 
 
