@@ -139,7 +139,10 @@ def malicious(drill: Drill) -> None:
 @fault("rank 0 killed after the folder has its name", "replace_folder", "after", 0, 20, guarantees="sharded-save")
 def killed(drill: Drill, function: str, moment: str, rank: int, step: int) -> None:
     job = drill.start(2, *ZERO3, code=f"{KILLED}\nkill_at({function!r}, {moment!r}, {rank})")
-    drill.fails(job, rf"rank {rank} on {HOST} was killed or cut off", rank=rank)
+    sentences: list[str] = []
+    failed_rank: int | None = None  # without the watchdog, the rank that lost its peer reports
+    sentences, failed_rank = [rf"rank {rank} on {HOST} was killed or cut off"], rank  # extra: watch
+    drill.fails(job, *sentences, rank=failed_rank)
     names = [path.name for path in checkpoint.list_step_checkpoints(job.folder / "checkpoints")]
     assert names[-1] == f"step_000000{step}"
     drill.resumes(2, *ZERO3)

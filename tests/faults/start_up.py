@@ -69,7 +69,7 @@ def other_config(drill: Drill) -> None:
     drill.is_whole(2, *RUN)
 
 
-@fault("rank killed at the start", guarantees="rank-killed")
+@fault("rank killed at the start", guarantees="rank-killed")  # extra: watch
 def killed_at_the_start(drill: Drill) -> None:
     job = drill.start(2, *RUN, code=SLOW_START)
     job.wait_for(lambda: (job.folder / "status.json").exists())
