@@ -97,7 +97,9 @@ def hash_order(dataset: Any, seed: int) -> str:
 def are_summaries_equal(summary_a: Any, summary_b: Any) -> bool:
     if summary_a is None or summary_b is None:
         return summary_a is summary_b
+    # ---- extra: sketches ----
     (identity_a, samples_a), (identity_b, samples_b) = summary_a, summary_b
-    if identity_a == identity_b and are_fingerprints_alike(samples_a, samples_b):  # extra: sketches
+    if identity_a == identity_b and are_fingerprints_alike(samples_a, samples_b):
         return True
+    # ---- end of sketches ----
     return summary_a == summary_b
