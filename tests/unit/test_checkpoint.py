@@ -215,29 +215,21 @@ def test_a_checkpoint_of_a_version_with_another_order_of_exact_sums_is_reported(
     ("rule", "value", "problem"),
     [
         ("must", 1, ""),
-        (
-            "must",
-            2,
-            "gone_field: the checkpoint has gone_field=2, and this fork has no such flag (docs/extras.md)",
-        ),
-        (
-            "may",
-            2,
-            "gone_field: the checkpoint has gone_field=2, and this fork has no such flag (docs/extras.md)",
-        ),
+        ("must", 2, "gone_field: the checkpoint has gone_field=2, and this fork has no such flag (docs/extras.md)"),
+        ("may", 2, "gone_field: the checkpoint has gone_field=2, and this fork has no such flag (docs/extras.md)"),
         ("free", 2, ""),
     ],
 )
 def test_a_field_that_this_fork_has_deleted_counts_if_it_is_not_at_its_default(rule, value, problem):
     saved = payload()
-    saved["config"] |= {"deleted_field": value}
-    saved["provenance"] |= {"fields": {"deleted_field": [1, rule], "lr": [0.1, "may"]}}
+    saved["config"] |= {"gone_field": value}
+    saved["provenance"] |= {"fields": {"gone_field": [1, rule], "lr": [0.1, "may"]}}
     if problem and rule == "must":
         with pytest.raises(UserError, match=re.escape(problem)):
             compare_checkpoint(saved, TrainingConfig(), origin())
     else:
         assert compare_checkpoint(saved, TrainingConfig(), origin()) == [problem] * bool(problem)
-    assert "deleted_field" not in vars(TrainingConfig.from_args([], saved["config"]))
+    assert "gone_field" not in vars(TrainingConfig.from_args([], saved["config"]))
 
 
 @pytest.mark.guarantee("changed-settings")
