@@ -141,7 +141,7 @@ def gradients_between_steps(flags):
 
     def drop(self):
         plain(self)
-        left.update("none" if p.grad is None else f"norm {p.grad.norm():g}" for p in self.owners.values())
+        left.update("none" if p.grad is None else f"norm {p.grad.norm():g}" for p in self.parameters_by_tensor.values())
 
     with (
         mock.patch.object(Updater, "zero_gradients", drop),

@@ -83,7 +83,7 @@ REPLACED = {  # by code of B: what create_model does, what the file does, and th
     "when the file is imported": ("pass", BETTER, MEANS),
     "a property": (
         "pass",
-        "ModelHooks.part = property(lambda self: None)",
+        "ModelHooks.find_part = property(lambda self: None)",
         "utils.training.hooks.ModelHooks.find_part",
     ),
     "by another name": ("pass", f"for part in (MetricTracker,): {BETTER.replace('MetricTracker', 'part')}", MEANS),
