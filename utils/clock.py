@@ -79,7 +79,7 @@ class PhaseClock:
         if self._events is None:
             return lambda: (data + forward + sum(other_phases), data, forward)
         self._record_device_event("update")
-        events, self._events = self._events, self._events[-1:]  # which is where the next interval begins
+        events, self._events = self._events, self._events[-1:]  # which is where the next log window begins
 
         def read_device_times() -> tuple[float, float, float]:
             events[-1][1].synchronize()

@@ -129,9 +129,8 @@ def bisect_checkpoints(a: Any, b: Any, gap: Divergence) -> tuple[int, int, list[
     low = gap.last_equal_step
     high = gap.step
     run_fingerprints = [read_train_records(run)[gap.step].get("fingerprint") for run in (a, b)]
-    while steps := [
-        step for step in sorted(checkpoints_by_run[0].keys() & checkpoints_by_run[1].keys()) if low < step < high
-    ]:
+    common_steps = sorted(checkpoints_by_run[0].keys() & checkpoints_by_run[1].keys())
+    while steps := [step for step in common_steps if low < step < high]:
         middle = steps[len(steps) // 2]
         fingerprints = [
             checkpoint.read_checkpoint(paths[middle])[0]["provenance"].get("fingerprint")

@@ -283,7 +283,7 @@ def format_slow_ranks(timelines: dict[str, timeline.Timeline]) -> str:
         (max(straggler.get("times") or 0.0 for straggler in stragglers), len(stragglers), key)
         for key, stragglers in by_rank.items()
     ]
-    head = ["run", "rank", "host", "cause", "intervals", "step time, x median rank, at most"]
+    head = ["run", "rank", "host", "cause", "log windows", "step time, x median rank, at most"]
     return (
         format_html_table(
             head, ([*key, format_value(count), format_value(worst)] for worst, count, key in sorted(rows, reverse=True))

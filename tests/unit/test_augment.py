@@ -74,7 +74,7 @@ def test_crops_of_an_epoch_drawn_at_once_are_those_of_each_batch(monkeypatch):
     assert drawn == [5] * 6 and not torch.equal(expected[0], expected[1])
     for most, lengths in ((6 * samples, [2**17, 100] * 2), (6 * samples - 1, [5] * 6)):
         drawn.clear()
-        monkeypatch.setattr(augment, "MAX_CROP_TABLE_BYTES", most)
+        monkeypatch.setattr(augment, "MAX_TABLE", most)
         assert all(map(torch.equal, crops(samples), expected)) and drawn == lengths
 
 

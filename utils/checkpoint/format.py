@@ -187,10 +187,10 @@ def prune_checkpoints(folder: Path, keep_last: int, keep_every: int = 0) -> None
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint. A folder loses its name first, so that it is whole or absent."""
     if path.is_dir() and not path.is_symlink():
-        doomed = path.with_name(f"{path.name}.old{TEMPORARY_SUFFIX}")
-        shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        deleted_path = path.with_name(f"{path.name}.old{TEMPORARY_SUFFIX}")
+        shutil.rmtree(deleted_path, ignore_errors=True)
+        path.rename(deleted_path)
+        shutil.rmtree(deleted_path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 

@@ -13,8 +13,8 @@ from utils.data.transfer import cache_per_stream
 from utils.rng import draw_integers, sample_draws
 from utils.settings.errors import UserError
 
-MAX_CROP_TABLE_BYTES = 64e6  # on the device, for the crops of an epoch
-MAX_IMAGE_SIZE_FOR_CROP = 64  # pixels; above it "auto" means resized_crop for image files
+MAX_TABLE = 64e6  # bytes on the device, for the crops of an epoch
+LARGEST_CROP_SIZE = 64  # pixels; above it "auto" means resized_crop for image files
 
 
 def choose(augment: str, image_size: int, in_memory: bool = False) -> str:
@@ -22,7 +22,7 @@ def choose(augment: str, image_size: int, in_memory: bool = False) -> str:
     if in_memory and augment == "resized_crop":
         raise UserError("augment=resized_crop: cuts from image files, not from data in memory; use --augment crop")
     if augment == "auto":
-        return "crop" if in_memory or image_size <= MAX_IMAGE_SIZE_FOR_CROP else "resized_crop"
+        return "crop" if in_memory or image_size <= LARGEST_CROP_SIZE else "resized_crop"
     return augment
 
 
@@ -34,7 +34,7 @@ def augment_images(images: Tensor, kind: str, size: int, seed: int, epoch: int, 
     if kind != "crop":
         raise ValueError(f"augment_images: kind {kind!r} is not none or crop; use create_file_transform for others")
     padding, width = max(1, size // 8), images.shape[-1]
-    if 0 < 6 * n <= MAX_CROP_TABLE_BYTES:
+    if 0 < 6 * n <= MAX_TABLE:
         crops = crops_of_epoch(seed, epoch, n, padding, width, images.device).index_select(0, indices)
     else:
         crops = crops_of(sample_draws(seed, epoch, indices, 3), padding, width)

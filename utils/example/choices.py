@@ -51,7 +51,7 @@ MODEL_LIBRARIES: list[ModelLibrary] = []
 # by the name that --init_from has
 PUBLISHED_WEIGHTS: dict[str, PublishedWeights] = {}
 
-DATASETS |= {"imagefolder": sets.create_image_dataset, "csv": sets.create_image_dataset}  # extra: images
+DATASETS |= {"imagefolder": sets.image_files, "csv": sets.image_files}  # extra: images
 DATASET_CHANGES.append(sets.apply_image_settings)  # extra: images
 MODEL_LIBRARIES.append(  # extra: images
     ModelLibrary("a torchvision classifier", models.list_classifiers, models.torchvision_model)

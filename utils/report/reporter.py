@@ -1,4 +1,4 @@
-"""Tells what a run does to its records, the terminal and TensorBoard: steps, intervals, evaluations and the end."""
+"""Tells what a run does to its records, the terminal and TensorBoard: steps, log windows, evaluations and the end."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LogImages = Callable[[nn.Module, Any], dict[str, Tensor]]
 
 
 class Reporter:
-    """Called on all ranks; the logger, the run folder and the TensorBoard writer decide what only rank 0
-    shows or writes.
+    """Called on all ranks. The logger, the run folder and the TensorBoard writer decide what only rank 0 shows or
+    writes.
 
     Args:
         loader: of the training set.

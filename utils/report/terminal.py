@@ -94,7 +94,7 @@ class Terminal:
         log_training_step(self._logger, shown, names, total, ctx.world_size, targets_per_s)
         self._record_count += 1
         wait_fraction = record["data_wait_s"] / (record["step_s"] or math.inf)
-        # the first interval includes the start of the workers
+        # the first log window includes the start of the workers
         if self._record_count == 2 and wait_fraction > MAX_DATA_WAIT and not getattr(dataset, "in_memory", False):
             alternative = ""
             if getattr(dataset, "cacheable", False):  # extra: cache

@@ -1,4 +1,4 @@
-"""Reads what a config class declares, and rejects what cannot work, when config.py is imported."""
+"""Reads the settings of a config class when config.py is imported, and rejects invalid declarations."""
 
 from __future__ import annotations
 

@@ -43,9 +43,8 @@ class TrainState:
         strategy: GradientStrategy | None = None,
     ) -> None:
         self._config = config
-        self.parts: list[
-            Part
-        ] = []  # `create_parts` gives them once the model has the buffers that `step_sums` puts there
+        # `create_parts` gives them once the model has the buffers that `step_sums` puts there
+        self.parts: list[Part] = []
         device = model_device(model)
         self.strategy = strategy or GradientStrategy(config, DistributedContext(0, 0, 1, device))
         self.model, self.precision = model, precision  # the model is not wrapped in DDP

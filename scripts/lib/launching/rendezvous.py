@@ -117,9 +117,8 @@ class RendezvousServer(socketserver.ThreadingTCPServer):
         self.socket, self._second_socket = _listen(nodes.port), _listen(0)
         self._nodes, self._launch_id, self._is_complete = nodes, launch_id, False
         self._lock = threading.Lock()
-        self._waiting_nodes: dict[
-            str, tuple[int, str, float]
-        ] = {}  # node: its rank, its host, the time of its last poll
+        # by node: its rank, its host, the time of its last poll
+        self._waiting_nodes: dict[str, tuple[int, str, float]] = {}
         about = {"run": nodes.run, "nnodes": nodes.nnodes, "port": self._second_socket.getsockname()[1]}
         self.greeting = {"node": node, "host": socket.gethostname(), **about}
 

@@ -176,11 +176,9 @@ def diagnose_disk(
 
     checkpoint_count: number of checkpoints on disk at once, including the best one and the one being written.
     """
-    free, rate, needed = (
-        storage["free"],
-        storage["speed"],
-        max(0, checkpoint_bytes * checkpoint_count - storage["replaced"]),
-    )
+    free = storage["free"]
+    rate = storage["speed"]
+    needed = max(0, checkpoint_bytes * checkpoint_count - storage["replaced"])
     seconds, warnings, failures = checkpoint_bytes / rate if rate else 0.0, [], []
     if free < needed:
         text = f"{location}: {format_size(free)} free"

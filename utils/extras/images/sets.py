@@ -139,7 +139,7 @@ class CsvDataset(ImageFolderDataset):
         return f"{super().class_of(index)}, {self.file}, line {index + 2}"
 
 
-def create_image_dataset(config: TrainingConfig, split: str) -> ImageFolderDataset | None:
+def image_files(config: TrainingConfig, split: str) -> ImageFolderDataset | None:
     """<data_dir>/train, val and test, or <data_dir>/train.csv, ... If only one of val and test exists, it is "val"."""
     root, suffix = Path(config.data_dir), ".csv" if config.dataset == "csv" else ""
     held_out = [name for name in ("val", "test") if (root / f"{name}{suffix}").exists()]

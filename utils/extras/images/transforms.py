@@ -42,9 +42,8 @@ def create_file_transform(config: TrainingConfig, size: int, is_train: bool) -> 
     is_cropped = choose(config.augment, size) == "resized_crop"
     if not is_train:
         default_resize = round(size * 256 / 224) if is_cropped else size  # torchvision resizes to 256 for 224
-        return v2.Compose(
-            [v2.Resize(unless_auto(config.resize_size, default_resize), mode), v2.CenterCrop(size)]
-        ), False
+        resize = v2.Resize(unless_auto(config.resize_size, default_resize), mode)
+        return v2.Compose([resize, v2.CenterCrop(size)]), False
     size = unless_auto(config.train_size, size)
     if is_cropped:
         crop = parse_range(config.crop_scale), parse_range(config.crop_ratio)
@@ -53,9 +52,8 @@ def create_file_transform(config: TrainingConfig, size: int, is_train: bool) -> 
         transforms += [v2.Resize(size, mode), v2.CenterCrop(size)]
     if config.auto_augment != "none":
         policies = {"ra": v2.RandAugment, "ta_wide": v2.TrivialAugmentWide, "augmix": v2.AugMix}
-        policy_interpolation = v2.InterpolationMode(
-            "nearest" if mode.value == "nearest" else "bilinear"
-        )  # no bicubic of tensors
+        # the policies have no bicubic interpolation of tensors
+        policy_interpolation = v2.InterpolationMode("nearest" if mode.value == "nearest" else "bilinear")
         transforms.append(policies.get(config.auto_augment, v2.AutoAugment)(interpolation=policy_interpolation))
     if config.random_erase:  # a box of the mean, which is 0 after the device has normalized
         mean = (

@@ -69,14 +69,12 @@ class TokenBudget:
     def cut_into_micro_batches(self, lengths: Iterable[int]) -> tuple[list[int], list[int]]:
         """Where micro-batches of consecutive samples begin if each takes as many as it may, with the end of the last
         one, and the longest length in each. A sample that exceeds the budget is alone."""
-        begins, max_lengths, longest, count, max_samples, position = (
-            [0],
-            [],
-            0,
-            0,
-            self.max_samples or self.max_tokens,
-            -1,
-        )
+        begins = [0]
+        max_lengths = []
+        longest = 0
+        count = 0
+        position = -1
+        max_samples = self.max_samples or self.max_tokens
         for position, length in enumerate(lengths):
             count += 1
             if (length if length > longest else longest) * count > self.max_tokens or count > max_samples:
@@ -180,11 +178,8 @@ class BudgetSampler(GlobalBatchSampler):
         if self.shuffle:
             generator = torch.Generator().manual_seed(derive_seed("micro-batches", self.seed, epoch))
             permutation = torch.randperm(len(max_lengths), generator=generator)
-            permutation = (
-                permutation[: len(permutation) - len(permutation) % self.micro_batches_per_step]
-                if self.drop_last
-                else permutation
-            )
+            if self.drop_last:
+                permutation = permutation[: len(permutation) - len(permutation) % self.micro_batches_per_step]
             firsts, counts, longest = begins[permutation], begins.diff()[permutation], longest[permutation]
             begins = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
             positions = positions[(firsts - begins[:-1]).repeat_interleave(counts) + torch.arange(int(begins[-1]))]
