@@ -1,112 +1,348 @@
-"""The reference: the same training in one process, without DDP, checkpoints or workers. verify.py uses it too."""
+"""The reference: the training of train.py in one process, without DDP, checkpoints and worker processes.
+
+It is slow and plain, so that nobody can doubt it. The tests compare the weights of a run on any number of ranks with
+the weights that it computes, and scripts/verify.py compares the training of a fork with it. Of this repository it uses
+model.py and dataset.py, and nothing else. Read it from the top: random numbers, samples, the learning rate, BatchNorm,
+the loss, and the loop over global batches at the end.
+"""
 
 import functools
 import hashlib
 import inspect
 import math
 import random
-import sys
 from collections import Counter
 from types import SimpleNamespace as Progress
 
 import numpy
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import model as your_model
 from dataset import create_dataset
 from model import compute_loss, create_model, param_groups
 
+# ---- random numbers: each draw is a function of a key, such as ("order", seed, epoch) ----
+
 
 def number(*key):
-    return int.from_bytes(hashlib.sha256("/".join(str(part) for part in key).encode()).digest()[:8], "big") // 2
+    """Return an integer from 0 to 2**63 - 1 that is a function of the key."""
+    text = "/".join(str(part) for part in key)
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "big") // 2
 
 
-def seed(*key):
-    random.seed(n := number(*key)), torch.default_generator.manual_seed(n), numpy.random.seed(n % 2**32)
+def seed_host(*key):
+    """Seed the generators that a data set may draw from: those of Python, NumPy and torch."""
+    value = number(*key)
+    random.seed(value)
+    numpy.random.seed(value % 2**32)
+    torch.default_generator.manual_seed(value)
 
 
-def samples(data, indices, *key):
-    if len(indices) > 1 and not hasattr(data, "__getitems__"):
-        return [samples(data, [index], *key)[0] for index in indices]
-    seed("sample", *key, *indices)
-    return data.__getitems__(indices) if hasattr(data, "__getitems__") else [data[index] for index in indices]
+def seed_torch(*key):
+    """Seed the generators of torch on all devices. torch.manual_seed does the same and takes 100 us longer."""
+    value = number(*key)
+    for generator in [torch.default_generator, *torch.cuda.default_generators]:
+        generator.manual_seed(value)
 
 
-def schedule(config, step, total, warm_up, progress):
-    done, least = min(1, (step - warm_up) / max(1, total - warm_up)), config.min_lr / config.lr
-    shapes = {"cosine": 0.5 + 0.5 * math.cos(math.pi * done), "linear": 1 - done, "constant": 1}
-    shapes |= {"wsd": min(1, 5 * (1 - done)), "step": 1 if done < 0.5 else 0.1 if done < 0.75 else 0.01}
-    return (step + 1) / warm_up if step < warm_up else least + (1 - least) * shapes[config.schedule]
+# ---- samples ----
 
 
-def with_config(function, config):
-    """The function with its argument `config`, if it has one."""
-    if "config" not in inspect.signature(function).parameters:
-        return function
-    return functools.partial(function, config=config)
+def epoch_order(config, epoch, size):
+    """Return the order of the samples in an epoch: a permutation of 0 to size - 1, int64."""
+    generator = torch.Generator().manual_seed(number("order", config.seed, epoch))
+    return torch.randperm(size, generator=generator)
+
+
+def cut_into_global_batches(order, batch_size, micro_batches_per_step):
+    """Return a list of global batches. Each is a list of micro-batches, and each of these a tensor of indices."""
+    global_batches = order.split(batch_size * micro_batches_per_step)
+    return [global_batch.split(batch_size) for global_batch in global_batches]
+
+
+def read_samples(data, indices, seed, epoch):
+    """Return the samples. What the data set draws for a sample depends on the seed, the epoch and its index only."""
+    if hasattr(data, "__getitems__"):
+        seed_host("sample", seed, epoch, *indices)
+        return data.__getitems__(indices)
+    samples = []
+    for index in indices:
+        seed_host("sample", seed, epoch, index)
+        samples.append(data[index])
+    return samples
+
+
+def create_batch(data, indices, seed, epoch):
+    """Return a micro-batch as compute_loss gets it, on the device if the data set moves it there."""
+    samples = read_samples(data, indices.tolist(), seed, epoch)
+    collate = getattr(data, "collate", torch.utils.data.default_collate)
+    batch = collate(samples)
+    if hasattr(data, "device_transform"):
+        batch = data.device_transform(batch, seed, epoch, indices)
+    return batch
+
+
+# ---- the learning rate and the optimizer ----
+
+
+def schedule(config, step, total_steps, warmup_steps, progress):
+    """Return the factor on the learning rate at this step, from 0: a linear warm-up, then a way down to min_lr."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    done = min(1, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if config.schedule == "constant":
+        factor = 1
+    elif config.schedule == "linear":
+        factor = 1 - done
+    elif config.schedule == "cosine":
+        factor = 0.5 + 0.5 * math.cos(math.pi * done)
+    elif config.schedule == "wsd":  # warm-up, stable, decay: the last fifth is linear
+        factor = min(1, 5 * (1 - done))
+    elif done < 0.5:  # "step": a tenth after half of the steps, and again after three quarters
+        factor = 1
+    elif done < 0.75:
+        factor = 0.1
+    else:
+        factor = 0.01
+    lowest = config.min_lr / config.lr
+    return lowest + (1 - lowest) * factor
+
+
+def build_optimizer(groups, config, fused):
+    """Return the optimizer of model.py, if it defines create_optimizer, and else SGD or AdamW of torch."""
+    if hasattr(your_model, "create_optimizer"):
+        return your_model.create_optimizer(groups, config)
+    if config.optimizer == "adamw":
+        betas = (config.momentum, config.beta2)
+        return torch.optim.AdamW(groups, config.lr, betas, weight_decay=config.weight_decay, fused=fused)
+    return torch.optim.SGD(
+        groups,
+        config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        nesterov=config.nesterov and config.momentum > 0,
+        fused=fused,
+    )
+
+
+def set_learning_rates(optimizer, peak_rates, factor):
+    """Multiply the peak learning rate of each parameter group by the factor, or by its own one of a dict of factors."""
+    for group, peak_rate in zip(optimizer.param_groups, peak_rates, strict=True):
+        if isinstance(factor, dict):
+            group["lr"] = peak_rate * factor[group["name"]]
+        else:
+            group["lr"] = peak_rate * factor
+
+
+# ---- BatchNorm ----
+
+
+class RunningStatistics:
+    """The running means and variances of all BatchNorm layers, which move once per global batch.
+
+    Each micro-batch starts from the statistics before the step. Those after the step are the mean over the
+    micro-batches, weighted by their samples. So they do not depend on the rank that computes a micro-batch.
+    """
+
+    def __init__(self, model):
+        self.buffers = []
+        for layer in model.modules():
+            if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
+                self.buffers += [layer.running_mean, layer.running_var]
+        self.before_step = [torch.empty_like(buffer) for buffer in self.buffers]
+        self.means = [torch.empty_like(buffer) for buffer in self.buffers]
+
+    def begin_step(self):
+        if self.buffers:
+            torch._foreach_copy_(self.before_step, self.buffers)
+            torch._foreach_zero_(self.means)
+
+    def begin_micro_batch(self):
+        if self.buffers:
+            torch._foreach_copy_(self.buffers, self.before_step)
+
+    def end_micro_batch(self, fraction):
+        """Add what the forward pass has left in the layers. fraction: samples of the micro-batch / global batch."""
+        if self.buffers:
+            torch._foreach_add_(self.means, torch._foreach_mul(self.buffers, fraction))
+
+    def end_step(self):
+        if self.buffers:
+            torch._foreach_copy_(self.buffers, self.means)
+
+
+# ---- the loss ----
+
+
+def fill_in(function, **arguments):
+    """Return a function of model.py with those of the arguments filled in for which it has a parameter."""
+    parameters = inspect.signature(function).parameters
+    known = {name: value for name, value in arguments.items() if name in parameters}
+    return functools.partial(function, **known)
+
+
+def count_loss_terms(batches, config):
+    """Return the count of each loss term over the global batch; nothing if model.py does not define loss_counts.
+
+    A sum of two Counters leaves out the terms whose count is 0.
+    """
+    counts = Counter()
+    if hasattr(your_model, "loss_counts"):
+        loss_counts = fill_in(your_model.loss_counts, config=config)
+        for batch in batches:
+            counts = counts + Counter(loss_counts(batch))
+    return counts
+
+
+def combine_loss_terms(terms, counts):
+    """Return the loss of a micro-batch whose terms are means over different things.
+
+    Args:
+        terms: by name the sum of the term, its count in this micro-batch, and its weight.
+        counts: by name the count in the global batch.
+    """
+    loss = 0
+    for name, count in counts.items():
+        term_sum, _, weight = terms[name]
+        loss = loss + weight * term_sum / count
+    return loss
+
+
+# ---- one optimizer step ----
+
+
+def sum_gradients(model, statistics, micro_batches, batches, config, step, progress):
+    """Add the gradient of a global batch to that of the parameters.
+
+    Args:
+        micro_batches: the indices of the samples of each micro-batch.
+        batches: the samples of each micro-batch.
+        progress: what compute_loss gets if it has such a parameter.
+
+    Returns:
+        The loss summed over the global batch, float64, and its count. The gradient is that of the summed loss.
+    """
+    loss_function = fill_in(compute_loss, config=config, progress=progress)
+    term_counts = count_loss_terms(batches, config)
+    samples_in_step = sum(len(indices) for indices in micro_batches)
+    loss_sum = 0.0
+    loss_count = 0.0
+    statistics.begin_step()
+    for position, (indices, batch) in enumerate(zip(micro_batches, batches, strict=True)):
+        statistics.begin_micro_batch()
+        seed_torch("step", config.seed, step, position)
+        metrics = loss_function(model, batch)
+        if term_counts:
+            loss = combine_loss_terms(metrics["loss"], term_counts)
+            count = 1 / len(micro_batches)  # each term is divided by its own count already
+        else:
+            loss, count = metrics["loss"]
+        loss.backward()
+        loss_sum = loss_sum + loss.detach().double()
+        loss_count = loss_count + float(count)
+        statistics.end_micro_batch(len(indices) / samples_in_step)
+    statistics.end_step()
+    return loss_sum, loss_count
+
+
+def divide_and_clip_gradients(model, divisor, clip_grad_norm):
+    """Divide the summed gradient by the count of the global batch. Then clip it, unless clip_grad_norm is 0."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    torch._foreach_div_(gradients, divisor)
+    max_norm = clip_grad_norm or math.inf  # a run computes the norm in any case, and this loop is timed beside it
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def update_average(average, model, step, ema_decay):
+    """Move the averaged weights towards those of the model. The first steps move them further."""
+    average.multi_avg_fn = get_ema_multi_avg_fn(min(ema_decay, step / (9 + step)))
+    average.update_parameters(model)
+
+
+# ---- the loop ----
 
 
 def plain_loop(config, micro_batches_per_step, device="cpu", fused=False, packed=None):
-    """Yields model, average, summed loss and its count for each step of ranks x accumulation, or of packed[epoch]."""
-    hooks, average = vars(sys.modules["model"]), None
-    seed("create_dataset", config.seed)
+    """Train, and yield after each optimizer step.
+
+    Args:
+        micro_batches_per_step: in a run, this is the number of ranks x grad_accum_steps.
+        fused: use the fused kernels of torch's optimizer.
+        packed: the global batches of each epoch, if the samples are packed by their lengths (--batch_tokens).
+
+    Yields:
+        The model, its averaged copy or None, the loss summed over the global batch (float64), and its count.
+    """
+    device = torch.device(device)
+    seed_host("create_dataset", config.seed)
     data = create_dataset(config, "train")
-    collate = getattr(data, "collate", torch.utils.data.default_collate)
-    transform = getattr(data, "device_transform", lambda batch, *_: batch)
     torch.manual_seed(config.seed)
-    model = create_model(config, device := torch.device(device)).train()
-    groups, rest = param_groups(model, config), {"weight_decay": config.weight_decay, "fused": fused}
-    generators = [torch.default_generator, *torch.cuda.default_generators]  # torch.manual_seed takes 100 us
-    optimizer = torch.optim.SGD(groups, config.lr, mu := config.momentum, nesterov=config.nesterov and mu > 0, **rest)
-    if config.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, config.lr, (config.momentum, config.beta2), **rest)
-    rule = lambda *weights: get_ema_multi_avg_fn(min(config.ema_decay, step / (9 + step)))(*weights)  # noqa: E731
-    optimizer = hooks.get("create_optimizer", lambda *_: optimizer)(param_groups(model, config), config)
-    average = AveragedModel(model, multi_avg_fn=rule, use_buffers=True) if config.ema_decay else None
-    norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-    statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)] or [torch.zeros(1)]
-    before, means = ([torch.empty_like(s) for s in statistics] for _ in range(2))
-    size = (batch_size := config.batch_size) * micro_batches_per_step
-    used = len(data) - config.drop_last * (len(data) % size)
-    per_epoch, (most_epochs, most_steps) = len(packed[0]) if packed else math.ceil(used / size), config.limits
-    total = int(min(most_epochs * per_epoch, most_steps))
-    warm_up = round(config.warmup_epochs * per_epoch) if config.warmup_steps == "auto" else config.warmup_steps
-    factor_at, step, user = hooks.get("lr_factor", schedule), -1, {}
-    loss_of = with_config(compute_loss, config)
-    counts_of = with_config(hooks.get("loss_counts", lambda batch: {}), config)
-    after_step = torch.no_grad()(with_config(hooks.get("after_step", lambda *_: None), config))
-    for epoch in range(math.ceil(total / per_epoch)):
-        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(number("order", config.seed, epoch)))
-        for parts in (
-            packed[epoch] if packed else [w.split(batch_size) for w in order[:used].split(size)[: total - step - 1]]
-        ):
-            seen, step, count, loss_of_step = epoch * used + (step + 1) % per_epoch * size, step + 1, 0.0, 0.0
-            now = {"step": step, "total_steps": total, "epoch": epoch, "samples_seen": seen}
-            view = Progress(**{name: torch.full((), value, device=device) for name, value in now.items()})
-            more = {"progress": view} if "progress" in inspect.signature(loss_of).parameters else {}
-            torch._foreach_copy_(before, statistics), torch._foreach_zero_(means)
-            key, whole = (config.seed, epoch), sum(map(len, parts))
-            batches = [transform(collate(samples(data, part.tolist(), *key)), *key, part) for part in parts]
-            counts = sum(map(Counter, map(counts_of, batches)), Counter())
-            for m, (chosen, batch) in enumerate(zip(parts, batches, strict=True)):
-                torch._foreach_copy_(statistics, before)  # each micro-batch moves those before the step
-                [generator.manual_seed(number("step", config.seed, step, m)) for generator in generators]
-                loss = loss_of(model, batch, **more)["loss"]
-                if counts:  # of the global batch, without terms that counted nothing
-                    loss = sum(loss[name][2] * loss[name][0] / n for name, n in counts.items()), 1 / len(parts)
-                loss[0].backward()
-                loss_of_step, count = loss_of_step + loss[0].detach().double(), count + float(loss[1])
-                torch._foreach_add_(means, torch._foreach_mul(statistics, len(chosen) / whole))
-            torch._foreach_copy_(statistics, means)
-            torch._foreach_div_([p.grad for p in model.parameters() if p.grad is not None], count)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm or math.inf)
-            factor = factor_at(config, step, config.schedule_steps or total, warm_up, Progress(**now, user=user))
-            for group in optimizer.param_groups:
-                rate = factor[group["name"]] if isinstance(factor, dict) else factor
-                group["lr"] = group.setdefault("peak", group["lr"]) * rate
+    model = create_model(config, device).train()
+    statistics = RunningStatistics(model)
+    average = None
+    if config.ema_decay:
+        average = AveragedModel(model, use_buffers=True)
+    optimizer = build_optimizer(param_groups(model, config), config, fused)
+    peak_rates = [group["lr"] for group in optimizer.param_groups]
+    lr_factor = getattr(your_model, "lr_factor", schedule)
+
+    # the length of the run
+    samples_per_step = config.batch_size * micro_batches_per_step
+    samples_per_epoch = len(data)
+    if config.drop_last:
+        samples_per_epoch -= len(data) % samples_per_step
+    if packed:
+        steps_per_epoch = len(packed[0])
+    else:
+        steps_per_epoch = math.ceil(samples_per_epoch / samples_per_step)
+    max_epochs, max_steps = config.limits
+    total_steps = int(min(max_epochs * steps_per_epoch, max_steps))
+    warmup_steps = config.warmup_steps
+    if warmup_steps == "auto":
+        warmup_steps = round(config.warmup_epochs * steps_per_epoch)
+    schedule_steps = config.schedule_steps or total_steps
+
+    step = 0
+    user_progress = {}  # values that a fork keeps between two steps
+    for epoch in range(math.ceil(total_steps / steps_per_epoch)):
+        if packed:
+            global_batches = packed[epoch]
+        else:
+            order = epoch_order(config, epoch, len(data))[:samples_per_epoch]
+            global_batches = cut_into_global_batches(order, config.batch_size, micro_batches_per_step)
+            global_batches = global_batches[: total_steps - step]
+
+        for micro_batches in global_batches:
+            samples_seen = epoch * samples_per_epoch + step % steps_per_epoch * samples_per_step
+            progress = {"step": step, "total_steps": total_steps, "epoch": epoch, "samples_seen": samples_seen}
+            progress_tensors = {name: torch.full((), value, device=device) for name, value in progress.items()}
+            progress_on_device = Progress(**progress_tensors)
+
+            batches = [create_batch(data, indices, config.seed, epoch) for indices in micro_batches]
+            loss_sum, loss_count = sum_gradients(
+                model=model,
+                statistics=statistics,
+                micro_batches=micro_batches,
+                batches=batches,
+                config=config,
+                step=step,
+                progress=progress_on_device,
+            )
+            divide_and_clip_gradients(model, loss_count, config.clip_grad_norm)
+            schedule_progress = Progress(**progress, user=user_progress)
+            factor = lr_factor(config, step, schedule_steps, warmup_steps, schedule_progress)
+            set_learning_rates(optimizer, peak_rates, factor)
             optimizer.step()
             optimizer.zero_grad()
-            after_step(model, view, torch.ones((), dtype=torch.float64, device=device))
+
+            if hasattr(your_model, "after_step"):
+                after_step = fill_in(your_model.after_step, config=config)
+                with torch.no_grad():
+                    after_step(model, progress_on_device, torch.ones((), dtype=torch.float64, device=device))
             if average:
-                average.update_parameters(model)
-            yield model, average and average.module, loss_of_step, count
+                update_average(average, model, step, config.ema_decay)
+            step += 1
+            yield model, average and average.module, loss_sum, loss_count

@@ -83,7 +83,7 @@ def plain(
     loop = importlib.util.module_from_spec(spec)  # a copy of the module, because functions of it are replaced below
     spec.loader.exec_module(loop)
     hooks, create, compute = vars(fork_model), loop.create_model, loop.compute_loss
-    compute = loop.with_config(compute, config)
+    compute = loop.fill_in(compute, config=config)
     is_last_micro_batch = itertools.cycle([False] * (config.grad_accum_steps - 1) + [True])
 
     def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
@@ -102,7 +102,7 @@ def plain(
         return optimizer
 
     if ctx.device.type == "cuda":
-        loop.sys = SimpleNamespace(modules={"model": SimpleNamespace(**hooks | {"create_optimizer": create_scaled})})
+        loop.your_model = SimpleNamespace(**hooks | {"create_optimizer": create_scaled})
     loop.create_dataset = lambda config, split: RankSubset(data or fork_dataset.create_dataset(config, split), ctx)
     loop.create_model, loop.compute_loss = create_model, compute_loss
     for model, _, loss, count in loop.plain_loop(config, config.grad_accum_steps, ctx.device, fused=True):

@@ -190,15 +190,20 @@ def names_used(text):
             yield from (
                 (module, name.split()[0]) for name in names.strip("()").split("#")[0].split(",") if name.strip()
             )
-        if re.search(rf"^\s*import (\w+, )*{module}\b", text, re.M):
-            yield from ((module, name) for name in re.findall(rf"(?<![\w.]){module}\.(?!py\b)(\w+)", text))
-            yield from ((module, name) for name in re.findall(rf"(?:setattr|object)\({module}, [\"'](\w+)", text))
+        if imported := re.search(rf"^\s*import (?:\w+, )*{module}\b(?: as (\w+))?", text, re.M):
+            name = imported[1] or module
+            is_optional = set(re.findall(rf"hasattr\({name}, \"(\w+)\"\)", text))
+            attributes = set(re.findall(rf"(?<![\w.]){name}\.(?!py\b)(\w+)", text))
+            yield from ((module, attribute) for attribute in attributes - is_optional)
+            yield from ((module, name) for name in re.findall(rf"(?:setattr|object)\({name}, [\"'](\w+)", text))
 
 
 def test_only_tests_that_a_fork_leaves_out_use_the_built_in_model_and_data():
     """A fork replaces model.py and dataset.py: all other tests use only the functions that train.py calls."""
     example = "import model\nx = model.Net(); from_ = 1\n  from dataset import (\n    A,\n    B as C,\n)"
     assert set(names_used(example)) == {("model", "Net"), ("dataset", "A"), ("dataset", "B")}
+    example = 'import model as fork\nx = fork.Net()\nif hasattr(fork, "after_step"):\n    fork.after_step()\n'
+    assert set(names_used(example)) == {("model", "Net")}
     for path in (ROOT / "tests").rglob("*.py"):
         if not {"builtin", "comparison", "images"} & {*path.parts} and path.name != "test_architecture.py":
             used = names_used(path.read_text())
