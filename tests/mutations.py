@@ -76,7 +76,7 @@ MUTATIONS = [
     Mutation('_create_list_type', 'return collection_type(kind.read(part) for part in value)', 'return [kind.read(part) for part in value]', 'config'),
     Mutation('expand_path', 'return os.path.expanduser(os.path.expandvars(path))', 'return path', 'paths'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].add_(other.values[:size])', 'no-silence'),
-    Mutation('LogWindow.finish_read', 'sums.sum_view("skipped_steps").add_(len(norms) - len(finite))', 'pass', 'no-silence'),
+    Mutation('LogWindow.finish_read', 'sums.sum_view("skipped_steps").add_(len(steps) - len(finite_norms))', 'pass', 'no-silence'),
     Mutation('AsyncSnapshot._compare_ranks', 'self._rank_with_other_buffers = differing[0] if differing else None', 'pass', 'other-buffers'),
     Mutation('MirroredRun.read_manifests', 'names = [*owner.get("inherits", []), *self.list_objects(f"{latest:08d}/manifests")]', 'names = [name for name in self.names() if "/manifests/" in name]', 'mirror-owner'),  # extra: companions
     Mutation('MirroredRun.fetch_checkpoint', 'if archive.verify_archive(staging / part).checksum != file["sha256"]:', 'if False:', 'mirror-resume'),  # extra: companions
@@ -109,7 +109,7 @@ MUTATIONS = [
     Mutation('compare_batches', 'positions = find_unequal(tensor_a, tensor_b)', 'positions = find_unequal(tensor_a, tensor_a)', 'diverge'),  # extra: replay and reports
     Mutation('DDPModel.accumulate', 'with nullcontext() if micro_batch.is_last else self.no_sync():', 'with self.no_sync() if micro_batch.is_last else nullcontext():', 'gradient'),
     Mutation('TrainState.plan_schedule', 'self._loss_scale.fill_(self.strategy.gradient_divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
-    Mutation('TrainState.update_if_finite', 'divisor = self.step_sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.step_sums.loss_count, float(samples)) * 2.0**-self.progress.loss_shift', 'gradient'),
+    Mutation('TrainState.update_if_finite', 'divisor = self.step_sums.loss_count * 2.0**-progress.loss_shift', 'divisor = torch.full_like(self.step_sums.loss_count, float(samples)) * 2.0**-progress.loss_shift', 'gradient'),
     Mutation('train_one_epoch', 'state.notify_progress(progress)  # to the parts, and to functions of model.py that ask for it', 'pass', 'step-loss'),
     Mutation('Validation.validate', 'self.state.notify_progress(progress)', 'pass', 'step-loss'),
     Mutation('TrainState._set_lr', 'group["lr"] = group["base_lr"] * factor', 'group["lr"] = group["base_lr"] * self.factor', 'group-factors'),
@@ -243,7 +243,7 @@ MUTATIONS = [
     Mutation('compare_data', 'if saved["identity"] != current["identity"]:', 'if False:', 'must-match'),
     Mutation('kill_workers', 'child.kill()', 'pass', 'clean-exit'),
     Mutation('compute_loss', 'return {"loss": (loss, len(labels)), "top1": (count_correct(logits, labels), len(labels))}', 'return {"loss": (loss / len(labels), len(labels)), "top1": (count_correct(logits, labels), len(labels))}', 'shipped-loss'),
-    Mutation('StepSums.allocate', 'self.running_stats.use_accumulator(self.metrics.values[len(self.metrics.values) - self.running_stats.size :])', 'pass', 'batchnorm'),
+    Mutation('StepSums.allocate', 'self.running_stats.use_accumulator(self.metrics.values[begin:])', 'pass', 'batchnorm'),
     Mutation('train_one_epoch', 'stream = training.loader.micro_batches(progress.epoch, progress.samples_in_epoch)', 'stream = training.loader.micro_batches(progress.epoch, 0)', 'kills'),
     Mutation('Consensus._read_votes', 'if stop:', 'if False:', 'stop'),
     Mutation('count_gpus', 'if not shutil.which(command[0]) and any(path.exists() for path in GPU_DRIVERS):  # importing torch takes seconds', 'if False:', 'devices'),  # extra: launcher
