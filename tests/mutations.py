@@ -136,7 +136,7 @@ MUTATIONS = [
     Mutation('Schedule.plan', 'total = epochs * sampler.steps_per_epoch', 'total = progress.step + sampler.count_remaining_steps(progress.epoch, progress.samples_in_epoch, epochs)', 'lengths'),  # extra: lengths
     Mutation('Schedule.compute_lr_factor', 'step = min(step, length - 1)  # epochs may have a few more steps than the first one', 'pass', 'lengths'),  # extra: lengths
     Mutation('read_lengths', 'return lengths.tobytes()', 'return lengths[::-1].tobytes()', 'lengths'),  # extra: lengths
-    Mutation('run_first_passes', 'on_all_ranks(lambda: [train_twice(model, other_batch, state, compute_loss) for other_batch in other_batches], ctx)', 'pass', 'lengths'),  # extra: lengths
+    Mutation('run_first_passes', 'on_all_ranks(train_other_batches, ctx)', 'pass', 'lengths'),  # extra: lengths
     Mutation('GlobalBatchSampler.micro_batches', 'count = math.ceil(len(entries) / size)', 'count = max(1, len(entries) // size)', 'order'),
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm.cpu() < math.inf', 'no-reads'),
     Mutation('Updater.step', 'excess = (norm + 1e-6) / self._config.clip_grad_norm', 'excess = (2 * norm + 1e-6) / self._config.clip_grad_norm', 'weights'),
@@ -159,7 +159,7 @@ MUTATIONS = [
     Mutation('Fetcher._fetch_batch', 'seed_host("sample", self._seed, epoch, *indices)', 'pass', 'samples'),
     Mutation('create_repeated_order', 'copies = n * torch.arange(repeats).unsqueeze(1)', 'copies = 0 * torch.arange(repeats).unsqueeze(1)', 'order'),  # extra: images
     Mutation('mix_batch', 'torch.default_generator.manual_seed(seed)', 'pass', 'samples'),  # extra: images
-    Mutation('run_first_passes', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss), ctx)', 'unwrapped'),
+    Mutation('run_first_passes', 'loss_weight = 2.0 if ctx.rank % 2 == 1 else 1.0', 'loss_weight = 1.0', 'unwrapped'),
     Mutation('Updater.step', 'if thawed:', 'if False:', 'thawed'),
     Mutation('compare_sample_fingerprints', 'require_equal(first if are_alike else local_fingerprints, sentence, ctx)', 'pass', 'other-samples'),  # extra: sketches
     Mutation('compare_checkpoint', '(wrong if is_other else may).extend([line] if line else [])', 'may.extend([line] if line else [])', 'other-samples'),  # extra: sketches
