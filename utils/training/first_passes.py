@@ -124,11 +124,11 @@ def try_evaluation(loader: GlobalBatchLoader, state: TrainState, compute_loss: C
 
     for indices in loader.sampler.find_smallest_micro_batch():
         with note_smallest_batch(indices, "another --eval_batch_size"):
-            smallest_batch = loader.fetch_samples(indices)[2]
-            evaluate_once(smallest_batch, state, compute_loss)
+            batch = loader.fetch_samples(indices)[2]
+            evaluate_once(batch, state, compute_loss)
             size = len(indices)
             for part in state.parts:
-                part.try_evaluation(state.model, state.precision, smallest_batch, size, size)
+                part.try_evaluation(state.model, state.precision, batch, size, size)
     return names
 
 
@@ -168,7 +168,7 @@ def train_twice(
         loss_weight: a factor on the loss.
 
     Returns:
-        A digest of the sum of their gradients, which are dropped.
+        A digest of the gradients, which are summed over both passes and then dropped.
     """
     model.train()
     state.step_sums.running_stats.begin_epoch()

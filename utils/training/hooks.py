@@ -33,6 +33,8 @@ CPU = torch.device("cpu")
 def example_inputs(batch: Any) -> tuple[Tensor, ...]:
     """Return the batch itself, or its first entry, as the only argument of the model.
 
+    This function is used if model.py has no `example_inputs`.
+
     Raises:
         UserError: if that is no tensor.
     """
@@ -44,6 +46,8 @@ def example_inputs(batch: Any) -> tuple[Tensor, ...]:
 
 def predict(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     """Return the output of the model for the batch itself, or its first entry.
+
+    This function is used if model.py has no `predict`.
 
     Raises:
         UserError: if the batch or the output is no tensor.

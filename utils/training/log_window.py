@@ -106,11 +106,11 @@ class LogWindow(MetricTracker):
         self._parts = parts
         self._one = torch.ones((), device=device)
         self._host_sums = MetricTracker()  # what was read last, on the host
-        # these four have one entry per step since the last read
+        # these four lists have an entry for each step since the last read
         self._pending_steps: list[StepRecord] = []
         self.norms: list[Tensor] = []  # of the gradient: not finite if the step was skipped
         self._divisors: list[Tensor] = []  # 0 if the loss counted nothing
-        self._losses: list[Tensor] = []  # with float16 the summed loss, else no entries
+        self._losses: list[Tensor] = []  # the summed loss with float16, else empty
 
     def allocate(self, metrics: Metrics, extra_size: int = 0) -> None:
         super().allocate(metrics, extra_size)

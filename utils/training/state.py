@@ -97,7 +97,7 @@ class TrainState:
         """Allocate space for the metrics that compute_loss returned for a first batch. Call before the first step.
 
         Raises:
-            UserError: if those of a later batch have other names or shapes.
+            UserError: if the metrics of a later batch have other names or shapes.
         """
         metrics = self.after_forward(metrics, number=0)
         if self.step_sums.metrics.shapes:
@@ -105,7 +105,7 @@ class TrainState:
             self.step_sums.metrics.values.zero_()
             return
         self.step_sums.allocate(metrics)
-        # these two stand after the metrics, since `commit` adds the metrics to the first entries of the log window
+        # these two follow the metrics, since `commit` adds the metrics to the first entries of the log window
         entries_of_steps = {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)}
         self.log_window.allocate(metrics | entries_of_steps)
         self._first_loss_count = float(metrics["loss"][1])
@@ -226,7 +226,7 @@ class TrainState:
 
         record = StepRecord(step_number, progress.epoch, first_sample=progress.samples_in_epoch, samples=samples)
         if self.scaler.is_enabled():
-            # float16 skips steps in the search for its scale. Their loss is finite, and counts
+            # float16 skips steps in the search for its scale, and the loss of these steps counts
             self.log_window.record_step(record, norm, divisor, loss=loss)
             is_loss_finite = loss.isfinite()
         else:
