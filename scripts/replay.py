@@ -212,9 +212,9 @@ def replay_step(rerun: InProcessRun, target: int) -> ReplayedStep:
     plan = [first := next(planned), *itertools.islice(planned, first.count - 1)]
     plain_commit = StepSums.commit
 
-    def commit(sums: StepSums, *args: Any) -> None:
+    def commit(sums: StepSums, *args: Any, **options: Any) -> None:
         step.loss, step.norm = (sums.loss / sums.loss_count).item(), state.gradient_norm.item()
-        plain_commit(sums, *args)
+        plain_commit(sums, *args, **options)
 
     def copy_gradients(*_: Any) -> None:
         step.used = copy_tensors({name: p.grad for name, p in state.model.named_parameters()})

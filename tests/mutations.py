@@ -76,7 +76,7 @@ MUTATIONS = [
     Mutation('_create_list_type', 'return collection_type(kind.read(part) for part in value)', 'return [kind.read(part) for part in value]', 'config'),
     Mutation('expand_path', 'return os.path.expanduser(os.path.expandvars(path))', 'return path', 'paths'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].add_(other.values[:size])', 'no-silence'),
-    Mutation('LogWindow.finish_read', 'sums.sum_view("skipped_steps").add_(len(norms) - len(finite))', 'pass', 'no-silence'),
+    Mutation('LogWindow.finish_read', 'sums.sum_view("skipped_steps").add_(len(steps) - len(finite_norms))', 'pass', 'no-silence'),
     Mutation('AsyncSnapshot._compare_ranks', 'self._rank_with_other_buffers = differing[0] if differing else None', 'pass', 'other-buffers'),
     Mutation('MirroredRun.read_manifests', 'names = [*owner.get("inherits", []), *self.list_objects(f"{latest:08d}/manifests")]', 'names = [name for name in self.names() if "/manifests/" in name]', 'mirror-owner'),  # extra: companions
     Mutation('MirroredRun.fetch_checkpoint', 'if archive.verify_archive(staging / part).checksum != file["sha256"]:', 'if False:', 'mirror-resume'),  # extra: companions
@@ -109,14 +109,14 @@ MUTATIONS = [
     Mutation('compare_batches', 'positions = find_unequal(tensor_a, tensor_b)', 'positions = find_unequal(tensor_a, tensor_a)', 'diverge'),  # extra: replay and reports
     Mutation('DDPModel.accumulate', 'with nullcontext() if micro_batch.is_last else self.no_sync():', 'with self.no_sync() if micro_batch.is_last else nullcontext():', 'gradient'),
     Mutation('TrainState.plan_schedule', 'self._loss_scale.fill_(self.strategy.gradient_divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
-    Mutation('TrainState.update_if_finite', 'divisor = self.step_sums.loss_count * 2.0**-self.progress.loss_shift', 'divisor = torch.full_like(self.step_sums.loss_count, float(samples)) * 2.0**-self.progress.loss_shift', 'gradient'),
+    Mutation('TrainState.update_if_finite', 'divisor = self.step_sums.loss_count * 2.0**-progress.loss_shift', 'divisor = torch.full_like(self.step_sums.loss_count, float(samples)) * 2.0**-progress.loss_shift', 'gradient'),
     Mutation('train_one_epoch', 'state.notify_progress(progress)  # to the parts, and to functions of model.py that ask for it', 'pass', 'step-loss'),
     Mutation('Validation.validate', 'self.state.notify_progress(progress)', 'pass', 'step-loss'),
     Mutation('TrainState._set_lr', 'group["lr"] = group["base_lr"] * factor', 'group["lr"] = group["base_lr"] * self.factor', 'group-factors'),
     Mutation('create_ddp_options', '"find_unused_parameters": find_unused_parameters,', '"find_unused_parameters": False,', 'unused'),
     Mutation('ExactDDPModel.__init__', 'self._has_static_gradients = has_static_gradients or self.find_unused_parameters', 'self._has_static_gradients = has_static_gradients', 'unused'),  # extra: exact
     Mutation('seed_device', 'for generator in (torch.default_generator, *on_device):', 'for generator in on_device or [torch.default_generator]:', 'unused'),
-    Mutation('list_group_lr_factors', 'if wrong := sorted(set(names) ^ factor.keys()):', 'if wrong := sorted(set(names) - factor.keys()):', 'group-factors'),
+    Mutation('list_group_lr_factors', 'wrong = sorted(set(names) ^ factor.keys())', 'wrong = sorted(set(names) - factor.keys())', 'group-factors'),
     Mutation('AfterStep.after_update', 'self._after_step(model, self.step_view, (1 - skipped).double())', 'self._after_step(model, self.step_view, torch.ones_like(skipped).double())', 'after-step'),
     Mutation('StepView.fill', 'self.samples_seen.fill_(progress.samples_seen)', 'self.samples_seen.fill_(progress.samples_in_epoch)', 'step-loss'),
     Mutation('LossTerms._start_count_reduces', 'work = dist.all_reduce(counts, async_op=True) if dist.get_world_size() > 1 else None', 'work = None', 'terms'),
@@ -136,10 +136,10 @@ MUTATIONS = [
     Mutation('Schedule.plan', 'total = epochs * sampler.steps_per_epoch', 'total = progress.step + sampler.count_remaining_steps(progress.epoch, progress.samples_in_epoch, epochs)', 'lengths'),  # extra: lengths
     Mutation('Schedule.compute_lr_factor', 'step = min(step, length - 1)  # epochs may have a few more steps than the first one', 'pass', 'lengths'),  # extra: lengths
     Mutation('read_lengths', 'return lengths.tobytes()', 'return lengths[::-1].tobytes()', 'lengths'),  # extra: lengths
-    Mutation('run_first_passes', 'on_all_ranks(lambda: [train_twice(model, other_batch, state, compute_loss) for other_batch in other_batches], ctx)', 'pass', 'lengths'),  # extra: lengths
+    Mutation('run_first_passes', 'on_all_ranks(train_other_batches, ctx)', 'pass', 'lengths'),  # extra: lengths
     Mutation('GlobalBatchSampler.micro_batches', 'count = math.ceil(len(entries) / size)', 'count = max(1, len(entries) // size)', 'order'),
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm.cpu() < math.inf', 'no-reads'),
-    Mutation('Updater.step', 'divisor = divisor * ((norm + 1e-6) / self._config.clip_grad_norm).clamp(min=1)', 'divisor = divisor * ((2 * norm + 1e-6) / self._config.clip_grad_norm).clamp(min=1)', 'weights'),
+    Mutation('Updater.step', 'excess = (norm + 1e-6) / self._config.clip_grad_norm', 'excess = (2 * norm + 1e-6) / self._config.clip_grad_norm', 'weights'),
     Mutation('lr_factor', 'return (step + 1) / warmup_steps', 'return step / warmup_steps', 'weights'),
     Mutation('WeightAverage.update', 'self._steps_taken.add_(is_step_taken)', 'self._steps_taken.add_(1)', 'weights'),
     Mutation('Reporter.before_save', 'self.finish_log_point()', 'pass', 'files'),
@@ -159,8 +159,8 @@ MUTATIONS = [
     Mutation('Fetcher._fetch_batch', 'seed_host("sample", self._seed, epoch, *indices)', 'pass', 'samples'),
     Mutation('create_repeated_order', 'copies = n * torch.arange(repeats).unsqueeze(1)', 'copies = 0 * torch.arange(repeats).unsqueeze(1)', 'order'),  # extra: images
     Mutation('mix_batch', 'torch.default_generator.manual_seed(seed)', 'pass', 'samples'),  # extra: images
-    Mutation('run_first_passes', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)', 'digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss), ctx)', 'unwrapped'),
-    Mutation('Updater.step', 'if thawed := [name for p, name in self._frozen_names.items() if p.requires_grad]:', 'if thawed := []:', 'thawed'),
+    Mutation('run_first_passes', 'loss_weight = 2.0 if ctx.rank % 2 == 1 else 1.0', 'loss_weight = 1.0', 'unwrapped'),
+    Mutation('Updater.step', 'if thawed:', 'if False:', 'thawed'),
     Mutation('compare_sample_fingerprints', 'require_equal(first if are_alike else local_fingerprints, sentence, ctx)', 'pass', 'other-samples'),  # extra: sketches
     Mutation('compare_checkpoint', '(wrong if is_other else may).extend([line] if line else [])', 'may.extend([line] if line else [])', 'other-samples'),  # extra: sketches
     Mutation('_is_close_fingerprint', 'return all(abs(a - b) <= FINGERPRINT_TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))', 'return True', 'other-samples'),  # extra: sketches
@@ -190,8 +190,8 @@ MUTATIONS = [
     Mutation('OutputSummary.try_evaluation', 'check_output_bytes(count_output_bytes(outputs) / size * samples)', 'pass', 'summary'),
     Mutation('Updater.load_state_dict', 'if self.scaler.is_enabled() and payload["scaler"]:', 'if False:', 'resume'),
     Mutation('load_optimizer_state', 'restore_group_entries(optimizer, saved.get("changed_in_groups", []), names)', 'pass', 'resume'),
-    Mutation('load_optimizer_state', 'optimizer.load_state_dict(state_dict | other_entries | {"state": states})', 'optimizer.load_state_dict(state_dict | other_entries | {"state": {}})', 'resume'),
-    Mutation('load_optimizer_state', 'other_entries = {key: saved[key] for key in state_dict.keys() & saved.keys() if key != "param_groups"}', 'other_entries = {}', 'resume'),
+    Mutation('load_optimizer_state', 'state_dict["state"] = states', 'state_dict["state"] = {}', 'resume'),
+    Mutation('load_optimizer_state', 'state_dict[key] = saved[key]', 'pass', 'resume'),
     Mutation('load_matching_weights', 'if is_other_model or 2 * len(fitting) < len(in_started):', 'if is_other_model:', 'plain-load'),
     Mutation('match_parameter_names', 'short = name.removeprefix(prefix)', 'short = name', 'plain-load'),
     Mutation('WeightAverage.__init__', 'self._average_by_value = {value: copy_in_float32(source) for value, source in sources.items()}', 'self._average_by_value = {value: source.clone() for value, source in sources.items()}', 'weights'),
@@ -243,7 +243,7 @@ MUTATIONS = [
     Mutation('compare_data', 'if saved["identity"] != current["identity"]:', 'if False:', 'must-match'),
     Mutation('kill_workers', 'child.kill()', 'pass', 'clean-exit'),
     Mutation('compute_loss', 'return {"loss": (loss, len(labels)), "top1": (count_correct(logits, labels), len(labels))}', 'return {"loss": (loss / len(labels), len(labels)), "top1": (count_correct(logits, labels), len(labels))}', 'shipped-loss'),
-    Mutation('StepSums.allocate', 'self.running_stats.use_accumulator(self.metrics.values[len(self.metrics.values) - self.running_stats.size :])', 'pass', 'batchnorm'),
+    Mutation('StepSums.allocate', 'self.running_stats.use_accumulator(self.metrics.values[begin:])', 'pass', 'batchnorm'),
     Mutation('train_one_epoch', 'stream = training.loader.micro_batches(progress.epoch, progress.samples_in_epoch)', 'stream = training.loader.micro_batches(progress.epoch, 0)', 'kills'),
     Mutation('Consensus._read_votes', 'if stop:', 'if False:', 'stop'),
     Mutation('count_gpus', 'if not shutil.which(command[0]) and any(path.exists() for path in GPU_DRIVERS):  # importing torch takes seconds', 'if False:', 'devices'),  # extra: launcher
@@ -263,7 +263,7 @@ MUTATIONS = [
     Mutation('combine_norms', 'return torch.linalg.vector_norm(norms)', 'return norm', 'sharding'),  # extra: sharding
     Mutation('build_sharded_model', 'group.reshard()', 'pass', 'sharding'),  # extra: sharding
     Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(numbers))', 'passes = max(1, len(numbers))', 'sharding'),  # extra: sharding
-    Mutation('collect_optimizer_state', 'states[number][key] = create_dtensor(value, parameters_by_tensor[p])', 'pass', 'sharded-resume'),  # extra: sharding
+    Mutation('collect_optimizer_state', 'states[number][key] = create_dtensor(value, parameters_by_tensor[tensor])', 'pass', 'sharded-resume'),  # extra: sharding
     Mutation('FolderLayout.write', 'self._run_on_all_ranks(lambda: self._prepare_folder(path, folder, payload), path, payload)', 'self._prepare_folder(path, folder, payload)', 'sharded-save'),  # extra: sharding
     Mutation('FolderFormat.verify', 'if trailer != (step, files[name]):', 'if trailer.step != step:', 'sharded-damage'),  # extra: sharding
 ]

@@ -141,7 +141,10 @@ class Reporter:
         point, self._pending_log_point = self._pending_log_point, None
         if point is None:
             return
-        sums, skipped, [digest], entries = self._state.log_window.finish_read(point.pending_read, self._state.progress)
+        window = self._state.log_window.finish_read(point.pending_read, self._state.progress)
+        sums = window.sums
+        skipped = window.skipped_steps
+        [digest] = window.other_tensors
         seconds = point.read_step_times()
         logged: dict[str, float] = {}
         for part in self._state.parts:
@@ -150,7 +153,7 @@ class Reporter:
         rank_values = gather_rows(row, self._ctx)  # on rank 0
         values = (
             point.create_record(sums, rank_values, [*logged])
-            | entries
+            | window.part_entries
             | {"fingerprint": format_fingerprint(int(digest))}
         )
         record = self._run.record("train", **values)

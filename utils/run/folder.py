@@ -20,7 +20,7 @@ from utils.run.provenance import format_utc_time
 from utils.run.run_lock import LOCK_FILE, RunLock
 from utils.run.start_decision import StartDecision
 from utils.settings.errors import StartError, TrainingError, UserError
-from utils.training.log_window import SkippedStep, are_all_steps_empty
+from utils.training.log_window import StepRecord, are_all_steps_empty
 
 START_EVENTS = ("started", "resumed")  # the first event of each attempt
 SECONDS_BETWEEN_STATUS = 1.0  # while only the progress changes
@@ -166,11 +166,11 @@ class RunFolder:
         self.write_status("running", **position)
         self._status_written_at = -math.inf  # the first step is written at once
 
-    def record_skipped(self, skipped: list[SkippedStep], sampler: GlobalBatchSampler) -> None:
+    def record_skipped(self, skipped: list[StepRecord], sampler: GlobalBatchSampler) -> None:
         """Record skipped optimizer steps, with the samples of their global batches."""
         for skip in skipped:
             indices = sampler.epoch_order(skip.epoch)[skip.first_sample : skip.first_sample + skip.samples].tolist()
-            self.record_event("skipped_step", skip.step, epoch=skip.epoch + 1, indices=indices, reason=skip.reason)
+            self.record_event("skipped_step", skip.step, epoch=skip.epoch + 1, indices=indices, reason=skip.skip_reason)
         if skipped:
             steps = join_first([str(skipped_step.step) for skipped_step in skipped], 5)
             text = "skipped %s with a non-finite loss or gradient: %s"

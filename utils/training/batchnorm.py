@@ -27,7 +27,10 @@ class RunningStats:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        self._layers: list[_BatchNorm] = []
+        for module in model.modules():
+            if isinstance(module, _BatchNorm) and module.running_mean is not None:
+                self._layers.append(module)
         self.size = 0  # how many numbers a step sums
         self._momenta: list[float] = []
         self._training_flags: list[bool] = []  # of each layer, in this epoch
@@ -38,9 +41,11 @@ class RunningStats:
         # what a micro-batch leaves in the layers' buffers; between two steps the same as the committed statistics
         self._buffers = _flatten_buffers(self._layers, ("running_mean", "running_var"))
         self._buffer_counts = _flatten_buffers(self._layers, ("num_batches_tracked",))
-        self._committed, self._committed_counts = self._buffers.clone(), self._buffer_counts.clone()
+        self._committed = self._buffers.clone()
+        self._committed_counts = self._buffer_counts.clone()
         self.size = len(self._buffers)
-        self._sum, self._next = torch.zeros_like(self._buffers, dtype=torch.float64), torch.zeros_like(self._buffers)
+        self._sum = torch.zeros_like(self._buffers, dtype=torch.float64)
+        self._next = torch.zeros_like(self._buffers)
         self._momenta = [float(layer.momentum or 0) for layer in self._layers]
         for layer in self._layers:
             layer.momentum = 1.0
@@ -53,26 +58,39 @@ class RunningStats:
     @property
     def momenta(self) -> list[float]:
         """The different momenta of the layers whose statistics move, as of the last `begin_epoch`."""
-        pairs = zip(self._momenta, self._training_flags, strict=True)
-        return sorted({momentum for momentum, is_trained in pairs if momentum * is_trained})
+        momenta = set()
+        for momentum, is_training in zip(self._momenta, self._training_flags, strict=True):
+            if is_training and momentum != 0:
+                momenta.add(momentum)
+        return sorted(momenta)
 
     def use_accumulator(self, accumulator: Tensor) -> None:
-        """Sum the statistics here: float64 [size], zeros; the owner reduces it over ranks and zeroes it again."""
+        """Sum the statistics of a step in this tensor.
+
+        Args:
+            accumulator: float64 [size], zeros. The owner sums it over the ranks, and zeroes it again.
+        """
         if self.has_layers:
             self._sum = accumulator
 
     def begin_epoch(self) -> None:
-        """Call after model.train(): layers that do not train (a frozen trunk) keep their statistics bit for bit."""
-        trains = [layer.training for layer in self._layers]
-        if trains != self._training_flags:  # else a copy to the device would wait for it in each epoch
-            self._training_flags, sizes = trains, [2 * layer.num_features for layer in self._layers]
-            rates = [momentum * is_trained for momentum, is_trained in zip(self._momenta, trains, strict=True)]
-            rows = [torch.full((size,), rate) for size, rate in zip(sizes, rates, strict=True)]
-            self._momentum_rates = torch.cat(rows).to(self._buffers)
-            self._training_mask = torch.tensor(trains).to(self._buffer_counts)
+        """Note which layers train: the others (a frozen trunk) keep their statistics bit for bit.
+
+        Call it after model.train().
+        """
+        training_flags = [layer.training for layer in self._layers]
+        if training_flags == self._training_flags:
+            return  # a copy to the device would wait for the device in each epoch
+        self._training_flags = training_flags
+        rates_by_layer = []
+        for layer, momentum in zip(self._layers, self._momenta, strict=True):
+            rate = momentum if layer.training else 0.0
+            rates_by_layer.append(torch.full((2 * layer.num_features,), rate))  # of its means and its variances
+        self._momentum_rates = torch.cat(rates_by_layer).to(self._buffers)
+        self._training_mask = torch.tensor(training_flags).to(self._buffer_counts)
 
     def add(self, samples: int) -> None:
-        """Call after the forward pass of a micro-batch with this many samples."""
+        """Add the statistics of a micro-batch with this many samples. Call it after the forward pass."""
         if self.has_layers:
             self._sum.add_(self._buffers, alpha=samples)
 
@@ -91,27 +109,34 @@ class RunningStats:
             self.discard()
 
     def discard(self) -> None:
-        """Drop what a pass has left in the layers' buffers: after each backward pass, since a layer that the next
-        micro-batch leaves out would add the statistics of this one."""
+        """Drop what a pass has left in the layers' buffers.
+
+        Call it after each backward pass: a layer that the next micro-batch leaves out would add the old statistics.
+        """
         if self.has_layers:
             self._buffers.copy_(self._committed)
             self._buffer_counts.copy_(self._committed_counts)
 
     def read_buffers(self) -> None:
-        """Take the statistics from the layers' buffers, into which a checkpoint was loaded."""
+        """Commit the statistics in the layers' buffers, into which a checkpoint was loaded."""
         if self.has_layers:
             self._committed.copy_(self._buffers)
             self._committed_counts.copy_(self._buffer_counts)
 
 
 def check_sync_batchnorm(model: nn.Module, sampler: GlobalBatchSampler, ctx: DistributedContext) -> None:
-    """Raises UserError if a SyncBatchNorm cannot work, or would wait for ranks that have no micro-batch."""
+    """Check that SyncBatchNorm can work, and does not wait for ranks that have no micro-batch.
+
+    Raises:
+        UserError: otherwise.
+    """
     if not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return
     if ctx.device.type != "cuda":
         raise UserError("SyncBatchNorm: works on CUDA only; leave out --sync_bn on the CPU")
-    full = sampler.micro_batches_per_step
-    is_uneven = any(count % ctx.world_size for count in (full, sampler.micro_batches_per_epoch % full))
+    full_step = sampler.micro_batches_per_step
+    last_step = sampler.micro_batches_per_epoch % full_step
+    is_uneven = full_step % ctx.world_size != 0 or last_step % ctx.world_size != 0
     if is_uneven or (sampler.is_packed and not sampler.drop_last):
         raise UserError(
             "SyncBatchNorm: every rank needs the same number of micro-batches in every step; "
@@ -120,11 +145,17 @@ def check_sync_batchnorm(model: nn.Module, sampler: GlobalBatchSampler, ctx: Dis
 
 
 def _flatten_buffers(layers: list[_BatchNorm], names: tuple[str, ...]) -> Tensor:
-    """One flat tensor; the layers' buffers of these names become views of it."""
-    buffers = [(layer, name, getattr(layer, name)) for layer in layers for name in names]
-    flat = torch.cat([tensor.reshape(-1) for _, _, tensor in buffers])
+    """Return one flat tensor, of which the layers' buffers of these names become views."""
+    buffers: list[Tensor] = []
+    for layer in layers:
+        buffers.extend(getattr(layer, name).reshape(-1) for name in names)
+    flat = torch.cat(buffers)
+
     begin = 0
-    for layer, name, tensor in buffers:
-        setattr(layer, name, flat[begin : begin + tensor.numel()].view(tensor.shape))
-        begin += tensor.numel()
+    for layer in layers:
+        for name in names:
+            buffer = getattr(layer, name)
+            end = begin + buffer.numel()
+            setattr(layer, name, flat[begin:end].view(buffer.shape))
+            begin = end
     return flat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ GRADIENTS_DIFFER = (
     "compute_loss: {other} and {first} have different gradients after a backward pass that should average them; call"
     " the model that compute_loss is given, not model.module or the model from elsewhere"
 )
+METRICS_DIFFER = "compute_loss: {other} and {first} report different metrics; report the same on all"
 
 
 def run_first_passes(
@@ -39,8 +41,11 @@ def run_first_passes(
     best_metric: str,
     max_steps: int,
 ) -> tuple[str, int]:
-    """Two complete passes, so that a resumed run sums gradients in the order of a fresh one. Then two of the smallest
-    micro-batch of the run: an error that only this one has would end the run after the first epoch.
+    """Run forward and backward passes on real micro-batches, before the first step of a fresh or a resumed run.
+
+    DDP orders its buckets in the first two passes, so that a resumed run sums gradients in the order of a fresh one.
+    Two passes of the smallest micro-batch of the run come last: an error that only this one has would end the run after
+    the first epoch.
 
     Args:
         held_out_loaders: by split.
@@ -56,58 +61,88 @@ def run_first_passes(
     """
     compute_loss = hooks.compute_loss
     batch, *other_batches = on_all_ranks(loader.fetch_example_batches, ctx)
-    # the loss is doubled on every other rank: gradients differ unless they are averaged
-    digest = on_all_ranks(lambda: train_twice(model, batch, state, compute_loss, 1.0 + ctx.rank % 2), ctx)
-    on_all_ranks(lambda: [train_twice(model, other_batch, state, compute_loss) for other_batch in other_batches], ctx)
-    for part in state.parts:
-        part.first_passes(lambda: train_twice(state.model, batch, state, compute_loss), batch)
-    state.updater.zero_gradients()  # also where a part's passes have failed
-    state.step_sums.running_stats.discard()
-    if state.strategy.has_whole_gradients:
-        require_equal(digest, GRADIENTS_DIFFER, ctx)
-    metric_shapes = state.step_sums.metrics.shapes
-    require_equal(
-        metric_shapes, "compute_loss: {other} and {first} report different metrics; report the same on all", ctx
-    )
+
+    # All ranks have the same weights and compute the same batch here, so their gradients would be equal even if nothing
+    # averaged them. The loss is therefore doubled on odd ranks, which makes the gradients of odd and even ranks differ
+    # until they are averaged. If the gradients after the backward pass still differ, compute_loss has bypassed DDP.
+    loss_weight = 2.0 if ctx.rank % 2 == 1 else 1.0
+
+    def train_first_batch() -> int:
+        return train_twice(model, batch, state, compute_loss=compute_loss, loss_weight=loss_weight)
+
+    def train_other_batches() -> None:
+        for other_batch in other_batches:
+            train_twice(model, other_batch, state, compute_loss=compute_loss)
+
+    def train_unwrapped() -> int:
+        return train_twice(state.model, batch, state, compute_loss=compute_loss)
 
     def train_smallest() -> None:
         for indices in loader.sampler.find_smallest_micro_batch(max_steps):
             with note_smallest_batch(indices, "another --batch_size or --drop_last"):
-                train_twice(model, loader.fetch_samples(indices)[2], state, compute_loss)
+                smallest_batch = loader.fetch_samples(indices)[2]
+                train_twice(model, smallest_batch, state, compute_loss=compute_loss)
         if loader.sampler.is_packed:
             check_single_sample_batch(state, loader, compute_loss)
 
-    def evaluate(loader: GlobalBatchLoader) -> list[str]:
-        for batch in loader.fetch_example_batches():
-            names = evaluate_once(batch, state, compute_loss)
-        samples = len(loader.dataset)
-        for part in state.parts:
-            names += part.try_evaluation(
-                state.model, state.precision, batch, len(loader.list_example_indices()[-1]), samples
-            )
-        for indices in loader.sampler.find_smallest_micro_batch():
-            with note_smallest_batch(indices, "another --eval_batch_size"):
-                batch = loader.fetch_samples(indices)[2]
-                evaluate_once(batch, state, compute_loss)
-                for part in state.parts:
-                    part.try_evaluation(state.model, state.precision, batch, len(indices), len(indices))
-        return names
+    def try_evaluations() -> list[list[str]]:
+        return [try_evaluation(held_out, state, compute_loss) for held_out in held_out_loaders.values()]
 
+    gradient_digest = on_all_ranks(train_first_batch, ctx)
+    on_all_ranks(train_other_batches, ctx)
+    for part in state.parts:
+        part.first_passes(train_unwrapped, batch)
+    state.updater.zero_gradients()  # also where a part's passes have failed
+    state.step_sums.running_stats.discard()
+    if state.strategy.has_whole_gradients:
+        require_equal(gradient_digest, GRADIENTS_DIFFER, ctx)
+    require_equal(state.step_sums.metrics.shapes, METRICS_DIFFER, ctx)
     on_all_ranks(train_smallest, ctx)
-    names = on_all_ranks(lambda: [evaluate(eval_loader) for eval_loader in held_out_loaders.values()], ctx)
+    names_by_split = on_all_ranks(try_evaluations, ctx)
+
     loaders = [loader, *held_out_loaders.values()]
     workers = sum(data_loader.num_workers for data_loader in loaders)
     tensors = sum(data_loader.shared_tensor_count for data_loader in loaders)
-    on_all_ranks(lambda: raise_open_file_limit(ctx.world_size, workers, tensors), ctx)
-    return on_all_ranks(lambda: choose_best_metric(best_metric, [*names, []][0]), ctx)
+    on_all_ranks(functools.partial(raise_open_file_limit, ctx.world_size, workers, tensors), ctx)
+
+    metric_names = names_by_split[0] if names_by_split else []
+    return on_all_ranks(functools.partial(choose_best_metric, best_metric, metric_names), ctx)
+
+
+def try_evaluation(loader: GlobalBatchLoader, state: TrainState, compute_loss: ComputeLoss) -> list[str]:
+    """Evaluate the example batches and the smallest micro-batch of a held-out set.
+
+    Returns:
+        The names of the metrics that an evaluation of the set will report.
+    """
+    for batch in loader.fetch_example_batches():
+        names = evaluate_once(batch, state, compute_loss)
+    size = len(loader.list_example_indices()[-1])
+    samples = len(loader.dataset)
+    for part in state.parts:
+        names += part.try_evaluation(state.model, state.precision, batch, size, samples)
+
+    for indices in loader.sampler.find_smallest_micro_batch():
+        with note_smallest_batch(indices, "another --eval_batch_size"):
+            batch = loader.fetch_samples(indices)[2]
+            evaluate_once(batch, state, compute_loss)
+            size = len(indices)
+            for part in state.parts:
+                part.try_evaluation(state.model, state.precision, batch, size, size)
+    return names
 
 
 @torch.no_grad()
 def check_single_sample_batch(state: TrainState, loader: GlobalBatchLoader, compute_loss: ComputeLoss) -> None:
-    """Raises UserError if a BatchNorm needs two samples: batches by length may leave one over in a later epoch."""
+    """Check that a micro-batch of one sample can be trained: batches by length may leave one over in a later epoch.
+
+    Raises:
+        UserError: if a BatchNorm needs two samples.
+    """
     try:
         with state.precision.autocast():
-            compute_loss(state.model.train(), loader.fetch_samples([0])[2])
+            batch = loader.fetch_samples([0])[2]
+            compute_loss(state.model.train(), batch)
     except ValueError as error:
         check_single_sample_error(error)
     except Exception:
@@ -116,7 +151,7 @@ def check_single_sample_batch(state: TrainState, loader: GlobalBatchLoader, comp
 
 
 def check_single_sample_error(error: ValueError) -> None:
-    """Raises UserError if a BatchNorm got one sample."""
+    """Raise UserError if this is the error of a BatchNorm that got one sample."""
     if "Expected more than 1 value per channel" in str(error):
         raise UserError(
             f"batch_size: a micro-batch of the run has one sample, for which BatchNorm has no variance ({error}); use"
@@ -127,9 +162,13 @@ def check_single_sample_error(error: ValueError) -> None:
 def train_twice(
     model: nn.Module, batch: Any, state: TrainState, compute_loss: ComputeLoss, loss_weight: float = 1.0
 ) -> int:
-    """Run two forward and backward passes. Returns a digest of the gradients, which are dropped.
+    """Run two forward and backward passes with this batch.
 
-    loss_weight: the loss is multiplied by it.
+    Args:
+        loss_weight: a factor on the loss.
+
+    Returns:
+        A digest of the gradients, which are summed over both passes and then dropped.
     """
     model.train()
     state.step_sums.running_stats.begin_epoch()
@@ -137,7 +176,8 @@ def train_twice(
         for _ in range(2):
             with state.precision.autocast():
                 metrics = check_metrics(compute_loss(model, batch))
-            (metrics["loss"][0].sum() * loss_weight).backward()
+            loss = metrics["loss"][0].sum() * loss_weight
+            loss.backward()
             state.check_gradients()
     except ValueError as error:
         check_single_sample_error(error)
@@ -152,7 +192,11 @@ def train_twice(
 
 @contextmanager
 def note_smallest_batch(indices: list[int], remedy: str) -> Iterator[None]:
-    """Let an error say that it is one of the smallest micro-batch."""
+    """Add a note to an error in this context: the smallest micro-batch has so many samples.
+
+    Args:
+        remedy: the flag that gives another size.
+    """
     try:
         yield
     except Exception as error:
@@ -163,9 +207,9 @@ def note_smallest_batch(indices: list[int], remedy: str) -> Iterator[None]:
 
 @contextmanager
 def preserve_buffers(model: nn.Module) -> Iterator[None]:
-    """Give buffers their values back at the end. Forward passes move those of spectral norms, codebooks and queues.
+    """Give buffers their values back at the end. Forward passes change those of spectral norms, codebooks and queues.
 
-    A buffer that is created or gets another shape meanwhile stays as it is.
+    A buffer that is created or gets another shape in this context stays as it is.
     """
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     yield
@@ -177,8 +221,9 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def evaluate_once(batch: Any, state: TrainState, compute_loss: ComputeLoss) -> list[str]:
-    """Run a pass in evaluation mode. Returns the names of the metrics."""
+    """Run a forward pass in evaluation mode. Returns the names of the metrics."""
     tracker = MetricTracker(state.step_sums.metrics.values.device)
     with state.precision.autocast():
-        tracker.update(check_metrics(compute_loss(state.model.eval(), batch)))
-    return [*tracker.means()]
+        metrics = check_metrics(compute_loss(state.model.eval(), batch))
+        tracker.update(metrics)
+    return list(tracker.means())

@@ -25,20 +25,23 @@ FindBlocks = Callable[[nn.Module], list[nn.Module]]
 
 
 class GradientStrategy:
-    """One rank: there is nothing to share. The other strategies override what they do differently."""
+    """The strategy for one rank, where there is nothing to share. The other strategies override what they change."""
 
     gradient_divisor = 1  # by which the wrapped model divides the sum of the gradients of all ranks
     banner_note = ""  # for the banner
     provenance: dict[str, Any] = {}
-    has_whole_gradients = True  # on each rank, the same on all of them
+    has_whole_gradients = True  # whether each rank has all gradients, the same on all ranks
 
     def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
-        self._config, self._ctx = config, ctx
+        self._config = config
+        self._ctx = ctx
 
     @staticmethod
     def create(config: TrainingConfig, ctx: DistributedContext) -> GradientStrategy:
-        """The strategy that the settings ask for."""
-        strategy = DDPStrategy if ctx.world_size > 1 else GradientStrategy
+        """Create the strategy that the settings ask for."""
+        strategy = GradientStrategy
+        if ctx.world_size > 1:
+            strategy = DDPStrategy
         if config.reduction == "exact":  # extra: exact
             from utils.extras.exact.reduction import ExactStrategy
 
@@ -50,23 +53,34 @@ class GradientStrategy:
         return strategy(config, ctx)
 
     def build_model(self, create_model: CreateModel, find_blocks: FindBlocks) -> nn.Module:
-        """The model, not wrapped. create_model: creates it on a device. Raises UserError."""
+        """Create the model, not wrapped.
+
+        Args:
+            create_model: creates the model on a device.
+
+        Raises:
+            UserError: if the strategy cannot train the model.
+        """
         return create_model(self._ctx.device)
 
     def wrap_model(self, model: nn.Module) -> WrappedModel:
-        """The model as compute_loss gets it: its backward pass leaves the gradient of all ranks. Raises UserError."""
+        """Return the model as compute_loss gets it. A backward pass leaves the gradient of all ranks.
+
+        Raises:
+            UserError: if the model cannot be wrapped.
+        """
         return SingleProcessModel(model)
 
     def create_rank_sum(self) -> RankSum:
-        """Forms the sums of a step over micro-batches and ranks."""
+        """Return what forms the sums of a step over micro-batches and ranks."""
         return RankSum()
 
     def create_optimizer_tensors(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-        """For each parameter the tensor that the optimizer updates, which has its memory on this rank."""
+        """Return for each parameter the tensor that the optimizer updates: the memory of the parameter on this rank."""
         return {p: p for p in parameters}
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises UserError if the optimizer cannot update these tensors."""
+        """Raise UserError if the optimizer cannot update the tensors of `create_optimizer_tensors`."""
 
     def unscale_gradients(
         self,
@@ -78,7 +92,7 @@ class GradientStrategy:
         scaler.unscale_(optimizer)
 
     def compute_gradient_norm(self, gradients: list[Tensor]) -> Tensor:
-        """The norm over all gradients: 0-dimensional, with the same bits on all ranks."""
+        """Return the norm over all gradients: 0-dimensional, with the same bits on all ranks."""
         # get_total_norm, which sorts by device, takes five times as long
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
@@ -91,24 +105,30 @@ class DDPStrategy(GradientStrategy):
         self.gradient_divisor = ctx.world_size
 
     def wrap_model(self, model: nn.Module) -> WrappedModel:
-        config, ranks = self._config, self._ctx.world_size
-        # DDP divides a gradient in its bucket by the ranks, and multiplies another one by 1 / ranks: equal bits only
-        # for powers of two, and the first step of an attempt has none in the buckets
-        accumulates = config.micro_batches_per_step(ranks) > ranks and ranks.bit_count() == 1
+        config = self._config
+        ranks = self._ctx.world_size
+        # DDP divides a gradient that is in its bucket by the number of ranks, and multiplies another one by 1 / ranks.
+        # The bits are equal only for powers of two, and the first step of an attempt has no gradients in the buckets.
+        is_power_of_two = ranks.bit_count() == 1
+        is_accumulating = config.micro_batches_per_step(ranks) > ranks and is_power_of_two
         options = create_ddp_options(
             model,
             self._ctx.device,
             find_unused_parameters=config.find_unused_parameters,
             bucket_cap_mb=config.bucket_cap_mb,
         )
-        wrapped = DDPModel(model, accumulates, **options)
+        wrapped = DDPModel(model, is_accumulating, **options)
         if config.comm_hook != "none":
             register_comm_hook(wrapped, config.comm_hook, self._ctx.device)
         return wrapped
 
 
 def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) -> WrappedModel:
-    """The model as compute_loss gets it, in DDP unless there is one rank or its parameters are sharded."""
+    """Return the model as compute_loss gets it: in DDP, unless there is one rank or the parameters are sharded.
+
+    Raises:
+        UserError: if the model has no trainable parameter.
+    """
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError("model: has no trainable parameter; leave some with requires_grad=True")
     return GradientStrategy.create(config, ctx).wrap_model(model)

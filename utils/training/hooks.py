@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +31,13 @@ CPU = torch.device("cpu")
 
 
 def example_inputs(batch: Any) -> tuple[Tensor, ...]:
-    """The default: the batch itself, or its first entry, as the only argument of the model. Raises UserError."""
+    """Return the batch itself, or its first entry, as the only argument of the model.
+
+    This function is used if model.py has no `example_inputs`.
+
+    Raises:
+        UserError: if that is no tensor.
+    """
     first = first_tensor(batch)
     if first is None:
         raise UserError("model.py: has no example_inputs(batch); add it, to return the model's arguments")
@@ -38,16 +45,24 @@ def example_inputs(batch: Any) -> tuple[Tensor, ...]:
 
 
 def predict(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    """The default: the output of the model for the batch itself, or its first entry. Raises UserError."""
+    """Return the output of the model for the batch itself, or its first entry.
+
+    This function is used if model.py has no `predict`.
+
+    Raises:
+        UserError: if the batch or the output is no tensor.
+    """
+    output = None
     first = first_tensor(batch)
-    output = None if first is None else model(first)
+    if first is not None:
+        output = model(first)
     if not isinstance(output, Tensor):
         raise UserError("model.py: has no predict(model, batch); add it, to return {name: tensor [B, ...]}")
     return {"output": output}
 
 
 def first_tensor(batch: Any) -> Tensor | None:
-    """The batch itself, or its first entry, if that is a tensor."""
+    """Return the batch itself, or its first entry, if that is a tensor."""
     first = batch
     if isinstance(batch, tuple | list):
         first = batch[0] if batch else None
@@ -73,13 +88,13 @@ class ModelHooks:
     is_saved: Callable[[str], bool] | None = None
     after_step: Callable[..., None] | None = None
     loss_counts: Callable[[Any], dict[str, Any]] | None = None
-    parts: tuple[Part, ...] = ()  # those that these functions ask for
+    parts: tuple[Part, ...] = ()  # the parts that these functions ask for
 
     @classmethod
     def from_module(
         cls, module: ModuleType, config: TrainingConfig | None = None, device: torch.device = CPU
     ) -> ModelHooks:
-        """The functions of model.py, with defaults for missing ones.
+        """Return the functions of model.py, with defaults for missing ones.
 
         Args:
             config: with the values that the data have resolved, for functions that ask for `config` by name.
@@ -88,20 +103,24 @@ class ModelHooks:
         Raises:
             UserError: if a required function is missing.
         """
-        names = cls.__dataclass_fields__.keys() - {"parts"}
-        functions: dict[str, Any] = {name: getattr(module, name) for name in names if hasattr(module, name)}
+        functions: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            if field.name != "parts" and hasattr(module, field.name):
+                functions[field.name] = getattr(module, field.name)
         missing = [name for name in REQUIRED_HOOKS if name not in functions]
         if missing:
             raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see docs/reference.md")
-        for name, function in functions.items():
-            if config and name not in HOOKS_WITH_CONFIG and has_parameter(function, "config"):
-                functions[name] = functools.partial(function, config=config)
-        functions = {"predict": predict} | functions  # the part of summarize calls the default too
+
+        if config is not None:
+            for name, function in functions.items():
+                if name not in HOOKS_WITH_CONFIG and has_parameter(function, "config"):
+                    functions[name] = functools.partial(function, config=config)
+        functions.setdefault("predict", predict)  # the part of summarize calls the default too
         parts = create_hook_parts(functions, device)
         return cls(**functions, parts=tuple(parts))
 
     def find_part(self, kind: type[P]) -> P | None:
-        """The part of this class, if these functions have one."""
+        """Return the part of this class, if these functions have one."""
         return find_part(self.parts, kind)
 
 

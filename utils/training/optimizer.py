@@ -18,37 +18,47 @@ from utils.settings.errors import UserError
 
 # entries of a parameter group that come from the config or the machine at each start
 KEYS_SET_AT_START = {"params", "lr", "base_lr", "foreach", "fused", "capturable"}
-SCHEDULE_SHAPES = {  # schedules after the warm-up: fraction done (0 to 1) -> factor
-    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
-    "linear": lambda done: 1 - done,
-    "constant": lambda done: 1.0,
-    "wsd": lambda done: min(1.0, (1 - done) / 0.2),
-    "step": lambda done: 0.1 ** ((done >= 0.5) + (done >= 0.75)),
-}
 
 
 def create_optimizer(groups: list[dict[str, Any]], config: TrainingConfig) -> torch.optim.Optimizer:
-    """The fused optimizer for `--optimizer`: it reads `found_inf` on the device and skips a step there.
+    """Create the fused optimizer for `--optimizer`. It reads `found_inf` on the device, and skips a step there.
 
     Args:
         groups: from model.param_groups: each has "params" and may have its own "lr", "weight_decay" and "name".
     """
-    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, betas=(config.momentum, config.beta2), **common)
-    nesterov = config.nesterov and config.momentum > 0
-    return torch.optim.SGD(groups, momentum=config.momentum, nesterov=nesterov, **common)
+        return torch.optim.AdamW(
+            groups,
+            lr=config.lr,
+            betas=(config.momentum, config.beta2),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+    return torch.optim.SGD(
+        groups,
+        lr=config.lr,
+        momentum=config.momentum,
+        nesterov=config.nesterov and config.momentum > 0,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
 
 
 def check_param_groups(groups: Any, names: Mapping[Any, str]) -> list[dict[str, Any]]:
-    """The groups with only the trainable parameters. Raises UserError if they cannot be trained.
+    """Check the parameter groups, and return new ones with only the trainable parameters.
 
     Args:
-        names: of the model's parameters.
+        groups: what model.param_groups returned.
+        names: the names of the model's parameters.
+
+    Raises:
+        UserError: if the groups cannot be trained.
     """
-    if not isinstance(groups, list | tuple) or not all(
-        isinstance(group, dict) and "params" in group for group in groups
-    ):
+
+    def is_group(group: Any) -> bool:
+        return isinstance(group, dict) and "params" in group
+
+    if not isinstance(groups, list | tuple) or not all(map(is_group, groups)):
         raise UserError('param_groups: returned no list of groups; return e.g. [{"params": list(model.parameters())}]')
     groups = [group | {"params": list(group["params"])} for group in groups]
     seen: set[Tensor] = set()
@@ -65,17 +75,25 @@ def check_param_groups(groups: Any, names: Mapping[Any, str]) -> list[dict[str, 
                     " names and is one parameter); list each parameter once, as model.parameters() does"
                 )
             seen.add(parameter)
-    trained = [group | {"params": [p for p in group["params"] if p.requires_grad]} for group in groups]
-    trained = [group for group in trained if group["params"]]
+
+    trained = []
+    for group in groups:
+        trainable = [parameter for parameter in group["params"] if parameter.requires_grad]
+        if trainable:
+            trained.append(group | {"params": trainable})
     if not trained:
         raise UserError("param_groups: has no trainable parameter; return some with requires_grad=True")
     return trained
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Prepare an optimizer for steps that may be skipped. Returns whether it skips them on the device (`found_inf`).
+    """Prepare an optimizer for steps that may be skipped.
 
-    Raises UserError if its `step` needs a closure.
+    Returns:
+        Whether the optimizer skips them itself, on the device (`found_inf`).
+
+    Raises:
+        UserError: if `step` of the optimizer needs a closure, or the optimizer has no groups or state as in torch.
     """
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -83,8 +101,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> bool:
             f"create_optimizer: {type(optimizer).__name__} needs a closure that computes the loss again, which a global"
             " batch on many ranks does not have; use another optimizer"
         )
-    has_parts = optimizer.state_dict().keys() >= {"state", "param_groups"}
-    if not has_parts or any("lr" not in group for group in optimizer.param_groups):
+    has_state = optimizer.state_dict().keys() >= {"state", "param_groups"}
+    if not has_state or any("lr" not in group for group in optimizer.param_groups):
         raise UserError(
             f"create_optimizer: {type(optimizer).__name__} has no 'lr' in its groups, or no 'state' and 'param_groups'"
             " in its state_dict, as torch's optimizers have; use another optimizer"
@@ -96,11 +114,21 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def fill_momentum_buffers(optimizer: torch.optim.Optimizer) -> None:
-    """Fused SGD whose first step is skipped continues from uninitialised momentum; zeros give the same first step."""
+    """Give each parameter of SGD with momentum a buffer of zeros, unless it has one. Call before the first step.
+
+    Fused SGD allocates a missing buffer in its first step, without values. If that step is skipped, the next step
+    would go on from uninitialised memory. With zeros the first step is the same as without a buffer: the momentum
+    becomes the gradient.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
     for group in optimizer.param_groups:
-        for parameter in group["params"] if isinstance(optimizer, torch.optim.SGD) and group["momentum"] else ():
-            if optimizer.state[parameter].get("momentum_buffer") is None:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        if not group["momentum"]:
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def collect_optimizer_state(
@@ -109,26 +137,28 @@ def collect_optimizer_state(
     parameters_by_tensor: Mapping[Any, nn.Parameter],
     initial_groups: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The optimizer's state dict, with the names of its parameters in its order, and what has changed in its groups.
+    """Return the optimizer's state dict, with the names of its parameters in its order, and what changed in its groups.
 
     Args:
         names: the name of each tensor of the optimizer.
         parameters_by_tensor: the parameter of each of these tensors, which is the tensor itself or sharded.
-        initial_groups: `copy_group_entries` when it was created.
+        initial_groups: what `copy_group_entries` returned when the optimizer was created.
     """
-    tensors, saved = _list_tensors(optimizer), optimizer.state_dict()
+    tensors = list_optimizer_tensors(optimizer)
+    saved = optimizer.state_dict()
     states: dict[Any, Any] = {}
     for number, state in saved["state"].items():
-        states[number] = state
-        if isinstance(number, int):  # else a value of all parameters, such as the count of MADGRAD
-            p = tensors[number]
-            states[number] = dict(state)
-            for key, value in state.items():
-                if _is_tensor(value) and value.shape == p.shape:
-                    states[number][key] = create_dtensor(value, parameters_by_tensor[p])
+        if not isinstance(number, int):
+            states[number] = state  # a value of all parameters, such as the count of MADGRAD
+            continue
+        tensor = tensors[number]
+        states[number] = dict(state)
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == tensor.shape:
+                states[number][key] = create_dtensor(value, parameters_by_tensor[tensor])
     return saved | {
         "state": states,
-        "names": [names[p] for p in tensors],
+        "names": [names[tensor] for tensor in tensors],
         "changed_in_groups": find_changed_entries(optimizer, initial_groups, names),
     }
 
@@ -141,69 +171,101 @@ def load_optimizer_state(
 ) -> None:
     """Give each parameter the state saved under its name, whole or sharded, whatever the order of the groups.
 
-    saved, names, parameters_by_tensor: as for `collect_optimizer_state`. Raises UserError if it is of other parameters.
+    Args:
+        saved: what `collect_optimizer_state` returned.
+        names: the name of each tensor of the optimizer.
+        parameters_by_tensor: the parameter of each of these tensors, which is the tensor itself or sharded.
+
+    Raises:
+        UserError: if the saved state is of other parameters.
     """
-    tensors = _list_tensors(optimizer)
-    before = {name: saved["state"].get(number, {}) for number, name in enumerate(saved.get("names", []))}
-    is_other = before.keys() != {names[p] for p in tensors}
+    tensors = list_optimizer_tensors(optimizer)
+    is_fused = can_skip_on_device(optimizer)
+    saved_states: dict[str, dict[str, Any]] = {}
+    for number, name in enumerate(saved.get("names", [])):
+        saved_states[name] = saved["state"].get(number, {})
+    if saved_states.keys() != {names[tensor] for tensor in tensors}:
+        raise _explain_other_parameters()
+
     shared = {key: value for key, value in saved["state"].items() if not isinstance(key, int)}
     states: dict[Any, Any] = map_tensors(Tensor.clone, shared)
-    for number, p in enumerate([] if is_other else tensors):
-        local_state = {
-            key: local_shard(shard_like(value, parameters_by_tensor[p])) for key, value in before[names[p]].items()
-        }
-        if can_skip_on_device(optimizer):  # fused kernels do not check
-            is_other |= any(value.shape != p.shape for key, value in local_state.items() if key != "step")
-        states |= {number: local_state} if local_state else {}
-    if is_other:
-        remedy = "use the model.py it was made with, or load its weights with --init_from"
-        raise UserError(f"the checkpoint's optimizer has different parameters; {remedy}")
+    for number, tensor in enumerate(tensors):
+        local_state = {}
+        for key, value in saved_states[names[tensor]].items():
+            local_value = local_shard(shard_like(value, parameters_by_tensor[tensor]))
+            # fused kernels do not check the shape
+            if is_fused and key != "step" and local_value.shape != tensor.shape:
+                raise _explain_other_parameters()
+            local_state[key] = local_value
+        if local_state:
+            states[number] = local_state
+
     state_dict = optimizer.state_dict()
-    other_entries = {key: saved[key] for key in state_dict.keys() & saved.keys() if key != "param_groups"}
-    optimizer.load_state_dict(state_dict | other_entries | {"state": states})
+    for key in state_dict:
+        if key in saved and key != "param_groups":
+            state_dict[key] = saved[key]
+    state_dict["state"] = states
+    optimizer.load_state_dict(state_dict)
     restore_group_entries(optimizer, saved.get("changed_in_groups", []), names)
-    for number, p in enumerate(tensors):
-        state = optimizer.state.get(p, {})
-        # load_state_dict may have rounded to the type of the parameter, which fused kernels need
-        exact = state if can_skip_on_device(optimizer) else states.get(number, {})
-        for key, loaded in state.items():
-            value = exact.get(key, loaded)
-            if not (_is_tensor(value) and _is_tensor(loaded)):
+
+    for number, tensor in enumerate(tensors):
+        loaded_state = optimizer.state.get(tensor, {})
+        exact_state = loaded_state
+        if not is_fused:
+            # load_state_dict may have rounded to the type of the parameter, which fused kernels need
+            exact_state = states.get(number, {})
+        for key, loaded in loaded_state.items():
+            value = exact_state.get(key, loaded)
+            if not isinstance(value, Tensor) or not isinstance(loaded, Tensor):
                 continue
-            if key != "step" and value.shape == p.shape:
+            if key != "step" and value.shape == tensor.shape:
                 # fused kernels iterate over memory: the layout must be the parameter's
-                state[key] = torch.empty_like(p, dtype=value.dtype, device=loaded.device).copy_(value)
+                target = torch.empty_like(tensor, dtype=value.dtype, device=loaded.device)
+                loaded_state[key] = target.copy_(value)
             else:
-                state[key] = value.to(loaded.device, copy=True)  # not the file's memory
+                loaded_state[key] = value.to(loaded.device, copy=True)  # not the file's memory
     fill_momentum_buffers(optimizer)  # if the checkpoint was made without
 
 
+def _explain_other_parameters() -> UserError:
+    return UserError(
+        "the checkpoint's optimizer has different parameters; use the model.py it was made with, or load its weights"
+        " with --init_from"
+    )
+
+
 def copy_group_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """A copy of each parameter group, without the entries that are set at each start."""
+    """Return a copy of each parameter group, without the entries that are set at each start."""
     groups = []
     for group in optimizer.param_groups:
-        groups.append({key: value for key, value in group.items() if key not in KEYS_SET_AT_START})
+        entries = {key: value for key, value in group.items() if key not in KEYS_SET_AT_START}
+        groups.append(entries)
     return map_tensors(Tensor.clone, groups)
 
 
 def find_changed_entries(
     optimizer: torch.optim.Optimizer, initial_groups: list[dict[str, Any]], names: Mapping[Any, str]
 ) -> list[dict[str, Any]]:
-    """What has changed in each parameter group since the optimizer was created.
+    """Find what has changed in each parameter group since the optimizer was created.
 
-    Optimizers outside torch keep counts and estimates there, for example Adan, Lamb and Prodigy.
+    Optimizers outside torch keep counts and estimates in the groups, for example Adan, Lamb and Prodigy.
 
     Args:
-        initial_groups: `copy_group_entries` of that time.
-        names: of the parameters.
+        initial_groups: what `copy_group_entries` returned then.
+        names: the names of the parameters.
 
     Returns:
-        For each group {"names": those of its parameters, "entries": the values by key}.
+        For each group {"names": the names of its parameters, "entries": the changed values by key}.
     """
     records = []
-    for group, now, before in zip(optimizer.param_groups, copy_group_entries(optimizer), initial_groups, strict=False):
-        entries = {key: value for key, value in now.items() if key not in before or not _is_same(value, before[key])}
-        records.append({"names": [names[p] for p in group["params"]], "entries": entries})
+    current_groups = copy_group_entries(optimizer)
+    for group, current, initial in zip(optimizer.param_groups, current_groups, initial_groups, strict=False):
+        changed = {}
+        for key, value in current.items():
+            if key not in initial or not _is_same(value, initial[key]):
+                changed[key] = value
+        group_names = [names[p] for p in group["params"]]
+        records.append({"names": group_names, "entries": changed})
     return records
 
 
@@ -215,24 +277,28 @@ def restore_group_entries(
     Groups are matched by the names of their parameters.
 
     Args:
-        records: of `find_changed_entries`.
-        names: of the parameters.
+        records: what `find_changed_entries` returned.
+        names: the names of the parameters.
 
     Raises:
         UserError: if there is no such group for an entry.
     """
-    groups = {frozenset(names[p] for p in group["params"]): group for group in optimizer.param_groups}
+    groups = {}
+    for group in optimizer.param_groups:
+        group_names = frozenset(names[p] for p in group["params"])
+        groups[group_names] = group
+    device = list_optimizer_tensors(optimizer)[0].device
+    copy_to_device = functools.partial(Tensor.to, device=device, copy=True)
     for record in records:
-        group = groups.get(frozenset(record["names"]))
+        current_group = groups.get(frozenset(record["names"]))
         for key, value in record["entries"].items():
-            if group is None:
+            if current_group is None:
                 raise UserError(
                     f"the checkpoint's optimizer has {key!r} for the group of {record['names'][0]}, and no group has"
                     " the same parameters now; divide them as before in param_groups, or start a new run with"
                     " --init_from"
                 )
-            device = _list_tensors(optimizer)[0].device
-            group[key] = map_tensors(functools.partial(Tensor.to, device=device, copy=True), value)
+            current_group[key] = map_tensors(copy_to_device, value)
 
 
 def _is_same(left: Any, right: Any) -> bool:
@@ -240,22 +306,27 @@ def _is_same(left: Any, right: Any) -> bool:
 
 
 def _to_comparable(value: Any) -> Any:
-    """The numbers of a tensor or an array, or another value as it is."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    """Return the numbers of a tensor or an array, or another value as it is."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value
 
 
-def _list_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The tensors that it updates, in the order in which it numbers them."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def list_optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors that the optimizer updates, in the order in which it numbers them."""
+    tensors: list[Tensor] = []
+    for group in optimizer.param_groups:
+        tensors.extend(group["params"])
+    return tensors
 
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it skips a step itself where `found_inf` is 1."""
+    """Whether the optimizer skips a step itself, on the device, where `found_inf` is 1."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def lr_factor(config: TrainingConfig, step: int, total_steps: int, warmup_steps: int, progress: Any) -> float:
-    """The factor on the peak learning rate at optimizer step `step` (from 0): linear warm-up, then `--schedule`.
+    """Return the factor on the peak learning rate at optimizer step `step` (from 0): linear warm-up, then `--schedule`.
 
     cosine: to zero (Loshchilov and Hutter, "SGDR", 2017, equation 5 with one cycle); linear: to zero; constant;
     wsd (warm-up, stable, decay): constant, and linear to zero over the last 20 % (Hu et al., "MiniCPM", 2024);
@@ -263,20 +334,42 @@ def lr_factor(config: TrainingConfig, step: int, total_steps: int, warmup_steps:
     The warm-up is that of Goyal et al., 2017, arXiv:1706.02677, section 2.2.
 
     Args:
-        total_steps: at which the schedule ends: those of the run, or `--schedule_steps`.
+        total_steps: the step at which the schedule ends: the length of the run, or `--schedule_steps`.
         progress: of the run; a schedule of your own may read it, and keep its state in `progress.user`.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    fraction_done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    steps_after_warmup = max(1, total_steps - warmup_steps)
+    fraction_done = min(1.0, (step - warmup_steps) / steps_after_warmup)
     least = config.min_lr / config.lr
-    return least + (1 - least) * SCHEDULE_SHAPES[config.schedule](fraction_done)
+    return least + (1 - least) * _compute_decay(config.schedule, fraction_done)
+
+
+def _compute_decay(schedule: str, fraction_done: float) -> float:
+    """Return the factor, from 1 to 0, of a schedule after the warm-up. fraction_done: 0 to 1, of these steps."""
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * fraction_done))
+    if schedule == "linear":
+        return 1 - fraction_done
+    if schedule == "constant":
+        return 1.0
+    if schedule == "wsd":
+        return min(1.0, (1 - fraction_done) / 0.2)
+    if schedule == "step":
+        if fraction_done < 0.5:
+            return 1.0
+        return 0.1 if fraction_done < 0.75 else 0.1**2
+    raise KeyError(schedule)
 
 
 def list_group_lr_factors(groups: list[dict[str, Any]], factor: float | dict[str, float]) -> list[float]:
-    """The factor of each group. Raises UserError if the names of groups and factors do not fit.
+    """Return the factor on the learning rate of each group.
 
-    factor: what `lr_factor` returned: one for all groups, or one for each name of a group.
+    Args:
+        factor: what `lr_factor` returned: one for all groups, or one for each name of a group.
+
+    Raises:
+        UserError: if the names of groups and factors do not fit.
     """
     if not isinstance(factor, dict):
         return [factor] * len(groups)
@@ -286,13 +379,9 @@ def list_group_lr_factors(groups: list[dict[str, Any]], factor: float | dict[str
         raise UserError(
             f'lr_factor: returned a factor per group, and group {number} has no "name"; add it in param_groups'
         )
-    if wrong := sorted(set(names) ^ factor.keys()):
+    wrong = sorted(set(names) ^ factor.keys())
+    if wrong:
         fault = "has no factor" if wrong[0] in names else "is the name of no group with trainable parameters"
-        raise UserError(
-            f"lr_factor: {wrong[0]} {fault}; return one factor for each of {', '.join(dict.fromkeys(names))}"
-        )
+        different_names = ", ".join(dict.fromkeys(names))
+        raise UserError(f"lr_factor: {wrong[0]} {fault}; return one factor for each of {different_names}")
     return [factor[name] for name in names]
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)

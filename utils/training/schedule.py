@@ -35,44 +35,68 @@ class Progress:
 
     @classmethod
     def from_payload(cls, payload: dict[str, Any]) -> Progress:
-        """Where a checkpoint was saved."""
+        """Return how far the run was when this checkpoint was saved."""
         names = ("epoch", "step", "samples_in_epoch", "samples_seen")
         return cls(**{name: payload["progress"][name] for name in names})
 
     @property
     def epoch_number(self) -> int:
         """The epoch of the latest sample as records count it: from 1; 0 before the first sample."""
-        return self.epoch + (self.samples_in_epoch > 0)
+        if self.samples_in_epoch > 0:
+            return self.epoch + 1
+        return self.epoch
 
     def record_value(self, value: float, sign: int) -> bool:
-        """Record an evaluation. Returns whether its value is the best so far, by the sign of `choose_best_metric`."""
-        is_best = math.isfinite(value) and (self.best_value is None or sign * value > sign * self.best_value)
+        """Record an evaluation.
+
+        Args:
+            value: of the metric that selects the best checkpoint.
+            sign: 1 if higher is better, -1 if lower is better, as `choose_best_metric` returns it.
+
+        Returns:
+            Whether the value is the best so far.
+        """
+        is_best = False
+        if math.isfinite(value):
+            is_best = self.best_value is None or sign * value > sign * self.best_value
         if is_best:
-            self.best_value, self.best_epoch, self.best_step = value, self.epoch_number, self.step
+            self.best_value = value
+            self.best_epoch = self.epoch_number
+            self.best_step = self.step
+            self.evaluations_since_best = 0
+        else:
+            self.evaluations_since_best += 1
         self.evaluated_step = self.step
-        self.evaluations_since_best = 0 if is_best else self.evaluations_since_best + 1
         return is_best
 
     def reset_best(self) -> None:
-        """Let the best value and patience start again: call it if later values cannot be compared with earlier ones."""
-        self.best_value, self.best_epoch, self.best_step, self.evaluations_since_best = None, -1, -1, 0
+        """Let the best value and patience start again. Call it if later values cannot be compared with earlier ones."""
+        self.best_value = None
+        self.best_epoch = -1
+        self.best_step = -1
+        self.evaluations_since_best = 0
 
 
 class Schedule:
-    """The length and the learning rate of a run, as functions of its progress. Valid once it is planned.
+    """The length and the learning rate of a run, as functions of its progress. Valid once `plan` was called.
 
-    lr_factor: that of model.py.
+    Args:
+        lr_factor: the function of model.py, or its default.
     """
 
     def __init__(self, config: TrainingConfig, lr_factor: Callable[..., float | dict[str, float]]) -> None:
-        self.progress, self.total_steps = Progress(), 0
-        self._config, self._lr_factor, self.warmup_steps = config, lr_factor, 0
+        self.progress = Progress()
+        self.total_steps = 0
+        self.warmup_steps = 0
+        self._config = config
+        self._lr_factor = lr_factor
         self._sampler: GlobalBatchSampler | None = None
         self._has_ended = False
 
     def plan(self, sampler: GlobalBatchSampler) -> None:
         """Plan the whole run, which continues from `progress`."""
-        progress, config = self.progress, self._config
+        progress = self.progress
+        config = self._config
         epochs, steps = config.limits
         if sampler.is_packed:  # the same on each resume
             total = epochs * sampler.steps_per_epoch
@@ -84,7 +108,11 @@ class Schedule:
         self._sampler = sampler
 
     def compute_lr_factor(self, step: int, progress: Progress) -> float | dict[str, float]:
-        """The factor on the learning rate at this step, from 0, or those of the named parameter groups."""
+        """Return the factor on the learning rate at this step, or the factors of the named parameter groups.
+
+        Args:
+            step: from 0.
+        """
         length = self._config.schedule_steps or self.total_steps
         if length == self.total_steps:
             step = min(step, length - 1)  # epochs may have a few more steps than the first one
@@ -92,25 +120,32 @@ class Schedule:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """Settings that have no effect from the first step of this attempt on: a line for each."""
-        config, warnings = self._config, []
+        """A line for each setting that has no effect from the first step of this attempt on."""
+        config = self._config
+        progress = self.progress
+        warnings = []
         length = max(self.total_steps, config.schedule_steps)
         if self.warmup_steps > length:
             warnings.append(
                 f"warm-up: has {self.warmup_steps:,} steps, but the run {length:,}: it ends at"
                 f" {length / self.warmup_steps:.1%} of the learning rate; use fewer --warmup_epochs"
             )
-        if not self.progress.best_metric:
-            for name, off in {"patience": 0, "best_metric": "auto", "eval_every_steps": 0}.items():
-                if (value := getattr(config, name)) != off:
+        if not progress.best_metric:
+            for name, value_if_off in {"patience": 0, "best_metric": "auto", "eval_every_steps": 0}.items():
+                value = getattr(config, name)
+                if value != value_if_off:
                     warnings.append(f"{name}={value}: has no effect, since there is no validation set; leave it out")
         elif self._sampler and config.patience:
-            periods = config.eval_every_steps, config.eval_every * self._sampler.steps_per_epoch
-            due = {step for period in periods if period for step in range(period, self.total_steps, period)}
-            left = sum(step > self.progress.step for step in due)
-            # the first evaluation, if this attempt makes it, counts as the best one
-            counted = -1 if self.progress.best_value is None else self.progress.evaluations_since_best
-            if counted + left < config.patience:
+            evaluated_steps: set[int] = set()  # those before the evaluation at the end of the run
+            for period in (config.eval_every_steps, config.eval_every * self._sampler.steps_per_epoch):
+                if period > 0:
+                    evaluated_steps.update(range(period, self.total_steps, period))
+            left = sum(step > progress.step for step in evaluated_steps)
+            if progress.best_value is None:
+                evaluations_without_best = left - 1  # the first evaluation counts as the best one
+            else:
+                evaluations_without_best = left + progress.evaluations_since_best
+            if evaluations_without_best < config.patience:
                 warnings.append(
                     f"patience={config.patience}: has no effect, since at most {left} evaluations come before the last"
                     " one; use a smaller --patience, or evaluate more often"
@@ -121,32 +156,43 @@ class Schedule:
     def is_at_end(self) -> bool:
         """Whether all optimizer steps were made."""
         epochs, steps = self._config.limits
-        epoch, step = self.progress.epoch, self.progress.step
-        return step >= steps or epoch >= epochs or (epoch + 1 >= epochs and self.is_epoch_complete)
+        progress = self.progress
+        if progress.step >= steps or progress.epoch >= epochs:
+            return True
+        is_last_epoch = progress.epoch + 1 >= epochs
+        return is_last_epoch and self.is_epoch_complete
 
     @property
     def is_epoch_complete(self) -> bool:
-        epoch, start = self.progress.epoch, self.progress.samples_in_epoch
-        return self._sampler is None or self._sampler.count_remaining_steps(epoch, start, epoch + 1) == 0
+        """Whether the epoch has no more steps."""
+        if self._sampler is None:
+            return True
+        epoch = self.progress.epoch
+        return self._sampler.count_remaining_steps(epoch, self.progress.samples_in_epoch, epoch + 1) == 0
 
     @property
     def is_evaluation_due(self) -> bool:
-        """Between two steps; an evaluation that was made at this step is not repeated."""
-        progress, config = self.progress, self._config
-        is_due = self.is_at_end or (self.is_epoch_complete and is_every(config.eval_every, progress.epoch_number))
-        is_due = is_due or is_every(config.eval_every_steps, progress.step)
+        """Whether to evaluate between two steps. An evaluation that was made at this step is not repeated."""
+        progress = self.progress
+        config = self._config
+        is_due = self.is_at_end or is_every(config.eval_every_steps, progress.step)
+        if not is_due and self.is_epoch_complete:
+            is_due = is_every(config.eval_every, progress.epoch_number)
         return is_due and progress.evaluated_step != progress.step
 
     @property
     def is_patience_over(self) -> bool:
+        """Whether as many evaluations in a row as `--patience` says were not the best."""
         return 0 < self._config.patience <= self.progress.evaluations_since_best
 
     @property
     def is_finished(self) -> bool:
-        return self._has_ended or self.progress.epoch >= self._config.limits[0] or self.is_patience_over
+        """Whether the run has ended: by its length or by patience."""
+        epochs, _ = self._config.limits
+        return self._has_ended or self.progress.epoch >= epochs or self.is_patience_over
 
     def end_epoch(self) -> None:
-        """After the evaluation: the next epoch begins, unless `max_steps` ended this one early."""
+        """Begin the next epoch, unless `max_steps` ended this one early. Call after the evaluation."""
         self._has_ended = self.is_at_end
         if self.is_epoch_complete:
             self.progress.epoch += 1

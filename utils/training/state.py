@@ -22,7 +22,7 @@ from utils.metrics import Metrics
 from utils.settings.errors import UserError
 from utils.training.gradient_strategy import GradientStrategy
 from utils.training.hooks import ModelHooks
-from utils.training.log_window import LogWindow, SkippedStep
+from utils.training.log_window import LogWindow, StepRecord
 from utils.training.optimizer import list_group_lr_factors
 from utils.training.parts.part import P, Part, find_part
 from utils.training.precision import Precision
@@ -32,7 +32,15 @@ from utils.training.updater import Updater
 
 
 class TrainState:
-    """The training state. Raises UserError if the model or the parameter groups cannot be trained."""
+    """The training state: the model, the optimizer, the schedule and the sums of a step.
+
+    Args:
+        model: not wrapped in DDP.
+        strategy: None for one rank.
+
+    Raises:
+        UserError: if the model or the parameter groups cannot be trained.
+    """
 
     def __init__(
         self,
@@ -42,20 +50,32 @@ class TrainState:
         precision: Precision,
         strategy: GradientStrategy | None = None,
     ) -> None:
-        self._config = config
-        # `create_parts` gives them once the model has the buffers that `step_sums` puts there
-        self.parts: list[Part] = []
         device = model_device(model)
-        self.strategy = strategy or GradientStrategy(config, DistributedContext(0, 0, 1, device))
-        self.model, self.precision = model, precision  # the model is not wrapped in DDP
+        if strategy is None:
+            strategy = GradientStrategy(config, DistributedContext(rank=0, local_rank=0, world_size=1, device=device))
+        self._config = config
+        # `create_parts` fills the list, once the model has the buffers that `step_sums` puts there
+        self.parts: list[Part] = []
+        self.strategy = strategy
+        self.model = model
+        self.precision = precision
         self.schedule = Schedule(config, hooks.lr_factor)
-        self.step_sums = StepSums(model, self.strategy.create_rank_sum())
-        if sparse := [name for name, module in model.named_modules() if getattr(module, "sparse", None) is True]:
-            raise UserError(f"model: {sparse[0]} has sparse gradients, which are not supported; set sparse=False")
-        self.updater = Updater(model, hooks, config, precision, self.strategy, device)
+        self.step_sums = StepSums(model, strategy.create_rank_sum())
+        for name, module in model.named_modules():
+            if getattr(module, "sparse", None) is True:
+                raise UserError(f"model: {name} has sparse gradients, which are not supported; set sparse=False")
+        self.updater = Updater(
+            model=model,
+            hooks=hooks,
+            config=config,
+            precision=precision,
+            strategy=strategy,
+            device=device,
+        )
         self.log_window = LogWindow(device, self.updater.scaler, self.parts)
         self.lr_factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
-        self._loss_scale, self._first_loss_count = torch.ones((), device=device), 1.0
+        self._loss_scale = torch.ones((), device=device)  # the gradient at which a backward pass begins
+        self._first_loss_count = 1.0
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -77,7 +97,7 @@ class TrainState:
         """Allocate space for the metrics that compute_loss returned for a first batch. Call before the first step.
 
         Raises:
-            UserError: if those of a later batch have other names or shapes.
+            UserError: if the metrics of a later batch have other names or shapes.
         """
         metrics = self.after_forward(metrics, number=0)
         if self.step_sums.metrics.shapes:
@@ -85,8 +105,9 @@ class TrainState:
             self.step_sums.metrics.values.zero_()
             return
         self.step_sums.allocate(metrics)
-        # after the metrics, which `commit` adds as the first ones
-        self.log_window.allocate(metrics | {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)})
+        # these two follow the metrics, since `commit` adds the metrics to the first entries of the log window
+        entries_of_steps = {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)}
+        self.log_window.allocate(metrics | entries_of_steps)
         self._first_loss_count = float(metrics["loss"][1])
 
     def plan_schedule(self, sampler: GlobalBatchSampler) -> None:
@@ -100,19 +121,38 @@ class TrainState:
         self.schedule.plan(sampler)
 
     def notify_progress(self, progress: Progress, total_steps: int = 0) -> None:
-        """Let the parts see this progress before a step or an evaluation. total_steps: by default those of the run."""
+        """Let the parts see this progress before a step or an evaluation.
+
+        Args:
+            total_steps: 0 for those of the run.
+        """
+        if total_steps == 0:
+            total_steps = self.schedule.total_steps
         for part in self.parts:
-            part.see_progress(progress, total_steps or self.schedule.total_steps)
+            part.see_progress(progress, total_steps)
 
     def after_forward(self, metrics: Metrics, number: int) -> Metrics:
-        """The metrics of a training micro-batch as the step sums them. number: in its global batch."""
+        """Return the metrics of a training micro-batch as the parts change them, and as the step sums them.
+
+        Args:
+            metrics: what compute_loss returned.
+            number: the number of the micro-batch in its global batch.
+        """
         for part in self.parts:
             metrics = part.after_forward(metrics, number)
         return metrics
 
     def compute_lr_factors(self, step: int, progress: Progress) -> list[float]:
-        """The schedule's factors on the learning rates of the groups at this step, from 0. Raises UserError."""
-        return list_group_lr_factors(self.optimizer.param_groups, self.schedule.compute_lr_factor(step, progress))
+        """Return the schedule's factor on the learning rate of each parameter group at this step.
+
+        Args:
+            step: from 0.
+
+        Raises:
+            UserError: if the names of the factors are not those of the groups.
+        """
+        factor = self.schedule.compute_lr_factor(step, progress)
+        return list_group_lr_factors(self.optimizer.param_groups, factor)
 
     def _set_lr(self) -> None:
         factors = self.compute_lr_factors(self.progress.step, self.progress)
@@ -121,10 +161,17 @@ class TrainState:
             group["lr"] = group["base_lr"] * factor
 
     def check_gradients(self) -> None:
-        """Call after a backward pass. Raises UserError if a parameter got no gradient, for which DDP would wait."""
+        """Check after a backward pass that each trainable parameter got a gradient.
+
+        Raises:
+            UserError: if a parameter got none. DDP would wait for its gradient.
+        """
         if self._config.find_unused_parameters:
             return
-        unused = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        unused = []
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                unused.append(name)
         if unused:
             raise UserError(
                 f"model: the loss does not depend on {join_first(unused)}, and DDP would wait for the"
@@ -133,7 +180,7 @@ class TrainState:
             )
 
     def find_part(self, kind: type[P]) -> P | None:
-        """The part of this class, if there is one."""
+        """Return the part of this class, if there is one."""
         return find_part(self.parts, kind)
 
     @property
@@ -147,55 +194,81 @@ class TrainState:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def backward(self, loss: torch.Tensor, is_padding: bool) -> None:
-        """The backward pass of the summed loss, scaled so that its gradient has about the size of that of the mean.
+        """Run the backward pass of the summed loss, with a gradient of about the size of that of the mean loss.
 
-        Padding has a gradient of 0.
+        Args:
+            loss: the sum over the micro-batch, 0-dimensional.
+            is_padding: the gradient is 0.
         """
-        self.scaler.scale(loss).backward(self.updater.zero if is_padding else self._loss_scale)
+        scale = self.updater.zero if is_padding else self._loss_scale
+        self.scaler.scale(loss).backward(scale)
         self.step_sums.running_stats.discard()
 
     def update_if_finite(self, samples: int) -> None:
-        """Divide, clip, step, average. If the loss or the gradient is not finite, all of this is skipped on the device.
+        """Divide and clip the gradient, update the weights, and let the parts follow (weight averaging).
 
-        samples: of all ranks in the global batch.
+        All of this is skipped on the device if the loss or the gradient is not finite.
+
+        Args:
+            samples: of all ranks in the global batch.
         """
         self._set_lr()
         self.step_sums.wait()
         with torch.no_grad():
             for part in self.parts:
                 part.before_update(self.model, self.step_sums.metrics)
-        divisor = self.step_sums.loss_count * 2.0**-self.progress.loss_shift
-        norm, is_finite, skipped = self.updater.step(divisor, self.step_sums.loss, self.progress.step + 1)
-        is_scaled, progress = self.scaler.is_enabled(), self.progress
-        step = SkippedStep(progress.step + 1, progress.epoch, progress.samples_in_epoch, samples)
-        self.log_window.record_step(step, norm, divisor, self.step_sums.loss if is_scaled else None)
-        # float16 skips steps to find its scale, and their loss counts
-        self.step_sums.commit(
-            samples, is_finite, self.log_window, self.step_sums.loss.isfinite() if is_scaled else is_finite
-        )
+
+        progress = self.progress
+        step_number = progress.step + 1
+        loss = self.step_sums.loss
+        divisor = self.step_sums.loss_count * 2.0**-progress.loss_shift
+        norm, is_finite, skipped = self.updater.step(divisor, loss, step_number)
+
+        record = StepRecord(step_number, progress.epoch, first_sample=progress.samples_in_epoch, samples=samples)
+        if self.scaler.is_enabled():
+            # float16 skips steps in the search for its scale, and the loss of these steps counts
+            self.log_window.record_step(record, norm, divisor, loss=loss)
+            is_loss_finite = loss.isfinite()
+        else:
+            self.log_window.record_step(record, norm, divisor, loss=None)
+            is_loss_finite = is_finite
+        self.step_sums.commit(samples, is_finite, log_window=self.log_window, is_loss_finite=is_loss_finite)
+
         with torch.no_grad():
             for part in self.parts:
                 part.after_update(self.model, skipped)
 
     def advance(self, samples: int) -> None:
+        """Count a step in the progress, also if it was skipped.
+
+        Args:
+            samples: of all ranks in the global batch.
+        """
         self.progress.step += 1
         self.progress.samples_in_epoch += samples
         self.progress.samples_seen += samples
 
-    def read_skipped_steps(self) -> list[SkippedStep]:
-        """Count and return the steps that were skipped since the last read, the same on all ranks. Call it before
-        `state_dict`. Waits for the device, and adds the norms of the gradients to `log_window`."""
-        values = self.log_window.finish_read(self.log_window.begin_read(), self.progress)
+    def read_skipped_steps(self) -> list[StepRecord]:
+        """Count in the progress the steps that were skipped since the last read, and add the norms of the gradients to
+        `log_window`. Call it before `state_dict`. Waits for the device.
+
+        Returns:
+            The skipped steps, the same on all ranks.
+        """
+        read = self.log_window.begin_read()
+        values = self.log_window.finish_read(read, self.progress)
         self.log_window.add_read_norms()
-        return values.skipped
+        return values.skipped_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """The training state for a checkpoint. Tensors are not copied."""
+        """Return the training state for a checkpoint. Tensors are not copied."""
+        progress = dataclasses.asdict(self.progress)
+        progress["interval"] = self.log_window.state()
         state = {
             "model": self.model.state_dict(),
             "ema": {},  # weights beside those of the model
             **self.updater.state_dict(),
-            "progress": dataclasses.asdict(self.progress) | {"interval": self.log_window.state()},
+            "progress": progress,
         }
         for part in self.parts:
             part.save(state)
@@ -217,9 +290,10 @@ class TrainState:
             raise UserError(f"the checkpoint's state does not fit ({error}); give another checkpoint") from error
 
     def _load(self, payload: dict[str, Any]) -> None:
-        names = {field.name for field in dataclasses.fields(Progress)} | {"interval"}
-        names -= {"best_metric"}  # earlier versions did not save it
-        missing = sorted(names - payload["progress"].keys())
+        required = {field.name for field in dataclasses.fields(Progress)}
+        required.add("interval")
+        required.discard("best_metric")  # earlier versions did not save it
+        missing = sorted(required - payload["progress"].keys())
         if missing:
             raise UserError(f"the checkpoint's progress lacks {', '.join(missing)}; give another checkpoint")
         payload = self._run_before_load(payload)
@@ -238,29 +312,49 @@ class TrainState:
         return payload
 
     def load_model_weights(self, payload: dict[str, Any], kind: str = "model") -> None:
-        """Load the weights of a checkpoint. kind: "model", "ema" for the averaged ones, or of a part's `weights`.
-        Raises UserError."""
-        self._load_weights(self._run_before_load(payload)[kind])
+        """Load the weights of a checkpoint into the model.
+
+        Args:
+            kind: "model", "ema" for the averaged weights, or a name from a part's `weights`.
+
+        Raises:
+            UserError: if the weights do not fit the model.
+        """
+        payload = self._run_before_load(payload)
+        self._load_weights(payload[kind])
 
     def _load_weights(self, weights: dict[str, Any]) -> None:
-        likes = self.sharded_parameters()
+        sharded = self.sharded_parameters()
         try:
-            self.model.load_state_dict({name: shard_like(value, likes.get(name)) for name, value in weights.items()})
+            local_weights = {name: shard_like(value, sharded.get(name)) for name, value in weights.items()}
+            self.model.load_state_dict(local_weights)
         except RuntimeError as error:
             raise UserError(f"the checkpoint's model does not fit ({error}); give the model it was made with") from None
         self.step_sums.running_stats.read_buffers()
 
     def weights(self) -> dict[str, AbstractContextManager]:
-        """The weights to evaluate, each with the context in which the model has them. The last selects the best."""
+        """Return the weights to evaluate, each with the context in which the model has them.
+
+        The last ones select the best checkpoint.
+        """
         contexts: dict[str, AbstractContextManager] = {"model": nullcontext()}
         for part in self.parts:
             contexts |= part.weights()
         return contexts
 
     def load_evaluated_weights(self, payload: dict[str, Any]) -> dict[str, AbstractContextManager]:
-        """Those in a checkpoint, which replace the weights of the model for good; without one, those of the model."""
+        """Return the weights in a checkpoint that are to be evaluated, each with the context that loads them.
+
+        A context replaces the weights of the model for good.
+
+        Args:
+            payload: the content of the checkpoint. If it is empty, the model is evaluated as it is.
+        """
+        kinds = ["model", "ema"]  # averaged weights are evaluated also if this run averages none
+        for kind in self.weights():
+            if kind not in kinds:
+                kinds.append(kind)
         contexts: dict[str, AbstractContextManager] = {}
-        kinds = dict.fromkeys(["model", "ema", *self.weights()])  # averaged ones, also if this run averages none
         for kind in kinds:
             if payload.get(kind):
                 contexts[kind] = self._load_weights_of_kind(payload, kind)
@@ -272,5 +366,6 @@ class TrainState:
         yield
 
     def sharded_parameters(self) -> dict[str, torch.Tensor]:
-        """The sharded parameters by name."""
-        return {name: p for name, p in self.model.state_dict(keep_vars=True).items() if is_sharded(p)}
+        """Return the sharded parameters by name."""
+        tensors = self.model.state_dict(keep_vars=True)
+        return {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from utils.data.sampler import MicroBatch
@@ -12,9 +14,10 @@ from utils.training.batchnorm import RunningStats
 
 
 class StepSums:
-    """Loss and metrics with their counts, and BatchNorm's statistics: float64, so that counts are exact up to 2^53.
+    """Sums the loss and the metrics with their counts, and BatchNorm's statistics.
 
-    The all-reduce overlaps the last backward pass. Create it before the model is wrapped or copied.
+    The sums are float64, so that counts are exact up to 2^53. The all-reduce overlaps the last backward pass. Create
+    the object before the model is wrapped or copied.
 
     Args:
         rank_sum: forms the sum over micro-batches and ranks.
@@ -23,12 +26,15 @@ class StepSums:
     def __init__(self, model: nn.Module, rank_sum: RankSum) -> None:
         self.running_stats = RunningStats(model)
         self.metrics = MetricTracker(model_device(model))
-        self._rank_sum, self._work = rank_sum, None
+        self._rank_sum = rank_sum
+        self._work: Any = None  # the all-reduce that has begun
 
     def allocate(self, metrics: Metrics) -> None:
         """Allocate space for metrics of these names and shapes, the same on all ranks."""
-        self.metrics.allocate(metrics, extra_size=self.running_stats.size)
-        self.running_stats.use_accumulator(self.metrics.values[len(self.metrics.values) - self.running_stats.size :])
+        size = self.running_stats.size
+        self.metrics.allocate(metrics, extra_size=size)
+        begin = len(self.metrics.values) - size  # the running statistics follow the metrics in the same vector
+        self.running_stats.use_accumulator(self.metrics.values[begin:])
 
     @property
     def loss_count(self) -> Tensor:
@@ -37,21 +43,25 @@ class StepSums:
 
     @property
     def loss(self) -> Tensor:
-        """The summed loss of the global batch, as `loss_count`."""
+        """The summed loss of the global batch, after `wait`: float64, 0-dimensional, on the device."""
         return self.metrics.sum_view("loss")
 
     def add(self, metrics: Metrics, micro_batch: MicroBatch) -> None:
-        """Call after the forward pass of a micro-batch, unless it is padding."""
+        """Add a micro-batch. Call after its forward pass, unless it is padding."""
         self.metrics.update(metrics)
         self.running_stats.add(len(micro_batch.indices))
         self._rank_sum.add(self.metrics.values, micro_batch.number)
 
     def start_reduce(self, micro_batch: MicroBatch) -> None:
-        """Call after the forward pass of this rank's last micro-batch: the all-reduce overlaps the backward pass."""
+        """Begin the all-reduce, which overlaps the backward pass.
+
+        Args:
+            micro_batch: the last one of this rank in the step, after its forward pass.
+        """
         self._work = self._rank_sum.start_all_reduce(self.metrics.values, micro_batch.count)
 
     def wait(self) -> None:
-        """Wait for the all-reduce; what follows on the device sees the sums of all ranks."""
+        """Wait for the all-reduce. What follows on the device sees the sums of all ranks."""
         if self._work:
             self._work.wait()
             self._work = None
@@ -62,7 +72,7 @@ class StepSums:
         Args:
             samples: of all ranks in the global batch.
             is_finite: whether the step is taken: 0-dimensional bool.
-            is_loss_finite: whether its metrics count.
+            is_loss_finite: whether the metrics of the step count: 0-dimensional bool.
         """
         self.running_stats.commit(samples, is_finite)
         log_window.add(self.metrics, is_loss_finite)
