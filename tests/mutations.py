@@ -42,7 +42,7 @@ class Mutation:
 
 # fmt: off
 MUTATIONS = [
-    Mutation('GlobalBatchSampler.find_smallest_micro_batch', 'return [self.epoch_order(0)[-(samples % size) :].tolist()]', 'return []', 'smallest'),
+    Mutation('GlobalBatchSampler.find_smallest_micro_batch', 'return [smallest.tolist()]', 'return []', 'smallest'),
     Mutation('TrainState.allocate_metrics', 'self.step_sums.metrics.values.zero_()', 'pass', 'smallest'),
     Mutation('clean_up_on_exit', 'lock.close()', 'pass', 'living-process'),
     Mutation('clean_up_on_exit', 'drop_traceback(error)', 'pass', 'living-process'),
@@ -153,7 +153,7 @@ MUTATIONS = [
     Mutation('WeightAverage.update', 'rate = (9 / (9 + self._steps_taken)).clamp(min=self._min_rate) * is_step_taken  # 1 minus the decay', 'rate = (1 / (1 + self._steps_taken)).clamp(min=self._min_rate) * is_step_taken', 'weights'),
     Mutation('compute_gradient', 'seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)', 'seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, attempt.ctx.rank)', 'dropout'),
     Mutation('GlobalBatchLoader.micro_batches', 'self.sampler.set_epoch(epoch, start)', 'self.sampler.set_epoch(0, start)', 'order'),
-    Mutation('GlobalBatchSampler.epoch_order', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, 0))', 'order'),
+    Mutation('GlobalBatchSampler._create_epoch_order', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, 0))', 'order'),
     Mutation('sample_draws', 'return _shift_right(hash_bits(indices.unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'return _shift_right(hash_bits(torch.arange(len(indices), device=indices.device).unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'samples'),
     Mutation('GlobalBatchLoader._to_device', 'batch = self.device_transform(batch, self.sampler.seed, micro_batch.epoch, indices)', 'batch = self.device_transform(batch, self.sampler.seed, 0, indices)', 'samples'),
     Mutation('Fetcher._fetch_batch', 'seed_host("sample", self._seed, epoch, *indices)', 'pass', 'samples'),
@@ -262,7 +262,7 @@ MUTATIONS = [
     Mutation('build_sharded_model', 'group.set_gradient_divide_factor(1.0)', 'pass', 'sharding'),  # extra: sharding
     Mutation('combine_norms', 'return torch.linalg.vector_norm(norms)', 'return norm', 'sharding'),  # extra: sharding
     Mutation('build_sharded_model', 'group.reshard()', 'pass', 'sharding'),  # extra: sharding
-    Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(numbers))', 'passes = max(1, len(numbers))', 'sharding'),  # extra: sharding
+    Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / self.num_replicas)', 'passes = max(1, len(numbers))', 'sharding'),  # extra: sharding
     Mutation('collect_optimizer_state', 'states[number][key] = create_dtensor(value, parameters_by_tensor[p])', 'pass', 'sharded-resume'),  # extra: sharding
     Mutation('FolderLayout.write', 'self._run_on_all_ranks(lambda: self._prepare_folder(path, folder, payload), path, payload)', 'self._prepare_folder(path, folder, payload)', 'sharded-save'),  # extra: sharding
     Mutation('FolderFormat.verify', 'if trailer != (step, files[name]):', 'if trailer.step != step:', 'sharded-damage'),  # extra: sharding
