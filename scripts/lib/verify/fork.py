@@ -405,9 +405,9 @@ class Subset(SampleSubset):
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(index)
 
-    @property
-    def __getitems__(self) -> Any:
-        return default_dtype()(super().__getitems__)
+    @default_dtype()
+    def __getitems__(self, indices: list[int]) -> Any:
+        return super().__getitems__(indices)
 
     @default_dtype()
     def _subset_order(self, seed: int, epoch: int, n: int) -> Tensor:
