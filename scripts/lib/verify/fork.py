@@ -388,8 +388,9 @@ class Fork:
 class QuietReporter(Reporter):
     """Without TensorBoard and images, which take time and change nothing."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given[:4])
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options["log_images"] = None
+        super().__init__(*args, **options)
         self._tensorboard = TensorBoardWriter(None, 0)
 
 
