@@ -49,7 +49,7 @@ MUTATIONS = [
     Mutation('import_optional', 'except Exception as error:', 'except ImportError as error:', 'packages'),
     Mutation('TensorBoardWriter._call_writer', 'self._folder = None', 'pass', 'packages'),
     Mutation('raise_open_file_limit', 'need += shared_tensor_count', 'pass', 'open-files'),
-    Mutation('send_pickling_error', 'queue.put((number, (micro_batch, kind(explain_open_file_limit(error) or text))))', 'queue.put((number, (micro_batch, kind(text))))', 'open-files'),
+    Mutation('send_pickling_error', 'message = explain_open_file_limit(error)', 'message = ""', 'open-files'),
     Mutation('can_train_longer', 'new_limits = *read_training_limits(values), values["patience"] or math.inf', 'new_limits = *read_training_limits(values), old_patience or math.inf', 'schedule-end'),
     Mutation('environment_without_launcher', 'return {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(name)}', 'return dict(os.environ)', 'command'),  # extra: companions
     Mutation('compare_evaluation_data', 'line, is_other = compare_data(before[split], current[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),
@@ -258,7 +258,7 @@ MUTATIONS = [
     Mutation('RankSupervisor.report_to_ranks', 'cause = self._watchdog.find_lost_rank() or error', 'pass', 'rank-killed'),  # extra: watch
     Mutation('_create_shared_rows', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes), mmap.MAP_PRIVATE), dtype=torch.uint8)', 'cache'),  # extra: cache
     Mutation('_create_shared_rows', 'os.unlink(path)', 'pass', 'cache'),  # extra: cache
-    Mutation('GlobalBatchLoader._start_transfer', 'if isinstance(item[1], (UserError, TrainingError)):', 'if False:', 'bad-sample'),
+    Mutation('GlobalBatchLoader._start_transfer', 'if isinstance(batch_or_error, (UserError, TrainingError)):', 'if False:', 'bad-sample'),
     Mutation('build_sharded_model', 'group.set_gradient_divide_factor(1.0)', 'pass', 'sharding'),  # extra: sharding
     Mutation('combine_norms', 'return torch.linalg.vector_norm(norms)', 'return norm', 'sharding'),  # extra: sharding
     Mutation('build_sharded_model', 'group.reshard()', 'pass', 'sharding'),  # extra: sharding
