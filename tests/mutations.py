@@ -163,7 +163,7 @@ MUTATIONS = [
     Mutation('Updater.step', 'if thawed := [name for p, name in self._frozen_names.items() if p.requires_grad]:', 'if thawed := []:', 'thawed'),
     Mutation('compare_sample_fingerprints', 'require_equal(first if are_alike else local_fingerprints, sentence, ctx)', 'pass', 'other-samples'),  # extra: sketches
     Mutation('compare_checkpoint', '(wrong if is_other else may).extend([line] if line else [])', 'may.extend([line] if line else [])', 'other-samples'),  # extra: sketches
-    Mutation('_is_close_fingerprint', 'return all(abs(a - b) <= FINGERPRINT_TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))', 'return True', 'other-samples'),  # extra: sketches
+    Mutation('_is_close_fingerprint', 'if not is_close:', 'if False:', 'other-samples'),  # extra: sketches
     Mutation('RunningStats.add', 'self._sum.add_(self._buffers, alpha=samples)', 'self._sum.add_(self._buffers)', 'batchnorm'),
     Mutation('StepSums.start_reduce', 'self._work = self._rank_sum.start_all_reduce(self.metrics.values, micro_batch.count)', 'self._work = None', 'batchnorm'),
     Mutation('_is_complete_subtree', 'return left % 2**height == 0 and left >> height != next_leaf >> height', 'return left >> height != next_leaf >> height', 'exact-ranks'),  # extra: exact
@@ -227,7 +227,7 @@ MUTATIONS = [
     Mutation('exit_with_torchrun', 'die_with_parent()', 'pass', 'launcher-killed'),
     Mutation('open_run', 'check_ranks_equal(config, ctx)', 'pass', 'alike'),
     Mutation('exit_with_user_error', 'exit_now(error.exit_code)', 'exit_now(1)', 'exit-codes'),
-    Mutation('main', 'return EXIT_PREEMPTED if is_preempted and not read_launch().is_under_torchrun else 0', 'return 0', 'exit-codes'),
+    Mutation('main', 'return EXIT_PREEMPTED', 'return 0', 'exit-codes'),
     Mutation('make_libraries_deterministic', 'os.environ.setdefault("NCCL_NVLS_ENABLE", "0")', 'pass', 'kernels'),
     Mutation('train_one_epoch', 'reporter.record_step(samples, indices)', 'reporter.record_step(samples + 0 * int(metrics["loss"][0].item()), indices)', 'no-reads'),
     Mutation('create_ddp_options', '"gradient_as_bucket_view": True,', '"gradient_as_bucket_view": False,', 'buckets'),
