@@ -42,14 +42,20 @@ from utils.run.start import open_run
 
 @record
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code: 0, or 75 if stopped and saved (0 under torchrun: 75 fails there)."""
+    """Run the command line.
+
+    Returns:
+        The exit code: 0, or 75 if the run was stopped and saved. Under torchrun, which takes 75 for a failure, it is 0.
+    """
     config = TrainingConfig.from_args(argv)
     try:
         outcome = train(config)
     except Exception as error:
         raise prepare_for_torchrun(error) from error.__cause__
     is_preempted = outcome.get("state") == "preempted"
-    return EXIT_PREEMPTED if is_preempted and not read_launch().is_under_torchrun else 0
+    if is_preempted and not read_launch().is_under_torchrun:
+        return EXIT_PREEMPTED
+    return 0
 
 
 @clean_up_on_exit()
@@ -73,7 +79,7 @@ def train(
     ctx = setup_distributed(config)
     config = broadcast_paths(config, ctx)
     if config.eval_only:
-        outcome = evaluate_only(config, ctx, your_model, data)
+        outcome = evaluate_only(config, ctx, model_module=your_model, data_module=data)
     else:
         # until the block ends, ranks are watched, a stop signal sets a flag, and a failure is written to status.json
         with open_run(config, ctx) as attempt:
@@ -86,8 +92,10 @@ def train(
 
 
 def broadcast_paths(config: TrainingConfig, ctx: DistributedContext) -> TrainingConfig:
-    """The config with the paths of rank 0, whose `~` may be another folder than on this node. Data may be mounted
-    elsewhere, so `data_dir` stays."""
+    """Return the config with the paths of rank 0, whose `~` may be another folder than on this node.
+
+    Data may be mounted elsewhere on a node, so `data_dir` stays.
+    """
     paths = {name: getattr(config, name) for name in PATH_SETTINGS if name != "data_dir"}
     return replace(config, **broadcast_json(paths, ctx))
 

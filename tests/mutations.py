@@ -42,14 +42,14 @@ class Mutation:
 
 # fmt: off
 MUTATIONS = [
-    Mutation('GlobalBatchSampler.find_smallest_micro_batch', 'return [self.epoch_order(0)[-(samples % size) :].tolist()]', 'return []', 'smallest'),
+    Mutation('GlobalBatchSampler.find_smallest_micro_batch', 'return [smallest.tolist()]', 'return []', 'smallest'),
     Mutation('TrainState.allocate_metrics', 'self.step_sums.metrics.values.zero_()', 'pass', 'smallest'),
     Mutation('clean_up_on_exit', 'lock.close()', 'pass', 'living-process'),
     Mutation('clean_up_on_exit', 'drop_traceback(error)', 'pass', 'living-process'),
     Mutation('import_optional', 'except Exception as error:', 'except ImportError as error:', 'packages'),
     Mutation('TensorBoardWriter._call_writer', 'self._folder = None', 'pass', 'packages'),
     Mutation('raise_open_file_limit', 'need += shared_tensor_count', 'pass', 'open-files'),
-    Mutation('send_pickling_error', 'queue.put((number, (micro_batch, kind(explain_open_file_limit(error) or text))))', 'queue.put((number, (micro_batch, kind(text))))', 'open-files'),
+    Mutation('send_pickling_error', 'message = explain_open_file_limit(error)', 'message = ""', 'open-files'),
     Mutation('can_train_longer', 'new_limits = *read_training_limits(values), values["patience"] or math.inf', 'new_limits = *read_training_limits(values), old_patience or math.inf', 'schedule-end'),
     Mutation('environment_without_launcher', 'return {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(name)}', 'return dict(os.environ)', 'command'),  # extra: companions
     Mutation('compare_evaluation_data', 'line, is_other = compare_data(before[split], current[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),
@@ -153,7 +153,7 @@ MUTATIONS = [
     Mutation('WeightAverage.update', 'rate = (9 / (9 + self._steps_taken)).clamp(min=self._min_rate) * is_step_taken  # 1 minus the decay', 'rate = (1 / (1 + self._steps_taken)).clamp(min=self._min_rate) * is_step_taken', 'weights'),
     Mutation('compute_gradient', 'seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)', 'seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, attempt.ctx.rank)', 'dropout'),
     Mutation('GlobalBatchLoader.micro_batches', 'self.sampler.set_epoch(epoch, start)', 'self.sampler.set_epoch(0, start)', 'order'),
-    Mutation('GlobalBatchSampler.epoch_order', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, 0))', 'order'),
+    Mutation('GlobalBatchSampler._create_epoch_order', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))', 'generator = torch.Generator().manual_seed(derive_seed("order", self.seed, 0))', 'order'),
     Mutation('sample_draws', 'return _shift_right(hash_bits(indices.unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'return _shift_right(hash_bits(torch.arange(len(indices), device=indices.device).unsqueeze(1) * count + number, derive_seed("sample", seed, epoch)), 32)', 'samples'),
     Mutation('GlobalBatchLoader._to_device', 'batch = self.device_transform(batch, self.sampler.seed, micro_batch.epoch, indices)', 'batch = self.device_transform(batch, self.sampler.seed, 0, indices)', 'samples'),
     Mutation('Fetcher._fetch_batch', 'seed_host("sample", self._seed, epoch, *indices)', 'pass', 'samples'),
@@ -163,7 +163,7 @@ MUTATIONS = [
     Mutation('Updater.step', 'if thawed:', 'if False:', 'thawed'),
     Mutation('compare_sample_fingerprints', 'require_equal(first if are_alike else local_fingerprints, sentence, ctx)', 'pass', 'other-samples'),  # extra: sketches
     Mutation('compare_checkpoint', '(wrong if is_other else may).extend([line] if line else [])', 'may.extend([line] if line else [])', 'other-samples'),  # extra: sketches
-    Mutation('_is_close_fingerprint', 'return all(abs(a - b) <= FINGERPRINT_TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))', 'return True', 'other-samples'),  # extra: sketches
+    Mutation('_is_close_fingerprint', 'if not is_close:', 'if False:', 'other-samples'),  # extra: sketches
     Mutation('RunningStats.add', 'self._sum.add_(self._buffers, alpha=samples)', 'self._sum.add_(self._buffers)', 'batchnorm'),
     Mutation('StepSums.start_reduce', 'self._work = self._rank_sum.start_all_reduce(self.metrics.values, micro_batch.count)', 'self._work = None', 'batchnorm'),
     Mutation('_is_complete_subtree', 'return left % 2**height == 0 and left >> height != next_leaf >> height', 'return left >> height != next_leaf >> height', 'exact-ranks'),  # extra: exact
@@ -213,9 +213,9 @@ MUTATIONS = [
     Mutation('replace_file', 'fsync_folder(path.parent)', 'pass', 'whole-file'),
     Mutation('replace_file', 'temporary = temporary_path(path)', 'temporary = path', 'whole-file'),
     Mutation('verify_archive', 'if computes_checksum and trailer.checksum != digest:', 'if False:', 'damaged'),
-    Mutation('check_step_in_name', 'if (name := STEP_NAME_PATTERN.fullmatch(path.name)) and int(name[1]) != step:', 'if False:', 'damaged'),
+    Mutation('check_step_in_name', 'if name and int(name[1]) != step:', 'if False:', 'damaged'),
     Mutation('find_latest_valid', 'if skipped:', 'if False:', 'all-damaged'),
-    Mutation('load_weights_only', 'return retry(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))', 'return retry(lambda: torch.load(path, map_location="cpu", weights_only=False, mmap=mmap))', 'untrusted'),
+    Mutation('load_weights_only', 'return retry(partial(torch.load, path, map_location="cpu", weights_only=True, mmap=mmap))', 'return retry(partial(torch.load, path, map_location="cpu", weights_only=False, mmap=mmap))', 'untrusted'),
     Mutation('find_superseded_steps', 'for step in list(steps)[:-keep_last]:', 'for step in list(steps)[:-1]:', 'keep-last'),
     Mutation('AsyncSnapshot._compare_ranks', 'diverged_ranks, fingerprint = broadcast_json([sorted(diverged_ranks), fingerprint], self._ctx)', 'diverged_ranks, fingerprint = [], ""', 'divergence'),
     Mutation('CheckpointWriter.poll', 'except OSError as error:', 'except BlockingIOError as error:', 'disk'),
@@ -227,7 +227,7 @@ MUTATIONS = [
     Mutation('exit_with_torchrun', 'die_with_parent()', 'pass', 'launcher-killed'),
     Mutation('open_run', 'check_ranks_equal(config, ctx)', 'pass', 'alike'),
     Mutation('exit_with_user_error', 'exit_now(error.exit_code)', 'exit_now(1)', 'exit-codes'),
-    Mutation('main', 'return EXIT_PREEMPTED if is_preempted and not read_launch().is_under_torchrun else 0', 'return 0', 'exit-codes'),
+    Mutation('main', 'return EXIT_PREEMPTED', 'return 0', 'exit-codes'),
     Mutation('make_libraries_deterministic', 'os.environ.setdefault("NCCL_NVLS_ENABLE", "0")', 'pass', 'kernels'),
     Mutation('train_one_epoch', 'reporter.record_step(samples, indices)', 'reporter.record_step(samples + 0 * int(metrics["loss"][0].item()), indices)', 'no-reads'),
     Mutation('create_ddp_options', '"gradient_as_bucket_view": True,', '"gradient_as_bucket_view": False,', 'buckets'),
@@ -258,11 +258,11 @@ MUTATIONS = [
     Mutation('RankSupervisor.report_to_ranks', 'cause = self._watchdog.find_lost_rank() or error', 'pass', 'rank-killed'),  # extra: watch
     Mutation('_create_shared_rows', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes)), dtype=torch.uint8)', 'memory = torch.frombuffer(mmap.mmap(file.fileno(), sum(sizes), mmap.MAP_PRIVATE), dtype=torch.uint8)', 'cache'),  # extra: cache
     Mutation('_create_shared_rows', 'os.unlink(path)', 'pass', 'cache'),  # extra: cache
-    Mutation('GlobalBatchLoader._start_transfer', 'if isinstance(item[1], (UserError, TrainingError)):', 'if False:', 'bad-sample'),
+    Mutation('GlobalBatchLoader._start_transfer', 'if isinstance(batch_or_error, (UserError, TrainingError)):', 'if False:', 'bad-sample'),
     Mutation('build_sharded_model', 'group.set_gradient_divide_factor(1.0)', 'pass', 'sharding'),  # extra: sharding
     Mutation('combine_norms', 'return torch.linalg.vector_norm(norms)', 'return norm', 'sharding'),  # extra: sharding
     Mutation('build_sharded_model', 'group.reshard()', 'pass', 'sharding'),  # extra: sharding
-    Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(numbers))', 'passes = max(1, len(numbers))', 'sharding'),  # extra: sharding
+    Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / self.num_replicas)', 'passes = max(1, len(numbers))', 'sharding'),  # extra: sharding
     Mutation('collect_optimizer_state', 'states[number][key] = create_dtensor(value, parameters_by_tensor[tensor])', 'pass', 'sharded-resume'),  # extra: sharding
     Mutation('FolderLayout.write', 'self._run_on_all_ranks(lambda: self._prepare_folder(path, folder, payload), path, payload)', 'self._prepare_folder(path, folder, payload)', 'sharded-save'),  # extra: sharding
     Mutation('FolderFormat.verify', 'if trailer != (step, files[name]):', 'if trailer.step != step:', 'sharded-damage'),  # extra: sharding

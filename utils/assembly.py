@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from utils.data.loader import GlobalBatchLoader, create_distributed_dataloader, create_evaluation_dataloader
+from utils.data.sampler import MapDataset
 from utils.data.sets import load_data
 from utils.distributed.collectives import on_all_ranks
 from utils.distributed.consensus import Consensus, Vote
@@ -29,7 +30,7 @@ from utils.training.state import TrainState
 
 @dataclass(frozen=True)
 class Training:
-    """What one attempt of a run works with: each start and each resume is an attempt."""
+    """The objects that one attempt of a run works with. Each start and each resume of a run is an attempt."""
 
     attempt: Attempt
     hooks: ModelHooks
@@ -54,53 +55,45 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
         UserError: if a function is missing, or the config, the data, the model or the checkpoint cannot be used.
     """
     ctx = attempt.ctx
-    run = attempt.run
-    clock = attempt.clock
     check_model_module(model_module, attempt.config, ctx)
-    run.mark_running()  # from here on status.json says "running"
+    attempt.run.mark_running()  # from here on status.json says "running"
 
     sets = load_data(data, attempt.config, ctx)
     config = sets.config  # in which the data have resolved `auto` fields
     attempt = replace(attempt, config=config)
     hooks = ModelHooks.from_module(model_module, config, ctx.device)
-    is_resumed = bool(run.resume_path)
-    state = on_all_ranks(lambda: create_train_state(hooks, config, ctx, is_resumed, sets.train), ctx)
+    is_resumed = bool(attempt.run.resume_path)
+    create_state = partial(create_train_state, hooks, config, ctx=ctx, is_resumed=is_resumed, train_set=sets.train)
+    state = on_all_ranks(create_state, ctx)
 
-    train_set, held_out_sets = sets.train, sets.held_out
-    train_set, held_out_sets = cache_datasets(train_set, held_out_sets, config, ctx, attempt.logger)  # extra: cache
-    loader, sampler = on_all_ranks(lambda: create_distributed_dataloader(train_set, config, ctx, clock), ctx)
+    train_set = sets.train
+    held_out = sets.held_out
+    train_set, held_out = cache_datasets(train_set, held_out, config, ctx=ctx, logger=attempt.logger)  # extra: cache
+    create_loader = partial(create_distributed_dataloader, train_set, config, ctx=ctx, clock=attempt.clock)
+    loader, sampler = on_all_ranks(create_loader, ctx)
     attempt.resources.callback(loader.close)
-    held_out = {}
-    for split, held_out_set in held_out_sets.items():
-        create_loader = partial(create_evaluation_dataloader, held_out_set, config, ctx, clock)
-        held_out[split] = on_all_ranks(create_loader, ctx)
-        attempt.resources.callback(held_out[split].close)
+    held_out_loaders = _create_held_out_loaders(attempt, held_out)
 
-    on_all_ranks(lambda: check_sync_batchnorm(state.model, sampler, ctx), ctx)
+    on_all_ranks(partial(check_sync_batchnorm, state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
-    with preserve_buffers(state.model):
-        metric_and_sign = run_first_passes(
-            model,
-            state,
-            loader,
-            held_out,
-            hooks,
-            ctx,
-            best_metric=config.best_metric,
-            max_steps=config.max_steps,
-        )
-        if config.compile != "off":  # extra: compile
-            from utils.extras.compile.compiled import compile_all_sizes
+    metric_and_sign = _compute_first_passes(
+        attempt, hooks, state, model=model, loader=loader, held_out_loaders=held_out_loaders
+    )
+    provenance = create_provenance(config=config, ctx=ctx, state=state, sampler=sampler) | sets.provenance
+    differences = resume_run(
+        attempt,
+        state,
+        sampler,
+        provenance=provenance,
+        file_listing=sets.file_listing,
+        metric_and_sign=metric_and_sign,
+    )
 
-            on_all_ranks(lambda: compile_all_sizes(model, state, loader, held_out, hooks, config), ctx)
-    provenance = create_provenance(config, ctx, state, sampler) | sets.provenance
-    differences = resume_run(attempt, state, sampler, provenance, sets.file_listing, metric_and_sign)
-
-    reporter = Reporter(attempt, state, loader, provenance, hooks.log_images)
+    reporter = Reporter(attempt, state, loader, provenance=provenance, log_images=hooks.log_images)
     attempt.resources.callback(reporter.close)
-    checkpoints = Checkpoints(attempt, state, provenance, reporter.before_save)
+    checkpoints = Checkpoints(attempt, state, provenance=provenance, before_save=reporter.before_save)
     attempt.resources.callback(checkpoints.close)
-    reporter.start(held_out, differences)
+    reporter.start(held_out_loaders, differences)
     for part in state.parts:
         attempt.resources.callback(part.close)
         part.start()
@@ -109,13 +102,21 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
         return Vote(stop=attempt.is_stop_requested, save=checkpoints.is_save_due())
 
     consensus = Consensus(vote, ctx.control_group)
-    loaders = {"train": loader, **held_out}
-    validation = Validation(attempt, state, hooks, consensus, loaders, reporter, checkpoints, metric_and_sign)
+    validation = Validation(
+        attempt=attempt,
+        state=state,
+        hooks=hooks,
+        consensus=consensus,
+        loaders={"train": loader, **held_out_loaders},
+        reporter=reporter,
+        checkpoints=checkpoints,
+        metric_and_sign=metric_and_sign,
+    )
     return Training(
         attempt=attempt,
         hooks=hooks,
         loader=loader,
-        held_out=held_out,
+        held_out=held_out_loaders,
         state=state,
         model=model,
         consensus=consensus,
@@ -123,3 +124,56 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
         checkpoints=checkpoints,
         validation=validation,
     )
+
+
+def _create_held_out_loaders(attempt: Attempt, held_out: dict[str, MapDataset]) -> dict[str, GlobalBatchLoader]:
+    """Create the loaders of the held-out sets, by split. They are closed when the attempt ends."""
+    ctx = attempt.ctx
+    loaders = {}
+    for split, dataset in held_out.items():
+        create_loader = partial(create_evaluation_dataloader, dataset, attempt.config, ctx=ctx, clock=attempt.clock)
+        loaders[split] = on_all_ranks(create_loader, ctx)
+        attempt.resources.callback(loaders[split].close)
+    return loaders
+
+
+def _compute_first_passes(
+    attempt: Attempt,
+    hooks: ModelHooks,
+    state: TrainState,
+    model: WrappedModel,
+    loader: GlobalBatchLoader,
+    held_out_loaders: dict[str, GlobalBatchLoader],
+) -> tuple[str, int]:
+    """Run the passes before the first step, which leave the model's buffers as they are, and compile the model.
+
+    Returns:
+        The metric that selects the best checkpoint, and its sign, as `run_first_passes` returns them.
+    """
+    config = attempt.config
+    ctx = attempt.ctx
+    with preserve_buffers(state.model):
+        metric_and_sign = run_first_passes(
+            model=model,
+            state=state,
+            loader=loader,
+            held_out_loaders=held_out_loaders,
+            hooks=hooks,
+            ctx=ctx,
+            best_metric=config.best_metric,
+            max_steps=config.max_steps,
+        )
+        if config.compile != "off":  # extra: compile
+            from utils.extras.compile.compiled import compile_all_sizes
+
+            compile_model = partial(
+                compile_all_sizes,
+                model=model,
+                state=state,
+                loader=loader,
+                held_out_loaders=held_out_loaders,
+                hooks=hooks,
+                config=config,
+            )
+            on_all_ranks(compile_model, ctx)
+    return metric_and_sign

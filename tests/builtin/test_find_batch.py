@@ -20,7 +20,7 @@ from utils import assembly
 plain = assembly.run_first_passes
 def run_first_passes(*args, **options):
     plain(*args, **options)
-    limit_memory(args[-1].device, {memory})
+    limit_memory(options["ctx"].device, {memory})
     return plain(*args, **options)
 assembly.run_first_passes = run_first_passes
 """

@@ -13,6 +13,7 @@ import re
 import stat
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
@@ -25,6 +26,7 @@ else:
     Tensor = None  # a test puts another class of tensors here
 
 PAYLOAD_KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
+OTHER_PROGRESS = ("best_metric", "best_value", "interval", "user")  # keys of the progress that are no counts
 STEP_NAME_PATTERN = re.compile(r"step_(\d{8,})(\.pt)?")  # without .pt: the folder of a sharded run
 MANIFEST_FILE = "manifest.json"  # of such a folder
 TRAILER_PATTERN = re.compile(rb"\nstep:(\d{10}) sha256:([0-9a-f]{64})\n")
@@ -35,14 +37,17 @@ PLAIN_TYPES = (type(None), bool, int, float, str)  # values that weights_only=Tr
 
 
 class Trailer(NamedTuple):
-    """What follows the archive."""
+    """The trailer follows the archive in the file of a checkpoint."""
 
     step: int
     checksum: str  # SHA-256 of everything before it
 
 
 def map_payload(value: Any, function: Callable[[Tensor], Any], name: str = "") -> Any:
-    """The content of a checkpoint with function(tensor) in place of each tensor.
+    """Return the content of a checkpoint with function(tensor) in place of each tensor.
+
+    Args:
+        name: the name of the value in messages.
 
     Raises:
         UserError: for a value that `torch.load(weights_only=True)` would reject or change, with its name.
@@ -51,16 +56,21 @@ def map_payload(value: Any, function: Callable[[Tensor], Any], name: str = "") -
 
     from utils.distributed.dtensor import is_sharded
 
-    tensors = (torch.Tensor if Tensor is None else Tensor, torch.nn.Parameter)
+    tensor_class = torch.Tensor if Tensor is None else Tensor
+    tensor_classes = (tensor_class, torch.nn.Parameter)
 
     def walk(value: Any, name: str) -> Any:
         kind = type(value)
         if kind in PLAIN_TYPES:
             return value
-        if kind in tensors or is_sharded(value):
+        if kind in tensor_classes or is_sharded(value):
             return function(value)
         if kind in (dict, OrderedDict) and all(type(key) in PLAIN_TYPES for key in value):
-            return {key: walk(item, f"{name}.{key}" if name else str(key)) for key, item in value.items()}
+            mapped = {}
+            for key, item in value.items():
+                item_name = f"{name}.{key}" if name else str(key)
+                mapped[key] = walk(item, item_name)
+            return mapped
         if kind in (list, tuple):
             return kind([walk(item, f"{name}[{number}]") for number, item in enumerate(value)])
         raise UserError(
@@ -77,11 +87,14 @@ def write_archive(
     before_rename: Callable[[], object] | None = None,
     on_progress: Callable[[], object] = lambda: None,
 ) -> str:
-    """Write a checkpoint, with its tensors on the CPU, atomically under its final name. Returns the checksum.
+    """Write a checkpoint, with its tensors on the CPU, atomically under its final name.
 
     Args:
         before_rename: called when the file is on the disk, before it gets its name; an exception aborts the write.
         on_progress: called after each block that was written.
+
+    Returns:
+        The checksum.
 
     Raises:
         OSError: if it cannot be written. An existing file is then unchanged and the partial file deleted.
@@ -106,33 +119,64 @@ def write_archive(
 
 
 def read_archive(path: Path, trailer: Trailer) -> dict[str, Any]:
-    """The content of a file that was verified, its tensors mapped from it. Raises UserError if it is no checkpoint."""
-    problem = f"{path}: is not a checkpoint"
+    """Read the content of a file that was verified, with its tensors mapped from the file.
+
+    Args:
+        trailer: as `verify_archive` returned it.
+
+    Raises:
+        UserError: if the content is not that of a checkpoint.
+    """
+
+    def explain_error(error: Exception) -> str:
+        return f"{path}: is not a checkpoint ({type(error).__name__}); give another"
+
     # mapped, since the processes of a node then share its memory
-    payload = load_weights_only(path, lambda error: f"{problem} ({type(error).__name__}); give another", mmap=True)
-    missing = [key for key in PAYLOAD_KEYS if not isinstance(payload, dict) or not isinstance(payload.get(key), dict)]
+    payload = load_weights_only(path, explain_error, mmap=True)
+    missing = []
+    for key in PAYLOAD_KEYS:
+        if not isinstance(payload, dict) or not isinstance(payload.get(key), dict):
+            missing.append(key)
     if missing:
         raise UserError(
             f"{path}: lacks {', '.join(missing)}; give another checkpoint, or load its weights with --init_from"
         )
-    counts = {"step": None} | {
-        k: v for k, v in payload["progress"].items() if k not in ("best_metric", "best_value", "interval", "user")
-    }
-    wrong = [name for name, value in counts.items() if type(value) is not int or not -1 <= value < 2**53]
-    best = payload["progress"].get("best_value")
-    if not (best is None or (type(best) in (int, float) and math.isfinite(best))):
+    _check_progress(path, payload["progress"], trailer)
+    return payload
+
+
+def _check_progress(path: Path, progress: dict[str, Any], trailer: Trailer) -> None:
+    """Raise UserError if a value of a checkpoint's progress is not valid, or its step is not that of the trailer."""
+    counts: dict[str, Any] = {"step": None}  # without a step, the progress is not valid
+    for name, value in progress.items():
+        if name not in OTHER_PROGRESS:
+            counts[name] = value
+    wrong = [name for name, value in counts.items() if not _is_count(value)]
+    best: Any = progress.get("best_value")
+    is_number = type(best) in (int, float) and math.isfinite(best)
+    if best is not None and not is_number:
         wrong.append("best_value")
     if wrong:
         raise UserError(f"{path}: its progress has no valid {wrong[0]}; give another checkpoint")
     if counts["step"] != trailer.step:
         raise UserError(f"{path}: has step {trailer.step} in its trailer but {counts['step']} inside; give another")
-    return payload
+
+
+def _is_count(value: Any) -> bool:
+    """Return whether this is a number of steps, samples or the like; -1 stands for none."""
+    return type(value) is int and -1 <= value < 2**53
 
 
 def load_weights_only(path: Path, explain_error: Callable[[Exception], str], mmap: bool = False) -> Any:
-    """Load tensors and plain values from an archive. Raises UserError; never runs code from the file.
+    """Load tensors and plain values from an archive. This never runs code from the file.
 
-    explain_error: returns the message for what torch raised.
+    Args:
+        explain_error: returns the message for an exception that torch raised.
+        mmap: map the tensors from the file, which is then read only where they are used.
+
+    Raises:
+        UserError: with the explained message, if the content cannot be loaded.
+        StartError: if the storage failed, and another attempt may succeed.
     """
     import torch
 
@@ -140,7 +184,7 @@ def load_weights_only(path: Path, explain_error: Callable[[Exception], str], mma
 
     mmap = mmap and str(path).isprintable()  # torch maps no file whose name is not UTF-8
     try:
-        return retry(lambda: torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
+        return retry(partial(torch.load, path, map_location="cpu", weights_only=True, mmap=mmap))
     except Exception as error:  # invalid bytes can raise any error in the unpickler
         if is_out_of_memory(error):
             raise
@@ -151,9 +195,20 @@ def load_weights_only(path: Path, explain_error: Callable[[Exception], str], mma
 
 
 def verify_archive(path: Path, computes_checksum: bool = True) -> Trailer:
-    """The step and the checksum. Raises UserError if the content does not match it, or the name is of another step."""
+    """Check the content of a checkpoint file by its checksum, and its name by the step.
+
+    Args:
+        computes_checksum: False if another process compares the content with the checksum.
+
+    Returns:
+        The trailer, that is the step and the checksum.
+
+    Raises:
+        UserError: if the content does not match the checksum, or the name is that of another step.
+        StartError: if the storage failed, and another attempt may succeed.
+    """
     try:
-        trailer, digest = retry(lambda: _read_checksum(path, computes_checksum))
+        trailer, digest = retry(partial(_read_checksum, path, computes_checksum))
     except OSError as error:
         raise explain_unreadable(path, error) from None
     if trailer is None:
@@ -168,20 +223,27 @@ def verify_archive(path: Path, computes_checksum: bool = True) -> Trailer:
 
 
 def _read_checksum(path: Path, computes_checksum: bool) -> tuple[Trailer | None, str]:
-    """The trailer, and the checksum of what is before it, if that is wanted."""
+    """Return the trailer, and the checksum of the content before the trailer if `computes_checksum`."""
     digest = hashlib.sha256()
     with open_regular_file(path) as file:
-        trailer = read_trailer(file)  # which is at the end of the file
-        size = file.tell() - CHECKSUM_BYTES
-        file.seek(0)
-        while computes_checksum and trailer and size > 0 and (block := file.read(min(size, BLOCK_BYTES))):
-            digest.update(block)
-            size -= len(block)
+        trailer = read_trailer(file)
+        if computes_checksum and trailer is not None:
+            remaining = file.tell() - CHECKSUM_BYTES  # read_trailer has read to the end of the file
+            file.seek(0)
+            while remaining > 0:
+                block = file.read(min(remaining, BLOCK_BYTES))
+                if not block:  # the file has been cut since
+                    break
+                digest.update(block)
+                remaining -= len(block)
     return trailer, digest.hexdigest()
 
 
 def explain_unreadable(path: Path, error: OSError) -> UserError:
-    """The error for a checkpoint that cannot be read; if that may pass, it is not taken for damage (StartError)."""
+    """Return the error for a checkpoint that cannot be read: StartError if a later try may succeed, else UserError.
+
+    A checkpoint that cannot be read at the moment is not taken for a damaged one.
+    """
     if is_transient(error):
         remedy = "repair the storage and start again, or delete it to resume from an earlier one"
         return StartError(f"{path}: cannot be read in three tries ({error.strerror}); {remedy}")
@@ -189,14 +251,18 @@ def explain_unreadable(path: Path, error: OSError) -> UserError:
 
 
 def check_step_in_name(path: Path, step: int) -> None:
-    """Raises UserError if the name is that of another step."""
-    if (name := STEP_NAME_PATTERN.fullmatch(path.name)) and int(name[1]) != step:
+    """Raise UserError if the checkpoint has the name of another step."""
+    name = STEP_NAME_PATTERN.fullmatch(path.name)
+    if name and int(name[1]) != step:
         raise UserError(f"{path}: is the checkpoint of step {step} under another name; rename it or give another")
 
 
 def open_regular_file(path: Path) -> BinaryIO:
     """Open a regular file, possibly through a link. Raises OSError for anything else and never blocks (on a pipe)."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+    flags = os.O_RDONLY
+    flags |= getattr(os, "O_NONBLOCK", 0)
+    flags |= getattr(os, "O_NOCTTY", 0)
+    descriptor = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(0, "is not a regular file")
@@ -204,16 +270,21 @@ def open_regular_file(path: Path) -> BinaryIO:
 
 
 def read_trailer(file: BinaryIO) -> Trailer | None:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - TRAILER_BYTES))
-    written = TRAILER_PATTERN.fullmatch(file.read())
-    return Trailer(int(written[1]), written[2].decode()) if written else None
+    """Read the trailer, which ends at the end of the file. Returns None if the file has none."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - TRAILER_BYTES))
+    match = TRAILER_PATTERN.fullmatch(file.read())
+    if match is None:
+        return None
+    return Trailer(step=int(match[1]), checksum=match[2].decode())
 
 
 class _HashingWriter:
     """A file that computes the checksum of the data written, and keeps the OSError that torch.save replaces."""
 
     def __init__(self, file: BinaryIO, on_progress: Callable[[], object]) -> None:
-        self._file, self._on_progress = file, on_progress
+        self._file = file
+        self._on_progress = on_progress
         self.checksum = hashlib.sha256()
         self.error: OSError | None = None
 

@@ -9,6 +9,7 @@ import argparse
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,41 +24,46 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BEST_NAME = "best.pt"
+# the last record of a zip archive, which torch.save writes
+ZIP_END_BYTES = 22
+ZIP_END_SIGNATURE = b"PK\5\6"
 take_weights = load_matching_weights  # the name that forks of version 1 import
 
 
 class FileFormat:
-    """How a checkpoint in one file is read (archive.py). The functions of this module choose the format by the path."""
+    """This format reads a checkpoint in one file (archive.py). The functions of the module choose it by the path."""
 
     def verify(self, path: Path, reader_and_count: tuple[int, int]) -> Trailer:
-        """The step and the checksum. Raises UserError if the content does not match it.
-
-        reader_and_count: as for `verify_checkpoint`.
-        """
+        """Check the content by its checksum, as `verify_checkpoint` does."""
         if path.is_dir():
             raise UserError(f"{path}: is a folder, and this fork has no extra sharding; give another checkpoint")
         if (path.parent / MANIFEST_FILE).exists():
             raise UserError(f"{path}: is a part of a checkpoint; give its folder, {path.parent}")
-        # the first reader verifies a file
-        return archive.verify_archive(path, computes_checksum=reader_and_count[0] == 0)
+        reader, _ = reader_and_count
+        return archive.verify_archive(path, computes_checksum=reader == 0)  # the first reader verifies a file
 
     def read_manifest(self, path: Path) -> tuple[int, dict[str, str]]:
-        """The step, and the checksum that each file should have, by name; -1 if the checkpoint is gone."""
+        """Return the step, and the checksum that each file should have, by name, as `read_manifest` does."""
         with suppress(OSError), archive.open_regular_file(path) as file:
-            if trailer := archive.read_trailer(file):
+            trailer = archive.read_trailer(file)
+            if trailer is not None:
                 return trailer.step, {path.name: trailer.checksum}
         return -1, {}
 
     def read(self, path: Path, trailer: Trailer, sharded: dict[str, Tensor]) -> dict[str, Any]:
-        """The content of a checkpoint that was verified. Raises UserError if it is damaged or incomplete.
+        """Read the content of a checkpoint that was verified.
 
-        sharded: sharded parameters by name, of which a folder gives only the rows of this rank.
+        Args:
+            sharded: sharded parameters by name, of which a folder gives only the rows of this rank.
+
+        Raises:
+            UserError: if the content is damaged or incomplete.
         """
         return archive.read_archive(path, trailer)
 
 
 def choose_format(path: Path) -> FileFormat:
-    """The format of a checkpoint, which is a file or, of a sharded run, a folder."""
+    """Return the format of a checkpoint, which is a file or, of a sharded run, a folder."""
     if path.is_dir():  # extra: sharding
         from utils.extras.sharding.folder_format import FolderFormat
 
@@ -66,54 +72,81 @@ def choose_format(path: Path) -> FileFormat:
 
 
 def step_checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the path of the checkpoint of a step."""
     return folder / f"step_{step:08d}.pt"
 
 
 def parse_step(path: Path) -> int:
-    """The step in the name of a step checkpoint."""
+    """Return the step in the name of a step checkpoint."""
     return int(path.stem.removeprefix("step_"))
 
 
 def list_step_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
+    """List the checkpoints of a run, oldest first."""
+
+    def step_and_name(path: Path) -> tuple[int, str]:
+        return parse_step(path), path.name
+
     paths = [path for path in folder.glob("step_*") if STEP_NAME_PATTERN.fullmatch(path.name)]
-    return sorted(paths, key=lambda path: (parse_step(path), path.name))
+    return sorted(paths, key=step_and_name)
 
 
 def verify_checkpoint(path: Path, reader_and_count: tuple[int, int] = (0, 1)) -> Trailer:
-    """The step and the checksum. Raises UserError if the content does not match it, or the name is of another step.
+    """Check the content of a checkpoint by its checksum, and its name by its step.
 
-    reader_and_count: (number, readers): of so many processes that verify this checkpoint, the number of this one, from
-    0.
+    Args:
+        reader_and_count: the number of this process, from 0, and the count of processes that verify this checkpoint
+            together.
+
+    Returns:
+        The step and the checksum.
+
+    Raises:
+        UserError: if the content does not match the checksum, or the name is that of another step.
     """
     return choose_format(path).verify(path, reader_and_count)
 
 
 def read_manifest(path: Path) -> tuple[int, dict[str, str]]:
-    """The step of a checkpoint, and the checksum that each of its files should have, by name; -1 if it is gone."""
+    """Return the step of a checkpoint, and the checksum that each of its files should have, by name.
+
+    The step is -1 if the checkpoint is gone.
+    """
     return choose_format(path).read_manifest(path)
 
 
 def read_checksums(path: Path) -> dict[str, str]:
-    """The checksum that each file of a checkpoint should have, by name; empty if it is gone."""
-    return read_manifest(path)[1]
+    """Return the checksum that each file of a checkpoint should have, by name: nothing if the checkpoint is gone."""
+    _, checksums = read_manifest(path)
+    return checksums
 
 
 def read_checkpoint(
     path: Path, trailer: Trailer | None = None, sharded: dict[str, Tensor] | None = None
 ) -> tuple[dict[str, Any], str]:
-    """The checkpoint, its tensors mapped from the file, and its checksum. Raises UserError if damaged or incomplete.
+    """Read a checkpoint, with its tensors mapped from the file.
 
     Args:
         trailer: as returned by `verify_checkpoint`, if that was called.
         sharded: sharded parameters by name: from a folder, only this rank's rows of them are read.
+
+    Returns:
+        The content and its checksum.
+
+    Raises:
+        UserError: if the checkpoint is damaged or incomplete.
     """
-    trailer = trailer or verify_checkpoint(path)
-    return choose_format(path).read(path, trailer, sharded or {}), trailer.checksum
+    if trailer is None:
+        trailer = verify_checkpoint(path)
+    payload = choose_format(path).read(path, trailer, sharded or {})
+    return payload, trailer.checksum
 
 
 def find_latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """The latest valid checkpoint (None if the folder has none at all) and why later ones were skipped.
+    """Find the latest valid checkpoint in a folder.
+
+    Returns:
+        Its path, or None if the folder has no checkpoint at all; and why later checkpoints were skipped.
 
     Raises:
         UserError: if there are checkpoints but none is valid.
@@ -121,10 +154,12 @@ def find_latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     skipped: list[str] = []
     for path in reversed(list_step_checkpoints(folder)):
         try:
-            # a sharded one may be larger than this machine's memory
-            verify_checkpoint(path) if path.is_dir() else read_checkpoint(path)
+            if path.is_dir():
+                verify_checkpoint(path)  # not read: a sharded checkpoint may be larger than this machine's memory
+            else:
+                read_checkpoint(path)
             return path, skipped
-        except StartError:  # no damage: another attempt may read it
+        except StartError:  # no damage: another attempt may read the checkpoint
             raise
         except UserError as error:
             skipped.append(str(error))
@@ -135,49 +170,73 @@ def find_latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def find_best_or_latest(path: Path, prefer_best: bool) -> tuple[Path, list[str]]:
-    """In the folder of a run or of checkpoints, best.pt if it is preferred and exists, else the latest valid one, and
-    notes to log; any other path is returned. Raises UserError if the folder has none."""
-    if not path.is_dir() or STEP_NAME_PATTERN.fullmatch(path.name) or (path / MANIFEST_FILE).exists():
+    """Find a checkpoint in the folder of a run or of checkpoints: best.pt if it exists, else the latest valid one.
+
+    Args:
+        path: the folder. Any other path is returned.
+        prefer_best: False takes the latest valid checkpoint also if best.pt exists.
+
+    Returns:
+        The path of the checkpoint, and notes to log.
+
+    Raises:
+        UserError: if the folder has no valid checkpoint.
+    """
+    if not path.is_dir():
+        return path, []
+    if STEP_NAME_PATTERN.fullmatch(path.name) or (path / MANIFEST_FILE).exists():  # a folder that is a checkpoint
         return path, []
     configured_folder = Path(read_json(path / "config.json").get("checkpoint_dir", path))
     candidates = (path / "checkpoints", configured_folder, path)
     folder = next(candidate for candidate in candidates if candidate.is_dir())
     best = folder / BEST_NAME
-    checkpoint_path, notes = (best, []) if prefer_best and best.exists() else find_latest_valid(folder)
+    checkpoint_path: Path | None = best
+    notes: list[str] = []
+    if not prefer_best or not best.exists():
+        checkpoint_path, notes = find_latest_valid(folder)
     if checkpoint_path is None:
         raise UserError(f"{path}: holds no checkpoint; give the path of one, e.g. RUN/checkpoints/step_00000100.pt")
     return checkpoint_path, [*notes, f"{path}: takes {checkpoint_path}"]
 
 
 def find_superseded_steps(steps: Iterable[int], keep_last: int, keep_every: int = 0) -> list[int]:
-    """The steps whose checkpoints may be deleted.
+    """Return the steps whose checkpoints may be deleted.
 
     Args:
-        steps: of all checkpoints, rising.
-        keep_last: keep so many, the latest.
-        keep_every: also keep the first one of every so many steps; 0: none of these.
+        steps: the steps of all checkpoints, rising.
+        keep_last: keep so many checkpoints, the latest.
+        keep_every: also keep the first checkpoint of every so many steps. 0 keeps none of these.
     """
-    seen_periods, superseded = {-1}, []
+    seen_periods = set()
+    superseded = []
     for step in list(steps)[:-keep_last]:
-        period = step // keep_every if keep_every else -1
-        if period in seen_periods:
+        is_kept = False
+        if keep_every:
+            period = step // keep_every
+            is_kept = period not in seen_periods
+            seen_periods.add(period)
+        if not is_kept:
             superseded.append(step)
-        seen_periods.add(period)
     return superseded
 
 
 def read_best_name(folder: Path) -> str:
-    """The name of the step checkpoint that best.pt links to or is a copy of; that of no checkpoint if there is none."""
+    """Return the name of the step checkpoint that best.pt links to or is a copy of.
+
+    If there is no best.pt, the name is one that no checkpoint has.
+    """
     best = folder / BEST_NAME
     if best.is_symlink():
         return best.readlink().name
-    path = step_checkpoint_path(folder, read_manifest(best)[0])
+    step, _ = read_manifest(best)
+    path = step_checkpoint_path(folder, step)
     return path.stem if best.is_dir() else path.name
 
 
 def prune_checkpoints(folder: Path, keep_last: int, keep_every: int = 0) -> None:
-    """Delete superseded checkpoints; call it once a new one has its final name. The best one stays."""
-    best, paths = read_best_name(folder), list_step_checkpoints(folder)
+    """Delete superseded checkpoints, but not the best one. Call it once a new checkpoint has its final name."""
+    best = read_best_name(folder)
+    paths = list_step_checkpoints(folder)
     superseded = find_superseded_steps(map(parse_step, paths), keep_last, keep_every)
     for path in paths:
         if parse_step(path) in superseded and path.name != best:
@@ -185,7 +244,7 @@ def prune_checkpoints(folder: Path, keep_last: int, keep_every: int = 0) -> None
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint. A folder loses its name first, so that it is whole or absent."""
+    """Delete a checkpoint. A folder loses its name first, so that the checkpoint is whole or absent."""
     if path.is_dir() and not path.is_symlink():
         deleted_path = path.with_name(f"{path.name}.old{TEMPORARY_SUFFIX}")
         shutil.rmtree(deleted_path, ignore_errors=True)
@@ -205,8 +264,9 @@ def replace_folder(new_folder: Path, path: Path) -> None:
 
 
 def copy_checkpoint(source: Path, folder: Path) -> Path:
-    """A copy of a checkpoint in this folder, under its own name. Raises OSError."""
-    source, target = source.resolve(), folder / source.resolve().name
+    """Copy a checkpoint to this folder, under its own name, and return the path of the copy. Raises OSError."""
+    source = source.resolve()
+    target = folder / source.name
     temporary = temporary_path(target)
     if source.is_dir():
         shutil.copytree(source, temporary)
@@ -233,18 +293,22 @@ def link_best(path: Path) -> None:
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """Load the weights of `--init_from`: of a checkpoint of the template, which must be valid, or of another file that
-    holds one state dict. Raises UserError."""
+    """Load the weights of `--init_from` from a checkpoint of the template, or another file that holds one state dict.
+
+    Raises:
+        UserError: if a checkpoint of the template is not valid, or another file holds no state dict of one model.
+    """
     import torch
 
     if path.is_dir():
-        return find_state_dict(read_checkpoint(path)[0], path)
+        payload, _ = read_checkpoint(path)
+        return find_state_dict(payload, path)
     try:
         with archive.open_regular_file(path) as file:
             begin = file.read(512)
             is_checkpoint = archive.read_trailer(file) is not None
-            file.seek(max(0, file.tell() - 22))
-            is_whole = file.read(4) == b"PK\5\6"  # the last record of an archive, without a part of a trailer
+            file.seek(max(0, file.tell() - ZIP_END_BYTES))
+            is_whole = file.read(4) == ZIP_END_SIGNATURE  # the file does not end with a part of a trailer
     except OSError as error:
         raise UserError(
             f"init_from={path}: cannot be read ({error.strerror}); give a checkpoint or a state dict"
@@ -252,7 +316,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     if is_checkpoint:
         verify_checkpoint(path)
     with torch.serialization.safe_globals([argparse.Namespace]):  # timm and others save their arguments as such
-        content = archive.load_weights_only(path, lambda error: describe_unreadable(path, begin, error))
+        content = archive.load_weights_only(path, partial(describe_unreadable, path, begin))
     if not is_checkpoint and isinstance(content, dict) and content.keys() >= {"model", "progress", "provenance"}:
         if not is_whole:
             raise UserError(f"init_from={path}: is a truncated checkpoint: its checksum is missing; give another")

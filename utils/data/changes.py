@@ -1,17 +1,20 @@
-"""What has changed in a data set since a checkpoint: files by a listing in the run folder, samples by their
-fingerprints, if there are any."""
+"""Find what has changed in a data set since a checkpoint.
+
+Files are compared by a listing in the run folder, and samples by their fingerprints, if there are any.
+"""
 
 from __future__ import annotations
 
 import gzip
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from utils.files import replace_file
 
-LISTING_FILE = "training_files.gz"  # in the run folder: their listing when the latest attempt began
-MAX_FILE_NAMES = 20
+LISTING_FILE = "training_files.gz"  # in the run folder: the listing of the training files when the latest attempt began
+MAX_FILE_NAMES = 20  # in a message, of each kind of change
 MAX_FRACTION_OF_FILES = 0.01  # the fraction that may differ from the checkpoint's; one file always may
 # of sums over floats and pixels, relative to their norm: libraries round differently on other CPUs
 FINGERPRINT_TOLERANCE = 1e-3
@@ -26,75 +29,134 @@ def compare_data(
     is_same_code: bool,
     split: str = "training",
 ) -> tuple[str, bool]:
-    """What has changed in a set, in one line or none, and whether it is another data set."""
-    names = {kind: ", ".join(file_changes.get(kind, [])) for kind in ("missing", "new", "resized")}
+    """Compare a data set with that of a checkpoint.
+
+    Args:
+        saved: the provenance of the set in the checkpoint: "identity", "content" and "sketches".
+        current: the same of the set now.
+        file_changes: as `compare_listings` returns it; empty if that is not known.
+        is_same_code: whether the code of the run is that of the checkpoint. Other code may decode other samples.
+
+    Returns:
+        What has changed, in one line that is empty if nothing has; and whether it is another data set.
+    """
     if saved["identity"] != current["identity"]:
-        text = f"the {split} set differs from the checkpoint's (names, number or labels)"
-        text += f"; new: {names['new']}" if names["new"] else ""
-        remedy = "put them back, or readable copies of other images under these names"
-        return text + (f"; missing: {names['missing']}: {remedy}" if names["missing"] else ""), True
+        return _describe_other_names(file_changes, split), True
     if saved["content"] != current["content"]:
-        text = f"the {split} set has files of another size than in the checkpoint"
-        number, total = file_changes.get("count", (0, 0))
-        if not number:
-            return f"{text} (the run folder has no list of their names)", False
-        return f"{text}: {number:,} of {total:,} ({names['resized']})", number > max(1, MAX_FRACTION_OF_FILES * total)
-    return compare_samples(saved, current, split, is_same_code)
+        return _compare_sizes(file_changes, split)
+    return compare_samples(saved, current, split=split, is_same_code=is_same_code)
+
+
+def _describe_other_names(file_changes: dict[str, Any], split: str) -> str:
+    text = f"the {split} set differs from the checkpoint's (names, number or labels)"
+    new = ", ".join(file_changes.get("new", []))
+    if new:
+        text += f"; new: {new}"
+    missing = ", ".join(file_changes.get("missing", []))
+    if missing:
+        text += f"; missing: {missing}: put them back, or readable copies of other images under these names"
+    return text
+
+
+def _compare_sizes(file_changes: dict[str, Any], split: str) -> tuple[str, bool]:
+    """Return how many files have another size, in one line, and whether these are too many for the same data set."""
+    text = f"the {split} set has files of another size than in the checkpoint"
+    number, total = file_changes.get("count", (0, 0))
+    if not number:
+        return f"{text} (the run folder has no list of their names)", False
+    names = ", ".join(file_changes.get("resized", []))
+    max_number = max(1, MAX_FRACTION_OF_FILES * total)
+    return f"{text}: {number:,} of {total:,} ({names})", number > max_number
 
 
 def compare_samples(saved: dict[str, Any], current: dict[str, Any], split: str, is_same_code: bool) -> tuple[str, bool]:
-    """What has changed in the samples of a set since a checkpoint, in one line or none, and whether it is another.
+    """Compare the fingerprints of samples with those of a checkpoint.
 
     Only samples of which both have a fingerprint are compared: there are none if one of them was made by a fork without
     the extra `sketches`.
+
+    Returns:
+        As `compare_data`.
     """
-    number, differing = 0, 0
+    compared = 0
+    differing = 0
     for old_fingerprint, new_fingerprint in zip(saved["sketches"], current["sketches"], strict=False):
         if old_fingerprint is None or new_fingerprint is None:
             continue
-        number += 1
+        compared += 1
         if not _is_close_fingerprint(old_fingerprint, new_fingerprint):
             differing += 1
     if not differing:
         return "", False
-    text = f"the {split} set has samples that differ from the checkpoint's: {differing} of {number} compared ones"
-    return text, is_same_code and differing > MAX_FRACTION_OF_SAMPLES * number
+    text = f"the {split} set has samples that differ from the checkpoint's: {differing} of {compared} compared ones"
+    return text, is_same_code and differing > MAX_FRACTION_OF_SAMPLES * compared
 
 
 def are_fingerprints_alike(
     fingerprints_a: list[SampleFingerprint | None], fingerprints_b: list[SampleFingerprint | None]
 ) -> bool:
-    """Whether the samples of which both lists have a fingerprint, in the same places, are equal up to rounding."""
-    return all(
-        a is None or b is None or _is_close_fingerprint(a, b)
-        for a, b in zip(fingerprints_a, fingerprints_b, strict=False)
-    )
+    """Return whether the samples with a fingerprint in both lists, in the same place, are equal up to rounding."""
+    for fingerprint_a, fingerprint_b in zip(fingerprints_a, fingerprints_b, strict=False):
+        if fingerprint_a is None or fingerprint_b is None:
+            continue
+        if not _is_close_fingerprint(fingerprint_a, fingerprint_b):
+            return False
+    return True
 
 
 def _is_close_fingerprint(fingerprint_a: SampleFingerprint, fingerprint_b: SampleFingerprint) -> bool:
-    if (fingerprint_a[0], len(fingerprint_a)) != (fingerprint_b[0], len(fingerprint_b)):
+    digest_a, *sums_a = fingerprint_a
+    digest_b, *sums_b = fingerprint_b
+    if digest_a != digest_b or len(sums_a) != len(sums_b):
         return False
-    pairs = list(zip(fingerprint_a[1:], fingerprint_b[1:], strict=True))
-    norms = [max(pair) for pair in pairs[::2] for _ in range(2)]
-    return all(abs(a - b) <= FINGERPRINT_TOLERANCE * norm for (a, b), norm in zip(pairs, norms, strict=True))
+    for k, (sum_a, sum_b) in enumerate(zip(sums_a, sums_b, strict=True)):
+        norm_position = k - k % 2  # the norm of an array is followed by its projection
+        norm = max(sums_a[norm_position], sums_b[norm_position])
+        is_close = abs(sum_a - sum_b) <= FINGERPRINT_TOLERANCE * norm
+        if not is_close:
+            return False
+    return True
 
 
 def compare_listings(saved: bytes, current: bytes) -> dict[str, Any]:
-    """How the files in two listings differ, with up to 20 names of each kind."""
+    """Compare two file listings of a data set.
+
+    Returns:
+        The names of "missing", "new" and "resized" files, up to 20 of each kind, and the "count" of resized files and
+        of all files in the saved listing. It is empty if nothing was saved or nothing has changed.
+    """
     if not saved or saved == current:
         return {}
-    old, new = (dict(row.rpartition(b" ")[::2] for row in listing.split(b"\0")[1:-1]) for listing in (saved, current))
-    resized = [name for name, size in old.items() if new.get(name, size) != size]
-    kinds = {"missing": old.keys() - new.keys(), "new": new.keys() - old.keys(), "resized": resized}
-    capped = {
-        kind: [*sorted(names)[:MAX_FILE_NAMES], *[b"..."] * (len(names) > MAX_FILE_NAMES)]
-        for kind, names in kinds.items()
+    old_sizes = _parse_listing(saved)
+    new_sizes = _parse_listing(current)
+    resized = [name for name, size in old_sizes.items() if new_sizes.get(name, size) != size]
+    return {
+        "missing": _list_names(old_sizes.keys() - new_sizes.keys()),
+        "new": _list_names(new_sizes.keys() - old_sizes.keys()),
+        "resized": _list_names(resized),
+        "count": (len(resized), len(old_sizes)),
     }
-    shown = {kind: [name.decode(errors="replace") for name in names] for kind, names in capped.items()}
-    return shown | {"count": (len(resized), len(old))}
+
+
+def _parse_listing(listing: bytes) -> dict[bytes, bytes]:
+    """Return the size of each file by name. Each row is a name, a space and a size, and stands between zeros."""
+    sizes = {}
+    for row in listing.split(b"\0")[1:-1]:
+        name, _, size = row.rpartition(b" ")
+        sizes[name] = size
+    return sizes
+
+
+def _list_names(names: Collection[bytes]) -> list[str]:
+    """Return up to 20 of the names, in order, and "..." if there are more."""
+    shown = [name.decode(errors="replace") for name in sorted(names)[:MAX_FILE_NAMES]]
+    if len(names) > MAX_FILE_NAMES:
+        shown.append("...")
+    return shown
 
 
 def read_file_listing(folder: Path) -> bytes:
+    """Read the listing of the training files from the run folder. It is empty if there is none."""
     try:
         return gzip.decompress((folder / LISTING_FILE).read_bytes())
     except (OSError, EOFError, zlib.error):  # missing or damaged
@@ -102,5 +164,7 @@ def read_file_listing(folder: Path) -> bytes:
 
 
 def save_file_listing(listing: bytes, folder: Path) -> None:
+    """Save the listing of the training files in the run folder, unless it is empty or already there."""
     if listing and listing != read_file_listing(folder):
-        replace_file(folder / LISTING_FILE, lambda file: file.write(gzip.compress(listing, compresslevel=1, mtime=0)))
+        compressed = gzip.compress(listing, compresslevel=1, mtime=0)
+        replace_file(folder / LISTING_FILE, lambda file: file.write(compressed))

@@ -33,25 +33,25 @@ class MapDataset(Protocol):
 
 @dataclass(slots=True)
 class MicroBatch:
-    """`batch_size` consecutive entries of the order (the last of an epoch may be short), and their position."""
+    """A micro-batch is `batch_size` consecutive entries of the order. The last one of an epoch may be short."""
 
     epoch: int
-    number: int  # within its global batch, over all ranks
+    number: int  # position in the global batch, over all ranks
     indices: list[int]
-    is_padding: bool  # zero gradient, so that an idle rank takes part in the collectives
-    is_last: bool  # this rank's last one in the global batch
+    is_padding: bool  # its gradient is zero: an idle rank computes it to take part in the collectives
+    is_last: bool  # whether it is this rank's last micro-batch in the global batch
     count: int  # micro-batches in the global batch, over all ranks
-    samples: int = 0  # in the global batch, of all ranks
-    batch: Any = None  # on the device, once the loader has fetched it
+    samples: int = 0  # samples in the global batch, over all ranks
+    batch: Any = None  # the batch on the device, once the loader has fetched it
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which micro-batches of a global batch a rank computes.
+    """An assignment says which micro-batches of a global batch a rank computes.
 
     Args:
-        is_padded: every rank computes equally many, some of them padding, for what all ranks do in each of them: they
-            gather sharded parameters, or may stop an evaluation.
+        is_padded: whether every rank computes equally many micro-batches, some of them padding. That is needed if all
+            ranks act together in each micro-batch: they gather sharded parameters, or may stop an evaluation.
     """
 
     rank: int
@@ -59,15 +59,15 @@ class Assignment:
     is_padded: bool = False
 
     def micro_batch_numbers(self, rank: int, count: int) -> Sequence[int]:
-        """Those of a rank, of `count` micro-batches."""
+        """Return the numbers of the micro-batches that a rank computes in a global batch of `count` micro-batches."""
         return range(rank, count, self.world_size)
 
     def evaluation_group_size(self, count: int) -> int:
-        """The micro-batches in a global batch of an evaluation that has `count` of them."""
+        """Return the size of a global batch, in micro-batches, in an evaluation of `count` micro-batches."""
         return self.world_size
 
     def create_rank_sum(self) -> RankSum:
-        """Forms the sums of an evaluation over micro-batches and ranks."""
+        """Return the object that forms the sums of an evaluation over micro-batches and ranks."""
         return RankSum()
 
 
@@ -76,11 +76,16 @@ class GlobalBatchSampler(DistributedSampler):
 
     Iterating yields this rank's indices of `epoch` from `start` on. A data set may define its own order (`epoch_order`,
     docs/reference.md).
+
+    Args:
+        batch_size: samples in a micro-batch.
+        micro_batches_per_step: micro-batches in a global batch, over all ranks.
+        drop_last: whether the samples that do not fill a global batch are left out.
     """
 
     dataset: Any  # a MapDataset
-    is_packed = False  # by length: epochs may differ in the number of their micro-batches
-    largest_micro_batches: list[list[int]] = []  # if it is: the samples of micro-batches that need the most memory
+    is_packed = False  # whether samples are packed by length: epochs may then differ in the number of micro-batches
+    largest_micro_batches: list[list[int]] = []  # of a packed sampler: the samples of those that need the most memory
     provenance: dict[str, Any] = {}  # what must be the same on a resume, besides the config
 
     def __init__(
@@ -94,8 +99,14 @@ class GlobalBatchSampler(DistributedSampler):
         shuffle: bool = True,
         drop_last: bool = False,
     ) -> None:
-        ranks = {"num_replicas": assignment.world_size, "rank": assignment.rank}
-        super().__init__(dataset, **ranks, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        super().__init__(
+            dataset,
+            num_replicas=assignment.world_size,
+            rank=assignment.rank,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
         self.batch_size = batch_size
         self.micro_batches_per_step = micro_batches_per_step
         self.assignment = assignment
@@ -108,9 +119,11 @@ class GlobalBatchSampler(DistributedSampler):
 
     @property
     def samples_per_epoch(self) -> int:
-        """All samples, or with drop_last those that fill whole global batches."""
+        """The epoch has all samples, or with drop_last those that fill whole global batches."""
         n = len(self.dataset)
-        return n - n % self.global_batch_size if self.drop_last else n
+        if self.drop_last:
+            return n - n % self.global_batch_size
+        return n
 
     @property
     def steps_per_epoch(self) -> int:
@@ -118,73 +131,126 @@ class GlobalBatchSampler(DistributedSampler):
 
     @property
     def micro_batches_per_epoch(self) -> int:
-        """The micro-batches of an epoch, over all ranks."""
+        """The number counts the micro-batches of all ranks."""
         return math.ceil(self.samples_per_epoch / self.batch_size)
 
     @property
     def passes_per_epoch(self) -> int:
-        """The micro-batches of each rank, padding included, where all have equally many."""
+        """The number counts the micro-batches of one rank, padding included, where all ranks have equally many."""
         return math.ceil(self.micro_batches_per_epoch / self.num_replicas)
 
     def find_smallest_micro_batch(self, max_steps: int = 0) -> list[list[int]]:
-        """The samples of the smallest micro-batch of the first epoch, or of so many steps if they are fewer (0: no
-        limit); none if all are equally large."""
-        samples, size = self.samples_per_epoch, self.batch_size
-        if samples < size or samples % size == 0 or 0 < max_steps < self.steps_per_epoch:
+        """Find the smallest micro-batch of the first epoch, which is computed before the first step.
+
+        Args:
+            max_steps: only so many steps count, if they are fewer than those of the epoch. 0 means no limit.
+
+        Returns:
+            A list with the samples of that micro-batch. It is empty if all micro-batches are equally large.
+        """
+        samples = self.samples_per_epoch
+        if samples < self.batch_size or samples % self.batch_size == 0:
             return []
-        return [self.epoch_order(0)[-(samples % size) :].tolist()]
+        if 0 < max_steps < self.steps_per_epoch:  # the run ends before the last micro-batch, the only small one
+            return []
+        smallest = self.epoch_order(0)[-(samples % self.batch_size) :]
+        return [smallest.tolist()]
 
     def count_remaining_steps(self, epoch: int, start: int, epochs: float) -> float:
-        """Optimizer steps from sample `start` of an epoch to the end of a run of so many epochs."""
-        left_in_epoch = math.ceil((self.samples_per_epoch - start) / self.global_batch_size)
-        return max(0, left_in_epoch) + max(0, epochs - epoch - 1) * self.steps_per_epoch if epoch < epochs else 0
+        """Count the optimizer steps from sample `start` of an epoch to the end of a run of so many epochs."""
+        if epoch >= epochs:
+            return 0
+        remaining_samples = self.samples_per_epoch - start
+        steps_in_epoch = max(0, math.ceil(remaining_samples / self.global_batch_size))
+        later_epochs = max(0, epochs - epoch - 1)
+        return steps_in_epoch + later_epochs * self.steps_per_epoch
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         super().set_epoch(epoch)
         self.start = start
 
     def epoch_order(self, epoch: int) -> Tensor:
-        """[samples_per_epoch]: the samples of the epoch, a pure function of (seed, epoch). Raises UserError."""
+        """Return the samples of an epoch in their order, which is a pure function of (seed, epoch).
+
+        Returns:
+            Indices of shape [samples_per_epoch], int32 if the data set is small enough for that.
+
+        Raises:
+            UserError: if the data set defines its own order, and that is not valid.
+        """
         if self._epoch_order is None or self._epoch_order[0] != epoch:
             self._epoch_order = None  # one order in memory at a time
-            n, copies = len(self.dataset), getattr(self.dataset, "copies", 1)
-            dtype = torch.int32 if n * copies < 2**31 else torch.int64  # randperm draws the same in both
-            if self.shuffle and hasattr(self.dataset, "epoch_order"):
-                order = torch.as_tensor(self.dataset.epoch_order(self.seed, epoch, n), dtype=torch.int64)
-                if len(order) != n or (n and not 0 <= order.min() <= order.max() < n * copies):
-                    problem = f"epoch_order: returned {len(order)} indices for {n} samples"
-                    raise UserError(f"{problem}; return n indices from 0 to {n * copies - 1}")
-                left_out = n - int(torch.zeros(n, dtype=torch.bool).index_fill_(0, order % n, True).sum())
-                if left_out and not getattr(self.dataset, "with_replacement", False):
-                    raise UserError(
-                        f"epoch_order: leaves out {left_out} of {n} samples and repeats others; "
-                        "give each index once, or set with_replacement = True in the data set"
-                    )
-            elif self.shuffle:
-                generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
-                order = torch.randperm(n, generator=generator, dtype=dtype)
-            else:
-                order = torch.arange(n, dtype=dtype)
-            self._epoch_order = (epoch, order[: self.samples_per_epoch].to(dtype))
+            self._epoch_order = (epoch, self._create_epoch_order(epoch))
         return self._epoch_order[1]
 
+    def _create_epoch_order(self, epoch: int) -> Tensor:
+        n = len(self.dataset)
+        copies = getattr(self.dataset, "copies", 1)
+        dtype = torch.int32 if n * copies < 2**31 else torch.int64  # randperm draws the same in both
+        if self.shuffle and hasattr(self.dataset, "epoch_order"):
+            order = self._read_dataset_order(epoch, n, copies)
+        elif self.shuffle:
+            generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
+            order = torch.randperm(n, generator=generator, dtype=dtype)
+        else:
+            order = torch.arange(n, dtype=dtype)
+        return order[: self.samples_per_epoch].to(dtype)
+
+    def _read_dataset_order(self, epoch: int, n: int, copies: int) -> Tensor:
+        """Return the data set's own order, int64 [n]. Raises UserError if that is not an order of its n samples."""
+        order = torch.as_tensor(self.dataset.epoch_order(self.seed, epoch, n), dtype=torch.int64)
+        is_valid = len(order) == n
+        if is_valid and n > 0:  # an empty tensor has no minimum
+            is_valid = 0 <= int(order.min()) and int(order.max()) < n * copies
+        if not is_valid:
+            problem = f"epoch_order: returned {len(order)} indices for {n} samples"
+            raise UserError(f"{problem}; return n indices from 0 to {n * copies - 1}")
+        is_in_order = torch.zeros(n, dtype=torch.bool).index_fill_(0, order % n, True)
+        left_out = n - int(is_in_order.sum())
+        if left_out and not getattr(self.dataset, "with_replacement", False):
+            raise UserError(
+                f"epoch_order: leaves out {left_out} of {n} samples and repeats others; "
+                "give each index once, or set with_replacement = True in the data set"
+            )
+        return order
+
     def measure_token_density(self, epoch: int, end: int, steps: int) -> tuple[float, float]:
-        """In so many steps before `end` of the epoch, tokens per sample and the share of padding; or zeros."""
+        """Measure the last `steps` steps before position `end` of the epoch, if samples are packed by length.
+
+        Returns:
+            The tokens per sample and the share of padding. Both are 0 if the sampler does not know the lengths.
+        """
         return 0.0, 0.0
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        """The micro-batches of this rank from position `start` of the epoch on, including padding."""
-        order, size, ranks = self.epoch_order(epoch), self.batch_size, self.num_replicas
+        """Yield the micro-batches of this rank from position `start` of the epoch on, including padding."""
+        order = self.epoch_order(epoch)
+        size = self.batch_size
         for first in range(start, len(order), self.global_batch_size):
             entries = order[first : first + self.global_batch_size]
             count = math.ceil(len(entries) / size)
             numbers = self.assignment.micro_batch_numbers(self.rank, count)
-            passes = math.ceil(count / ranks) if self.assignment.is_padded else max(1, len(numbers))
+            if self.assignment.is_padded:
+                passes = math.ceil(count / self.num_replicas)
+            else:
+                passes = max(1, len(numbers))
             for k in range(passes):
                 is_padding = k >= len(numbers)
-                number = (numbers[0] if numbers else 0) if is_padding else numbers[k]
-                indices = entries[number * size :][:size].tolist()
-                yield MicroBatch(epoch, number, indices, is_padding, k == passes - 1, count, len(entries))
+                if not is_padding:
+                    number = numbers[k]
+                elif numbers:
+                    number = numbers[0]
+                else:
+                    number = 0
+                yield MicroBatch(
+                    epoch=epoch,
+                    number=number,
+                    indices=entries[number * size :][:size].tolist(),
+                    is_padding=is_padding,
+                    is_last=k == passes - 1,
+                    count=count,
+                    samples=len(entries),
+                )
 
     def __iter__(self) -> Iterator[int]:
         for micro_batch in self.micro_batches(self.epoch, self.start):

@@ -388,8 +388,9 @@ class Fork:
 class QuietReporter(Reporter):
     """Without TensorBoard and images, which take time and change nothing."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given[:4])
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options["log_images"] = None
+        super().__init__(*args, **options)
         self._tensorboard = TensorBoardWriter(None, 0)
 
 
@@ -405,9 +406,9 @@ class Subset(SampleSubset):
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(index)
 
-    @property
-    def __getitems__(self) -> Any:
-        return default_dtype()(super().__getitems__)
+    @default_dtype()
+    def __getitems__(self, indices: list[int]) -> Any:
+        return super().__getitems__(indices)
 
     @default_dtype()
     def _subset_order(self, seed: int, epoch: int, n: int) -> Tensor:
