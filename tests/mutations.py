@@ -234,9 +234,9 @@ MUTATIONS = [
     Mutation('create_ddp_options', 'return no_buffers | {', 'return {', 'collectives'),
     Mutation('setup_distributed', 'fast_bf16=all(info["bf16"] for info in rank_infos),', 'fast_bf16=any(info["bf16"] for info in rank_infos),', 'precision'),
     Mutation('describe_hang', 'last = [rank for rank, reached in progress.items() if reached == min(progress.values())]', 'last = [rank for rank, reached in progress.items() if reached == max(progress.values())]', 'hang'),  # extra: watch
-    Mutation('RunFolder.rewind', 'if record.get("event") in START_EVENTS:', 'if False:', 'goodput'),
-    Mutation('RunFolder.format_timestamp', 'return format_utc_time(self._clock_offset + time.monotonic())', 'return format_utc_time()', 'clock-jump'),
-    Mutation('RunFolder.check_owner', 'if token != self.start_decision.token:', 'if False:', 'one-owner'),
+    Mutation('RunRecords.drop_later', 'if record.get("event") in START_EVENTS:', 'if False:', 'goodput'),
+    Mutation('RunRecords.format_timestamp', 'return format_utc_time(self._clock_offset + time.monotonic())', 'return format_utc_time()', 'clock-jump'),
+    Mutation('Ownership.check_owner', 'if token != self.token:', 'if False:', 'one-owner'),
     Mutation('RunLock._take_file_lock', 'fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].copy_(other.values[:size])', 'weights'),
     Mutation('Updater.step', 'self.optimizer.found_inf = skipped', 'self.optimizer.found_inf = self.zero', 'not-finite'),

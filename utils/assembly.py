@@ -57,7 +57,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
     run = attempt.run
     clock = attempt.clock
     check_model_module(model_module, attempt.config, ctx)
-    run.mark_running()  # from here on status.json says "running"
+    run.status.mark_running()  # from here on status.json says "running"
 
     sets = load_data(data, attempt.config, ctx)
     config = sets.config  # in which the data have resolved `auto` fields

@@ -78,12 +78,12 @@ def resume_run(
         if not is_comparable:
             progress.reset_best()
             progress.evaluated_step = -1  # so that an evaluation that is due at this step is repeated
-            on_rank_0(run.copy_best, ctx)
+            on_rank_0(run.checkpoint_files.copy_best, ctx)
     progress.best_metric = best_metric
     is_evaluated = not state.schedule.is_evaluation_due
     has_test = "test" in provenance["held_out"]
     on_all_ranks(lambda: run.rewind(progress.step, is_evaluated, has_test) if run.is_node_leader else None, ctx)
-    if not broadcast_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx):
+    if not broadcast_json(on_rank_0(lambda: run.checkpoint_files.restore_best(progress.best_step), ctx), ctx):
         progress.reset_best()
     on_rank_0(lambda: save_file_listing(file_listing, run.folder), ctx)
     on_all_ranks(run.mark_training, ctx)

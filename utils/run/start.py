@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from utils.run.attempt import Attempt
 from utils.run.exit import ExitReporter, supervise_ranks
 from utils.run.folder import RunFolder
 from utils.run.resume import share_checkpoint_with_nodes
-from utils.run.run_lock import is_owner_visible
+from utils.run.run_lock import RunLock, is_owner_visible
 from utils.run.start_decision import StartDecision, decide_start
 from utils.settings.errors import StartError, UserError
 from utils.signals import STOP_HANDLER, pop_process_start_time
@@ -75,41 +76,68 @@ def check_ranks_equal(config: TrainingConfig, ctx: DistributedContext) -> None:
 
 
 def acquire_run_folder(config: TrainingConfig, ctx: DistributedContext, exit_reporter: ExitReporter) -> RunFolder:
-    """The run in its folder. Rank 0 locks it and decides whether to continue the run in it. Raises UserError."""
-    claimed = on_rank_0(lambda: decide_start(config, ctx.host, ctx.launch.launch_id, ctx.launch.may_restart), ctx)
-    lock, start_decision = claimed or (None, None)
-    start_decision = StartDecision(
-        **broadcast_json(dataclasses.asdict(start_decision) if start_decision else None, ctx)
-    )
-    folders = config.run_folder, config.checkpoint_folder, ctx.rank, ctx.hosts
-    run = RunFolder(*folders, start_decision, lock)
+    """Lock the run folder and decide whether to continue the run in it, on rank 0. Collective.
+
+    Returns:
+        The folder, as this rank sees it.
+
+    Raises:
+        UserError: if the run cannot be started or continued.
+    """
+
+    def decide() -> tuple[RunLock, StartDecision]:
+        launch = ctx.launch
+        return decide_start(config, host=ctx.host, launch_id=launch.launch_id, may_restart=launch.may_restart)
+
+    def create_folder(decision: StartDecision, lock: RunLock | None, companions: Any = None) -> RunFolder:
+        return RunFolder(
+            folder=config.run_folder,
+            checkpoint_folder=config.checkpoint_folder,
+            rank=ctx.rank,
+            host=ctx.host,
+            start_decision=decision,
+            lock=lock,
+            companions=companions,
+        )
+
+    lock: RunLock | None = None
+    decision_values: dict[str, Any] | None = None
+    decided = on_rank_0(decide, ctx)
+    if decided:
+        lock, decision = decided
+        decision_values = dataclasses.asdict(decision)
+    decision = StartDecision(**broadcast_json(decision_values, ctx))
+    run = create_folder(decision, lock)
     exit_reporter.set_run(run)  # a start that is refused from here on is undone
-    if start_decision.is_completed:
+    if decision.is_completed:
         return run
     if config.mirror or lock:  # extra: companions
         from utils.extras.companions.node_local import create_node_folder
         from utils.extras.companions.programs import create_companion_plan
         from utils.extras.companions.sidecar import Companions
 
+        companions = None
         if config.mirror:
-            node_local_ranks, own_lock = create_node_folder(config, start_decision, ctx)
-            start_decision = dataclasses.replace(start_decision, node_local_ranks=node_local_ranks)
+            node_local_ranks, own_lock = create_node_folder(config, decision, ctx)
+            decision = dataclasses.replace(decision, node_local_ranks=node_local_ranks)
             lock = lock or own_lock
-        run = RunFolder(*folders, start_decision, lock)
         if lock:
-            details = {
-                "apart": start_decision.node_local_ranks,
-                "resume_from": start_decision.resume_from,
-                "decision": start_decision.mirror_decision,
-            }
             plan = create_companion_plan(
-                config, ctx.rank, ctx.host, start_decision.token, start_decision.launch_id, **details
+                config=config,
+                rank=ctx.rank,
+                host=ctx.host,
+                token=decision.token,
+                launch_id=decision.launch_id,
+                apart=decision.node_local_ranks,
+                resume_from=decision.resume_from,
+                decision=decision.mirror_decision,
             )
-            run = RunFolder(*folders, start_decision, lock, Companions(config, plan, ctx))
+            companions = Companions(config, plan, ctx)
+        run = create_folder(decision, lock, companions)
     exit_reporter.set_run(run)
     if run.resume_path and run.resume_path.parent == run.checkpoint_folder:
         share_checkpoint_with_nodes(run.resume_path, run, ctx)
-    on_all_ranks(lambda: check_shared_storage(run.folder, start_decision.token, ctx), ctx)
+    on_all_ranks(lambda: check_shared_storage(run.folder, decision.token, ctx), ctx)
     return run
 
 
