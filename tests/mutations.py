@@ -54,7 +54,7 @@ MUTATIONS = [
     Mutation('environment_without_launcher', 'return {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(name)}', 'return dict(os.environ)', 'command'),  # extra: companions
     Mutation('compare_evaluation_data', 'line, is_other = compare_data(before[split], current[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),
     Mutation('read_best_name', 'return path.stem if best.is_dir() else path.name', 'return ""', 'keep-last'),
-    Mutation('decide_start', 'restore_existing_run(new)', 'pass', 'mirror-owner'),  # extra: companions
+    Mutation('decide_start', 'restore_existing_run(created)', 'pass', 'mirror-owner'),  # extra: companions
     Mutation('RunFolder._undo_start', 'restore_existing_run(moved)', 'pass', 'mirror-owner'),  # extra: companions
     Mutation('seed_evaluation', 'seed_device(device, "evaluation", seed, hook, split, indices[0])', 'pass', 'eval-only'),
     Mutation('Evaluation.evaluate_all_weights', 'with context, preserve_rng_state(self.ctx.device):', 'with context:', 'eval-only'),

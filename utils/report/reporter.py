@@ -20,8 +20,8 @@ from utils.report.summary import count_empty_steps, create_summary, describe_run
 from utils.report.tensorboard import TensorBoardWriter
 from utils.report.terminal import Terminal
 from utils.rng import preserve_rng_state, seed_evaluation
-from utils.run.attempt import Attempt
 from utils.run.provenance import write_code_zip
+from utils.run.start import Attempt
 from utils.settings.errors import TrainingError
 from utils.training.fingerprint import fingerprint_parameters, fingerprint_state, format_fingerprint
 from utils.training.log_window import are_all_steps_empty

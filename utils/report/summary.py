@@ -9,8 +9,8 @@ from utils.logger import format_count, format_duration
 from utils.memory import read_peak_memory
 from utils.metrics import RESERVED_NAMES
 from utils.report.goodput import split_attempts, sum_account_seconds
-from utils.run.attempt import Attempt
 from utils.run.folder import RunFolder
+from utils.run.start import Attempt
 from utils.training.log_window import EMPTY_STEP
 from utils.training.state import TrainState
 

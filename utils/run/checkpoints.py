@@ -17,7 +17,7 @@ from utils.distributed.collectives import broadcast_json, first_rank_where
 from utils.logger import LOGGER_NAME
 from utils.redact import redact_config
 from utils.run.async_snapshot import AsyncSnapshot
-from utils.run.attempt import Attempt
+from utils.run.start import Attempt
 from utils.settings.errors import TrainingError
 from utils.training.state import TrainState
 

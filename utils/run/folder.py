@@ -9,12 +9,11 @@ from typing import Any
 
 from utils.files import replace_json
 from utils.logger import LOGGER_NAME, RANK_0_WARNING
-from utils.run.backup import DID_NOT_EXIST, restore_existing_run
 from utils.run.checkpoint_files import CheckpointFiles
 from utils.run.run_lock import Ownership, RunLock
 from utils.run.run_records import RunRecords
 from utils.run.run_status import RunStatus
-from utils.run.start_decision import StartDecision
+from utils.run.start_decision import DID_NOT_EXIST, StartDecision, restore_existing_run
 from utils.settings.errors import StartError, TrainingError, UserError
 
 
