@@ -45,8 +45,7 @@ from utils.logger import RANK_0_WARNING, setup_logger, show_progress_bar
 from utils.rng import seed_evaluation
 from utils.run.command_line import repair_standard_streams
 from utils.run.exit import exit_with_error, supervise_ranks
-from utils.run.initial_state import create_train_state
-from utils.run.resume import compare_evaluation_data
+from utils.run.resume import compare_evaluation_data, create_train_state
 from utils.run.start import check_ranks_equal
 from utils.settings.errors import UserError
 from utils.training.hooks import ModelHooks, first_tensor

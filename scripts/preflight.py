@@ -59,7 +59,7 @@ from utils.files import replace_json
 from utils.logger import format_count
 from utils.run import provenance
 from utils.run.exit import exit_with_error
-from utils.run.initial_state import create_train_state
+from utils.run.resume import create_train_state
 from utils.run.start import check_ranks_equal
 from utils.table import format_table
 from utils.training.hooks import ModelHooks, check_model_module

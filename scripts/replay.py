@@ -133,7 +133,7 @@ def record_steps(run: Path, first: int, last: int) -> dict[int, dict[str, Any]]:
     """Records of the replayed steps up to `last`, by step, from the latest checkpoint before step `first` on."""
     with open_replay(run, first, ["--log_interval", "1"]) as (rerun, _):
         train_to_step(rerun, last)
-        return {record["step"]: record for record in rerun.training.attempt.run.read_records("train")}
+        return {record["step"]: record for record in rerun.training.attempt.run.records.read("train")}
 
 
 def dump_step(run: Path, step: int) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def replay(rerun: InProcessRun, options: argparse.Namespace, start: Path | None)
         )
         print(f"state after the step, compared with {path.name}: {text}")
     train_to_step(rerun, end)
-    replay_records = {r["step"]: r for r in rerun.training.attempt.run.read_records("train")}
+    replay_records = {r["step"]: r for r in rerun.training.attempt.run.records.read("train")}
     is_equal = compare_records([(r, replay_records[r["step"]]) for r in run_records if r["step"] <= end])
     if options.dump:
         replace_file(options.dump, lambda file: torch.save(vars(step), file))

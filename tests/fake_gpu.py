@@ -51,7 +51,7 @@ from utils.distributed.context import DistributedContext
 from utils.metrics import MetricTracker
 from utils.run import async_snapshot as copier_module
 from utils.run.checkpoints import Checkpoints
-from utils.run.initial_state import create_train_state
+from utils.run.resume import create_train_state
 from utils.training import fingerprint
 from utils.training import first_passes as first_passes_module
 from utils.training.batchnorm import RunningStats

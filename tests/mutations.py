@@ -54,7 +54,7 @@ MUTATIONS = [
     Mutation('environment_without_launcher', 'return {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(name)}', 'return dict(os.environ)', 'command'),  # extra: companions
     Mutation('compare_evaluation_data', 'line, is_other = compare_data(before[split], current[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),
     Mutation('read_best_name', 'return path.stem if best.is_dir() else path.name', 'return ""', 'keep-last'),
-    Mutation('decide_start', 'restore_existing_run(new)', 'pass', 'mirror-owner'),  # extra: companions
+    Mutation('decide_start', 'restore_existing_run(created)', 'pass', 'mirror-owner'),  # extra: companions
     Mutation('RunFolder._undo_start', 'restore_existing_run(moved)', 'pass', 'mirror-owner'),  # extra: companions
     Mutation('seed_evaluation', 'seed_device(device, "evaluation", seed, hook, split, indices[0])', 'pass', 'eval-only'),
     Mutation('Evaluation.evaluate_all_weights', 'with context, preserve_rng_state(self.ctx.device):', 'with context:', 'eval-only'),
@@ -234,9 +234,9 @@ MUTATIONS = [
     Mutation('create_ddp_options', 'return no_buffers | {', 'return {', 'collectives'),
     Mutation('setup_distributed', 'fast_bf16=all(info["bf16"] for info in rank_infos),', 'fast_bf16=any(info["bf16"] for info in rank_infos),', 'precision'),
     Mutation('describe_hang', 'last = [rank for rank, reached in progress.items() if reached == min(progress.values())]', 'last = [rank for rank, reached in progress.items() if reached == max(progress.values())]', 'hang'),  # extra: watch
-    Mutation('RunFolder.rewind', 'if record.get("event") in START_EVENTS:', 'if False:', 'goodput'),
-    Mutation('RunFolder.format_timestamp', 'return format_utc_time(self._clock_offset + time.monotonic())', 'return format_utc_time()', 'clock-jump'),
-    Mutation('RunFolder.check_owner', 'if token != self.start_decision.token:', 'if False:', 'one-owner'),
+    Mutation('RunRecords.drop_later', 'if record.get("event") in START_EVENTS:', 'if False:', 'goodput'),
+    Mutation('RunRecords.format_timestamp', 'return format_utc_time(self._clock_offset + time.monotonic())', 'return format_utc_time()', 'clock-jump'),
+    Mutation('Ownership.check_owner', 'if token != self.token:', 'if False:', 'one-owner'),
     Mutation('RunLock._take_file_lock', 'fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)', 'pass', 'one-owner'),
     Mutation('MetricTracker.add', 'self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))', 'self.values[:size].copy_(other.values[:size])', 'weights'),
     Mutation('Updater.step', 'self.optimizer.found_inf = skipped', 'self.optimizer.found_inf = self.zero', 'not-finite'),

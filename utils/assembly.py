@@ -15,11 +15,10 @@ from utils.distributed.consensus import Consensus, Vote
 from utils.extras.cache.sample_cache import cache_datasets  # extra: cache
 from utils.report.reporter import Reporter
 from utils.report.validation import Validation
-from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
-from utils.run.initial_state import create_train_state
 from utils.run.provenance import create_provenance
-from utils.run.resume import resume_run
+from utils.run.resume import create_train_state, resume_run
+from utils.run.start import Attempt
 from utils.training.batchnorm import check_sync_batchnorm
 from utils.training.ddp_model import WrappedModel
 from utils.training.first_passes import preserve_buffers, run_first_passes
@@ -56,7 +55,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
     """
     ctx = attempt.ctx
     check_model_module(model_module, attempt.config, ctx)
-    attempt.run.mark_running()  # from here on status.json says "running"
+    attempt.run.status.mark_running()  # from here on status.json says "running"
 
     sets = load_data(data, attempt.config, ctx)
     config = sets.config  # in which the data have resolved `auto` fields

@@ -203,7 +203,7 @@ def save(note: Note) -> str:
     during_s = timed(ours.train_epoch, ctx.device) / steps
     checkpoints.finish_writing()
     written_s = time.perf_counter() - began
-    blocked_s = [event["blocked_s"] for event in run.read_records("event") if event["event"] == "checkpoint"][-1]
+    blocked_s = [event["blocked_s"] for event in run.records.read("event") if event["event"] == "checkpoint"][-1]
     path = checkpoint.step_checkpoint_path(run.checkpoint_folder, step)
     began = time.perf_counter()
     saved = state_of(checkpoint.read_checkpoint(path)[0])

@@ -108,7 +108,7 @@ class Comparison:
         equal: on several ranks, and on a GPU without --deterministic."""
         if self._ctx.world_size > 1 or not (self._ctx.device.type == "cpu" or self.config.deterministic):
             return {"intervals": 0, "equal": 0}
-        every, records = self.config.log_interval, self.ours.training.attempt.run.read_records("train")
+        every, records = self.config.log_interval, self.ours.training.attempt.run.records.read("train")
         losses = [record["loss"] for record in records]
         pieces = [self._plain_losses[k : k + every] for k in range(0, len(losses) * every, every)]
         plain = [sum(loss.item() for loss, _ in piece) / sum(weight for _, weight in piece) for piece in pieces]

@@ -108,7 +108,7 @@ def whole_run(folder):
         ours = InProcessRun(config, setup_distributed(config), folder, steps=4)
         ours.train_epoch()
         observed = {"steps": ours.state.progress.step, "files": {path.name for path in folder.iterdir()}}
-        observed["records"] = [record["step"] for record in ours.training.attempt.run.read_records("train")]
+        observed["records"] = [record["step"] for record in ours.training.attempt.run.records.read("train")]
         observed |= {
             "has_writer": ours.training.checkpoints._is_writer,
             "is_watched": any(thread.name == "watchdog" for thread in threading.enumerate()),

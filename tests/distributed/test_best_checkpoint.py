@@ -14,8 +14,8 @@ from utils import assembly
 from utils.checkpoint.layouts import FileLayout
 from utils.checkpoint.writer import CheckpointWriter
 from utils.report.reporter import Reporter
+from utils.run.checkpoint_files import CheckpointFiles
 from utils.run.checkpoints import Checkpoints
-from utils.run.folder import RunFolder
 
 # 8 steps of two ranks, evaluated after each second one
 FLAGS = "--dataset_size 64 --epochs 1 --eval_every_steps 2 --num_workers 0 --lr 0.01 --keep_last 2".split()
@@ -25,7 +25,7 @@ BEST = {2: 4.0, 4: 3.0, 6: 5.0, 8: 2.0}  # the loss that each evaluation reports
 def train_on_a_slow_disk(words, fails_at):
     """No write ends before the next step is made. Returns the saved steps for which training waited."""
     steps, waited = [0], []
-    plain_write, plain_done, plain_link = FileLayout.write, Reporter.record_step, RunFolder.link_best
+    plain_write, plain_done, plain_link = FileLayout.write, Reporter.record_step, CheckpointFiles.link_best
 
     def write(self, path, payload, *rest):
         step, ends = payload["progress"]["step"], time.monotonic() + 10
@@ -41,7 +41,7 @@ def train_on_a_slow_disk(words, fails_at):
         steps.append(self._state.progress.step)
 
     def link(self, step):
-        assert (self.checkpoint_folder / f"step_{step:08d}.pt").exists()
+        assert (self._checkpoint_folder / f"step_{step:08d}.pt").exists()
         plain_link(self, step)
 
     def losses(self, split, loader, weights, progress):
@@ -51,7 +51,7 @@ def train_on_a_slow_disk(words, fails_at):
     with (
         mock.patch.object(FileLayout, "write", write),
         mock.patch.object(Reporter, "record_step", done),
-        mock.patch.object(RunFolder, "link_best", link),
+        mock.patch.object(CheckpointFiles, "link_best", link),
         mock.patch("utils.training.evaluation.Evaluation.evaluate_all_weights", losses),
     ):
         train_flags([*words, "--best_metric", "loss"])

@@ -32,8 +32,8 @@ from utils.report.reporter import Reporter
 from utils.report.tensorboard import TensorBoardWriter
 from utils.report.validation import Validation
 from utils.run import evaluate_only, start, start_decision
-from utils.run.folder import RunFolder
 from utils.run.run_lock import RunLock
+from utils.run.run_status import RunStatus
 from utils.settings.errors import UserError
 from utils.training.evaluation import Evaluation
 from utils.training.state import TrainState
@@ -95,7 +95,7 @@ STAGES = {
     "after the lock": patch(start_decision, "_remove_temporary_files", BUG),
     "folder not shared": patch(start, "check_shared_storage", REFUSED),
     "logger": patch(start, "setup_logger", BUG),
-    "first status": patch(RunFolder, "mark_running", OSError(5, "Input/output error")),
+    "first status": patch(RunStatus, "mark_running", OSError(5, "Input/output error")),
     "data": patch(train.your_data, "create_dataset", ValueError("no data")),
     "model": patch(train.your_model, "create_model", BUG),
     "second loader": patch(assembly, "create_evaluation_dataloader", REFUSED),

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from tasks import using
 from training import assert_same_state
 from utils.data.sampler import MicroBatch
-from utils.run import initial_state
+from utils.run import resume
 from utils.training import first_passes
 from utils.training.fingerprint import fingerprint_tensors
 from utils.training.parts.create import create_parts
@@ -54,7 +54,7 @@ def run_with_a_peak(flags, task, peak=PEAK):
     def with_a_counter(*args, **options):
         return [*create_parts(*args, **options), FlopCounter(peak)]
 
-    with using(task), mock.patch.object(initial_state, "create_parts", with_a_counter):
+    with using(task), mock.patch.object(resume, "create_parts", with_a_counter):
         return train.train(TrainingConfig.from_args(flags))
 
 

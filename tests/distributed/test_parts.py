@@ -11,7 +11,7 @@ import train
 from config import TrainingConfig
 from ranks import ROOT, run_ranks
 from tasks import using
-from utils.run import initial_state
+from utils.run import resume
 from utils.training.parts import create as parts_module
 from utils.training.parts.create import create_parts
 from utils.training.parts.part import Part
@@ -52,7 +52,7 @@ def moments_of_a_run(flags):
     recorders = [Recorder(0, calls), Recorder(1, calls)]
     with (
         using("images"),
-        mock.patch.object(initial_state, "create_parts", lambda *args: [*create_parts(*args), *recorders]),
+        mock.patch.object(resume, "create_parts", lambda *args: [*create_parts(*args), *recorders]),
     ):
         train.train(TrainingConfig.from_args(flags))
     first, second = ([name for number, name in calls if number == index] for index in (0, 1))
@@ -108,7 +108,7 @@ def train_with_the_example(flags):
     def with_the_example(seams_parts, model, *args):
         return [*create_parts(seams_parts, model, *args), names["LargestWeight"](model)]
 
-    with using("images"), mock.patch.object(initial_state, "create_parts", with_the_example):
+    with using("images"), mock.patch.object(resume, "create_parts", with_the_example):
         return train.train(TrainingConfig.from_args(flags))
 
 

@@ -28,7 +28,7 @@ class PathOfASample:
     def __call__(self, frame, event, result):
         code = frame.f_code
         file, name = Path(code.co_filename), f"{code.co_filename}:{code.co_qualname}"
-        if code.co_qualname == "RunFolder.record" and frame.f_locals["kind"] == "train":
+        if code.co_qualname == "RunRecords.append" and frame.f_locals["kind"] == "train":
             sys.setprofile(None)
         if event != "return" or name in self.functions or not file.is_relative_to(ROOT) or "<" in code.co_name:
             return

@@ -14,8 +14,8 @@ from ranks import ROOT, run_ranks
 
 MOST_FILES = 9
 # called without a signal, too: ask for it, agree on it, act on it, and write the state "preempted"
-ALWAYS = {"train.py", "utils/run/attempt.py", "utils/distributed/consensus.py"}
-ALWAYS |= {"utils/report/reporter.py", "utils/run/folder.py"}
+ALWAYS = {"train.py", "utils/run/start.py", "utils/distributed/consensus.py"}
+ALWAYS |= {"utils/report/reporter.py", "utils/run/run_status.py"}
 FLAGS = "--dataset_size 64 --epochs 2 --batch_size 4 --num_workers 0 --save_every 0 --eval_every 0".split()
 
 

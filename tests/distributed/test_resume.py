@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-import utils.run.attempt
+import utils.run.start
 from config import TrainingConfig
 from ranks import run_ranks
 from tasks import train_task
@@ -62,7 +62,7 @@ def train_until_time_is_up(flags):
         if self._state.progress.step == 7 and os.environ["RANK"] == "1":
             clock.monotonic = lambda: time.monotonic() + 3600
 
-    with mock.patch.object(utils.run.attempt, "time", clock), mock.patch.object(Reporter, "record_step", done):
+    with mock.patch.object(utils.run.start, "time", clock), mock.patch.object(Reporter, "record_step", done):
         outcome = train_flags(flags)
         return outcome["state"], outcome["steps"]
 

@@ -10,7 +10,7 @@ from config import TrainingConfig
 from test_run_folder import open_run, with_
 from training import attempts_in
 from utils.report.goodput import TIME_ACCOUNTS, sum_account_seconds
-from utils.run import folder
+from utils.run import run_records, run_status
 
 FIRST = 1.8e9
 SECONDS = {"start": 2, "step": 1, "save": 0.5, "wait": 5, "evaluate": 3, "hang": 7}
@@ -24,11 +24,12 @@ class Story:
         self.now, self.jump = 0.0, 0
         self.config = TrainingConfig(run_dir=str(place), resume_from="auto")
         clock = SimpleNamespace(time=lambda: FIRST + self.now + self.jump, monotonic=lambda: self.now)
-        monkeypatch.setattr(folder, "time", clock)
+        monkeypatch.setattr(run_records, "time", clock)
+        monkeypatch.setattr(run_status, "time", clock)
 
     def attempt(self, step, words):
         run, began = open_run(self.config), self.now
-        run.mark_running()
+        run.status.mark_running()
         for word in words.split():
             self.now += SECONDS.get(word, 0)
             if word == "start":
@@ -37,17 +38,19 @@ class Story:
                 run.record_start(began, {"epoch": 0, "step": step, "samples_seen": 4 * step})
             elif word == "step":
                 step += 1
-                run.update_progress(step=step)
+                run.status.update_progress(step=step)
             elif word == "log":
-                run.record("train", step=step, data_wait_s=0.25)
+                run.records.append("train", step=step, data_wait_s=0.25)
             elif word in ("save", "wait"):
-                run.record_event("checkpoint", step, **{"blocked_s" if word == "save" else "waited_s": SECONDS[word]})
+                run.records.append_event(
+                    "checkpoint", step, **{"blocked_s" if word == "save" else "waited_s": SECONDS[word]}
+                )
             elif word == "evaluate":
-                run.record_event("evaluation", step, split="val", seconds=SECONDS[word])
+                run.records.append_event("evaluation", step, split="val", seconds=SECONDS[word])
             elif word in ("forward", "back"):  # the system's clock, which is right when the next attempt begins
                 self.jump = 3600 if word == "forward" else -3600
             else:
-                run.write_status(word)
+                run.status.write(word)
         run.close()
         self.jump = 0
 

@@ -10,7 +10,7 @@ import pytest
 from test_checkpoint import payload
 from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
-from utils.run import folder as run_folder
+from utils.run import run_records
 from utils.run.folder import RunFolder
 from utils.run.start_decision import decide_start
 from utils.settings.errors import TrainingError
@@ -18,7 +18,7 @@ from utils.settings.errors import TrainingError
 
 def open_run(config, launch_id="", may_restart=False, host="here"):
     lock, start = decide_start(config, host, launch_id, may_restart)
-    return RunFolder(config.run_folder, config.checkpoint_folder, 0, (host,), start, lock)
+    return RunFolder(config.run_folder, config.checkpoint_folder, 0, host, start, lock)
 
 
 def commit(run, step, keep_last=9):
@@ -29,18 +29,18 @@ def commit(run, step, keep_last=9):
 
 
 def commit_best(run, step):
-    run.link_best(step)
+    run.checkpoint_files.link_best(step)
     return run.checkpoint_folder / checkpoint.BEST_NAME
 
 
 def fill(run, steps=(10, 20), state="failed"):
     """Write the files that a run leaves."""
     run.mark_training()
-    run.write_status(state, epoch=0, step=steps[-1], error=None)
+    run.status.write(state, epoch=0, step=steps[-1], error=None)
     for step in steps:
-        run.record("train", epoch=0, step=step, loss=1.0)
-        run.record_event("checkpoint", step)
-        run.record("eval", epoch=0, step=step, split="val", loss=1.0)
+        run.records.append("train", epoch=0, step=step, loss=1.0)
+        run.records.append_event("checkpoint", step)
+        run.records.append("eval", epoch=0, step=step, split="val", loss=1.0)
         commit(run, step)
     run.close()
 
@@ -65,19 +65,19 @@ def names(folder):
 
 def test_a_non_finite_number_becomes_null(config):
     run = open_run(config)
-    run.record("train", step=1, loss=float("nan"), lr=0.1)
-    assert run.read_records("train") == [{"kind": "train", "step": 1, "loss": None, "lr": 0.1}]
+    run.records.append("train", step=1, loss=float("nan"), lr=0.1)
+    assert run.records.read("train") == [{"kind": "train", "step": 1, "loss": None, "lr": 0.1}]
 
 
 @pytest.mark.guarantee("records-once")
 def test_rewinding_drops_later_samples_and_an_incomplete_last_line(config):
     run = open_run(config)
     for step in (1, 2, 3):
-        run.record_samples(0, step, [step])
+        run.records.append_samples(0, step, [step])
     (run.folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n{"kind": "tra')
     run.rewind(2)
     assert len((run.folder / "samples" / "rank0.jsonl").read_text().splitlines()) == 2
-    assert run.read_records("train") == [{"kind": "train", "step": 1}]
+    assert run.records.read("train") == [{"kind": "train", "step": 1}]
 
 
 def test_resuming_from_an_earlier_checkpoint_of_the_run_sets_later_ones_aside(config):
@@ -87,7 +87,7 @@ def test_resuming_from_an_earlier_checkpoint_of_the_run_sets_later_ones_aside(co
     run = open_run(from_step_10(config))
     assert run.resume_path.name == "step_00000010.pt" and run.start_decision.attempt == 2
     run.rewind(10)
-    assert not run.restore_best(20) and run.restore_best(-1)
+    assert not run.checkpoint_files.restore_best(20) and run.checkpoint_files.restore_best(-1)
     assert names(run.folder / "superseded-2") == ["step_00000020.pt", "step_00000030.pt"]
     assert names(run.checkpoint_folder) == ["step_00000010.pt"]
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
@@ -98,10 +98,10 @@ def test_resuming_from_an_earlier_checkpoint_of_the_run_sets_later_ones_aside(co
 def test_records_of_an_evaluation_that_will_be_repeated_are_dropped(config):
     fill(open_run(config))
     run = open_run(with_(config, resume_from="auto"))
-    run.record_event("best", 20)
+    run.records.append_event("best", 20)
 
     def of_step_20():
-        records = run.read_records("eval") + run.read_records("event")
+        records = run.records.read("eval") + run.records.read("event")
         return [record.get("event", "eval") for record in records if record["step"] == 20]
 
     run.rewind(20, is_evaluated=True)
@@ -109,26 +109,28 @@ def test_records_of_an_evaluation_that_will_be_repeated_are_dropped(config):
     run.rewind(20)
     assert of_step_20() == ["checkpoint"]
     for split in ("val", "test"):
-        run.record("eval", epoch=0, step=30, split=split, loss=1.0)
+        run.records.append("eval", epoch=0, step=30, split=split, loss=1.0)
     run.rewind(30, is_evaluated=True, has_test=True)  # the test set is evaluated again after the validation set
-    assert [record["split"] for record in run.read_records("eval")] == ["val", "val"]
-    run.record("eval", epoch=0, step=20, split="test", loss=1.0)  # of the best weights, in a run that is now longer
+    assert [record["split"] for record in run.records.read("eval")] == ["val", "val"]
+    run.records.append(
+        "eval", epoch=0, step=20, split="test", loss=1.0
+    )  # of the best weights, in a run that is now longer
     run.rewind(40, is_evaluated=True, has_test=True)
-    assert [record["split"] for record in run.read_records("eval")] == ["val", "val"]
+    assert [record["split"] for record in run.records.read("eval")] == ["val", "val"]
 
 
 def test_records_of_an_only_test_set_are_those_of_a_validation_set(config):
     run = open_run(config)
     for step in (10, 20):
-        run.record("eval", epoch=1, step=step, split="test", loss=1.0)  # it selects the best
+        run.records.append("eval", epoch=1, step=step, split="test", loss=1.0)  # it selects the best
     run.rewind(10, is_evaluated=True)
-    assert [record["step"] for record in run.read_records("eval")] == [10]
+    assert [record["step"] for record in run.records.read("eval")] == [10]
 
 
 def test_a_kill_during_a_rewind_leaves_no_later_checkpoint(config, monkeypatch):
     fill(open_run(config), steps=(10, 20, 30))
     run = open_run(from_step_10(config))
-    monkeypatch.delattr(run_folder, "drop_records")
+    monkeypatch.delattr(run_records, "drop_records")
     with pytest.raises(NameError):
         run.rewind(10)
     run.close()
@@ -139,17 +141,17 @@ def test_a_kill_during_a_rewind_leaves_no_later_checkpoint(config, monkeypatch):
 def test_a_checkpoint_appears_only_in_a_folder_that_is_still_owned(config):
     run = open_run(config)
     run.mark_training()
-    run.check_owner()
-    run.lock_file.write_text(json.dumps({"token": "another"}))
+    run.ownership.check_owner()
+    run.ownership.lock_file.write_text(json.dumps({"token": "another"}))
     with pytest.raises(TrainingError, match="another job has taken over this run; end this one"):
-        run.check_owner()
+        run.ownership.check_owner()
     for text in ("", "[]"):
-        run.lock_file.write_text(text)
+        run.ownership.lock_file.write_text(text)
         with pytest.raises(OSError, match="cannot be read"):
-            run.check_owner()
-    run.lock_file.unlink()
+            run.ownership.check_owner()
+    run.ownership.lock_file.unlink()
     with pytest.raises(OSError):
-        run.check_owner()
+        run.ownership.check_owner()
 
 
 def test_best_pt_is_a_link_to_a_checkpoint_that_is_kept(config):
@@ -178,9 +180,9 @@ def test_on_storage_without_links_best_pt_is_a_copy(config, monkeypatch):
     for step in (30, 40):
         commit(run, step, keep_last=1)
     assert names(run.checkpoint_folder) == ["best.pt", "step_00000020.pt", "step_00000040.pt"]
-    assert run.restore_best(20)
+    assert run.checkpoint_files.restore_best(20)
     best.write_bytes(b"broken")
-    assert not run.restore_best(15)
+    assert not run.checkpoint_files.restore_best(15)
     assert not best.exists() and list(run.folder.glob("superseded-*/best.pt"))
     assert "best.pt: has no checksum" in "\n".join(run.notes)
 
@@ -191,13 +193,15 @@ def test_the_best_checkpoint_is_restored_from_its_step_or_the_folder_resumed_fro
     commit(run, 20)
     best = commit_best(run, 20)
     run.rewind(10)
-    assert not best.exists() and run.restore_best(10) and best.samefile(path)
+    assert not best.exists() and run.checkpoint_files.restore_best(10) and best.samefile(path)
     run.close()
     other = open_run(with_(from_step_10(config), run_dir="runs/other"))
     path.unlink()
     commit(run, 10)
     commit_best(run, 10)
     # a copy of it
-    assert other.restore_best(10) and (other.checkpoint_folder / "best.pt").readlink() == Path(path.name)
-    assert other.restore_best(-1) and not other.restore_best(15)
+    assert other.checkpoint_files.restore_best(10) and (other.checkpoint_folder / "best.pt").readlink() == Path(
+        path.name
+    )
+    assert other.checkpoint_files.restore_best(-1) and not other.checkpoint_files.restore_best(15)
     assert other.notes == ["the best checkpoint so far, of step 15, is gone: the next evaluation starts a new best"]

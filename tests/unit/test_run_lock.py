@@ -31,14 +31,20 @@ def quick(monkeypatch):
 def test_a_former_owner_writes_nothing_after_another_job_has_taken_over(tmp_path):
     config = TrainingConfig(run_dir=str(tmp_path))
     former = open_run(config)
-    former.record("train", step=1, loss=1.0)
+    former.records.append("train", step=1, loss=1.0)
     owner = open_run(with_(config, resume_from="auto"))
-    assert owner.is_owner() and not former.is_owner()
-    writes = [lambda: former.write_status("running", step=2), lambda: former.link_best(1), former.mark_training]
-    for write in [*writes, lambda: former.rewind(0), lambda: former.restore_best(-1)]:
+    assert owner.ownership.is_owner() and not former.ownership.is_owner()
+    writes = [
+        former.mark_training,
+        lambda: former.status.write("running", step=2),
+        lambda: former.checkpoint_files.link_best(1),
+        lambda: former.checkpoint_files.restore_best(-1),
+        lambda: former.rewind(0),
+    ]
+    for write in writes:
         with pytest.raises(TrainingError, match="another job has taken over this run; end this one"):
             write()
-    owner.write_status("running", step=1)
+    owner.status.write("running", step=1)
     former.report_failure(RuntimeError("lost"))
     assert '"running"' in (tmp_path / "status.json").read_text()
 
@@ -177,7 +183,7 @@ def test_the_token_is_written_before_the_newest_checkpoint_is_verified(tmp_path,
     """Verifying takes seconds, in which another launch may start."""
     config, seen = TrainingConfig(run_dir=str(tmp_path)), []
     first = open_run(config)
-    first.record("train", step=1)
+    first.records.append("train", step=1)
     first.close()
     token = lambda: json.loads((tmp_path / "lock.json").read_text())["token"]  # noqa: E731
     monkeypatch.setattr(start_decision.checkpoint, "find_latest_valid", lambda _: (seen.append(token()), (None, []))[1])

@@ -17,8 +17,8 @@ from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.remote import local_checkpoint
 from utils.files import read_json, replace_json
-from utils.run import folder as run_folder
-from utils.run import start_decision
+from utils.run import run_status, start_decision
+from utils.run.folder import RunFolder
 from utils.run.run_lock import RunLock
 from utils.settings.errors import TrainingError, UserError
 
@@ -87,7 +87,7 @@ def test_once_it_trains_no_failure_undoes_a_start(config):
     """A run that was fetched from its mirror stays."""
     lock, start = start_decision.decide_start(config, "here", "", False)
     start = dataclasses.replace(start, renamed_folders=[[config.run_dir, ""]])
-    run = run_folder.RunFolder(config.run_folder, config.checkpoint_folder, 0, ("here",), start, lock)
+    run = RunFolder(config.run_folder, config.checkpoint_folder, 0, "here", start, lock)
     run.mark_training()
     run.report_failure(UserError("data: sample 8 is broken; repair it", 0, "here"))
     assert config.run_folder.exists()
@@ -100,7 +100,7 @@ def test_a_start_that_is_rejected_later_moves_the_earlier_run_back(config, chang
     fill(open_run(config))
     before = contents(config.run_folder), contents(config.checkpoint_folder)
     run = open_run(config, "job-7")
-    run.write_status("running", step=0)
+    run.status.write("running", step=0)
     run.log_file.parent.mkdir()
     with run.log_file.open("w"):
         run.report_failure(
@@ -110,7 +110,7 @@ def test_a_start_that_is_rejected_later_moves_the_earlier_run_back(config, chang
     assert (contents(config.run_folder), contents(config.checkpoint_folder)) == before
     assert not list(Path("runs").glob("*.1")) and not list(Path("runs").glob("*.tmp"))
     with pytest.raises(TrainingError, match="another job has taken over"):
-        run.write_status("running", step=1)
+        run.status.write("running", step=1)
     assert open_run(with_(config, overwrite=False, resume_from="auto")).resume_path.name == "step_00000020.pt"
 
 
@@ -165,12 +165,12 @@ def test_a_rejected_start_leaves_the_status_of_the_run(config):
     run = open_run(with_(config, resume_from="auto"))
     file = run.folder / "status.json"
     before = read_json(file)
-    run.mark_running()
+    run.status.mark_running()
     assert (read_json(file)["state"], read_json(file)["step"]) == ("running", 20)
     run.report_failure(UserError("seed=1: the checkpoint has seed=2", 0, "here"))
     assert read_json(file) == before
-    run.mark_running()
-    run.write_status("running", step=21)  # it trains
+    run.status.mark_running()
+    run.status.write("running", step=21)  # it trains
     run.report_failure(UserError("a.png: cannot be read", 0, "here"))
     assert read_json(file)["state"] == "failed"
 
@@ -178,8 +178,8 @@ def test_a_rejected_start_leaves_the_status_of_the_run(config):
 @pytest.mark.guarantee("disk")
 def test_the_cause_of_a_failure_is_written_where_no_file_can_be_created(config, monkeypatch):
     run, nothing = open_run(config), mock.Mock(side_effect=OSError(28, "No space left on device"))
-    run.write_status("running", step=7, checkpoint="x" * 999)
-    monkeypatch.setattr(run_folder, "replace_json", nothing)
+    run.status.write("running", step=7, checkpoint="x" * 999)
+    monkeypatch.setattr(run_status, "replace_json", nothing)
     run.report_failure(TrainingError("no inodes are free"))
     status = read_json(run.folder / "status.json")
     assert nothing.called and (status["state"], status["error"], status["step"]) == ("failed", "no inodes are free", 7)
@@ -187,17 +187,17 @@ def test_the_cause_of_a_failure_is_written_where_no_file_can_be_created(config, 
 
 def test_a_run_without_records_or_checkpoints_is_started_again_in_its_folder(config):
     run = open_run(config)
-    run.write_status("running")
+    run.status.write("running")
     run.report_failure(UserError("bad data; fix it"))
     run.close()
     run = open_run(config)
     assert run.start_decision.attempt == 1
-    run.record("train", step=3, loss=1.0)
+    run.records.append("train", step=3, loss=1.0)
     run.close()
     run = open_run(with_(config, resume_from="auto"))
     assert run.resume_path is None
     run.rewind(0)
-    assert run.read_records("train") == []
+    assert run.records.read("train") == []
 
 
 @pytest.mark.guarantee("all-damaged")
@@ -208,7 +208,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_over(config):
     fill(run)
     path = checkpoint.list_step_checkpoints(config.checkpoint_folder)[-1]
     run = open_run(config)
-    run.write_status("failed", checkpoint=str(path))
+    run.status.write("failed", checkpoint=str(path))
     run.close()
     shutil.move(config.checkpoint_folder, config.run_folder / "elsewhere")
     before = contents(config.run_folder)
@@ -309,7 +309,7 @@ def test_a_restart_before_the_first_checkpoint_starts_from_the_path_again(config
         run = open_run(given, launch_id="job-7")
         assert str(run.resume_path) == given.resume_from and run.start_decision.attempt == attempt
         run.mark_training()
-        run.record("train", epoch=0, step=11, loss=1.0)
+        run.records.append("train", epoch=0, step=11, loss=1.0)
         run.close()
     run = open_run(given, launch_id="job-7")
     commit(run, 12)

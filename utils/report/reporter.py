@@ -20,8 +20,8 @@ from utils.report.summary import count_empty_steps, create_summary, describe_run
 from utils.report.tensorboard import TensorBoardWriter
 from utils.report.terminal import Terminal
 from utils.rng import preserve_rng_state, seed_evaluation
-from utils.run.attempt import Attempt
 from utils.run.provenance import write_code_zip
+from utils.run.start import Attempt
 from utils.settings.errors import TrainingError
 from utils.training.fingerprint import fingerprint_parameters, fingerprint_state, format_fingerprint
 from utils.training.log_window import are_all_steps_empty
@@ -94,8 +94,8 @@ class Reporter:
         progress = self._state.progress
         step = progress.step
         if self._config.record_samples:
-            self._run.record_samples(progress.epoch_number, step, indices)
-        self._run.update_progress(epoch=progress.epoch_number, step=step, samples_seen=progress.samples_seen)
+            self._run.records.append_samples(progress.epoch_number, step, indices)
+        self._run.status.update_progress(epoch=progress.epoch_number, step=step, samples_seen=progress.samples_seen)
         self._interval_samples += samples
         self._interval_steps += 1
         if self._pending_log_point and step - self._pending_log_point.position["step"] >= STEPS_BEFORE_READ:
@@ -156,9 +156,9 @@ class Reporter:
             | window.part_entries
             | {"fingerprint": format_fingerprint(int(digest))}
         )
-        record = self._run.record("train", **values)
-        self._run.record_skipped(skipped, self._loader.sampler)
-        report_straggler(self._run, point.position["step"], rank_values)
+        record = self._run.records.append("train", **values)
+        self._run.records.append_skipped_steps(skipped, self._loader.sampler)
+        report_straggler(self._run, hosts=self._ctx.hosts, step=point.position["step"], rank_values=rank_values)
         targets = count_targets(sums.count_view("loss"), point.samples)
         targets_per_s = targets / (record["step_s"] * point.steps or math.inf)
         self._terminal.show_record(record, sums.means(), targets_per_s, are_all_steps_empty(skipped))
@@ -170,7 +170,7 @@ class Reporter:
     def before_save(self) -> None:
         """Write the records of all steps so far, and count those that were skipped, as a checkpoint holds them."""
         self.finish_log_point()
-        self._run.record_skipped(self._state.read_skipped_steps(), self._loader.sampler)
+        self._run.records.append_skipped_steps(self._state.read_skipped_steps(), self._loader.sampler)
 
     def _check_skipped_steps(self, step: int, reason: str) -> None:
         if 0 < self._config.max_skipped_steps <= (in_row := self._state.progress.skipped_in_row):
@@ -211,22 +211,22 @@ class Reporter:
         """Report an evaluation: a record for each kind of weights."""
         split, step = records[0]["split"], records[0]["step"]
         for record in records:
-            self._run.record(**record)
+            self._run.records.append(**record)
             self._tensorboard.write_scalars(record)
-        self._run.record_event("evaluation", step, split=split, seconds=round(seconds, 3))
+        self._run.records.append_event("evaluation", step, split=split, seconds=round(seconds, 3))
         log_epoch_summary(self._attempt.logger, records, seconds, is_best, title)
         if not all(math.isfinite(record["loss"]) for record in records):
-            self._run.record_event("non_finite_evaluation", step, split=split)
+            self._run.records.append_event("non_finite_evaluation", step, split=split)
 
     def finish(self, final_state: str, best_metric: str, test_records: list[dict[str, Any]]) -> dict[str, Any]:
         """Write summary.json and the last status, show the next commands, and wait for the programs beside training."""
-        progress, records, logger = self._state.progress, self._run.read_records(), self._attempt.logger
+        progress, records, logger = self._state.progress, self._run.records.read(), self._attempt.logger
         batch = self._loader.sampler.global_batch_size
         summary = create_summary(self._attempt, self._state, batch, final_state, best_metric, records, test_records)
         for line in summary.get("warnings", []):
             self._run.warn("%s", line)
         self._run.write_json("summary.json", summary)
-        self._run.write_status(
+        self._run.status.write(
             final_state, epoch=progress.epoch_number, step=progress.step, samples_seen=progress.samples_seen
         )
         self.close()

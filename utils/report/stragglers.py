@@ -10,17 +10,19 @@ MIN_STRAGGLER_RATIO = 1.5  # times the median
 MIN_EXCESS_SECONDS = 0.25  # seconds over the median in a log window; less is noise
 
 
-def report_straggler(run: RunFolder, step: int, rank_values: list[list[float]]) -> None:
+def report_straggler(run: RunFolder, hosts: tuple[str, ...], step: int, rank_values: list[list[float]]) -> None:
     """Record and name a rank that takes much longer than the median.
 
-    rank_values: as for `LogPoint.create_record`. Forward passes stand for "compute", since backward passes wait for
-        other ranks.
+    Args:
+        hosts: of all ranks.
+        rank_values: as for `LogPoint.create_record`. Forward passes stand for "compute", since backward passes wait for
+            other ranks.
     """
     rank, ratio, cause = find_straggler([{"data": data, "compute": forward} for _, data, forward, *_ in rank_values])
     seconds_over_median = sum(rank_values[rank][1:3]) * (1 - 1 / ratio)
     if ratio >= MIN_STRAGGLER_RATIO and seconds_over_median > MIN_EXCESS_SECONDS:
-        host = run.hosts[rank]
-        run.record_event("straggler", step, rank=rank, host=host, times=round(ratio, 2), cause=cause)
+        host = hosts[rank]
+        run.records.append_event("straggler", step, rank=rank, host=host, times=round(ratio, 2), cause=cause)
         text = "rank %d on %s is %.1f times slower than the median rank because of its %s"
         run.warn(text, rank, host, ratio, cause)
 

@@ -9,8 +9,8 @@ from utils.logger import format_count, format_duration
 from utils.memory import read_peak_memory
 from utils.metrics import RESERVED_NAMES
 from utils.report.goodput import split_attempts, sum_account_seconds
-from utils.run.attempt import Attempt
 from utils.run.folder import RunFolder
+from utils.run.start import Attempt
 from utils.training.log_window import EMPTY_STEP
 from utils.training.state import TrainState
 
@@ -28,7 +28,7 @@ def create_summary(
 ) -> dict[str, Any]:
     """The content of summary.json. records: of all attempts. test_records: those of the test set."""
     progress, ranks = state.progress, attempt.ctx.world_size
-    attempts = split_attempts(records, attempt.run.format_timestamp(), progress.step)
+    attempts = split_attempts(records, attempt.run.records.format_timestamp(), progress.step)
     accounts = sum_account_seconds(attempts)
     wall = max(1e-9, sum(accounts.values()))
     trained = accounts["training"] + accounts["data_wait"]  # counts each step once

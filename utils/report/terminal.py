@@ -13,7 +13,7 @@ from utils.data.loader import GlobalBatchLoader
 from utils.data.sets import choose_split_name, dataset_class_name
 from utils.logger import format_count, format_duration, format_value, has_terminal, log_training_step, show_progress_bar
 from utils.metrics import RESERVED_NAMES
-from utils.run.attempt import Attempt
+from utils.run.start import Attempt
 from utils.training.ddp_model import choose_bucket_megabytes
 from utils.training.state import TrainState
 

@@ -10,9 +10,9 @@ from typing import Any
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.consensus import Consensus
 from utils.report.reporter import Reporter
-from utils.run.attempt import Attempt
 from utils.run.checkpoints import Checkpoints
 from utils.run.resume import load_best_checkpoint
+from utils.run.start import Attempt
 from utils.settings.errors import UserError
 from utils.training.evaluation import Evaluation
 from utils.training.hooks import ModelHooks

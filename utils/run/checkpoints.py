@@ -17,7 +17,7 @@ from utils.distributed.collectives import broadcast_json, first_rank_where
 from utils.logger import LOGGER_NAME
 from utils.redact import redact_config
 from utils.run.async_snapshot import AsyncSnapshot
-from utils.run.attempt import Attempt
+from utils.run.start import Attempt
 from utils.settings.errors import TrainingError
 from utils.training.state import TrainState
 
@@ -117,7 +117,7 @@ class Checkpoints:
         rank = self._snapshot.pop_rank_with_other_buffers()
         if rank is None:
             return
-        self._run.record_event("buffers_differ", self._saved_step, rank=rank)
+        self._run.records.append_event("buffers_differ", self._saved_step, rank=rank)
         if not self._has_warned_of_buffers:
             self._run.warn(
                 "buffers: rank %d on %s has other values in persistent buffers than rank 0. Rank 0's are saved."
@@ -205,8 +205,8 @@ class Checkpoints:
     def _write_checkpoint(self, path: Path, payload: Payload, on_progress: Callback) -> None:
         """In the thread."""
         config = self._attempt.config
-        self._layout.write(path, payload, self._run.check_owner, on_progress)
-        self._run.set_latest_checkpoint(path)
+        self._layout.write(path, payload, self._run.ownership.check_owner, on_progress)
+        self._run.status.set_latest_checkpoint(path)
         if self._run.is_node_leader:
             with suppress(OSError):
                 checkpoint.prune_checkpoints(self._run.checkpoint_folder, config.keep_last, config.keep_every)
@@ -232,8 +232,8 @@ class Checkpoints:
         epoch = progress["epoch"] + (progress["samples_in_epoch"] > 0)  # as in records
         waited = max(0.0, time.monotonic() - waiting_since)
         times = {"seconds": round(taken, 3), "blocked_s": round(blocked, 5), "waited_s": round(waited, 3)}
-        self._run.record_event("checkpoint", progress["step"], epoch=epoch, path=str(path), **times)
-        self._run.write_status("running", checkpoint=str(path))
+        self._run.records.append_event("checkpoint", progress["step"], epoch=epoch, path=str(path), **times)
+        self._run.status.write("running", checkpoint=str(path))
         text = "saved %s in %.2f s; blocked training for %.1f ms"
         logging.getLogger(LOGGER_NAME).info(text, path, taken, 1000 * blocked)
         self._link_best()
@@ -248,10 +248,10 @@ class Checkpoints:
             return
         progress = self._state.progress  # which has the best evaluation until a failure is settled
         try:
-            self._run.link_best(progress.best_step)
+            self._run.checkpoint_files.link_best(progress.best_step)
         except OSError as error:
             self._run.warn(f"best.pt cannot be written ({error}); the next evaluation starts a new best")
             return
         self._is_best_linked = True
         path = str(self._run.checkpoint_folder / checkpoint.BEST_NAME)
-        self._run.record_event("best", progress.best_step, epoch=progress.best_epoch, path=path)
+        self._run.records.append_event("best", progress.best_step, epoch=progress.best_epoch, path=path)

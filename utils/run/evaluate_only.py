@@ -18,8 +18,7 @@ from utils.distributed.context import DistributedContext
 from utils.files import replace_json
 from utils.logger import RANK_0_WARNING, log_epoch_summary, setup_logger
 from utils.run.exit import supervise_ranks
-from utils.run.initial_state import create_train_state
-from utils.run.resume import check_evaluation, compare_evaluation_data, load_checkpoint
+from utils.run.resume import check_evaluation, compare_evaluation_data, create_train_state, load_checkpoint
 from utils.run.start import check_ranks_equal
 from utils.signals import restore_signals
 from utils.training.evaluation import Evaluation

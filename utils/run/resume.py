@@ -1,4 +1,4 @@
-"""Resuming: what may differ between a checkpoint and the run that continues from it, its state, and its records."""
+"""The state that an attempt starts from: that of step 0, or that of a checkpoint, and what may differ from it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,84 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from config import TrainingConfig, list_fork_settings
 from utils.checkpoint import format as checkpoint
+from utils.checkpoint.remote import local_checkpoint
+from utils.checkpoint.weights import load_matching_weights, match_parameter_names, warn_of_changed_classes
 from utils.data.changes import compare_data, compare_listings, read_file_listing, save_file_listing
 from utils.data.sampler import GlobalBatchSampler
 from utils.data.sets import DataSets, collect_dataset_properties
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
-from utils.run.attempt import Attempt
 from utils.run.folder import RunFolder
+from utils.run.start import Attempt, share_checkpoint_with_nodes
 from utils.settings.declarations import list_settings
 from utils.settings.errors import UserError
 from utils.settings.fields import FORK_GROUP
 from utils.settings.removed import REMOVED_SETTINGS
 from utils.settings.value_types import to_json_value, to_text
 from utils.training.fingerprint import fingerprint_state, format_fingerprint
+from utils.training.gradient_strategy import GradientStrategy
+from utils.training.hooks import ModelHooks
+from utils.training.parts.create import create_parts
+from utils.training.parts.unsaved_parameters import complete_initial_weights
+from utils.training.precision import Precision
 from utils.training.state import TrainState
+
+
+def create_train_state(
+    hooks: ModelHooks,
+    config: TrainingConfig,
+    ctx: DistributedContext,
+    is_resumed: bool = False,
+    train_set: Any = None,
+) -> TrainState:
+    """Create the training state at step 0: the model, its optimizer and everything else that a checkpoint stores.
+
+    Args:
+        is_resumed: the weights will come from a checkpoint, not from `init_from`.
+        train_set: its class names are compared with those of a checkpoint in `init_from`.
+    """
+
+    def build(device: torch.device) -> nn.Module:
+        torch.manual_seed(config.seed)
+        model = hooks.create_model(config, device)
+        if config.init_from and not is_resumed and device.type != "meta":
+            initial_weights = hooks.initial_weights
+            weights = (
+                initial_weights(config)
+                if initial_weights
+                else checkpoint.load_weights(local_checkpoint(config.init_from))
+            )
+            warn_of_changed_classes(weights, train_set, config.init_from)
+            weights = match_parameter_names(weights, model.state_dict(), config.init_from)
+            weights, unsaved_parameters = complete_initial_weights(weights, model, hooks.is_saved, config.init_from)
+            load_matching_weights(
+                model,
+                weights,
+                config.init_from,
+                requires_all=config.eval_only,
+                kept_names=unsaved_parameters,
+            )
+        if config.activation_checkpointing:  # extra: compile
+            from utils.extras.compile.activation_checkpointing import checkpoint_activations
+
+            checkpoint_activations(model, hooks.blocks(model))
+        return model
+
+    strategy = GradientStrategy.create(config, ctx)
+    model = strategy.build_model(build, hooks.blocks)
+    precision = Precision.choose(
+        use_amp=config.use_amp, amp_dtype=config.amp_dtype, device=ctx.device, fast_bf16=ctx.fast_bf16
+    )
+    state = TrainState(model, hooks, config, precision, strategy)
+    if config.compile == "reduce-overhead":  # extra: compile
+        state.updater.zeroes_in_place = True  # a replay of CUDA graphs overwrites new ones
+    state.parts += create_parts(hooks.parts, model, hooks.is_saved, config, ctx, precision)
+    return state
 
 
 def resume_run(
@@ -78,12 +138,12 @@ def resume_run(
         if not is_comparable:
             progress.reset_best()
             progress.evaluated_step = -1  # so that an evaluation that is due at this step is repeated
-            on_rank_0(run.copy_best, ctx)
+            on_rank_0(run.checkpoint_files.copy_best, ctx)
     progress.best_metric = best_metric
     is_evaluated = not state.schedule.is_evaluation_due
     has_test = "test" in provenance["held_out"]
     on_all_ranks(lambda: run.rewind(progress.step, is_evaluated, has_test) if run.is_node_leader else None, ctx)
-    if not broadcast_json(on_rank_0(lambda: run.restore_best(progress.best_step), ctx), ctx):
+    if not broadcast_json(on_rank_0(lambda: run.checkpoint_files.restore_best(progress.best_step), ctx), ctx):
         progress.reset_best()
     on_rank_0(lambda: save_file_listing(file_listing, run.folder), ctx)
     on_all_ranks(run.mark_training, ctx)
@@ -113,19 +173,6 @@ def load_best_checkpoint(run: RunFolder, state: TrainState, ctx: DistributedCont
     if not broadcast_json(best.exists(), ctx):
         return None
     return load_checkpoint(share_checkpoint_with_nodes(best, run, ctx), ctx, state.sharded_parameters())
-
-
-def share_checkpoint_with_nodes(path: Path, run: RunFolder, ctx: DistributedContext) -> Path:
-    """Give a checkpoint of the run to the nodes whose run folder is not rank 0's, if there are any. Collective.
-
-    Returns:
-        Its path, which is no link if there are such nodes.
-    """
-    if run.start_decision.node_local_ranks:  # extra: companions
-        from utils.extras.companions.node_local import share_checkpoint
-
-        return share_checkpoint(path, run, ctx)
-    return path
 
 
 SETTING_DIFFERS = "{name}={here}: the checkpoint has {name}={before}"

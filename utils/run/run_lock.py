@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ from typing import Any, ClassVar
 from utils.files import read_json, replace_json, retry
 from utils.logger import LOGGER_NAME
 from utils.run.provenance import format_utc_time
-from utils.settings.errors import UserError
+from utils.settings.errors import TrainingError, UserError
 
 LOCK_FILE = "lock.json"
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")  # on Linux; differs between machines of the same name
@@ -139,6 +140,47 @@ class RunLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Tells whether this attempt still owns the run folder. Another job may have taken it over while this one was
+    suspended or cut off."""
+
+    folder: Path
+    checkpoint_folder: Path
+    token: str  # of this attempt
+
+    @property
+    def lock_file(self) -> Path:
+        """The path of lock.json."""
+        return self.folder / LOCK_FILE
+
+    def is_owner(self) -> bool:
+        """Whether lock.json has the token of this attempt, or cannot be read."""
+        return read_json(self.lock_file).get("token", self.token) == self.token
+
+    def require_owner(self) -> None:
+        """Call before every write, which a later owner would take for its own. Raises TrainingError.
+
+        A lock.json that cannot be read counts as this owner's, since a failing storage must not end training.
+        """
+        if not self.is_owner():
+            raise TrainingError(f"run_dir={self.folder}: another job has taken over this run; end this one")
+
+    def check_owner(self) -> None:
+        """Call before a checkpoint gets its name. It is strict, since a save is tried again.
+
+        Raises:
+            TrainingError: if another job owns the folder.
+            OSError: if lock.json cannot be read.
+        """
+        try:
+            token = json.loads(self.lock_file.read_text(encoding="utf-8"))["token"]
+        except (ValueError, KeyError, TypeError):
+            raise OSError(5, f"{self.lock_file} cannot be read") from None
+        if token != self.token:
+            raise TrainingError(f"{self.checkpoint_folder}: another job has taken over this run; end this one")
 
 
 def _describe_owner(owner: dict[str, Any]) -> str:

@@ -13,16 +13,16 @@ from typing import Any
 from config import DEFAULT_RUN_DIR, TrainingConfig, can_train_longer
 from utils.checkpoint import format as checkpoint
 from utils.files import TEMPORARY_SUFFIX, is_transient, read_json, replace_json
-from utils.run.backup import DID_NOT_EXIST, describe_folder_size, rename_existing_run, restore_existing_run
 from utils.run.run_lock import LOCK_FILE, RunLock
 from utils.settings.errors import StartError, UserError
 
+DID_NOT_EXIST = ""  # stands for the new name of a folder that did not exist before this start
 KILLED_ERROR = "every rank was killed"  # the error of an attempt that nobody survived to report
 
 
 @dataclass(frozen=True)
 class StartDecision:
-    """What rank 0 has decided about the run folder. Plain values."""
+    """What rank 0 has decided about the run folder. All values are plain, so that they can be sent to other ranks."""
 
     resume_from: str = ""  # the checkpoint
     is_completed: bool = False  # nothing is left to do, and nothing may be written
@@ -39,27 +39,36 @@ class StartDecision:
 
 @dataclass(frozen=True)
 class ExistingRun:
-    """What a start finds in its folder. owner: lock.json of the attempt before."""
+    """What a start finds in its folder."""
 
-    config: TrainingConfig
-    launch_id: str
-    owner: dict[str, Any]
-    status: dict[str, Any]
-    has_run: bool  # records or checkpoints
+    config: TrainingConfig  # of this start
+    launch_id: str  # of this start
+    owner: dict[str, Any]  # lock.json of the attempt before
+    status: dict[str, Any]  # status.json
+    has_run: bool  # there are records or checkpoints
 
     @classmethod
     def inspect(cls, config: TrainingConfig, launch_id: str, owner: dict[str, Any]) -> ExistingRun:
-        folder, checkpoints = config.run_folder, config.checkpoint_folder
-        saved = [*checkpoint.list_step_checkpoints(checkpoints), *checkpoints.glob(checkpoint.BEST_NAME)]
-        holds_run = (folder / "metrics.jsonl").exists() or bool(saved)
-        return cls(config, launch_id, owner, read_json(folder / "status.json"), holds_run)
+        """Look at the files of the run folder and of the checkpoint folder."""
+        has_records = (config.run_folder / "metrics.jsonl").exists()
+        step_checkpoints = checkpoint.list_step_checkpoints(config.checkpoint_folder)
+        best_checkpoints = [*config.checkpoint_folder.glob(checkpoint.BEST_NAME)]
+        return cls(
+            config=config,
+            launch_id=launch_id,
+            owner=owner,
+            status=read_json(config.run_folder / "status.json"),
+            has_run=has_records or bool(step_checkpoints) or bool(best_checkpoints),
+        )
 
     @property
     def is_same_launch(self) -> bool:
+        """Whether the attempt before was one of this launch, which starts again."""
         return bool(self.launch_id) and self.owner.get("launch_id") == self.launch_id
 
     @property
     def is_continued(self) -> bool:
+        """Whether this start continues the run, unless it is completed."""
         return self.has_run and (self.config.resume_from == "auto" or self.is_same_launch)
 
     @property
@@ -69,7 +78,7 @@ class ExistingRun:
         return has_ended and not can_train_longer(vars(self.config), self.read_saved_config())
 
     def read_saved_config(self) -> dict[str, Any]:
-        """The settings of the run: those of its latest valid checkpoint, since config.json may be edited."""
+        """Read the settings of the run from its latest valid checkpoint, since config.json may have been edited."""
         for path in reversed(checkpoint.list_step_checkpoints(self.config.checkpoint_folder)):
             with suppress(UserError):
                 return checkpoint.read_checkpoint(path)[0]["config"]
@@ -79,63 +88,76 @@ class ExistingRun:
         """Write how the attempt before has ended, if no rank survived to write it: its lock is free. Returns a note."""
         if self.status.get("state") != "running":
             return []
-        self.status.update({"state": "failed", "error": KILLED_ERROR, "rank": 0, "host": self.owner.get("host")})
+        self.status.update(state="failed", error=KILLED_ERROR, rank=0, host=self.owner.get("host"))
         with suppress(OSError):
             replace_json(self.config.run_folder / "status.json", self.status)
         return [f"the previous attempt: {KILLED_ERROR}"]
 
     def find_checkpoint(self) -> tuple[Path | None, list[str]]:
-        """The checkpoint to start from, if any, and notes to log. Raises UserError if it is not valid."""
-        path, notes = checkpoint.find_latest_valid(self.config.checkpoint_folder) if self.is_continued else (None, [])
+        """Find the checkpoint to start from.
+
+        Returns:
+            Its path, or None if there is none, and notes to log.
+
+        Raises:
+            UserError: if it is not valid.
+        """
+        path: Path | None = None
+        notes: list[str] = []
+        if self.is_continued:
+            path, notes = checkpoint.find_latest_valid(self.config.checkpoint_folder)
+        # the run's own checkpoint comes first, since an earlier attempt of this launch may have started from the given
         if path or self.config.resume_from in ("", "auto"):
-            return path, notes  # an earlier attempt of this launch may have started from the given one
+            return path, notes
         path, new_notes = checkpoint.find_best_or_latest(Path(self.config.resume_from), prefer_best=False)
         checkpoint.verify_checkpoint(path)
         return path, notes + new_notes
 
     def check_replacement(self, path: Path | None, is_replaced: bool, may_restart: bool) -> None:
-        """Raises UserError if the run in the folder must stay as it is.
+        """Raise UserError if the run in the folder must stay as it is.
 
         Args:
             path: the checkpoint to start from.
             is_replaced: the run in the folder would be moved aside.
             may_restart: the launcher starts further attempts.
         """
-        config, folder, is_new = self.config, self.config.run_folder, not (self.is_continued or self.is_same_launch)
-        is_auto = config.resume_from == "auto"
+        config = self.config
+        folder = config.run_folder
+
         written = self.status.get("checkpoint")
-        moved_to = self.owner.get("aside")
-        is_named = config.run_dir != DEFAULT_RUN_DIR or config.checkpoint_dir != ""
-        given = {name: getattr(config, name) for name in ("init_from", "resume_from")}
-        inside = [f"{name}={path}" for name, path in given.items() if path and is_path_below(path, folder)]
-        refusals = [
-            (
-                self.is_continued and written and not path,
+        if self.is_continued and written and not path:
+            raise UserError(
                 f"{config.checkpoint_folder}: has no checkpoint, but the run has written {written}; put it back (is the"
-                " disk mounted?), or start over with --overwrite instead of --resume_from auto",
-            ),
-            (
-                is_auto and is_new and moved_to,
-                f"run_dir={folder}: its run was moved to {' and '.join(moved_to or ())} by a start that was killed;"
-                " move it back, or start over without --resume_from auto",
-            ),
-            (
-                is_replaced and may_restart and not self.launch_id,
-                f"run_dir={folder}: holds a run, and restarts look like new launches; give torchrun --rdzv-id NAME",
-            ),
-            (
-                is_replaced and is_named and not config.overwrite,
+                " disk mounted?), or start over with --overwrite instead of --resume_from auto"
+            )
+
+        is_new = not (self.is_continued or self.is_same_launch)
+        backups = self.owner.get("aside")
+        if config.resume_from == "auto" and is_new and backups:
+            raise UserError(
+                f"run_dir={folder}: its run was moved to {' and '.join(backups)} by a start that was killed;"
+                " move it back, or start over without --resume_from auto"
+            )
+
+        if not is_replaced:
+            return
+        if may_restart and not self.launch_id:
+            raise UserError(
+                f"run_dir={folder}: holds a run, and restarts look like new launches; give torchrun --rdzv-id NAME"
+            )
+        is_named = config.run_dir != DEFAULT_RUN_DIR or config.checkpoint_dir != ""
+        if is_named and not config.overwrite:
+            raise UserError(
                 f"run_dir={folder}: holds a run already; add --resume_from auto to continue it, --overwrite to replace"
-                " it, or give another --run_dir",
-            ),
-            (
-                is_replaced and inside,
-                f"{', '.join(inside)}: is in the run that would be moved aside; give another --run_dir",
-            ),
-        ]
-        for is_refused, text in refusals:
-            if is_refused:
-                raise UserError(text)
+                " it, or give another --run_dir"
+            )
+        inside = []
+        for name in ("init_from", "resume_from"):
+            given = getattr(config, name)
+            if given and is_path_below(given, folder):
+                inside.append(f"{name}={given}")
+        if inside:
+            raise UserError(f"{', '.join(inside)}: is in the run that would be moved aside; give another --run_dir")
 
 
 def decide_start(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) -> tuple[RunLock, StartDecision]:
@@ -149,75 +171,90 @@ def decide_start(config: TrainingConfig, host: str, launch_id: str, may_restart:
     Raises:
         UserError: if the folder holds another run, belongs to a running job, or cannot be written.
     """
-    folder, checkpoints = config.run_folder, config.checkpoint_folder
+    folder = config.run_folder
+    checkpoint_folder = config.checkpoint_folder
     if config.track != "none" and not getattr(find_spec(config.track), "origin", None):  # extra: companions
         raise UserError(f"track={config.track}: the package is missing; pip install {config.track}")
     if Path.cwd().is_relative_to(folder.resolve()) or any(folder.glob(f"*/{LOCK_FILE}")):
         raise UserError(f"run_dir={folder}: contains more than one run's files; give a separate folder, e.g. runs/NAME")
-    folders = [] if folder.exists() else [folder, checkpoints]
-    new = [[str(path), DID_NOT_EXIST] for path in folders if not path.exists()]
+
+    created: list[list[str]] = []  # by this start, as `restore_existing_run` takes them
+    if not folder.exists():
+        created = [[str(path), DID_NOT_EXIST] for path in (folder, checkpoint_folder) if not path.exists()]
     try:
-        lock = _open_lock(folder, checkpoints, host)
+        lock = _open_lock(folder, checkpoint_folder, host)
     except UserError:
-        for new_folder, _ in reversed(new):
+        for created_folder, _ in reversed(created):
             with suppress(OSError):  # it has another start's files
-                os.rmdir(new_folder)
+                os.rmdir(created_folder)
         raise
     try:
-        lock, start_decision = _decide_locked(lock, config, host, launch_id, may_restart)
+        lock, decision = _decide_locked(lock, config, host=host, launch_id=launch_id, may_restart=may_restart)
     except StartError:  # another attempt continues with what has been fetched
         raise
     except UserError:
-        restore_existing_run(new)
+        restore_existing_run(created)
         raise
-    if start_decision.attempt > 1 and not start_decision.renamed_folders:  # restored from the mirror
-        start_decision = replace(start_decision, renamed_folders=new)
-    return lock, start_decision
+    if decision.attempt > 1 and not decision.renamed_folders:
+        # a folder that did not exist was restored from the mirror, and goes if this start is refused later
+        decision = replace(decision, renamed_folders=created)
+    return lock, decision
 
 
 def _decide_locked(
     lock: RunLock, config: TrainingConfig, host: str, launch_id: str, may_restart: bool
 ) -> tuple[RunLock, StartDecision]:
-    """The lock is another one if the folder was moved aside."""
-    folder, checkpoints = config.run_folder, config.checkpoint_folder
+    """Decide while the folder is locked.
+
+    Returns:
+        The lock, which is another one if the folder was moved aside, and the decision.
+    """
+    folder = config.run_folder
+    checkpoint_folder = config.checkpoint_folder
     existing_run = ExistingRun.inspect(config, launch_id, lock.previous_owner)
     mirror_decision: dict[str, Any] = {}
     if config.mirror and not existing_run.is_completed:  # extra: companions
         from utils.extras.companions.programs import call_program, create_companion_plan
 
-        plan = create_companion_plan(config, 0, host, lock.token, launch_id)
+        plan = create_companion_plan(config, rank=0, host=host, token=lock.token, launch_id=launch_id)
         mirror_decision = call_program("mirror", plan, f"mirror={config.mirror}", "--first")
         existing_run = ExistingRun.inspect(config, launch_id, mirror_decision.get("owner") or lock.previous_owner)
     if existing_run.is_completed or mirror_decision.get("is_completed"):
         return lock, StartDecision(is_completed=True)
-    owner, backups = existing_run.owner, existing_run.owner.get("aside", [])
-    moved: list[list[str]] = []
+
     notes = mirror_decision.get("notes", []) + existing_run.mark_killed()
     path, new_notes = existing_run.find_checkpoint()
     notes += [note for note in new_notes if note not in notes]
-    is_here = path is not None and path.resolve().parent == checkpoints.resolve()
-    if path and is_here:
-        path = checkpoints / path.name  # one spelling on all ranks
-    is_replaced = existing_run.has_run and not existing_run.is_continued and not is_here
+    is_in_folder = path is not None and path.resolve().parent == checkpoint_folder.resolve()
+    if path and is_in_folder:
+        path = checkpoint_folder / path.name  # one spelling on all ranks
+    is_replaced = existing_run.has_run and not existing_run.is_continued and not is_in_folder
     existing_run.check_replacement(path, is_replaced, may_restart)
+
+    owner = existing_run.owner
+    backups = owner.get("aside", [])
+    renamed_folders: list[list[str]] = []
     if is_replaced:
-        moved = rename_existing_run(folder, checkpoints)
+        renamed_folders = rename_existing_run(folder, checkpoint_folder)
         lock.close()
-        lock, owner, backups = _open_lock(folder, checkpoints, host), {}, [name for _, name in moved]
-        text = (
-            f"moved the earlier run to {' and '.join(backups)} ({describe_folder_size(backups)}); to delete it: rm -r "
-        )
-        notes.append(text + " ".join(backups))
+        lock = _open_lock(folder, checkpoint_folder, host)
+        owner = {}
+        backups = [backup for _, backup in renamed_folders]
+        text = f"moved the earlier run to {' and '.join(backups)} ({describe_folder_size(backups)})"
+        notes.append(f"{text}; to delete it: rm -r {' '.join(backups)}")
+
+    attempt = 1
     # an attempt that was killed before its first record or checkpoint counts too
-    is_again = not moved and (existing_run.has_run or (config.resume_from == "auto" and owner.get("has_trained")))
-    attempt = owner.get("attempt", 0) + 1 if is_again else 1
+    was_training = config.resume_from == "auto" and owner.get("has_trained")
+    if not is_replaced and (existing_run.has_run or was_training):
+        attempt = owner.get("attempt", 0) + 1
     # until `mark_training` a restart of this launch must not continue this run
-    inherited = launch_id if existing_run.is_same_launch else ""
-    lock.write(launch_id=inherited, attempt=attempt, aside=backups)
-    _remove_temporary_files(folder, checkpoints)
+    inherited_launch_id = launch_id if existing_run.is_same_launch else ""
+    lock.write(launch_id=inherited_launch_id, attempt=attempt, aside=backups)
+    _remove_temporary_files(folder, checkpoint_folder)
     return lock, StartDecision(
         resume_from=str(path or ""),
-        renamed_folders=moved,
+        renamed_folders=renamed_folders,
         attempt=attempt,
         token=lock.token,
         launch_id=launch_id,
@@ -226,20 +263,75 @@ def _decide_locked(
     )
 
 
+def rename_existing_run(folder: Path, checkpoint_folder: Path) -> list[list[str]]:
+    """Rename the folders of a run to NAME.1, or .2, and so on.
+
+    Returns:
+        The folders with their new names.
+
+    Raises:
+        UserError: if one of them cannot be renamed. All have their old names then.
+    """
+    folders = [folder]
+    if not checkpoint_folder.is_relative_to(folder):
+        folders = [checkpoint_folder, folder]
+    number = 1
+    while any(os.path.exists(f"{path}.{number}") for path in folders):
+        number += 1
+    renames = [[str(path), f"{path}.{number}"] for path in folders]
+    try:
+        for original, backup in renames:
+            os.rename(original, backup)
+    except OSError as error:
+        restore_existing_run(renames)
+        raise UserError(f"{original}: cannot be moved aside ({error.strerror}); give another --run_dir") from None
+    return renames
+
+
+def restore_existing_run(renames: list[list[str]]) -> None:
+    """Undo `rename_existing_run`: the start was rejected. What it has written is deleted.
+
+    renames: folders, each with its new name or DID_NOT_EXIST.
+    """
+    for original, backup in renames:
+        existed = backup != DID_NOT_EXIST
+        if existed and not os.path.exists(backup):
+            continue  # the folder has its old name
+        rejected = Path(f"{original}.rejected{TEMPORARY_SUFFIX}")
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.rename(original, rejected)  # other ranks may still write there
+        if existed:
+            os.rename(backup, original)
+        shutil.rmtree(rejected, ignore_errors=True)
+
+
+def describe_folder_size(folders: list[str]) -> str:
+    """Return the gigabytes of all files in the folders, as text."""
+    size = 0
+    for folder in folders:
+        for path in Path(folder).rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                size += path.stat().st_size
+    return f"{size / 1e9:.1f} GB"
+
+
 def _remove_temporary_files(folder: Path, checkpoint_folder: Path) -> None:
     """Delete the temporary files of an attempt that was killed."""
-    partial = [
+    left_over = [
         *folder.glob(f"*{TEMPORARY_SUFFIX}"),
         *folder.glob(f"samples/*{TEMPORARY_SUFFIX}"),
         *checkpoint_folder.glob(f"*{TEMPORARY_SUFFIX}"),
     ]
-    for left_over in partial:
+    for path in left_over:
         with suppress(OSError):  # NFS keeps the files that a process has open as .nfs*
-            shutil.rmtree(left_over) if left_over.is_dir() else left_over.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def _open_lock(folder: Path, checkpoint_folder: Path, host: str) -> RunLock:
-    """Create both folders and lock the run's. Raises UserError."""
+    """Create both folders and lock that of the run. Raises UserError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint_folder.mkdir(parents=True, exist_ok=True)
@@ -250,4 +342,5 @@ def _open_lock(folder: Path, checkpoint_folder: Path, host: str) -> RunLock:
 
 
 def is_path_below(path: str, folder: Path) -> bool:
+    """Whether the path is in the folder, after links are followed."""
     return Path(path).resolve().is_relative_to(folder.resolve())

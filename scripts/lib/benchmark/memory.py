@@ -32,7 +32,7 @@ from utils.data.sampler import MapDataset
 from utils.data.sets import load_data
 from utils.distributed.dtensor import local_shard, model_device
 from utils.memory import drop_traceback, is_out_of_memory, read_free_memory
-from utils.run.initial_state import create_train_state
+from utils.run.resume import create_train_state
 from utils.settings.errors import UserError
 from utils.table import format_table
 from utils.training.first_passes import train_twice

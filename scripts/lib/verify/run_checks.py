@@ -219,7 +219,7 @@ def find_differences(fork: Fork, a: str, b: str, number: int = -1) -> list[str]:
     wrong = [name for name in names if hash_nested(state_a.get(name)) != hash_nested(state_b.get(name))]
     for kind in ("train", "eval"):
         records_a, records_b = (
-            [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in run.read_records(kind)] for run in runs
+            [{k: v for k, v in r.items() if k not in TIMING_FIELDS} for r in run.records.read(kind)] for run in runs
         )
         wrong += [f"the {kind} record of step {record['step']}" for record in records_b if record not in records_a]
     return sorted(wrong)

@@ -70,8 +70,8 @@ class Attempt:
     def __init__(self, url, folder, launch_id="", **flags):
         self.config = TrainingConfig(run_dir=str(folder), mirror=url, keep_last=2, **{"resume_from": "auto"} | flags)
         lock, self.start = decide_start(self.config, "here", launch_id, False)
-        self.run = RunFolder(Path(folder), self.config.checkpoint_folder, 0, ("here",), self.start, lock, mock.Mock())
-        self.run.mark_running()
+        self.run = RunFolder(Path(folder), self.config.checkpoint_folder, 0, "here", self.start, lock, mock.Mock())
+        self.run.status.mark_running()
         self.run.mark_training()
         self.uploads = MirrorUploader(self.plan(launch_id))
         self.mirror = self.uploads.mirror
@@ -85,10 +85,10 @@ class Attempt:
     def save(self, step, best=False):
         path = checkpoint.step_checkpoint_path(self.run.checkpoint_folder, step)
         archive.write_archive(path, payload(step))
-        self.run.record("train", step=step, loss=1.0)
+        self.run.records.append("train", step=step, loss=1.0)
         if best:
-            self.run.link_best(step)
-            self.run.record_event("best", step)
+            self.run.checkpoint_files.link_best(step)
+            self.run.records.append_event("best", step)
         return path
 
     def upload(self, *steps, **options):
@@ -99,7 +99,7 @@ class Attempt:
         return self
 
     def end(self, state="preempted"):
-        self.run.write_status(state)
+        self.run.status.write(state)
         self.run.mark_ended()
         assert self.uploads.look(self.uploads.read_final_state())
         self.run.close()
@@ -120,7 +120,7 @@ def test_a_run_goes_on_from_its_mirror_in_an_empty_folder(url, tmp_path):
     assert second.run.resume_path == tmp_path / "b/checkpoints/step_00000020.pt" and second.start.attempt == 2
     before, after = (tmp_path / name / "checkpoints/step_00000020.pt" for name in "ab")
     assert before.read_bytes() == after.read_bytes()
-    assert [record["step"] for record in second.run.read_records("train")] == [10, 20]
+    assert [record["step"] for record in second.run.records.read("train")] == [10, 20]
     assert not list((tmp_path / "b/checkpoints").glob(".*"))
     second.upload(30).end("completed")
     lock, start = decide_start(
@@ -160,7 +160,7 @@ def test_the_latest_checkpoints_and_the_best_one_are_kept(url, tmp_path, monkeyp
         "step_00000040",
     ]
     assert (
-        second.run.restore_best(10)
+        second.run.checkpoint_files.restore_best(10)
         and checkpoint.verify_checkpoint(second.run.checkpoint_folder / "best.pt").step == 10
     )
     second.upload(50, 60)
@@ -338,8 +338,8 @@ def test_a_start_that_is_rejected_leaves_no_copy_of_its_mirror(url, tmp_path, ki
     first.end()
     config = TrainingConfig(run_dir=str(tmp_path / "b"), mirror=url, resume_from="auto")
     lock, start = decide_start(config, "here", "", False)
-    run = RunFolder(config.run_folder, config.checkpoint_folder, 0, ("here",), start, lock)
-    run.mark_running()
+    run = RunFolder(config.run_folder, config.checkpoint_folder, 0, "here", start, lock)
+    run.status.mark_running()
     assert run.resume_path.exists() and (run.folder / "metrics.jsonl").exists()
     run.report_failure(kind("lr=1: must be as in the checkpoint"))
     run.close()
@@ -379,7 +379,7 @@ def test_a_run_that_fails_before_its_first_upload_leaves_the_records_of_the_atte
     second.run.report_failure(TrainingError("disk"), 12)
     second.uploads.leave()
     third = Attempt(url, tmp_path / "c")
-    assert third.run.resume_path and [record["step"] for record in third.run.read_records("train")] == [10]
+    assert third.run.resume_path and [record["step"] for record in third.run.records.read("train")] == [10]
 
 
 def test_nothing_is_deleted_while_the_storage_lists_no_checkpoint(url, tmp_path, monkeypatch):

@@ -88,7 +88,7 @@ def step_of_the_next_attempt(url, folder):
         second.run.resume_path.read_bytes()
         == checkpoint.step_checkpoint_path(folder / "a/checkpoints", step).read_bytes()
     )
-    assert {step} <= {record["step"] for record in second.run.read_records("train")}
+    assert {step} <= {record["step"] for record in second.run.records.read("train")}
     second.upload(40, 50).suspend()
     assert steps_of(url) == [40, 50]
     assert sum(name.endswith(".pt") for name in second.mirror.list_objects()) == 2
@@ -168,7 +168,7 @@ def test_a_failing_upload_is_a_warning_and_is_tried_again(url, tmp_path, monkeyp
     assert caplog.text.count("tries have failed") == 1 and steps_of(url) == []
     is_down.clear()
     wait_until(lambda: steps_of(url) == [10])
-    attempt.run.write_status("preempted")
+    attempt.run.status.write("preempted")
     attempt.run.mark_ended()
     program.join(20)
     assert not program.is_alive() and attempt.mirror.has_ended()

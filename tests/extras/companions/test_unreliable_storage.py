@@ -62,7 +62,7 @@ def test_what_a_network_does_to_requests_costs_time_only(bucket, behind, tmp_pat
             path = checkpoint.step_checkpoint_path(attempt.run.checkpoint_folder, 20 * number)
             assert attempt.run.resume_path == path
             assert path.read_bytes() == (tmp_path / f"{number - 1}/checkpoints" / path.name).read_bytes()
-            assert [record["step"] for record in attempt.run.read_records("train")][-1] == 20 * number
+            assert [record["step"] for record in attempt.run.records.read("train")][-1] == 20 * number
         attempt.upload(20 * number + 10, 20 * number + 20).end()
     assert steps_of(url)[-2:] == [50, 60]  # one that is superseded stays until the next save if its deletion fails
     print({kind: met.count(kind) for kind in sorted(set(met))})

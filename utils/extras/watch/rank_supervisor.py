@@ -112,7 +112,7 @@ class RankSupervisor(Supervisor):
         text = "no progress after a stop signal; this rank ends before the first step, so nothing is lost"
         self._run_with_time_limit(lambda: self._logger.info(text))
         if run := self._exit_reporter.run:
-            self._run_with_time_limit(lambda: run.write_status("preempted"))
+            self._run_with_time_limit(lambda: run.status.write("preempted"))
         if self._ctx.launch.is_under_torchrun:
             os.kill(os.getppid(), signal.SIGTERM)  # else it would wait for ranks that do not end, or restart them
         exit_now(0 if self._ctx.launch.is_under_torchrun else EXIT_PREEMPTED)
