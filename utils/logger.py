@@ -126,31 +126,39 @@ def log_training_step(
 
     targets_per_s: what the loss counts: tokens, pixels. 0: left out.
     """
-    rate, step_s = record["samples_per_s"], record["step_s"]
-    begin = [f"epoch {record['epoch']}", f"step {record['step']}/{total_steps}", f"loss {format_value(record['loss'])}"]
-    begin[2] += f" ({skipped} skipped)" if (skipped := record.get("skipped_steps")) else ""
+    rate = record["samples_per_s"]
+    step_s = record["step_s"]
+    loss = f"loss {format_value(record['loss'])}"
+    if record.get("skipped_steps"):
+        loss += f" ({record['skipped_steps']} skipped)"
+    begin = [f"epoch {record['epoch']}", f"step {record['step']}/{total_steps}", loss]
     end = [f"lr {record['lr']:.3g}", f"{rate:,.0f} samples/s"]
     if "tokens_per_s" in record:
         end.append(f"{record['tokens_per_s']:,.0f} tokens/s ({record['padding']:.0%} padding)")
-    if left := total_steps - record["step"]:
-        end.append(f"{format_duration(step_s * left)} left")
+    steps_left = total_steps - record["step"]
+    if steps_left:
+        end.append(f"{format_duration(step_s * steps_left)} left")
 
     def has_room(part: str) -> bool:
         return len(" | ".join([*begin, *end, part])) <= MAX_COLUMNS
 
     for name in metrics:
-        part = f"{name} {format_value(record[name])}"
-        begin += [part] * has_room(part)
+        metric = f"{name} {format_value(record[name])}"
+        if has_room(metric):
+            begin.append(metric)
     if world_size > 1 and has_room(f"{rate:,.0f} per rank"):
         end[1] += f" ({rate / world_size:,.0f} per rank)"
-    wait_fraction = record["data_wait_s"] / step_s if step_s else 0.0
-    details = [f"data wait {wait_fraction:.0%}"] * (wait_fraction >= 0.01)
+    details = []
+    if step_s and record["data_wait_s"] / step_s >= 0.01:
+        details.append(f"data wait {record['data_wait_s'] / step_s:.0%}")
     if "mfu" in record:
         details.append(f"mfu {record['mfu']:.0%}")
-    details += [f"{targets_per_s:,.0f} targets/s"] * (targets_per_s >= 0.5)
+    if targets_per_s >= 0.5:
+        details.append(f"{targets_per_s:,.0f} targets/s")
     details.append(f"mem {record['peak_memory_bytes'] / 2**30:.2f} GiB")
-    for part in details:
-        end += [part] * has_room(part)
+    for detail in details:
+        if has_room(detail):
+            end.append(detail)
     logger.info("%s", " | ".join(begin + end))
 
 
@@ -166,9 +174,12 @@ def log_epoch_summary(
         values = ", ".join(
             f"{name} {format_value(value)}" for name, value in record.items() if name not in RESERVED_NAMES
         )
-        parts.append(f"{record['split']}{' (ema)' * (record['weights'] == 'ema')}: {values}")
+        weights = " (ema)" if record["weights"] == "ema" else ""
+        parts.append(f"{record['split']}{weights}: {values}")
     parts.append(f"{format_count(records[0]['count'], 'sample')} in {format_duration(seconds)}")
-    logger.info("%s", " | ".join(parts + ["best so far"] * is_best))
+    if is_best:
+        parts.append("best so far")
+    logger.info("%s", " | ".join(parts))
     for record in records:
         if not math.isfinite(record["loss"]):
             logger.log(
@@ -196,18 +207,26 @@ def show_progress_bar(logger: logging.Logger, step: int, total_steps: int, label
 
 def error_text(error: BaseException) -> str:
     """The message of an error, and its notes."""
-    return "; ".join(filter(None, [str(error).strip(), *getattr(error, "__notes__", [])])) or type(error).__name__
+    parts = [str(error).strip(), *getattr(error, "__notes__", [])]
+    message = "; ".join(part for part in parts if part)
+    return message or type(error).__name__
 
 
 def format_count(items: Any, noun: str) -> str:
     """A number and its noun: 1 node, 2 nodes."""
     number = items if isinstance(items, int) else len(items)
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    if number != 1:
+        noun += "s"
+    return f"{number:,} {noun}"
 
 
 def format_value(value: float | str | None) -> str:
     """A number with four decimals. Text stays as it is, and None is "not finite"."""
-    return value if isinstance(value, str) else "not finite" if value is None else f"{value:.4f}"
+    if isinstance(value, str):
+        return value
+    if value is None:
+        return "not finite"
+    return f"{value:.4f}"
 
 
 def format_duration(seconds: float) -> str:

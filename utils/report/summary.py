@@ -62,12 +62,14 @@ def create_summary(
         "overflow_steps": progress.overflow_steps,
         "time": {f"{name}_s": round(seconds, 3) for name, seconds in accounts.items()},
     }
-    warnings = [
-        *state.schedule.warnings,
-        *_list_warnings(summary, evaluations, count_empty_steps(records), bool(progress.best_metric)),
-    ]
-    warnings = [warning for warning in warnings if warning]
-    return summary | ({"test": test_records} if test_records else {}) | ({"warnings": warnings} if warnings else {})
+    empty_steps = count_empty_steps(records)
+    warnings = list(state.schedule.warnings)
+    warnings += _list_warnings(summary, evaluations, empty_steps, has_validation=bool(progress.best_metric))
+    if test_records:
+        summary["test"] = test_records
+    if warnings:
+        summary["warnings"] = warnings
+    return summary
 
 
 def count_empty_steps(records: list[dict[str, Any]]) -> int:
@@ -91,15 +93,16 @@ def _select_evaluations(
 def _list_warnings(
     summary: dict[str, Any], evaluations: list[dict[str, Any]], empty_steps: int, has_validation: bool
 ) -> list[str]:
-    """What the run has not done although it ends without an error; empty texts for the rest."""
+    """List what the run has not done although it ends without an error."""
     never = ", ".join(name for name in summary["final"] if all(record.get(name) is None for record in evaluations))
-    is_empty = 0 < summary["steps"] == empty_steps
-    has_no_best = has_validation and evaluations and summary["best_value"] is None
-    return [
-        "training: all steps were without targets, so nothing was learned; label the samples" * is_empty,
-        f"evaluation: {never}: never finite" * bool(never),
-        f"best_metric={summary['best_metric']}: was never finite, so there is no best.pt" * bool(has_no_best),
-    ]
+    warnings = []
+    if 0 < summary["steps"] == empty_steps:
+        warnings.append("training: all steps were without targets, so nothing was learned; label the samples")
+    if never:
+        warnings.append(f"evaluation: {never}: never finite")
+    if has_validation and evaluations and summary["best_value"] is None:
+        warnings.append(f"best_metric={summary['best_metric']}: was never finite, so there is no best.pt")
+    return warnings
 
 
 def _select_metrics(record: dict[str, Any]) -> dict[str, Any]:
@@ -147,11 +150,14 @@ def describe_run_end(
         best = f"{summary['best_metric']} {summary['best_value']:.4f}{weights_note}"
         lines.append(f"best: {best} in epoch {summary['best_epoch']}")
     if summary["state"] == "preempted":
-        change = "with --resume_from auto" + " instead of --overwrite" * overwrite
+        change = "with --resume_from auto"
+        if overwrite:
+            change += " instead of --overwrite"
         return "\n".join([*lines, f"to continue: the same command {change}"])
     file = run.checkpoint_folder / "best.pt"
     source = file if file.exists() else [file, *list_step_checkpoints(run.checkpoint_folder)][-1]
     lines += ["next:", f"  tensorboard --logdir {run.folder}"]
     lines.append(f"  python scripts/runs.py {run.folder} --html {run.folder}/report.html")  # extra: reports
-    lines += [f"  python train.py --config {run.folder}/config.json --eval_only"] * bool(summary["final"])
+    if summary["final"]:
+        lines.append(f"  python train.py --config {run.folder}/config.json --eval_only")
     return "\n".join([*lines, f"  python scripts/export.py {source} {run.folder}/model.pt"])

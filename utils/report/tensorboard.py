@@ -84,7 +84,9 @@ class TensorBoardWriter:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary  # `write_texts` has imported it
 
-        group = record.get("split", "train") + "_ema" * (record.get("weights") == "ema")
+        group = record.get("split", "train")
+        if record.get("weights") == "ema":
+            group += "_ema"
         values = [
             Summary.Value(tag=f"{group}/{name}", simple_value=value)
             for name, value in record.items()

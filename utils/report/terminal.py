@@ -113,23 +113,30 @@ def _format_model_line(config: TrainingConfig, state: TrainState) -> str:
     line += f"{trained:,} of them trained" if trained < parameters else "all trained"
     line += state.strategy.banner_note if not state.strategy.has_whole_gradients else ""
     if config.activation_checkpointing or config.compile != "off":  # extra: compile
-        line += ", activation checkpointing" * config.activation_checkpointing
-        line += f", compiled ({config.compile})" * (config.compile != "off")
+        if config.activation_checkpointing:
+            line += ", activation checkpointing"
+        if config.compile != "off":
+            line += f", compiled ({config.compile})"
     return line
 
 
 def _format_data_line(loader: GlobalBatchLoader, held_out_loaders: dict[str, GlobalBatchLoader]) -> str:
     dropped = len(loader.dataset) - loader.sampler.samples_per_epoch
     line = f"{dataset_class_name(loader.dataset)}, {len(loader.dataset):,} training samples"
-    line += f" ({dropped} dropped, different ones in each epoch)" * (dropped > 0)
-    splits = {
-        choose_split_name(eval_loader.dataset, split): len(eval_loader.dataset)
-        for split, eval_loader in held_out_loaders.items()
-    }
-    role = ", which also selects the best checkpoint" * ("val" in held_out_loaders and list(splits) == ["test"])
-    line += "".join(f", {size:,} for evaluation ({split}{role})" for split, size in splits.items())
+    if dropped > 0:
+        line += f" ({dropped} dropped, different ones in each epoch)"
+    sizes = {}
+    for split, eval_loader in held_out_loaders.items():
+        sizes[choose_split_name(eval_loader.dataset, split)] = len(eval_loader.dataset)
+    role = ""
+    if "val" in held_out_loaders and list(sizes) == ["test"]:
+        role = ", which also selects the best checkpoint"
+    for split, size in sizes.items():
+        line += f", {size:,} for evaluation ({split}{role})"
     classes = getattr(loader.dataset, "classes", ())
-    return line + (f", {len(classes):,} classes" if classes else "")
+    if classes:
+        line += f", {len(classes):,} classes"
+    return line
 
 
 def _format_batch_line(field: str, size: int, micro_batches: int, ranks: int) -> str:
@@ -153,14 +160,24 @@ def _format_batchnorm_line(momenta: list[float], updates: int) -> str:
 def _format_gradient_line(state: TrainState, comm_hook: str, bucket_cap_mb: float) -> str:
     """The gradients that an optimizer step sends."""
     size = sum(p.numel() * p.element_size() for p in state.model.parameters() if p.requires_grad) / 2**20
-    hook = f", rounded to {comm_hook}" * (comm_hook != "none")
-    hook += state.strategy.banner_note
     bucket = choose_bucket_megabytes(state.model, bucket_cap_mb)
-    return f"{size:.2f} MB per step, in buckets of about {bucket:.2f} MB{hook}"
+    line = f"{size:.2f} MB per step, in buckets of about {bucket:.2f} MB"
+    if comm_hook != "none":
+        line += f", rounded to {comm_hook}"
+    return line + state.strategy.banner_note
 
 
 def _format_checkpoint_line(minutes: float, steps: int, epochs: int) -> str:
-    parts = [f"{minutes:g} min"] * (minutes > 0) + [format_count(steps, "step")] * (steps > 0)
-    parts += [format_count(epochs, "epoch")] * (epochs > 0)
-    several = ", whichever comes first" * (len(parts) > 1)
-    return f"every {' or '.join(parts)}{several}, and when asked to stop" if parts else "only at the end"
+    periods = []
+    if minutes > 0:
+        periods.append(f"{minutes:g} min")
+    if steps > 0:
+        periods.append(format_count(steps, "step"))
+    if epochs > 0:
+        periods.append(format_count(epochs, "epoch"))
+    if not periods:
+        return "only at the end"
+    line = f"every {' or '.join(periods)}"
+    if len(periods) > 1:
+        line += ", whichever comes first"
+    return line + ", and when asked to stop"

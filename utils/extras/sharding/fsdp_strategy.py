@@ -37,7 +37,8 @@ class FSDPStrategy(GradientStrategy):
 
     def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
         super().__init__(config, ctx)
-        self.banner_note = f", sharded ({config.sharding}{', in host memory' * config.cpu_offload})"
+        place = ", in host memory" if config.cpu_offload else ""
+        self.banner_note = f", sharded ({config.sharding}{place})"
 
     _shard_group: dist.ProcessGroup | None = None  # the ranks that hold the shards of a parameter
 

@@ -340,8 +340,12 @@ class Watchdog:
                 if observed and observed[1]:
                     text, stopped = describe_hang(*observed[:2], self._hosts, silent)
                     self._supervisor.exit_hung(f"{text} ({reason})", stopped, self._read_stacks())
-        elif silent > max(SECONDS_UNTIL_LOST, self._hang_timeout * (status.phase == "start")):
-            self._exit_for_lost_peer(peer)  # at the start a rank may hold the GIL for long
+        else:
+            limit = SECONDS_UNTIL_LOST
+            if status.phase == "start":  # a rank may hold the GIL for long
+                limit = max(limit, self._hang_timeout)
+            if silent > limit:
+                self._exit_for_lost_peer(peer)
 
     def _find_exit_reason(self, silent_seconds: float) -> str:
         """Why the run is ended for a rank that is stopped; empty if it is not."""
@@ -359,19 +363,23 @@ class Watchdog:
                 self._heartbeats.set_stack(self._stack)
 
     def _handle_stall(self, seconds: float, ends_run: bool, reason: str = "") -> bool:
-        """Report or end, or leave it to a lower rank. Returns False if some rank may still make progress."""
+        """Report a stall or end the run, or leave it to a lower rank.
+
+        Returns:
+            Whether all is done for this stall. False if some rank may still make progress.
+        """
         text = f"no progress for {seconds:.0f} s ({reason})"
-        for ranks in (range(1), range(len(self._hosts)))[self._rank == 0 :]:  # most ranks read one status
+        views = [range(len(self._hosts))]
+        if self._rank > 0:
+            views.insert(0, range(1))  # most ranks read one status: rank 0 lives, and they leave the stall to it
+        for ranks in views:
             observed = self._observe_ranks(ranks)
             if observed is None:  # the store does not answer
                 if reason == STOP_REASON:
                     self._supervisor.exit_hung(text, None)
                 return False
             statuses, silent, is_moving = observed
-            if any(
-                self._rank > rank not in silent and status.phase not in UNTIMED_PHASES
-                for rank, status in statuses.items()
-            ):
+            if self._is_lower_rank_alive(statuses, silent):
                 if ends_run and not is_moving and reason == STOP_REASON:  # no signal may have reached the lower rank
                     self._wait(SECONDS_BEFORE_PEERS_EXIT)
                     self._supervisor.exit_hung(text, None)
@@ -391,6 +399,13 @@ class Watchdog:
         else:
             self._supervisor.warn(describe_hang(statuses, silent, self._hosts, seconds, "is slow")[0])
         return True
+
+    def _is_lower_rank_alive(self, statuses: dict[int, RankStatus], silent: set[int]) -> bool:
+        """Whether a rank below this one has a heartbeat and is in a phase that the watchdog times: it reports."""
+        for rank, status in statuses.items():
+            if rank < self._rank and rank not in silent and status.phase not in UNTIMED_PHASES:
+                return True
+        return False
 
     def _observe_ranks(self, ranks: range) -> tuple[dict[int, RankStatus], set[int], bool] | None:
         """The statuses of these ranks, those whose heartbeat has stopped, and whether any counter moves. None: no
