@@ -200,7 +200,7 @@ def load_optimizer_state(
         if local_state:
             states[number] = local_state
 
-    state_dict = optimizer.state_dict()
+    state_dict = dict(optimizer.state_dict())
     for key in state_dict:
         if key in saved and key != "param_groups":
             state_dict[key] = saved[key]
