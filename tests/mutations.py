@@ -221,7 +221,7 @@ MUTATIONS = [
     Mutation('CheckpointWriter.poll', 'except OSError as error:', 'except BlockingIOError as error:', 'disk'),
     Mutation('Checkpoints._finish_copy_before', 'self.finish_copy()', 'pass', 'resume'),
     Mutation('train_epochs', 'checkpoints.finish_copy()  # after_epoch may change the weights', 'pass', 'resume'),
-    Mutation('CheckpointWriter._check_progress', 'self._stalled_s = 0.0 if has_moved else self._stalled_s + min(now - self._polled_at, MAX_STALL_SECONDS_PER_POLL)', 'self._stalled_s = 0.0', 'stalled-write'),
+    Mutation('CheckpointWriter._check_progress', 'self._stalled_s += seconds_since_poll', 'self._stalled_s = 0.0', 'stalled-write'),
     Mutation('_HashingWriter.write', 'self._on_progress()', 'pass', 'stalled-write'),
     Mutation('CheckpointCommand.leave', 'os.killpg(command.pid, number)', 'command.send_signal(number)', 'command'),  # extra: companions
     Mutation('exit_with_torchrun', 'die_with_parent()', 'pass', 'launcher-killed'),

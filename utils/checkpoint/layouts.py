@@ -1,4 +1,4 @@
-"""How a checkpoint is written: rank 0 writes one file. Called in a thread."""
+"""Write a checkpoint in its layout, which is one file that rank 0 writes. The functions are called in a thread."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Callback = Callable[[], object]
 
 
 class FileLayout:
-    """A file that rank 0 writes. Only rank 0 takes part."""
+    """The layout of a checkpoint in one file. Only rank 0 takes part."""
 
-    is_waiting_for_ranks = False  # for another rank, which looks at its own progress
+    is_waiting_for_ranks = False  # whether a write waits for another rank, which looks at its own progress
 
     def checkpoint_path(self, folder: Path, step: int) -> Path:
-        """The checkpoint of this step."""
+        """Return the path of the checkpoint of this step."""
         return step_checkpoint_path(folder, step)
 
     def write(self, path: Path, payload: Payload, before_rename: Callback, on_progress: Callback) -> None:
@@ -39,7 +39,7 @@ class FileLayout:
         """
         try:
             check_free_space(path, payload)
-            archive.write_archive(path, payload, before_rename, on_progress)
+            archive.write_archive(path, payload, before_rename=before_rename, on_progress=on_progress)
         except TrainingError:
             raise
         except (OSError, RuntimeError) as error:
@@ -47,7 +47,7 @@ class FileLayout:
 
 
 def create_thread_context(ctx: DistributedContext) -> DistributedContext:
-    """The context for threads, which speak to those of other ranks while training uses the other groups."""
+    """Create the context for threads, which speak to the threads of other ranks while training uses other groups."""
     if ctx.world_size == 1:
         return ctx
     group: Any = dist.new_group(backend="gloo", timeout=timedelta(hours=24))
@@ -55,33 +55,45 @@ def create_thread_context(ctx: DistributedContext) -> DistributedContext:
 
 
 def count_payload_bytes(payload: Payload) -> int:
-    """The bytes of its tensors."""
+    """Return the bytes of all tensors in a payload."""
     sizes: list[int] = []
     archive.map_payload(payload, lambda tensor: sizes.append(tensor.nbytes))
     return sum(sizes)
 
 
 def check_free_space(path: Path, payload: Payload) -> None:
-    """Raises OSError if the checkpoint does not fit on the disk. Creates a missing folder of checkpoints."""
+    """Raise OSError if the checkpoint does not fit on the disk. This creates a missing folder of checkpoints."""
     folder = path.parent
-    if (folder.parent / "lock.json").exists():  # else it may be on an unmounted disk
+    if (folder.parent / "lock.json").exists():  # else the folder may be on an unmounted disk
         folder.mkdir(exist_ok=True)
-    room = os.statvfs(folder)
-    if room.f_bavail * room.f_frsize < count_payload_bytes(payload):
+    file_system = os.statvfs(folder)
+    free_bytes = file_system.f_bavail * file_system.f_frsize
+    if free_bytes < count_payload_bytes(payload):
         raise OSError(28, "No space left on device")
 
 
 def explain_write_error(error: BaseException, path: Path, payload: Payload) -> OSError:
-    """The error for a checkpoint that cannot be written, with the free space."""
-    reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
-    reason = "a write was cut short" if "unexpected pos" in reason else reason  # of torch.save on a full disk
+    """Return the error for a checkpoint that cannot be written, with the free space."""
+    reason = _describe_reason(error)
+    is_out_of_inodes = False
     try:
         file_system = os.statvfs(path.parent)
         free = f"{file_system.f_bavail * file_system.f_frsize / 1e6:,.1f} MB are free"
-        is_out_of_inodes = file_system.f_files and not file_system.f_favail
+        is_out_of_inodes = file_system.f_files > 0 and file_system.f_favail == 0
     except OSError as stat_error:
-        free, is_out_of_inodes = f"its folder cannot be accessed ({stat_error.strerror})", False
+        free = f"its folder cannot be accessed ({stat_error.strerror})"
     space = f"it needs {count_payload_bytes(payload) / 1e6:,.1f} MB, {free}; make room or repair the storage"
     if is_out_of_inodes:
         space = "no inodes are free, so the file system can hold no more files; delete some"
     return OSError(f"{path}: cannot be written ({reason}); {space}")
+
+
+def _describe_reason(error: BaseException) -> str:
+    """Return what the system says of an error, or the first line of its text, or its class."""
+    reason = getattr(error, "strerror", None)
+    if not reason:
+        lines = str(error).splitlines()
+        reason = lines[0] if lines else type(error).__name__
+    if "unexpected pos" in reason:  # of torch.save on a full disk
+        return "a write was cut short"
+    return reason

@@ -19,16 +19,17 @@ ALIGNMENT = 64  # bytes
 
 
 class PinnedBuffers:
-    """One buffer, used for one checkpoint after the other.
+    """One buffer in host memory that holds one checkpoint after the other.
 
-    For tensors on a GPU it is page-locked, so that copies run at full bus speed and overlap the computation. torch's
-    own pinned memory would round each tensor up to a power of two.
+    For tensors on a GPU the buffer is page-locked, so that copies run at full bus speed and overlap the computation.
+    torch's own pinned memory would round each tensor up to a power of two.
     """
 
     def __init__(self) -> None:
-        self._buffer, self._is_pinned = mmap.mmap(-1, 1), False
-        self._sizes: list[tuple] = []  # of the latest payload
-        self._views: list[Tensor] = []  # for its tensors
+        self._buffer = mmap.mmap(-1, 1)
+        self._is_pinned = False
+        self._sizes: list[tuple] = []  # type, shape and stride of each tensor in the latest payload
+        self._views: list[Tensor] = []  # the memory of each of these tensors
 
     def reserve(self, tensors: Iterable[Tensor]) -> None:
         """Allocate space for copies of these tensors at the same time, unless there is enough."""
@@ -46,31 +47,43 @@ class PinnedBuffers:
                 logging.getLogger(LOGGER_NAME).warning(text, size / 1e9)
 
     def allocate_copy(self, payload: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:
-        """The payload with its tensors in this memory, and a pair for each: the memory and the tensor to copy into it.
+        """Allocate memory for a copy of a payload.
 
-        Tied tensors stay one. Of a sharded tensor it holds this rank's rows, as they are saved
+        Tied tensors stay one. Of a sharded tensor the memory holds this rank's rows, as they are saved
         (`dtensor.pack_shard`).
+
+        Returns:
+            The payload with its tensors in this memory, and a pair for each tensor: the memory and the tensor to copy
+            into it.
 
         Raises:
             UserError: for a value that a checkpoint cannot hold, with its name.
         """
         tensors: dict[tuple, Tensor] = {}
-        map_payload(
-            payload, lambda value: tensors.setdefault(_storage_key(local_shard(value)), local_shard(value).detach())
-        )
+
+        def add_tensor(value: Tensor) -> None:
+            shard = local_shard(value)
+            tensors.setdefault(_storage_key(shard), shard.detach())
+
+        map_payload(payload, add_tensor)
         sizes = [key[1:] for key in tensors]
         if sizes != self._sizes:  # creating the views takes a millisecond
             self.reserve(tensors.values())
-            self._sizes, self._views = sizes, [*self._create_views(tensors.values())]
+            self._sizes = sizes
+            self._views = list(self._create_views(tensors.values()))
         views = dict(zip(tensors, self._views, strict=True))
-        host_payload = map_payload(payload, lambda value: pack_shard(value, views[_storage_key(local_shard(value))]))
+
+        def pack_into_view(value: Tensor) -> Any:
+            return pack_shard(value, views[_storage_key(local_shard(value))])
+
+        host_payload = map_payload(payload, pack_into_view)
         return host_payload, [(views[key], tensor) for key, tensor in tensors.items()]
 
     def _create_views(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         start = 0
         for tensor in tensors:
             view = torch.empty(tensor.shape, dtype=tensor.dtype)
-            if tensor.numel():  # a storage of its own, as torch.save wants; dense, in the tensor's own memory format
+            if tensor.numel():  # the view has a storage of its own, as torch.save wants, and the tensor's memory format
                 stride = torch.empty_like(tensor, device="meta").stride()
                 flat = torch.frombuffer(self._buffer, dtype=tensor.dtype, count=tensor.numel(), offset=start)
                 view = flat.as_strided(tensor.shape, stride)
@@ -78,10 +91,14 @@ class PinnedBuffers:
             start += _padded_bytes(tensor)
 
     def release(self) -> None:
+        """Give the memory back."""
         if self._is_pinned:
-            _is_cuda_success(torch.cuda.cudart().cudaHostUnregister(_buffer_address(self._buffer)))
-        self._buffer, self._is_pinned = mmap.mmap(-1, 1), False
-        self._sizes, self._views = [], []
+            code = torch.cuda.cudart().cudaHostUnregister(_buffer_address(self._buffer))
+            _is_cuda_success(code)  # clears an error
+        self._buffer = mmap.mmap(-1, 1)
+        self._is_pinned = False
+        self._sizes = []
+        self._views = []
 
 
 def _buffer_address(buffer: mmap.mmap) -> int:
@@ -89,7 +106,8 @@ def _buffer_address(buffer: mmap.mmap) -> int:
 
 
 def _padded_bytes(tensor: Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+    size = tensor.numel() * tensor.element_size()
+    return size + -size % ALIGNMENT
 
 
 def _storage_key(tensor: Tensor) -> tuple:
@@ -98,7 +116,7 @@ def _storage_key(tensor: Tensor) -> tuple:
 
 
 def _is_cuda_success(code: Any) -> bool:
-    """Whether a call of the CUDA runtime succeeded. If not, clears its error, which the next kernel would raise."""
+    """Return whether a call of the CUDA runtime succeeded. If not, clear its error: the next kernel would raise it."""
     if code == torch.cuda.cudart().cudaError.success:
         return True
     with contextlib.suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""The weights of another file: the state dict in it, under the names of the model that takes them.
+"""Take the weights of another file: find the state dict in the file, and give its tensors the names of the model.
 
 None of the file's code runs, since torch.load gets `weights_only=True`.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger(LOGGER_NAME)
 # Of several state dicts in a file, the first one under these names is taken.
 STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model", "module", "net")
-# what is left out of names, unless two of them would become one: a model may have a "module" of its own
+# what is left out of names, unless two names would become one: a model may have a "module" of its own
 WRAPPER_PATTERNS = (
     r"(?<![^.])(_orig_mod|_\w+_module|module)\.",  # of torch.compile, activation checkpointing, FSDP, Fabric and DDP
     r"(?<![^.])(_orig_mod|_\w+_module)\.",
@@ -33,7 +33,7 @@ FILE_TYPE_MESSAGES = {  # what a file is, by its first bytes, or by what torch s
     r"\0error": "is empty; give another",
     r"version https://git-lfs": "is a pointer of Git LFS; give the file itself, after git lfs pull",
     r"[^\0-\x08\x0e-\x1f]+\0error": "is a text file, such as an error page; give the file of weights itself",
-    # torch itself loads one whose name ends with .safetensors, if that package is installed
+    # torch itself loads a file whose name ends with .safetensors, if that package is installed
     r".{5}\0{3}\{": "is a safetensors file; give its state dict. After pip install safetensors this command saves "
     "it: python -c \"import torch, safetensors.torch as s; torch.save(s.load_file('{path}'), '{path}-weights.pt')\"",
     r".*\0error.*TorchScript": "is a TorchScript archive; give its state dict, which this command saves: "
@@ -54,10 +54,16 @@ class Weights(dict[str, "Tensor"]):
 
 
 def describe_unreadable(path: Path, header: bytes, error: Exception) -> str:
-    """The message for a file that torch.load refuses: what it is instead. header: its first 512 bytes."""
+    """Return the message for a file that torch.load refuses, which says what the file is instead.
+
+    Args:
+        header: the first 512 bytes of the file.
+        error: what torch.load raised.
+    """
     begin_and_error = f"{header.decode('latin-1')}\0error {error}"
     for pattern, text in FILE_TYPE_MESSAGES.items():
-        if match := re.match(pattern, begin_and_error, re.DOTALL):
+        match = re.match(pattern, begin_and_error, re.DOTALL)
+        if match:
             return f"init_from={path}: " + text.format(*match.groups(), path=path)
     return f"init_from={path}: is truncated, damaged or not written by torch.save; give another"
 
@@ -77,8 +83,11 @@ def find_state_dict(content: Any, path: Path) -> Weights:
 
 
 def _find_innermost_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
-    """The innermost dict of tensors that is not the state of an optimizer or of a module. Empty if there is none, or no
-    known one of several."""
+    """Find the innermost dict of tensors that is not the state of an optimizer or of a module.
+
+    Returns:
+        The dict. It is empty if there is none, or if there are several under unknown names.
+    """
     from torch import Tensor
 
     if not isinstance(content, dict) or "param_groups" in content:
@@ -109,29 +118,28 @@ def load_matching_weights(
     """Load the weights that match the model by name and shape, and log the others (a head of another size).
 
     Args:
-        source: their name for messages.
+        source: the name of the weights in messages.
+        requires_all: whether weights of all floating-point tensors are needed.
         kept_names: names of weights that the model has already, from create_model.
 
     Raises:
-        UserError: if less than half of the model and not nearly all of them fit, if one is not finite, or if one is
-            missing that `requires_all` or frozen.
+        UserError: if less than half of the model and not nearly all of the weights fit, if one is not finite, or if
+            one is missing that `requires_all` or frozen.
     """
-    import torch
-
     state_dict = model.state_dict()
     weights = match_parameter_names(weights, state_dict, source)
-    fitting = {
-        name: value for name, value in weights.items() if name in state_dict and state_dict[name].shape == value.shape
-    }
+    fitting = {}
+    unused = []
+    for name, value in weights.items():
+        if name in state_dict and state_dict[name].shape == value.shape:
+            fitting[name] = value
+        else:
+            unused.append(name)
     missing = [name for name in state_dict if name not in fitting]
-    unused = [name for name in weights if name not in fitting]
+
     # Tensors are counted, since one new embedding or head may have most of the numbers. A file that is used but for its
-    # head may start a larger model: its other parts are new, and get no tensor at all. The names of two parts differ in
-    # their first component, after the letters that all names share.
-    shared = len(commonprefix(list(state_dict)))  # noqa: RUF071
-    parts = {name: name[shared:].partition(".")[0] for name in state_dict}
-    started = {parts[name] for name in fitting}
-    in_started = [name for name in state_dict if parts[name] in started]
+    # head may start a larger model: its other parts are new, and get no tensor at all.
+    in_started = _list_names_in_started_parts(state_dict, fitting)
     is_other_model = 2 * len(fitting) < len(state_dict) and 6 * len(unused) >= len(weights)
     if is_other_model or 2 * len(fitting) < len(in_started):
         raise UserError(
@@ -139,20 +147,17 @@ def load_matching_weights(
             f" {len(state_dict)}. Only in the file: {join_first(unused, 5) or 'none'}. Only in the model:"
             f" {join_first(missing, 5)}. Give weights of this model, or rename them in initial_weights of model.py"
         )
-    needed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if requires_all:
-        needed = [name for name in state_dict if state_dict[name].is_floating_point()]
-    needed = [name for name in needed if name not in kept_names]
-    if random := [name for name in missing if name in needed]:
+        needed = [name for name, value in state_dict.items() if value.is_floating_point()]
+    else:
+        needed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    random = [name for name in missing if name in needed and name not in kept_names]
+    if random:
         raise UserError(
             f"init_from={source}: has no {join_first(random, 5)} of this model's shape; give weights of the whole model"
         )
     try:
-        for name, value in fitting.items():
-            is_dense = value.layout is torch.strided  # of a sparse tensor torch does not tell
-            # a buffer of the model may be infinite, such as a mask
-            if is_dense and not value.isfinite().all() and state_dict[name].isfinite().all():
-                raise UserError(f"init_from={source}: {name} has values that are not finite; give weights without NaN")
+        _require_finite(fitting, state_dict, source)
         state_dict.update(fitting)  # which has the versions of its modules (MNASNet asks for its own)
         model.load_state_dict(state_dict)
     except (NotImplementedError, RuntimeError) as error:  # of tensors that are sharded, quantized or without values
@@ -160,14 +165,41 @@ def load_matching_weights(
             f"init_from={source}: cannot be loaded ({' '.join(str(error).split()):.200}); save whole, dense tensors"
         ) from None
     text = "init_from: loaded %d of %d tensors from %s; kept from create_model: %s; not used: %s"
-    names = (", ".join(missing) or "none", ", ".join(unused) or "none")
-    LOGGER.info(text, len(fitting), len(state_dict), source, *names)
+    missing_names = ", ".join(missing) or "none"
+    unused_names = ", ".join(unused) or "none"
+    LOGGER.info(text, len(fitting), len(state_dict), source, missing_names, unused_names)
+
+
+def _list_names_in_started_parts(state_dict: dict[str, Any], fitting: Collection[str]) -> list[str]:
+    """List the tensors of those parts of the model that get a fitting tensor.
+
+    The names of two parts differ in their first component, after the letters that all names share.
+    """
+    shared = len(commonprefix(list(state_dict)))  # noqa: RUF071
+    parts = {name: name[shared:].partition(".")[0] for name in state_dict}
+    started_parts = {parts[name] for name in fitting}
+    return [name for name in state_dict if parts[name] in started_parts]
+
+
+def _require_finite(fitting: dict[str, Tensor], state_dict: dict[str, Any], source: str) -> None:
+    """Raise UserError for weights with infinities or NaN. A buffer of the model may be infinite, such as a mask."""
+    import torch
+
+    for name, value in fitting.items():
+        is_dense = value.layout is torch.strided  # of a sparse tensor torch does not tell
+        if is_dense and not value.isfinite().all() and state_dict[name].isfinite().all():
+            raise UserError(f"init_from={source}: {name} has values that are not finite; give weights without NaN")
 
 
 def match_parameter_names(weights: dict[str, Tensor], state_dict: dict[str, Any], source: str) -> dict[str, Tensor]:
-    """Give the weights the model's names, if these differ by wrappers anywhere and by one prefix of all of them.
+    """Give the weights the model's names, if these differ by wrappers anywhere and by one prefix of all names.
 
-    state_dict: that of the model.
+    Args:
+        state_dict: the state dict of the model.
+        source: the name of the weights in messages.
+
+    Returns:
+        The weights by their new names. Weights that the model does not have keep their names.
     """
     for wrappers in WRAPPER_PATTERNS:
         weight_names = {re.sub(wrappers, "", name): name for name in weights}
@@ -187,10 +219,11 @@ def match_parameter_names(weights: dict[str, Tensor], state_dict: dict[str, Any]
 
 
 def _find_common_prefix(weight_names: Iterable[str], model_names: Iterable[str]) -> str:
-    """What most of the model's names have in front of them in the file; nothing if two prefixes fit equally."""
+    """Return what most of the model's names have in front of them in the file; nothing if two prefixes fit equally."""
     counts: Counter[str] = Counter()
     for name in weight_names:
-        prefix, suffix = "", name
+        prefix = ""
+        suffix = name
         while suffix:
             if suffix in model_names:
                 counts[prefix] += 1
@@ -203,8 +236,10 @@ def _find_common_prefix(weight_names: Iterable[str], model_names: Iterable[str])
 
 def warn_of_changed_classes(weights: dict[str, Tensor], train_set: Any, source: str) -> None:
     """Warn if the checkpoint of these weights had other classes, or had them in another order."""
-    saved, current = list(getattr(weights, "classes", ())), list(getattr(train_set, "classes", ()))
+    saved = list(getattr(weights, "classes", ()))
+    current = list(getattr(train_set, "classes", ()))
     differing = [pair for pair in zip_longest(saved, current, fillvalue="") if pair[0] != pair[1]]
     if differing and saved and current:
         text = "init_from: %d class names of %s differ from those of the data. The first is %r there and %r here."
-        LOGGER.log(RANK_0_WARNING, text, len(differing), source, *differing[0])
+        saved_name, current_name = differing[0]
+        LOGGER.log(RANK_0_WARNING, text, len(differing), source, saved_name, current_name)

@@ -23,15 +23,15 @@ MIN_BYTES_FLUSHED_PER_SECOND = 50e6  # a flush reports no progress, so this spee
 
 
 class WriteLimits(NamedTuple):
-    """Seconds."""
+    """The limits of a write, in seconds."""
 
-    warn_after_seconds: float  # of a write without progress
-    fail_after_seconds: float  # for which saves may fail, or one may make no progress, before training ends
-    fail_after_stop_seconds: float  # without progress, after a stop signal
+    warn_after_seconds: float  # a warning is logged after so long without progress
+    fail_after_seconds: float  # training ends if saves have failed, or one has made no progress, for so long
+    fail_after_stop_seconds: float  # after a stop signal, training ends after so long without progress
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time.
+    """The writer writes one checkpoint at a time, in a thread.
 
     Args:
         write: writes the payload; called in the thread. Its last argument is called when bytes were written.
@@ -48,14 +48,20 @@ class CheckpointWriter:
         rank_and_host: tuple[int, str],
         latest_checkpoint: Path | None,
     ) -> None:
-        self._write, self._is_waiting_for_ranks, self._limits = write, is_waiting_for_ranks, limits
-        self._rank_and_host, self._latest_checkpoint = rank_and_host, latest_checkpoint
+        self._write = write
+        self._is_waiting_for_ranks = is_waiting_for_ranks
+        self._limits = limits
+        self._rank_and_host = rank_and_host
+        self._latest_checkpoint = latest_checkpoint
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
-        self.path, self.snapshot = Path(), Future[Payload]()  # of the last write
-        self._pending_write: Future[float | None] | None = None  # in progress; returns its seconds
-        self._failing_since = 0.0  # when the first of a series of failed saves failed; 0: the last succeeded
-        self._progress_count = self._last_progress_count = 0  # of the write in progress: blocks
-        self._stalled_s, self._polled_at = 0.0, 0.0
+        self.path = Path()  # of the last write
+        self.snapshot = Future[Payload]()  # of the last write
+        self._pending_write: Future[float | None] | None = None  # the write in progress, which returns its seconds
+        self._failing_since = 0.0  # when the first of a series of failed saves failed; 0 if the last save succeeded
+        self._progress_count = 0  # blocks that were written
+        self._last_progress_count = 0  # the same at the last poll
+        self._stalled_s = 0.0
+        self._polled_at = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -68,16 +74,18 @@ class CheckpointWriter:
 
     def start(self, path: Path, snapshot: Future[Payload]) -> None:
         """Write the payload as soon as the copy is complete. If that fails, nothing is written."""
-        self.path, self.snapshot = path, snapshot
+        self.path = path
+        self.snapshot = snapshot
         self.retry()
 
     def retry(self) -> None:
         """Write the last payload, which could not be written, again."""
-        self._stalled_s, self._polled_at = 0.0, time.monotonic()
+        self._stalled_s = 0.0
+        self._polled_at = time.monotonic()
         self._pending_write = self._thread.submit(self._write_snapshot)
 
     def _write_snapshot(self) -> float | None:
-        """In the thread: returns the seconds."""
+        """Write the payload, in the thread. Returns the seconds, or None if the copy has failed."""
         if self.snapshot.exception():  # waits for the copy
             return None
         began = time.monotonic()
@@ -88,7 +96,10 @@ class CheckpointWriter:
         self._progress_count += 1
 
     def poll(self, seconds: float) -> float | OSError | None:
-        """The seconds or the error of the write that has ended since the last call, in at most so many seconds.
+        """Look whether the write has ended since the last call, and wait for that at most so many seconds.
+
+        Returns:
+            The seconds that the write took, or its error; None if no write has ended.
 
         Raises:
             TrainingError: if another try will not help, or none has succeeded or made progress for too long.
@@ -98,7 +109,8 @@ class CheckpointWriter:
         if not wait([self._pending_write], seconds).done:
             self._check_progress()
             return None
-        write, self._pending_write = self._pending_write, None
+        write = self._pending_write
+        self._pending_write = None
         try:
             write_seconds = write.result()
         except OSError as error:
@@ -109,29 +121,34 @@ class CheckpointWriter:
                 raise TrainingError(f"{error} {text}") from None
             return error
         if write_seconds is not None:
-            self._failing_since, self._latest_checkpoint = 0.0, self.path
+            self._failing_since = 0.0
+            self._latest_checkpoint = self.path
         return write_seconds
 
     def _check_progress(self) -> None:
         """Warn of a write that makes no progress, then end the run: after minutes, or soon after a stop signal."""
-        now, before = time.monotonic(), self._stalled_s
+        now = time.monotonic()
+        seconds_since_poll = min(now - self._polled_at, MAX_STALL_SECONDS_PER_POLL)
+        stalled_before = self._stalled_s
         has_moved = (
             self._progress_count != self._last_progress_count
             or self._is_waiting_for_ranks()
             or not self.snapshot.done()
         )
-        self._stalled_s = 0.0 if has_moved else self._stalled_s + min(now - self._polled_at, MAX_STALL_SECONDS_PER_POLL)
-        self._last_progress_count, self._polled_at = self._progress_count, now
+        self._last_progress_count = self._progress_count
+        self._polled_at = now
         if has_moved:
+            self._stalled_s = 0.0
             return
+        self._stalled_s += seconds_since_poll
         text = f"{self.path}: its write has made no progress for {self._stalled_s:.0f} s"
-        if before <= self._limits.warn_after_seconds < self._stalled_s:
+        if stalled_before <= self._limits.warn_after_seconds < self._stalled_s:
             logging.getLogger(LOGGER_NAME).warning("%s; check the storage", text)  # perhaps only of this rank
-        since_stop = min(self._stalled_s, now - STOP_HANDLER.received_at)
-        excess = max(
-            self._stalled_s - self._limits.fail_after_seconds, since_stop - self._limits.fail_after_stop_seconds
-        )
-        if excess > count_payload_bytes(self.snapshot.result()) / MIN_BYTES_FLUSHED_PER_SECOND:
+        stalled_since_stop = min(self._stalled_s, now - STOP_HANDLER.received_at)
+        excess = self._stalled_s - self._limits.fail_after_seconds
+        excess_since_stop = stalled_since_stop - self._limits.fail_after_stop_seconds
+        max_flush_seconds = count_payload_bytes(self.snapshot.result()) / MIN_BYTES_FLUSHED_PER_SECOND
+        if max(excess, excess_since_stop) > max_flush_seconds:
             rank, host = self._rank_and_host
             latest = self._latest_checkpoint or "missing"
             text += f" (rank {rank} on {host}), so training ends; the latest checkpoint is {latest}"
@@ -143,11 +160,11 @@ class CheckpointWriter:
             wait([self._pending_write], self._limits.fail_after_stop_seconds)
 
     def close(self) -> None:
-        """End the thread once its write has ended."""
-        self._thread.shutdown(wait=False)  # the storage may hang
+        """End the thread once its write has ended. This does not wait, since the storage may hang."""
+        self._thread.shutdown(wait=False)
 
 
 def _lower_priority() -> None:
-    """Linux has a niceness of each thread."""
+    """Lower the priority of this thread. Only Linux has a niceness of each thread."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

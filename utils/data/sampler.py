@@ -234,14 +234,10 @@ class GlobalBatchSampler(DistributedSampler):
                 passes = math.ceil(count / self.num_replicas)
             else:
                 passes = max(1, len(numbers))
+            padding_number = numbers[0] if numbers else 0
             for k in range(passes):
                 is_padding = k >= len(numbers)
-                if not is_padding:
-                    number = numbers[k]
-                elif numbers:
-                    number = numbers[0]
-                else:
-                    number = 0
+                number = padding_number if is_padding else numbers[k]
                 yield MicroBatch(
                     epoch=epoch,
                     number=number,

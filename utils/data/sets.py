@@ -106,10 +106,12 @@ def _create_splits(data_module: ModuleType, config: TrainingConfig) -> dict[str,
 
 def _explain_difference(config: TrainingConfig, ctx: DistributedContext) -> str:
     """Return the message for ranks with different data, in which {other} and {first} stand for two ranks."""
-    remedy = "sort what create_dataset makes from a set, the environment or the clock"
+    message = f"data_dir={config.data_dir}: {{other}} and {{first}} "
     if len(set(ctx.hosts)) > 1:
-        remedy = f"copy it again, or {remedy}"
-    return f"data_dir={config.data_dir}: {{other}} and {{first}} hold different data; {remedy}"
+        message += "hold different data; copy it again, or sort what"
+    else:
+        message += "hold different data; sort what"
+    return message + " create_dataset makes from a set, the environment or the clock"
 
 
 def _share_file_listings(sets: dict[str, Any], difference_message: str, ctx: DistributedContext) -> None:
