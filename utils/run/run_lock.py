@@ -20,13 +20,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-from utils.files import read_json, replace_json, retry
+from utils.files import BOOT_ID_FILE, read_json, replace_json, retry
 from utils.logger import LOGGER_NAME
 from utils.run.provenance import format_utc_time
 from utils.settings.errors import TrainingError, UserError
 
 LOCK_FILE = "lock.json"
-BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")  # on Linux; differs between machines of the same name
 SECONDS_OF_NFS_LEASE = 120.0  # for which an NFS server may keep the file lock of a machine that is gone
 SECONDS_BETWEEN_HEARTBEATS = 10.0
 SECONDS_TO_SEE_HEARTBEAT = 30.0  # of an owner on another machine, where file locks may not reach
