@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.lib import listing
 from scripts.lib.svg import Series, choose_color, draw_line_plot, parse_output_path
-from utils.files import read_json, read_records
+from utils.files import BOOT_ID_FILE, read_json, read_records
 from utils.report.goodput import split_attempts
 from utils.run.command_line import repair_standard_streams
 from utils.settings.errors import UserError
@@ -40,7 +40,6 @@ from utils.table import format_table
 
 IGNORED_SETTINGS = ("run_dir", "checkpoint_dir", "resume_from", "overwrite", "init_method")
 AXIS_LABELS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
-BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 SECONDS_UNTIL_STALE = 120.0  # a live owner of a run folder touches its lock.json more often
 NO_RECORDS = "metric={}: no run has recorded it; give a metric of the eval records"
 

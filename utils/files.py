@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TypeVar
 T = TypeVar("T")
 
 TEMPORARY_SUFFIX = ".tmp"
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")  # on Linux; differs between machines of the same name
 PERMANENT_ERRORS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 # EINVAL: a file of wrong content; ENXIO: a socket
 PERMANENT_ERRORS |= {errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO}

@@ -18,6 +18,7 @@ OUT_OF_MEMORY_PATTERN = re.compile(
 )
 # gives no reason
 ONEDNN_FAILURE_PATTERN = re.compile(r"could not (create|execute) a primitive|could not create a memory object")
+ALIGNMENT = 64  # bytes: tensors that share a block of memory begin at multiples of it
 LOW_MEMORY_BYTES = 512 * 2**20  # bytes: if less memory than this is free, it was the reason
 
 

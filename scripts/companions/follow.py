@@ -23,13 +23,13 @@ from utils.files import TEMPORARY_SUFFIX, read_json
 from utils.logger import LOGGER_NAME, setup_logger
 from utils.run.command_line import repair_standard_streams
 from utils.settings.errors import StartError, UserError
+from utils.signals import STOP_SIGNALS
 
 NICENESS = 10
 SECONDS_UNTIL_WARNING = 60.0  # of failing tries
 MAX_SECONDS_BETWEEN_RETRIES = 60.0  # seconds between two tries
 SECONDS_TO_STOP = 8.0
 SECONDS_AFTER_END = 3600.0  # of a run, for the mirror and the tracker if hang_timeout is 0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # are for training
 
 
 class OtherOwnerError(Exception):

@@ -14,8 +14,7 @@ from torch import Tensor
 from utils.checkpoint.archive import map_payload
 from utils.distributed.dtensor import local_shard, pack_shard
 from utils.logger import LOGGER_NAME
-
-ALIGNMENT = 64  # bytes
+from utils.memory import ALIGNMENT
 
 
 class PinnedBuffers:

@@ -28,11 +28,11 @@ from utils.run.folder import RunFolder
 from utils.run.memory_errors import explain_out_of_memory
 from utils.run.run_lock import RunLock
 from utils.run.supervisor import Supervisor
+from utils.settings.errors import EXIT_PREEMPTED as EXIT_PREEMPTED  # train.py and forks import it from here
 from utils.settings.errors import TrainingError, UserError
 
 SECONDS_AFTER_FIRST_FAILURE = 2.0
 SECONDS_TO_DESTROY_GROUPS = 1.0  # process groups that may wait for a peer: this rank is to be blamed before its peers
-EXIT_PREEMPTED = 75  # exit code
 
 
 @contextmanager

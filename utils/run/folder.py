@@ -146,7 +146,7 @@ class RunFolder:
         """
         is_of_all_ranks = getattr(error, "rank", None) is not None and not isinstance(error, TrainingError)
         is_writer = self.is_main or not is_of_all_ranks
-        # without the owner the status belongs to another job
+        # if another job owns the folder, the status is that of its run
         if is_writer and self.ownership.is_owner():
             is_undone = self._undo_start(error)
             if not is_undone:

@@ -20,13 +20,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
-from utils.files import read_json, replace_json, retry
+from utils.files import BOOT_ID_FILE, read_json, replace_json, retry
 from utils.logger import LOGGER_NAME
 from utils.run.provenance import format_utc_time
 from utils.settings.errors import TrainingError, UserError
 
 LOCK_FILE = "lock.json"
-BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")  # on Linux; differs between machines of the same name
 SECONDS_OF_NFS_LEASE = 120.0  # for which an NFS server may keep the file lock of a machine that is gone
 SECONDS_BETWEEN_HEARTBEATS = 10.0
 SECONDS_TO_SEE_HEARTBEAT = 30.0  # of an owner on another machine, where file locks may not reach
@@ -35,9 +34,10 @@ SECONDS_TO_READ_BACK = 2.0  # there, a second launch may have written its token 
 
 
 class RunLock:
-    """The lock of this process on a folder. `previous_owner` is what the owner before it wrote.
+    """The lock of this process on a folder. `previous_owner` is what the owner before it wrote to lock.json.
 
-    token: of the run, on a node whose folder is its own; by default a random one.
+    Args:
+        token: of the run, on a node whose folder is its own; by default a random one.
 
     Raises:
         UserError: if a live process holds it.
@@ -47,24 +47,15 @@ class RunLock:
     held_locks: ClassVar[set[RunLock]] = set()  # by this process; closed after an exception
 
     def __init__(self, folder: Path, host: str, token: str = "") -> None:
-        self._file, self._identity = folder / LOCK_FILE, {"token": token or uuid.uuid4().hex, "host": host, "boot": ""}
-        with suppress(OSError):
-            self._identity["boot"] = BOOT_ID_FILE.read_text().strip()
-        self._has_file_locks, self._stop_event = True, threading.Event()
+        self._file = folder / LOCK_FILE
+        self._identity = {"token": token or uuid.uuid4().hex, "host": host, "boot": _read_boot_id()}
+        self._has_file_locks = True  # until the storage turns out to have none
+        self._stop_event = threading.Event()
         self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         self.held_locks.add(self)
         self.previous_owner: dict[str, Any] = {}
-        is_alone = self._is_owner_gone(folder)
-        if is_alone:
-            self.write(**self.previous_owner)
-            if self._is_from_other_boot() or not self._has_file_locks:
-                time.sleep(SECONDS_TO_READ_BACK)
-            content = read_json(self._file)
-            is_alone, self.previous_owner = (
-                content.get("token") == self.token,
-                self.previous_owner if is_alone else content,
-            )
-        if not is_alone:
+        is_owner = self._is_owner_gone(folder) and self._write_token()
+        if not is_owner:
             self.close()
             owner = _describe_owner(self.previous_owner)
             raise UserError(f"run_dir={folder}: is in use by {owner}; end that job or give another --run_dir")
@@ -72,47 +63,68 @@ class RunLock:
 
     @property
     def token(self) -> str:
+        """The random text in lock.json that tells this owner from others."""
         return self._identity["token"]
-
-    def _is_from_other_boot(self) -> bool:
-        """Whether the previous owner was on another machine, or on this one before it was restarted."""
-        return bool(self.previous_owner) and any(
-            self.previous_owner.get(name) != self._identity[name] for name in ("host", "boot")
-        )
 
     def _is_owner_gone(self, folder: Path) -> bool:
         """Take the file lock, and wait until it is known whether the previous owner is alive."""
-        began, stamp, status = time.monotonic(), self._heartbeat_time(), read_json(folder / "status.json")
+        began = time.monotonic()
+        first_heartbeat = self._heartbeat_time()
+        status = read_json(folder / "status.json")
         while True:
-            is_free, self.previous_owner = self._take_file_lock(), self._read_lock_file()
+            is_free = self._take_file_lock()
+            self.previous_owner = self._read_lock_file()
+            is_elsewhere = self._is_from_other_boot()
             waited = time.monotonic() - began
-            if self._is_from_other_boot() and self._heartbeat_time() != stamp:
+            if is_elsewhere and self._heartbeat_time() != first_heartbeat:
                 return False
-            if not self._is_from_other_boot() or waited > SECONDS_OF_NFS_LEASE:
+            if not is_elsewhere or waited > SECONDS_OF_NFS_LEASE:
                 return is_free
-            # an older status is that of an attempt before this owner
-            is_later = status.get("time", "?") >= self.previous_owner.get("time", "")
-            has_ended = status.get("state", "running") != "running" and (is_later or self.previous_owner.get("ended"))
-            if is_free and (has_ended or waited > SECONDS_TO_SEE_HEARTBEAT):
+            if is_free and (self._has_owner_ended(status) or waited > SECONDS_TO_SEE_HEARTBEAT):
                 return True
             if waited < 0.5:
                 text = "%s: looking for up to %.0f s whether its owner, %s, is alive"
-                logging.getLogger(LOGGER_NAME).warning(
-                    text, folder, SECONDS_TO_SEE_HEARTBEAT, _describe_owner(self.previous_owner)
-                )
+                owner = _describe_owner(self.previous_owner)
+                logging.getLogger(LOGGER_NAME).warning(text, folder, SECONDS_TO_SEE_HEARTBEAT, owner)
             time.sleep(0.5)
 
+    def _is_from_other_boot(self) -> bool:
+        """Whether the previous owner was on another machine, or on this one before it was restarted."""
+        if not self.previous_owner:
+            return False
+        return any(self.previous_owner.get(name) != self._identity[name] for name in ("host", "boot"))
+
+    def _has_owner_ended(self, status: dict[str, Any]) -> bool:
+        """Whether the previous owner has reported its end. status: content of status.json."""
+        if status.get("state", "running") == "running":
+            return False
+        # an older status is that of an attempt before this owner
+        is_later = status.get("time", "?") >= self.previous_owner.get("time", "")
+        return is_later or bool(self.previous_owner.get("ended"))
+
+    def _write_token(self) -> bool:
+        """Write lock.json. Returns whether it still has the token of this process a little later, since a second launch
+        may have written its own."""
+        self.write(**self.previous_owner)
+        if self._is_from_other_boot() or not self._has_file_locks:
+            time.sleep(SECONDS_TO_READ_BACK)
+        return read_json(self._file).get("token") == self.token
+
     def _heartbeat_time(self) -> int:
+        """Return when lock.json was changed, in nanoseconds; 0 if it cannot be read."""
         with suppress(OSError), self._file.open() as file:  # NFS looks at the server's attributes when a file is opened
             return os.fstat(file.fileno()).st_mtime_ns
         return 0
 
     def _read_lock_file(self) -> dict[str, Any]:
+        """Read lock.json; empty if there is none. Raises OSError if it cannot be read."""
         try:
             content = json.loads(retry(self._file.read_text))
         except (FileNotFoundError, ValueError):
             return {}
-        return content if isinstance(content, dict) else {}
+        if isinstance(content, dict):
+            return content
+        return {}
 
     def _take_file_lock(self) -> bool:
         """Take the file lock. Returns whether no other process has it; without file locks, none has."""
@@ -124,14 +136,16 @@ class RunLock:
         return True
 
     def _touch_periodically(self) -> None:
+        """Change the time stamp of lock.json again and again, in a thread, while this process is the owner."""
         while not self._stop_event.wait(SECONDS_BETWEEN_HEARTBEATS):
             with suppress(OSError):  # the storage may hang; then this thread does
                 if read_json(self._file).get("token") == self.token:
                     os.utime(self._file)
 
     def write(self, **values: Any) -> None:
-        """Write this owner's identity and these values."""
-        replace_json(self._file, values | self._identity | {"pid": os.getpid(), "time": format_utc_time()})
+        """Write this owner's identity and these values to lock.json."""
+        process = {"pid": os.getpid(), "time": format_utc_time()}
+        replace_json(self._file, values | self._identity | process)
 
     def close(self) -> None:
         """Release the folder."""
@@ -183,13 +197,21 @@ class Ownership:
             raise TrainingError(f"{self.checkpoint_folder}: another job has taken over this run; end this one")
 
 
-def _describe_owner(owner: dict[str, Any]) -> str:
-    since = owner.get("time", "?")
+def _read_boot_id() -> str:
+    """Read the id of the boot of this machine; empty where there is none."""
     try:
-        minutes = (datetime.now(UTC) - datetime.fromisoformat(since)).total_seconds() / 60
-        since += f", for {max(0.0, minutes):.1f} min"
-    except ValueError:
-        pass
+        return BOOT_ID_FILE.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _describe_owner(owner: dict[str, Any]) -> str:
+    """Return the process, the host and the time of an owner, as text. owner: content of lock.json."""
+    since = owner.get("time", "?")
+    with suppress(ValueError):
+        age = datetime.now(UTC) - datetime.fromisoformat(since)
+        minutes = max(0.0, age.total_seconds() / 60)
+        since += f", for {minutes:.1f} min"
     return f"process {owner.get('pid', '?')} on {owner.get('host', '?')} since {since}"
 
 

@@ -63,8 +63,9 @@ class RunRecords:
             name = "resumed"
         else:
             name = "started"
-        seconds = round(time.monotonic() - started_at, 3)
-        event = {"kind": "event", "event": name} | values | {"seconds": seconds, "time": self.format_timestamp()}
+        event = {"kind": "event", "event": name} | values
+        event["seconds"] = round(time.monotonic() - started_at, 3)
+        event["time"] = self.format_timestamp()
         self._pending_start_event = [event]
         # a run without metrics.jsonl would begin again, so its first event is written together with the next record
         if self._rank == 0 and (self._folder / METRICS_FILE).exists():
@@ -74,10 +75,15 @@ class RunRecords:
     def append_skipped_steps(self, skipped_steps: list[StepRecord], sampler: GlobalBatchSampler) -> None:
         """Append an event for each skipped optimizer step, with the samples of its global batch, and warn of them."""
         for skipped in skipped_steps:
+            order = sampler.epoch_order(skipped.epoch)
             end = skipped.first_sample + skipped.samples
-            indices = sampler.epoch_order(skipped.epoch)[skipped.first_sample : end].tolist()
-            epoch = skipped.epoch + 1
-            self.append_event("skipped_step", skipped.step, epoch=epoch, indices=indices, reason=skipped.skip_reason)
+            self.append_event(
+                "skipped_step",
+                step=skipped.step,
+                epoch=skipped.epoch + 1,  # records count epochs from 1
+                indices=order[skipped.first_sample : end].tolist(),
+                reason=skipped.skip_reason,
+            )
         if not skipped_steps:
             return
         if are_all_steps_empty(skipped_steps):
@@ -86,11 +92,13 @@ class RunRecords:
             text = "skipped %s with a non-finite loss or gradient: %s"
         count = format_count(skipped_steps, "optimizer step")
         steps = join_first([str(skipped.step) for skipped in skipped_steps], 5)
-        logging.getLogger(LOGGER_NAME).log(RANK_0_WARNING, text, count, steps)
+        logger = logging.getLogger(LOGGER_NAME)
+        logger.log(RANK_0_WARNING, text, count, steps)
 
     def append_samples(self, epoch: int, step: int, indices: list[int]) -> None:
         """Append the samples that this rank computed in a committed step to the rank's own file, on every rank."""
-        self._write(f"samples/rank{self._rank}.jsonl", [{"epoch": epoch, "step": step, "indices": indices}])
+        record = {"epoch": epoch, "step": step, "indices": indices}
+        self._write(f"samples/rank{self._rank}.jsonl", [record])
 
     def read(self, kind: str = "") -> list[dict[str, Any]]:
         """Read the records of this kind from metrics.jsonl, or all records."""
@@ -142,5 +150,6 @@ class RunRecords:
         self._ownership.require_owner()
         if name not in self._append_files:
             self._append_files[name] = AppendOnlyFile(self._folder / name)
+        file = self._append_files[name]
         for record in records:
-            self._append_files[name].append(json.dumps(record))
+            file.append(json.dumps(record))

@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ PER_RANK_SETTINGS = ("data_dir",)  # may be mounted elsewhere on another machine
 MAX_DIFFERING_RANKS = 6  # columns of a table of differences
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Attempt:
     """One attempt of a run, from `open_run`: what all its parts share."""
 

@@ -1,10 +1,12 @@
-"""Errors that a user sees as one sentence, without a traceback."""
+"""Errors that a user sees as one sentence, without a traceback, and the exit code of a run that was stopped."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+EXIT_PREEMPTED = 75  # exit code of a run that was stopped and has saved: the same command continues it
 
 
 class UserError(ValueError):

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, TextIO
 from scripts.lib.launching.plan import SIGNALS
 from scripts.lib.launching.rendezvous import PATIENCE_S, print_status
 from scripts.lib.processes import start_process
+from utils.settings.errors import EXIT_PREEMPTED
 
 SSH_COMMAND = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=10 -o ServerAliveCountMax=3 --".split()
 CONNECTION_LOST = 255  # ssh's exit code if it has no connection, or no longer
@@ -76,7 +77,7 @@ class Hosts:
                 print_status("stopping the other hosts")
                 self._signals.append(signal.SIGTERM)
         codes = {*self._exit_codes.values()}
-        return 2 if 2 in codes else 1 if codes - {0, 75} else max(codes)
+        return 2 if 2 in codes else 1 if codes - {0, EXIT_PREEMPTED} else max(codes)
 
     def _run_host(self, k: int, reconnects: bool) -> None:
         ends = 0.0

@@ -21,9 +21,9 @@ from scripts.lib.launching.plan import SIGNALS, LaunchPlan
 from scripts.lib.launching.rendezvous import NodesMissing, find_nodes, print_status
 from scripts.lib.processes import end_process, list_children, start_process
 from utils.files import read_json, replace_json
+from utils.settings.errors import EXIT_PREEMPTED
 
 ORPHANED_AFTER_S = {"static": 30, "c10d": 120}  # under c10d torchrun may be waiting for new nodes
-PREEMPTED = 75
 
 
 class Stopped(Exception):
@@ -70,13 +70,13 @@ class Launch:
             for attempt in range(1, attempts + 1):
                 code = self._run_attempt(attempt == 1)
                 is_final = code in (0, 2) or self._signal_count or not self._plan.is_training
-                if is_final or attempt == attempts or (code == PREEMPTED and self._is_requeued):
+                if is_final or attempt == attempts or (code == EXIT_PREEMPTED and self._is_requeued):
                     return code
                 print_status(f"exit code {code}; attempt {attempt + 1} of {attempts} starts in {pause} s")
                 self._is_waiting = True
                 time.sleep(pause)
                 pause = min(2 * pause, 60)
-        return PREEMPTED
+        return EXIT_PREEMPTED
 
     def _run_attempt(self, is_first: bool) -> int:
         plan = self._plan
@@ -136,7 +136,7 @@ def determine_exit_code(
     if message.startswith("UserError: "):
         return 2
     if state == "preempted":
-        return PREEMPTED
+        return EXIT_PREEMPTED
     if torchrun_code == 0:
         return 0
     if state == "running" and is_alone:  # no rank survived to write it

@@ -26,11 +26,10 @@ from utils.data.transfer import indices_to_device
 from utils.distributed.collectives import all_gather_json, on_all_ranks, require_equal
 from utils.distributed.context import DistributedContext
 from utils.logger import format_duration, show_progress_bar
-from utils.memory import format_bytes, read_free_memory
+from utils.memory import ALIGNMENT, format_bytes, read_free_memory
 from utils.settings.errors import UserError
 
 SAMPLES_PER_CHUNK = 32  # samples that a worker decodes at a time
-ALIGNMENT = 64  # bytes
 MAX_MEMORY_FRACTION, MAX_DEVICE_FRACTION = 0.9, 0.5  # fractions of the free memory; the rest is for training
 
 

@@ -23,14 +23,13 @@ from utils.files import read_json
 from utils.logger import LOGGER_NAME
 from utils.run.command_line import exit_now, write_error_file
 from utils.run.supervisor import Supervisor
-from utils.settings.errors import TrainingError
+from utils.settings.errors import EXIT_PREEMPTED, TrainingError
 
 if TYPE_CHECKING:  # it imports this module
     from utils.run.exit import ExitReporter
 
 SECONDS_TO_WRITE = 15.0  # to storage that may hang
 SECONDS_TO_REPORT = 2.0  # to the other ranks, through a store that may hang
-EXIT_PREEMPTED = 75  # exit code
 
 
 class RankSupervisor(Supervisor):
