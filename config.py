@@ -60,7 +60,10 @@ __all__ = [  # what forks import from here; the checks and errors are defined in
 UnreadableSample = UserError  # its earlier name
 DEFAULT_RUN_DIR = "runs/default"
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "step")
-OPTIMIZER_DEFAULTS = {"sgd": {"lr": 0.1, "weight_decay": 5e-4}, "adamw": {"lr": 1e-3, "weight_decay": 0.01}}
+OPTIMIZER_DEFAULTS = {
+    "sgd": {"lr": 0.1, "weight_decay": 5e-4},
+    "adamw": {"lr": 1e-3, "weight_decay": 0.01},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +111,12 @@ def has_min_lr_above_lr(config: TrainingConfig) -> bool:
 def explain_invalid_run_dir(config: TrainingConfig) -> str:
     """What is wrong with the names of settings in run_dir."""
     try:
-        names = [name for _, name, _, _ in string.Formatter().parse(config.run_dir) if name is not None]
-        for name in names:
-            if name not in vars(config):
-                is_invalid = any(setting.name == name for setting in SETTINGS)
-                return "" if is_invalid else f"{{{name}}} is not a field"
+        parts = list(string.Formatter().parse(config.run_dir))  # raises if a brace is missing
+        for _, name, _, _ in parts:
+            if name is not None and name not in vars(config):
+                if any(setting.name == name for setting in SETTINGS):
+                    return ""  # the value of that setting is invalid, which has a message of its own
+                return f"{{{name}}} is not a field"
         _ = config.run_folder  # raises if a field does not take its format, as {lr:d}
     except Exception as error:  # of any kind: fields and formats call methods of the values
         return f"cannot be filled in ({error})"
@@ -159,14 +163,16 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     eval_only: bool = setting(
         "run", False, "only evaluate resume_from (empty: the best of run_dir) or init_from", is_copied=False
     )
-    seed: int = setting("run", 42, "seed for weights, data order, augmentation and dropout", between(0, 2**63), "must")
+    seed: int = setting(
+        "run", 42, "seed for weights, data order, augmentation and dropout", between(0, 2**63), resume="must"
+    )
     deterministic: bool = setting("run", False, "bit-exact on one CUDA topology too (slower)", resume="may")
 
     data_dir: str = setting(
         "data", "data", "imagefolder reads <data_dir>/{train,val,test}/<class>/**", local_path, is_path=True
     )
     dataset_size: int = setting(
-        "data", 0, "train on a seeded subset of this size (0 = all)", at_least(0), "must", rare=True
+        "data", 0, "train on a seeded subset of this size (0 = all)", at_least(0), resume="must", rare=True
     )
     num_workers: int | str = setting("data", "auto", "loader workers per rank (0 for in-memory data)", at_least(0))
     drop_last: bool = setting(
@@ -176,9 +182,11 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         "data", False, "write the sample indices of each optimizer step to run_dir/samples", rare=True
     )
 
-    epochs: int | str = setting("training", "auto", "passes over the data (auto: 10, or max_steps)", at_least(1), "may")
-    max_steps: int = setting("training", 0, "total optimizer steps (0 = set by epochs)", at_least(0), "may")
-    batch_size: int = setting("training", 64, "samples per micro-batch on each rank", at_least(1), "must")
+    epochs: int | str = setting(
+        "training", "auto", "passes over the data (auto: 10, or max_steps)", at_least(1), resume="may"
+    )
+    max_steps: int = setting("training", 0, "total optimizer steps (0 = set by epochs)", at_least(0), resume="may")
+    batch_size: int = setting("training", 64, "samples per micro-batch on each rank", at_least(1), resume="must")
     grad_accum_steps: int = setting(
         "training",
         1,
@@ -194,44 +202,50 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         at_least(0),
         conflicts=[Conflict(suggest_global_batch_sizes, "is not a multiple of {found}")],
     )
-    optimizer: str = setting("training", "sgd", "optimizer", one_of("sgd", "adamw"), "must")
-    lr: float = setting("training", "auto", "peak, not scaled by ranks (auto: 0.1, adamw 0.001)", above(0), "may")
-    momentum: float = setting("training", 0.9, "SGD momentum, AdamW beta1", between(0, 1), "may")
-    beta2: float = setting("training", 0.999, "AdamW beta2", between(0, 1), "may", rare=True)
+    optimizer: str = setting("training", "sgd", "optimizer", one_of("sgd", "adamw"), resume="must")
+    lr: float = setting(
+        "training", "auto", "peak, not scaled by ranks (auto: 0.1, adamw 0.001)", above(0), resume="may"
+    )
+    momentum: float = setting("training", 0.9, "SGD momentum, AdamW beta1", between(0, 1), resume="may")
+    beta2: float = setting("training", 0.999, "AdamW beta2", between(0, 1), resume="may", rare=True)
     nesterov: bool = setting("training", True, "Nesterov momentum for SGD", resume="may", rare=True)
     weight_decay: float = setting(
-        "training", "auto", "not applied to biases and normalization (auto: 0.0005, adamw 0.01)", at_least(0), "may"
+        "training",
+        "auto",
+        "not applied to biases and normalization (auto: 0.0005, adamw 0.01)",
+        at_least(0),
+        resume="may",
     )
-    schedule: str = setting("training", "cosine", "learning rate after warm-up", one_of(*SCHEDULES), "may")
+    schedule: str = setting("training", "cosine", "learning rate after warm-up", one_of(*SCHEDULES), resume="may")
     schedule_steps: int = setting(
-        "training", 0, "length of the schedule (0 = that of the run)", at_least(0), "may", rare=True
+        "training", 0, "length of the schedule (0 = that of the run)", at_least(0), resume="may", rare=True
     )
     min_lr: float = setting(
         "training",
         0.0,
         "learning rate at the end of the schedule",
         at_least(0),
-        "may",
+        resume="may",
         rare=True,
         conflicts=[Conflict(has_min_lr_above_lr, "is not below lr={lr}; give a smaller one")],
     )
-    warmup_epochs: float = setting("training", 0.5, "epochs of linear warm-up", at_least(0), "may")
+    warmup_epochs: float = setting("training", 0.5, "epochs of linear warm-up", at_least(0), resume="may")
     warmup_steps: int | str = setting(
         "training",
         "auto",
         "steps of it (auto: by warmup_epochs)",
         at_least(0),
-        "may",
+        resume="may",
         rare=True,
         conflicts=[Conflict("warmup_epochs", f"there is warmup_epochs={{warmup_epochs}}; {GIVE_ONLY_ONE}")],
     )
-    clip_grad_norm: float = setting("training", 0.0, "max gradient norm (0 = off)", at_least(0), "may")
+    clip_grad_norm: float = setting("training", 0.0, "max gradient norm (0 = off)", at_least(0), resume="may")
     ema_decay: float = setting(
         "training",
         0.0,
         "decay of the weight EMA (0 = off); after n updates at most n / (9 + n)",
         between(0, 1),
-        "may",
+        resume="may",
         rare=True,
     )
     max_skipped_steps: int = setting(
@@ -248,7 +262,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         "auto",
         "_params: of gathered shards too",
         one_of("auto", "bf16", "fp16", *extras.AMP_DTYPES),
-        "may",
+        resume="may",
         rare=True,
         conflicts=[Conflict("use_amp", "needs mixed precision; leave out amp_dtype or no_use_amp")],
     )
@@ -259,10 +273,10 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     )
     timeout: float = setting("distributed", 600.0, "seconds a collective may take", above(0), rare=True)
     bucket_cap_mb: float = setting(
-        "distributed", 0.0, "DDP bucket size in MB (0: by model size)", at_least(0), "may", rare=True
+        "distributed", 0.0, "DDP bucket size in MB (0: by model size)", at_least(0), resume="may", rare=True
     )
     comm_hook: str = setting(
-        "distributed", "none", "gradient compression", one_of("none", "fp16", "bf16"), "may", rare=True
+        "distributed", "none", "gradient compression", one_of("none", "fp16", "bf16"), resume="may", rare=True
     )
     find_unused_parameters: bool = setting(
         "distributed", False, "allow parameters that a batch does not use (slower)", resume="may", rare=True
@@ -291,9 +305,16 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         rare=True,
     )
     eval_batch_size: int = setting(
-        "checkpoints", 0, "samples per evaluation batch on each rank (0 = batch_size)", at_least(0), "may", rare=True
+        "checkpoints",
+        0,
+        "samples per evaluation batch on each rank (0 = batch_size)",
+        at_least(0),
+        resume="may",
+        rare=True,
     )
-    best_metric: str = setting("checkpoints", "auto", "for best.pt: auto, NAME, min:NAME, max:NAME", metric_name, "may")
+    best_metric: str = setting(
+        "checkpoints", "auto", "for best.pt: auto, NAME, min:NAME, max:NAME", metric_name, resume="may"
+    )
 
     log_interval: int = setting("logging", 20, "optimizer steps between log lines", at_least(1))
     enable_profiling: bool = setting("logging", False, "profile a few steps of rank 0 into run_dir/traces")
@@ -324,7 +345,9 @@ class TrainingConfig(Yours, extras.ExtraSettings):
 
     @property
     def checkpoint_folder(self) -> Path:
-        return Path(self.checkpoint_dir) if self.checkpoint_dir else self.run_folder / "checkpoints"
+        if self.checkpoint_dir:
+            return Path(self.checkpoint_dir)
+        return self.run_folder / "checkpoints"
 
     @property
     def micro_batch(self) -> tuple[str, int]:
@@ -345,7 +368,8 @@ class TrainingConfig(Yours, extras.ExtraSettings):
 
     def to_json(self) -> dict[str, Any]:
         """All settings by name, with lists for tuples and text for paths, as files and checkpoints have them."""
-        return {setting.name: to_json_value(getattr(self, setting.name)) for setting in list_settings(type(self))}
+        names = [setting.name for setting in list_settings(type(self))]
+        return {name: to_json_value(getattr(self, name)) for name in names}
 
     def to_dict(self) -> dict[str, Any]:
         """`to_json` with run_dir and checkpoint_dir as paths; `from_args(["--config", ...])` reads it back."""
@@ -358,8 +382,9 @@ class TrainingConfig(Yours, extras.ExtraSettings):
 
     @classmethod
     def select_known_values(cls, saved: dict[str, Any]) -> dict[str, Any]:
-        """The values of a saved config for which there are fields: a fork may have deleted some since."""
-        return {setting.name: saved[setting.name] for setting in list_settings(cls) if setting.name in saved}
+        """Return the values of a saved config for which there are fields: a fork may have deleted some since."""
+        names = [setting.name for setting in list_settings(cls)]
+        return {name: saved[name] for name in names if name in saved}
 
     @classmethod
     def from_args(
@@ -372,9 +397,12 @@ class TrainingConfig(Yours, extras.ExtraSettings):
             saved: values that replace the defaults.
             notes: gets a line for each setting of the file that was removed from this version and is ignored.
         """
-        words = sys.argv[1:] if argv is None else argv
+        if argv is None:
+            argv = sys.argv[1:]
+        if notes is None:
+            notes = []
         defaults = cls.select_known_values(saved or {})
-        config, is_printed = read_config(cls, words, defaults, [] if notes is None else notes)
+        config, is_printed = read_config(cls, argv, defaults, notes)
         if is_printed:
             print(config.to_toml(), end="")
             raise SystemExit(0)
@@ -386,22 +414,26 @@ PATH_SETTINGS = [setting.name for setting in SETTINGS if setting.is_path and set
 
 
 def resolve_auto(values: dict[str, Any]) -> dict[str, Any]:
-    """What "auto" stands for in these settings, as far as it does not depend on the data."""
-    automatic: dict[str, Any] = OPTIMIZER_DEFAULTS.get(values.get("optimizer", ""), {})
-    if values.get("max_steps"):
-        return automatic
-    return automatic | {"epochs": 10}
+    """Return what "auto" stands for in these settings, as far as it does not depend on the data."""
+    optimizer = values.get("optimizer", "")
+    automatic: dict[str, Any] = dict(OPTIMIZER_DEFAULTS.get(optimizer, {}))
+    if not values.get("max_steps"):
+        automatic["epochs"] = 10
+    return automatic
 
 
 def unless_auto(value: int | str, automatic: int) -> int:
-    """The value of a field that may be "auto", or else what it is then."""
+    """Return the value of a field, or the automatic one if the field is "auto"."""
     return value if isinstance(value, int) else automatic
 
 
 def read_training_limits(saved: dict[str, Any]) -> tuple[float, float]:
-    """`TrainingConfig.limits` of the values in a config.json."""
-    epochs, steps = saved["epochs"], saved["max_steps"]
-    return math.inf if epochs == "auto" else epochs, steps or math.inf
+    """Return `TrainingConfig.limits` of the values in a config.json."""
+    max_epochs = saved["epochs"]
+    if max_epochs == "auto":
+        max_epochs = math.inf
+    max_steps = saved["max_steps"] or math.inf
+    return max_epochs, max_steps
 
 
 def can_train_longer(values: dict[str, Any], saved: dict[str, Any]) -> bool:

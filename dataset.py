@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from utils.rng import derive_seed
 __all__ = ["SyntheticImageDataset", "create_dataset", "create_distributed_dataloader", "is_prepared", "prepare_data"]
 
 SYNTHETIC_SAMPLES = 5_000
-CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+CIFAR_MEAN = (0.4914, 0.4822, 0.4465)
+CIFAR_STD = (0.2470, 0.2435, 0.2616)
 
 
 class SyntheticImageDataset(InMemoryImages):
@@ -57,13 +59,21 @@ class SyntheticImageDataset(InMemoryImages):
         images = torch.empty(num_samples, in_channels, image_size, image_size, dtype=torch.uint8)
         for chunk, label in zip(images.split(256), labels.split(256), strict=True):  # floats of a few samples at a time
             noise = torch.randn(chunk.shape, generator=generator)
-            chunk.copy_((128 + 20 * patterns[label] + 45 * noise).clamp_(0, 255))
+            pixels = 128 + 20 * patterns[label] + 45 * noise
+            chunk.copy_(pixels.clamp_(0, 255))
         classes = [f"class_{k}" for k in range(num_classes)]
-        super().__init__(images, labels, classes, (0.5,) * in_channels, (0.2,) * in_channels, split)
+        super().__init__(
+            images,
+            labels,
+            classes,
+            mean=(0.5,) * in_channels,
+            std=(0.2,) * in_channels,
+            split=split,
+        )
 
 
 def is_prepared(config: TrainingConfig) -> bool:
-    """Whether the data, and published weights for `--init_from`, are there; called on every rank."""
+    """Return whether the data, and published weights for `--init_from`, are there. Every rank calls it."""
     return not _downloads(config)
 
 
@@ -74,17 +84,19 @@ def prepare_data(config: TrainingConfig) -> None:
 
 
 def _downloads(config: TrainingConfig) -> list[Callable[[], None]]:
+    """Return a function for each download that is missing."""
     missing: list[Callable[[], None]] = []
-    if config.dataset == "cifar10" and not cifar10_folder(Path(config.data_dir)).exists():
-        missing.append(lambda: download_cifar10(Path(config.data_dir)))
+    folder = Path(config.data_dir)
+    if config.dataset == "cifar10" and not cifar10_folder(folder).exists():
+        missing.append(partial(download_cifar10, folder))
     weights = PUBLISHED_WEIGHTS.get(config.init_from)
     if weights and not weights.file(config).exists():
-        missing.append(lambda: weights.download(config))
+        missing.append(partial(weights.download, config))
     return missing
 
 
 def create_dataset(config: TrainingConfig, split: str) -> Dataset | None:
-    """The data set of a split; None if there is no such split. Raises UserError if the data cannot be used."""
+    """Return the data set of a split, or None if there is no such split. Raises UserError if it cannot be used."""
     create: dict[str, Callable[..., Any]] = {"synthetic": _synthetic, "cifar10": _cifar10, **DATASETS}
     dataset = create[config.dataset](config, split)
     if dataset is None:
@@ -94,19 +106,26 @@ def create_dataset(config: TrainingConfig, split: str) -> Dataset | None:
     for change in DATASET_CHANGES:
         change(dataset, config, split)
     if split == "train":
-        kind = choose(config.augment, dataset.image_size, dataset.in_memory)
-        dataset.augment = "none" if kind == "resized_crop" else kind  # resized crops are made by the workers
+        dataset.augment = choose(config.augment, dataset.image_size, dataset.in_memory)
+        if dataset.augment == "resized_crop":
+            dataset.augment = "none"  # the workers make resized crops
     return dataset
 
 
 def _synthetic(config: TrainingConfig, split: str) -> SyntheticImageDataset | None:
     if split not in ("train", "val"):
         return None
-    auto = {"num_classes": 10, "in_channels": 3, "image_size": 32}
-    sizes = {name: unless_auto(getattr(config, name), size) for name, size in auto.items()}
     samples = config.dataset_size or SYNTHETIC_SAMPLES
-    count = samples if split == "train" else math.ceil(samples / 5)
-    return SyntheticImageDataset(count, **sizes, seed=config.seed, split=split)
+    if split == "val":
+        samples = math.ceil(samples / 5)
+    return SyntheticImageDataset(
+        samples,
+        num_classes=unless_auto(config.num_classes, 10),
+        in_channels=unless_auto(config.in_channels, 3),
+        image_size=unless_auto(config.image_size, 32),
+        seed=config.seed,
+        split=split,
+    )
 
 
 def _cifar10(config: TrainingConfig, split: str) -> InMemoryImages | None:
@@ -114,4 +133,5 @@ def _cifar10(config: TrainingConfig, split: str) -> InMemoryImages | None:
         return None
     if config.in_channels not in ("auto", 3) or config.image_size not in ("auto", 32):
         raise UserError("dataset=cifar10: has 3 channels and 32x32 pixels; leave in_channels and image_size at auto")
-    return InMemoryImages(*read_cifar10(Path(config.data_dir), split == "train"), CIFAR_MEAN, CIFAR_STD, split)
+    images, labels, classes = read_cifar10(Path(config.data_dir), is_train=split == "train")
+    return InMemoryImages(images, labels, classes, mean=CIFAR_MEAN, std=CIFAR_STD, split=split)

@@ -28,8 +28,10 @@ __all__ = ["MiniResNet", "compute_loss", "create_model", "param_groups", "wrap_d
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut (He et al., "Deep residual learning", 2015): [B, in, H, W] -> [B, out,
-    H/stride, W/stride]."""
+    """Two 3x3 convolutions beside a shortcut (He et al., "Deep residual learning", 2015).
+
+    Input: float [B, in_channels, H, W]. Output: float [B, out_channels, H / stride, W / stride].
+    """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
@@ -88,13 +90,14 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
     Raises:
         UserError: for an unknown model, or one that does not fit the config.
     """
-    # of the synthetic set; in a run the data have already replaced auto
-    auto = {"num_classes": 10, "in_channels": 3, "image_size": 32}
-    sizes = {name: unless_auto(getattr(config, name), size) for name, size in auto.items()}
+    # In a run, the data have replaced "auto" already. Otherwise these are the sizes of the synthetic set.
+    num_classes = unless_auto(config.num_classes, 10)
+    in_channels = unless_auto(config.in_channels, 3)
+    image_size = unless_auto(config.image_size, 32)
     if config.model == "mini_resnet":
-        model: Any = MiniResNet(sizes["in_channels"], sizes["num_classes"])
+        model: Any = MiniResNet(in_channels, num_classes)
     else:
-        model = library_model(config.model, **sizes)
+        model = library_model(config.model, num_classes=num_classes, in_channels=in_channels, image_size=image_size)
     if config.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if config.freeze == "backbone":
@@ -104,14 +107,14 @@ def create_model(config: TrainingConfig, device: torch.device) -> nn.Module:
 
 
 def initial_weights(config: TrainingConfig) -> dict[str, Tensor]:
-    """The weights of --init_from, by name: those of a file, or published ones. Raises UserError."""
+    """Return the weights of --init_from by name: those of a file, or published ones. Raises UserError."""
     if config.init_from in PUBLISHED_WEIGHTS:
         return PUBLISHED_WEIGHTS[config.init_from].load(config)
     return load_weights(local_checkpoint(config.init_from))
 
 
 def param_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any]]:
-    """Parameter groups, of which each may set its own "lr", and a "name" for lr_factor.
+    """Return the parameter groups. Each may have its own "lr", and a "name" for lr_factor.
 
     Parameters of one dimension get no weight decay: biases, and most of those in normalization layers. With
     norm_weight_decay all parameters of normalization layers get that value.
@@ -122,8 +125,10 @@ def param_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = []
     if config.norm_weight_decay != "auto":
-        kinds = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-        norms = {p for m in model.modules() if isinstance(m, kinds) for p in m.parameters(recurse=False)}
+        norms: set[nn.Parameter] = set()
+        for module in model.modules():
+            if isinstance(module, (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)):
+                norms.update(module.parameters(recurse=False))
         groups = [{"params": [p for p in trained if p in norms], "weight_decay": config.norm_weight_decay}]
         trained = [p for p in trained if p not in norms]
     return [
@@ -134,7 +139,7 @@ def param_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any
 
 
 def compute_loss(model: nn.Module, batch: Any, config: TrainingConfig | None = None) -> Metrics:
-    """{"loss": (sum, count), ...}: the loss and each metric as a sum over the micro-batch and its count.
+    """Return the loss and each metric as a sum over the micro-batch and its count: {"loss": (sum, count), ...}.
 
     Args:
         model: in training or evaluation mode, and possibly wrapped in DDP. Ask torch.is_grad_enabled() in which one,
@@ -155,9 +160,10 @@ def compute_loss(model: nn.Module, batch: Any, config: TrainingConfig | None = N
 
 
 def log_images(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    """Images with their predicted and true class, for TensorBoard at each evaluation: {name: uint8 [B, 3, H, W]}."""
+    """Return images with their predicted and true class: {name: uint8 [B, 3, H, W]}. Each evaluation logs them."""
     images, labels = batch
     if labels.ndim == 2:  # the share of each class in a mixed image
         labels = labels.argmax(1)
-    predicted = model(images).argmax(1)  # on the whole batch: the model may be compiled for its size
-    return {"predictions": label_pictures(images[:16], predicted[:16].tolist(), labels[:16].tolist())}
+    predicted = model(images).argmax(1)  # of the whole batch, since the model may be compiled for its size
+    pictures = label_pictures(images[:16], predicted[:16].tolist(), labels[:16].tolist())
+    return {"predictions": pictures}
