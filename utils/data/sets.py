@@ -274,7 +274,7 @@ def choose_split_name(dataset: MapDataset, split: str) -> str:
 
 def dataset_class_name(dataset: MapDataset) -> str:
     """Return the class name of the data set, without a cache or a subset around it."""
-    inner = getattr(dataset, "source", dataset)  # `source` is what a cache holds
+    inner = getattr(dataset, "source", dataset)
     if isinstance(inner, Subset):
         inner = inner.dataset
     return type(inner).__name__
