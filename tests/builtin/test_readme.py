@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import forks
+import reading_path
 from config import TrainingConfig
 from config_table import BEGIN, END, table
 from images import save_images
@@ -215,6 +216,13 @@ def test_the_table_of_docs_configuration_matches_the_dataclass():
     if IS_CUT:  # which deletes rows, and not what others say about them
         rows = [re.findall(r"^(?:#.*|\| `--\w+`)", text, re.MULTILINE) for text in rows]
     assert rows[0] == rows[1], "run python tests/builtin/config_table.py"
+
+
+@pytest.mark.skipif(IS_CUT, reason="marked lines are gone, so the files are shorter than the page says")
+def test_the_reading_path_has_the_sizes_of_its_files():
+    page = PAGES[ROOT / "docs" / "architecture.md"]
+    assert reading_path.BEGIN in page
+    assert reading_path.update_sizes(page) == page, "run python tests/builtin/reading_path.py"
 
 
 def test_no_page_is_wider_than_120_columns():
