@@ -236,9 +236,12 @@ def format_conclusion(steps: Steps, seconds: float) -> str:
         for level in (diagnosis.OK, diagnosis.WARNING, diagnosis.FAILURE)
     )
     unmeasured = [name for name in ("data", "loader", "model") if name not in steps.measured]
-    counts = f"{ok} OK, {warnings} warning{'s' * (warnings != 1)}, {failures} failure{'s' * (failures != 1)}"
-    text = f"preflight: {'do not start yet' if failures else 'go'}: {counts} in {seconds:.0f} s"
-    return text + (f"; not measured until that is fixed: {', '.join(unmeasured)}" if unmeasured else "")
+    counts = f"{ok} OK, {format_count(warnings, 'warning')}, {format_count(failures, 'failure')}"
+    answer = "do not start yet" if failures else "go"
+    text = f"preflight: {answer}: {counts} in {seconds:.0f} s"
+    if unmeasured:
+        text += f"; not measured until that is fixed: {', '.join(unmeasured)}"
+    return text
 
 
 if __name__ == "__main__":

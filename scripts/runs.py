@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from scripts.lib import listing
 from scripts.lib.svg import Series, choose_color, draw_line_plot, parse_output_path
 from utils.files import BOOT_ID_FILE, read_json, read_records
+from utils.logger import format_count
 from utils.report.goodput import split_attempts
 from utils.run.command_line import repair_standard_streams
 from utils.settings.errors import UserError
@@ -168,7 +169,7 @@ def plot_curves(runs: list[RunInfo], metric: str, title: str = "") -> str:
         resumed = (record for record in run.records if record.get("event") == "resumed")
         for event in resumed:
             ranks = event.get("world_size")
-            words = f"resumed on {ranks} rank{'s' * (ranks != 1)}" if ranks else "resumed"
+            words = f"resumed on {format_count(ranks, 'rank')}" if ranks else "resumed"
             marks.append((event["step"], words, look["color"]))
     if not any(curve.points for curve in series):
         raise UserError(NO_RECORDS.format(metric))

@@ -113,8 +113,9 @@ class DeduplicatedOutput(io.TextIOBase):
 def main(argv: Sequence[str] | None = None) -> int:
     config, read = TrainingConfig.from_args(argv), record_field_reads()
     fork = prepare_fork(config)
-    checks = CHECKS
-    checks += (reduction,) * (config.reduction == "exact")  # extra: exact
+    checks = list(CHECKS)
+    if config.reduction == "exact":  # extra: exact
+        checks.append(reduction)
     try:
         if fork.ctx.is_main:
             fork.new_process = NewProcess(

@@ -190,8 +190,12 @@ def plot_all_metrics(runs: dict[str, Any]) -> str:
         f'<div class="plots">{"".join(group)}</div>' for group in (plots[:OPEN_PLOTS], plots[OPEN_PLOTS:])
     )
     folded_plots = format_details(f"{len(plots) - OPEN_PLOTS} more plots", remaining) if len(plots) > OPEN_PLOTS else ""
-    caption = "<p>Solid: evaluation. Dashed: training.</p>" * (len(runs) > 1)  # a single run has a legend
-    return caption + few + folded_plots if plots else "<p>No records yet.</p>"
+    if not plots:
+        return "<p>No records yet.</p>"
+    caption = ""
+    if len(runs) > 1:  # a single run has a legend
+        caption = "<p>Solid: evaluation. Dashed: training.</p>"
+    return caption + few + folded_plots
 
 
 def plot_metric(runs: dict[str, Any], name: str) -> str:
@@ -205,7 +209,9 @@ def plot_metric(runs: dict[str, Any], name: str) -> str:
         solid = sample_points([r for r in chosen_records if not has_val or r.get("split") == "val"], name)
         dashed = sample_points(train, name)
         color, is_alone = choose_color(k, len(runs)), len(runs) == 1
-        legend = ("evaluation" if is_alone else label) + " (averaged weights)" * is_average
+        legend = "evaluation" if is_alone else label
+        if is_average:
+            legend += " (averaged weights)"
         if dashed:
             named, tip = "training" if is_alone else "" if solid else label, f"{label}, training"
             series.append(Series(named, dashed, color, bool(solid), has_markers=False, width=1.6, tooltip=tip))
@@ -213,7 +219,9 @@ def plot_metric(runs: dict[str, Any], name: str) -> str:
             series.append(Series(legend, solid, color, has_markers=len(solid) <= 60, tooltip=f"{label}, evaluation"))
         last = max((x for x, _ in solid + dashed), default=0)
         resumed = [r["step"] for r in run.records if r.get("event") == "resumed" and r["step"] <= last]
-        marks += [(step, "resumed" * (n == 0), color) for n, step in enumerate(resumed)]
+        for n, step in enumerate(resumed):
+            words = "resumed" if n == 0 else ""
+            marks.append((step, words, color))
     if not series:
         return ""
     highest = max(y for curve in series for _, y in curve.points if y is not None)

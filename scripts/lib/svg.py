@@ -55,7 +55,8 @@ def draw_line_plot(
     """
     points = [(x, y) for curve in series for x, y in curve.points if y is not None]
     legend = [curve for curve in series if curve.name]
-    top = 36 + 20 * bool(title) + 18 * len(legend)
+    title_height = 20 if title else 0
+    top = 36 + title_height + 18 * len(legend)
     height, bottom = top + HEIGHT + BOTTOM, top + HEIGHT
     low, high = y_range or (min(y for _, y in points), max(y for _, y in points))
     is_log = has_tooltips and 0 < 100 * low < high and high > 1
@@ -90,11 +91,13 @@ def draw_line_plot(
     for step, words, color in sorted(marks):
         left, half = scale_x(step), 3.3 * len(words)  # about half of its width
         is_raised = left - half < ends  # it would overlap the one before
-        ends = ends if is_raised else left + half
-        parts += [
-            _draw_line(left, top, left, bottom, f'stroke="{color}" stroke-dasharray="1 3"'),
-            _draw_text(left, top - 4 - 13 * is_raised, words, "middle", f'style="fill:{color}"'),
-        ]
+        text_y = top - 4
+        if is_raised:
+            text_y -= 13
+        else:
+            ends = left + half
+        parts.append(_draw_line(left, top, left, bottom, f'stroke="{color}" stroke-dasharray="1 3"'))
+        parts.append(_draw_text(left, text_y, words, "middle", f'style="fill:{color}"'))
     for curve in series:
         look = f'stroke="{curve.color}" stroke-width="{curve.width}" opacity="{curve.opacity:g}" fill="none"'
         dashes = ' stroke-dasharray="4 3"' if curve.is_dashed else ""
@@ -111,7 +114,7 @@ def draw_line_plot(
                 )
                 parts.append(f'<circle cx="{scale_x(x):.1f}" cy="{scale_y(y):.1f}" {look}>{tip}</circle>')
     for k, curve in enumerate(legend):
-        y = 20 + 20 * bool(title) + 18 * k
+        y = 20 + title_height + 18 * k
         dashes = ' stroke-dasharray="4 3"' if curve.is_dashed else ""
         look = f'stroke="{curve.color}" stroke-width="{curve.width}" opacity="{curve.opacity:g}"{dashes}'
         parts.append(_draw_line(LEFT, y, LEFT + 24, y, look))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.lib.svg import choose_ticks
-from utils.logger import format_duration
+from utils.logger import format_count, format_duration
 from utils.report.goodput import AttemptTimes, parse_time
 
 WIDTH, LEFT, ROW_HEIGHT, BAR_HEIGHT, BAR_TOP = 1160, 8, 74, 26, 30  # picture; row: height, bar, space above the bar
@@ -81,7 +81,9 @@ def build_timeline(
         if own_errors or is_lost or (is_failed and not later):
             text = own_errors[0][1] if own_errors else "" if later else status.get("error")
             text = text or f"ended at about step {attempt.last_step} without an error in the logs: it was killed"
-            text = f"attempt {k + 1}: {text}" + f"; the steps after {kept_step} were lost" * is_lost
+            text = f"attempt {k + 1}: {text}"
+            if is_lost:
+                text += f"; the steps after {kept_step} were lost"
             result.events.append({"event": "fault", "step": None, "at": end, "text": text})
     result.events.sort(key=lambda event: event["at"] or result.started_at)
     return result
@@ -116,7 +118,7 @@ def draw_timelines(lines: dict[str, Timeline]) -> str:
     parts.append(f'<text x="{WIDTH / 2}" y="{height - 5}" text-anchor="middle">{words}</text>')
     for k, (name, line) in enumerate(lines.items()):
         y = ROW_HEIGHT * k + BAR_TOP
-        count = f"{line.attempts} attempt{'s' * (line.attempts > 1)}"
+        count = format_count(line.attempts, "attempt")
         parts.append(f'<text x="{LEFT}" y="{y - 16}"><tspan font-weight="bold">{escape(name)}</tspan>, {count}</text>')
         order = ("down", "start_up", "training", "evaluation", "recomputed", "checkpoints")
         drawn: set[tuple[str, int]] = set()
@@ -126,8 +128,9 @@ def draw_timelines(lines: dict[str, Timeline]) -> str:
             if width == 1.0 and (phase, round(x)) in drawn:
                 continue  # a long run has thousands of short ones
             drawn.add((phase, round(x)))
-            geometry = f'x="{x:.1f}" y="{y + (BAR_HEIGHT - 7) * is_beside}" width="{width:.1f}"'
-            geometry += f' height="{7 if is_beside else BAR_HEIGHT}"'
+            bar_height = 7 if is_beside else BAR_HEIGHT
+            top = y + BAR_HEIGHT - bar_height
+            geometry = f'x="{x:.1f}" y="{top}" width="{width:.1f}" height="{bar_height}"'
             parts.append(f'<rect class="{phase}" {geometry}><title>{escape(text)}</title></rect>')
         seen: set[tuple[str, int]] = set()
         for event in line.events:

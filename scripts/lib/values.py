@@ -228,7 +228,9 @@ def find_shared_memory(net: nn.Module) -> str:
     spans = []
     for name, p in net.named_parameters():
         last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-        spans += [(str(p.device), p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size(), name)] * (p.numel() > 0)
+        if p.numel():
+            end = p.data_ptr() + (last + 1) * p.element_size()
+            spans.append((str(p.device), p.data_ptr(), end, name))
     pairs = pairwise(sorted(spans))
     return next((f"{a[-1]}, {b[-1]}" for a, b in pairs if a[0] == b[0] and b[1] < a[2]), "")
 

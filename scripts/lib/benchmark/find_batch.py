@@ -38,6 +38,7 @@ from lib.benchmark.turns import synchronize
 from utils.batch import list_tensors
 from utils.data.sets import load_data
 from utils.extras.lengths.token_budget import read_lengths  # extra: lengths
+from utils.logger import format_count
 from utils.memory import format_bytes, is_out_of_memory, read_free_memory, read_process_memory
 from utils.settings.errors import UserError
 from utils.training.first_passes import train_twice
@@ -68,8 +69,10 @@ class Trial:
     unit: str = "sample"
 
     def __str__(self) -> str:
-        figures = f", {format_bytes(self.needs)}, {self.seconds:.3g} s per micro-batch" if self.needs else ""
-        return f"{self.size:,} {self.unit}{'s' * (self.size > 1)}: {self.outcome}{figures}"
+        line = f"{format_count(self.size, self.unit)}: {self.outcome}"
+        if self.needs:
+            line += f", {format_bytes(self.needs)}, {self.seconds:.3g} s per micro-batch"
+        return line
 
 
 # ---- a trial, in a process of its own ----
@@ -100,7 +103,9 @@ def train_two_steps(config: TrainingConfig, ctx: DistributedContext, folder: Pat
 def available_memory(device: torch.device, ranks: int, gib: float) -> int:
     """Bytes that each of `ranks` ranks on this machine may use. gib: given by the user, or 0. Raises UserError."""
     if device.type == "cuda":  # each rank has its own device; the data set may be on it already
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - NCCL_BYTES * (ranks > 1)
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        if ranks > 1:
+            free -= NCCL_BYTES
         memory = min(free, int(gib * 2**30)) if gib else free
     elif gib:
         memory = int(gib * 2**30)
@@ -225,7 +230,8 @@ def describe_result(
     remark = "   (divides the global batch)" if size != best.size else ""
     added_flags = f" {CHECKPOINTING}" if CHECKPOINTING in name else ""
     field = "batch_size" if best.unit == "sample" else "batch_tokens"
-    added_flags += " --too_long alone" * (size < longest_sample)
+    if size < longest_sample:
+        added_flags += " --too_long alone"
     global_batch_flag = f" --global_batch_size {global_batch}" if global_batch else ""
     return [*lines, f"  --{field} {size}{global_batch_flag}{added_flags}{remark}"]
 
@@ -238,13 +244,14 @@ def find_largest_batch(flags: list[str], ranks: int, gib: float) -> None:
     if config.batch_tokens:  # extra: lengths
         unit, first = "token", config.batch_tokens
         # the budget alone decides; a global batch in samples has no meaning without their bound
-        global_batch = config.global_batch_size * (config.micro_batch[0] == "batch_tokens")
+        global_batch = config.global_batch_size if config.micro_batch[0] == "batch_tokens" else 0
         flags = [*flags, "--batch_size", str(TrainingConfig.batch_size), "--global_batch_size", str(global_batch)]
     facts = start_trial(0, ranks, gib, flags)
     say, max_size, answers = functools.partial(print, flush=True), facts["max_size"], []
     say(f"{format_bytes(facts['memory'])} per rank, after {HEADROOM:.0%} headroom")
     flag_sets: list[list[str]] = [[]]
-    flag_sets += [[CHECKPOINTING]] * (not config.activation_checkpointing)  # extra: compile
+    if not config.activation_checkpointing:  # extra: compile
+        flag_sets.append([CHECKPOINTING])
     for added_flags in flag_sets:
         name = f"with {CHECKPOINTING}" if added_flags else "as given"
         say(f"{name}:")

@@ -31,6 +31,7 @@ from utils.data.loader import create_distributed_dataloader
 from utils.data.sampler import MapDataset
 from utils.data.sets import load_data
 from utils.distributed.dtensor import local_shard, model_device
+from utils.logger import format_count
 from utils.memory import drop_traceback, is_out_of_memory, read_free_memory
 from utils.run.resume import create_train_state
 from utils.settings.errors import UserError
@@ -174,11 +175,11 @@ def print_sharding_memory(
         f"MB on a rank in a step with micro-batches of {field} {size} on {ctx.device_names[0]}, {per_node} a node"
     )
     print_line(format_table(rows, range(1, 5)))
-    limit = (
-        f"{USABLE_FRACTION:.0%} of {memory_per_rank / 1e9:,.1f} GB per rank, on {ranks[-1]} rank{'s' * (ranks[-1] > 1)}"
-    )
+    most_ranks = format_count(ranks[-1], "rank")
+    limit = f"{USABLE_FRACTION:.0%} of {memory_per_rank / 1e9:,.1f} GB per rank, on {most_ranks}"
     alternative = ""
-    alternative += ", or --activation_checkpointing" * (not config.activation_checkpointing)  # extra: compile
+    if not config.activation_checkpointing:  # extra: compile
+        alternative = ", or --activation_checkpointing"
     if chosen:
         print_line(f"flags: --sharding {chosen}   (the first whose peak fits into {limit})")
     else:

@@ -156,7 +156,8 @@ class RendezvousServer(socketserver.ThreadingTCPServer):
             return f"{nodes.min_nodes - len(self._waiting_nodes)} more of {nodes.min_nodes} nodes"
         present = [rank for rank, _, _ in self._waiting_nodes.values()]
         ranks = [str(rank) for rank in range(nodes.max_nodes) if rank not in present]
-        return f"node{'s' * (len(ranks) > 1)} {', '.join(ranks)} of {nodes.max_nodes}"
+        noun = "node" if len(ranks) <= 1 else "nodes"
+        return f"{noun} {', '.join(ranks)} of {nodes.max_nodes}"
 
     def remove_node(self, node: str) -> None:
         """The node has received "go"."""

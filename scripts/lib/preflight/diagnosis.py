@@ -56,10 +56,11 @@ def describe_ranks(ranks: Iterable[int], hosts: Sequence[str]) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank in ranks:
         ranks_of.setdefault(hosts[rank], []).append(rank)
-    return ", ".join(
-        f"{host} (rank{'s' * (len(host_ranks) > 1)} {format_rank_range(host_ranks)})"
-        for host, host_ranks in ranks_of.items()
-    )
+    parts = []
+    for host, host_ranks in ranks_of.items():
+        noun = "rank" if len(host_ranks) == 1 else "ranks"
+        parts.append(f"{host} ({noun} {format_rank_range(host_ranks)})")
+    return ", ".join(parts)
 
 
 def format_rank_range(ranks: list[int]) -> str:

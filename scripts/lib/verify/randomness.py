@@ -54,7 +54,8 @@ class DropoutRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         before = hash_rng_states()
         result = func(*args, **kwargs)
-        self.dropout_calls += [name] * (hash_rng_states() != before)
+        if hash_rng_states() != before:
+            self.dropout_calls.append(name)
         return result
 
 
