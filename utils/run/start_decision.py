@@ -196,7 +196,7 @@ def decide_start(config: TrainingConfig, host: str, launch_id: str, may_restart:
         restore_existing_run(created)
         raise
     if decision.attempt > 1 and not decision.renamed_folders:
-        # a folder that did not exist was restored from the mirror, and goes if this start is refused later
+        # a folder that did not exist was fetched from a copy of the run, and goes if this start is refused later
         decision = replace(decision, renamed_folders=created)
     return lock, decision
 
