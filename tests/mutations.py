@@ -52,7 +52,7 @@ MUTATIONS = [
     Mutation('send_pickling_error', 'message = explain_open_file_limit(error)', 'message = ""', 'open-files'),
     Mutation('can_train_longer', 'new_limits = *read_training_limits(values), values["patience"] or math.inf', 'new_limits = *read_training_limits(values), old_patience or math.inf', 'schedule-end'),
     Mutation('environment_without_launcher', 'return {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(name)}', 'return dict(os.environ)', 'command'),  # extra: companions
-    Mutation('compare_evaluation_data', 'line, is_other = compare_data(before[split], current[split], {}, is_same, split)', 'line, is_other = "", False', 'must-match'),
+    Mutation('compare_evaluation_data', 'line, is_other = compare_data(before[split], current[split], {}, is_same_code=is_same, split=split)', 'line, is_other = "", False', 'must-match'),
     Mutation('read_best_name', 'return path.stem if best.is_dir() else path.name', 'return ""', 'keep-last'),
     Mutation('decide_start', 'restore_existing_run(created)', 'pass', 'mirror-owner'),  # extra: companions
     Mutation('RunFolder._undo_start', 'restore_existing_run(moved)', 'pass', 'mirror-owner'),  # extra: companions
@@ -103,7 +103,7 @@ MUTATIONS = [
     Mutation('_sum_by_device', 'products *= _random_keys(device)[first : first + len(products)]', 'pass', 'fingerprint'),
     Mutation('_sum_by_device', 'totals[device] += products.sum() * (derive_seed(name, block) | 1)', 'totals[device] += products.sum()', 'fingerprint'),
     Mutation('_split_pieces', 'first = local_row_range(parameter)[0]', 'pass', 'fingerprint'),
-    Mutation('compare_fingerprints', 'if saved not in (None, bits)', 'if False', 'fingerprint'),
+    Mutation('compare_fingerprints', 'if saved not in (None, fingerprint):', 'if False:', 'fingerprint'),
     Mutation('fingerprint_state', 'dist.all_reduce(total, group=group)', 'pass', 'fingerprint'),
     Mutation('find_divergence', 'if "fingerprint" in names or (names and not record_a.keys() & record_b.keys() & {"fingerprint"}):', 'if names:', 'diverge'),  # extra: replay and reports
     Mutation('compare_batches', 'positions = find_unequal(tensor_a, tensor_b)', 'positions = find_unequal(tensor_a, tensor_a)', 'diverge'),  # extra: replay and reports
@@ -162,7 +162,7 @@ MUTATIONS = [
     Mutation('run_first_passes', 'loss_weight = 2.0 if ctx.rank % 2 == 1 else 1.0', 'loss_weight = 1.0', 'unwrapped'),
     Mutation('Updater.step', 'if thawed:', 'if False:', 'thawed'),
     Mutation('compare_sample_fingerprints', 'require_equal(first if are_alike else local_fingerprints, sentence, ctx)', 'pass', 'other-samples'),  # extra: sketches
-    Mutation('compare_checkpoint', '(wrong if is_other else may).extend([line] if line else [])', 'may.extend([line] if line else [])', 'other-samples'),  # extra: sketches
+    Mutation('compare_checkpoint', 'if is_other_data:', 'if False:', 'other-samples'),  # extra: sketches
     Mutation('_is_close_fingerprint', 'if not is_close:', 'if False:', 'other-samples'),  # extra: sketches
     Mutation('RunningStats.add', 'self._sum.add_(self._buffers, alpha=samples)', 'self._sum.add_(self._buffers)', 'batchnorm'),
     Mutation('StepSums.start_reduce', 'self._work = self._rank_sum.start_all_reduce(self.metrics.values, micro_batch.count)', 'self._work = None', 'batchnorm'),
@@ -197,8 +197,8 @@ MUTATIONS = [
     Mutation('WeightAverage.__init__', 'self._average_by_value = {value: copy_in_float32(source) for value, source in sources.items()}', 'self._average_by_value = {value: source.clone() for value, source in sources.items()}', 'weights'),
     Mutation('resume_run', 'if not is_comparable:', 'if False:', 'changed-settings'),
     Mutation('compare_held_out', 'elif split not in new:', 'elif False:', 'changed-settings'),
-    Mutation('resume_run', 'on_all_ranks(lambda: run.rewind(progress.step, is_evaluated, has_test) if run.is_node_leader else None, ctx)', 'pass', 'records-once'),
-    Mutation('compare_checkpoint', 'wrong, may = (describe_differences(rows, resume) for resume in ("must", "may"))', 'wrong, may = [], [*describe_differences(rows, "must"), *describe_differences(rows, "may")]', 'must-match'),
+    Mutation('resume_run', 'on_all_ranks(rewind_folder, ctx)', 'pass', 'records-once'),
+    Mutation('compare_checkpoint', 'forbidden = describe_differences(rows, "must")', 'forbidden: list[str] = []', 'must-match'),
     Mutation('Updater.step', 'norm = torch.add(norm, loss, alpha=0)  # 0 times a non-finite loss is NaN', 'pass', 'not-finite'),
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm <= math.inf', 'not-finite'),
     Mutation('WeightAverage.after_update', 'self.update(1 - skipped)', 'self.update(torch.ones_like(skipped))', 'not-finite'),

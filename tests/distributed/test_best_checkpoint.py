@@ -27,14 +27,14 @@ def train_on_a_slow_disk(words, fails_at):
     steps, waited = [0], []
     plain_write, plain_done, plain_link = FileLayout.write, Reporter.record_step, CheckpointFiles.link_best
 
-    def write(self, path, payload, *rest):
+    def write(self, path, payload, **rest):
         step, ends = payload["progress"]["step"], time.monotonic() + 10
         while step == steps[-1] < 8 and time.monotonic() < ends:
             time.sleep(0.001)
         waited.extend([step] if step == steps[-1] < 8 else [])
         if step == fails_at:
             raise OSError(28, "No space left on device", str(path))
-        plain_write(self, path, payload, *rest)
+        plain_write(self, path, payload, **rest)
 
     def done(self, samples, indices):
         plain_done(self, samples, indices)
@@ -126,9 +126,9 @@ def test_best_is_linked_after_an_evaluation_that_takes_longer_than_the_write(run
 def fail_while_writing(words):
     plain_write, plain_done = FileLayout.write, Reporter.record_step
 
-    def write(*args):
+    def write(*args, **rest):
         time.sleep(1.0)
-        plain_write(*args)
+        plain_write(*args, **rest)
 
     def done(self, samples, indices):
         plain_done(self, samples, indices)

@@ -45,10 +45,10 @@ def killed_in(phase, steps, delay):
         if name == phase and len(begun) >= steps:
             threading.Thread(target=kill).start() if delay else kill()
 
-    def write(*args):
+    def write(*args, **rest):
         if phase == "written" and len(begun) >= steps:
             threading.Thread(target=kill).start() if delay else kill()
-        plain_write(*args)
+        plain_write(*args, **rest)
 
     writing = mock.patch.object(FileLayout, "write", write)
     with mock.patch.multiple(PhaseClock, begin_step=begin_step, enter_phase=enter), writing:

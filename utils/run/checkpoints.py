@@ -1,4 +1,11 @@
-"""The checkpoints of a run: decides when the state is saved, and which checkpoint is the best."""
+"""The checkpoints of a run: decides when the state is saved, and which checkpoint is the best.
+
+A save has three stages. `save` starts a copy of the state, and training goes on. `finish_copy` waits for the copy
+before the state changes. A thread writes the copy, and `_poll_write` reports the checkpoint once it is on the disk.
+
+best.pt is a link to the checkpoint of the best evaluation. `save_best` saves that checkpoint, `_link_best` links it
+once it is on the disk, and `finish_best` tells all ranks before the next evaluation whether there is a link.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +31,15 @@ from utils.training.state import TrainState
 MAX_FINAL_WRITES = 3  # at the end of a run, a second apart
 SECONDS_PER_POLL = 0.5
 SECONDS_UNTIL_WRITE_FAILS = 600.0  # for which saves may fail, or one may make no progress, before training ends
-SECONDS_TO_WARN, SECONDS_AFTER_STOP = 60.0, 20.0  # of a write without progress; torchrun waits 30 s after a stop signal
+SECONDS_TO_WARN = 60.0  # a warning is logged after a write has made no progress for so long
+SECONDS_AFTER_STOP = 20.0  # the same after a stop signal, before training ends: torchrun waits 30 s
 
 
 class Checkpoints:
-    """Saves the state. All ranks call its methods; a file is written by rank 0, and a sharded state by all.
+    """Saves the state, and links the best checkpoint. All ranks call the methods.
 
-    The state is copied, compared and written by threads (`AsyncSnapshot`, `CheckpointWriter`). Before it changes, call
-    `finish_copy`.
+    Rank 0 writes a checkpoint, and all ranks write that of a sharded state. Threads copy, compare and write the state
+    (`AsyncSnapshot`, `CheckpointWriter`). Call `finish_copy` before the state changes.
 
     Args:
         provenance: content of provenance.json.
@@ -45,32 +53,60 @@ class Checkpoints:
         provenance: dict[str, Any],
         before_save: Callable[[], None],
     ) -> None:
-        run, config, ctx = attempt.run, attempt.config, attempt.ctx
-        self._attempt, self._run, self._ctx, self._state, self._before_save = attempt, run, ctx, state, before_save
+        run = attempt.run
+        config = attempt.config
+        ctx = attempt.ctx
+        self._attempt = attempt
+        self._run = run
+        self._ctx = ctx
+        self._state = state
+        self._before_save = before_save
+
         thread_ctx = create_thread_context(ctx)
-        self._layout, self._is_writer, shard_count = FileLayout(), ctx.is_main, 1
+        shard_count = 1
+        self._is_writer = ctx.is_main
+        self._layout = FileLayout()
         if config.sharding != "none":  # extra: sharding
             from utils.extras.sharding.folder_layout import FolderLayout, count_shards
 
-            self._is_writer, shard_count = True, count_shards(config, ctx)
+            shard_count = count_shards(config, ctx)
+            self._is_writer = True
             self._layout = FolderLayout(thread_ctx, shard_count, run.is_node_leader)
-        meta = {"config": redact_config(config), "provenance": provenance | {"total_steps": state.schedule.total_steps}}
-        self._snapshot = AsyncSnapshot(state, self._is_writer, meta, shard_count, thread_ctx)
-        limits = WriteLimits(SECONDS_TO_WARN, SECONDS_UNTIL_WRITE_FAILS, SECONDS_AFTER_STOP)
-        rank_and_host = (ctx.rank, ctx.host)
-        self._writer = CheckpointWriter(
-            self._write_checkpoint, lambda: self._layout.is_waiting_for_ranks, limits, rank_and_host, run.resume_path
+
+        metadata = {
+            "config": redact_config(config),
+            "provenance": provenance | {"total_steps": state.schedule.total_steps},
+        }
+        self._snapshot = AsyncSnapshot(
+            state,
+            is_writer=self._is_writer,
+            metadata=metadata,
+            shard_count=shard_count,
+            thread_ctx=thread_ctx,
         )
-        is_own = run.resume_path and run.resume_path.resolve().parent == run.checkpoint_folder.resolve()
-        self._saved_step = state.progress.step if is_own else -1
+        self._writer = CheckpointWriter(
+            write=self._write_checkpoint,
+            is_waiting_for_ranks=lambda: self._layout.is_waiting_for_ranks,
+            limits=WriteLimits(
+                warn_after_seconds=SECONDS_TO_WARN,
+                fail_after_seconds=SECONDS_UNTIL_WRITE_FAILS,
+                fail_after_stop_seconds=SECONDS_AFTER_STOP,
+            ),
+            rank_and_host=(ctx.rank, ctx.host),
+            latest_checkpoint=run.resume_path,
+        )
+
+        self._saved_step = -1  # the step of the last save
+        if run.resume_path and run.resume_path.resolve().parent == run.checkpoint_folder.resolve():
+            self._saved_step = state.progress.step
         # whether best.pt links to a new best; None: there is none, or all ranks know. They set and clear it together
         self._is_best_linked: bool | None = None
         self._is_save_postponed = False  # a save was due while another one was written
         self._has_warned_of_buffers = False
         self._last_save_at = time.monotonic()  # start of the last save
-        self._blocked_s = 0.0  # how long it blocked training
+        self._blocked_s = 0.0  # how long the last save blocked training
 
-    # ---- all ranks ----
+    # ---- a save, on all ranks ----
 
     def save(self, blocking: bool = False, force: bool = False) -> None:
         """Start a checkpoint of the current state, unless that is saved.
@@ -90,15 +126,20 @@ class Checkpoints:
         self._attempt.clock.enter_phase("save")
         if blocking:
             self._wait_for_write()
+
         began = time.perf_counter()
         self._poll_write()
         self._is_save_postponed = self._writer.is_busy
         self._before_save()
-        if first_rank_where(self._is_save_postponed, self._ctx) is None:
-            copy, self._last_save_at = self._snapshot.start(), time.monotonic()
+        busy_rank = first_rank_where(self._is_save_postponed, self._ctx)
+        if busy_rank is None:
+            copy = self._snapshot.start()
+            self._last_save_at = time.monotonic()
             if self._is_writer:
-                self._writer.start(self._layout.checkpoint_path(self._run.checkpoint_folder, step), copy)
-            self._blocked_s, self._saved_step = time.perf_counter() - began, step
+                path = self._layout.checkpoint_path(self._run.checkpoint_folder, step)
+                self._writer.start(path, copy)
+            self._blocked_s = time.perf_counter() - began
+            self._saved_step = step
         self._attempt.clock.enter_phase("update")
 
     def finish_copy(self) -> None:
@@ -113,7 +154,7 @@ class Checkpoints:
             self._warn_of_other_buffers()
 
     def _warn_of_other_buffers(self) -> None:
-        """On rank 0: an event at each save in which the buffers of a rank differ, and a warning at the first one."""
+        """On rank 0, write an event at each save in which the buffers of a rank differ, and warn at the first one."""
         rank = self._snapshot.pop_rank_with_other_buffers()
         if rank is None:
             return
@@ -129,18 +170,22 @@ class Checkpoints:
         self._has_warned_of_buffers = True
 
     def weights(self) -> dict[str, AbstractContextManager]:
-        """`TrainState.weights`, which complete the copy before the model gets other weights than its own."""
-        contexts = self._state.weights()
-        return {
-            kind: context if kind == "model" else self._finish_copy_before(context)
-            for kind, context in contexts.items()
-        }
+        """Return `TrainState.weights`. The copy is completed before the model gets other weights than its own."""
+        contexts: dict[str, AbstractContextManager] = {}
+        for kind, context in self._state.weights().items():
+            if kind == "model":
+                contexts[kind] = context
+            else:
+                contexts[kind] = self._finish_copy_before(context)
+        return contexts
 
     @contextmanager
     def _finish_copy_before(self, context: AbstractContextManager) -> Iterator[None]:
         self.finish_copy()
         with context:
             yield
+
+    # ---- the best checkpoint, on all ranks ----
 
     def save_best(self) -> None:
         """Make best.pt a link to the checkpoint of this step as soon as that is on the disk. If that fails, the next
@@ -158,9 +203,13 @@ class Checkpoints:
 
     def _agree_on_best(self) -> None:
         """Tell all ranks whether best.pt was linked. Call this when nothing is being written."""
-        if self._is_best_linked is not None and not broadcast_json(self._is_best_linked, self._ctx):
-            self._state.progress.reset_best()
+        if self._is_best_linked is not None:
+            is_linked_on_rank_0 = broadcast_json(self._is_best_linked, self._ctx)
+            if not is_linked_on_rank_0:
+                self._state.progress.reset_best()
         self._is_best_linked = None
+
+    # ---- the end, on all ranks ----
 
     def finish_writing(self) -> None:
         """Wait until the last checkpoint is on the disk. Raises TrainingError where a rank cannot write it."""
@@ -192,59 +241,77 @@ class Checkpoints:
         self._snapshot.close()
         self._writer.close()
 
-    # ---- the write in progress ----
+    # ---- the write in progress, where a rank writes ----
 
     def is_save_due(self) -> bool:
-        """Whether a timed or postponed save can start now. Also looks at the write in progress."""
+        """Return whether a timed or postponed save can start now. This also looks at the write in progress."""
         if not self._is_writer:
             return False
         self._poll_write()
-        is_time = 0 < self._attempt.config.save_every_minutes < (time.monotonic() - self._last_save_at) / 60
-        return not self._writer.is_busy and (is_time or self._is_save_postponed)
+        if self._writer.is_busy:
+            return False
+        minutes_since_save = (time.monotonic() - self._last_save_at) / 60
+        is_time = 0 < self._attempt.config.save_every_minutes < minutes_since_save
+        return is_time or self._is_save_postponed
 
     def _write_checkpoint(self, path: Path, payload: Payload, on_progress: Callback) -> None:
-        """In the thread."""
+        """Write a checkpoint, and delete those that are no longer kept. This runs in the thread."""
         config = self._attempt.config
-        self._layout.write(path, payload, self._run.ownership.check_owner, on_progress)
+        check_owner = self._run.ownership.check_owner
+        self._layout.write(path, payload, before_rename=check_owner, on_progress=on_progress)
         self._run.status.set_latest_checkpoint(path)
         if self._run.is_node_leader:
             with suppress(OSError):
                 checkpoint.prune_checkpoints(self._run.checkpoint_folder, config.keep_last, config.keep_every)
 
     def _wait_for_write(self) -> None:
-        """Wait for the write in progress. Its event has the time."""
+        """Wait for the write in progress. The event of the checkpoint has the time of this wait."""
         since = time.monotonic()
         while self._writer.is_busy:
             self._attempt.clock.enter_phase("save")  # a long write is not a hang
             self._poll_write(SECONDS_PER_POLL, since)
 
     def _poll_write(self, seconds: float = 0.0, waiting_since: float = math.inf) -> None:
-        """Report the write in progress, if it ends within so many seconds."""
+        """Report the write in progress, if it ends within so many seconds.
+
+        Args:
+            waiting_since: when the wait for the write began, by time.monotonic; infinite if nothing waits for it.
+        """
         if self._is_writer and self._run.companions:
             self._run.companions.poll()
-        path, taken = self._writer.path, self._writer.poll(seconds)
-        if taken is None:
+        path = self._writer.path
+        write_seconds = self._writer.poll(seconds)
+        if write_seconds is None:
             return
-        if isinstance(taken, OSError):
-            self._run.warn(f"{taken}; training continues, and the next checkpoint is tried when it is due")
+        if isinstance(write_seconds, OSError):
+            error = write_seconds
+            self._run.warn(f"{error}; training continues, and the next checkpoint is tried when it is due")
             return
-        progress, blocked = self._writer.snapshot.result()["progress"], self._blocked_s
-        epoch = progress["epoch"] + (progress["samples_in_epoch"] > 0)  # as in records
-        waited = max(0.0, time.monotonic() - waiting_since)
-        times = {"seconds": round(taken, 3), "blocked_s": round(blocked, 5), "waited_s": round(waited, 3)}
-        self._run.records.append_event("checkpoint", progress["step"], epoch=epoch, path=str(path), **times)
+
+        progress = self._writer.snapshot.result()["progress"]
+        epoch = progress["epoch"]
+        if progress["samples_in_epoch"] > 0:
+            epoch += 1  # as in records
+        waited_s = max(0.0, time.monotonic() - waiting_since)
+        self._run.records.append_event(
+            "checkpoint",
+            progress["step"],
+            epoch=epoch,
+            path=str(path),
+            seconds=round(write_seconds, 3),
+            blocked_s=round(self._blocked_s, 5),
+            waited_s=round(waited_s, 3),
+        )
         self._run.status.write("running", checkpoint=str(path))
         text = "saved %s in %.2f s; blocked training for %.1f ms"
-        logging.getLogger(LOGGER_NAME).info(text, path, taken, 1000 * blocked)
+        logging.getLogger(LOGGER_NAME).info(text, path, write_seconds, 1000 * self._blocked_s)
         self._link_best()
 
     def _link_best(self) -> None:
         """Link best.pt, if its checkpoint is on the disk."""
-        if (
-            self._is_best_linked is not False
-            or self._writer.is_busy
-            or not (self._is_writer and self._run.is_node_leader)
-        ):
+        if self._is_best_linked is not False or self._writer.is_busy:
+            return
+        if not self._is_writer or not self._run.is_node_leader:
             return
         progress = self._state.progress  # which has the best evaluation until a failure is settled
         try:
@@ -253,5 +320,5 @@ class Checkpoints:
             self._run.warn(f"best.pt cannot be written ({error}); the next evaluation starts a new best")
             return
         self._is_best_linked = True
-        path = str(self._run.checkpoint_folder / checkpoint.BEST_NAME)
-        self._run.records.append_event("best", progress.best_step, epoch=progress.best_epoch, path=path)
+        path = self._run.checkpoint_folder / checkpoint.BEST_NAME
+        self._run.records.append_event("best", progress.best_step, epoch=progress.best_epoch, path=str(path))
