@@ -90,7 +90,7 @@ class Yours(Settings):
 
 
 def suggest_global_batch_sizes(config: TrainingConfig) -> str:
-    """The micro-batch and its multiples next to global_batch_size. Empty if global_batch_size is a multiple."""
+    """Return the micro-batch and its multiples next to global_batch_size, or "" if global_batch_size is a multiple."""
     name, size = config.micro_batch
     remainder = config.global_batch_size % size
     if not remainder:
@@ -109,7 +109,7 @@ def has_min_lr_above_lr(config: TrainingConfig) -> bool:
 
 
 def explain_invalid_run_dir(config: TrainingConfig) -> str:
-    """What is wrong with the names of settings in run_dir."""
+    """Return what is wrong with the names of settings in run_dir, or ""."""
     try:
         parts = list(string.Formatter().parse(config.run_dir))  # raises if a brace is missing
         for _, name, _, _ in parts:
@@ -336,7 +336,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
 
     @property
     def run_folder(self) -> Path:
-        """run_dir with its field names filled in."""
+        """Return run_dir with its field names filled in."""
         values = dict(vars(self))
         for name, value in values.items():
             if isinstance(value, (list, tuple)):
@@ -351,28 +351,28 @@ class TrainingConfig(Yours, extras.ExtraSettings):
 
     @property
     def micro_batch(self) -> tuple[str, int]:
-        """The field that global_batch_size counts in, and its value."""
+        """Return the field that global_batch_size counts in, and its value."""
         name = self.micro_batch_setting()
         return name, getattr(self, name)
 
     def micro_batches_per_step(self, world_size: int) -> int:
-        """Micro-batches of all ranks in one optimizer step."""
+        """Return the number of micro-batches in one optimizer step, over all ranks."""
         if self.global_batch_size:
             return self.global_batch_size // self.micro_batch[1]
         return world_size * self.grad_accum_steps
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The epochs and optimizer steps after which the run ends; infinite if that limit is not set."""
+        """Return the epochs and the optimizer steps after which the run ends. A limit that is not set is infinite."""
         return read_training_limits(vars(self))
 
     def to_json(self) -> dict[str, Any]:
-        """All settings by name, with lists for tuples and text for paths, as files and checkpoints have them."""
+        """Return all settings by name, with lists for tuples and text for paths, as files and checkpoints have them."""
         names = [setting.name for setting in list_settings(type(self))]
         return {name: to_json_value(getattr(self, name)) for name in names}
 
     def to_dict(self) -> dict[str, Any]:
-        """`to_json` with run_dir and checkpoint_dir as paths; `from_args(["--config", ...])` reads it back."""
+        """Return `to_json` with run_dir and checkpoint_dir as paths. `from_args(["--config", ...])` reads it back."""
         paths = {"run_dir": str(self.run_folder), "checkpoint_dir": str(self.checkpoint_folder)}
         return self.to_json() | paths
 
@@ -437,7 +437,7 @@ def read_training_limits(saved: dict[str, Any]) -> tuple[float, float]:
 
 
 def can_train_longer(values: dict[str, Any], saved: dict[str, Any]) -> bool:
-    """Whether a run with these values may go on where one with the saved values, if there are any, was completed.
+    """Return whether a run with these values may go on where a run with the saved values was completed.
 
     Its epochs, its steps or its patience may have ended it. Patience starts again with another metric.
     """
@@ -446,11 +446,14 @@ def can_train_longer(values: dict[str, Any], saved: dict[str, Any]) -> bool:
     old_patience = saved.get("patience", 0)
     if old_patience and saved["best_metric"] != values["best_metric"]:
         return True
-    new_limits = *read_training_limits(values), values["patience"] or math.inf
-    old_limits = *read_training_limits(saved), old_patience or math.inf
-    return any(new > old for new, old in zip(new_limits, old_limits, strict=True))
+    new_epochs, new_steps = read_training_limits(values)
+    old_epochs, old_steps = read_training_limits(saved)
+    if new_epochs > old_epochs or new_steps > old_steps:
+        return True
+    new_patience = values["patience"] or math.inf
+    return new_patience > (old_patience or math.inf)
 
 
 def list_fork_settings() -> list[Setting]:
-    """The settings of the model and data: those of the block "yours", and of an extra that adds to the example."""
+    """Return the settings of the model and data: the block "yours", and those of an extra that adds to the example."""
     return [setting for setting in SETTINGS if setting.group == FORK_GROUP]

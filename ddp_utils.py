@@ -31,8 +31,9 @@ __all__ = [
 
 
 def setup_distributed(config: TrainingConfig) -> DistributedContext:
-    """Create the process groups, after the ranks have exchanged through the store which device each has, and what keeps
-    it from taking part.
+    """Create the process groups.
+
+    The ranks first exchange through the store which device each has, and what keeps it from taking part.
 
     Raises:
         UserError: on every rank, if one of them cannot take part.
@@ -48,8 +49,8 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
     rank_infos, launch_nonce = exchange_rank_info(
         launch, store, rank_info, backend=config.backend, timeout=config.timeout
     )
-    heartbeats = start_heartbeats(launch, store, launch_nonce, config.init_method)
-    control = create_process_groups(launch, store, backend, device, timeout=config.timeout)
+    heartbeats = start_heartbeats(launch, store, launch_nonce, init_method=config.init_method)
+    control = create_process_groups(launch, store, backend=backend, device=device, timeout=config.timeout)
     hosts = tuple(info["host"] for info in rank_infos)
     return DistributedContext(
         rank=launch.rank,
@@ -67,8 +68,10 @@ def setup_distributed(config: TrainingConfig) -> DistributedContext:
 
 
 def cleanup_distributed() -> None:
-    """Destroy the process groups. Call it after success only, since its barrier waits for all ranks: gloo aborts if a
-    peer leaves early."""
+    """Destroy the process groups.
+
+    Call it after success only. Its barrier waits for all ranks, since gloo aborts if a peer leaves early.
+    """
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -77,7 +80,8 @@ def cleanup_distributed() -> None:
 def save_checkpoint(checkpoints: Checkpoints, must: bool = True) -> None:
     """Save a checkpoint of the current state, which is written while training continues. Call it on all ranks.
 
-    must: wait for an earlier checkpoint that is still being written. Otherwise this one is postponed.
+    Args:
+        must: wait for an earlier checkpoint that is still being written. Otherwise this one is postponed.
     """
     checkpoints.save(blocking=must)
     checkpoints.finish_copy()

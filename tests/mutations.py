@@ -50,7 +50,7 @@ MUTATIONS = [
     Mutation('TensorBoardWriter._call_writer', 'self._folder = None', 'pass', 'packages'),
     Mutation('raise_open_file_limit', 'need += shared_tensor_count', 'pass', 'open-files'),
     Mutation('send_pickling_error', 'message = explain_open_file_limit(error)', 'message = ""', 'open-files'),
-    Mutation('can_train_longer', 'new_limits = *read_training_limits(values), values["patience"] or math.inf', 'new_limits = *read_training_limits(values), old_patience or math.inf', 'schedule-end'),
+    Mutation('can_train_longer', 'new_patience = values["patience"] or math.inf', 'new_patience = old_patience or math.inf', 'schedule-end'),
     Mutation('environment_without_launcher', 'return {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(name)}', 'return dict(os.environ)', 'command'),  # extra: companions
     Mutation('compare_evaluation_data', 'line, is_other = compare_data(before[split], current[split], {}, is_same_code=is_same, split=split)', 'line, is_other = "", False', 'must-match'),
     Mutation('read_best_name', 'return path.stem if best.is_dir() else path.name', 'return ""', 'keep-last'),
