@@ -160,7 +160,11 @@ def check_single_sample_error(error: ValueError) -> None:
 
 
 def train_twice(
-    model: nn.Module, batch: Any, state: TrainState, compute_loss: ComputeLoss, loss_weight: float = 1.0
+    model: nn.Module,
+    batch: Any,
+    state: TrainState,
+    compute_loss: ComputeLoss,
+    loss_weight: float = 1.0,
 ) -> int:
     """Run two forward and backward passes with this batch.
 

@@ -92,7 +92,10 @@ class ModelHooks:
 
     @classmethod
     def from_module(
-        cls, module: ModuleType, config: TrainingConfig | None = None, device: torch.device = CPU
+        cls,
+        module: ModuleType,
+        config: TrainingConfig | None = None,
+        device: torch.device = CPU,
     ) -> ModelHooks:
         """Return the functions of model.py, with defaults for missing ones.
 

@@ -41,7 +41,12 @@ class PendingRead:
         parts: the parts that read something. Each has one of the tensors, in this order.
     """
 
-    def __init__(self, tensors: list[Tensor], steps: list[StepRecord], parts: list[Part]) -> None:
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        steps: list[StepRecord],
+        parts: list[Part],
+    ) -> None:
         self.steps = steps
         self.parts = parts
         self._shapes_and_dtypes = [(tensor.shape, tensor.dtype) for tensor in tensors]
@@ -100,7 +105,12 @@ class LogWindow(MetricTracker):
         parts: what the parts want to read is read with the sums.
     """
 
-    def __init__(self, device: torch.device, scaler: torch.amp.GradScaler, parts: Sequence[Part] = ()) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        scaler: torch.amp.GradScaler,
+        parts: Sequence[Part] = (),
+    ) -> None:
         super().__init__(device)
         self._scaler = scaler
         self._parts = parts
@@ -116,7 +126,13 @@ class LogWindow(MetricTracker):
         super().allocate(metrics, extra_size)
         self._host_sums.allocate(metrics, extra_size)
 
-    def record_step(self, record: StepRecord, norm: Tensor, divisor: Tensor, loss: Tensor | None) -> None:
+    def record_step(
+        self,
+        record: StepRecord,
+        norm: Tensor,
+        divisor: Tensor,
+        loss: Tensor | None,
+    ) -> None:
         """Keep what will tell whether this step was skipped.
 
         Args:
@@ -199,7 +215,12 @@ class LogWindow(MetricTracker):
             self.count_view(name).fill_(self._host_sums.count_view(name).item())
 
 
-def _list_steps(records: list[StepRecord], norms: Tensor, divisors: Tensor, losses: Tensor) -> list[StepValues]:
+def _list_steps(
+    records: list[StepRecord],
+    norms: Tensor,
+    divisors: Tensor,
+    losses: Tensor,
+) -> list[StepValues]:
     """Return what was read of each step.
 
     Args:

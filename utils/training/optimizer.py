@@ -325,7 +325,13 @@ def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def lr_factor(config: TrainingConfig, step: int, total_steps: int, warmup_steps: int, progress: Any) -> float:
+def lr_factor(
+    config: TrainingConfig,
+    step: int,
+    total_steps: int,
+    warmup_steps: int,
+    progress: Any,
+) -> float:
     """Return the factor on the peak learning rate at optimizer step `step` (from 0): linear warm-up, then `--schedule`.
 
     cosine: to zero (Loshchilov and Hutter, "SGDR", 2017, equation 5 with one cycle); linear: to zero; constant;

@@ -93,7 +93,12 @@ class Updater:
         for parameter in self._with_gradients:  # optimizer.zero_grad takes 20 us more, for the profiler
             parameter.grad = None
 
-    def step(self, divisor: Tensor, loss: Tensor, step_number: int) -> tuple[Tensor, Tensor, Tensor]:
+    def step(
+        self,
+        divisor: Tensor,
+        loss: Tensor,
+        step_number: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Divide the gradients, clip them and update, unless the loss or the gradient is not finite.
 
         After the all-reduces loss and gradient are the same on every rank, so all ranks decide alike without

@@ -175,7 +175,14 @@ class Part:
         """
         return {}
 
-    def try_evaluation(self, model: nn.Module, precision: Precision, batch: Any, size: int, samples: int) -> list[str]:
+    def try_evaluation(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        batch: Any,
+        size: int,
+        samples: int,
+    ) -> list[str]:
         """Try what `evaluate` and `finish_evaluation` will do. Called before the first step, for several batches. An
         error on one rank is reported by all, so it must use no collectives.
 
@@ -207,7 +214,12 @@ class Part:
     def evaluate(self, model: nn.Module, micro_batch: MicroBatch) -> None:
         """Called after compute_loss in each pass over the set, with its autocast and without autograd."""
 
-    def finish_evaluation(self, means: dict[str, float], samples: int, ctx: DistributedContext) -> dict[str, float]:
+    def finish_evaluation(
+        self,
+        means: dict[str, float],
+        samples: int,
+        ctx: DistributedContext,
+    ) -> dict[str, float]:
         """Give more metrics of the set. Called after the last pass over it.
 
         Args:
