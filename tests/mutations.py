@@ -112,7 +112,7 @@ MUTATIONS = [
     Mutation('TrainState.update_if_finite', 'divisor = self.step_sums.loss_count * 2.0**-progress.loss_shift', 'divisor = torch.full_like(self.step_sums.loss_count, float(samples)) * 2.0**-progress.loss_shift', 'gradient'),
     Mutation('train_one_epoch', 'state.notify_progress(progress)  # to the parts, and to functions of model.py that ask for it', 'pass', 'step-loss'),
     Mutation('Validation.validate', 'self.state.notify_progress(progress)', 'pass', 'step-loss'),
-    Mutation('TrainState._set_lr', 'group["lr"] = group["base_lr"] * factor', 'group["lr"] = group["base_lr"] * self.factor', 'group-factors'),
+    Mutation('TrainState._set_lr', 'group["lr"] = group["base_lr"] * factor', 'group["lr"] = group["base_lr"] * self.lr_factor', 'group-factors'),
     Mutation('create_ddp_options', '"find_unused_parameters": find_unused_parameters,', '"find_unused_parameters": False,', 'unused'),
     Mutation('ExactDDPModel.__init__', 'self._has_static_gradients = has_static_gradients or self.find_unused_parameters', 'self._has_static_gradients = has_static_gradients', 'unused'),  # extra: exact
     Mutation('seed_device', 'for generator in (torch.default_generator, *on_device):', 'for generator in on_device or [torch.default_generator]:', 'unused'),
@@ -149,7 +149,7 @@ MUTATIONS = [
     Mutation('Checkpoints.save_best', 'self._link_best()', 'pass', 'keep-last'),
     Mutation('Checkpoints._agree_on_best', 'self._state.progress.reset_best()', 'pass', 'keep-last'),
     Mutation('Checkpoints.finish_best', 'if self._is_best_linked is False:', 'if False:', 'keep-last'),
-    Mutation('WeightAverage.after_load', 'self._steps_taken.fill_(progress.step - progress.skipped_steps - progress.overflow_steps)', 'self._steps_taken.fill_(progress.step)', 'weights'),
+    Mutation('WeightAverage.after_load', 'steps_taken = progress.step - progress.skipped_steps - progress.overflow_steps', 'steps_taken = progress.step', 'weights'),
     Mutation('WeightAverage.update', 'rate = (9 / (9 + self._steps_taken)).clamp(min=self._min_rate)  # 1 minus the decay', 'rate = (1 / (1 + self._steps_taken)).clamp(min=self._min_rate)', 'weights'),
     Mutation('compute_gradient', 'seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)', 'seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, attempt.ctx.rank)', 'dropout'),
     Mutation('GlobalBatchLoader.micro_batches', 'self.sampler.set_epoch(epoch, start)', 'self.sampler.set_epoch(0, start)', 'order'),

@@ -97,7 +97,13 @@ class Evaluation:
         samples = 0  # of this rank
 
         def seed_hook(function: str, indices: Sequence[int]) -> None:
-            seed_evaluation(ctx.device, seed=sampler.seed, hook=function, split=split, indices=indices)
+            seed_evaluation(
+                ctx.device,
+                seed=sampler.seed,
+                hook=function,
+                split=split,
+                indices=indices,
+            )
 
         self.model.eval()
         for part in self.parts:

@@ -79,7 +79,9 @@ def fingerprint_on_device(
 
 
 def _sum_by_device(
-    name: str, tensors: Iterable[Tensor], parameters: Iterable[Any] | None = None
+    name: str,
+    tensors: Iterable[Tensor],
+    parameters: Iterable[Any] | None = None,
 ) -> dict[torch.device, Tensor]:
     """Return the summand of a fingerprint on each device: int64, 0-dimensional."""
     tensors = list(tensors)
@@ -129,7 +131,13 @@ def _split_pieces(tensors: Iterable[Tensor], parameters: Iterable[Any]) -> Itera
             while len(words):
                 chunk, offset = divmod(position, chunk_size)
                 count = min(len(words), chunk_size - offset)
-                yield Piece(words.device, chunk, skipped=position - done, position=position, words=words[:count])
+                yield Piece(
+                    device=words.device,
+                    chunk=chunk,
+                    skipped=position - done,
+                    position=position,
+                    words=words[:count],
+                )
                 position += count
                 done += count
                 words = words[count:]
@@ -173,15 +181,22 @@ def fingerprint_weights(state: TrainState) -> Tensor:
     """
     tensors: list[Tensor] = list(state.parameters_by_tensor)
     parameters = list(state.parameters_by_tensor.values())
-    param_states = [state.optimizer.state.get(tensor, {}) for tensor in tensors]
-    slots = sorted(set().union(*param_states))  # such as exp_avg
-    for slot in slots:
-        for param_state, parameter in zip(param_states, state.parameters_by_tensor.values(), strict=True):
-            value = param_state.get(slot)
+    param_states = state.optimizer.state
+    keys: set[str] = set()  # such as exp_avg
+    for tensor in state.parameters_by_tensor:
+        keys.update(param_states.get(tensor, {}))
+    for key in sorted(keys):
+        for tensor, parameter in state.parameters_by_tensor.items():
+            value = param_states.get(tensor, {}).get(key)
             if isinstance(value, Tensor):
                 tensors.append(value)
                 parameters.append(parameter)
-    return fingerprint_on_device("weights", tensors, device=model_device(state.model), parameters=parameters)
+    return fingerprint_on_device(
+        "weights",
+        tensors,
+        device=model_device(state.model),
+        parameters=parameters,
+    )
 
 
 def fingerprint_parameters(model: nn.Module) -> int:
@@ -191,7 +206,12 @@ def fingerprint_parameters(model: nn.Module) -> int:
     """
     parameters = list(model.parameters())
     shards = [local_shard(parameter) for parameter in parameters]
-    total = fingerprint_on_device("parameters", shards, device=model_device(model), parameters=parameters)
+    total = fingerprint_on_device(
+        "parameters",
+        shards,
+        device=model_device(model),
+        parameters=parameters,
+    )
     group = find_shard_group(parameters)
     if group:
         dist.all_reduce(total, group=group)

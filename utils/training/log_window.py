@@ -211,8 +211,10 @@ class LogWindow(MetricTracker):
     def add_read_norms(self) -> None:
         """Add the norms that were read last to the sums, in the middle of a log window, and the skipped steps."""
         for name in ("grad_norm", "skipped_steps"):
-            self.sum_view(name).fill_(self._host_sums.sum_view(name).item())
-            self.count_view(name).fill_(self._host_sums.count_view(name).item())
+            read_sum = self._host_sums.sum_view(name).item()
+            read_count = self._host_sums.count_view(name).item()
+            self.sum_view(name).fill_(read_sum)
+            self.count_view(name).fill_(read_count)
 
 
 def _list_steps(
@@ -230,8 +232,9 @@ def _list_steps(
     loss_list = losses.tolist()
     if not loss_list:
         loss_list = [math.nan] * len(records)
+    columns = zip(records, norms.tolist(), divisors.tolist(), loss_list, strict=True)
     steps = []
-    for record, norm, divisor, loss in zip(records, norms.tolist(), divisors.tolist(), loss_list, strict=True):
+    for record, norm, divisor, loss in columns:
         steps.append(StepValues(record, norm=norm, divisor=divisor, loss=loss))
     return steps
 

@@ -52,7 +52,9 @@ class Updater:
         for group in groups:
             group["params"] = [tensors[p] for p in group["params"]]
         # the parameter of each tensor of the optimizer
-        self.parameters_by_tensor = {tensor: p for p, tensor in tensors.items()}
+        self.parameters_by_tensor: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter, tensor in tensors.items():
+            self.parameters_by_tensor[tensor] = parameter
         self.optimizer = hooks.create_optimizer(groups, config)
         strategy.check_optimizer(self.optimizer)
         self.skips_on_device = prepare_optimizer(self.optimizer)

@@ -127,8 +127,9 @@ class LossTerms(Part):
 
     def before_update(self, model: nn.Module, sums: MetricTracker) -> None:
         """Keep the counts that compute_loss returned for the global batch, for `check_counts`."""
-        counts = torch.stack([sums.count_view(f"loss/{name}") for name in self._means.names])
-        self._steps.append(torch.stack([self._counts, counts]))
+        count_views = [sums.count_view(f"loss/{name}") for name in self._means.names]
+        both_counts = torch.stack([self._counts, torch.stack(count_views)])
+        self._steps.append(both_counts)
 
     def begin_read(self, is_log_point: bool) -> Tensor | None:
         """Return the counts of the steps since the last call, the same on all ranks: float64 [steps, 2, terms]."""
@@ -151,7 +152,9 @@ class LossTerms(Part):
             counted: by loss_counts: float64 [terms].
             actual: in compute_loss: float64 [terms].
         """
-        for name, count, count_in_loss in zip(self._means.names, counted.tolist(), actual.tolist(), strict=True):
+        counts = counted.tolist()
+        counts_in_loss = actual.tolist()
+        for name, count, count_in_loss in zip(self._means.names, counts, counts_in_loss, strict=True):
             if not math.isclose(count, count_in_loss, rel_tol=1e-6, abs_tol=1e-6):
                 raise UserError(
                     f"model.loss_counts: counts {count:.9g} for {name}, and compute_loss {count_in_loss:.9g}, so the"

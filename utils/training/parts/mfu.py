@@ -93,7 +93,8 @@ class FlopCounter(Part):
             dtype: of autocast.
         """
         device_name = torch.cuda.get_device_name(device)
-        return cls(find_peak_flops(device_name, dtype, has_tf32=torch.cuda.is_tf32_supported()))
+        has_tf32 = torch.cuda.is_tf32_supported()
+        return cls(find_peak_flops(device_name, dtype, has_tf32))
 
     def first_passes(self, run_passes: Callable[[], object], batch: Any) -> None:
         try:

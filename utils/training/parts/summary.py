@@ -100,7 +100,12 @@ class OutputSummary(Part):
     def evaluate(self, model: nn.Module, micro_batch: MicroBatch) -> None:
         """Raise UserError if the outputs of this rank become too large."""
         self._clock.enter_hook("predict")
-        self._outputs.add(model, micro_batch.batch, micro_batch.indices, is_padding=micro_batch.is_padding)
+        self._outputs.add(
+            model,
+            micro_batch.batch,
+            micro_batch.indices,
+            is_padding=micro_batch.is_padding,
+        )
         if not micro_batch.is_padding:
             for batches in self._outputs.batches_by_name.values():
                 self._output_bytes += batches[-1].nbytes

@@ -69,8 +69,9 @@ def fingerprint_values(values: Mapping[str, Tensor]) -> dict[str, str]:
     """Return a digest of the bytes of each tensor. Gathers sharded tensors, so all ranks have to call it."""
     digests = {}
     for name in sorted(values):
-        full_tensor = gather_full_tensor(values[name].detach()).cpu().contiguous()
-        data = full_tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        full_tensor = gather_full_tensor(values[name].detach())
+        flat = full_tensor.cpu().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes()
         digests[name] = hashlib.sha256(data).hexdigest()[:16]
     return digests
 

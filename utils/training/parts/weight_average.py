@@ -65,7 +65,8 @@ class WeightAverage(Part):
 
     def after_load(self, payload: dict[str, Any], progress: Progress) -> None:
         self.load_state_dict(payload["ema"] or payload["model"])
-        self._steps_taken.fill_(progress.step - progress.skipped_steps - progress.overflow_steps)
+        steps_taken = progress.step - progress.skipped_steps - progress.overflow_steps
+        self._steps_taken.fill_(steps_taken)
 
     def weights(self) -> dict[str, AbstractContextManager]:
         return {"ema": self.swap_weights()}
