@@ -103,6 +103,7 @@ class RunningStats:
         """
         if self.has_layers:
             torch.div(self._sum, samples, out=self._next)
+            # the next statistics: committed + rate * (mean - committed)
             torch.lerp(self._committed, self._next, self._momentum_rates, out=self._next)
             torch.where(is_finite, self._next, self._committed, out=self._committed)
             self._committed_counts.addcmul_(self._training_mask, is_finite)
@@ -148,7 +149,9 @@ def _flatten_buffers(layers: list[_BatchNorm], names: tuple[str, ...]) -> Tensor
     """Return one flat tensor, of which the layers' buffers of these names become views."""
     buffers: list[Tensor] = []
     for layer in layers:
-        buffers.extend(getattr(layer, name).reshape(-1) for name in names)
+        for name in names:
+            buffer = getattr(layer, name)
+            buffers.append(buffer.reshape(-1))
     flat = torch.cat(buffers)
 
     begin = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,10 +17,11 @@ from utils.data.sampler import MicroBatch
 from utils.distributed.collectives import is_peer_failure
 from utils.logger import join_first
 from utils.settings.errors import TrainingError, UserError
+from utils.training.signatures import has_parameter
 
 
 class SingleProcessModel(nn.Module):
-    """Stands for DDP on one rank: DDP's buckets would be a second copy of the gradients."""
+    """Stands for DDP on one rank, where DDP's buckets would be a second copy of the gradients."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -40,29 +40,51 @@ class SingleProcessModel(nn.Module):
 class DDPModel(DistributedDataParallel):
     """DDP whose error names the parameters that the last pass on this rank did not use.
 
-    With find_unused_parameters, those that no micro-batch of a step used on any rank have no gradient after it. Padding
-    does not count: it repeats a micro-batch of the step, with the same random numbers.
+    With find_unused_parameters, a parameter that no micro-batch of a step used on any rank has no gradient after the
+    step. Padding does not count: it repeats a micro-batch of the step, with the same random numbers.
+
+    Args:
+        is_accumulating: whether a step has several micro-batches on a rank.
+        options: of DistributedDataParallel.
     """
 
-    def __init__(self, module: nn.Module, is_accumulating: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        is_accumulating: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(module, **options)
-        self._trainable_names = {p: name for name, p in module.named_parameters() if p.requires_grad}
-        self._bucket_views: dict[Tensor, Tensor] = {}  # of gradients in the buckets
-        for parameter in self._trainable_names if is_accumulating else ():
-            parameter.register_post_accumulate_grad_hook(self._move_into_bucket)
+        self._trainable_names: dict[nn.Parameter, str] = {}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                self._trainable_names[parameter] = name
+        self._bucket_views: dict[Tensor, Tensor] = {}  # for each parameter its gradient in the buckets
+        if is_accumulating:
+            for parameter in self._trainable_names:
+                parameter.register_post_accumulate_grad_hook(self._move_into_bucket)
 
     @contextmanager
     def accumulate(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """For the passes of a micro-batch: gradients are exchanged in the last backward pass of a step."""
-        with nullcontext() if micro_batch.is_last else self.no_sync():
-            yield
-        if micro_batch.is_last and len(self._bucket_views) < len(self._trainable_names):
-            self._bucket_views |= {p: p.grad for p in self._trainable_names if p.grad is not None}
+        """Return a context for the passes of a micro-batch. The last backward pass of a step exchanges gradients."""
+        if not micro_batch.is_last:
+            with self.no_sync():
+                yield
+            return
+        yield
+        if len(self._bucket_views) < len(self._trainable_names):
+            for parameter in self._trainable_names:
+                if parameter.grad is not None:
+                    self._bucket_views[parameter] = parameter.grad
 
     def _move_into_bucket(self, parameter: Tensor) -> None:
-        """Move a step's first gradient into its bucket, which saves a second copy. Buckets are not the gradients from
-        the start, since an unused parameter would then have a gradient of zeros, and be updated."""
-        bucket_view, gradient = self._bucket_views.get(parameter), parameter.grad
+        """Move a step's first gradient into its bucket, which saves a second copy.
+
+        Buckets are not the gradients from the start, since an unused parameter would then have a gradient of zeros, and
+        be updated.
+        """
+        bucket_view = self._bucket_views.get(parameter)
+        gradient = parameter.grad
         if bucket_view is not None and gradient is not None and gradient is not bucket_view:
             parameter.grad = bucket_view.copy_(gradient)
 
@@ -73,16 +95,21 @@ class DDPModel(DistributedDataParallel):
             match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             if not match:
                 raise
-            raise explain_unused_parameters(
-                [[*self._trainable_names.values()][int(index)] for index in match[1].split()]
-            ) from None
+            names = list(self._trainable_names.values())
+            indices = match[1].split()
+            raise explain_unused_parameters([names[int(index)] for index in indices]) from None
 
 
 WrappedModel = DDPModel | SingleProcessModel
+# by the value of --comm_hook: the hook, its type, and the values to give if that does not work
+COMM_HOOKS = {
+    "fp16": (default_hooks.fp16_compress_hook, torch.float16, "none"),
+    "bf16": (default_hooks.bf16_compress_hook, torch.bfloat16, "fp16 or none"),
+}
 
 
 def explain_unused_parameters(names: list[str]) -> TrainingError:
-    """The error for parameters that got no gradient in a step."""
+    """Return the error for parameters that got no gradient in a step."""
     return TrainingError(
         f"model: {join_first(names)} got no gradient in this step, while other batches use it, and other ranks"
         " wait for it; use every parameter in every forward pass, add --find_unused_parameters, or freeze it"
@@ -90,7 +117,7 @@ def explain_unused_parameters(names: list[str]) -> TrainingError:
 
 
 def explain_unfrozen_parameters(names: list[str], step: int) -> UserError:
-    """The error for parameters that are trainable at this step, and were not when the training was assembled."""
+    """Return the error for parameters that are trainable at this step, and were frozen at the start of the training."""
     return UserError(
         f"model: {join_first(names)} was frozen at the start and got requires_grad_(True) before step {step},"
         " so neither DDP nor the optimizer knows it; let create_model leave it trainable, in a parameter group whose"
@@ -99,14 +126,27 @@ def explain_unfrozen_parameters(names: list[str], step: int) -> UserError:
 
 
 def create_ddp_options(
-    model: nn.Module, device: torch.device, *, find_unused_parameters: bool, bucket_cap_mb: float
+    model: nn.Module,
+    device: torch.device,
+    *,
+    find_unused_parameters: bool,
+    bucket_cap_mb: float,
 ) -> dict[str, Any]:
-    """All options of DDP. bucket_cap_mb: 0 for a size that fits the model."""
-    # running statistics are handled in utils/training/batchnorm.py; torch 2.15 renamed the argument
-    is_new = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-    no_buffers = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
-    return no_buffers | {
-        "device_ids": None if device.type == "cpu" else [device.index],
+    """Return all options of DDP.
+
+    Args:
+        bucket_cap_mb: the size of a bucket in MB, or 0 for a size that fits the model.
+    """
+    # DDP leaves the buffers alone: running statistics are handled in utils/training/batchnorm.py
+    buffer_option = "broadcast_buffers"
+    if has_parameter(DistributedDataParallel.__init__, "forward_sync_buffers"):
+        buffer_option = "forward_sync_buffers"  # its name since torch 2.15
+    device_ids = None
+    if device.type != "cpu":
+        device_ids = [device.index]
+    return {
+        buffer_option: False,
+        "device_ids": device_ids,
         "gradient_as_bucket_view": True,
         "find_unused_parameters": find_unused_parameters,
         "bucket_cap_mb": choose_bucket_megabytes(model, bucket_cap_mb),
@@ -114,27 +154,42 @@ def create_ddp_options(
 
 
 def choose_bucket_megabytes(model: nn.Module, bucket_cap_mb: float) -> float:
-    """The size of DDP's buckets in MB: as given, or for 0 a quarter of the gradients, so that several overlap, between
-    1 and 25."""
-    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return bucket_cap_mb or min(25.0, max(1.0, size / 2**20 / 4))
+    """Return the size of DDP's buckets in MB.
+
+    Args:
+        bucket_cap_mb: the size, or 0 for a quarter of the gradients, so that several all-reduces overlap, but at least
+            1 and at most 25.
+    """
+    if bucket_cap_mb:
+        return bucket_cap_mb
+    gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    quarter = gradient_bytes / 2**20 / 4
+    return min(25.0, max(1.0, quarter))
 
 
 def register_comm_hook(model: DistributedDataParallel, name: str, device: torch.device) -> None:
-    """All-reduce gradients rounded to 16 bits; weights and optimizer keep their type. Raises UserError."""
-    hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[name]
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
+    """Let DDP round gradients to 16 bits for the all-reduce. Weights and optimizer keep their type.
+
+    Args:
+        name: "fp16" or "bf16".
+
+    Raises:
+        UserError: if this build of torch or the backend cannot all-reduce numbers of this type.
+    """
+    hook, dtype, alternatives = COMM_HOOKS[name]
     try:
         model.register_comm_hook(None, hook)  # raises if this build of torch has no bfloat16
         dist.all_reduce(torch.zeros(1, dtype=dtype, device=device))  # raises if the backend has not
     except (TypeError, ValueError, RuntimeError) as error:
         if is_peer_failure(error):
             raise
-        backend, alternatives = dist.get_backend(), "none" if name == "fp16" else "fp16 or none"
-        reason = f"torch {torch.__version__} cannot all-reduce {name} over {backend} ({str(error).splitlines()[0]})"
+        first_line = str(error).splitlines()[0]
+        reason = f"torch {torch.__version__} cannot all-reduce {name} over {dist.get_backend()} ({first_line})"
         raise UserError(f"comm_hook={name}: {reason}; give --comm_hook {alternatives}") from None
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model without DDP."""
-    return model.module if isinstance(model, WrappedModel) else model
+    """Return the model without DDP."""
+    if isinstance(model, WrappedModel):
+        return model.module
+    return model

@@ -29,53 +29,83 @@ from utils.training.schedule import Progress
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluates a model on held-out sets, on all ranks. Its methods raise Stopped if the ranks agree to stop."""
+    """Evaluates a model on held-out sets, on all ranks.
+
+    The methods raise Stopped if the ranks agree to stop.
+    """
 
     model: nn.Module  # not wrapped in DDP
     hooks: ModelHooks
     precision: Precision
     ctx: DistributedContext
     parts: Sequence[Part] = ()
-    consensus: Consensus | None = None  # None: it cannot be stopped
-    clock: PhaseClock = field(default_factory=PhaseClock)  # shows in which function of model.py it is
+    consensus: Consensus | None = None  # None: the evaluation cannot be stopped
+    clock: PhaseClock = field(default_factory=PhaseClock)  # shows in which function of model.py the evaluation is
 
     def evaluate_all_weights(
-        self, split: str, loader: GlobalBatchLoader, weights: dict[str, AbstractContextManager], progress: Progress
+        self,
+        split: str,
+        loader: GlobalBatchLoader,
+        weights: dict[str, AbstractContextManager],
+        progress: Progress,
     ) -> list[dict[str, Any]]:
-        """An eval record for each kind of weights.
+        """Return an eval record for each kind of weights.
 
         Args:
             weights: for each kind, the context in which the model has them.
-            progress: where the weights were made.
+            progress: of the step at which the weights were made.
         """
-        eval_records, split = [], choose_split_name(loader.dataset, split)
-        common = {"kind": "eval", "epoch": progress.epoch_number, "step": progress.step, "split": split}
+        split = choose_split_name(loader.dataset, split)
+        logger = logging.getLogger(LOGGER_NAME)
+        eval_records = []
         for kind, context in weights.items():
-            show = partial(show_progress_bar, logging.getLogger(LOGGER_NAME), label=split + " (ema)" * (kind == "ema"))
+            label = split
+            if kind == "ema":
+                label += " (ema)"
+            show = partial(show_progress_bar, logger, label=label)
             with context, preserve_rng_state(self.ctx.device):
                 means = self.evaluate(loader, show, split)
-                eval_records.append({**common, "weights": kind, **means})
+            record = {
+                "kind": "eval",
+                "epoch": progress.epoch_number,
+                "step": progress.step,
+                "split": split,
+                "weights": kind,
+            }
+            eval_records.append(record | means)
         return eval_records
 
     @torch.no_grad()
     def evaluate(
-        self, loader: GlobalBatchLoader, report_progress: Callable[[int, int], None] | None = None, split: str = "val"
+        self,
+        loader: GlobalBatchLoader,
+        report_progress: Callable[[int, int], None] | None = None,
+        split: str = "val",
     ) -> dict[str, float]:
-        """The mean loss and metrics over a set, and its "count".
+        """Return the mean loss and metrics over a set, and its "count".
 
         Every rank makes the same number of passes, some of them over padding.
 
         Args:
-            report_progress: called with the number of a pass, from 1, and how many there are.
+            report_progress: is called with the number of a pass, from 1, and the number of all passes.
             split: decides what `compute_loss` and `predict` draw.
         """
+        ctx = self.ctx
+        sampler = loader.sampler
+        tracker = MetricTracker(ctx.device)
+        rank_sum = sampler.assignment.create_rank_sum()
+        samples = 0  # of this rank
+
+        def seed_hook(function: str, indices: Sequence[int]) -> None:
+            seed_evaluation(
+                ctx.device,
+                seed=sampler.seed,
+                hook=function,
+                split=split,
+                indices=indices,
+            )
+
         self.model.eval()
-        tracker, samples, ctx = MetricTracker(self.ctx.device), 0, self.ctx
-        rank_sum = loader.sampler.assignment.create_rank_sum()
-
-        def seed_hook(function: str, samples: Sequence[int]) -> None:
-            seed_evaluation(ctx.device, loader.sampler.seed, function, split, samples)
-
         for part in self.parts:
             part.begin_evaluation(seed_hook, self.clock)
         for number, micro_batch in enumerate(loader.micro_batches(epoch=0), start=1):
@@ -93,17 +123,20 @@ class Evaluation:
                 samples += len(micro_batch.indices)
                 rank_sum.add(tracker.values, micro_batch.number)
             if report_progress:
-                report_progress(number, loader.sampler.passes_per_epoch)
+                report_progress(number, sampler.passes_per_epoch)
             if self.consensus:
                 self.consensus.step()
         if self.consensus:
             self.consensus.vote_and_wait()
+
         count = int(all_reduce_scalar(samples, "sum", ctx.control_group))
-        if count != (whole := len(loader.dataset)):
-            raise RuntimeError(f"evaluation counted {count} samples of {whole}; this is a bug in the loader")
+        dataset_size = len(loader.dataset)
+        if count != dataset_size:
+            raise RuntimeError(f"evaluation counted {count} samples of {dataset_size}; this is a bug in the loader")
         sentence = "compute_loss: {other} and {first} report different metrics; report the same for every batch"
         require_equal(tracker.shapes, sentence, ctx)
-        if work := rank_sum.start_all_reduce(tracker.values, loader.sampler.micro_batches_per_epoch):
+        work = rank_sum.start_all_reduce(tracker.values, sampler.micro_batches_per_epoch)
+        if work:
             work.wait()
         means = tracker.means()
         for part in self.parts:

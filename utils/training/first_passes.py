@@ -103,7 +103,8 @@ def run_first_passes(
     loaders = [loader, *held_out_loaders.values()]
     workers = sum(data_loader.num_workers for data_loader in loaders)
     tensors = sum(data_loader.shared_tensor_count for data_loader in loaders)
-    on_all_ranks(functools.partial(raise_open_file_limit, ctx.world_size, workers, tensors), ctx)
+    raise_limit = functools.partial(raise_open_file_limit, ctx.world_size, workers, tensors)
+    on_all_ranks(raise_limit, ctx)
 
     metric_names = names_by_split[0] if names_by_split else []
     return on_all_ranks(functools.partial(choose_best_metric, best_metric, metric_names), ctx)
@@ -160,7 +161,11 @@ def check_single_sample_error(error: ValueError) -> None:
 
 
 def train_twice(
-    model: nn.Module, batch: Any, state: TrainState, compute_loss: ComputeLoss, loss_weight: float = 1.0
+    model: nn.Module,
+    batch: Any,
+    state: TrainState,
+    compute_loss: ComputeLoss,
+    loss_weight: float = 1.0,
 ) -> int:
     """Run two forward and backward passes with this batch.
 
@@ -182,7 +187,10 @@ def train_twice(
     except ValueError as error:
         check_single_sample_error(error)
         raise
-    gradients = [local_shard(p.grad) for p in state.model.parameters() if p.grad is not None]
+    gradients = []
+    for parameter in state.model.parameters():
+        if parameter.grad is not None:
+            gradients.append(local_shard(parameter.grad))
     digest = fingerprint_tensors("gradients", gradients)
     state.updater.zero_gradients()
     state.step_sums.running_stats.discard()

@@ -63,10 +63,9 @@ def predict(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 
 def first_tensor(batch: Any) -> Tensor | None:
     """Return the batch itself, or its first entry, if that is a tensor."""
-    first = batch
-    if isinstance(batch, tuple | list):
-        first = batch[0] if batch else None
-    return first if isinstance(first, Tensor) else None
+    if isinstance(batch, tuple | list) and batch:
+        batch = batch[0]
+    return batch if isinstance(batch, Tensor) else None
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,10 @@ class ModelHooks:
 
     @classmethod
     def from_module(
-        cls, module: ModuleType, config: TrainingConfig | None = None, device: torch.device = CPU
+        cls,
+        module: ModuleType,
+        config: TrainingConfig | None = None,
+        device: torch.device = CPU,
     ) -> ModelHooks:
         """Return the functions of model.py, with defaults for missing ones.
 

@@ -41,7 +41,12 @@ class PendingRead:
         parts: the parts that read something. Each has one of the tensors, in this order.
     """
 
-    def __init__(self, tensors: list[Tensor], steps: list[StepRecord], parts: list[Part]) -> None:
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        steps: list[StepRecord],
+        parts: list[Part],
+    ) -> None:
         self.steps = steps
         self.parts = parts
         self._shapes_and_dtypes = [(tensor.shape, tensor.dtype) for tensor in tensors]
@@ -100,7 +105,12 @@ class LogWindow(MetricTracker):
         parts: what the parts want to read is read with the sums.
     """
 
-    def __init__(self, device: torch.device, scaler: torch.amp.GradScaler, parts: Sequence[Part] = ()) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        scaler: torch.amp.GradScaler,
+        parts: Sequence[Part] = (),
+    ) -> None:
         super().__init__(device)
         self._scaler = scaler
         self._parts = parts
@@ -116,7 +126,13 @@ class LogWindow(MetricTracker):
         super().allocate(metrics, extra_size)
         self._host_sums.allocate(metrics, extra_size)
 
-    def record_step(self, record: StepRecord, norm: Tensor, divisor: Tensor, loss: Tensor | None) -> None:
+    def record_step(
+        self,
+        record: StepRecord,
+        norm: Tensor,
+        divisor: Tensor,
+        loss: Tensor | None,
+    ) -> None:
         """Keep what will tell whether this step was skipped.
 
         Args:
@@ -195,11 +211,18 @@ class LogWindow(MetricTracker):
     def add_read_norms(self) -> None:
         """Add the norms that were read last to the sums, in the middle of a log window, and the skipped steps."""
         for name in ("grad_norm", "skipped_steps"):
-            self.sum_view(name).fill_(self._host_sums.sum_view(name).item())
-            self.count_view(name).fill_(self._host_sums.count_view(name).item())
+            read_sum = self._host_sums.sum_view(name).item()
+            read_count = self._host_sums.count_view(name).item()
+            self.sum_view(name).fill_(read_sum)
+            self.count_view(name).fill_(read_count)
 
 
-def _list_steps(records: list[StepRecord], norms: Tensor, divisors: Tensor, losses: Tensor) -> list[StepValues]:
+def _list_steps(
+    records: list[StepRecord],
+    norms: Tensor,
+    divisors: Tensor,
+    losses: Tensor,
+) -> list[StepValues]:
     """Return what was read of each step.
 
     Args:
@@ -209,8 +232,9 @@ def _list_steps(records: list[StepRecord], norms: Tensor, divisors: Tensor, loss
     loss_list = losses.tolist()
     if not loss_list:
         loss_list = [math.nan] * len(records)
+    columns = zip(records, norms.tolist(), divisors.tolist(), loss_list, strict=True)
     steps = []
-    for record, norm, divisor, loss in zip(records, norms.tolist(), divisors.tolist(), loss_list, strict=True):
+    for record, norm, divisor, loss in columns:
         steps.append(StepValues(record, norm=norm, divisor=divisor, loss=loss))
     return steps
 

@@ -95,7 +95,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     Raises:
         UserError: if `step` of the optimizer needs a closure, or the optimizer has no groups or state as in torch.
     """
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    step_parameters = inspect.signature(type(optimizer).step).parameters
+    closure = step_parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(
             f"create_optimizer: {type(optimizer).__name__} needs a closure that computes the loss again, which a global"
@@ -187,7 +188,10 @@ def load_optimizer_state(
     if saved_states.keys() != {names[tensor] for tensor in tensors}:
         raise _explain_other_parameters()
 
-    shared = {key: value for key, value in saved["state"].items() if not isinstance(key, int)}
+    shared = {}  # values of all parameters, such as the count of MADGRAD
+    for key, value in saved["state"].items():
+        if not isinstance(key, int):
+            shared[key] = value
     states: dict[Any, Any] = map_tensors(Tensor.clone, shared)
     for number, tensor in enumerate(tensors):
         local_state = {}
@@ -238,13 +242,18 @@ def copy_group_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]
     """Return a copy of each parameter group, without the entries that are set at each start."""
     groups = []
     for group in optimizer.param_groups:
-        entries = {key: value for key, value in group.items() if key not in KEYS_SET_AT_START}
+        entries = {}
+        for key, value in group.items():
+            if key not in KEYS_SET_AT_START:
+                entries[key] = value
         groups.append(entries)
     return map_tensors(Tensor.clone, groups)
 
 
 def find_changed_entries(
-    optimizer: torch.optim.Optimizer, initial_groups: list[dict[str, Any]], names: Mapping[Any, str]
+    optimizer: torch.optim.Optimizer,
+    initial_groups: list[dict[str, Any]],
+    names: Mapping[Any, str],
 ) -> list[dict[str, Any]]:
     """Find what has changed in each parameter group since the optimizer was created.
 
@@ -270,7 +279,9 @@ def find_changed_entries(
 
 
 def restore_group_entries(
-    optimizer: torch.optim.Optimizer, records: list[dict[str, Any]], names: Mapping[Any, str]
+    optimizer: torch.optim.Optimizer,
+    records: list[dict[str, Any]],
+    names: Mapping[Any, str],
 ) -> None:
     """Restore the saved entries of each parameter group. Entries that were not saved keep their new values.
 
@@ -325,7 +336,13 @@ def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def lr_factor(config: TrainingConfig, step: int, total_steps: int, warmup_steps: int, progress: Any) -> float:
+def lr_factor(
+    config: TrainingConfig,
+    step: int,
+    total_steps: int,
+    warmup_steps: int,
+    progress: Any,
+) -> float:
     """Return the factor on the peak learning rate at optimizer step `step` (from 0): linear warm-up, then `--schedule`.
 
     cosine: to zero (Loshchilov and Hutter, "SGDR", 2017, equation 5 with one cycle); linear: to zero; constant;

@@ -7,20 +7,40 @@ from dataclasses import dataclass
 
 import torch
 
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(frozen=True)
 class Precision:
-    """The autocast type of the run (None: plain float32) and whether gradients are scaled (float16 only)."""
+    """The autocast type of the run, and whether gradients are scaled (float16 only)."""
 
     device_type: str
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # None: plain float32
 
     @classmethod
-    def choose(cls, *, use_amp: bool, amp_dtype: str, device: torch.device, fast_bf16: bool) -> Precision:
-        """fast_bf16: whether all ranks have it. A CPU computes in float32 unless asked: bf16 can be slower."""
-        auto = None if device.type != "cuda" else torch.bfloat16 if fast_bf16 else torch.float16
-        dtype = {"auto": auto, "bf16": torch.bfloat16, "fp16": torch.float16}[amp_dtype.removesuffix("_params")]
-        return cls(device.type, dtype if use_amp else None)
+    def choose(
+        cls,
+        *,
+        use_amp: bool,
+        amp_dtype: str,
+        device: torch.device,
+        fast_bf16: bool,
+    ) -> Precision:
+        """Return the precision for these settings.
+
+        Args:
+            amp_dtype: "auto", "bf16", "fp16", or one of the last two with "_params". A CPU computes in float32 with
+                "auto", since bf16 can be slower there.
+            fast_bf16: whether the devices of all ranks compute fast in bf16.
+        """
+        name = amp_dtype.removesuffix("_params")
+        if not use_amp:
+            return cls(device.type, None)
+        if name == "auto":
+            if device.type != "cuda":
+                return cls(device.type, None)
+            name = "bf16" if fast_bf16 else "fp16"
+        return cls(device.type, AMP_DTYPES[name])
 
     @property
     def has_loss_scaling(self) -> bool:
@@ -32,10 +52,15 @@ class Precision:
 
     @property
     def title(self) -> str:
-        """For the banner: the name, and how float32 matrix products are computed."""
-        if not (self.device_type == "cuda" and torch.cuda.is_tf32_supported()):
+        """The text for the banner: the name, and how float32 matrix products are computed."""
+        if self.device_type != "cuda" or not torch.cuda.is_tf32_supported():
             return self.name
-        return f"{self.name}, TF32 for the rest" if self.dtype else f"{self.name} as TF32"
+        if self.dtype is None:
+            return f"{self.name} as TF32"
+        return f"{self.name}, TF32 for the rest"
 
     def autocast(self) -> AbstractContextManager:
-        return torch.autocast(self.device_type, self.dtype) if self.dtype else nullcontext()
+        """Return the context in which forward passes run."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device_type, self.dtype)

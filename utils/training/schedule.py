@@ -37,7 +37,8 @@ class Progress:
     def from_payload(cls, payload: dict[str, Any]) -> Progress:
         """Return how far the run was when this checkpoint was saved."""
         names = ("epoch", "step", "samples_in_epoch", "samples_seen")
-        return cls(**{name: payload["progress"][name] for name in names})
+        progress = payload["progress"]
+        return cls(**{name: progress[name] for name in names})
 
     @property
     def epoch_number(self) -> int:
@@ -131,7 +132,8 @@ class Schedule:
                 f" {length / self.warmup_steps:.1%} of the learning rate; use fewer --warmup_epochs"
             )
         if not progress.best_metric:
-            for name, value_if_off in {"patience": 0, "best_metric": "auto", "eval_every_steps": 0}.items():
+            values_if_off = {"patience": 0, "best_metric": "auto", "eval_every_steps": 0}
+            for name, value_if_off in values_if_off.items():
                 value = getattr(config, name)
                 if value != value_if_off:
                     warnings.append(f"{name}={value}: has no effect, since there is no validation set; leave it out")
@@ -167,8 +169,9 @@ class Schedule:
         """Whether the epoch has no more steps."""
         if self._sampler is None:
             return True
-        epoch = self.progress.epoch
-        return self._sampler.count_remaining_steps(epoch, self.progress.samples_in_epoch, epoch + 1) == 0
+        progress = self.progress
+        next_epoch = progress.epoch + 1
+        return self._sampler.count_remaining_steps(progress.epoch, progress.samples_in_epoch, next_epoch) == 0
 
     @property
     def is_evaluation_due(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def has_parameter(function: Callable | None, name: str) -> bool:
-    """Whether the function has a parameter of this name."""
+    """Return whether the function has a parameter of this name."""
     if function is None:
         return False
     try:

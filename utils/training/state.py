@@ -52,7 +52,8 @@ class TrainState:
     ) -> None:
         device = model_device(model)
         if strategy is None:
-            strategy = GradientStrategy(config, DistributedContext(rank=0, local_rank=0, world_size=1, device=device))
+            single_rank = DistributedContext(rank=0, local_rank=0, world_size=1, device=device)
+            strategy = GradientStrategy(config, single_rank)
         self._config = config
         # `create_parts` fills the list, once the model has the buffers that `step_sums` puts there
         self.parts: list[Part] = []
@@ -224,7 +225,12 @@ class TrainState:
         divisor = self.step_sums.loss_count * 2.0**-progress.loss_shift
         norm, is_finite, skipped = self.updater.step(divisor, loss, step_number)
 
-        record = StepRecord(step_number, progress.epoch, first_sample=progress.samples_in_epoch, samples=samples)
+        record = StepRecord(
+            step=step_number,
+            epoch=progress.epoch,
+            first_sample=progress.samples_in_epoch,
+            samples=samples,
+        )
         if self.scaler.is_enabled():
             # float16 skips steps in the search for its scale, and the loss of these steps counts
             self.log_window.record_step(record, norm, divisor, loss=loss)
@@ -232,7 +238,12 @@ class TrainState:
         else:
             self.log_window.record_step(record, norm, divisor, loss=None)
             is_loss_finite = is_finite
-        self.step_sums.commit(samples, is_finite, log_window=self.log_window, is_loss_finite=is_loss_finite)
+        self.step_sums.commit(
+            samples,
+            is_finite,
+            log_window=self.log_window,
+            is_loss_finite=is_loss_finite,
+        )
 
         with torch.no_grad():
             for part in self.parts:
@@ -326,7 +337,9 @@ class TrainState:
     def _load_weights(self, weights: dict[str, Any]) -> None:
         sharded = self.sharded_parameters()
         try:
-            local_weights = {name: shard_like(value, sharded.get(name)) for name, value in weights.items()}
+            local_weights = {}
+            for name, value in weights.items():
+                local_weights[name] = shard_like(value, sharded.get(name))
             self.model.load_state_dict(local_weights)
         except RuntimeError as error:
             raise UserError(f"the checkpoint's model does not fit ({error}); give the model it was made with") from None
@@ -367,5 +380,8 @@ class TrainState:
 
     def sharded_parameters(self) -> dict[str, torch.Tensor]:
         """Return the sharded parameters by name."""
-        tensors = self.model.state_dict(keep_vars=True)
-        return {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
+        sharded = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if is_sharded(tensor):
+                sharded[name] = tensor
+        return sharded

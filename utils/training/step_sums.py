@@ -66,7 +66,13 @@ class StepSums:
             self._work.wait()
             self._work = None
 
-    def commit(self, samples: int, is_finite: Tensor, log_window: MetricTracker, is_loss_finite: Tensor) -> None:
+    def commit(
+        self,
+        samples: int,
+        is_finite: Tensor,
+        log_window: MetricTracker,
+        is_loss_finite: Tensor,
+    ) -> None:
         """Add this step to the running statistics and the log window's sums, and begin the next step.
 
         Args:

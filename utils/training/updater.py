@@ -52,7 +52,9 @@ class Updater:
         for group in groups:
             group["params"] = [tensors[p] for p in group["params"]]
         # the parameter of each tensor of the optimizer
-        self.parameters_by_tensor = {tensor: p for p, tensor in tensors.items()}
+        self.parameters_by_tensor: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter, tensor in tensors.items():
+            self.parameters_by_tensor[tensor] = parameter
         self.optimizer = hooks.create_optimizer(groups, config)
         strategy.check_optimizer(self.optimizer)
         self.skips_on_device = prepare_optimizer(self.optimizer)
@@ -93,7 +95,12 @@ class Updater:
         for parameter in self._with_gradients:  # optimizer.zero_grad takes 20 us more, for the profiler
             parameter.grad = None
 
-    def step(self, divisor: Tensor, loss: Tensor, step_number: int) -> tuple[Tensor, Tensor, Tensor]:
+    def step(
+        self,
+        divisor: Tensor,
+        loss: Tensor,
+        step_number: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Divide the gradients, clip them and update, unless the loss or the gradient is not finite.
 
         After the all-reduces loss and gradient are the same on every rank, so all ranks decide alike without

@@ -25,7 +25,7 @@ class StepView:
     """What `compute_loss`, `log_images` and `after_step` may read: 0-dimensional int64 tensors on the device, equal on
     all ranks.
 
-    They are filled in place: a compiled model is compiled again for each new value of a number.
+    The tensors are filled in place, since a compiled model would be compiled again for each new value of a number.
     """
 
     step: Tensor  # of the run, from 0; in an evaluation, the steps before it
@@ -35,9 +35,16 @@ class StepView:
 
     @classmethod
     def create(cls, device: torch.device) -> StepView:
-        return cls(*(torch.full((), number, device=device) for number in (0, 1, 0, 0)))
+        """Return the view of a run that has not begun."""
+        return cls(
+            step=torch.full((), 0, device=device),
+            total_steps=torch.full((), 1, device=device),
+            epoch=torch.full((), 0, device=device),
+            samples_seen=torch.full((), 0, device=device),
+        )
 
     def fill(self, progress: Progress, total_steps: int) -> None:
+        """Let the tensors show this progress."""
         self.step.fill_(progress.step)
         self.total_steps.fill_(total_steps)
         self.epoch.fill_(progress.epoch)
@@ -53,7 +60,10 @@ class AfterStep(Part):
     """
 
     def __init__(
-        self, functions: dict[str, Callable], after_step: Callable[..., None] | None, device: torch.device
+        self,
+        functions: dict[str, Callable],
+        after_step: Callable[..., None] | None,
+        device: torch.device,
     ) -> None:
         self.step_view = StepView.create(device)
         self.replaced_functions = {}
@@ -63,10 +73,11 @@ class AfterStep(Part):
 
     @classmethod
     def create(cls, functions: dict[str, Callable], device: torch.device) -> AfterStep | None:
-        """None if nothing asks for it."""
-        asking = {
-            name: functions[name] for name in HOOKS_WITH_PROGRESS if has_parameter(functions.get(name), "progress")
-        }
+        """Return the part, or None if no function of model.py asks for it."""
+        asking = {}
+        for name in HOOKS_WITH_PROGRESS:
+            if has_parameter(functions.get(name), "progress"):
+                asking[name] = functions[name]
         after_step = functions.get("after_step")
         if not asking and not after_step:
             return None

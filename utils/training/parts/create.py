@@ -1,4 +1,4 @@
-"""The parts of an attempt, in one list, whose order is the order of their effects."""
+"""The parts of an attempt are in one list, whose order is the order of their effects."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from utils.training.precision import Precision
 
 
 def create_hook_parts(functions: dict[str, Callable[..., Any]], device: torch.device) -> list[Part]:
-    """The parts that functions of model.py ask for: the first ones of the list.
+    """Return the parts that functions of model.py ask for. They are the first ones of the list.
 
     Args:
-        functions: by name. They are changed in place: a part may replace some.
+        functions: by name. The dict is changed in place, since a part may replace functions.
         device: of the tensors that the functions get.
     """
     parts: list[Part] = []
@@ -45,7 +45,7 @@ def create_parts(
     ctx: DistributedContext,
     precision: Precision,
 ) -> list[Part]:
-    """All parts that this attempt uses.
+    """Return all parts that this attempt uses.
 
     Args:
         hook_parts: from `create_hook_parts`.

@@ -34,7 +34,9 @@ class Part:
     # ---- before the first step ----
 
     def first_passes(self, run_passes: Callable[[], object], batch: Any) -> None:
-        """Look at forward and backward passes. Called once, before the weights of a checkpoint are loaded.
+        """Look at forward and backward passes.
+
+        This method is called once, before the weights of a checkpoint are loaded.
 
         Args:
             run_passes: makes two forward and backward passes with the batch, and drops their gradients.
@@ -42,12 +44,12 @@ class Part:
         """
 
     def start(self) -> None:
-        """Called directly before the first step. The state is that of step 0, or that of the checkpoint."""
+        """Act directly before the first step. The state is that of step 0, or that of the checkpoint."""
 
     # ---- a step ----
 
     def micro_batches(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Wrap the iterator over this rank's micro-batches. Called at the beginning of each epoch.
+        """Wrap the iterator over this rank's micro-batches, at the beginning of each epoch.
 
         Returns:
             An iterator over the same micro-batches, in the same order.
@@ -55,7 +57,7 @@ class Part:
         return stream
 
     def see_progress(self, progress: Progress, total_steps: int) -> None:
-        """Note how far the run is. Called before each step, and before each evaluation.
+        """Note how far the run is, before each step and before each evaluation.
 
         Args:
             progress: how many steps and samples there were before.
@@ -63,8 +65,10 @@ class Part:
         """
 
     def after_forward(self, metrics: Metrics, number: int) -> Metrics:
-        """Change the metrics of a training micro-batch. Called after its forward pass, also for padding. It must use no
-        collectives, since ranks may have different numbers of micro-batches in a step.
+        """Change the metrics of a training micro-batch.
+
+        This method is called after each forward pass, also for padding. It must use no collectives, since ranks may
+        have different numbers of micro-batches in a step.
 
         Args:
             metrics: what compute_loss returned.
@@ -76,7 +80,7 @@ class Part:
         return metrics
 
     def before_update(self, model: nn.Module, sums: MetricTracker) -> None:
-        """Called directly before the weights are updated, without autograd.
+        """Act directly before the weights are updated, without autograd.
 
         Args:
             model: not wrapped in DDP. Its gradients are those of the loss summed over all ranks, times
@@ -86,7 +90,7 @@ class Part:
         """
 
     def after_update(self, model: nn.Module, skipped: Tensor) -> None:
-        """Called directly after the weights were updated, without autograd.
+        """Act directly after the weights were updated, without autograd.
 
         Args:
             model: not wrapped in DDP.
@@ -97,7 +101,7 @@ class Part:
     # ---- a log point ----
 
     def begin_read(self, is_log_point: bool) -> Tensor | None:
-        """Give a tensor to the host. Called at each log point, and before each save.
+        """Give a tensor to the host, at each log point and before each save.
 
         A log point is every `log_interval` steps, and after the last step of the run.
 
@@ -107,7 +111,7 @@ class Part:
         return None
 
     def finish_read(self, values: Tensor) -> dict[str, float]:
-        """Use what `begin_read` returned. Called when it is on the host, at most four steps later.
+        """Use what `begin_read` returned, when the values are on the host, at most four steps later.
 
         Args:
             values: the same values, on the CPU.
@@ -121,8 +125,10 @@ class Part:
         return {}
 
     def log_values(self, seconds: float) -> dict[str, float]:
-        """Give numbers that differ between the ranks to the train record. Called once for each log point, up to four
-        steps after it. So `begin_read` has to note what belongs to the log point.
+        """Give numbers that differ between the ranks to the train record.
+
+        This method is called once for each log point, up to four steps after it. So `begin_read` has to note what
+        belongs to the log point.
 
         Args:
             seconds: how long the steps between the two latest log points took on this rank.
@@ -136,9 +142,10 @@ class Part:
     # ---- a checkpoint ----
 
     def save(self, state: dict[str, Any]) -> None:
-        """Change what a checkpoint will hold. Called before each save on all ranks.
+        """Change what a checkpoint will hold.
 
-        Ranks that write files call it once more at the start, to allocate memory, so it must use no collectives.
+        This method is called before each save on all ranks. Ranks that write files call it once more at the start, to
+        allocate memory, so it must use no collectives.
 
         Args:
             state: the content of the checkpoint. A part may add, replace and delete entries. It may not change a tensor
@@ -146,7 +153,7 @@ class Part:
         """
 
     def before_load(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Change what is loaded from a checkpoint. Called before its weights are loaded.
+        """Change what is loaded from a checkpoint, before its weights are loaded.
 
         Args:
             payload: the content of the checkpoint.
@@ -160,13 +167,14 @@ class Part:
         return payload
 
     def after_load(self, payload: dict[str, Any], progress: Progress) -> None:
-        """Load the part's own state. Called when model, optimizer and progress are those of the checkpoint."""
+        """Load the part's own state. Model, optimizer and progress are already those of the checkpoint."""
 
     # ---- an evaluation ----
 
     def weights(self) -> dict[str, AbstractContextManager]:
-        """Give more weights to evaluate, besides those of the model. Called several times for an evaluation, so it must
-        have no side effect.
+        """Give more weights to evaluate, besides those of the model.
+
+        This method is called several times for an evaluation, so it must have no side effect.
 
         Returns:
             By the name of the weights, a context inside which the model has them. The last weights of the last part
@@ -175,9 +183,18 @@ class Part:
         """
         return {}
 
-    def try_evaluation(self, model: nn.Module, precision: Precision, batch: Any, size: int, samples: int) -> list[str]:
-        """Try what `evaluate` and `finish_evaluation` will do. Called before the first step, for several batches. An
-        error on one rank is reported by all, so it must use no collectives.
+    def try_evaluation(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        batch: Any,
+        size: int,
+        samples: int,
+    ) -> list[str]:
+        """Try what `evaluate` and `finish_evaluation` will do.
+
+        This method is called before the first step, for several batches. An error on one rank is reported by all, so
+        the method must use no collectives.
 
         Args:
             model: not wrapped in DDP. Put it in evaluation mode.
@@ -195,7 +212,7 @@ class Part:
         return []
 
     def begin_evaluation(self, seed: Callable[[str, Sequence[int]], object], clock: PhaseClock) -> None:
-        """Called before the first pass over a set with the model's weights, and with those of each part.
+        """Prepare for an evaluation, before the first pass over a set with the model's weights or with those of a part.
 
         Args:
             seed: seeds the random draws of a function of model.py for the samples with these indices. Call
@@ -205,10 +222,15 @@ class Part:
         """
 
     def evaluate(self, model: nn.Module, micro_batch: MicroBatch) -> None:
-        """Called after compute_loss in each pass over the set, with its autocast and without autograd."""
+        """Evaluate a micro-batch, after compute_loss, with the autocast of compute_loss and without autograd."""
 
-    def finish_evaluation(self, means: dict[str, float], samples: int, ctx: DistributedContext) -> dict[str, float]:
-        """Give more metrics of the set. Called after the last pass over it.
+    def finish_evaluation(
+        self,
+        means: dict[str, float],
+        samples: int,
+        ctx: DistributedContext,
+    ) -> dict[str, float]:
+        """Give more metrics of the set, after the last pass over the set.
 
         Args:
             means: the metrics of compute_loss, and of the parts before.
@@ -225,15 +247,17 @@ class Part:
     # ---- the end ----
 
     def close(self) -> None:
-        """Called after the last step of the attempt, or after a failure. It may be called twice. It must use no
-        collectives, since other ranks may be gone."""
+        """Clean up after the last step of the attempt, or after a failure.
+
+        This method may be called twice. It must use no collectives, since other ranks may be gone.
+        """
 
 
 P = TypeVar("P", bound=Part)
 
 
 def find_part(parts: Sequence[Part], kind: type[P]) -> P | None:
-    """The part of this class, if there is one."""
+    """Return the part of this class, if there is one."""
     for part in parts:
         if isinstance(part, kind):
             return part

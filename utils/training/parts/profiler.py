@@ -15,7 +15,10 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from utils.logger import LOGGER_NAME
 from utils.training.parts.part import Part
 
-WAIT_STEPS, WARM_UP_STEPS, ACTIVE_STEPS = 2, 1, 3  # optimizer steps
+# in optimizer steps
+WAIT_STEPS = 2
+WARM_UP_STEPS = 1
+ACTIVE_STEPS = 3
 MAX_TABLE_ROWS = 10
 
 
@@ -33,7 +36,12 @@ class Profiler(Part):
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         plan = schedule(wait=WAIT_STEPS, warmup=WARM_UP_STEPS, active=ACTIVE_STEPS, repeat=1)
-        self._profile = profile(activities=activities, schedule=plan, on_trace_ready=self._write_trace, acc_events=True)
+        self._profile = profile(
+            activities=activities,
+            schedule=plan,
+            on_trace_ready=self._write_trace,
+            acc_events=True,
+        )
         self._profile.start()
 
     def after_update(self, model: nn.Module, skipped: Tensor) -> None:
@@ -54,7 +62,7 @@ class Profiler(Part):
         path = self._folder / "rank0.json.gz"
         self._folder.mkdir(parents=True, exist_ok=True)
         finished.export_chrome_trace(str(path))
-        costs = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
-        table = finished.key_averages().table(sort_by=costs, row_limit=MAX_TABLE_ROWS, max_name_column_width=45)
+        sort_by = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+        table = finished.key_averages().table(sort_by=sort_by, row_limit=MAX_TABLE_ROWS, max_name_column_width=45)
         text = "profile of %d steps in %s (open it in https://ui.perfetto.dev); the costliest operations:\n%s"
         self._logger.info(text, ACTIVE_STEPS, path, table)

@@ -31,7 +31,7 @@ MAX_OUTPUT_BYTES = 2**30
 
 
 def check_output_bytes(size: float) -> None:
-    """Raises UserError if outputs of so many bytes cannot be summarized."""
+    """Raise UserError if outputs of so many bytes cannot be summarized."""
     if size > MAX_OUTPUT_BYTES:
         raise UserError(
             f"model.summarize: the outputs of the set take {size / 2**30:.3g} GiB or more on rank 0, where the limit is"
@@ -40,11 +40,19 @@ def check_output_bytes(size: float) -> None:
 
 
 def count_output_bytes(outputs: OutputCollector) -> int:
-    return sum(batch.nbytes for batches in outputs.batches_by_name.values() for batch in batches)
+    """Return the bytes of all outputs that were collected in this process."""
+    total = 0
+    for batches in outputs.batches_by_name.values():
+        total += sum(batch.nbytes for batch in batches)
+    return total
+
+
+def keep_random_state(indices: Sequence[int]) -> None:
+    """Stand for the function that seeds `predict`, where no random numbers have to be repeatable."""
 
 
 class OutputSummary(Part):
-    """Metrics that are no sums over samples: `summarize` is called with what `predict` returned for a whole set."""
+    """Computes metrics that are no sums over samples: `summarize` gets what `predict` returned for a whole set."""
 
     def __init__(
         self,
@@ -53,26 +61,34 @@ class OutputSummary(Part):
     ) -> None:
         self._predict = predict
         self._summarize = summarize
-        self._outputs = OutputCollector(predict, lambda _: None)  # of this rank in the current evaluation
+        self._outputs = OutputCollector(predict, keep_random_state)  # of this rank in the current evaluation
         self._output_bytes = 0
         self._clock = PhaseClock()
 
     @classmethod
     def create(cls, functions: dict[str, Callable], device: torch.device) -> OutputSummary | None:
-        """None if model.py has no summarize."""
+        """Return the part, or None if model.py has no summarize."""
         if "summarize" not in functions:
             return None
         return cls(functions["predict"], functions["summarize"])
 
     def summarize_outputs(self, outputs: OutputCollector) -> dict[str, float]:
-        """The metrics of the outputs of one process. Raises UserError."""
+        """Return the metrics of the outputs of one process. Raises UserError if summarize fails."""
         return self._compute_metrics([outputs.to_dict()], len(outputs.indices))
 
-    def try_evaluation(self, model: nn.Module, precision: Precision, batch: Any, size: int, samples: int) -> list[str]:
-        """Raises UserError if the outputs of the set would take too much memory, or summarize fails."""
-        outputs = OutputCollector(self._predict, seed_predict=lambda _: None)
+    def try_evaluation(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        batch: Any,
+        size: int,
+        samples: int,
+    ) -> list[str]:
+        """Raise UserError if the outputs of the set would take too much memory, or if summarize fails."""
+        outputs = OutputCollector(self._predict, keep_random_state)
+        model.eval()
         with torch.no_grad(), precision.autocast():
-            outputs.add(model.eval(), batch, range(size))
+            outputs.add(model, batch, range(size))
         check_output_bytes(count_output_bytes(outputs) / size * samples)
         return list(self.summarize_outputs(outputs))
 
@@ -82,33 +98,60 @@ class OutputSummary(Part):
         self._clock = clock
 
     def evaluate(self, model: nn.Module, micro_batch: MicroBatch) -> None:
-        """Raises UserError if the outputs of this rank become too large."""
+        """Raise UserError if the outputs of this rank become too large."""
         self._clock.enter_hook("predict")
-        self._outputs.add(model, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
+        self._outputs.add(
+            model,
+            micro_batch.batch,
+            micro_batch.indices,
+            is_padding=micro_batch.is_padding,
+        )
         if not micro_batch.is_padding:
-            self._output_bytes += sum(batches[-1].nbytes for batches in self._outputs.batches_by_name.values())
+            for batches in self._outputs.batches_by_name.values():
+                self._output_bytes += batches[-1].nbytes
         check_output_bytes(self._output_bytes)
 
-    def finish_evaluation(self, means: dict[str, float], samples: int, ctx: DistributedContext) -> dict[str, float]:
-        """The metrics of the outputs of all ranks, computed on rank 0."""
+    def finish_evaluation(
+        self,
+        means: dict[str, float],
+        samples: int,
+        ctx: DistributedContext,
+    ) -> dict[str, float]:
+        """Return the metrics of the outputs of all ranks, computed on rank 0."""
         outputs = self._outputs
         require_equal(sorted(outputs.batches_by_name), f"{NAMES_DIFFER} ({{first}} and {{other}})", ctx)
-        check_output_bytes(sum(all_gather_json(count_output_bytes(outputs), ctx)))
-        rank_outputs = [outputs.to_dict()] * (ctx.world_size if ctx.is_main else 0)
-        if ctx.world_size > 1:
-            dist.gather_object(outputs.to_dict(), rank_outputs or None, group=ctx.control_group)
+        bytes_by_rank = all_gather_json(count_output_bytes(outputs), ctx)
+        check_output_bytes(sum(bytes_by_rank))
+        rank_outputs = self._gather_outputs(ctx)
         if ctx.is_main:
             self._clock.enter_hook("summarize")
-        metrics = broadcast_json(on_rank_0(lambda: self._compute_metrics(rank_outputs, samples), ctx), ctx)
+        compute_metrics = functools.partial(self._compute_metrics, rank_outputs, samples)
+        metrics = broadcast_json(on_rank_0(compute_metrics, ctx), ctx)
         self._clock.enter_phase("evaluation")
-        if both := sorted(means.keys() & metrics.keys()):
-            raise UserError(f"model.summarize: compute_loss has {both[0]} too; give one of them another name")
+        in_both = sorted(means.keys() & metrics.keys())
+        if in_both:
+            raise UserError(f"model.summarize: compute_loss has {in_both[0]} too; give one of them another name")
         return metrics
 
+    def _gather_outputs(self, ctx: DistributedContext) -> list[dict[str, Any]]:
+        """Return the outputs of all ranks on rank 0, and an empty list elsewhere."""
+        local_outputs = self._outputs.to_dict()
+        if ctx.world_size == 1:
+            return [local_outputs]
+        if not ctx.is_main:
+            dist.gather_object(local_outputs, None, group=ctx.control_group)
+            return []
+        rank_outputs = [local_outputs] * ctx.world_size
+        dist.gather_object(local_outputs, rank_outputs, group=ctx.control_group)
+        return rank_outputs
+
     def _compute_metrics(self, rank_outputs: list[dict[str, Any]], samples: int) -> dict[str, float]:
+        """Return what `summarize` returns for the outputs of all ranks. Raises UserError if that is invalid."""
         outputs = sort_by_sample(rank_outputs, samples)
         try:
-            metrics = {name: float(value) for name, value in self._summarize(outputs).items()}
+            metrics = {}
+            for name, value in self._summarize(outputs).items():
+                metrics[name] = float(value)
         except UserError:
             raise
         except Exception as error:
