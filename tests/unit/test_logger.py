@@ -136,7 +136,7 @@ def test_targets_are_shown_where_they_say_more_than_the_samples(count, expected)
 )
 def test_the_progress_bar_says_when_the_run_will_end(monkeypatch, steps, ends):
     shown = []
-    monkeypatch.setattr(terminal, "show_progress_bar", lambda *args: shown.append(args[-1]))
+    monkeypatch.setattr(terminal, "show_progress_bar", lambda *args, suffix, **options: shown.append(suffix))
     monkeypatch.setattr(time, "time", lambda: 12 * 3600.0)  # on a Thursday
     monkeypatch.setattr(time, "localtime", time.gmtime)
     latest = {"step_s": 60.0, "loss": 0.5, "samples_per_s": 1000.0}

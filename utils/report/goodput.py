@@ -23,68 +23,89 @@ class AttemptTimes(NamedTuple):
 
 
 def split_attempts(records: list[dict[str, Any]], time: Any, step: Any) -> list[AttemptTimes]:
-    """The attempts of a run, without those of earlier versions, whose first event has no times.
+    """List the attempts of a run, without those of earlier versions, whose first event has no times.
 
-    time, step: of status.json; the first event of the next attempt has those of the others, and their state.
+    Args:
+        records: of metrics.jsonl.
+        time: of status.json. The first event of each attempt has the time, step and state of the attempt before.
+        step: of status.json.
     """
     attempts: list[AttemptTimes] = []
-    attempt_records: list[dict[str, Any]] = []
-    kept_step, state = math.inf, ""
+    attempt_records: list[dict[str, Any]] = []  # of one attempt, the latest first
+    kept_step = math.inf
+    state: Any = ""
     for record in reversed(records):
-        if record.get("event") not in ("started", "resumed") or "seconds" not in record:
+        is_start = record.get("event") in ("started", "resumed") and "seconds" in record
+        if not is_start:
             attempt_records.append(record)
             continue
+
         training_started_at = parse_time(record["time"])
         started_at = training_started_at - record["seconds"]
-        times = [training_started_at, *(parse_time(entry.get("time")) for entry in attempt_records)]
-        saves = [
-            entry for entry in attempt_records if entry.get("event") == "checkpoint" and entry["step"] == kept_step
-        ]
-        starts = [parse_time(save.get("time")) - save.get("seconds", 0.0) for save in saves]
-        ended_at, step = max(*times, parse_time(time)), step if isinstance(step, int) else record["step"]
-        is_lost = step > kept_step or (bool(starts) and state in ("running", "failed"))
-        lost_since = max(starts or times) if is_lost else ended_at
-        attempts.append(
-            AttemptTimes(
-                record,
-                attempt_records[::-1],
-                min(started_at, training_started_at),
-                training_started_at,
-                lost_since,
-                ended_at,
-                step,
-                kept_step,
-            )
+        record_times = [training_started_at]
+        save_starts = []  # when the saves of the kept step began
+        for entry in attempt_records:
+            entry_time = parse_time(entry.get("time"))
+            record_times.append(entry_time)
+            if entry.get("event") == "checkpoint" and entry["step"] == kept_step:
+                save_starts.append(entry_time - entry.get("seconds", 0.0))
+
+        ended_at = max(*record_times, parse_time(time))
+        last_step = step if isinstance(step, int) else record["step"]
+        lost_since = ended_at
+        has_failed = state in ("running", "failed")  # a killed attempt leaves "running"
+        if save_starts and (last_step > kept_step or has_failed):
+            lost_since = max(save_starts)
+        elif last_step > kept_step:
+            lost_since = max(record_times)
+
+        attempt = AttemptTimes(
+            start_event=record,
+            records=attempt_records[::-1],
+            started_at=min(started_at, training_started_at),
+            training_started_at=training_started_at,
+            lost_since=lost_since,
+            ended_at=ended_at,
+            last_step=last_step,
+            kept_step=kept_step,
         )
-        kept_step, attempt_records = min(kept_step, record["step"]), []
-        time, step, state = (record.get(f"previous_{name}") for name in ("time", "step", "state"))
+        attempts.append(attempt)
+        attempt_records = []
+        kept_step = min(kept_step, record["step"])
+        time = record.get("previous_time")
+        step = record.get("previous_step")
+        state = record.get("previous_state")
     return attempts[::-1]
 
 
 def sum_account_seconds(attempts: list[AttemptTimes]) -> dict[str, float]:
-    """The seconds in each account. Their sum is the time from the first start to the end of the last attempt."""
-    accounts, ended = dict.fromkeys(TIME_ACCOUNTS, 0.0), math.inf
+    """Sum the seconds in each account. Their sum is the time from the first start to the end of the last attempt."""
+    accounts = dict.fromkeys(TIME_ACCOUNTS, 0.0)
+    ended_at = math.inf  # when the attempt before ended
     for attempt in attempts:
-        left, step = attempt.lost_since - attempt.training_started_at, attempt.start_event["step"]
+        left = attempt.lost_since - attempt.training_started_at  # seconds that are in no account yet
+        step = attempt.start_event["step"]
         for record in attempt.records:
             noted = {"checkpoints": record.get("blocked_s", 0.0) + record.get("waited_s", 0.0)}
             if record["kind"] == "train":
-                noted["data_wait"], step = record.get("data_wait_s", 0.0) * (record["step"] - step), record["step"]
+                noted["data_wait"] = record.get("data_wait_s", 0.0) * (record["step"] - step)
+                step = record["step"]
             elif record.get("event") == "evaluation":
                 noted["evaluation"] = record.get("seconds", 0.0)
-            for name, seconds in noted.items():
-                accounts[name] += min(seconds, left)
-                left -= min(seconds, left)
+            for name, noted_seconds in noted.items():
+                seconds = min(noted_seconds, left)
+                accounts[name] += seconds
+                left -= seconds
         accounts["training"] += left
         accounts["start_up"] += attempt.training_started_at - attempt.started_at
         accounts["recomputed"] += attempt.ended_at - attempt.lost_since
-        accounts["down"] += max(0.0, attempt.started_at - ended)
-        ended = attempt.ended_at
+        accounts["down"] += max(0.0, attempt.started_at - ended_at)
+        ended_at = attempt.ended_at
     return accounts
 
 
 def parse_time(text: Any) -> float:
-    """Seconds since 1970 of a time in ISO 8601; 0 if it is not one."""
+    """Return the seconds since 1970 of a time in ISO 8601. They are 0 if it is not one."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except (TypeError, ValueError):

@@ -25,42 +25,45 @@ class LogPoint:
     def create_record(
         self, sums: MetricTracker, rank_values: list[list[float]], logged_names: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """The train record.
+        """Create the train record.
 
         Args:
             rank_values: of each rank the seconds in steps, in waits for data and in forward passes, its peak memory,
                 and what the parts log.
             logged_names: of the values that the parts log.
         """
-        seconds = sum(row[0] for row in rank_values) / len(rank_values)
-        waited = sum(row[1] for row in rank_values) / len(rank_values)
-        logged = {}
-        for column, name in enumerate(logged_names, start=4):
-            mean = weighted_mean([row[column] for row in rank_values], weights=[row[0] for row in rank_values])
+        columns = [list(column) for column in zip(*rank_values, strict=True)]
+        step_seconds, wait_seconds, _forward_seconds, peak_memory, *logged_columns = columns
+        mean_step_seconds = sum(step_seconds) / len(rank_values)
+        mean_wait_seconds = sum(wait_seconds) / len(rank_values)
+        samples_per_s = self.samples / mean_step_seconds if mean_step_seconds else 0.0
+
+        record = self.position | sums.means()
+        del record["skipped_steps"]
+        skipped_steps = int(sums.sum_view("skipped_steps"))
+        if skipped_steps:
+            record["skipped_steps"] = skipped_steps
+        record["samples_per_s"] = samples_per_s
+        density, padding = self.token_density
+        if density:
+            record["tokens_per_s"] = samples_per_s * density
+            record["padding"] = padding
+        for name, values in zip(logged_names, logged_columns, strict=True):
+            mean = weighted_mean(values, weights=step_seconds)
             if not math.isnan(mean):
-                logged[name] = mean
-        rate = self.samples / seconds if seconds else 0.0
-        means, skips = sums.means(), int(sums.sum_view("skipped_steps"))
-        del means["skipped_steps"]
-        return {
-            **self.position,
-            **means,
-            **({"skipped_steps": skips} if skips else {}),
-            "samples_per_s": rate,
-            **(
-                {"tokens_per_s": rate * self.token_density[0], "padding": self.token_density[1]}
-                if self.token_density[0]
-                else {}
-            ),
-            **logged,
-            "data_wait_s": waited / self.steps,
-            "step_s": seconds / self.steps,
-            "peak_memory_bytes": int(max(row[3] for row in rank_values)),
-        }
+                record[name] = mean
+        record["data_wait_s"] = mean_wait_seconds / self.steps
+        record["step_s"] = mean_step_seconds / self.steps
+        record["peak_memory_bytes"] = int(max(peak_memory))
+        return record
 
 
 def weighted_mean(values: list[float], weights: list[float]) -> float:
-    """The mean of the values of all ranks. Equal values are not rounded."""
+    """Return the mean of the values of all ranks. Equal values are not rounded. Without any weight it is 0."""
     if len(set(values)) == 1:
         return values[0]
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / (sum(weights) or math.inf)
+    total_weight = sum(weights)
+    if total_weight == 0:
+        total_weight = math.inf
+    weighted_sum = sum(value * weight for value, weight in zip(values, weights, strict=True))
+    return weighted_sum / total_weight

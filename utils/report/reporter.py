@@ -32,8 +32,9 @@ LogImages = Callable[[nn.Module, Any], dict[str, Tensor]]
 
 
 class Reporter:
-    """Called on all ranks. The logger, the run folder and the TensorBoard writer decide what only rank 0 shows or
-    writes.
+    """Reports what a run does. All ranks call the methods.
+
+    The logger, the run folder and the TensorBoard writer decide what only rank 0 shows or writes.
 
     Args:
         loader: of the training set.
@@ -49,14 +50,23 @@ class Reporter:
         provenance: dict[str, Any],
         log_images: LogImages | None = None,
     ) -> None:
-        run, ctx = attempt.run, attempt.ctx
-        self._attempt, self._run, self._config, self._ctx = attempt, run, attempt.config, ctx
-        self._state, self._loader, self._provenance = state, loader, provenance
-        # a model in shards computes on all ranks
-        self._log_images = log_images if run.is_main or not state.strategy.has_whole_gradients else None
-        self._tensorboard = TensorBoardWriter(run.folder / "tensorboard" if ctx.is_main else None, state.progress.step)
+        run = attempt.run
+        self._attempt = attempt
+        self._run = run
+        self._config = attempt.config
+        self._ctx = attempt.ctx
+        self._state = state
+        self._loader = loader
+        self._provenance = provenance
+        self._log_images: LogImages | None = None
+        if run.is_main or not state.strategy.has_whole_gradients:  # a model in shards computes on all ranks
+            self._log_images = log_images
+        tensorboard_folder = run.folder / "tensorboard" if run.is_main else None
+        self._tensorboard = TensorBoardWriter(tensorboard_folder, state.progress.step)
         self._terminal = Terminal(attempt, state, loader)
-        self._interval_samples, self._interval_steps = 0, 0  # since the last log point
+        # since the last log point
+        self._interval_samples = 0
+        self._interval_steps = 0
         self._pending_log_point: LogPoint | None = None
 
     def start(self, held_out_loaders: dict[str, GlobalBatchLoader], differences: list[str]) -> None:
@@ -66,7 +76,9 @@ class Reporter:
             held_out_loaders: by split.
             differences: what has changed since the checkpoint that the run resumes from.
         """
-        run, provenance, progress = self._run, self._provenance, self._state.progress
+        run = self._run
+        provenance = self._provenance
+        progress = self._state.progress
         run.write_json("config.json", redact_config(self._config))
         run.write_json("provenance.json", provenance)
         if run.is_main:
@@ -75,22 +87,31 @@ class Reporter:
         for line in run.notes:
             self._attempt.logger.warning("%s", line)
         self._terminal.show_start(held_out_loaders, provenance)
+
         for line in differences:
             run.warn("changed: %s", line)
         for line in self._state.schedule.warnings:
             run.warn("%s", line)
+
         position = {"epoch": progress.epoch_number, "step": progress.step, "samples_seen": progress.samples_seen}
+        source: dict[str, Any] = {}
         if run.resume_path:
-            source = {"checkpoint": str(run.resume_path), "changed": differences}
+            source["checkpoint"] = str(run.resume_path)
+            source["changed"] = differences
         else:
             # do runs with other seeds start elsewhere?
-            source = {"weights": format_fingerprint(fingerprint_parameters(self._state.model))}
+            source["weights"] = format_fingerprint(fingerprint_parameters(self._state.model))
         run.record_start(self._attempt.started_at, position, world_size=self._ctx.world_size, **source)
 
     # ---- training ----
 
     def record_step(self, samples: int, indices: list[int]) -> None:
-        """Call after each optimizer step. samples: their number on all ranks. indices: of those of this rank."""
+        """Record an optimizer step. Call this after each one.
+
+        Args:
+            samples: their number in the step, on all ranks.
+            indices: of the samples of this rank.
+        """
         progress = self._state.progress
         step = progress.step
         if self._config.record_samples:
@@ -112,23 +133,29 @@ class Reporter:
         """Begin the train record of the log window that ends here. Its values are read a few steps later, when the
         device has reached this step and has work for the meantime."""
         self.finish_log_point()
-        state, progress, lr = self._state, self._state.progress, self._config.lr * self._state.lr_factor
-        every = self._config.log_interval
-        rates = {"lr": lr} | (
-            {"lr_of_groups": state.learning_rates} if any(group_lr != lr for group_lr in state.learning_rates) else {}
+        state = self._state
+        progress = state.progress
+        lr = self._config.lr * state.lr_factor
+        position: dict[str, Any] = {"epoch": progress.epoch_number, "step": progress.step, "lr": lr}
+        if any(group_lr != lr for group_lr in state.learning_rates):
+            position["lr_of_groups"] = state.learning_rates
+        # since the last record, also those of an earlier attempt
+        steps_since_record = progress.step % self._config.log_interval
+        if steps_since_record == 0:
+            steps_since_record = self._config.log_interval
+        token_density = self._loader.sampler.measure_token_density(
+            progress.epoch, progress.samples_in_epoch, steps_since_record
         )
         self._pending_log_point = LogPoint(
-            position={"epoch": progress.epoch_number, "step": progress.step} | rates,
+            position=position,
             samples=self._interval_samples,
-            # of all steps since the last record, also those of an earlier attempt
-            token_density=self._loader.sampler.measure_token_density(
-                progress.epoch, progress.samples_in_epoch, progress.step % every or every
-            ),
+            token_density=token_density,
             steps=max(1, self._interval_steps),
             pending_read=state.log_window.begin_read(fingerprint_state(state), is_log_point=True),
             read_step_times=self._attempt.clock.take_step_times(),
         )
-        self._interval_samples, self._interval_steps = 0, 0
+        self._interval_samples = 0
+        self._interval_steps = 0
         state.log_window.values.zero_()
 
     def finish_log_point(self) -> None:
@@ -138,34 +165,36 @@ class Reporter:
         Raises:
             TrainingError: when too many steps in a row were skipped.
         """
-        point, self._pending_log_point = self._pending_log_point, None
+        point = self._pending_log_point
+        self._pending_log_point = None
         if point is None:
             return
         window = self._state.log_window.finish_read(point.pending_read, self._state.progress)
         sums = window.sums
-        skipped = window.skipped_steps
         [digest] = window.other_tensors
-        seconds = point.read_step_times()
+        step_times = point.read_step_times()
+        step_seconds = step_times[0]
         logged: dict[str, float] = {}
         for part in self._state.parts:
-            logged |= part.log_values(seconds[0])
-        row = torch.tensor([*seconds, read_peak_memory(), *logged.values()], dtype=torch.float64)
+            logged |= part.log_values(step_seconds)
+        row = torch.tensor([*step_times, read_peak_memory(), *logged.values()], dtype=torch.float64)
         rank_values = gather_rows(row, self._ctx)  # on rank 0
-        values = (
-            point.create_record(sums, rank_values, [*logged])
-            | window.part_entries
-            | {"fingerprint": format_fingerprint(int(digest))}
-        )
+
+        values = point.create_record(sums, rank_values, list(logged))
+        values |= window.part_entries
+        values["fingerprint"] = format_fingerprint(int(digest))
         record = self._run.records.append("train", **values)
-        self._run.records.append_skipped_steps(skipped, self._loader.sampler)
-        report_straggler(self._run, hosts=self._ctx.hosts, step=point.position["step"], rank_values=rank_values)
+        self._run.records.append_skipped_steps(window.skipped_steps, self._loader.sampler)
+        step = point.position["step"]
+        report_straggler(self._run, hosts=self._ctx.hosts, step=step, rank_values=rank_values)
+
+        is_empty = are_all_steps_empty(window.skipped_steps)
         targets = count_targets(sums.count_view("loss"), point.samples)
         targets_per_s = targets / (record["step_s"] * point.steps or math.inf)
-        self._terminal.show_record(record, sums.means(), targets_per_s, are_all_steps_empty(skipped))
+        self._terminal.show_record(record, sums.means(), targets_per_s=targets_per_s, is_empty=is_empty)
         self._tensorboard.write_scalars(record)
-        self._check_skipped_steps(
-            point.position["step"], "no targets" if are_all_steps_empty(skipped) else "a non-finite loss or gradient"
-        )
+        reason = "no targets" if is_empty else "a non-finite loss or gradient"
+        self._check_skipped_steps(step, reason)
 
     def before_save(self) -> None:
         """Write the records of all steps so far, and count those that were skipped, as a checkpoint holds them."""
@@ -173,7 +202,9 @@ class Reporter:
         self._run.records.append_skipped_steps(self._state.read_skipped_steps(), self._loader.sampler)
 
     def _check_skipped_steps(self, step: int, reason: str) -> None:
-        if 0 < self._config.max_skipped_steps <= (in_row := self._state.progress.skipped_in_row):
+        """Raise TrainingError if too many steps in a row were skipped. step: the last one."""
+        in_row = self._state.progress.skipped_in_row
+        if 0 < self._config.max_skipped_steps <= in_row:
             raise TrainingError(
                 f"the last {in_row} optimizer steps, up to step {step}, had {reason}; look at their samples"
                 " (skipped_step in metrics.jsonl), use a lower --lr or --clip_grad_norm 1, then --resume_from auto"
@@ -191,7 +222,8 @@ class Reporter:
         broadcast_json(None, self._ctx)  # the other ranks wait here, where `timeout` does not apply
 
     def _show_images(self, log_images: LogImages, split: str, loader: GlobalBatchLoader) -> None:
-        model, device = cast(Any, self._state.model), self._ctx.device
+        model = cast(Any, self._state.model)
+        device = self._ctx.device
         try:
             with torch.no_grad(), self._state.precision.autocast(), preserve_rng_state(device):
                 batch = loader.fetch_example_batch()
@@ -203,26 +235,36 @@ class Reporter:
             raise
         except Exception as error:  # images must not end a run
             # parameters that the pass has gathered are sharded again: they may be those of the average
-            getattr(model, "reset_iter_state", model.state_dict)()
+            shard_again = getattr(model, "reset_iter_state", model.state_dict)
+            shard_again()
             self._log_images = None
             self._run.warn("log_images: %s: %s; no more images are shown in this attempt", type(error).__name__, error)
 
     def record_evaluation(self, records: list[dict[str, Any]], seconds: float, is_best: bool, title: str = "") -> None:
         """Report an evaluation: a record for each kind of weights."""
-        split, step = records[0]["split"], records[0]["step"]
+        split = records[0]["split"]
+        step = records[0]["step"]
         for record in records:
             self._run.records.append(**record)
             self._tensorboard.write_scalars(record)
         self._run.records.append_event("evaluation", step, split=split, seconds=round(seconds, 3))
-        log_epoch_summary(self._attempt.logger, records, seconds, is_best, title)
+        log_epoch_summary(self._attempt.logger, records, seconds, is_best=is_best, title=title)
         if not all(math.isfinite(record["loss"]) for record in records):
             self._run.records.append_event("non_finite_evaluation", step, split=split)
 
     def finish(self, final_state: str, best_metric: str, test_records: list[dict[str, Any]]) -> dict[str, Any]:
         """Write summary.json and the last status, show the next commands, and wait for the programs beside training."""
-        progress, records, logger = self._state.progress, self._run.records.read(), self._attempt.logger
-        batch = self._loader.sampler.global_batch_size
-        summary = create_summary(self._attempt, self._state, batch, final_state, best_metric, records, test_records)
+        progress = self._state.progress
+        records = self._run.records.read()
+        summary = create_summary(
+            self._attempt,
+            self._state,
+            global_batch_size=self._loader.sampler.global_batch_size,
+            final_state=final_state,
+            best_metric=best_metric,
+            records=records,
+            test_records=test_records,
+        )
         for line in summary.get("warnings", []):
             self._run.warn("%s", line)
         self._run.write_json("summary.json", summary)
@@ -230,16 +272,17 @@ class Reporter:
             final_state, epoch=progress.epoch_number, step=progress.step, samples_seen=progress.samples_seen
         )
         self.close()
+
         trained_s = summary["time"]["training_s"] + summary["time"]["data_wait_s"]
         text = describe_run_end(
             summary,
             self._run,
             trained_s,
-            count_empty_steps(records),
+            empty_steps=count_empty_steps(records),
             is_averaged=self._config.ema_decay > 0,
             overwrite=self._config.overwrite,
         )
-        logger.info("%s", text)
+        self._attempt.logger.info("%s", text)
         self._finish_companions()
         return summary
 
@@ -262,6 +305,13 @@ class Reporter:
 
 
 def count_targets(count: Tensor, samples: int) -> float:
-    """The loss count of a log window; 0 if it says no more than the samples, is a sum of weights, or one per term."""
-    counted = 0.0 if count.ndim else float(count)
-    return counted if counted != samples and counted.is_integer() else 0.0
+    """Return the loss count of a log window.
+
+    It is 0 if the count says no more than the samples, is a sum of weights, or there is one per term.
+    """
+    if count.ndim:
+        return 0.0
+    targets = float(count)
+    if targets == samples or not targets.is_integer():
+        return 0.0
+    return targets

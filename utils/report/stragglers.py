@@ -18,25 +18,42 @@ def report_straggler(run: RunFolder, hosts: tuple[str, ...], step: int, rank_val
         rank_values: as for `LogPoint.create_record`. Forward passes stand for "compute", since backward passes wait for
             other ranks.
     """
-    rank, ratio, cause = find_straggler([{"data": data, "compute": forward} for _, data, forward, *_ in rank_values])
-    seconds_over_median = sum(rank_values[rank][1:3]) * (1 - 1 / ratio)
+    rank_seconds = []
+    for _, data_seconds, forward_seconds, *_ in rank_values:
+        rank_seconds.append({"data": data_seconds, "compute": forward_seconds})
+    rank, ratio, cause = find_straggler(rank_seconds)
+    seconds = sum(rank_seconds[rank].values())
+    seconds_over_median = seconds * (1 - 1 / ratio)
     if ratio >= MIN_STRAGGLER_RATIO and seconds_over_median > MIN_EXCESS_SECONDS:
         host = hosts[rank]
-        run.records.append_event("straggler", step, rank=rank, host=host, times=round(ratio, 2), cause=cause)
+        run.records.append_event(
+            "straggler",
+            step,
+            rank=rank,
+            host=host,
+            times=round(ratio, 2),
+            cause=cause,
+        )
         text = "rank %d on %s is %.1f times slower than the median rank because of its %s"
         run.warn(text, rank, host, ratio, cause)
 
 
 def find_straggler(rank_seconds: list[dict[str, float]]) -> tuple[int, float, str]:
-    """The slowest rank of a log window, its time as a multiple of the median, and the cause: data or compute.
+    """Find the slowest rank of a log window.
 
     Args:
         rank_seconds: the seconds of each rank in "data" and "compute", without waits for other ranks.
+
+    Returns:
+        The rank, its time as a multiple of the median, and the cause: data or compute.
     """
     totals = [seconds["data"] + seconds["compute"] for seconds in rank_seconds]
-    rank = max(range(len(totals)), key=totals.__getitem__)
-    excess = {
-        part: rank_seconds[rank][part] - statistics.median_low(seconds[part] for seconds in rank_seconds)
-        for part in ("data", "compute")
-    }
-    return rank, totals[rank] / max(1e-9, statistics.median_low(totals)), max(excess, key=excess.__getitem__)
+    rank = totals.index(max(totals))
+    ratio = totals[rank] / max(1e-9, statistics.median_low(totals))
+    excess = {}  # seconds over the median
+    for cause in ("data", "compute"):
+        median = statistics.median_low(seconds[cause] for seconds in rank_seconds)
+        excess[cause] = rank_seconds[rank][cause] - median
+    if excess["compute"] > excess["data"]:
+        return rank, ratio, "compute"
+    return rank, ratio, "data"

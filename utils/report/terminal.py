@@ -18,6 +18,8 @@ from utils.training.ddp_model import choose_bucket_megabytes
 from utils.training.state import TrainState
 
 DEVICE_READ_NOTE = ": one device read per step, since it does not support found_inf (torch's fused optimizers do)"
+SECONDS_TO_SHOW_WEEKDAY = 12 * 3600  # of a run that ends so much later, the day is shown as well
+SHOWN_VERSIONS = ("torch", "cuda", "nccl")
 MAX_DATA_WAIT = 0.2  # fraction of a log window above which a warning suggests flags
 
 
@@ -25,60 +27,90 @@ class Terminal:
     """Called on all ranks: the logger decides what only rank 0 shows."""
 
     def __init__(self, attempt: Attempt, state: TrainState, loader: GlobalBatchLoader) -> None:
-        self._attempt, self._state, self._loader = attempt, state, loader
-        self._logger, self._total_steps = attempt.logger, state.schedule.total_steps
+        self._attempt = attempt
+        self._state = state
+        self._loader = loader
+        self._logger = attempt.logger
+        self._total_steps = state.schedule.total_steps
         self._has_bar = has_terminal(attempt.logger)
         self._latest_record: dict[str, Any] = {}  # train record
         self._record_count = 0
 
     def show_start(self, held_out_loaders: dict[str, GlobalBatchLoader], provenance: dict[str, Any]) -> None:
-        """Show what was decided and changes the result or the cost. provenance: content of provenance.json."""
-        config, ctx, run, state = self._attempt.config, self._attempt.ctx, self._attempt.run, self._state
-        sampler, progress, total = self._loader.sampler, state.progress, self._total_steps
-        limits = [f"epochs={config.epochs}", f"max_steps={config.max_steps}"]
-        if total == config.max_steps:
-            limits.reverse()
-        shorter = "" if math.inf in config.limits else f" ({' ends the run before '.join(limits)})"
+        """Show what was decided and changes the result or the cost.
+
+        Args:
+            held_out_loaders: by split.
+            provenance: content of provenance.json.
+        """
+        config = self._attempt.config
+        ctx = self._attempt.ctx
+        run = self._attempt.run
+        state = self._state
+        progress = state.progress
+        sampler = self._loader.sampler
+
+        steps = f"{self._total_steps:,}, {sampler.steps_per_epoch:,} per epoch"
+        if math.inf not in config.limits:
+            limits = [f"epochs={config.epochs}", f"max_steps={config.max_steps}"]
+            if self._total_steps == config.max_steps:
+                limits.reverse()
+            steps += f" ({limits[0]} ends the run before {limits[1]})"
+        nodes = format_count(set(ctx.hosts), "node")
+        devices = ", ".join(sorted(set(ctx.device_names)))
         micro_batches = math.ceil(sampler.micro_batches_per_step / ctx.world_size)  # of this rank in a step
-        position = f"step {progress.step}, epoch {progress.epoch + 1}, {progress.samples_in_epoch:,}"
-        versions = provenance["versions"]
+        optimizer = type(state.optimizer).__name__
+        if not state.updater.skips_on_device:
+            optimizer += DEVICE_READ_NOTE
         gradients = ""
         if ctx.world_size > 1 and state.strategy.has_whole_gradients:
             gradients = _format_gradient_line(state, config.comm_hook, config.bucket_cap_mb)
-        saves = _format_checkpoint_line(config.save_every_minutes, config.save_every_steps, config.save_every)
-        nodes = format_count(set(ctx.hosts), "node")
+        evaluation = ""
+        if not held_out_loaders:
+            evaluation = "none: the data has no validation or test set"
+        versions = [f"{name} {version}" for name, version in provenance["versions"].items() if name in SHOWN_VERSIONS]
+        resumed = ""
+        if run.resume_path:
+            resumed = f"{run.resume_path}: step {progress.step}, epoch {progress.epoch + 1},"
+            resumed += f" {progress.samples_in_epoch:,} of {sampler.samples_per_epoch:,} samples"
         decided = {
             "run": str(run.folder),
-            "ranks": f"{ctx.world_size} on {nodes}: {', '.join(sorted(set(ctx.device_names)))}",
+            "ranks": f"{ctx.world_size} on {nodes}: {devices}",
             "model": _format_model_line(config, state),
             "data": _format_data_line(self._loader, held_out_loaders),
-            "evaluation": "" if held_out_loaders else "none: the data has no validation or test set",
+            "evaluation": evaluation,
             "workers": f"{self._loader.num_workers} per rank",
-            "batch": _format_batch_line(*config.micro_batch, sampler.micro_batches_per_step, ctx.world_size),
+            "batch": _format_batch_line(config.micro_batch, sampler.micro_batches_per_step, ctx.world_size),
             "BatchNorm": _format_batchnorm_line(state.step_sums.running_stats.momenta, micro_batches),
             "budget": sampler.provenance.get("budget"),  # of a micro-batch
-            "steps": f"{total:,}, {sampler.steps_per_epoch:,} per epoch{shorter}",
+            "steps": steps,
             "precision": state.precision.title,
-            "optimizer": type(state.optimizer).__name__ + ("" if state.updater.skips_on_device else DEVICE_READ_NOTE),
+            "optimizer": optimizer,
             "gradients": gradients,
-            "checkpoints": saves,
+            "checkpoints": _format_checkpoint_line(
+                config.save_every_minutes, config.save_every_steps, config.save_every
+            ),
             "verify": provenance.get("verification"),
-            "versions": ", ".join(f"{name} {versions[name]}" for name in ("torch", "cuda", "nccl") if name in versions),
-            "resumed": run.resume_path and f"{run.resume_path}: {position} of {sampler.samples_per_epoch:,} samples",
+            "versions": ", ".join(versions),
+            "resumed": resumed,
         }
-        self._logger.info("%s", "\n".join(f"  {name:<11}  {value}" for name, value in decided.items() if value))
+        lines = [f"  {name:<11}  {value}" for name, value in decided.items() if value]
+        self._logger.info("%s", "\n".join(lines))
 
     def show_step(self, step: int) -> None:
         """Move the progress bar."""
         if not self._has_bar:
             return
         suffix = ""
-        if latest := self._latest_record:
+        latest = self._latest_record
+        if latest:
             seconds = latest["step_s"] * max(0, self._total_steps - step)
-            ends = time.strftime("%a %H:%M" if seconds > 12 * 3600 else "%H:%M", time.localtime(time.time() + seconds))
+            time_format = "%a %H:%M" if seconds > SECONDS_TO_SHOW_WEEKDAY else "%H:%M"
+            ends = time.strftime(time_format, time.localtime(time.time() + seconds))
             suffix = f" | loss {format_value(latest['loss'])} | {latest['samples_per_s']:,.0f} samples/s"
             suffix += f" | {format_duration(seconds)} left, until {ends}"
-        show_progress_bar(self._logger, step, max(step, self._total_steps), "step", suffix)
+        total_steps = max(step, self._total_steps)
+        show_progress_bar(self._logger, step, total_steps, label="step", suffix=suffix)
 
     def show_record(self, record: dict[str, Any], metrics: Iterable[str], targets_per_s: float, is_empty: bool) -> None:
         """Show a train record.
@@ -87,15 +119,28 @@ class Terminal:
             metrics: the names of the metrics of compute_loss; other entries are not shown.
             is_empty: steps were skipped, and their losses counted nothing.
         """
-        self._latest_record, ctx, dataset = record, self._attempt.ctx, self._loader.dataset
+        self._latest_record = record
+        ctx = self._attempt.ctx
         names = [name for name in metrics if name not in RESERVED_NAMES and name != "loss"]
-        shown = record | ({"loss": "without targets"} if record["loss"] is None and is_empty else {})
-        total = max(record["step"], self._total_steps)  # epochs may have more steps than the first one
-        log_training_step(self._logger, shown, names, total, ctx.world_size, targets_per_s)
+        shown = dict(record)
+        if record["loss"] is None and is_empty:
+            shown["loss"] = "without targets"
+        total_steps = max(record["step"], self._total_steps)  # epochs may have more steps than the first one
+        log_training_step(
+            self._logger,
+            shown,
+            metrics=names,
+            total_steps=total_steps,
+            world_size=ctx.world_size,
+            targets_per_s=targets_per_s,
+        )
+
         self._record_count += 1
+        dataset = self._loader.dataset
         wait_fraction = record["data_wait_s"] / (record["step_s"] or math.inf)
         # the first log window includes the start of the workers
-        if self._record_count == 2 and wait_fraction > MAX_DATA_WAIT and not getattr(dataset, "in_memory", False):
+        is_waiting = self._record_count == 2 and wait_fraction > MAX_DATA_WAIT
+        if is_waiting and not getattr(dataset, "in_memory", False):
             alternative = ""
             if getattr(dataset, "cacheable", False):  # extra: cache
                 alternative = " or --cache ram"
@@ -105,13 +150,18 @@ class Terminal:
 
 
 def _format_model_line(config: TrainingConfig, state: TrainState) -> str:
-    parameters = sum(p.numel() for p in state.model.parameters())
-    trained = sum(
-        state.parameters_by_tensor[p].numel() for group in state.optimizer.param_groups for p in group["params"]
-    )
+    parameters = sum(parameter.numel() for parameter in state.model.parameters())
+    trained = 0
+    for group in state.optimizer.param_groups:
+        for tensor in group["params"]:
+            trained += state.parameters_by_tensor[tensor].numel()
     line = f"{type(state.model).__name__}, {parameters:,} parameters, "
-    line += f"{trained:,} of them trained" if trained < parameters else "all trained"
-    line += state.strategy.banner_note if not state.strategy.has_whole_gradients else ""
+    if trained < parameters:
+        line += f"{trained:,} of them trained"
+    else:
+        line += "all trained"
+    if not state.strategy.has_whole_gradients:
+        line += state.strategy.banner_note
     if config.activation_checkpointing or config.compile != "off":  # extra: compile
         if config.activation_checkpointing:
             line += ", activation checkpointing"
@@ -139,29 +189,42 @@ def _format_data_line(loader: GlobalBatchLoader, held_out_loaders: dict[str, Glo
     return line
 
 
-def _format_batch_line(field: str, size: int, micro_batches: int, ranks: int) -> str:
-    """64 per rank x 2 accumulation x 4 ranks = 512 global."""
+def _format_batch_line(micro_batch: tuple[str, int], micro_batches: int, ranks: int) -> str:
+    """64 per rank x 2 accumulation x 4 ranks = 512 global.
+
+    Args:
+        micro_batch: the setting that gives a micro-batch its size, and the size.
+        micro_batches: in an optimizer step, of all ranks.
+    """
+    setting, size = micro_batch
     passes = math.ceil(micro_batches / ranks)
-    unit = "" if field == "batch_size" else " tokens at most"
+    unit = "" if setting == "batch_size" else " tokens at most"
     end = f"{format_count(ranks, 'rank')} = {micro_batches * size} global{unit}"
     if micro_batches == passes * ranks:
         return f"{size} per rank x {passes} accumulation x {end}"
-    return f"{micro_batches} x {size} on {end} ({1 - micro_batches / (passes * ranks):.0%} of the ranks' time is idle)"
+    idle = 1 - micro_batches / (passes * ranks)
+    return f"{micro_batches} x {size} on {end} ({idle:.0%} of the ranks' time is idle)"
 
 
 def _format_batchnorm_line(momenta: list[float], updates: int) -> str:
     """What to set for the memory that torch's updates have, one per micro-batch; empty where there is one per step."""
     if updates == 1 or not momenta:
         return ""
-    same = [f"{1 - (1 - m) ** updates:.3g} for the memory that {m:g} has in torch" for m in momenta]
+    same = []
+    for momentum in momenta:
+        equivalent = 1 - (1 - momentum) ** updates
+        same.append(f"{equivalent:.3g} for the memory that {momentum:g} has in torch")
     return f"running statistics move once per optimizer step, not per micro-batch; use momentum {', '.join(same)}"
 
 
 def _format_gradient_line(state: TrainState, comm_hook: str, bucket_cap_mb: float) -> str:
     """The gradients that an optimizer step sends."""
-    size = sum(p.numel() * p.element_size() for p in state.model.parameters() if p.requires_grad) / 2**20
+    size = 0
+    for parameter in state.model.parameters():
+        if parameter.requires_grad:
+            size += parameter.numel() * parameter.element_size()
     bucket = choose_bucket_megabytes(state.model, bucket_cap_mb)
-    line = f"{size:.2f} MB per step, in buckets of about {bucket:.2f} MB"
+    line = f"{size / 2**20:.2f} MB per step, in buckets of about {bucket:.2f} MB"
     if comm_hook != "none":
         line += f", rounded to {comm_hook}"
     return line + state.strategy.banner_note

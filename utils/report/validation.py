@@ -35,32 +35,47 @@ class Validation:
 
     @property
     def evaluation(self) -> Evaluation:
-        state, attempt = self.state, self.attempt
+        """The evaluation of the model as it is now."""
         return Evaluation(
-            state.model, self.hooks, state.precision, attempt.ctx, state.parts, self.consensus, attempt.clock
+            model=self.state.model,
+            hooks=self.hooks,
+            precision=self.state.precision,
+            ctx=self.attempt.ctx,
+            parts=self.state.parts,
+            consensus=self.consensus,
+            clock=self.attempt.clock,
         )
 
     def validate(self) -> None:
         """Evaluate the validation set, if there is one, and keep the best checkpoint."""
-        schedule, checkpoints = self.state.schedule, self.checkpoints
-        progress, (metric, sign) = schedule.progress, self.metric_and_sign
+        schedule = self.state.schedule
+        progress = schedule.progress
+        checkpoints = self.checkpoints
         checkpoints.finish_best()  # of an earlier evaluation
         began = time.perf_counter()
         self.state.notify_progress(progress)
         if "val" not in self.loaders:
-            with [*checkpoints.weights().values()][-1]:
+            shown_weights = list(checkpoints.weights().values())[-1]
+            with shown_weights:
                 self.reporter.show_images("train", self.loaders["train"])
             return
-        records = self.evaluation.evaluate_all_weights("val", self.loaders["val"], checkpoints.weights(), progress)
+
+        loader = self.loaders["val"]
+        weights = checkpoints.weights()
+        records = self.evaluation.evaluate_all_weights("val", loader, weights=weights, progress=progress)
         selecting = records[-1]  # of the averaged weights, if there are any
+        metric, sign = self.metric_and_sign
         if metric not in selecting:
             raise UserError(f"best_metric={metric}: is missing in this evaluation; report it in each one")
-        value = selecting[metric] if math.isfinite(selecting["loss"]) else math.nan
+        value = selecting[metric]
+        if not math.isfinite(selecting["loss"]):
+            value = math.nan
         is_best = progress.record_value(value, sign)
         title = "" if schedule.is_epoch_complete else f"step {progress.step}"
-        self.reporter.record_evaluation(records, time.perf_counter() - began, is_best, title)
+        seconds = time.perf_counter() - began
+        self.reporter.record_evaluation(records, seconds, is_best=is_best, title=title)
         with checkpoints.weights()[selecting["weights"]]:
-            self.reporter.show_images("val", self.loaders["val"])
+            self.reporter.show_images("val", loader)
         if is_best:
             checkpoints.save_best()
         if schedule.is_at_end and not schedule.is_epoch_complete:  # max_steps: a longer run does not evaluate it again
@@ -73,13 +88,19 @@ class Validation:
         """
         if "test" not in self.loaders:
             return []
-        state, began = self.state, time.perf_counter()
-        weights, progress = state.weights(), state.progress
+        began = time.perf_counter()
+        state = self.state
+        weights = state.weights()
         kind = list(weights)[-1]
-        if best := load_best_checkpoint(self.attempt.run, state, self.attempt.ctx):
-            weights, progress = state.load_evaluated_weights(best), Progress.from_payload(best)
+        progress = state.progress
+        best = load_best_checkpoint(self.attempt.run, state, self.attempt.ctx)
+        if best:
+            weights = state.load_evaluated_weights(best)
+            progress = Progress.from_payload(best)
         state.notify_progress(progress)
         chosen = {kind: weights.get(kind, weights["model"])}
-        records = self.evaluation.evaluate_all_weights("test", self.loaders["test"], chosen, progress)
-        self.reporter.record_evaluation(records, time.perf_counter() - began, is_best=False, title="best checkpoint")
+        loader = self.loaders["test"]
+        records = self.evaluation.evaluate_all_weights("test", loader, weights=chosen, progress=progress)
+        seconds = time.perf_counter() - began
+        self.reporter.record_evaluation(records, seconds, is_best=False, title="best checkpoint")
         return records

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +28,10 @@ from utils.training.state import TrainState
 
 
 class AsyncSnapshot:
-    """Copies the state. All ranks call its methods.
+    """Copies the state while training continues, and compares the ranks. All ranks call the methods.
+
+    `start` copies the buffers at once, since the next forward pass changes them. A thread copies all other tensors,
+    whose values stay until `finish` is called before the next update.
 
     Args:
         is_writer: whether this rank writes the copy.
@@ -40,24 +43,37 @@ class AsyncSnapshot:
     def __init__(
         self, state: TrainState, is_writer: bool, metadata: Payload, shard_count: int, thread_ctx: DistributedContext
     ) -> None:
-        self._state, self._is_writer, self._metadata, self._ctx = state, is_writer, metadata, thread_ctx
-        # ranks of equal weights
+        self._state = state
+        self._is_writer = is_writer
+        self._metadata = metadata
+        self._ctx = thread_ctx
+        # for each shard, the ranks that have it: their weights are equal
         self._replicas = [range(shard, thread_ctx.world_size, shard_count) for shard in range(shard_count)]
-        # raises now if no checkpoint can hold it; later only values change
+        # raises now if no checkpoint can hold the metadata; later only values change
         map_payload(metadata, lambda tensor: tensor)
         self._pinned_buffers = PinnedBuffers()
-        if is_writer:  # now: pinning gigabytes takes seconds. Adam's two tensors and a step per parameter come later
-            late = [
-                local_shard(p) for p in state.parameters_by_tensor if p.requires_grad and p not in state.optimizer.state
-            ]
-            _, pairs = self._pinned_buffers.allocate_copy(state.state_dict())
-            self._pinned_buffers.reserve(
-                [*(tensor for _, tensor in pairs), *late, *late, *(torch.empty(()) for _ in late)]
-            )
-        self._stream = torch.Stream(thread_ctx.device) if thread_ctx.device.type != "cpu" else None
+        if is_writer:
+            self._reserve_memory()
+        self._stream: torch.Stream | None = None
+        if thread_ctx.device.type != "cpu":
+            self._stream = torch.Stream(thread_ctx.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._pending_copy: Future[Payload] | None = None  # begun, and not finished
         self._rank_with_other_buffers: int | None = None  # on rank 0: the first rank whose buffers differ from its own
+
+    def _reserve_memory(self) -> None:
+        """Allocate the memory for all copies now, since pinning gigabytes takes seconds.
+
+        This counts two tensors and a step for each parameter that has no optimizer state yet, as Adam creates them.
+        """
+        optimizer = self._state.optimizer
+        _, pairs = self._pinned_buffers.allocate_copy(self._state.state_dict())
+        tensors = [tensor for _, tensor in pairs]
+        for parameter in self._state.parameters_by_tensor:
+            if parameter.requires_grad and parameter not in optimizer.state:
+                shard = local_shard(parameter)
+                tensors += [shard, shard, torch.empty(())]
+        self._pinned_buffers.reserve(tensors)
 
     def start(self) -> Future[Payload]:
         """Start to copy the state as it is now. Finish the copy before weights or optimizer state change.
@@ -69,16 +85,35 @@ class AsyncSnapshot:
             UserError: if a checkpoint cannot hold a value of the state.
         """
         state = self._state.state_dict()
-        payload, pairs = self._pinned_buffers.allocate_copy(state) if self._is_writer else (Payload(), [])
+        payload = Payload()
+        pairs: list[tuple[Tensor, Tensor]] = []
+        if self._is_writer:
+            payload, pairs = self._pinned_buffers.allocate_copy(state)
         position = fingerprint_position(self._state.progress)
+
         # buffers at once: the next forward pass changes them
-        buffers = fingerprint_buffers(self._state.model)
-        addresses = {buffer.data_ptr() for buffer in self._state.model.buffers()}
-        _copy_tensors([pair for pair in pairs if pair[1].data_ptr() in addresses])
-        later = [pair for pair in pairs if pair[1].data_ptr() not in addresses]
-        event = torch.accelerator.current_stream().record_event() if self._stream else None
+        buffer_fingerprint = fingerprint_buffers(self._state.model)
+        buffer_addresses = {buffer.data_ptr() for buffer in self._state.model.buffers()}
+        buffer_pairs = []
+        later_pairs = []
+        for pair in pairs:
+            _, tensor = pair
+            if tensor.data_ptr() in buffer_addresses:
+                buffer_pairs.append(pair)
+            else:
+                later_pairs.append(pair)
+        _copy_tensors(buffer_pairs)
+
+        event = None
+        if self._stream:
+            event = torch.accelerator.current_stream().record_event()
         self._pending_copy = self._thread.submit(
-            self._complete_copy, payload | self._metadata, later, buffers, position, event
+            self._complete_copy,
+            payload=payload | self._metadata,
+            pairs=later_pairs,
+            buffer_fingerprint=buffer_fingerprint,
+            position=position,
+            event=event,
         )
         return self._pending_copy
 
@@ -90,11 +125,13 @@ class AsyncSnapshot:
         position: int,
         event: Any,
     ) -> Payload:
-        """In the thread: complete the copy, and compare the ranks. Returns the payload.
+        """Complete the copy, and compare the ranks. Return the payload. This runs in the thread.
 
         Args:
+            pairs: the memory, and the tensor to copy into it.
             buffer_fingerprint: `fingerprint_buffers` of the step.
             position: `fingerprint_position` of the step.
+            event: when the device has computed the state; None on a CPU.
         """
         digests = self._copy_and_fingerprint(pairs, buffer_fingerprint, event)
         payload["provenance"]["fingerprint"] = self._compare_ranks(digests, position)
@@ -103,10 +140,12 @@ class AsyncSnapshot:
     def _copy_and_fingerprint(
         self, pairs: list[tuple[Tensor, Tensor]], buffer_fingerprint: Tensor, event: Any
     ) -> list[int]:
-        """The digest of this rank's weights and optimizer state, and that of its buffers."""
+        """Copy the tensors. Return the digest of this rank's weights and optimizer state, and that of its buffers."""
+        stream_context: AbstractContextManager = nullcontext()
         if self._stream:
             torch.accelerator.set_device_index(self._ctx.device)
-        with self._stream or nullcontext():
+            stream_context = self._stream
+        with stream_context:
             if self._stream and event:
                 self._stream.wait_event(event)
             _copy_tensors(pairs)
@@ -117,17 +156,25 @@ class AsyncSnapshot:
         return digests
 
     def _compare_ranks(self, digests: list[int], position: int) -> str:
-        """The fingerprint of the state. digests: this rank's, of weights and of buffers."""
+        """Compare the digests of all ranks on rank 0, and return the fingerprint of the state on every rank.
+
+        Args:
+            digests: those of weights and of buffers, of this rank.
+
+        Raises:
+            TrainingError: on all ranks, if ranks have other weights or optimizer state than the rest.
+        """
         rows = gather_rows(torch.tensor(digests), self._ctx)  # of all ranks, on rank 0
         weights, buffers = zip(*rows, strict=True)
+        diverged_ranks: list[int] = []
+        weights_fingerprint = 0
         if self._ctx.is_main:
-            differing = [rank for rank, fingerprint in enumerate(buffers) if fingerprint != buffers[0]]
+            differing = [rank for rank, digest in enumerate(buffers) if digest != buffers[0]]
             self._rank_with_other_buffers = differing[0] if differing else None
-        groups = self._replicas if self._ctx.is_main else []
-        diverged_ranks = [
-            ranks[index] for ranks in groups for index in find_diverged_ranks([weights[rank] for rank in ranks])
-        ]
-        weights_fingerprint = sum(weights[ranks[0]] for ranks in groups)
+            for ranks in self._replicas:
+                replica_digests = [weights[rank] for rank in ranks]
+                diverged_ranks += [ranks[index] for index in find_diverged_ranks(replica_digests)]
+                weights_fingerprint += replica_digests[0]
         fingerprint = format_fingerprint(weights_fingerprint + buffers[0] + position)
         diverged_ranks, fingerprint = broadcast_json([sorted(diverged_ranks), fingerprint], self._ctx)
         if diverged_ranks:
@@ -142,28 +189,39 @@ class AsyncSnapshot:
         return fingerprint
 
     def finish(self) -> float:
-        """Wait until the copy is complete; returns the seconds. Raises TrainingError on all ranks if they differ."""
-        began, copy, self._pending_copy = time.perf_counter(), self._pending_copy, None
+        """Wait until the copy is complete. Return the seconds. Raise TrainingError on all ranks if they differ."""
+        began = time.perf_counter()
+        copy = self._pending_copy
+        self._pending_copy = None
         if copy:
             copy.result()
         return time.perf_counter() - began
 
     def pop_rank_with_other_buffers(self) -> int | None:
-        """After `finish`, on rank 0: the first rank whose persistent buffers differ from rank 0's; None if none does,
-        or if it was taken before."""
-        rank, self._rank_with_other_buffers = self._rank_with_other_buffers, None
+        """Return, on rank 0 after `finish`, the first rank whose persistent buffers differ from rank 0's.
+
+        Returns:
+            None if no rank differs, or if it was taken before.
+        """
+        rank = self._rank_with_other_buffers
+        self._rank_with_other_buffers = None
         return rank
 
     def wait(self, seconds: float) -> None:
         """Wait at most so long for the copy in progress."""
-        wait([self._pending_copy] if self._pending_copy else [], seconds)
+        if self._pending_copy:
+            wait([self._pending_copy], seconds)
 
     def close(self) -> None:
+        """End the thread, and give the memory back."""
         self._thread.shutdown(wait=False)  # after a failure it may wait for a rank that is gone
         self._pinned_buffers.release()
 
 
 def _copy_tensors(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Start to copy the second tensor of each pair into the first one."""
+    if not pairs:
+        return
+    views, tensors = zip(*pairs, strict=True)
     with torch.no_grad():
-        if pairs:
-            torch._foreach_copy_([view for view, _ in pairs], [tensor for _, tensor in pairs], non_blocking=True)
+        torch._foreach_copy_(views, tensors, non_blocking=True)

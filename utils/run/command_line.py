@@ -38,18 +38,22 @@ def repair_standard_streams() -> None:
             os.fstat(number)
         except OSError:  # closed: the next file would get this number, and all that is printed
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    sys.stdout, sys.stderr = (
-        io.TextIOWrapper(
-            io.BufferedWriter(_LossyStream(number, "w", closefd=False)), "utf-8", "backslashreplace", "", True
-        )
-        for number in (1, 2)
-    )
+    sys.stdout = _open_lossy_stream(1)
+    sys.stderr = _open_lossy_stream(2)
+
+
+def _open_lossy_stream(number: int) -> io.TextIOWrapper:
+    """Open a file descriptor for text. A character that UTF-8 cannot encode is written as an escape."""
+    buffer = io.BufferedWriter(_LossyStream(number, "w", closefd=False))
+    return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", newline="", line_buffering=True)
 
 
 def check_command_line() -> None:
     """Handle --help, --print-config and bad flags, and exit; else print the first line. Only rank 0 prints."""
     repair_standard_streams()
-    launch, out, err = Launch(), io.StringIO(), io.StringIO()
+    launch = Launch()
+    out = io.StringIO()
+    err = io.StringIO()
     notes: list[str] = []
     try:
         launch = read_launch()
@@ -70,7 +74,9 @@ def check_command_line() -> None:
     if launch.rank == 0:
         for line in notes:
             print(line, file=sys.stderr, flush=True)
-        ranks = f"{launch.world_size} rank{'s' * (launch.world_size > 1)}"
+        ranks = f"{launch.world_size} rank"
+        if launch.world_size > 1:
+            ranks += "s"
         print(f"starting on {ranks}; importing torch takes a few seconds", flush=True)
 
 
@@ -83,7 +89,8 @@ def exit_with_user_error(error: UserError, launch: Launch) -> NoReturn:
         exit_now(0)
     write_error_file(f"{type(error).__name__}: {error}", str(error), launch)
     if launch.is_launched:  # the launcher ends all ranks when one fails: let rank 0 print first
-        time.sleep(1 if launch.rank == 0 else 3)
+        seconds = 1 if launch.rank == 0 else 3
+        time.sleep(seconds)
     if launch.may_restart and error.is_final:  # torchrun must not start another attempt
         os.kill(os.getppid(), signal.SIGTERM)
     exit_now(error.exit_code)

@@ -31,7 +31,15 @@ def evaluate_only(
 ) -> dict[str, Any]:
     """Evaluate a checkpoint, or the weights of init_from, on the held-out sets, and write only eval-<name>.json.
 
-    model_module, data_module: have the functions of model.py and dataset.py. Raises UserError.
+    Args:
+        model_module: has the functions of model.py.
+        data_module: has the functions of dataset.py.
+
+    Returns:
+        The content of eval-<name>.json.
+
+    Raises:
+        UserError: if there is no checkpoint, or it does not fit the model or the data.
     """
     restore_signals()  # an evaluation has nothing to save: a signal ends it
     with supervise_ranks(config.run_folder, config, ctx):  # if a rank hangs or is gone, all end
@@ -46,31 +54,51 @@ def _evaluate(
     uses_init_from = bool(config.init_from)
     path = Path(config.init_from or config.resume_from)
     if not uses_init_from:
-        source = config.checkpoint_folder if config.resume_from in ("", "auto") else path
-        path, _ = on_all_ranks(lambda: find_best_or_latest(source, not config.resume_from), ctx)
+        source = path
+        if config.resume_from in ("", "auto"):
+            source = config.checkpoint_folder
+        find_checkpoint = partial(find_best_or_latest, source, prefer_best=not config.resume_from)
+        path, _notes = on_all_ranks(find_checkpoint, ctx)
+
     sets = load_data(data_module, config, ctx)
     config = sets.config
     hooks = ModelHooks.from_module(model_module, config, ctx.device)
-    state = on_all_ranks(lambda: create_train_state(hooks, config, ctx, not uses_init_from, sets.train), ctx)
+    create_state = partial(
+        create_train_state,
+        hooks,
+        config,
+        ctx=ctx,
+        is_resumed=not uses_init_from,
+        train_set=sets.train,
+    )
+    state = on_all_ranks(create_state, ctx)
     progress = Progress()
     payload: dict[str, Any] = {}  # the checkpoint; empty with init_from
     if not uses_init_from:
         payload = load_checkpoint(path, ctx, state.sharded_parameters())
-        on_all_ranks(lambda: check_evaluation(payload, config), ctx)
+        on_all_ranks(partial(check_evaluation, payload, config), ctx)
         progress = Progress.from_payload(payload)
-    state.notify_progress(progress, payload.get("provenance", {}).get("total_steps", 1))
-    evaluation, logger = Evaluation(state.model, hooks, state.precision, ctx, state.parts), setup_logger(ctx.rank)
-    for split in sets.held_out if payload else ():
-        for line in on_all_ranks(partial(compare_evaluation_data, payload, config, split, sets), ctx):
-            logger.log(RANK_0_WARNING, "changed: %s", line)
+    total_steps = payload.get("provenance", {}).get("total_steps", 1)
+    state.notify_progress(progress, total_steps)
+
+    evaluation = Evaluation(state.model, hooks, state.precision, ctx=ctx, parts=state.parts)
+    logger = setup_logger(ctx.rank)
+    if payload:
+        for split in sets.held_out:
+            compare = partial(compare_evaluation_data, payload, config, split=split, sets=sets)
+            for line in on_all_ranks(compare, ctx):
+                logger.log(RANK_0_WARNING, "changed: %s", line)
     records: list[dict[str, Any]] = []
     for split, dataset in sets.held_out.items():
         began = time.perf_counter()
         weights = state.load_evaluated_weights(payload)
-        with closing(on_all_ranks(partial(create_evaluation_dataloader, dataset, config, ctx), ctx)) as loader:
-            split_records = evaluation.evaluate_all_weights(split, loader, weights, progress)
-        log_epoch_summary(logger, split_records, time.perf_counter() - began, is_best=False)
+        loader = on_all_ranks(partial(create_evaluation_dataloader, dataset, config, ctx), ctx)
+        with closing(loader):
+            split_records = evaluation.evaluate_all_weights(split, loader, weights=weights, progress=progress)
+        seconds = time.perf_counter() - began
+        log_epoch_summary(logger, split_records, seconds, is_best=False)
         records += split_records
+
     kind = list(state.load_evaluated_weights(payload))[-1]
     outcome: dict[str, Any] = {
         "checkpoint": config.init_from or str(path),

@@ -1,5 +1,7 @@
-"""How a process ends: the cause is found, reported to the other ranks, the run folder and torchrun, and gives the exit
-code. 0: completed, or stopped and saved under torchrun; 75: stopped and saved; 2: the user's to fix; 1: anything else.
+"""How a process ends: the cause is found, and reported to the other ranks, the run folder and torchrun.
+
+The cause gives the exit code. 0: completed, or stopped and saved under torchrun; 75: stopped and saved; 2: the user's
+to fix; 1: anything else.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from utils.settings.errors import EXIT_PREEMPTED as EXIT_PREEMPTED  # train.py a
 from utils.settings.errors import TrainingError, UserError
 
 SECONDS_AFTER_FIRST_FAILURE = 2.0
-SECONDS_TO_DESTROY_GROUPS = 1.0  # process groups that may wait for a peer: this rank is to be blamed before its peers
+# destroying process groups may wait for a peer, and this rank has to be blamed before its peers
+SECONDS_TO_DESTROY_GROUPS = 1.0
 
 
 @contextmanager
@@ -44,7 +47,7 @@ def clean_up_on_exit() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        for lock in [*RunLock.held_locks]:
+        for lock in list(RunLock.held_locks):
             lock.close()
         drop_traceback(error)
         # NCCL waits for what was begun, and peers may be gone; the next start destroys its groups
@@ -77,7 +80,9 @@ def supervise_ranks(folder: Path, config: TrainingConfig, ctx: DistributedContex
         cause = find_cause(error, exit_reporter.run, config, ctx)
         cause = supervisor.report_to_ranks(error, cause)
         exit_reporter.write_failure(cause)
-        raise cause from (error if cause is not error else error.__cause__)
+        if cause is error:
+            raise cause from error.__cause__
+        raise cause from error
     finally:
         exit_reporter.resources.close()
 
@@ -85,15 +90,19 @@ def supervise_ranks(folder: Path, config: TrainingConfig, ctx: DistributedContex
 def find_cause(
     error: BaseException, run: RunFolder | None, config: TrainingConfig, ctx: DistributedContext
 ) -> BaseException:
-    """The cause of the error: a loader worker of this rank, its open files or memory, or else the error itself."""
-    if text := explain_open_file_limit(error):
+    """Return the cause of the error: a loader worker of this rank, its open files or memory, or else the error."""
+    text = explain_open_file_limit(error)
+    if text:
         drop_traceback(error)  # the descriptors, so that the run folder can be written
         return TrainingError(f"rank {ctx.rank}: {text}")
-    # the folder is read only if it matters, since its storage may hang
-    is_resumed = is_out_of_memory(error) and bool(
-        run and (run.resume_path or list_step_checkpoints(run.checkpoint_folder))
-    )
-    return explain_worker_error(error, ctx.rank) or explain_out_of_memory(error, config, ctx, is_resumed) or error
+
+    is_resumed = False
+    if run and is_out_of_memory(error):  # else the folder is not read, since its storage may hang
+        is_resumed = run.resume_path is not None or bool(list_step_checkpoints(run.checkpoint_folder))
+    cause = explain_worker_error(error, ctx.rank)
+    if cause is None:
+        cause = explain_out_of_memory(error, config, ctx, is_resumed=is_resumed)
+    return cause or error
 
 
 class ExitReporter:
@@ -105,19 +114,26 @@ class ExitReporter:
         self.resources = ExitStack()  # closed in reverse order
 
     def set_run(self, run: RunFolder) -> None:
-        """From now on how this process ends is written to the run's status.json."""
+        """Set the run whose status.json shows from now on how this process ends."""
         self.run = run
 
     def write_failure(self, error: BaseException) -> None:
+        """Write the error to the run, if this process has one."""
         if self.run:
             self.run.report_failure(error, self.clock.last_completed_step)
 
 
 def prepare_for_torchrun(error: Exception) -> Exception:
-    """The error as torchrun's summary should show it. Waits if another rank failed: the earliest report is blamed."""
-    if isinstance(error, UserError):
-        error.__cause__ = error.__traceback__ = None  # it shows the sentence
-    elif is_peer_failure(error) or getattr(error, "rank", None) not in (None, read_launch().rank):
+    """Return the error as torchrun's summary should show it.
+
+    If another rank failed, wait a moment: torchrun blames the earliest report.
+    """
+    if isinstance(error, UserError):  # the summary shows the sentence alone
+        error.__cause__ = None
+        error.__traceback__ = None
+        return error
+    failed_rank = getattr(error, "rank", None)
+    if is_peer_failure(error) or failed_rank not in (None, read_launch().rank):
         time.sleep(SECONDS_AFTER_FIRST_FAILURE)
     return error
 
@@ -127,16 +143,16 @@ def exit_with_error(error: BaseException, code: int = 1) -> NoReturn:
 
     code: the exit code, if the error is not the user's.
     """
-    logger, user_error = logging.getLogger(LOGGER_NAME), error if isinstance(error, UserError) else None
+    logger = logging.getLogger(LOGGER_NAME)
     try:
         launch = read_launch()
     except UserError:
         launch = Launch()
-    if user_error and user_error.rank is not None:  # raised on every rank
+    if isinstance(error, UserError) and error.rank is not None:  # raised on every rank
         if launch.rank == 0:
             logger.error("%s", error)
-        exit_with_user_error(user_error, launch)
-    elif user_error or isinstance(error, TrainingError):
+        exit_with_user_error(error, launch)
+    elif isinstance(error, UserError | TrainingError):
         logger.error("%s", error)
         logger.debug("traceback", exc_info=error)
     elif is_peer_failure(error):
@@ -147,4 +163,6 @@ def exit_with_error(error: BaseException, code: int = 1) -> NoReturn:
         logger.error("this rank failed", exc_info=error)
         text = f"{type(error).__name__}: {error_text(error)}"
         logger.error("failed: rank %d on %s: %s", launch.rank, socket.gethostname(), text)
-    exit_now(user_error.exit_code if user_error else code)
+    if isinstance(error, UserError):
+        code = error.exit_code
+    exit_now(code)

@@ -13,24 +13,34 @@ from utils.settings.errors import TrainingError
 def explain_out_of_memory(
     error: BaseException, config: TrainingConfig, ctx: DistributedContext, is_resumed: bool = False
 ) -> TrainingError | None:
-    """The error for a failed allocation, with flags that help; None for another error, or one that says the fix.
+    """Return the error for a failed allocation, with flags that help.
 
-    is_resumed: the run has a checkpoint, so the size of its micro-batch is fixed.
+    Args:
+        is_resumed: the run has a checkpoint, so the size of its micro-batch is fixed.
+
+    Returns:
+        None for another error, or one that says the fix.
     """
     if isinstance(error, TrainingError) or not is_out_of_memory(error):
         return None
-    text = next(iter(str(error).splitlines()), type(error).__name__)
+    lines = str(error).splitlines()
+    text = lines[0] if lines else type(error).__name__
     drop_traceback(error)
     is_of_device = isinstance(error, torch.OutOfMemoryError) or "CUDA" in text
-    resource = f"{ctx.device_names[ctx.rank]} ({ctx.device})" if is_of_device else "memory"
+    resource = "memory"
+    if is_of_device:
+        resource = f"{ctx.device_names[ctx.rank]} ({ctx.device})"
+
     ways: list[str] = []
-    ways += ["--activation_checkpointing"] * (not config.activation_checkpointing)  # extra: compile
+    if not config.activation_checkpointing:  # extra: compile
+        ways.append("--activation_checkpointing")
     if not is_of_device:
         ways += ["fewer --num_workers", "more memory for the job"]
     if is_of_device and ctx.world_size > 1 and config.sharding == "none":  # extra: sharding
         ways.append("--sharding zero3")
     name, size = config.micro_batch
-    flags = suggest_half_batch(name, size, size * config.micro_batches_per_step(ctx.world_size))
+    global_size = size * config.micro_batches_per_step(ctx.world_size)
+    flags = suggest_half_batch(name, size, global_size)
     if flags and not is_resumed:
         ways.insert(0, f"{flags} (the same global batch; scripts/benchmark.py --find-batch shows what fits)")
     ways.append("a smaller model or image size")
@@ -38,9 +48,12 @@ def explain_out_of_memory(
 
 
 def suggest_half_batch(name: str, size: int, global_size: int) -> str:
-    """Flags for a micro-batch of at most half of `size` with the same global batch; empty below 1.
+    """Return flags for a micro-batch of at most half of `size` with the same global batch. They are empty below 1.
 
-    name: the setting that gives the micro-batch its size.
+    Args:
+        name: the setting that gives the micro-batch its size.
     """
-    size = next((size for size in range(size // 2, 0, -1) if global_size % size == 0), 0)
-    return f"--{name} {size} --global_batch_size {global_size}" if size else ""
+    for smaller_size in range(size // 2, 0, -1):
+        if global_size % smaller_size == 0:
+            return f"--{name} {smaller_size} --global_batch_size {global_size}"
+    return ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 
 class Supervisor:
-    """Watches over all ranks, from its creation to `close`. This one does nothing, and a rank that is gone is only
-    noticed by the next collective. The extra `watch` has one that looks.
+    """Watches over all ranks, from its creation to `close`.
+
+    This supervisor does nothing, and a rank that is gone is only noticed by the next collective. The extra `watch` has
+    a supervisor that looks.
     """
 
     def disarm(self) -> None:
-        """Called when this rank has failed, before the cause is looked for. From now on the supervisor ends no
-        process."""
+        """Stop ending processes. This is called when this rank has failed, before the cause is looked for."""
 
     def report_to_ranks(self, error: BaseException, cause: BaseException) -> BaseException:
         """Tell the other ranks why this one has failed.
@@ -25,4 +26,4 @@ class Supervisor:
         return cause
 
     def close(self) -> None:
-        """Called at the end of the run, or after its failure has been written."""
+        """End the watch. This is called at the end of the run, or after its failure has been written."""
