@@ -388,7 +388,7 @@ def train_and_save(recorder, loader, held_out, config, ctx):
     state.log_window.begin_read(fingerprint.fingerprint_state(state))
     log_point, recorder.part = recorder.take(), "evaluation"
     Evaluation(state.model, hooks, state.precision, ctx, state.parts).evaluate_all_weights(
-        "val", held_out["val"], state.weights(), state.progress
+        "val", held_out["val"], state.weight_contexts(), state.progress
     )
     trace = {"first step": steps[0], "step": steps[-1], "log point": log_point, "evaluation": recorder.take()}
     recorder.part = "checkpoint"

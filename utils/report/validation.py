@@ -55,13 +55,13 @@ class Validation:
         began = time.perf_counter()
         self.state.notify_progress(progress)
         if "val" not in self.loaders:
-            shown_weights = list(checkpoints.weights().values())[-1]
+            shown_weights = list(checkpoints.weight_contexts().values())[-1]
             with shown_weights:
                 self.reporter.show_images("train", self.loaders["train"])
             return
 
         loader = self.loaders["val"]
-        weights = checkpoints.weights()
+        weights = checkpoints.weight_contexts()
         records = self.evaluation.evaluate_all_weights("val", loader, weights=weights, progress=progress)
         selecting = records[-1]  # of the averaged weights, if there are any
         metric, sign = self.metric_and_sign
@@ -74,7 +74,7 @@ class Validation:
         title = "" if schedule.is_epoch_complete else f"step {progress.step}"
         seconds = time.perf_counter() - began
         self.reporter.record_evaluation(records, seconds, is_best=is_best, title=title)
-        with checkpoints.weights()[selecting["weights"]]:
+        with checkpoints.weight_contexts()[selecting["weights"]]:
             self.reporter.show_images("val", loader)
         if is_best:
             checkpoints.save_best()
@@ -90,12 +90,12 @@ class Validation:
             return []
         began = time.perf_counter()
         state = self.state
-        weights = state.weights()
+        weights = state.weight_contexts()
         kind = list(weights)[-1]
         progress = state.progress
         best = load_best_checkpoint(self.attempt.run, state, self.attempt.ctx)
         if best:
-            weights = state.load_evaluated_weights(best)
+            weights = state.saved_weight_contexts(best)
             progress = Progress.from_payload(best)
         state.notify_progress(progress)
         chosen = {kind: weights.get(kind, weights["model"])}

@@ -169,10 +169,10 @@ class Checkpoints:
             )
         self._has_warned_of_buffers = True
 
-    def weights(self) -> dict[str, AbstractContextManager]:
-        """Return `TrainState.weights`. The copy is completed before the model gets other weights than its own."""
+    def weight_contexts(self) -> dict[str, AbstractContextManager]:
+        """Return `TrainState.weight_contexts`. The copy is completed before the model gets other weights."""
         contexts: dict[str, AbstractContextManager] = {}
-        for kind, context in self._state.weights().items():
+        for kind, context in self._state.weight_contexts().items():
             if kind == "model":
                 contexts[kind] = context
             else:
