@@ -31,8 +31,8 @@ from utils.training.state import TrainState
 MAX_FINAL_WRITES = 3  # at the end of a run, a second apart
 SECONDS_PER_POLL = 0.5
 SECONDS_UNTIL_WRITE_FAILS = 600.0  # for which saves may fail, or one may make no progress, before training ends
-SECONDS_TO_WARN = 60.0  # a warning is logged after a write has made no progress for so long
-SECONDS_AFTER_STOP = 20.0  # the same after a stop signal, before training ends: torchrun waits 30 s
+SECONDS_TO_WARN = 60.0  # a warning is logged when a write has made no progress for so long
+SECONDS_AFTER_STOP = 20.0  # after a stop signal, such a write ends training sooner, since torchrun waits 30 s
 
 
 class Checkpoints:
@@ -96,10 +96,11 @@ class Checkpoints:
             latest_checkpoint=run.resume_path,
         )
 
-        self._saved_step = -1  # the step of the last save
+        self._saved_step = -1  # the step of the last save, also of an earlier attempt
         if run.resume_path and run.resume_path.resolve().parent == run.checkpoint_folder.resolve():
             self._saved_step = state.progress.step
-        # whether best.pt links to a new best; None: there is none, or all ranks know. They set and clear it together
+        # From `save_best` until all ranks know it: whether best.pt links to the new best checkpoint. Else it is None.
+        # The ranks set and clear it together.
         self._is_best_linked: bool | None = None
         self._is_save_postponed = False  # a save was due while another one was written
         self._has_warned_of_buffers = False
@@ -280,14 +281,14 @@ class Checkpoints:
         if self._is_writer and self._run.companions:
             self._run.companions.poll()
         path = self._writer.path
-        write_seconds = self._writer.poll(seconds)
-        if write_seconds is None:
+        outcome = self._writer.poll(seconds)
+        if outcome is None:
             return
-        if isinstance(write_seconds, OSError):
-            error = write_seconds
-            self._run.warn(f"{error}; training continues, and the next checkpoint is tried when it is due")
+        if isinstance(outcome, OSError):
+            self._run.warn(f"{outcome}; training continues, and the next checkpoint is tried when it is due")
             return
 
+        write_seconds = outcome
         progress = self._writer.snapshot.result()["progress"]
         epoch = progress["epoch"]
         if progress["samples_in_epoch"] > 0:
