@@ -39,7 +39,7 @@ class PhaseClock:
 
     @property
     def last_completed_step(self) -> int:
-        """The last optimizer step that is complete. Within a step it is the one before."""
+        """Return the last optimizer step that is complete. Within a step it is the one before."""
         if self.phase in STEP_PHASES:
             return self.step - 1
         return self.step

@@ -67,7 +67,7 @@ class DistributedContext:
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:
-        """The gloo group for small messages."""
+        """Return the gloo group for small messages."""
         if self.control_group_ref is None:
             return None
         return self.control_group_ref()

@@ -57,7 +57,7 @@ class RunningStats:
 
     @property
     def momenta(self) -> list[float]:
-        """The different momenta of the layers whose statistics move, as of the last `begin_epoch`."""
+        """Return the different momenta of the layers whose statistics move, as of the last `begin_epoch`."""
         momenta = set()
         for momentum, is_training in zip(self._momenta, self._training_flags, strict=True):
             if is_training and momentum != 0:
