@@ -157,7 +157,7 @@ class RunFolder:
         self.end_companions()
 
     def _undo_start(self, error: BaseException) -> bool:
-        """Undo what this start has changed in the folder, if it was refused. Returns whether it had changed something."""
+        """Undo what a refused start has changed in the folder. Returns whether it had changed something."""
         if not isinstance(error, UserError):
             return False
         # another attempt may succeed after a StartError, with what has been fetched into a new folder
