@@ -137,8 +137,8 @@ class Updater:
             divisor = divisor.cpu()
             skipped = skipped.cpu()
 
-        # Fused optimizers divide the gradients by `grad_scale`, and do nothing where `found_inf` is 1. The GradScaler of
-        # torch uses the same two attributes.
+        # Fused optimizers divide the gradients by `grad_scale`, and do nothing where `found_inf` is 1. GradScaler uses
+        # the same two attributes.
         if self._divides_in_step:
             self.optimizer.grad_scale = divisor.float()
         else:
