@@ -77,7 +77,7 @@ class Updater:
                 trainable.append(parameter)
             else:
                 self._frozen_names[parameter] = name
-        # with sharding, both the parameter and its shard have a gradient
+        # a sharded parameter and its local shard both have a gradient
         self._with_gradients = list(dict.fromkeys([*trainable, *self._tensor_names]))
 
         # fused kernels need found_inf in float32, also with float64 parameters
