@@ -112,9 +112,9 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
     except Stopped:
         final_state = "preempted"
         # after a stop during the test it saves nothing: the last step is saved, and the model has other weights by now
-        checkpoints.save_and_finish()
+        checkpoints.save_and_wait()
     except BaseException:
-        checkpoints.finish_pending()  # a checkpoint that was begun is still written, for a limited time
+        checkpoints.wait_briefly_for_write()  # a checkpoint that was begun is still written, for a limited time
         raise
     for part in training.state.parts:  # before the summary, since the profiler logs here
         part.close()

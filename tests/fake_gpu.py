@@ -284,7 +284,7 @@ def made_of_stubs(recorder):
     copier_module.fingerprint_weights = lambda state: fingerprint.fingerprint_weights(state).numel()
     copier_module.fingerprint_buffers = lambda model: fingerprint.fingerprint_buffers(model).numel()
     copier_module.gather_rows = lambda row, ctx: [[0, 0]]
-    archive.Tensor = FakeTensor  # else no checkpoint can hold one
+    archive.is_tensor = lambda value: type(value) in (FakeTensor, nn.Parameter)  # else no checkpoint can hold one
     MetricTracker.means = lambda self: {"loss": 0.0}
 
 
@@ -388,7 +388,7 @@ def train_and_save(recorder, loader, held_out, config, ctx):
     state.log_window.begin_read(fingerprint.fingerprint_state(state))
     log_point, recorder.part = recorder.take(), "evaluation"
     Evaluation(state.model, hooks, state.precision, ctx, state.parts).evaluate_all_weights(
-        "val", held_out["val"], state.weights(), state.progress
+        "val", held_out["val"], state.weight_contexts(), state.progress
     )
     trace = {"first step": steps[0], "step": steps[-1], "log point": log_point, "evaluation": recorder.take()}
     recorder.part = "checkpoint"
@@ -401,7 +401,7 @@ def save(recorder, state, attempt):
     attempt = SimpleNamespace(run=run, **vars(attempt))
     checkpoints = Checkpoints(attempt, state, {}, before_save=lambda: None)
     recorder.take()
-    with mock.patch.object(checkpoints._snapshot._thread, "submit", lambda function, *args: function(*args)):
+    with mock.patch.object(checkpoints._snapshot._thread, "submit", lambda function, **named: function(**named)):
         checkpoints._snapshot.start()
     return recorder.take()
 

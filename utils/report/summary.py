@@ -43,7 +43,7 @@ def create_summary(
     samples = progress.samples_seen - samples_before
     samples_per_s = samples / trained_s if trained_s else 0.0
 
-    evaluated_kind = list(state.weights())[-1]
+    evaluated_kind = list(state.weight_contexts())[-1]
     evaluations = _select_evaluations(records, test_records, evaluated_kind)
     best: dict[str, Any] = {}
     final: dict[str, Any] = {}

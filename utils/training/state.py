@@ -345,7 +345,7 @@ class TrainState:
             raise UserError(f"the checkpoint's model does not fit ({error}); give the model it was made with") from None
         self.step_sums.running_stats.read_buffers()
 
-    def weights(self) -> dict[str, AbstractContextManager]:
+    def weight_contexts(self) -> dict[str, AbstractContextManager]:
         """Return the weights to evaluate, each with the context in which the model has them.
 
         The last ones select the best checkpoint.
@@ -364,7 +364,7 @@ class TrainState:
             payload: the content of the checkpoint. If it is empty, the model is evaluated as it is.
         """
         kinds = ["model", "ema"]  # averaged weights are evaluated also if this run averages none
-        for kind in self.weights():
+        for kind in self.weight_contexts():
             if kind not in kinds:
                 kinds.append(kind)
         contexts: dict[str, AbstractContextManager] = {}
