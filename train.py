@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         outcome = train(config)
     except Exception as error:
-        raise prepare_for_torchrun(error) from error.__cause__
+        raise prepare_for_torchrun(error) from error.__cause__  # "from" keeps the cause of the error
     is_preempted = outcome.get("state") == "preempted"
     if is_preempted and not read_launch().is_under_torchrun:
         return EXIT_PREEMPTED
@@ -62,26 +62,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(
     config: TrainingConfig, data: Any = your_data, after_epoch: Callable[[Training], object] | None = None
 ) -> dict[str, Any]:
-    """Train according to the config. Call it on every rank; it may be called again in the same process, also after an
-    exception.
+    """Train according to the config. Call this on every rank.
+
+    It may be called again in the same process, also after an exception.
 
     Args:
-        data: has the functions of dataset.py.
-        after_epoch: called on all ranks at the end of each epoch and of the run. A resume from the end of an epoch
-            calls it again for that epoch. The checkpoint may have been saved before the first call.
+        data: a module or an object with the functions of dataset.py.
+        after_epoch: a function that all ranks call at the end of each epoch and of the run. A run that resumes from the
+            end of an epoch calls it again for that epoch, since the checkpoint may have been saved before the call.
 
     Returns:
-        The content of summary.json (only `state` if the run was already completed); with `eval_only`, of eval-*.json.
+        The content of summary.json. It has only `state` if the run was already completed. With `eval_only`, the content
+        of eval-*.json.
 
     Raises:
-        UserError: if the config or the data cannot be used; the message ends with the fix.
+        UserError: if the config or the data cannot be used. The message ends with the fix.
     """
     ctx = setup_distributed(config)
     config = broadcast_paths(config, ctx)
     if config.eval_only:
         outcome = evaluate_only(config, ctx, model_module=your_model, data_module=data)
     else:
-        # until the block ends, ranks are watched, a stop signal sets a flag, and a failure is written to status.json
+        # open_run watches the ranks, turns stop signals into a flag, and writes a failure to status.json
         with open_run(config, ctx) as attempt:
             if attempt.run.start_decision.is_completed:
                 outcome = {"state": "completed"}
@@ -92,9 +94,9 @@ def train(
 
 
 def broadcast_paths(config: TrainingConfig, ctx: DistributedContext) -> TrainingConfig:
-    """Return the config with the paths of rank 0, whose `~` may be another folder than on this node.
+    """Return the config with the paths of rank 0, since `~` may be another folder on another node.
 
-    Data may be mounted elsewhere on a node, so `data_dir` stays.
+    `data_dir` stays as it is, since data may be mounted elsewhere on another node.
     """
     paths = {name: getattr(config, name) for name in PATH_SETTINGS if name != "data_dir"}
     return replace(config, **broadcast_json(paths, ctx))
@@ -111,10 +113,11 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
         test_records = training.validation.evaluate_best_on_test()
     except Stopped:
         final_state = "preempted"
-        # after a stop during the test it saves nothing: the last step is saved, and the model has other weights by now
+        # After a stop during the test this saves nothing, since the last step is saved. The model holds the weights of
+        # the best checkpoint by then.
         checkpoints.save_and_wait()
     except BaseException:
-        checkpoints.wait_briefly_for_write()  # a checkpoint that was begun is still written, for a limited time
+        checkpoints.wait_briefly_for_write()  # so that a checkpoint that was begun is still completed
         raise
     for part in training.state.parts:  # before the summary, since the profiler logs here
         part.close()
@@ -129,7 +132,7 @@ def train_epochs(training: Training, after_epoch: Callable[[Training], object] |
     schedule = training.state.schedule
     checkpoints = training.checkpoints
     if training.attempt.run.resume_path:
-        checkpoints.save(blocking=True)  # does nothing if the checkpoint is already in this run's folder
+        checkpoints.save(blocking=True)  # a run continued from another folder gets a first checkpoint of its own
         if schedule.is_at_end:
             logger.info("nothing is left to train; to train longer, increase --epochs or --max_steps")
     training.consensus.vote_and_wait()  # raises Stopped if a rank was asked to stop before the first step
@@ -167,63 +170,65 @@ def train_one_epoch(training: Training) -> None:
     for part in state.parts:
         stream = part.micro_batches(stream)
     while not (schedule.is_epoch_complete or schedule.is_at_end):  # max_steps may end the run within an epoch
-        if schedule.is_evaluation_due:  # by steps
+        if schedule.is_evaluation_due:  # within an epoch, by steps; train_epochs evaluates at its end
             pause_steps(training)
             validate(training)  # here, so that a resume at this step evaluates too
             if schedule.is_patience_over:
                 return  # train_epochs ends the run: no evaluation is due, and the epoch does not count as complete
         clock.begin_step(progress.step + 1)
-        state.notify_progress(progress)  # to the parts, and to functions of model.py that ask for it
-        samples, indices = compute_gradient(training, stream)  # forward and backward
+        state.notify_progress(progress)  # shows it to the parts, and to functions of model.py that ask for it
+        samples, own_indices = compute_gradient(training, stream)  # forward and backward
         clock.enter_phase("update")
         checkpoints.finish_copy()  # before the weights change
         state.update_if_finite(samples)  # divides by the count, clips, steps; if not finite, all ranks skip it
         state.advance(samples)
-        reporter.record_step(samples, indices)
+        reporter.record_step(samples, own_indices)
         if reporter.is_log_due:
             reporter.begin_log_point()
-        # step() returns an earlier vote on whether to save. It raises Stopped if a rank was asked to stop.
-        if training.consensus.step() or is_every(config.save_every_steps, progress.step):
-            training.consensus.vote_and_wait()  # an earlier vote must not count after a save
+        has_voted_to_save = training.consensus.step()  # raises Stopped if a rank was asked to stop
+        if has_voted_to_save or is_every(config.save_every_steps, progress.step):
+            training.consensus.vote_and_wait()  # a vote under way would ask for a second save
             checkpoints.save()
     pause_steps(training)
 
 
 def compute_gradient(training: Training, micro_batches: Iterator[MicroBatch]) -> tuple[int, list[int]]:
-    """Compute this rank's gradient of one step. The next call continues the stream where this one stopped.
+    """Compute this rank's micro-batches of one step. The last backward pass sums the gradient over the ranks.
+
+    The next call continues the stream where this one stopped.
 
     Returns:
         The number of samples in the global batch, and the indices of those of this rank.
     """
     attempt = training.attempt
     state = training.state
-    indices: list[int] = []
-    for micro_batch in micro_batches:  # an idle rank gets padding, whose gradient is 0, since DDP waits for every rank
+    own_indices: list[int] = []
+    for micro_batch in micro_batches:
         with training.model.accumulate(micro_batch):
             seed_device(attempt.ctx.device, "step", attempt.config.seed, state.progress.step, micro_batch.number)
             with state.precision.autocast():
                 metrics = training.hooks.compute_loss(training.model, micro_batch.batch)
             metrics = state.after_forward(metrics, micro_batch.number)
-            if not micro_batch.is_padding:
+            if not micro_batch.is_padding:  # an idle rank gets padding, since DDP waits for every rank
                 state.step_sums.add(metrics, micro_batch)
-                indices += micro_batch.indices
+                own_indices += micro_batch.indices
             if micro_batch.is_last:
                 state.step_sums.start_reduce(micro_batch)  # overlaps the backward pass
             attempt.clock.enter_phase("backward")
-            loss_sum = metrics["loss"][0]  # its count, metrics["loss"][1], divides the gradient in the update
+            loss_sum = metrics["loss"][0]  # the update divides by the count of the global batch
             state.backward(loss_sum, micro_batch.is_padding)
         if micro_batch.is_last:
-            return micro_batch.samples, indices
+            return micro_batch.samples_in_step, own_indices
     raise RuntimeError("the stream of micro-batches ended within a step; this is a bug in the loader")
 
 
 def pause_steps(training: Training) -> None:
-    """End a row of steps, before an evaluation or at the end of an epoch: write the train record that is due.
+    """Vote, and write the train record that is due, before an evaluation or at the end of an epoch.
 
     Raises Stopped if a rank was asked to stop.
     """
     training.attempt.clock.pause_steps()
-    training.consensus.vote_and_wait()  # an earlier vote must not count afterwards
+    training.consensus.vote_and_wait()  # a vote from before the pause must not count after it
     training.reporter.finish_log_point()
 
 

@@ -401,7 +401,7 @@ def save(recorder, state, attempt):
     attempt = SimpleNamespace(run=run, **vars(attempt))
     checkpoints = Checkpoints(attempt, state, {}, before_save=lambda: None)
     recorder.take()
-    with mock.patch.object(checkpoints._snapshot._thread, "submit", lambda function, **named: function(**named)):
+    with mock.patch.object(checkpoints._snapshot._thread, "submit", lambda function, **values: function(**values)):
         checkpoints._snapshot.start()
     return recorder.take()
 

@@ -108,9 +108,9 @@ MUTATIONS = [
     Mutation('find_divergence', 'if "fingerprint" in names or (names and not record_a.keys() & record_b.keys() & {"fingerprint"}):', 'if names:', 'diverge'),  # extra: replay and reports
     Mutation('compare_batches', 'positions = find_unequal(tensor_a, tensor_b)', 'positions = find_unequal(tensor_a, tensor_a)', 'diverge'),  # extra: replay and reports
     Mutation('DDPModel.accumulate', 'if not micro_batch.is_last:', 'if micro_batch.is_last:', 'gradient'),
-    Mutation('TrainState.plan_schedule', 'self._loss_scale.fill_(self.strategy.gradient_divisor * 2.0**-progress.loss_shift)', 'self._loss_scale.fill_(2.0**-progress.loss_shift)', 'gradient'),
+    Mutation('TrainState.plan_schedule', 'self._backward_start.fill_(self.strategy.gradient_divisor * 2.0**-progress.loss_shift)', 'self._backward_start.fill_(2.0**-progress.loss_shift)', 'gradient'),
     Mutation('TrainState.update_if_finite', 'divisor = self.step_sums.loss_count * 2.0**-progress.loss_shift', 'divisor = torch.full_like(self.step_sums.loss_count, float(samples)) * 2.0**-progress.loss_shift', 'gradient'),
-    Mutation('train_one_epoch', 'state.notify_progress(progress)  # to the parts, and to functions of model.py that ask for it', 'pass', 'step-loss'),
+    Mutation('train_one_epoch', 'state.notify_progress(progress)  # shows it to the parts, and to functions of model.py that ask for it', 'pass', 'step-loss'),
     Mutation('Validation.validate', 'self.state.notify_progress(progress)', 'pass', 'step-loss'),
     Mutation('TrainState._set_lr', 'group["lr"] = group["base_lr"] * factor', 'group["lr"] = group["base_lr"] * self.lr_factor', 'group-factors'),
     Mutation('create_ddp_options', '"find_unused_parameters": find_unused_parameters,', '"find_unused_parameters": False,', 'unused'),
@@ -130,14 +130,14 @@ MUTATIONS = [
     Mutation('TokenBudget.cut_into_micro_batches', 'if (length if length > longest else longest) * count > self.max_tokens or count > max_samples:', 'if (length if length > longest else longest) * count >= self.max_tokens or count > max_samples:', 'lengths'),  # extra: lengths
     Mutation('TokenBudget.cut_into_micro_batches', 'if count > 1:', 'if count > 2:', 'lengths'),  # extra: lengths
     Mutation('BudgetSampler._pack_order', 'part.sort(stable=True, descending=number % 2 == 1).indices + number * window', 'part.sort(stable=True).indices + number * window', 'lengths'),  # extra: lengths
-    Mutation('BudgetSampler.micro_batches', 'number = sizes.index(min(sizes)) if is_padding else numbers[k]', 'number = 0 if is_padding else numbers[k]', 'lengths'),  # extra: lengths
-    Mutation('BudgetSampler.micro_batches', 'passes = math.ceil(count / self.num_replicas) if self.assignment.is_padded else max(1, len(numbers))', 'passes = max(1, len(numbers))', 'lengths'),  # extra: lengths
+    Mutation('BudgetSampler.micro_batches', 'number = smallest_number if is_padding else own_numbers[k]', 'number = 0 if is_padding else own_numbers[k]', 'lengths'),  # extra: lengths
+    Mutation('BudgetSampler.micro_batches', 'passes = math.ceil(count / self.num_replicas)', 'pass', 'lengths'),  # extra: lengths
     Mutation('assign_micro_batches', 'position = first + world_size - 1 - rank', 'pass', 'lengths'),  # extra: lengths
     Mutation('Schedule.plan', 'total = epochs * sampler.steps_per_epoch', 'total = progress.step + sampler.count_remaining_steps(progress.epoch, progress.samples_in_epoch, epochs)', 'lengths'),  # extra: lengths
     Mutation('Schedule.compute_lr_factor', 'step = min(step, length - 1)  # epochs may have a few more steps than the first one', 'pass', 'lengths'),  # extra: lengths
     Mutation('read_lengths', 'return lengths.tobytes()', 'return lengths[::-1].tobytes()', 'lengths'),  # extra: lengths
     Mutation('run_first_passes', 'on_all_ranks(train_other_batches, ctx)', 'pass', 'lengths'),  # extra: lengths
-    Mutation('GlobalBatchSampler.micro_batches', 'count = math.ceil(len(entries) / size)', 'count = max(1, len(entries) // size)', 'order'),
+    Mutation('GlobalBatchSampler.micro_batches', 'count = math.ceil(len(global_batch) / self.batch_size)', 'count = max(1, len(global_batch) // self.batch_size)', 'order'),
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm.cpu() < math.inf', 'no-reads'),
     Mutation('Updater.step', 'excess = (norm + 1e-6) / self._config.clip_grad_norm', 'excess = (2 * norm + 1e-6) / self._config.clip_grad_norm', 'weights'),
     Mutation('lr_factor', 'return (step + 1) / warmup_steps', 'return step / warmup_steps', 'weights'),
@@ -165,7 +165,7 @@ MUTATIONS = [
     Mutation('compare_checkpoint', 'if is_other_data:', 'if False:', 'other-samples'),  # extra: sketches
     Mutation('_is_close_fingerprint', 'if not is_close:', 'if False:', 'other-samples'),  # extra: sketches
     Mutation('RunningStats.add', 'self._sum.add_(self._buffers, alpha=samples)', 'self._sum.add_(self._buffers)', 'batchnorm'),
-    Mutation('StepSums.start_reduce', 'self._work = self._rank_sum.start_all_reduce(self.metrics.values, micro_batch.count)', 'self._work = None', 'batchnorm'),
+    Mutation('StepSums.start_reduce', 'self._work = self._rank_sum.start_all_reduce(self.metrics.values, micro_batch.micro_batches_in_step)', 'self._work = None', 'batchnorm'),
     Mutation('_is_complete_subtree', 'return left % 2**height == 0 and left >> height != next_leaf >> height', 'return left >> height != next_leaf >> height', 'exact-ranks'),  # extra: exact
     Mutation('_next_leaf', 'return stop if stop < leaf_count else AFTER_LAST_LEAF', 'return AFTER_LAST_LEAF', 'exact-ranks'),  # extra: exact
     Mutation('TreeAllReduce.start_all_gather', 'chunks, tree = self._receive_buffer.split(self._chunk_size), TreeSum()', 'chunks, tree = self._receive_buffer.split(self._chunk_size)[::-1], TreeSum()', 'exact-ranks'),  # extra: exact
@@ -204,7 +204,7 @@ MUTATIONS = [
     Mutation('WeightAverage.after_update', 'self.update(1 - skipped)', 'self.update(torch.ones_like(skipped))', 'not-finite'),
     Mutation('prepare_optimizer', 'fill_momentum_buffers(optimizer)', 'pass', 'not-finite'),
     Mutation('Consensus.vote_and_wait', 'self._start_vote(steps_between_votes=1)', 'pass', 'stop'),
-    Mutation('train_one_epoch', 'training.consensus.vote_and_wait()  # an earlier vote must not count after a save', 'pass', 'stop'),
+    Mutation('train_one_epoch', 'training.consensus.vote_and_wait()  # a vote under way would ask for a second save', 'pass', 'stop'),
     Mutation('ignore_signals_in_worker', 'signal.signal(number, signal.SIG_IGN)', 'signal.signal(number, signal.SIG_DFL)', 'stop'),
     Mutation('StopSignals._record', 'self._received, self.received_at = signal.Signals(number).name, time.monotonic()', 'pass', 'stop'),
     Mutation('cleanup_distributed', 'dist.barrier()', 'pass', 'clean-exit'),
@@ -229,7 +229,7 @@ MUTATIONS = [
     Mutation('exit_with_user_error', 'exit_now(error.exit_code)', 'exit_now(1)', 'exit-codes'),
     Mutation('main', 'return EXIT_PREEMPTED', 'return 0', 'exit-codes'),
     Mutation('make_libraries_deterministic', 'os.environ.setdefault("NCCL_NVLS_ENABLE", "0")', 'pass', 'kernels'),
-    Mutation('train_one_epoch', 'reporter.record_step(samples, indices)', 'reporter.record_step(samples + 0 * int(metrics["loss"][0].item()), indices)', 'no-reads'),
+    Mutation('train_one_epoch', 'reporter.record_step(samples, own_indices)', 'reporter.record_step(samples + 0 * int(state.step_sums.loss.item()), own_indices)', 'no-reads'),
     Mutation('create_ddp_options', '"gradient_as_bucket_view": True,', '"gradient_as_bucket_view": False,', 'buckets'),
     Mutation('create_ddp_options', 'buffer_option: False,', 'buffer_option: True,', 'collectives'),
     Mutation('setup_distributed', 'fast_bf16=all(info["bf16"] for info in rank_infos),', 'fast_bf16=any(info["bf16"] for info in rank_infos),', 'precision'),
@@ -245,7 +245,7 @@ MUTATIONS = [
     Mutation('compute_loss', 'return {"loss": (loss, len(labels)), "top1": (count_correct(logits, labels), len(labels))}', 'return {"loss": (loss / len(labels), len(labels)), "top1": (count_correct(logits, labels), len(labels))}', 'shipped-loss'),
     Mutation('StepSums.allocate', 'self.running_stats.use_accumulator(self.metrics.values[begin:])', 'pass', 'batchnorm'),
     Mutation('train_one_epoch', 'stream = training.loader.micro_batches(progress.epoch, progress.samples_in_epoch)', 'stream = training.loader.micro_batches(progress.epoch, 0)', 'kills'),
-    Mutation('Consensus._read_votes', 'if stop:', 'if False:', 'stop'),
+    Mutation('Consensus._finish_vote', 'if stop:', 'if False:', 'stop'),
     Mutation('count_gpus', 'if not shutil.which(command[0]) and any(path.exists() for path in GPU_DRIVERS):  # importing torch takes seconds', 'if False:', 'devices'),  # extra: launcher
     Mutation('determine_exit_code', 'if state == "preempted":', 'if state == "stopped":', 'exit-codes'),  # extra: launcher
     Mutation('check_interfaces', 'if variable.startswith("GLOO") and given.startswith(("^", "=")):', 'if False:', 'misconfigured'),  # extra: launcher
@@ -262,7 +262,7 @@ MUTATIONS = [
     Mutation('build_sharded_model', 'group.set_gradient_divide_factor(1.0)', 'pass', 'sharding'),  # extra: sharding
     Mutation('combine_norms', 'return torch.linalg.vector_norm(norms)', 'return norm', 'sharding'),  # extra: sharding
     Mutation('build_sharded_model', 'group.reshard()', 'pass', 'sharding'),  # extra: sharding
-    Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / self.num_replicas)', 'passes = max(1, len(numbers))', 'sharding'),  # extra: sharding
+    Mutation('GlobalBatchSampler.micro_batches', 'passes = math.ceil(count / self.num_replicas)', 'pass', 'sharding'),  # extra: sharding
     Mutation('collect_optimizer_state', 'states[number][key] = create_dtensor(value, parameters_by_tensor[tensor])', 'pass', 'sharded-resume'),  # extra: sharding
     Mutation('FolderLayout.write', 'self._run_on_all_ranks(lambda: self._prepare_folder(path, folder, payload), path, payload)', 'self._prepare_folder(path, folder, payload)', 'sharded-save'),  # extra: sharding
     Mutation('FolderFormat.verify', 'if trailer != (step, files[name]):', 'if trailer.step != step:', 'sharded-damage'),  # extra: sharding

@@ -1,9 +1,9 @@
 """The reference: the training of train.py in one process, without DDP, checkpoints and worker processes.
 
-It is slow and plain, so that nobody can doubt it. The tests compare the weights of a run on any number of ranks with
-the weights that it computes, and scripts/verify.py compares the training of a fork with it. Of this repository it uses
-model.py and dataset.py, and nothing else. Read it from the top: random numbers, samples, the learning rate, BatchNorm,
-the loss, and the loop over global batches at the end.
+This file is plain, so that nobody can doubt it. The tests compare the weights of a run on any number of ranks with the
+weights that it computes. scripts/verify.py compares the training of a fork with it. Of this repository it uses model.py
+and dataset.py, and nothing else. Read it from the top: random numbers, samples, the learning rate, BatchNorm, the loss,
+one optimizer step, and the loop at the end.
 """
 
 import functools
@@ -27,7 +27,7 @@ from model import compute_loss, create_model, param_groups
 
 
 def number(*key):
-    """Return an integer from 0 to 2**63 - 1 that is a function of the key."""
+    """Return a seed for this key: the first 63 bits of its SHA-256, as an integer."""
     text = "/".join(str(part) for part in key)
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") // 2
@@ -42,7 +42,7 @@ def seed_host(*key):
 
 
 def seed_torch(*key):
-    """Seed the generators of torch on all devices. torch.manual_seed does the same and takes 100 us longer."""
+    """Seed the generators of torch on all devices. torch.manual_seed takes 100 us more, and this loop is timed too."""
     value = number(*key)
     for generator in [torch.default_generator, *torch.cuda.default_generators]:
         generator.manual_seed(value)
@@ -89,7 +89,12 @@ def create_batch(data, indices, seed, epoch):
 
 
 def schedule(config, step, total_steps, warmup_steps, progress):
-    """Return the factor on the learning rate at this step, from 0: a linear warm-up, then a way down to min_lr."""
+    """Return the factor on the peak learning rate: a linear warm-up to 1, then the way down to min_lr / lr.
+
+    Args:
+        step: the number of the optimizer step, from 0.
+        progress: is not used here. A function lr_factor of model.py may use it.
+    """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     done = min(1, (step - warmup_steps) / max(1, total_steps - warmup_steps))
@@ -99,13 +104,13 @@ def schedule(config, step, total_steps, warmup_steps, progress):
         factor = 1 - done
     elif config.schedule == "cosine":
         factor = 0.5 + 0.5 * math.cos(math.pi * done)
-    elif config.schedule == "wsd":  # warm-up, stable, decay: the last fifth is linear
+    elif config.schedule == "wsd":  # warm-up, stable, decay: linear to 0 over the last fifth
         factor = min(1, 5 * (1 - done))
-    elif done < 0.5:  # "step": a tenth after half of the steps, and again after three quarters
+    elif config.schedule == "step" and done < 0.5:
         factor = 1
-    elif done < 0.75:
+    elif config.schedule == "step" and done < 0.75:
         factor = 0.1
-    else:
+    else:  # "step", in the last quarter
         factor = 0.01
     lowest = config.min_lr / config.lr
     return lowest + (1 - lowest) * factor
@@ -116,7 +121,7 @@ def build_optimizer(groups, config, fused):
     if hasattr(your_model, "create_optimizer"):
         return your_model.create_optimizer(groups, config)
     if config.optimizer == "adamw":
-        betas = (config.momentum, config.beta2)
+        betas = (config.momentum, config.beta2)  # --momentum is beta1 of AdamW
         return torch.optim.AdamW(groups, config.lr, betas, weight_decay=config.weight_decay, fused=fused)
     return torch.optim.SGD(
         groups,
@@ -129,7 +134,11 @@ def build_optimizer(groups, config, fused):
 
 
 def set_learning_rates(optimizer, peak_rates, factor):
-    """Multiply the peak learning rate of each parameter group by the factor, or by its own one of a dict of factors."""
+    """Multiply the peak learning rate of each parameter group by a factor.
+
+    Args:
+        factor: one number for all groups, or a dict with a number for each name of a group.
+    """
     for group, peak_rate in zip(optimizer.param_groups, peak_rates, strict=True):
         if isinstance(factor, dict):
             group["lr"] = peak_rate * factor[group["name"]]
@@ -165,7 +174,7 @@ class RunningStatistics:
             torch._foreach_copy_(self.buffers, self.before_step)
 
     def end_micro_batch(self, fraction):
-        """Add what the forward pass has left in the layers. fraction: samples of the micro-batch / global batch."""
+        """Add the layers' statistics, weighted by the micro-batch's fraction of the samples of the global batch."""
         if self.buffers:
             torch._foreach_add_(self.means, torch._foreach_mul(self.buffers, fraction))
 
@@ -178,16 +187,16 @@ class RunningStatistics:
 
 
 def fill_in(function, **arguments):
-    """Return a function of model.py with those of the arguments filled in for which it has a parameter."""
+    """Return the function with those arguments filled in that it has a parameter for."""
     parameters = inspect.signature(function).parameters
     known = {name: value for name, value in arguments.items() if name in parameters}
     return functools.partial(function, **known)
 
 
 def count_loss_terms(batches, config):
-    """Return the count of each loss term over the global batch; nothing if model.py does not define loss_counts.
+    """Return the count of each loss term over the global batch. It is empty if model.py does not define loss_counts.
 
-    A sum of two Counters leaves out the terms whose count is 0.
+    A sum of two Counters leaves out the terms whose count is 0, so a term that counted nothing adds nothing.
     """
     counts = Counter()
     if hasattr(your_model, "loss_counts"):
@@ -198,11 +207,11 @@ def count_loss_terms(batches, config):
 
 
 def combine_loss_terms(terms, counts):
-    """Return the loss of a micro-batch whose terms are means over different things.
+    """Return the loss of a micro-batch if each of its terms is divided by a count of its own.
 
     Args:
-        terms: by name the sum of the term, its count in this micro-batch, and its weight.
-        counts: by name the count in the global batch.
+        terms: for each name the sum of the term, its count in this micro-batch, which is not needed, and its weight.
+        counts: for each name the count in the global batch.
     """
     loss = 0
     for name, count in counts.items():
@@ -220,7 +229,7 @@ def sum_gradients(model, statistics, micro_batches, batches, config, step, progr
     Args:
         micro_batches: the indices of the samples of each micro-batch.
         batches: the samples of each micro-batch.
-        progress: what compute_loss gets if it has such a parameter.
+        progress: is passed to compute_loss if it has a parameter of this name.
 
     Returns:
         The loss summed over the global batch, float64, and its count. The gradient is that of the summed loss.
@@ -237,7 +246,7 @@ def sum_gradients(model, statistics, micro_batches, batches, config, step, progr
         metrics = loss_function(model, batch)
         if term_counts:
             loss = combine_loss_terms(metrics["loss"], term_counts)
-            count = 1 / len(micro_batches)  # each term is divided by its own count already
+            count = 1 / len(micro_batches)  # these add up to 1, since the terms are divided by their counts already
         else:
             loss, count = metrics["loss"]
         loss.backward()
@@ -252,12 +261,12 @@ def divide_and_clip_gradients(model, divisor, clip_grad_norm):
     """Divide the summed gradient by the count of the global batch. Then clip it, unless clip_grad_norm is 0."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_div_(gradients, divisor)
-    max_norm = clip_grad_norm or math.inf  # a run computes the norm in any case, and this loop is timed beside it
+    max_norm = clip_grad_norm or math.inf  # a run always computes the norm, and its speed is compared with this loop's
     torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
 def update_average(average, model, step, ema_decay):
-    """Move the averaged weights towards those of the model. The first steps move them further."""
+    """Move the averaged weights towards those of the model. The decay grows from 0, since early weights are poor."""
     average.multi_avg_fn = get_ema_multi_avg_fn(min(ema_decay, step / (9 + step)))
     average.update_parameters(model)
 
@@ -316,10 +325,10 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False, packed
             global_batches = global_batches[: total_steps - step]
 
         for micro_batches in global_batches:
-            samples_seen = epoch * samples_per_epoch + step % steps_per_epoch * samples_per_step
-            progress = {"step": step, "total_steps": total_steps, "epoch": epoch, "samples_seen": samples_seen}
-            progress_tensors = {name: torch.full((), value, device=device) for name, value in progress.items()}
-            progress_on_device = Progress(**progress_tensors)
+            samples_seen = epoch * samples_per_epoch + (step % steps_per_epoch) * samples_per_step
+            counts = {"step": step, "total_steps": total_steps, "epoch": epoch, "samples_seen": samples_seen}
+            counts_on_device = {name: torch.full((), value, device=device) for name, value in counts.items()}
+            progress_on_device = Progress(**counts_on_device)
 
             batches = [create_batch(data, indices, config.seed, epoch) for indices in micro_batches]
             loss_sum, loss_count = sum_gradients(
@@ -332,16 +341,17 @@ def plain_loop(config, micro_batches_per_step, device="cpu", fused=False, packed
                 progress=progress_on_device,
             )
             divide_and_clip_gradients(model, loss_count, config.clip_grad_norm)
-            schedule_progress = Progress(**progress, user=user_progress)
-            factor = lr_factor(config, step, schedule_steps, warmup_steps, schedule_progress)
+            progress = Progress(**counts, user=user_progress)
+            factor = lr_factor(config, step, schedule_steps, warmup_steps, progress)
             set_learning_rates(optimizer, peak_rates, factor)
             optimizer.step()
             optimizer.zero_grad()
 
             if hasattr(your_model, "after_step"):
                 after_step = fill_in(your_model.after_step, config=config)
+                is_updated = torch.ones((), dtype=torch.float64, device=device)  # this loop skips no step
                 with torch.no_grad():
-                    after_step(model, progress_on_device, torch.ones((), dtype=torch.float64, device=device))
+                    after_step(model, progress_on_device, is_updated)
             if average:
                 update_average(average, model, step, config.ema_decay)
             step += 1

@@ -191,7 +191,7 @@ def accumulated(flags, used):
     for step in range(2):
         model.zero_grad(set_to_none=True)
         for number, parts in enumerate(used):
-            micro_batch = MicroBatch(0, number, [], is_padding=False, is_last=number == 2, count=3)
+            micro_batch = MicroBatch(0, number, [], is_padding=False, is_last=number == 2, micro_batches_in_step=3)
             with wrapped.accumulate(micro_batch):
                 x = torch.randn(2, 64, generator=torch.Generator().manual_seed(9 * step + 3 * number + ctx.rank))
                 wrapped(x, parts).backward()

@@ -128,7 +128,10 @@ def test_an_operation_that_cannot_be_counted_costs_only_the_figure():
         raise AssertionError("a formula that does not fit")
 
     def logged(*batches):
-        stream = (MicroBatch(0, 0, [], is_padding=False, is_last=True, count=1, batch=batch) for batch in batches)
+        stream = (
+            MicroBatch(0, 0, [], is_padding=False, is_last=True, micro_batches_in_step=1, batch=batch)
+            for batch in batches
+        )
         assert len([*counter.micro_batches(stream)]) == len(batches)
         counter.begin_read(is_log_point=False)  # a save in between
         counter.begin_read(is_log_point=True)

@@ -19,7 +19,7 @@ AVERAGED = {}
 AVERAGED["ema_decay"] = 0.9
 
 SAMPLES = 4
-MICRO_BATCH = MicroBatch(0, 0, [0, 1, 2, 3], is_padding=False, is_last=True, count=1)
+MICRO_BATCH = MicroBatch(0, 0, [0, 1, 2, 3], is_padding=False, is_last=True, micro_batches_in_step=1)
 
 
 class Call:

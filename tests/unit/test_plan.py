@@ -36,8 +36,8 @@ def steps_of(sampler, epoch, start=0):
     for micro_batch in sampler.micro_batches(epoch, start):
         steps[-1].mine.append(micro_batch)
         if micro_batch.is_last:
-            assert {steps[-1].mine[0].samples} == {m.samples for m in steps[-1].mine}
-            steps[-1].samples = micro_batch.samples
+            assert {steps[-1].mine[0].samples_in_step} == {m.samples_in_step for m in steps[-1].mine}
+            steps[-1].samples = micro_batch.samples_in_step
             steps.append(SimpleNamespace(samples=0, mine=[]))
     assert not steps.pop().mine
     return steps
@@ -95,7 +95,7 @@ def test_any_ranks_compute_the_same_global_batches(
     assert {sampler.count_remaining_steps(epoch, start, epoch + 1 + later) for sampler in world} == {left}
     for by_rank, by_number in check_steps([steps_of(sampler, epoch, start) for sampler in world], expected, size):
         assert sorted(by_number) == [*range(len(by_number))]
-        assert {m.count for own in by_rank for m in own} == {len(by_number)}
+        assert {m.micro_batches_in_step for own in by_rank for m in own} == {len(by_number)}
         lengths, most = [len(own) for own in by_rank], math.ceil(len(by_number) / ranks)
         if is_padded:
             assert {*lengths} == {most}

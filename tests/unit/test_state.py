@@ -129,10 +129,22 @@ def test_weights_that_a_part_adds_are_those_of_the_checkpoint():
     state.parts.append(Shrunk(state.model))
     payload = copy.deepcopy(state.state_dict())
     for saved in (payload, payload | {"ema": {}}):
-        weights = state.load_evaluated_weights(saved)
+        weights = state.saved_weight_contexts(saved)
         assert list(weights) == [name for name in ("model", "ema", "shrunk") if saved[name]]
         with weights["shrunk"]:
             assert same(state.model.state_dict(), payload["shrunk"])
+
+
+def test_memory_that_runs_out_while_weights_are_loaded_is_no_wrong_checkpoint(monkeypatch):
+    state = make()
+    payload = copy.deepcopy(state.state_dict())
+
+    def run_out(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(state.model, "load_state_dict", run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        state.load_state_dict(payload)
 
 
 @pytest.mark.guarantee("not-finite")

@@ -170,7 +170,7 @@ class GlobalBatchLoader:
         Returns:
             The samples as the data set gives them, their batch as collated, and their batch on the device.
         """
-        micro_batch = MicroBatch(epoch, 0, indices, is_padding=False, is_last=True, count=1)
+        micro_batch = MicroBatch(epoch, 0, indices, is_padding=False, is_last=True, micro_batches_in_step=1)
         fetched = self._fetcher.__getitems__(micro_batch)
         collated = self._fetcher.collate(fetched)
         return fetched[1], collated[1], self._to_device(collated).batch

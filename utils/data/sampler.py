@@ -1,10 +1,11 @@
 """The order of an epoch, cut into micro-batches: one stream for each rank.
 
-The order is cut into micro-batches of `batch_size` consecutive entries; `micro_batches_per_step` consecutive
-micro-batches form a global batch, that is one optimizer step. Micro-batch m of a global batch goes to rank
-m % world_size, or, for exact sums, each rank gets consecutive ones. Given `micro_batches_per_step`, which
---global_batch_size fixes, ranks decide only who computes a micro-batch, never what is in it. Samples of unequal length
-may be packed by a budget instead (utils/extras/lengths).
+The order is cut into micro-batches of `batch_size` consecutive samples. `micro_batches_per_step` consecutive
+micro-batches form a global batch, the samples of one optimizer step. Rank r computes the micro-batches r, r + world
+size, r + 2 x world size and so on of each global batch. (`--reduction exact` gives each rank consecutive ones.)
+
+With --global_batch_size, the number of ranks decides who computes a micro-batch, never what is in it. Samples of
+unequal length may be packed by a budget instead (utils/extras/lengths).
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ class MapDataset(Protocol):
 
 @dataclass(slots=True)
 class MicroBatch:
-    """A micro-batch is `batch_size` consecutive entries of the order. The last one of an epoch may be short."""
+    """A micro-batch is `batch_size` consecutive samples of the order. The last one of an epoch may be short."""
 
     epoch: int
     number: int  # position in the global batch, over all ranks
-    indices: list[int]
-    is_padding: bool  # its gradient is zero: an idle rank computes it to take part in the collectives
+    indices: list[int]  # the samples
+    is_padding: bool  # an idle rank repeats a micro-batch with gradient 0, since DDP's collectives need every rank
     is_last: bool  # whether it is this rank's last micro-batch in the global batch
-    count: int  # micro-batches in the global batch, over all ranks
-    samples: int = 0  # samples in the global batch, over all ranks
-    batch: Any = None  # the batch on the device, once the loader has fetched it
+    micro_batches_in_step: int  # over all ranks
+    samples_in_step: int = 0  # over all ranks
+    batch: Any = None  # the batch on the device: the loader fills it in
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Assignment:
     """An assignment says which micro-batches of a global batch a rank computes.
 
     Args:
-        is_padded: whether every rank computes equally many micro-batches, some of them padding. That is needed if all
-            ranks act together in each micro-batch: they gather sharded parameters, or may stop an evaluation.
+        is_padded: whether padding gives every rank equally many micro-batches. That is needed if all ranks act together
+            in each micro-batch: they gather sharded parameters, or may stop an evaluation. Without it, padding is only
+            for ranks that have no micro-batch at all.
     """
 
     rank: int
@@ -63,19 +65,22 @@ class Assignment:
         return range(rank, count, self.world_size)
 
     def evaluation_group_size(self, count: int) -> int:
-        """Return the size of a global batch, in micro-batches, in an evaluation of `count` micro-batches."""
+        """Return how many micro-batches form a group in an evaluation of `count` micro-batches: one for each rank.
+
+        An assignment for exact sums needs the count.
+        """
         return self.world_size
 
     def create_rank_sum(self) -> RankSum:
-        """Return the object that forms the sums of an evaluation over micro-batches and ranks."""
+        """Return the object that sums an evaluation over micro-batches and ranks. Its order fits the assignment."""
         return RankSum()
 
 
 class GlobalBatchSampler(DistributedSampler):
     """A DistributedSampler that assigns whole micro-batches, never repeats a sample, and starts anywhere in an epoch.
 
-    Iterating yields this rank's indices of `epoch` from `start` on. A data set may define its own order (`epoch_order`,
-    docs/reference.md).
+    Training uses `micro_batches`. Iterating yields this rank's indices of `epoch` from `start` on, for torch's
+    DataLoader. A data set may define its own order (`epoch_order`, docs/reference.md).
 
     Args:
         batch_size: samples in a micro-batch.
@@ -85,7 +90,8 @@ class GlobalBatchSampler(DistributedSampler):
 
     dataset: Any  # a MapDataset
     is_packed = False  # whether samples are packed by length: epochs may then differ in the number of micro-batches
-    largest_micro_batches: list[list[int]] = []  # of a packed sampler: the samples of those that need the most memory
+    # the samples of the micro-batches that need the most memory, if samples are packed: they are tried before step 1
+    largest_micro_batches: list[list[int]] = []
     provenance: dict[str, Any] = {}  # what must be the same on a resume, besides the config
 
     def __init__(
@@ -119,7 +125,7 @@ class GlobalBatchSampler(DistributedSampler):
 
     @property
     def samples_per_epoch(self) -> int:
-        """The epoch has all samples, or with drop_last those that fill whole global batches."""
+        """The number of samples in an epoch: all, or with drop_last those that fill whole global batches."""
         n = len(self.dataset)
         if self.drop_last:
             return n - n % self.global_batch_size
@@ -131,22 +137,22 @@ class GlobalBatchSampler(DistributedSampler):
 
     @property
     def micro_batches_per_epoch(self) -> int:
-        """The number counts the micro-batches of all ranks."""
+        """The number of micro-batches in an epoch, over all ranks."""
         return math.ceil(self.samples_per_epoch / self.batch_size)
 
     @property
     def passes_per_epoch(self) -> int:
-        """The number counts the micro-batches of one rank, padding included, where all ranks have equally many."""
+        """The number of micro-batches that each rank computes in an evaluation, padding included."""
         return math.ceil(self.micro_batches_per_epoch / self.num_replicas)
 
     def find_smallest_micro_batch(self, max_steps: int = 0) -> list[list[int]]:
-        """Find the smallest micro-batch of the first epoch, which is computed before the first step.
+        """Find the short last micro-batch of the first epoch. It is tried before the first step.
 
         Args:
-            max_steps: only so many steps count, if they are fewer than those of the epoch. 0 means no limit.
+            max_steps: the steps of the run, if they are limited; else 0.
 
         Returns:
-            A list with the samples of that micro-batch. It is empty if all micro-batches are equally large.
+            A list with the samples of that micro-batch. It is empty if the run has no short micro-batch.
         """
         samples = self.samples_per_epoch
         if samples < self.batch_size or samples % self.batch_size == 0:
@@ -157,7 +163,12 @@ class GlobalBatchSampler(DistributedSampler):
         return [smallest.tolist()]
 
     def count_remaining_steps(self, epoch: int, start: int, epochs: float) -> float:
-        """Count the optimizer steps from sample `start` of an epoch to the end of a run of so many epochs."""
+        """Count the optimizer steps from position `start` of an epoch to the end of a run of so many epochs.
+
+        Args:
+            start: a position in the order of the epoch, over all ranks.
+            epochs: may be infinite.
+        """
         if epoch >= epochs:
             return 0
         remaining_samples = self.samples_per_epoch - start
@@ -185,8 +196,8 @@ class GlobalBatchSampler(DistributedSampler):
 
     def _create_epoch_order(self, epoch: int) -> Tensor:
         n = len(self.dataset)
-        copies = getattr(self.dataset, "copies", 1)
-        dtype = torch.int32 if n * copies < 2**31 else torch.int64  # randperm draws the same in both
+        copies = getattr(self.dataset, "copies", 1)  # index k * n + j is copy k of sample j, with its own random draws
+        dtype = torch.int32 if n * copies < 2**31 else torch.int64  # the permutation is the same in both
         if self.shuffle and hasattr(self.dataset, "epoch_order"):
             order = self._read_dataset_order(epoch, n, copies)
         elif self.shuffle:
@@ -215,7 +226,7 @@ class GlobalBatchSampler(DistributedSampler):
         return order
 
     def measure_token_density(self, epoch: int, end: int, steps: int) -> tuple[float, float]:
-        """Measure the last `steps` steps before position `end` of the epoch, if samples are packed by length.
+        """Measure the last `steps` steps before position `end` of the epoch. A packed sampler overrides this.
 
         Returns:
             The tokens per sample and the share of padding. Both are 0 if the sampler does not know the lengths.
@@ -225,27 +236,26 @@ class GlobalBatchSampler(DistributedSampler):
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         """Yield the micro-batches of this rank from position `start` of the epoch on, including padding."""
         order = self.epoch_order(epoch)
-        size = self.batch_size
-        for first in range(start, len(order), self.global_batch_size):
-            entries = order[first : first + self.global_batch_size]
-            count = math.ceil(len(entries) / size)
-            numbers = self.assignment.micro_batch_numbers(self.rank, count)
+        for begin in range(start, len(order), self.global_batch_size):
+            global_batch = order[begin : begin + self.global_batch_size]
+            count = math.ceil(len(global_batch) / self.batch_size)
+            own_numbers = self.assignment.micro_batch_numbers(self.rank, count)
+            passes = max(1, len(own_numbers))  # DDP needs a backward pass of every rank
             if self.assignment.is_padded:
                 passes = math.ceil(count / self.num_replicas)
-            else:
-                passes = max(1, len(numbers))
-            padding_number = numbers[0] if numbers else 0
+            repeated_number = own_numbers[0] if own_numbers else 0
             for k in range(passes):
-                is_padding = k >= len(numbers)
-                number = padding_number if is_padding else numbers[k]
+                is_padding = k >= len(own_numbers)
+                number = repeated_number if is_padding else own_numbers[k]
+                first = number * self.batch_size
                 yield MicroBatch(
                     epoch=epoch,
                     number=number,
-                    indices=entries[number * size :][:size].tolist(),
+                    indices=global_batch[first : first + self.batch_size].tolist(),
                     is_padding=is_padding,
                     is_last=k == passes - 1,
-                    count=count,
-                    samples=len(entries),
+                    micro_batches_in_step=count,
+                    samples_in_step=len(global_batch),
                 )
 
     def __iter__(self) -> Iterator[int]:

@@ -1,4 +1,7 @@
-"""Decisions that all ranks make together in training: to stop or to save. A vote is read a few steps after it began."""
+"""Decisions that all ranks make together in training: to stop or to save.
+
+A vote is read a few steps after it began, so that no rank waits for it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch.distributed as dist
 
 SECONDS_BETWEEN_VOTES = 0.25
 MAX_STEPS_BETWEEN_VOTES = 32
-RANKS_PER_INTERVAL = 1024  # more ranks vote less often: gloo passes a vote from rank to rank, around all of them
+RANKS_PER_INTERVAL = 1024  # more ranks vote less often, since gloo passes a vote from rank to rank around a ring
 
 
 class Vote(NamedTuple):
@@ -22,18 +25,17 @@ class Vote(NamedTuple):
 
 
 class Stopped(Exception):
-    """The ranks have agreed to stop. All of them raise this exception at the same step of training or evaluation."""
+    """The ranks have agreed to stop. All of them raise this at the same step, and `train.run_training` catches it."""
 
 
 class Consensus:
-    """The ranks agree by one small all-reduce, which starts at one step and is read a few steps later.
+    """Lets the ranks agree by one small all-reduce, which starts at one step and is read a few steps later.
 
-    So ranks rarely wait for each other. The number of steps is the same on all ranks (the maximum of theirs); about
-    0.25 s pass between votes, or 0.25 s per 1024 ranks. `vote_and_wait` waits for the slowest rank. Both
-    `vote_and_wait` and `step` raise Stopped.
+    About 0.25 s pass between votes, or 0.25 s per 1024 ranks. Each vote also agrees on the number of steps until the
+    next one: the maximum of what the ranks propose. So all ranks vote at the same steps.
 
     Args:
-        vote: returns this rank's vote; called repeatedly until its request is met.
+        vote: returns what this rank wants. It has to ask again until its request is met.
         group: the control group, a gloo group.
     """
 
@@ -50,10 +52,12 @@ class Consensus:
         self._pending_votes: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def step(self) -> bool:
-        """Count a step, and read or start a vote if one is due. All ranks call it in each step, also of an evaluation.
+        """Count a step. If a vote is due, read the earlier vote and start another one.
+
+        All ranks call this in each step of training and of an evaluation.
 
         Returns:
-            Whether to save, by an earlier vote. It is the same on all ranks.
+            Whether the earlier vote asks for a save. The answer is the same on all ranks.
 
         Raises:
             Stopped: if the ranks have agreed to stop.
@@ -65,34 +69,38 @@ class Consensus:
         seconds_per_step = (now - self._vote_started_at) / self._steps_since_vote
         self._vote_started_at = now
         self._steps_since_vote = 0
-        is_save_due = self._read_votes()
-        steps = min(MAX_STEPS_BETWEEN_VOTES, SECONDS_BETWEEN_VOTES / max(seconds_per_step, 1e-6))
-        steps_between_votes = max(1, int(self._interval_factor * steps))
-        self._start_vote(steps_between_votes)
+        is_save_due = self._finish_vote()
+        proposed_steps = self._propose_steps_between_votes(seconds_per_step)
+        self._start_vote(proposed_steps)
         return is_save_due
 
     def vote_and_wait(self) -> None:
-        """Drop the vote under way, vote again and wait for all ranks.
+        """Finish the vote under way, vote again, and wait for all ranks.
 
-        Only a request to stop is acted on: a save that is due stays due.
+        Requests to save are ignored here. They stay due, and a later vote repeats them.
 
         Raises:
             Stopped: if the ranks have agreed to stop.
         """
-        self._read_votes()
+        self._finish_vote()
         self._start_vote(steps_between_votes=1)
-        self._read_votes()
+        self._finish_vote()
         self._reset()
 
+    def _propose_steps_between_votes(self, seconds_per_step: float) -> int:
+        steps = min(MAX_STEPS_BETWEEN_VOTES, SECONDS_BETWEEN_VOTES / max(seconds_per_step, 1e-6))
+        return max(1, int(self._interval_factor * steps))
+
     def _start_vote(self, steps_between_votes: int) -> None:
-        votes = torch.tensor([*self._vote(), steps_between_votes])
-        is_single = dist.get_world_size(self._group) == 1
+        wish = self._vote()
+        votes = torch.tensor([wish.stop, wish.save, steps_between_votes], dtype=torch.int64)
         work = None
-        if not is_single:
+        if dist.get_world_size(self._group) > 1:
             work = dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._pending_votes = (votes, work)
 
-    def _read_votes(self) -> bool:
+    def _finish_vote(self) -> bool:
+        """Wait for the vote under way, and adopt the number of steps that it agreed on. Returns whether to save."""
         if self._pending_votes is None:
             return False
         votes, work = self._pending_votes

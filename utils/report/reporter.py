@@ -139,7 +139,7 @@ class Reporter:
         position: dict[str, Any] = {"epoch": progress.epoch_number, "step": progress.step, "lr": lr}
         if any(group_lr != lr for group_lr in state.learning_rates):
             position["lr_of_groups"] = state.learning_rates
-        # since the last record, also those of an earlier attempt
+        # the steps since the last record count, also those of an earlier attempt
         steps_since_record = progress.step % self._config.log_interval
         if steps_since_record == 0:
             steps_since_record = self._config.log_interval

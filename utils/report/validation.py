@@ -96,7 +96,7 @@ class Validation:
         progress = state.progress
         best = load_best_checkpoint(self.attempt.run, state, self.attempt.ctx)
         if best:
-            contexts = state.load_evaluated_weights(best)
+            contexts = state.saved_weight_contexts(best)
             progress = Progress.from_payload(best)
         state.notify_progress(progress)
         chosen = {kind: contexts.get(kind, contexts["model"])}

@@ -105,7 +105,7 @@ class Checkpoints:
             latest_checkpoint=run.resume_path,
         )
 
-        self._saved_step = _find_resumed_step(attempt, state)  # whose checkpoint was saved last
+        self._saved_step = _find_resumed_step(attempt, state)  # the step of the last save, also of an earlier attempt
         self._best_link = BestLink.NONE
         self._is_save_postponed = False  # by the write of this rank
         self._has_warned_of_buffers = False

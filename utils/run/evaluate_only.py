@@ -91,7 +91,7 @@ def _evaluate(
     records: list[dict[str, Any]] = []
     for split, dataset in sets.held_out.items():
         began = time.perf_counter()
-        weights = state.load_evaluated_weights(payload)
+        weights = state.saved_weight_contexts(payload)
         loader = on_all_ranks(partial(create_evaluation_dataloader, dataset, config, ctx), ctx)
         with closing(loader):
             split_records = evaluation.evaluate_all_weights(split, loader, weights=weights, progress=progress)
@@ -99,7 +99,7 @@ def _evaluate(
         log_epoch_summary(logger, split_records, seconds, is_best=False)
         records += split_records
 
-    kind = list(state.load_evaluated_weights(payload))[-1]
+    kind = list(state.saved_weight_contexts(payload))[-1]
     outcome: dict[str, Any] = {
         "checkpoint": config.init_from or str(path),
         "data_dir": config.data_dir,

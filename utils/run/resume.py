@@ -122,8 +122,7 @@ def resume_run(
     Args:
         provenance: content of provenance.json.
         file_listing: of the training set's files.
-        metric_and_sign: the metric that selects the best checkpoint, and its sign, as `choose_best_metric` returns
-        them.
+        metric_and_sign: the metric that selects the best checkpoint, and its sign, of `choose_best_metric`.
 
     Returns:
         The allowed differences from the checkpoint's config.
@@ -186,11 +185,19 @@ def resume_run(
 
 
 def load_checkpoint(path: Path, ctx: DistributedContext, sharded: dict[str, Tensor] | None = None) -> dict[str, Any]:
-    """Load the checkpoint on every rank. The ranks of a node verify it together; if it is damaged or differs, all raise
-    UserError.
+    """Load the checkpoint on every rank. The ranks of a node verify it together. Collective.
 
-    sharded: of a sharded model (`TrainState.sharded_parameters`): only this rank's shards of these tensors are read.
+    Args:
+        sharded: of a sharded model (`TrainState.sharded_parameters`): only this rank's shards of these tensors are
+            read.
+
+    Returns:
+        The payload of the checkpoint.
+
+    Raises:
+        UserError: on all ranks, if the checkpoint is damaged or ranks see different files.
     """
+    # the ranks that see the same file verify it together
     file_id: list[Any] = [ctx.host]
     if path.exists():
         file_status = path.stat()

@@ -1,5 +1,7 @@
-"""The state in a checkpoint: model, averaged weights, optimizer, scaler and progress. The schedule and random streams
-are not in it, since both are functions of the optimizer step."""
+"""One optimizer step, and what survives a restart: weights, their average, optimizer, scaler and progress.
+
+The learning rate and the random numbers are functions of the step, so a checkpoint does not hold them.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,15 @@ from utils.training.updater import Updater
 
 
 class TrainState:
-    """The training state: the model, the optimizer, the schedule and the sums of a step.
+    """The objects that an optimizer step works on: the model, the optimizer, the schedule and the sums of a step.
+
+    After the backward passes, `.grad` is the gradient of the loss summed over the global batch, times 2^-loss_shift.
+    The factor brings it near the gradient of the mean loss, and as a power of two it rounds nothing. The update divides
+    by the count of the loss, times 2^-loss_shift.
 
     Args:
-        model: not wrapped in DDP.
-        strategy: None for one rank.
+        model: the model, which is not wrapped in DDP.
+        strategy: how the ranks combine their gradients. None stands for a single rank.
 
     Raises:
         UserError: if the model or the parameter groups cannot be trained.
@@ -55,16 +61,14 @@ class TrainState:
             single_rank = DistributedContext(rank=0, local_rank=0, world_size=1, device=device)
             strategy = GradientStrategy(config, single_rank)
         self._config = config
-        # `create_parts` fills the list, once the model has the buffers that `step_sums` puts there
+        # `create_parts` fills the list later. Parts may copy the model, and `step_sums` replaces its BatchNorm buffers.
         self.parts: list[Part] = []
         self.strategy = strategy
         self.model = model
         self.precision = precision
         self.schedule = Schedule(config, hooks.lr_factor)
         self.step_sums = StepSums(model, strategy.create_rank_sum())
-        for name, module in model.named_modules():
-            if getattr(module, "sparse", None) is True:
-                raise UserError(f"model: {name} has sparse gradients, which are not supported; set sparse=False")
+        _check_no_sparse_gradients(model)
         self.updater = Updater(
             model=model,
             hooks=hooks,
@@ -74,9 +78,10 @@ class TrainState:
             device=device,
         )
         self.log_window = LogWindow(device, self.updater.scaler, self.parts)
-        self.lr_factor = 0.0  # of the schedule, at the last step taken; the largest if groups have their own
-        self._loss_scale = torch.ones((), device=device)  # the gradient at which a backward pass begins
-        self._first_loss_count = 1.0
+        self.lr_factor = 0.0  # the schedule's factor in the last step, for the log; the largest one of the groups
+        # A backward pass begins with this gradient of the summed loss: DDP divides by the ranks, which it undoes.
+        self._backward_start = torch.ones((), device=device)
+        self._first_loss_count = 1.0  # the count of the loss in the first example batch, which decides the loss shift
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -95,37 +100,42 @@ class TrainState:
         return self.schedule.progress
 
     def allocate_metrics(self, metrics: Metrics) -> None:
-        """Allocate space for the metrics that compute_loss returned for a first batch. Call before the first step.
+        """Allocate the sums of a step for the metrics of the first example batch, before the first step.
+
+        Called again with the metrics of a later example batch, it compares them with the first ones.
+
+        Args:
+            metrics: what compute_loss returned.
 
         Raises:
-            UserError: if the metrics of a later batch have other names or shapes.
+            UserError: if the metrics of a later example batch have other names or shapes.
         """
-        metrics = self.after_forward(metrics, number=0)
+        summed = self.after_forward(metrics, number=0)
         if self.step_sums.metrics.shapes:
-            self.step_sums.metrics.update(metrics)
+            self.step_sums.metrics.update(summed)
             self.step_sums.metrics.values.zero_()
             return
-        self.step_sums.allocate(metrics)
-        # these two follow the metrics, since `commit` adds the metrics to the first entries of the log window
-        entries_of_steps = {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)}
-        self.log_window.allocate(metrics | entries_of_steps)
-        self._first_loss_count = float(metrics["loss"][1])
+        self.step_sums.allocate(summed)
+        # the entries of the step come last, because `StepSums.commit` adds the metrics to the leading entries
+        step_entries = {"grad_norm": (0.0, 0), "skipped_steps": (0.0, 0)}
+        self.log_window.allocate(summed | step_entries)
+        self._first_loss_count = float(summed["loss"][1])
 
     def plan_schedule(self, sampler: GlobalBatchSampler) -> None:
         """Plan the schedule of the whole run, which continues from `progress`."""
         progress = self.progress
-        if progress.loss_shift < 0:
+        if progress.loss_shift < 0:  # a fresh run; a resumed one keeps its shift
             count = max(1.0, self._first_loss_count) * sampler.micro_batches_per_step
             progress.loss_shift = round(math.log2(count))
-        # the shift changes no bit of the gradients; `gradient_divisor` is 1 for exact sums
-        self._loss_scale.fill_(self.strategy.gradient_divisor * 2.0**-progress.loss_shift)
+        # `gradient_divisor` is what the strategy divides the sum over ranks by: the ranks for DDP, 1 for exact sums
+        self._backward_start.fill_(self.strategy.gradient_divisor * 2.0**-progress.loss_shift)
         self.schedule.plan(sampler)
 
     def notify_progress(self, progress: Progress, total_steps: int = 0) -> None:
-        """Let the parts see this progress before a step or an evaluation.
+        """Show this progress to the parts before a step or an evaluation.
 
         Args:
-            total_steps: 0 for those of the run.
+            total_steps: the optimizer steps of the run. 0 stands for those of the schedule.
         """
         if total_steps == 0:
             total_steps = self.schedule.total_steps
@@ -133,11 +143,14 @@ class TrainState:
             part.see_progress(progress, total_steps)
 
     def after_forward(self, metrics: Metrics, number: int) -> Metrics:
-        """Return the metrics of a training micro-batch as the parts change them, and as the step sums them.
+        """Let the parts change the metrics of a training micro-batch.
 
         Args:
             metrics: what compute_loss returned.
             number: the number of the micro-batch in its global batch.
+
+        Returns:
+            The metrics that the step sums.
         """
         for part in self.parts:
             metrics = part.after_forward(metrics, number)
@@ -195,15 +208,16 @@ class TrainState:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def backward(self, loss: torch.Tensor, is_padding: bool) -> None:
-        """Run the backward pass of the summed loss, with a gradient of about the size of that of the mean loss.
+        """Run the backward pass of a micro-batch.
 
         Args:
-            loss: the sum over the micro-batch, 0-dimensional.
-            is_padding: the gradient is 0.
+            loss: the loss summed over the micro-batch, 0-dimensional.
+            is_padding: whether the gradient is 0, since another rank computes this micro-batch.
         """
-        scale = self.updater.zero if is_padding else self._loss_scale
-        self.scaler.scale(loss).backward(scale)
-        self.step_sums.running_stats.discard()
+        start = self.updater.zero if is_padding else self._backward_start
+        scaled_loss = self.scaler.scale(loss)  # float16's scale; otherwise the loss itself
+        scaled_loss.backward(start)
+        self.step_sums.running_stats.discard()  # here, since activation checkpointing has run forward passes again
 
     def update_if_finite(self, samples: int) -> None:
         """Divide and clip the gradient, update the weights, and let the parts follow (weight averaging).
@@ -211,10 +225,10 @@ class TrainState:
         All of this is skipped on the device if the loss or the gradient is not finite.
 
         Args:
-            samples: of all ranks in the global batch.
+            samples: the number of samples in the global batch.
         """
         self._set_lr()
-        self.step_sums.wait()
+        self.step_sums.wait()  # for the all-reduce of the loss, its count and BatchNorm's statistics
         with torch.no_grad():
             for part in self.parts:
                 part.before_update(self.model, self.step_sums.metrics)
@@ -232,7 +246,7 @@ class TrainState:
             samples=samples,
         )
         if self.scaler.is_enabled():
-            # float16 skips steps in the search for its scale, and the loss of these steps counts
+            # float16 skips steps in the search for its scale, and the losses of these steps are valid: they are logged
             self.log_window.record_step(record, norm, divisor, loss=loss)
             is_loss_finite = loss.isfinite()
         else:
@@ -253,15 +267,16 @@ class TrainState:
         """Count a step in the progress, also if it was skipped.
 
         Args:
-            samples: of all ranks in the global batch.
+            samples: the number of samples in the global batch.
         """
         self.progress.step += 1
         self.progress.samples_in_epoch += samples
         self.progress.samples_seen += samples
 
     def read_skipped_steps(self) -> list[StepRecord]:
-        """Count in the progress the steps that were skipped since the last read, and add the norms of the gradients to
-        `log_window`. Call it before `state_dict`. Waits for the device.
+        """Wait for the device, and count the steps that were skipped since the last read in the progress.
+
+        Call it before `state_dict`. It also adds the norms of the gradients to `log_window`.
 
         Returns:
             The skipped steps, the same on all ranks.
@@ -274,10 +289,10 @@ class TrainState:
     def state_dict(self) -> dict[str, Any]:
         """Return the training state for a checkpoint. Tensors are not copied."""
         progress = dataclasses.asdict(self.progress)
-        progress["interval"] = self.log_window.state()
+        progress["interval"] = self.log_window.state()  # the key is an earlier name of the log window
         state = {
             "model": self.model.state_dict(),
-            "ema": {},  # weights beside those of the model
+            "ema": {},  # the part that averages weights fills it
             **self.updater.state_dict(),
             "progress": progress,
         }
@@ -286,14 +301,14 @@ class TrainState:
         return state
 
     def load_state_dict(self, payload: dict[str, Any]) -> None:
-        """Load the state of a checkpoint; learning rate, decay and the like are those of the config.
+        """Load the state of a checkpoint. Hyperparameters come from the config, not from the checkpoint.
 
         Raises:
             UserError: if something does not fit, with its name. The state may be partially loaded by then.
         """
         try:
             self._load(payload)
-        except UserError:
+        except UserError:  # a ValueError with a message of its own
             raise
         except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             if is_out_of_memory(error):
@@ -326,7 +341,7 @@ class TrainState:
         """Load the weights of a checkpoint into the model.
 
         Args:
-            kind: "model", "ema" for the averaged weights, or a name from a part's `weights`.
+            kind: "model", "ema" for the averaged weights, or a name from the `weights` of a part.
 
         Raises:
             UserError: if the weights do not fit the model.
@@ -342,23 +357,25 @@ class TrainState:
                 local_weights[name] = shard_like(value, sharded.get(name))
             self.model.load_state_dict(local_weights)
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             raise UserError(f"the checkpoint's model does not fit ({error}); give the model it was made with") from None
         self.step_sums.running_stats.read_buffers()
 
     def weight_contexts(self) -> dict[str, AbstractContextManager]:
-        """Return the weights to evaluate, each with the context in which the model has them.
+        """Return a context for each kind of weights to evaluate, in which the model has these weights.
 
-        The last ones select the best checkpoint.
+        The last kind selects the best checkpoint.
         """
         contexts: dict[str, AbstractContextManager] = {"model": nullcontext()}
         for part in self.parts:
             contexts |= part.weights()
         return contexts
 
-    def load_evaluated_weights(self, payload: dict[str, Any]) -> dict[str, AbstractContextManager]:
-        """Return the weights in a checkpoint that are to be evaluated, each with the context that loads them.
+    def saved_weight_contexts(self, payload: dict[str, Any]) -> dict[str, AbstractContextManager]:
+        """Return a context for each kind of weights in a checkpoint that is to be evaluated.
 
-        A context replaces the weights of the model for good.
+        Entering a context loads the weights into the model. Leaving it does not bring the earlier ones back.
 
         Args:
             payload: the content of the checkpoint. If it is empty, the model is evaluated as it is.
@@ -379,9 +396,16 @@ class TrainState:
         yield
 
     def sharded_parameters(self) -> dict[str, torch.Tensor]:
-        """Return the sharded parameters by name."""
+        """Return the sharded tensors of the model by name."""
         sharded = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if is_sharded(tensor):
                 sharded[name] = tensor
         return sharded
+
+
+def _check_no_sparse_gradients(model: nn.Module) -> None:
+    """Raise UserError if a layer has sparse gradients (nn.Embedding with sparse=True)."""
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", None) is True:
+            raise UserError(f"model: {name} has sparse gradients, which are not supported; set sparse=False")

@@ -58,7 +58,7 @@ class StepSums:
         Args:
             micro_batch: the last one of this rank in the step, after its forward pass.
         """
-        self._work = self._rank_sum.start_all_reduce(self.metrics.values, micro_batch.count)
+        self._work = self._rank_sum.start_all_reduce(self.metrics.values, micro_batch.micro_batches_in_step)
 
     def wait(self) -> None:
         """Wait for the all-reduce. What follows on the device sees the sums of all ranks."""

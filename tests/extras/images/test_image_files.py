@@ -134,7 +134,7 @@ def test_listing_reads_each_folder_once_and_stats_no_file_by_its_path(tmp_path, 
 
 def sample(data, index, epoch=0, seed=5):
     """Pixels of a sample, as a loader's worker fetches it."""
-    micro_batch = MicroBatch(epoch, 0, [index], is_padding=False, is_last=True, count=1)
+    micro_batch = MicroBatch(epoch, 0, [index], is_padding=False, is_last=True, micro_batches_in_step=1)
     return Fetcher(data, False, seed).__getitems__(micro_batch)[1][0][0]
 
 

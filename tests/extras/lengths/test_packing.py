@@ -133,7 +133,9 @@ def check_step(step, by_rank, lengths, is_padded, way):
     """The ranks compute the micro-batches of a step, each once, and equally many."""
     computed = [m for own in by_rank for m in own if not m.is_padding]
     assert {m.number: m.indices for m in computed} == dict(enumerate(step)) and len(computed) == len(step)
-    assert {(m.samples, m.count) for own in by_rank for m in own} == {(sum(map(len, step)), len(step))}
+    assert {(m.samples_in_step, m.micro_batches_in_step) for own in by_rank for m in own} == {
+        (sum(map(len, step)), len(step))
+    }
     smallest = min(padded(batch, lengths) for batch in step)
     assert all(padded(m.indices, lengths) == smallest for own in by_rank for m in own if m.is_padding)
     many = [len(own) for own in by_rank]

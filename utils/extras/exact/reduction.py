@@ -100,10 +100,12 @@ class ExactDDPModel(DDPModel):
                 yield
             self._tree_sum.add(micro_batch.number, self._take_gradients())
             return
-        self._micro_batch_count = micro_batch.count
+        self._micro_batch_count = micro_batch.micro_batches_in_step
         self._subtrees, self._inner_sums = (
             [dict(zip(self._trainable_names, gradients, strict=True)) for gradients in gradient_lists]
-            for gradient_lists in self._tree_sum.pop_for_last_leaf(micro_batch.number, micro_batch.count)
+            for gradient_lists in self._tree_sum.pop_for_last_leaf(
+                micro_batch.number, micro_batch.micro_batches_in_step
+            )
         )
         yield
         self._subtrees, self._inner_sums = [], []

@@ -200,25 +200,33 @@ class BudgetSampler(GlobalBatchSampler):
 
     def micro_batches(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         packed = self.pack_epoch(epoch)
-        for first in range(packed.find_micro_batch(start), len(packed.max_lengths), self.micro_batches_per_step):
-            sizes = [
-                *map(
-                    packed.count_padded_tokens,
-                    range(len(packed.max_lengths))[first : first + self.micro_batches_per_step],
-                )
-            ]
-            begins, count = packed.starts[first : first + len(sizes) + 1], len(sizes)
+        end = len(packed.max_lengths)
+        for first in range(packed.find_micro_batch(start), end, self.micro_batches_per_step):
+            last = min(end, first + self.micro_batches_per_step)
+            count = last - first
+            sizes = [packed.count_padded_tokens(number) for number in range(first, last)]
+            begins = packed.starts[first : last + 1]
             is_free = type(self.assignment) is Assignment  # else consecutive ones, along which exact sums are formed
             if is_free:
-                numbers: Sequence[int] = assign_micro_batches(self.rank, self.num_replicas, sizes)
+                own_numbers: Sequence[int] = assign_micro_batches(self.rank, self.num_replicas, sizes)
             else:
-                numbers = self.assignment.micro_batch_numbers(self.rank, count)
-            passes = math.ceil(count / self.num_replicas) if self.assignment.is_padded else max(1, len(numbers))
+                own_numbers = self.assignment.micro_batch_numbers(self.rank, count)
+            passes = max(1, len(own_numbers))  # DDP needs a backward pass of every rank
+            if self.assignment.is_padded:
+                passes = math.ceil(count / self.num_replicas)
+            smallest_number = sizes.index(min(sizes))
             for k in range(passes):
-                is_padding = k >= len(numbers)
-                number = sizes.index(min(sizes)) if is_padding else numbers[k]
-                indices = packed.order[begins[number] : begins[number + 1]].tolist()
-                yield MicroBatch(epoch, number, indices, is_padding, k == passes - 1, count, begins[-1] - begins[0])
+                is_padding = k >= len(own_numbers)
+                number = smallest_number if is_padding else own_numbers[k]
+                yield MicroBatch(
+                    epoch=epoch,
+                    number=number,
+                    indices=packed.order[begins[number] : begins[number + 1]].tolist(),
+                    is_padding=is_padding,
+                    is_last=k == passes - 1,
+                    micro_batches_in_step=count,
+                    samples_in_step=begins[-1] - begins[0],
+                )
 
 
 def assign_micro_batches(rank: int, world_size: int, sizes: Sequence[int]) -> list[int]:

@@ -63,7 +63,7 @@ def sample_fingerprints(dataset: MapDataset, seed: int) -> list[SampleFingerprin
     for position in order:
         if fingerprints and time.monotonic() > ends:
             break
-        batch = MicroBatch(0, 0, [position * size // count], is_padding=False, is_last=True, count=1)
+        batch = MicroBatch(0, 0, [position * size // count], is_padding=False, is_last=True, micro_batches_in_step=1)
         try:
             first_fingerprint, second_fingerprint = (
                 fingerprint_of_sample(fetcher.__getitems__(batch)[1]) for _ in range(2)

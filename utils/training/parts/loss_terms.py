@@ -173,7 +173,7 @@ class LossTerms(Part):
             fetched.append(micro_batch)
             if micro_batch.is_last:
                 # rows of other ranks are 0, so the sum rounds nothing: the same bits on any number of ranks
-                counts = torch.zeros(micro_batch.count, len(self._means.names), **self._tensor_options)
+                counts = torch.zeros(micro_batch.micro_batches_in_step, len(self._means.names), **self._tensor_options)
                 for fetched_batch in fetched:
                     if not fetched_batch.is_padding:
                         counts[fetched_batch.number] = self.count_terms(fetched_batch.batch)
