@@ -401,7 +401,11 @@ def save(recorder, state, attempt):
     attempt = SimpleNamespace(run=run, **vars(attempt))
     checkpoints = Checkpoints(attempt, state, {}, before_save=lambda: None)
     recorder.take()
-    with mock.patch.object(checkpoints._snapshot._thread, "submit", lambda function, **values: function(**values)):
+
+    def call(function, **options):
+        return function(**options)
+
+    with mock.patch.object(checkpoints._snapshot._thread, "submit", call):
         checkpoints._snapshot.start()
     return recorder.take()
 

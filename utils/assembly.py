@@ -58,12 +58,12 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
     attempt.run.status.mark_running()  # from here on status.json says "running"
 
     sets = load_data(data, attempt.config, ctx)
-    config = sets.config  # in which the data have resolved `auto` fields
+    config = sets.config  # the data have resolved its `auto` fields
     attempt = replace(attempt, config=config)
     hooks = ModelHooks.from_module(model_module, config, ctx.device)
     is_resumed = bool(attempt.run.resume_path)
     create_state = partial(create_train_state, hooks, config, ctx=ctx, is_resumed=is_resumed, train_set=sets.train)
-    state = on_all_ranks(create_state, ctx)
+    state = on_all_ranks(create_state, ctx)  # if it fails on one rank, all ranks raise that error
 
     train_set = sets.train
     held_out = sets.held_out
@@ -94,7 +94,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
     attempt.resources.callback(checkpoints.close)
     reporter.start(held_out_loaders, differences)
     for part in state.parts:
-        attempt.resources.callback(part.close)
+        attempt.resources.callback(part.close)  # after a failure; a run that ends normally has closed them before
         part.start()
 
     def vote() -> Vote:

@@ -1,4 +1,4 @@
-"""Tracks the phase, optimizer step and time per phase of this process."""
+"""The phase and the optimizer step of this process, and the time in each phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_HOOK = "-"
 
 
 class PhaseClock:
-    """The phase and step of this rank's loop, and the seconds spent in each phase.
+    """Tracks the phase and step of this rank's loop, and the seconds spent in each phase.
 
     Args:
         device: if it is an accelerator, forward passes are timed on the device.
@@ -25,17 +25,24 @@ class PhaseClock:
     def __init__(self, device: torch.device | None = None) -> None:
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._seconds_at_last_take = dict.fromkeys(PHASES, 0.0)
-        self.progress_count = self.step = 0
+        self.progress_count = 0
+        self.step = 0
         self.step_durations: deque[float] = deque(maxlen=MAX_STEP_DURATIONS)  # seconds of the latest steps
-        self.phase, self._counted_until, self._step_started_at = "start", time.perf_counter(), 0.0
+        self.phase = "start"
         self.hook = NO_HOOK  # of model.py, in which an evaluation is
-        self._events: list[tuple[str, torch.Event]] | None = [] if device and device.type != "cpu" else None
+        self._counted_until = time.perf_counter()
+        self._step_started_at = 0.0
+        self._events: list[tuple[str, torch.Event]] | None = None  # where phases begin on an accelerator
+        if device and device.type != "cpu":
+            self._events = []
         self.enter_phase("start")
 
     @property
     def last_completed_step(self) -> int:
-        """The last optimizer step that is complete. Within a step it is the one before."""
-        return self.step - (self.phase in STEP_PHASES)
+        """Return the last optimizer step that is complete. Within a step it is the one before."""
+        if self.phase in STEP_PHASES:
+            return self.step - 1
+        return self.step
 
     def enter_hook(self, hook: str) -> None:
         """Show that the evaluation is in this function of model.py, until a phase is entered."""
@@ -45,20 +52,23 @@ class PhaseClock:
     def enter_phase(self, phase: str) -> None:
         """Enter a phase."""
         self._count_time()
-        self.phase, self.hook = phase, NO_HOOK
+        self.phase = phase
+        self.hook = NO_HOOK
         self.progress_count += 1
         if phase in ("forward", "backward"):
             self._record_device_event(phase)
 
     def begin_step(self, step: int) -> None:
         """Begin optimizer step `step` (from 1), in the data phase."""
-        now = self._count_time()  # belongs to the previous step
+        now = self._count_time()  # the time up to now belongs to the previous step
         if self._step_started_at:
             self.step_durations.append(now - self._step_started_at)
         else:
             self._record_device_event("update")
         self._step_started_at = now
-        self.step, self.phase, self.progress_count = step, "data", self.progress_count + 1
+        self.step = step
+        self.phase = "data"
+        self.progress_count += 1
 
     def pause_steps(self) -> None:
         """Leave the training steps, for an evaluation or the end of an epoch."""
@@ -66,20 +76,29 @@ class PhaseClock:
         self._record_device_event("pause")
 
     def seconds_by_phase(self) -> dict[str, float]:
-        """The seconds so far in each phase."""
+        """Return the seconds so far in each phase."""
         self._count_time()
         return dict(self._seconds)
 
     def take_step_times(self) -> Callable[[], tuple[float, float, float]]:
-        """The seconds of this rank since the last call in training steps, in waits for data and in forward passes, as a
-        function. Those of an accelerator are its own, and the function waits until it has reached this call."""
-        spent, before = self.seconds_by_phase(), self._seconds_at_last_take
+        """Return a function that returns the seconds of this rank since the last call.
+
+        The seconds of an accelerator are its own, and the function waits until the accelerator has reached this call.
+
+        Returns:
+            A function without arguments. It returns the seconds in training steps, in waits for data and in forward
+            passes.
+        """
+        spent = self.seconds_by_phase()
+        before = self._seconds_at_last_take
         self._seconds_at_last_take = spent
-        data, forward, *other_phases = (spent[phase] - before[phase] for phase in STEP_PHASES)
+        data, forward, *other_phases = [spent[phase] - before[phase] for phase in STEP_PHASES]
         if self._events is None:
-            return lambda: (data + forward + sum(other_phases), data, forward)
+            host_times = (data + forward + sum(other_phases), data, forward)
+            return lambda: host_times
         self._record_device_event("update")
-        events, self._events = self._events, self._events[-1:]  # which is where the next log window begins
+        events = self._events
+        self._events = events[-1:]  # the next log window begins there
 
         def read_device_times() -> tuple[float, float, float]:
             events[-1][1].synchronize()
@@ -97,7 +116,8 @@ class PhaseClock:
 
     def _count_time(self) -> float:
         """Count the time up to now for the current phase. Returns the time."""
-        before, self._counted_until = self._counted_until, time.perf_counter()
+        before = self._counted_until
+        self._counted_until = time.perf_counter()
         self._seconds[self.phase] += self._counted_until - before
         return self._counted_until
 
@@ -109,6 +129,6 @@ class PhaseClock:
             self._events.append((phase, event))
 
     def close(self) -> None:
-        """Call when this rank has finished, or has reported its failure."""
+        """Enter the phase "end". Call this when the rank has finished, or has reported its failure."""
         self.enter_phase("end")
         self._events = None

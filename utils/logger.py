@@ -84,9 +84,10 @@ class _FileHandler(logging.Handler):
 
 
 def setup_logger(rank: int, file: Path | None = None) -> logging.Logger:
-    """The logger of this rank. On the terminal, rank 0 logs from INFO up, the others only warnings, with their rank.
+    """Return the logger of this rank. On the terminal, rank 0 logs from INFO up, the others only warnings.
 
-    file: lines are appended to it: on rank 0 all of them, on the others warnings and tracebacks. None: no file.
+    Args:
+        file: a file to which lines are appended: on rank 0 all of them, on the others warnings and tracebacks.
     """
     logger = logging.getLogger(LOGGER_NAME)
     logger.setLevel(logging.DEBUG)
@@ -206,14 +207,14 @@ def show_progress_bar(logger: logging.Logger, step: int, total_steps: int, label
 
 
 def error_text(error: BaseException) -> str:
-    """The message of an error, and its notes."""
+    """Return the message of an error, and its notes."""
     parts = [str(error).strip(), *getattr(error, "__notes__", [])]
     message = "; ".join(part for part in parts if part)
     return message or type(error).__name__
 
 
 def format_count(items: Any, noun: str) -> str:
-    """A number and its noun: 1 node, 2 nodes."""
+    """Return a number and its noun: 1 node, 2 nodes."""
     number = items if isinstance(items, int) else len(items)
     if number != 1:
         noun += "s"
@@ -221,7 +222,7 @@ def format_count(items: Any, noun: str) -> str:
 
 
 def format_value(value: float | str | None) -> str:
-    """A number with four decimals. Text stays as it is, and None is "not finite"."""
+    """Return a number with four decimals. Text stays as it is, and None is "not finite"."""
     if isinstance(value, str):
         return value
     if value is None:

@@ -22,63 +22,91 @@ METRICS_EXAMPLE = '{"loss": (loss_sum, len(labels)), "accuracy": (correct, len(l
 
 @dataclass(frozen=True)
 class TermMeans:
-    """What is reported of a loss of several terms: the sum of their quotients, and each of them as loss/name.
+    """Computes what is reported of a loss of several terms: the sum of their quotients, and each of them as loss/name.
 
-    It is the third entry of such a loss, whose sum and count are tensors [terms].
+    An object of this class is the third entry of such a loss, whose sum and count are tensors [terms].
     """
 
     names: tuple[str, ...]
 
     def __call__(self, total: Tensor, count: Tensor) -> dict[str, float]:
-        """A term that counted nothing adds nothing, and is NaN by itself."""
+        """Return the means by name. A term that counted nothing adds nothing to the loss, and is NaN by itself."""
         quotients = torch.where(count == 0, total, total / count)  # a sum that is not finite stays so
-        loss = quotients.sum() if count.any() else torch.tensor(math.nan)
-        means = torch.where(count == 0, math.nan, quotients).tolist()
-        return {"loss": loss.item()} | {f"loss/{name}": value for name, value in zip(self.names, means, strict=True)}
+        means = {"loss": math.nan}
+        if count.any():
+            means["loss"] = quotients.sum().item()
+        term_means = torch.where(count == 0, math.nan, quotients).tolist()
+        for name, mean in zip(self.names, term_means, strict=True):
+            means[f"loss/{name}"] = mean
+        return means
 
 
 def is_metric_name(name: Any) -> bool:
-    """Whether a metric may have this name. It may have slashes, as "rewards/margin" has."""
+    """Return whether a metric may have this name. The name may have slashes, as "rewards/margin" has."""
     if not isinstance(name, str) or name in RESERVED_NAMES or name.startswith("loss/"):
         return False
-    return not {"", ".", ".."} & {*name.split("/")}  # trackers take the name for a path
+    return {"", ".", ".."}.isdisjoint(name.split("/"))  # trackers take the name for a path
 
 
 def check_metrics(metrics: Any) -> Metrics:
     """Check and return the output of compute_loss. Raises UserError if it is not a dict of sums and counts."""
-
-    def is_value(value: Any) -> bool:
-        return isinstance(value, Tensor) or (isinstance(value, int | float) and not isinstance(value, bool))
-
-    problem = ""
-    if not isinstance(metrics, dict):
-        problem = f"returned a {type(metrics).__name__}"
-    elif "loss" not in metrics:
-        problem = "returned no loss"
-    else:
-        for name, entry in metrics.items():
-            is_entry = isinstance(entry, tuple | list) and len(entry) in (2, 3) and all(map(is_value, entry[:2]))
-            if not is_metric_name(name):
-                problem = f"returned a metric named {name!r}, {INVALID_NAME_REASON}"
-            elif not is_entry or (len(entry) == 3 and not callable(entry[2])):
-                problem = f"returned no (sum, count) or (sum, count, function) for {name}"
-        if isinstance(metrics["loss"], dict):
-            problem = "returned a loss of several terms, for which model.py must define"
-            problem += " loss_counts(batch) -> {term: count}"
-        if not problem:
-            total, count, *transform = metrics["loss"]
-            counts, ndim = torch.as_tensor(count).reshape(-1).tolist(), 0
-            if any(isinstance(function, TermMeans) for function in transform):
-                ndim = 1
-            if not isinstance(total, Tensor) or total.ndim != ndim or not total.is_floating_point():
-                problem = "returned a loss whose sum is not a 0-dimensional float tensor"
-            elif torch.as_tensor(count).ndim != ndim:
-                problem = "returned a loss whose count is not one number"
-            elif not all(math.isfinite(number) and number >= 0 for number in counts):
-                problem = f"returned a loss with a count of {', '.join(map(str, counts))}"
+    problem = _find_metrics_problem(metrics)
     if problem:
         raise UserError(f"model.compute_loss: {problem}; return sums and their counts, e.g. {METRICS_EXAMPLE}")
     return metrics
+
+
+def _find_metrics_problem(metrics: Any) -> str:
+    """Return what is wrong with the output of compute_loss, or "" if nothing is."""
+    if not isinstance(metrics, dict):
+        return f"returned a {type(metrics).__name__}"
+    if "loss" not in metrics:
+        return "returned no loss"
+    if isinstance(metrics["loss"], dict):
+        return "returned a loss of several terms, for which model.py must define loss_counts(batch) -> {term: count}"
+    problem = ""
+    for name, entry in metrics.items():
+        if not is_metric_name(name):
+            problem = f"returned a metric named {name!r}, {INVALID_NAME_REASON}"
+        elif not _is_metric_entry(entry):
+            problem = f"returned no (sum, count) or (sum, count, function) for {name}"
+    if problem:
+        return problem
+    total, count, *transform = metrics["loss"]
+    has_terms = len(transform) > 0 and isinstance(transform[0], TermMeans)
+    return _find_loss_problem(total, count, ndim=1 if has_terms else 0)
+
+
+def _is_metric_entry(entry: Any) -> bool:
+    """Return whether this is (sum, count) or (sum, count, function)."""
+    if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
+        return False
+    if len(entry) == 3 and not callable(entry[2]):
+        return False
+    return _is_number_or_tensor(entry[0]) and _is_number_or_tensor(entry[1])
+
+
+def _is_number_or_tensor(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, Tensor | int | float)
+
+
+def _find_loss_problem(total: Any, count: Any, ndim: int) -> str:
+    """Return what is wrong with the sum and the count of the loss, or "" if nothing is.
+
+    Args:
+        ndim: how many dimensions both must have.
+    """
+    if not isinstance(total, Tensor) or total.ndim != ndim or not total.is_floating_point():
+        return "returned a loss whose sum is not a 0-dimensional float tensor"
+    count = torch.as_tensor(count)
+    if count.ndim != ndim:
+        return "returned a loss whose count is not one number"
+    counts = count.reshape(-1).tolist()
+    if not all(math.isfinite(number) and number >= 0 for number in counts):
+        return f"returned a loss with a count of {', '.join(map(str, counts))}"
+    return ""
 
 
 class MetricTracker:
@@ -90,17 +118,19 @@ class MetricTracker:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
         self._transforms: dict[str, Callable[[Any], Any]] = {}
-        self._slices: dict[str, tuple[Tensor, Tensor]] = {}  # the sum and the count of each name: views of `values`
+        self._shapes: dict[str, tuple[torch.Size, torch.Size]] = {}  # of the sum and the count of each name
+        self._views: dict[str, tuple[Tensor, Tensor]] = {}  # the sum and the count of each name in `values`
+        self._size = 0  # of all sums and counts, which are the first numbers of `values`
         self.values = torch.zeros(0, dtype=torch.float64, device=self._device)
         self._zero = torch.zeros((), dtype=torch.float64, device=self._device)
 
     def sum_view(self, name: str) -> Tensor:
-        """A view: float64, on the device."""
-        return self._slices[name][0]
+        """Return the sum of this name, as a view: float64, on the device."""
+        return self._views[name][0]
 
     def count_view(self, name: str) -> Tensor:
-        """A view: float64, on the device."""
-        return self._slices[name][1]
+        """Return the count of this name, as a view: float64, on the device."""
+        return self._views[name][1]
 
     @property
     def shapes(self) -> dict[str, list[int]]:
@@ -109,84 +139,116 @@ class MetricTracker:
 
     def allocate(self, metrics: Metrics, extra_size: int = 0) -> None:
         """Allocate zeros for metrics of these names and shapes, followed by `extra_size` more numbers."""
-        shapes = [
-            value.shape if isinstance(value, Tensor) else torch.Size()
-            for entry in metrics.values()
-            for value in entry[:2]
-        ]
-        sizes = [shape.numel() for shape in shapes]
-        self.values = torch.zeros(sum(sizes) + extra_size, dtype=torch.float64, device=self._device)
-        parts = self.values[: sum(sizes)].split(sizes)
-        views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        self._slices = dict(zip(metrics, zip(views[::2], views[1::2], strict=True), strict=True))
-        self._transforms = {name: entry[2] for name, entry in metrics.items() if len(entry) > 2}
+        self._shapes = {}
+        self._transforms = {}
+        self._size = 0
+        for name, entry in metrics.items():
+            total, count, *transform = entry
+            sum_shape = _shape_of(total)
+            count_shape = _shape_of(count)
+            self._shapes[name] = (sum_shape, count_shape)
+            self._size += sum_shape.numel() + count_shape.numel()
+            if transform:
+                self._transforms[name] = transform[0]
+        self.values = torch.zeros(self._size + extra_size, dtype=torch.float64, device=self._device)
+        self._views = self._create_views(self.values)
+
+    def _create_views(self, values: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the sum and the count of each name as views of a vector of the same layout as `self.values`."""
+        views = {}
+        begin = 0
+        for name, (sum_shape, count_shape) in self._shapes.items():
+            middle = begin + sum_shape.numel()
+            end = middle + count_shape.numel()
+            sum_view = values[begin:middle].view(sum_shape)
+            count_view = values[middle:end].view(count_shape)
+            views[name] = (sum_view, count_view)
+            begin = end
+        return views
 
     def update(self, metrics: Metrics) -> None:
         """Add one micro-batch's metrics: {name: (sum, count)}, numbers or tensors of any one shape.
 
-        A third entry is a function that is applied to the quotient when it is read: (nll, tokens, math.exp) gives the
-        perplexity. Raises UserError if names or shapes differ from the first update.
+        A third entry is a function that is applied to the quotient when the quotient is read: (nll, tokens, math.exp)
+        gives the perplexity.
+
+        Raises:
+            UserError: if names or shapes differ from the first update.
         """
-        if not self._slices:
+        if not self._views:
             self.allocate(metrics)
-        is_same = metrics.keys() == self._slices.keys()
-        for name, entry in metrics.items() if is_same else ():
-            for accumulator, value in zip(self._slices[name], entry[:2], strict=True):
-                is_same = is_same and (not isinstance(value, Tensor) or value.shape == accumulator.shape)
-                if is_same:
-                    accumulator.add_(value.detach() if isinstance(value, Tensor) else value)
-        if not is_same:
-            shapes = {name: [list(getattr(part, "shape", ())) for part in entry[:2]] for name, entry in metrics.items()}
-            raise UserError(
-                f"model.compute_loss: returned metrics of names and shapes {shapes}, earlier {self.shapes}; return"
-                " the same for every batch, with a count of 0 if there is nothing to count"
-            )
+        if metrics.keys() != self._views.keys():
+            raise self._explain_other_metrics(metrics)
+        for name, entry in metrics.items():
+            for accumulator, value in zip(self._views[name], entry[:2], strict=True):
+                if isinstance(value, Tensor):
+                    if value.shape != accumulator.shape:
+                        raise self._explain_other_metrics(metrics)
+                    accumulator.add_(value.detach())
+                else:
+                    accumulator.add_(value)
+
+    def _explain_other_metrics(self, metrics: Metrics) -> UserError:
+        shapes = {}
+        for name, entry in metrics.items():
+            shapes[name] = [list(_shape_of(value)) for value in entry[:2]]
+        return UserError(
+            f"model.compute_loss: returned metrics of names and shapes {shapes}, earlier {self.shapes}; return"
+            " the same for every batch, with a count of 0 if there is nothing to count"
+        )
 
     def add(self, other: MetricTracker, is_added: Tensor) -> None:
         """Add the sums of another tracker, whose metrics are the first ones of this one, or nothing.
 
-        is_added: 0-dimensional bool, on the device. torch.where, not a product, since NaN * 0 is NaN.
+        Args:
+            is_added: 0-dimensional bool, on the device. torch.where, not a product, since NaN * 0 is NaN.
         """
-        size = sum(tensor.numel() for pair in other._slices.values() for tensor in pair)
+        size = other._size
         self.values[:size].add_(torch.where(is_added, other.values[:size], self._zero))
 
     def means(self) -> dict[str, float]:
-        """Each sum divided by its count, passed through its function if it has one; NaN if the count is 0.
+        """Return each sum divided by its count, passed through its function if it has one, or NaN if the count is 0.
 
         A function may return a dict of numbers, which are reported as `name/key`. Reads from the device once.
         """
-        tensors = [tensor for pair in self._slices.values() for tensor in pair]
-        parts = self.values.cpu()[: sum(tensor.numel() for tensor in tensors)].split(
-            [tensor.numel() for tensor in tensors]
-        )
-        host_tensors = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        host_views = self._create_views(self.values.cpu())
         means: dict[str, float] = {}
-        for name, total, count in zip(self._slices, host_tensors[::2], host_tensors[1::2], strict=True):
+        for name, (total, count) in host_views.items():
             transform = self._transforms.get(name)
             if isinstance(transform, TermMeans):
                 means |= transform(total, count)
                 continue
-            reported = _create_record_entries(name, torch.where(count == 0, math.nan, total / count), transform)
-            if twice := means.keys() & reported:
-                raise UserError(f"model.compute_loss: two metrics are reported as {min(twice)}; rename one of them")
-            means |= reported
+            quotient = torch.where(count == 0, math.nan, total / count)
+            entries = _create_record_entries(name, quotient, transform)
+            in_both = means.keys() & entries
+            if in_both:
+                raise UserError(f"model.compute_loss: two metrics are reported as {min(in_both)}; rename one of them")
+            means |= entries
         return means
 
     def state(self) -> dict[str, Tensor]:
-        """The sums and counts for `load_state`, keyed "<name>/sum" and "<name>/count": views, not copies."""
-        pairs = self._slices.items()
-        return {f"{name}/{part}": pair[k] for name, pair in pairs for k, part in enumerate(("sum", "count"))}
+        """Return the sums and counts for `load_state`, keyed "<name>/sum" and "<name>/count": views, not copies."""
+        state = {}
+        for name, (sum_view, count_view) in self._views.items():
+            state[f"{name}/sum"] = sum_view
+            state[f"{name}/count"] = count_view
+        return state
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Load sums and counts; metrics whose name or shape changed start at 0."""
+        """Load sums and counts. Metrics whose name or shape changed start at 0."""
         self.values.zero_()
         for key, tensor in self.state().items():
             if key in state and state[key].shape == tensor.shape:
                 tensor.copy_(state[key])
 
 
+def _shape_of(value: Any) -> torch.Size:
+    """Return the shape of a tensor or a number."""
+    return value.shape if isinstance(value, Tensor) else torch.Size()
+
+
 def _create_record_entries(name: str, quotient: Tensor, transform: Callable[[Any], Any] | None) -> dict[str, float]:
-    """The entries of one metric in a record."""
+    """Return the entries of one metric in a record."""
     if quotient.ndim == 0 and (transform is None or quotient.isnan()):
         return {name: quotient.item()}
     if transform is None:
@@ -204,11 +266,14 @@ def _create_record_entries(name: str, quotient: Tensor, transform: Callable[[Any
 
 
 def choose_best_metric(best_metric: str, names: list[str]) -> tuple[str, int]:
-    """The metric that selects the best checkpoint, and 1 if higher is better, -1 if lower is better.
+    """Return the metric that selects the best checkpoint, and 1 if higher is better, -1 if lower is better.
 
     Args:
-        best_metric: `best_metric` of the config: auto, min:NAME or max:NAME; NAME alone if its direction is known.
-        names: the metrics that an evaluation reports; none if there is no held-out set.
+        best_metric: `best_metric` of the config: auto, min:NAME, max:NAME, or NAME alone if its direction is known.
+        names: the metrics that an evaluation reports. The list is empty if there is no held-out set.
+
+    Raises:
+        UserError: if no evaluation reports the metric, or its direction is not known.
     """
     if not names:
         return "loss", KNOWN_DIRECTIONS["loss"]
@@ -221,16 +286,21 @@ def choose_best_metric(best_metric: str, names: list[str]) -> tuple[str, int]:
         )
     if not direction and name not in KNOWN_DIRECTIONS:
         raise UserError(f"best_metric={best_metric}: needs a direction; give min:{name} or max:{name}")
-    return name, {"min": -1, "max": 1}.get(direction) or KNOWN_DIRECTIONS[name]
+    if direction in ("min", "max"):
+        return name, 1 if direction == "max" else -1
+    return name, KNOWN_DIRECTIONS[name]
 
 
 def count_correct(logits: Tensor, targets: Tensor, k: int = 1) -> Tensor:
-    """The number of samples whose target is among the k largest logits: int64, 0-dimensional, on the logits' device.
+    """Return the number of samples whose target is among the k largest logits.
 
     Args:
         logits: [B, classes].
-        targets: int64 [B]; or the share of each class, float [B, classes], of which the largest counts.
+        targets: int64 [B], or the share of each class, float [B, classes], of which the largest counts.
         k: capped at the number of classes.
+
+    Returns:
+        int64, 0-dimensional, on the logits' device.
 
     Raises:
         UserError: for targets of two dimensions that are not such shares.
@@ -244,17 +314,27 @@ def count_correct(logits: Tensor, targets: Tensor, k: int = 1) -> Tensor:
         targets = targets.argmax(1)
     if k == 1:
         return (logits.argmax(1) == targets).sum()
-    return (logits.topk(min(k, logits.shape[1])).indices == targets[:, None]).sum()
+    k = min(k, logits.shape[1])
+    return (logits.topk(k).indices == targets[:, None]).sum()
 
 
 def compute_accuracy(logits: Tensor, targets: Tensor, k: int = 1) -> Tensor:
-    """The top-k accuracy as a fraction of 1: float32, 0-dimensional, on the logits' device."""
+    """Return the top-k accuracy as a fraction of 1: float32, 0-dimensional, on the logits' device."""
     return count_correct(logits, targets, k) / max(1, len(targets))
 
 
 def all_reduce_scalar(value: float, op: str = "mean", group: Any = None) -> float:
-    """Reduce a number over the ranks, in float64: op is mean, sum, min or max."""
-    ops = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+    """Reduce a number over the ranks, in float64.
+
+    Args:
+        op: mean, sum, min or max.
+    """
+    ops = {
+        "mean": dist.ReduceOp.SUM,
+        "sum": dist.ReduceOp.SUM,
+        "min": dist.ReduceOp.MIN,
+        "max": dist.ReduceOp.MAX,
+    }
     if op not in ops:
         raise ValueError(f"op={op}: is not known; choose {', '.join(ops)}")
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -262,4 +342,6 @@ def all_reduce_scalar(value: float, op: str = "mean", group: Any = None) -> floa
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     tensor = torch.tensor(float(value), dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=ops[op], group=group)
-    return tensor.item() / (dist.get_world_size(group) if op == "mean" else 1)
+    if op == "mean":
+        return tensor.item() / dist.get_world_size(group)
+    return tensor.item()

@@ -23,7 +23,7 @@ SECRET_PATTERNS = (  # what stays, then what is replaced
 
 
 def redact_secrets(text: str) -> str:
-    """The text without what looks like a key, a token, a password, or a URL with credentials or a signature."""
+    """Return the text without what looks like a key, a token, a password, or a URL with credentials or a signature."""
     for pattern in SECRET_PATTERNS:
         text = re.sub(pattern, rf"\1{REDACTED}", text)
     return text

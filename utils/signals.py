@@ -22,14 +22,15 @@ if not hasattr(signal, "SIGUSR1"):
     sys.exit(2)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-PROCESS_ID, PARENT_ID = os.getpid(), os.getppid()
+PROCESS_ID = os.getpid()
+PARENT_ID = os.getppid()
 PROCESS_START_TIMES = {PROCESS_ID: time.monotonic()}
 
 
 class StopSignals:
-    """A context manager that keeps the name of the first stop signal; a SIGINT after it interrupts at once.
+    """A context manager that keeps the name of the first stop signal. A SIGINT after it interrupts at once.
 
-    The process has one, `STOP_HANDLER`, which may be entered again meanwhile: the last exit restores the handlers.
+    The process has one, `STOP_HANDLER`, which may be entered again meanwhile. The last exit restores the handlers.
     """
 
     def __init__(self) -> None:
@@ -37,19 +38,25 @@ class StopSignals:
         self._reset()
 
     def _reset(self) -> None:
-        self._received, self.received_at = "", math.inf  # when the first one came, by time.monotonic
-        self._is_handled, self._previous_wakeup_fd = False, -1
+        self._received = ""
+        self.received_at = math.inf  # when the first signal came, by time.monotonic
+        self._is_handled = False
+        self._previous_wakeup_fd = -1
         self._previous_handlers: dict[int, Any] = {}
         self._wakeup_sockets: tuple[socket.socket, ...] = ()  # one is read, the interpreter writes to the other
 
     @property
     def received(self) -> str:
-        """The name of the first stop signal, or "". For any thread: Python's handlers do not run while the main thread
-        is blocked in C; before that, the interpreter writes the number of the signal into a socket.
+        """The name of the first stop signal, or "".
+
+        Any thread may read this. Python's handlers do not run while the main thread is blocked in C, but before that
+        the interpreter writes the number of the signal into a socket.
         """
-        with contextlib.suppress(BlockingIOError):
-            for number in self._wakeup_sockets[0].recv(4096) if self._wakeup_sockets else ():
-                self._record(number)
+        sockets = self._wakeup_sockets
+        if sockets:
+            with contextlib.suppress(BlockingIOError):
+                for number in sockets[0].recv(4096):
+                    self._record(number)
         return self._received
 
     @property
@@ -61,12 +68,14 @@ class StopSignals:
         # Python handles signals only in its main thread
         if self._depth == 1 and threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                    self._previous_handlers[number] = signal.signal(number, self._handle)
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue  # nohup ignores SIGHUP
+                self._previous_handlers[number] = signal.signal(number, self._handle)
             self._wakeup_sockets = socket.socketpair()
             for sock in self._wakeup_sockets:
                 sock.setblocking(False)
-            self._previous_wakeup_fd = signal.set_wakeup_fd(self._wakeup_sockets[1].fileno(), warn_on_full_buffer=False)
+            write_fd = self._wakeup_sockets[1].fileno()
+            self._previous_wakeup_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *_) -> None:
@@ -85,7 +94,8 @@ class StopSignals:
 
     def _record(self, number: int) -> None:
         if number in STOP_SIGNALS and not self._received:
-            self._received, self.received_at = signal.Signals(number).name, time.monotonic()
+            self._received = signal.Signals(number).name
+            self.received_at = time.monotonic()
 
 
 STOP_HANDLER = StopSignals()
@@ -108,7 +118,10 @@ def restore_signals() -> None:
 
 
 def pop_process_start_time() -> float:
-    """When this process began, by time.monotonic; the current time for a second run in it or a forked process."""
+    """Return when this process began, by time.monotonic.
+
+    A second run in the process and a forked process get the current time.
+    """
     return PROCESS_START_TIMES.pop(os.getpid(), time.monotonic())
 
 
@@ -123,7 +136,10 @@ def signals_blocked() -> Iterator[None]:
 
 
 def ignore_signals_in_worker(_worker: int) -> None:
-    """For DataLoader workers: torchrun signals the whole process group, and without its workers a rank cannot save."""
+    """Ignore stop signals in a DataLoader worker.
+
+    torchrun signals the whole process group, and without its workers a rank cannot save.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `signals_blocked` blocked them at the start
@@ -131,11 +147,15 @@ def ignore_signals_in_worker(_worker: int) -> None:
 
 
 def kill_workers() -> None:
-    """At exit: multiprocessing would send SIGTERM to the remaining workers, which ignore it, and wait forever."""
+    """Kill the remaining workers at exit.
+
+    multiprocessing would send SIGTERM to the workers, which ignore it, and wait forever.
+    """
     if threading.current_thread() is threading.main_thread():
-        # Python removes its handlers now, and another signal (srun --kill-on-bad-exit) would change the exit code
-        for number in STOP_SIGNALS if STOP_HANDLER.is_catching else ():
-            signal.signal(number, signal.SIG_IGN)
+        if STOP_HANDLER.is_catching:
+            # Python removes its handlers now, and another signal (srun --kill-on-bad-exit) would change the exit code
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # DataLoader's handler would raise for workers killed here
     for child in multiprocessing.active_children():
         if child.daemon:
@@ -156,8 +176,10 @@ multiprocessing.util.register_after_fork(kill_workers, register_kill_workers)
 
 
 def wait_for_gloo_threads() -> None:
-    """Call before a fork. After a collective, gloo's threads briefly create Python thread states; a process that
-    CPython 3.11 forks at that moment hangs (python/cpython#112275): 10 of 4,000 did.
+    """Wait before a fork until gloo's threads are idle.
+
+    After a collective, these threads briefly create Python thread states. A process that CPython 3.11 forks at that
+    moment hangs (python/cpython#112275): 10 of 4,000 did.
     """
     time.sleep(0.01)
 
@@ -174,23 +196,27 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def exit_with_torchrun() -> None:
-    """End this process when torchrun dies, or now if it is gone. It may be process 1 of a container."""
+    """End this process when torchrun dies, or now if torchrun is gone. torchrun may be process 1 of a container."""
     die_with_parent()
-    is_orphan = PARENT_ID != os.getppid() or (sys.platform == "linux" and not is_torchrun_alive(PARENT_ID))
+    is_orphan = PARENT_ID != os.getppid()
+    if not is_orphan and sys.platform == "linux":
+        is_orphan = not is_torchrun_alive(PARENT_ID)
     if is_orphan and PROCESS_ID == os.getpid():
         sys.exit("torchrun has already exited; start it again")
 
 
 def is_torchrun_alive(pid: int) -> bool:
-    """Whether torchrun may be alive. It has loaded torch, and the processes between it and a rank have its variables.
+    """Return whether torchrun may be alive.
 
-    If a process cannot be read, torchrun may be alive, unless that process is init.
+    torchrun has loaded torch, and the processes between torchrun and a rank have its variables. If a process cannot be
+    read, torchrun may be alive, unless that process is init.
     """
     try:
         if b"libtorch" in Path(f"/proc/{pid}/maps").read_bytes():
             return True
         if b"TORCHELASTIC_RUN_ID=" not in Path(f"/proc/{pid}/environ").read_bytes():
             return False
-        return is_torchrun_alive(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]))
+        stat_fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return is_torchrun_alive(int(stat_fields[1]))  # the parent
     except OSError:  # of another user, or outside of the rank's own container
         return pid != 1

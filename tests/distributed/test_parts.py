@@ -50,10 +50,11 @@ for moment_name in MOMENTS:
 def moments_of_a_run(flags):
     calls = []
     recorders = [Recorder(0, calls), Recorder(1, calls)]
-    with (
-        using("images"),
-        mock.patch.object(resume, "create_parts", lambda *args: [*create_parts(*args), *recorders]),
-    ):
+
+    def with_recorders(*args, **options):
+        return [*create_parts(*args, **options), *recorders]
+
+    with using("images"), mock.patch.object(resume, "create_parts", with_recorders):
         train.train(TrainingConfig.from_args(flags))
     first, second = ([name for number, name in calls if number == index] for index in (0, 1))
     assert first == second
@@ -105,8 +106,8 @@ def train_with_the_example(flags):
     names = {}
     exec(compile(example_of_the_page()[0], "largest_weight.py", "exec"), names)
 
-    def with_the_example(seams_parts, model, *args):
-        return [*create_parts(seams_parts, model, *args), names["LargestWeight"](model)]
+    def with_the_example(hook_parts, model, **options):
+        return [*create_parts(hook_parts, model, **options), names["LargestWeight"](model)]
 
     with using("images"), mock.patch.object(resume, "create_parts", with_the_example):
         return train.train(TrainingConfig.from_args(flags))

@@ -141,10 +141,10 @@ def with_a_test_set(config, split):
 def train_with_a_test_set(words, is_stopped):
     plain = Evaluation.evaluate_all_weights
 
-    def records(self, split, *rest):
+    def records(self, split, *rest, **options):
         if split == "test" and is_stopped:
             os.kill(os.getpid(), signal.SIGTERM)
-        return plain(self, split, *rest)
+        return plain(self, split, *rest, **options)
 
     with (
         mock.patch.dict(TASKS["images"], {"create_dataset": with_a_test_set}),

@@ -125,7 +125,7 @@ class GlobalBatchSampler(DistributedSampler):
 
     @property
     def samples_per_epoch(self) -> int:
-        """The number of samples in an epoch: all, or with drop_last those that fill whole global batches."""
+        """Return the number of samples in an epoch: all, or with drop_last those that fill whole global batches."""
         n = len(self.dataset)
         if self.drop_last:
             return n - n % self.global_batch_size
@@ -137,12 +137,12 @@ class GlobalBatchSampler(DistributedSampler):
 
     @property
     def micro_batches_per_epoch(self) -> int:
-        """The number of micro-batches in an epoch, over all ranks."""
+        """Return the number of micro-batches in an epoch, over all ranks."""
         return math.ceil(self.samples_per_epoch / self.batch_size)
 
     @property
     def passes_per_epoch(self) -> int:
-        """The number of micro-batches that each rank computes in an evaluation, padding included."""
+        """Return the number of micro-batches that each rank computes in an evaluation, padding included."""
         return math.ceil(self.micro_batches_per_epoch / self.num_replicas)
 
     def find_smallest_micro_batch(self, max_steps: int = 0) -> list[list[int]]:

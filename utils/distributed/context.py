@@ -46,7 +46,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """This process's ranks and device. `hosts` and `device_names` have one entry per rank."""
+    """The ranks and the device of this process. `hosts` and `device_names` have one entry per rank."""
 
     rank: int
     local_rank: int
@@ -67,8 +67,10 @@ class DistributedContext:
 
     @property
     def control_group(self) -> dist.ProcessGroup | None:
-        """The gloo group for small messages."""
-        return self.control_group_ref() if self.control_group_ref else None
+        """Return the gloo group for small messages."""
+        if self.control_group_ref is None:
+            return None
+        return self.control_group_ref()
 
     @property
     def host(self) -> str:
@@ -83,18 +85,16 @@ def read_launch() -> Launch:
     """Read the environment set by torchrun, srun or another launcher. Raises UserError if it is incomplete."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     missing = [name for name in names if name not in os.environ]
+    address_parts = [os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ]
     common: dict[str, Any] = {
         "git_commit": os.environ.get("GIT_COMMIT", ""),
-        "master_address": ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ),
+        "master_address": ":".join(address_parts),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS", ""),
         "flight_recorder_path": os.environ.get("TORCH_FR_DUMP_TEMP_FILE", ""),
     }
     if len(missing) == len(names):
         launch = Launch(**common, **_read_srun())
-        for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):  # by srun too, with the same number
-            if (size := os.environ.get(name, "1")).isdecimal() and int(size) not in (1, launch.world_size):
-                how = f"torchrun --standalone --nproc-per-node={size} train.py (several nodes: scripts/launch.sh, srun)"
-                raise UserError(f"{name}={size}: mpirun would start {size} runs of one rank; start with {how}")
+        _refuse_mpirun(launch.world_size)
         return launch
     if missing:
         present = [name for name in names if name not in missing]
@@ -105,15 +105,16 @@ def read_launch() -> Launch:
     try:
         rank, local_rank, world_size = (int(os.environ[name]) for name in names)
     except ValueError:
-        raise UserError(
-            f"{', '.join(f'{name}={os.environ[name]}' for name in names)}: not whole numbers; start with torchrun"
-        ) from None
+        values = [f"{name}={os.environ[name]}" for name in names]
+        raise UserError(f"{', '.join(values)}: not whole numbers; start with torchrun") from None
     if not (0 <= rank < world_size and 0 <= local_rank < world_size):
         raise UserError(
             f"RANK={rank}, LOCAL_RANK={local_rank}: outside WORLD_SIZE={world_size}; count ranks from 0 to"
             " WORLD_SIZE - 1"
         )
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if run_id == "none":  # torchrun's default
+        run_id = ""
     return Launch(
         rank=rank,
         local_rank=local_rank,
@@ -121,20 +122,33 @@ def read_launch() -> Launch:
         is_launched=True,
         is_under_torchrun="TORCHELASTIC_RUN_ID" in os.environ,
         may_restart=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
-        launch_id=os.environ.get("LAUNCH_ID", "") or ("" if run_id == "none" else run_id),
+        launch_id=os.environ.get("LAUNCH_ID") or run_id,
         error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
         agent_hosts_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         **common,
     )
 
 
+def _refuse_mpirun(world_size: int) -> None:
+    """Raise UserError if mpirun has started several processes, of which each would be a run of its own.
+
+    Args:
+        world_size: from srun, which sets these variables too, with the same number.
+    """
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
+        size = os.environ.get(name, "1")
+        if size.isdecimal() and int(size) not in (1, world_size):
+            how = f"torchrun --standalone --nproc-per-node={size} train.py (several nodes: scripts/launch.sh, srun)"
+            raise UserError(f"{name}={size}: mpirun would start {size} runs of one rank; start with {how}")
+
+
 def environment_without_launcher() -> dict[str, str]:
-    """The environment for a program that is no rank: without what would make it wait for the other ranks."""
+    """Return the environment for a program that is no rank, without what would make it wait for the other ranks."""
     return {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(name)}
 
 
 def make_libraries_deterministic() -> None:
-    """cuBLAS and NCCL read these variables when they start. Buffers of one size are what cuDNN's RNNs need, too.
+    """Set the variables that cuBLAS and NCCL read when they start. cuDNN's RNNs need buffers of one size, too.
 
     Sums in NVLink switches (NVLS) differ from call to call; torch leaves out NCCL's algorithm NVLS, but not NVLSTree.
     """
@@ -143,32 +157,36 @@ def make_libraries_deterministic() -> None:
 
 
 def enable_lazy_gloo_init() -> None:
-    """gloo connects ranks when they first talk, not all pairs, for which each rank reads 8 bytes per pair."""
+    """Let gloo connect ranks when they first talk. To connect all pairs, each rank would read 8 bytes per pair."""
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def _read_srun() -> dict[str, Any]:
-    """The values from srun if this process is one of several tasks of a step; empty in a batch script or a shell."""
-    words = [
-        os.environ.get(f"SLURM_{name}", "") for name in ("PROCID", "LOCALID", "STEP_NUM_TASKS", "JOB_ID", "STEP_ID")
-    ]
+    """Return the values from srun if this process is one of several tasks of a step.
+
+    The dict is empty in a batch script or a shell.
+    """
+    names = ("PROCID", "LOCALID", "STEP_NUM_TASKS", "JOB_ID", "STEP_ID")
+    words = [os.environ.get(f"SLURM_{name}", "") for name in names]
     if not all(word.isdecimal() for word in words):
         return {}
     rank, local_rank, world_size, job, step = map(int, words)
     if world_size < 2 or step > MAX_SLURM_STEP_ID:
         return {}
-    if "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",") and os.environ.get("SLURM_GPUS_ON_NODE", "1") != "1":
+    sees_one_gpu = "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",")
+    if sees_one_gpu and os.environ.get("SLURM_GPUS_ON_NODE", "1") != "1":
         local_rank = 0  # --gpus-per-task and the like: each task sees only its own GPU
     # the first entry of rack[1-2]n[07-12,15],other
     first = re.findall(r"(?:\[[^]]*]|[^,[])*", os.environ.get("SLURM_STEP_NODELIST", ""))[0]
     host = re.sub(r"\[(\d+)[^]]*]", r"\1", first)  # the node of rank 0: rack1n07
+    port = 20000 + (job + 1009 * (step + 1)) % 10000  # below the ephemeral ports
+    cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
     return {
         "rank": rank,
         "local_rank": local_rank,
         "world_size": world_size,
         "is_launched": True,
         # the same after a requeue
-        "launch_id": (os.environ.get("LAUNCH_ID") or f"slurm-{os.environ.get('SLURM_CLUSTER_NAME', '')}-{job}.{step}"),
-        # below the ephemeral ports
-        "srun_address": f"tcp://{host}:{20000 + (job + 1009 * (step + 1)) % 10000}",
+        "launch_id": os.environ.get("LAUNCH_ID") or f"slurm-{cluster}-{job}.{step}",
+        "srun_address": f"tcp://{host}:{port}",
     }

@@ -16,8 +16,10 @@ from utils.distributed.context import Launch, make_libraries_deterministic
 from utils.logger import LOGGER_NAME, format_count
 from utils.settings.errors import UserError
 
-# descriptors: per process, per rank (sockets), per worker (pipes)
-BASE_OPEN_FILES, OPEN_FILES_PER_RANK, OPEN_FILES_PER_WORKER = 128, 6, 16
+# descriptors that a process needs
+BASE_OPEN_FILES = 128
+OPEN_FILES_PER_RANK = 6  # sockets
+OPEN_FILES_PER_WORKER = 16  # pipes
 
 
 def set_up_device(config: TrainingConfig, launch: Launch) -> tuple[str, torch.device, dict[str, Any]]:
@@ -35,11 +37,15 @@ def set_up_device(config: TrainingConfig, launch: Launch) -> tuple[str, torch.de
         torch.use_deterministic_algorithms(config.deterministic)  # it imports the compiler, which takes seconds
     if config.deterministic:
         make_libraries_deterministic()
-    rank_info: dict[str, Any] = {"host": socket.gethostname(), "problem": ""}
+    rank_info: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "problem": "",
+    }
     backend = ""
     device = torch.device("cpu")
     try:
-        raise_open_file_limit(launch.world_size, unless_auto(config.num_workers, os.cpu_count() or 1))
+        num_workers = unless_auto(config.num_workers, os.cpu_count() or 1)
+        raise_open_file_limit(launch.world_size, num_workers)
         backend, device = choose_device(config.backend, launch.local_rank)
         device_name = "cpu"
         if device.type != "cpu":
@@ -62,15 +68,21 @@ def set_up_device(config: TrainingConfig, launch: Launch) -> tuple[str, torch.de
 
 
 def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
-    """The backend ("auto" resolved) and the device of this rank. Raises UserError if the machine does not support
-    them."""
+    """Return the backend and the device of this rank.
+
+    Args:
+        backend: the setting, which may be "auto".
+
+    Raises:
+        UserError: if the machine does not support the backend.
+    """
     gpus = torch.cuda.device_count()
     if backend == "auto":
         backend = "nccl" if gpus else "gloo"
-    built = {name: dist.is_backend_available(name) for name in ("nccl", "gloo", "mpi")}
-    if not built[backend]:
-        available = ", ".join(name for name in built if built[name])
-        raise UserError(f"backend={backend}: this build of torch has no {backend}; choose one of {available}")
+    available = [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)]
+    if backend not in available:
+        names = ", ".join(available)
+        raise UserError(f"backend={backend}: this build of torch has no {backend}; choose one of {names}")
     if backend == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # DDP of torch 2.15 ends with SIGSEGV
         dist.set_debug_level(dist.DebugLevel.INFO)
         if local_rank == 0:
@@ -102,18 +114,26 @@ def configure_kernels(device: torch.device, is_deterministic: bool, allow_tf32: 
     torch.backends.cudnn.allow_tf32 = allow_tf32
     # filling new tensors takes 3 % of a step, only to find faults; mypy does not see that the attribute exists
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" and allow_tf32 else "highest")
+    precision = "highest"
+    if device.type == "cuda" and allow_tf32:
+        precision = "high"
+    torch.set_float32_matmul_precision(precision)
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether this device is a GPU that multiplies bfloat16 in hardware. Needs no process group."""
+    """Return whether this device is a GPU that multiplies bfloat16 in hardware. Needs no process group."""
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def raise_open_file_limit(world_size: int, num_workers: int, shared_tensor_count: int = 0) -> None:
-    """Raise the limit on open files to the hard limit. Raises UserError if that is not enough.
+    """Raise the limit on open files to the hard limit.
 
-    shared_tensor_count: in the batches of loader workers, which send each of them by a descriptor.
+    Args:
+        shared_tensor_count: how many tensors are in the batches of loader workers, which send each of them by a
+            descriptor.
+
+    Raises:
+        UserError: if the hard limit is not enough.
     """
     try:
         import resource
@@ -124,7 +144,9 @@ def raise_open_file_limit(world_size: int, num_workers: int, shared_tensor_count
         with suppress(ValueError, OSError):  # macOS reports a hard limit that it does not grant
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-    need = BASE_OPEN_FILES + OPEN_FILES_PER_RANK * world_size + OPEN_FILES_PER_WORKER * num_workers
+    need = BASE_OPEN_FILES
+    need += OPEN_FILES_PER_RANK * world_size
+    need += OPEN_FILES_PER_WORKER * num_workers
     need += shared_tensor_count
     if soft != resource.RLIM_INFINITY and soft < need:
         how = f"ulimit -n {need}, LimitNOFILE, --ulimit"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from datetime import timedelta
 from typing import Any
@@ -18,7 +19,11 @@ CONTROL_TIMEOUT = timedelta(hours=24)  # for votes, barriers and saves: a slow r
 
 
 def create_process_groups(
-    launch: Launch, store: dist.Store, backend: str, device: torch.device, timeout: float
+    launch: Launch,
+    store: dist.Store,
+    backend: str,
+    device: torch.device,
+    timeout: float,
 ) -> dist.ProcessGroup:
     """Create the default group, for tensors on the device, and the control group, for small messages on the CPU.
 
@@ -46,9 +51,9 @@ def create_process_groups(
             timeout=timedelta(seconds=timeout),
             device_id=device_id,
         )
+        create_group: Any = functools.partial(dist.new_group, backend="gloo", timeout=CONTROL_TIMEOUT)
         # a rank may stop now, and the group's own limit is for later
-        group: Any = call_with_timeout(timeout, lambda: dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT))
-        return group
+        return call_with_timeout(timeout, create_group)
     except TimeoutError:
         text = f"the ranks did not connect within {timeout:g} s; check the network between the nodes"
         raise StartError(f"{text}, then start again") from None

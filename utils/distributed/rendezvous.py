@@ -24,7 +24,7 @@ def open_store(launch: Launch, init_method: str, timeout: float) -> dist.Store:
     """Connect this rank to the store of the launch. One rank without a launcher gets a store in its own memory.
 
     Args:
-        init_method: URL of the store; empty: that of the environment.
+        init_method: the URL of the store, or an empty text for the URL of the environment.
         timeout: in seconds.
 
     Returns:
@@ -52,6 +52,7 @@ def open_store(launch: Launch, init_method: str, timeout: float) -> dist.Store:
 
 
 def _connect_to_store(url: str, launch: Launch, timeout: timedelta) -> dist.Store:
+    """Connect to the store at this URL. Raises StartError if that fails."""
     # with TCP nobody waits here for other ranks than rank 0: exchange_rank_info lists those that are missing
     ranks_to_wait_for = 1
     if url.startswith("file://"):
@@ -60,7 +61,9 @@ def _connect_to_store(url: str, launch: Launch, timeout: timedelta) -> dist.Stor
         meet = functools.partial(dist.rendezvous, url, launch.rank, ranks_to_wait_for, timeout=timeout)
         store, _, _ = call_with_timeout(timeout.total_seconds() + 5, lambda: next(meet()))
     except (dist.DistError, ValueError, RuntimeError, TimeoutError) as error:
-        address = launch.master_address if url == "env://" else url
+        address = url
+        if url == "env://":
+            address = launch.master_address
         reason = "no answer"
         if str(error):
             reason = str(error).splitlines()[0]  # without the C++ stack
@@ -75,7 +78,12 @@ def _connect_to_store(url: str, launch: Launch, timeout: timedelta) -> dist.Stor
 
 
 def exchange_rank_info(
-    launch: Launch, store: dist.Store, rank_info: dict[str, Any], *, backend: str, timeout: float
+    launch: Launch,
+    store: dist.Store,
+    rank_info: dict[str, Any],
+    *,
+    backend: str,
+    timeout: float,
 ) -> tuple[list[dict[str, Any]], str]:
     """Exchange what each rank has found on its machine, through rank 0. If any rank has a problem, all ranks raise it.
 
@@ -99,14 +107,19 @@ def exchange_rank_info(
     missing, infos_with_counts, launch_nonce = _read_rank_infos(store, keys, timeout)
     if not infos_with_counts:
         raise _explain_missing_ranks(missing, timeout, launch.world_size)
-    rank_infos = [info for info, ranks in infos_with_counts for _ in range(ranks)]
+    rank_infos: list[dict[str, Any]] = []
+    for info, count in infos_with_counts:
+        rank_infos.extend([info] * count)
     _raise_first_problem(rank_infos, backend)
     return rank_infos, launch_nonce
 
 
 def _publish_rank_infos(store: dist.Store, keys: list[str]) -> None:
-    """Read the information of all ranks on rank 0, and set the answer: missing ranks, or what equal ranks in a row
-    have found with their number, so that the answer hardly grows with the ranks."""
+    """Read the information of all ranks on rank 0, and set the answer.
+
+    The answer has the missing ranks, or the information of all ranks. Equal ranks in a row are one entry with their
+    number, so that the answer hardly grows with the ranks.
+    """
     missing: list[int] = []
     infos_with_counts: list[tuple[dict[str, Any], int]] = []
     try:
@@ -120,9 +133,11 @@ def _publish_rank_infos(store: dist.Store, keys: list[str]) -> None:
 
 
 def _read_rank_infos(
-    store: dist.Store, keys: list[str], timeout: float
+    store: dist.Store,
+    keys: list[str],
+    timeout: float,
 ) -> tuple[list[int], list[tuple[dict[str, Any], int]], str]:
-    """The answer of rank 0, which is missing itself if there is none."""
+    """Return the answer of rank 0. If there is no answer, rank 0 is missing."""
     try:
         store.wait(keys[:1], timedelta(seconds=timeout))
         store.wait(["rank_infos"], timedelta(seconds=timeout + SECONDS_TO_LIST_MISSING))
@@ -133,6 +148,11 @@ def _read_rank_infos(
 
 
 def _explain_missing_ranks(missing: list[int], timeout: float, world_size: int) -> StartError:
+    """Return the error for ranks that did not start.
+
+    Args:
+        missing: the ranks, or an empty list if it is not known which ranks are missing.
+    """
     names = "a rank"
     if missing:
         names = f"rank {', '.join(map(str, missing))} of {world_size}"
@@ -154,12 +174,18 @@ def _raise_first_problem(rank_infos: list[dict[str, Any]], backend: str) -> None
             raise UserError(text, rank, rank_info["host"])
     ranks_without_gpu = [rank for rank, info in enumerate(rank_infos) if info["device"] == "cpu"]
     if backend == "auto" and 0 < len(ranks_without_gpu) < len(rank_infos):
-        hosts = ", ".join(sorted({rank_infos[rank]["host"] for rank in ranks_without_gpu}))
+        first_rank = ranks_without_gpu[0]
+        hosts = {rank_infos[rank]["host"] for rank in ranks_without_gpu}
         text = "has no CUDA device while other ranks have one; fix it, leave it out, or use --backend gloo"
-        raise UserError(f"{hosts}: {text}", ranks_without_gpu[0], rank_infos[ranks_without_gpu[0]]["host"])
+        raise UserError(f"{', '.join(sorted(hosts))}: {text}", first_rank, rank_infos[first_rank]["host"])
 
 
-def start_heartbeats(launch: Launch, store: dist.Store, launch_nonce: str, init_method: str) -> Any:
+def start_heartbeats(
+    launch: Launch,
+    store: dist.Store,
+    launch_nonce: str,
+    init_method: str,
+) -> Any:
     """Publish the first status of this rank before the ranks connect, so that a watchdog finds one of every rank.
 
     Returns:

@@ -125,7 +125,7 @@ class Reporter:
 
     @property
     def is_log_due(self) -> bool:
-        """Whether the step just made ends a log window."""
+        """Return whether the step just made ends a log window."""
         step = self._state.progress.step
         return step % self._config.log_interval == 0 or self._state.schedule.is_at_end
 

@@ -207,7 +207,7 @@ def _format_batch_line(micro_batch: tuple[str, int], micro_batches: int, ranks: 
 
 
 def _format_batchnorm_line(momenta: list[float], updates: int) -> str:
-    """What to set for the memory that torch's updates have, one per micro-batch; empty where there is one per step."""
+    """Return which momentum has the memory that torch's has with an update per micro-batch; "" if a step has one."""
     if updates == 1 or not momenta:
         return ""
     same = []
@@ -218,7 +218,7 @@ def _format_batchnorm_line(momenta: list[float], updates: int) -> str:
 
 
 def _format_gradient_line(state: TrainState, comm_hook: str, bucket_cap_mb: float) -> str:
-    """The gradients that an optimizer step sends."""
+    """Return the gradients that an optimizer step sends."""
     size = 0
     for parameter in state.model.parameters():
         if parameter.requires_grad:

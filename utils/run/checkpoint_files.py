@@ -40,7 +40,7 @@ class CheckpointFiles:
 
     @property
     def best(self) -> Path:
-        """The path of best.pt."""
+        """Return the path of best.pt."""
         return self._checkpoint_folder / checkpoint.BEST_NAME
 
     def link_best(self, step: int) -> None:

@@ -63,7 +63,8 @@ def clean_up_on_exit() -> Iterator[None]:
 def supervise_ranks(folder: Path, config: TrainingConfig, ctx: DistributedContext) -> Iterator[ExitReporter]:
     """Watch over all ranks. If one hangs or is gone, the others end. If the block fails, its cause is raised.
 
-    folder: for the stacks of ranks that hang.
+    Args:
+        folder: for the stacks of ranks that hang.
     """
     setup_logger(ctx.rank)
     exit_reporter = ExitReporter(ctx)
@@ -93,7 +94,7 @@ def find_cause(
     """Return the cause of the error: a loader worker of this rank, its open files or memory, or else the error."""
     text = explain_open_file_limit(error)
     if text:
-        drop_traceback(error)  # the descriptors, so that the run folder can be written
+        drop_traceback(error)  # closes the descriptors in its frames, so that the run folder can be written
         return TrainingError(f"rank {ctx.rank}: {text}")
 
     is_resumed = False
@@ -141,7 +142,8 @@ def prepare_for_torchrun(error: Exception) -> Exception:
 def exit_with_error(error: BaseException, code: int = 1) -> NoReturn:
     """Log the error and end this process at once, so that no peer is waited for and no thread changes the exit code.
 
-    code: the exit code, if the error is not the user's.
+    Args:
+        code: the exit code, if the error is not the user's.
     """
     logger = logging.getLogger(LOGGER_NAME)
     try:

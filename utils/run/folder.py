@@ -72,29 +72,32 @@ class RunFolder:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self.rank == 0
 
     @property
     def is_node_local(self) -> bool:
-        """Whether this is the first rank of a node whose run folder is not rank 0's."""
+        """Return whether this is the first rank of a node whose run folder is not rank 0's."""
         return self._lock is not None and not self.is_main
 
     @property
     def is_node_leader(self) -> bool:
-        """Whether this rank writes what a run folder has once: rank 0, and the first rank of a node with its own."""
+        """Return whether this rank writes what a run folder has once.
+
+        Rank 0 does, and the first rank of a node with a folder of its own.
+        """
         return self.is_main or self.is_node_local
 
     @property
     def resume_path(self) -> Path | None:
-        """The checkpoint that this attempt resumes from, if any."""
+        """Return the checkpoint that this attempt resumes from, if any."""
         if self.start_decision.resume_from:
             return Path(self.start_decision.resume_from)
         return None
 
     @property
     def log_file(self) -> Path:
-        """The log of this rank."""
+        """Return the log of this rank."""
         return self.folder / "logs" / f"rank{self.rank}.log"
 
     # ---- the start ----
@@ -154,7 +157,7 @@ class RunFolder:
         self.end_companions()
 
     def _undo_start(self, error: BaseException) -> bool:
-        """Whether this start was refused and had changed the folder: it is then as before."""
+        """Undo what a refused start has changed in the folder. Returns whether it had changed something."""
         if not isinstance(error, UserError):
             return False
         # another attempt may succeed after a StartError, with what has been fetched into a new folder

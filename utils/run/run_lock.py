@@ -63,7 +63,7 @@ class RunLock:
 
     @property
     def token(self) -> str:
-        """The random text in lock.json that tells this owner from others."""
+        """Return the random text in lock.json that tells this owner from others."""
         return self._identity["token"]
 
     def _is_owner_gone(self, folder: Path) -> bool:
@@ -89,13 +89,13 @@ class RunLock:
             time.sleep(0.5)
 
     def _is_from_other_boot(self) -> bool:
-        """Whether the previous owner was on another machine, or on this one before it was restarted."""
+        """Return whether the previous owner was on another machine, or on this one before it was restarted."""
         if not self.previous_owner:
             return False
         return any(self.previous_owner.get(name) != self._identity[name] for name in ("host", "boot"))
 
     def _has_owner_ended(self, status: dict[str, Any]) -> bool:
-        """Whether the previous owner has reported its end. status: content of status.json."""
+        """Return whether the previous owner has reported its end in `status`, the content of status.json."""
         if status.get("state", "running") == "running":
             return False
         # an older status is that of an attempt before this owner
@@ -167,11 +167,11 @@ class Ownership:
 
     @property
     def lock_file(self) -> Path:
-        """The path of lock.json."""
+        """Return the path of lock.json."""
         return self.folder / LOCK_FILE
 
     def is_owner(self) -> bool:
-        """Whether lock.json has the token of this attempt, or cannot be read."""
+        """Return whether lock.json has the token of this attempt, or cannot be read."""
         return read_json(self.lock_file).get("token", self.token) == self.token
 
     def require_owner(self) -> None:
@@ -216,7 +216,7 @@ def _describe_owner(owner: dict[str, Any]) -> str:
 
 
 def is_owner_visible(folder: Path, token: str) -> bool:
-    """Whether the owner with this token is visible in the folder here, at once or after some seconds."""
+    """Return whether the owner with this token is visible in the folder here, at once or after some seconds."""
     ends = time.monotonic() + SECONDS_UNTIL_VISIBLE
     while read_json(folder / LOCK_FILE).get("token") != token:
         if time.monotonic() > ends:

@@ -53,7 +53,7 @@ class RunStatus:
 
     @property
     def state(self) -> str:
-        """The state that this rank has written last, or "" if it has written none."""
+        """Return the state that this rank has written last, or "" if it has written none."""
         return self._values.get("state", "")
 
     def mark_running(self) -> None:

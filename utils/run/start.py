@@ -46,7 +46,7 @@ class Attempt:
 
     @property
     def is_stop_requested(self) -> bool:
-        """Whether this rank got a stop signal, or max_time is over."""
+        """Return whether this rank got a stop signal, or max_time is over."""
         is_time_up = 0 < self.config.max_time < (time.monotonic() - self.started_at) / 60
         return bool(STOP_HANDLER.received) or is_time_up
 

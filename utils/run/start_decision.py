@@ -63,17 +63,17 @@ class ExistingRun:
 
     @property
     def is_same_launch(self) -> bool:
-        """Whether the attempt before was one of this launch, which starts again."""
+        """Return whether the attempt before was one of this launch, which starts again."""
         return bool(self.launch_id) and self.owner.get("launch_id") == self.launch_id
 
     @property
     def is_continued(self) -> bool:
-        """Whether this start continues the run, unless it is completed."""
+        """Return whether this start continues the run, unless it is completed."""
         return self.has_run and (self.config.resume_from == "auto" or self.is_same_launch)
 
     @property
     def is_completed(self) -> bool:
-        """Whether this start would continue a completed run, and is not to train longer."""
+        """Return whether this start would continue a completed run, and is not to train longer."""
         has_ended = self.is_continued and self.status.get("state") == "completed"
         return has_ended and not can_train_longer(vars(self.config), self.read_saved_config())
 
@@ -342,5 +342,5 @@ def _open_lock(folder: Path, checkpoint_folder: Path, host: str) -> RunLock:
 
 
 def is_path_below(path: str, folder: Path) -> bool:
-    """Whether the path is in the folder, after links are followed."""
+    """Return whether the path is in the folder, after links are followed."""
     return Path(path).resolve().is_relative_to(folder.resolve())

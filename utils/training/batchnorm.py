@@ -1,9 +1,10 @@
-"""BatchNorm's running statistics, updated once per optimizer step with the mean of those of its micro-batches.
+"""BatchNorm's running statistics, updated once per optimizer step with the mean statistics of its micro-batches.
 
 nn.BatchNorm updates them with every micro-batch of its own rank, so that they depend on ranks x accumulation and
-differ between ranks. Here each micro-batch only leaves its own statistics (momentum 1) in the layers' buffers, which
-are views of one flat tensor. They are summed, weighted by samples, over micro-batches and ranks (step_sums.py), and
-merged into the committed statistics when the step is taken. Between two steps every rank holds the same statistics.
+differ between ranks. Here the layers have momentum 1, so a micro-batch only leaves its own statistics in their buffers,
+which are views of one flat tensor. These statistics are summed, weighted by samples, over micro-batches and ranks
+(step_sums.py), and merged into the committed statistics when the step is taken. Between two steps every rank holds the
+same statistics.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class RunningStats:
             return
         if any(layer.momentum is None for layer in self._layers):
             raise UserError("BatchNorm: momentum=None (a cumulative average) cannot be resumed exactly; use e.g. 0.1")
-        # what a micro-batch leaves in the layers' buffers; between two steps the same as the committed statistics
+        # A micro-batch leaves its statistics in the layers' buffers. Between two steps these hold the committed ones.
         self._buffers = _flatten_buffers(self._layers, ("running_mean", "running_var"))
         self._buffer_counts = _flatten_buffers(self._layers, ("num_batches_tracked",))
         self._committed = self._buffers.clone()
@@ -57,7 +58,7 @@ class RunningStats:
 
     @property
     def momenta(self) -> list[float]:
-        """The different momenta of the layers whose statistics move, as of the last `begin_epoch`."""
+        """Return the different momenta of the layers whose statistics move, as of the last `begin_epoch`."""
         momenta = set()
         for momentum, is_training in zip(self._momenta, self._training_flags, strict=True):
             if is_training and momentum != 0:
@@ -80,7 +81,7 @@ class RunningStats:
         """
         training_flags = [layer.training for layer in self._layers]
         if training_flags == self._training_flags:
-            return  # a copy to the device would wait for the device in each epoch
+            return  # nothing to rebuild: copying the masks to the device would wait for it in each epoch
         self._training_flags = training_flags
         rates_by_layer = []
         for layer, momentum in zip(self._layers, self._momenta, strict=True):
@@ -95,24 +96,26 @@ class RunningStats:
             self._sum.add_(self._buffers, alpha=samples)
 
     def commit(self, samples: int, is_finite: Tensor) -> None:
-        """Update the statistics with the mean over the global batch, or leave them unchanged; decided on the device.
+        """Update the statistics with the mean over the global batch, or leave them unchanged if the step is skipped.
 
         Args:
-            samples: of all ranks in the global batch.
-            is_finite: 0-dimensional bool. torch.where, not a product, since NaN * 0 is NaN.
+            samples: the number of samples in the global batch.
+            is_finite: whether the step is taken: 0-dimensional bool, on the device.
         """
         if self.has_layers:
             torch.div(self._sum, samples, out=self._next)
             # the next statistics: committed + rate * (mean - committed)
             torch.lerp(self._committed, self._next, self._momentum_rates, out=self._next)
+            # torch.where and not a product, since NaN * 0 is NaN
             torch.where(is_finite, self._next, self._committed, out=self._committed)
             self._committed_counts.addcmul_(self._training_mask, is_finite)
             self.discard()
 
     def discard(self) -> None:
-        """Drop what a pass has left in the layers' buffers.
+        """Restore the committed statistics in the layers' buffers.
 
-        Call it after each backward pass: a layer that the next micro-batch leaves out would add the old statistics.
+        Call it after each backward pass. A layer that the next micro-batch does not use adds the committed statistics
+        then, and not those of the micro-batch before.
         """
         if self.has_layers:
             self._buffers.copy_(self._committed)
@@ -126,11 +129,7 @@ class RunningStats:
 
 
 def check_sync_batchnorm(model: nn.Module, sampler: GlobalBatchSampler, ctx: DistributedContext) -> None:
-    """Check that SyncBatchNorm can work, and does not wait for ranks that have no micro-batch.
-
-    Raises:
-        UserError: otherwise.
-    """
+    """Raise UserError if SyncBatchNorm would run on the CPU, or wait for a rank that has no micro-batch."""
     if not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return
     if ctx.device.type != "cuda":
@@ -146,7 +145,7 @@ def check_sync_batchnorm(model: nn.Module, sampler: GlobalBatchSampler, ctx: Dis
 
 
 def _flatten_buffers(layers: list[_BatchNorm], names: tuple[str, ...]) -> Tensor:
-    """Return one flat tensor, of which the layers' buffers of these names become views."""
+    """Move the layers' buffers of these names into one flat tensor, of which they become views. Returns the tensor."""
     buffers: list[Tensor] = []
     for layer in layers:
         for name in names:

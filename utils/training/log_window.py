@@ -28,7 +28,7 @@ class StepRecord(NamedTuple):
 
 
 def are_all_steps_empty(skipped_steps: list[StepRecord]) -> bool:
-    """Whether some steps were skipped, and all because their loss counted nothing."""
+    """Return whether some steps were skipped, and all because their loss counted nothing."""
     return {record.skip_reason for record in skipped_steps} == {EMPTY_STEP}
 
 

@@ -332,7 +332,7 @@ def list_optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer skips a step itself, on the device, where `found_inf` is 1."""
+    """Return whether the optimizer skips a step itself, on the device, where `found_inf` is 1."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 

@@ -52,7 +52,7 @@ class Precision:
 
     @property
     def title(self) -> str:
-        """The text for the banner: the name, and how float32 matrix products are computed."""
+        """Return the text for the banner: the name, and how float32 matrix products are computed."""
         if self.device_type != "cuda" or not torch.cuda.is_tf32_supported():
             return self.name
         if self.dtype is None:

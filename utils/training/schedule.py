@@ -121,7 +121,7 @@ class Schedule:
 
     @cached_property
     def warnings(self) -> list[str]:
-        """A line for each setting that has no effect from the first step of this attempt on."""
+        """Return a line for each setting that has no effect from the first step of this attempt on."""
         config = self._config
         progress = self.progress
         warnings = []
@@ -156,7 +156,7 @@ class Schedule:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether all optimizer steps were made."""
+        """Return whether all optimizer steps were made."""
         epochs, steps = self._config.limits
         progress = self.progress
         if progress.step >= steps or progress.epoch >= epochs:
@@ -166,7 +166,7 @@ class Schedule:
 
     @property
     def is_epoch_complete(self) -> bool:
-        """Whether the epoch has no more steps."""
+        """Return whether the epoch has no more steps."""
         if self._sampler is None:
             return True
         progress = self.progress
@@ -175,7 +175,7 @@ class Schedule:
 
     @property
     def is_evaluation_due(self) -> bool:
-        """Whether to evaluate between two steps. An evaluation that was made at this step is not repeated."""
+        """Return whether to evaluate between two steps. An evaluation that was made at this step is not repeated."""
         progress = self.progress
         config = self._config
         is_due = self.is_at_end or is_every(config.eval_every_steps, progress.step)
@@ -185,12 +185,12 @@ class Schedule:
 
     @property
     def is_patience_over(self) -> bool:
-        """Whether as many evaluations in a row as `--patience` says were not the best."""
+        """Return whether as many evaluations in a row as `--patience` says were not the best."""
         return 0 < self._config.patience <= self.progress.evaluations_since_best
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has ended: by its length or by patience."""
+        """Return whether the run has ended: by its length or by patience."""
         epochs, _ = self._config.limits
         return self._has_ended or self.progress.epoch >= epochs or self.is_patience_over
 

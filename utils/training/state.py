@@ -199,12 +199,12 @@ class TrainState:
 
     @property
     def gradient_norm(self) -> torch.Tensor:
-        """The gradient norm of the step just taken: 0-dimensional, on the device."""
+        """Return the gradient norm of the step just taken: 0-dimensional, on the device."""
         return self.log_window.norms[-1]
 
     @property
     def learning_rates(self) -> list[float]:
-        """The learning rate of each parameter group in the last step taken."""
+        """Return the learning rate of each parameter group in the last step taken."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def backward(self, loss: torch.Tensor, is_padding: bool) -> None:

@@ -24,7 +24,9 @@ from utils.training.precision import Precision
 
 
 class Updater:
-    """The optimizer with its tensors, which are the parameters or shards of them, and float16's scale of the loss.
+    """Owns the optimizer and the GradScaler of float16.
+
+    The optimizer updates tensors. These are the model's parameters or, with `--sharding`, this rank's shards of them.
 
     Args:
         device: the device that computes. The optimizer's tensors may be in host memory.
@@ -44,14 +46,14 @@ class Updater:
     ) -> None:
         self._config = config
         self._strategy = strategy
-        self.zeroes_in_place = False  # else gradients are dropped
+        self.zeroes_in_place = False  # False: drop gradients. True: fill them with zeros, which CUDA graphs need
 
         names = {p: name for name, p in model.named_parameters()}
         groups = check_param_groups(hooks.param_groups(model, config), names)
         tensors = strategy.create_optimizer_tensors(names)
         for group in groups:
             group["params"] = [tensors[p] for p in group["params"]]
-        # the parameter of each tensor of the optimizer
+        # the model's parameter for each tensor of the optimizer
         self.parameters_by_tensor: dict[nn.Parameter, nn.Parameter] = {}
         for parameter, tensor in tensors.items():
             self.parameters_by_tensor[tensor] = parameter
@@ -62,29 +64,29 @@ class Updater:
         self.scaler = torch.amp.GradScaler(precision.device_type, enabled=precision.has_loss_scaling)
 
         optimized = set(list_optimizer_tensors(self.optimizer))
-        # The names of the tensors that the optimizer updates are in the model's order, which is the same in all
-        # processes, while groups may come in any order. The bits of the gradient norm, a sum, depend on the order.
-        self._names: dict[Tensor, str] = {}
-        self._frozen_names: dict[Tensor, str] = {}
-        trainable = []  # also the parameters in no group: they get gradients, and are not updated
+        # The tensors are in the model's order, which is the same in all processes. Groups may come in any order, on
+        # which the bits of the gradient norm, a sum, would depend.
+        self._tensor_names: dict[Tensor, str] = {}
+        self._frozen_names: dict[Tensor, str] = {}  # by parameter
+        trainable = []  # parameters in no group are among these: they get gradients, which are dropped
         for parameter, name in names.items():
             tensor = tensors[parameter]
             if tensor in optimized:
-                self._names[tensor] = name
+                self._tensor_names[tensor] = name
             if parameter.requires_grad:
                 trainable.append(parameter)
             else:
                 self._frozen_names[parameter] = name
-        # a sharded parameter and the tensor of the optimizer each hold a gradient
-        self._with_gradients = list(dict.fromkeys([*trainable, *self._names]))
+        # with sharding, both the parameter and its shard have a gradient
+        self._with_gradients = list(dict.fromkeys([*trainable, *self._tensor_names]))
 
-        # float32 as found_inf must be, even with float64 parameters
+        # fused kernels need found_inf in float32, also with float64 parameters
         self.zero = torch.zeros((), dtype=torch.float32, device=device)
         self.one = torch.ones((), dtype=torch.float32, device=device)
-        first_tensor = next(iter(self._names))
+        first_tensor = next(iter(self._tensor_names))
         self._is_offloaded = first_tensor.device != device  # the optimizer's tensors are in host memory
-        # fused kernels take a float32 divisor, which is exact enough only for float32
-        is_float32 = all(tensor.dtype is torch.float32 for tensor in self._names)
+        # grad_scale, by which fused kernels divide, is float32: it is too coarse for float64 gradients
+        is_float32 = all(tensor.dtype is torch.float32 for tensor in self._tensor_names)
         self._divides_in_step = self.skips_on_device and is_float32
 
     def zero_gradients(self) -> None:
@@ -92,7 +94,7 @@ class Updater:
         if self.zeroes_in_place:
             self.optimizer.zero_grad(set_to_none=False)
             return
-        for parameter in self._with_gradients:  # optimizer.zero_grad takes 20 us more, for the profiler
+        for parameter in self._with_gradients:  # the profiler hooks of optimizer.zero_grad would take 20 us
             parameter.grad = None
 
     def step(
@@ -111,22 +113,22 @@ class Updater:
             step_number: the number of the step, from 1.
 
         Returns:
-            norm: of the divided gradient, before it is clipped: 0-dimensional, on the device.
-            is_finite: whether the norm is finite: 0-dimensional bool, on the device.
+            norm: the norm of the divided gradient, before it is clipped: 0-dimensional, on the device.
+            is_finite: whether loss and gradient are finite: 0-dimensional bool, on the device.
             skipped: 1 if the step is skipped, else 0: float32, 0-dimensional, where the optimizer's tensors are.
         """
         thawed = [name for parameter, name in self._frozen_names.items() if parameter.requires_grad]
         if thawed:
             raise explain_unfrozen_parameters(thawed, step_number)
         self._strategy.unscale_gradients(self.scaler, self.optimizer, self.parameters_by_tensor)
-        gradients = [tensor.grad for tensor in self._names if tensor.grad is not None]
-        if len(gradients) < len(self._names) and not self._config.find_unused_parameters:
-            unused = [name for tensor, name in self._names.items() if tensor.grad is None]
+        gradients = [tensor.grad for tensor in self._tensor_names if tensor.grad is not None]
+        if len(gradients) < len(self._tensor_names) and not self._config.find_unused_parameters:
+            unused = [name for tensor, name in self._tensor_names.items() if tensor.grad is None]
             raise explain_unused_parameters(unused)
 
         norm = self._strategy.compute_gradient_norm(gradients) / divisor  # 0 / 0, of an empty global batch, is NaN
         norm = torch.add(norm, loss, alpha=0)  # 0 times a non-finite loss is NaN
-        if self._config.clip_grad_norm:
+        if self._config.clip_grad_norm:  # clipping divides the gradient once more
             excess = (norm + 1e-6) / self._config.clip_grad_norm
             divisor = divisor * excess.clamp(min=1)
         is_finite = norm < math.inf  # NaN is not
@@ -135,13 +137,16 @@ class Updater:
             divisor = divisor.cpu()
             skipped = skipped.cpu()
 
+        # Fused optimizers divide the gradients by `grad_scale`, and do nothing where `found_inf` is 1. GradScaler uses
+        # the same two attributes.
         if self._divides_in_step:
             self.optimizer.grad_scale = divisor.float()
         else:
             torch._foreach_div_(gradients, divisor)
         if self.skips_on_device:
             self.optimizer.found_inf = skipped
-        if self.skips_on_device or is_finite:
+            self.optimizer.step()
+        elif is_finite:  # the host waits for the device here
             self.optimizer.step()
         self.scaler.update()
         self.zero_gradients()
@@ -151,7 +156,7 @@ class Updater:
         """Return the state of the optimizer and of float16's scale for a checkpoint."""
         optimizer = collect_optimizer_state(
             self.optimizer,
-            names=self._names,
+            names=self._tensor_names,
             parameters_by_tensor=self.parameters_by_tensor,
             initial_groups=self._initial_groups,
         )
@@ -162,7 +167,7 @@ class Updater:
         load_optimizer_state(
             self.optimizer,
             payload["optimizer"],
-            names=self._names,
+            names=self._tensor_names,
             parameters_by_tensor=self.parameters_by_tensor,
         )
         if self.scaler.is_enabled() and payload["scaler"]:
