@@ -115,9 +115,9 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
         final_state = "preempted"
         # After a stop during the test this saves nothing, since the last step is saved. The model holds the weights of
         # the best checkpoint by then.
-        checkpoints.save_and_finish()
+        checkpoints.save_and_wait()
     except BaseException:
-        checkpoints.finish_pending()  # waits a limited time for the checkpoint that is being written
+        checkpoints.wait_briefly_for_write()  # so that a checkpoint that was begun is still completed
         raise
     for part in training.state.parts:  # before the summary, since the profiler logs here
         part.close()

@@ -98,6 +98,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
         part.start()
 
     def vote() -> Vote:
+        checkpoints.report_if_written()  # notices the end of a write, after which a save can be due
         return Vote(stop=attempt.is_stop_requested, save=checkpoints.is_save_due())
 
     consensus = Consensus(vote, ctx.control_group)

@@ -15,7 +15,7 @@ from utils.checkpoint.layouts import FileLayout
 from utils.checkpoint.writer import CheckpointWriter
 from utils.report.reporter import Reporter
 from utils.run.checkpoint_files import CheckpointFiles
-from utils.run.checkpoints import Checkpoints
+from utils.run.checkpoints import BestLink, Checkpoints
 
 # 8 steps of two ranks, evaluated after each second one
 FLAGS = "--dataset_size 64 --epochs 1 --eval_every_steps 2 --num_workers 0 --lr 0.01 --keep_last 2".split()
@@ -110,7 +110,7 @@ def evaluate_longer_than_the_write(words):
     def save_best(self):
         self._wait_for_write()  # the checkpoint that was begun before the evaluation is on the disk, and reported
         plain(self)
-        was_linked.append(self._is_best_linked)
+        was_linked.append(self._best_link is BestLink.LINKED)
 
     with mock.patch.object(Checkpoints, "save_best", save_best):
         train_flags(words)

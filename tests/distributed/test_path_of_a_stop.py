@@ -61,6 +61,6 @@ def functions_of_a_stop(completed, stopped):
 def test_a_stop_signal_passes_few_files_until_the_exit_code(runs):
     [functions] = run_ranks(1, functions_of_a_stop, runs.words("run", *FLAGS), runs.words("stopped", *FLAGS))
     path = "\n".join(map(str, functions))
-    for part in ("StopSignals._record", "Checkpoints.save_and_finish"):
+    for part in ("StopSignals._record", "Checkpoints.save_and_wait"):
         assert part in path, path
     assert len({file for file, _ in functions} | ALWAYS) <= MOST_FILES, path

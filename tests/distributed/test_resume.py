@@ -106,7 +106,7 @@ def test_a_stop_request_from_before_the_first_step_takes_no_step(runs):
 def train_with_a_quick_disk(flags):
     """Train; each save is on disk before the next one is requested."""
     plain = Checkpoints.is_save_due
-    with mock.patch.object(Checkpoints, "is_save_due", lambda self: (self._poll_write(60.0), plain(self))[1]):
+    with mock.patch.object(Checkpoints, "is_save_due", lambda self: (self.report_if_written(60.0), plain(self))[1]):
         return train_flags(flags)
 
 

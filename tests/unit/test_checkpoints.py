@@ -96,7 +96,7 @@ def test_ranks_whose_weights_differ_are_told_of_their_buffers_too():
     noted = mock.Mock()
     with pytest.raises(TrainingError, match="different weights"):
         Checkpoints.finish_copy(
-            SimpleNamespace(_snapshot=SimpleNamespace(finish=finish), _warn_of_other_buffers=noted, _blocked_s=0.0)
+            SimpleNamespace(_snapshot=SimpleNamespace(finish=finish), _warn_of_differing_buffers=noted, _blocked_s=0.0)
         )
     noted.assert_called_once_with()
 

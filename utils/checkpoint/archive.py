@@ -1,7 +1,8 @@
-"""A checkpoint file: an archive by torch.save, followed by a trailer with the step and a checksum of the archive.
+"""A checkpoint file: an archive by torch.save, followed by a trailer with the step and a checksum of archive and step.
 
 `torch.load(path, weights_only=True)` opens such a file (it searches for the archive from the end) but ignores the
-trailer; `verify_archive` checks it. Programs beside training look at checkpoints without torch, so functions import it.
+trailer. `verify_archive` checks the trailer. Programs beside training look at checkpoints without torch, so only the
+functions that need torch import torch.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from utils.settings.errors import StartError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
-else:
-    Tensor = None  # a test puts another class of tensors here
 
 PAYLOAD_KEYS = ("model", "ema", "optimizer", "scaler", "progress", "config", "provenance")
 OTHER_PROGRESS = ("best_metric", "best_value", "interval", "user")  # keys of the progress that are no counts
 STEP_NAME_PATTERN = re.compile(r"step_(\d{8,})(\.pt)?")  # without .pt: the folder of a sharded run
 MANIFEST_FILE = "manifest.json"  # of such a folder
+# the trailer is a line in two parts; the checksum covers all bytes before the second part
+TRAILER_STEP = b"\nstep:%010d "
+TRAILER_CHECKSUM = b"sha256:%s\n"
 TRAILER_PATTERN = re.compile(rb"\nstep:(\d{10}) sha256:([0-9a-f]{64})\n")
-TRAILER_BYTES = 89
-CHECKSUM_BYTES = 72  # "sha256:...\n" in the trailer
+CHECKSUM_BYTES = len(TRAILER_CHECKSUM % (64 * b"0"))
+TRAILER_BYTES = len(TRAILER_STEP % 0) + CHECKSUM_BYTES
 BLOCK_BYTES = 2**22
 PLAIN_TYPES = (type(None), bool, int, float, str)  # values that weights_only=True loads, besides tensors and containers
 
@@ -52,33 +54,38 @@ def map_payload(value: Any, function: Callable[[Tensor], Any], name: str = "") -
     Raises:
         UserError: for a value that `torch.load(weights_only=True)` would reject or change, with its name.
     """
+    kind = type(value)
+    if kind in PLAIN_TYPES:
+        return value
+    if is_tensor(value):
+        return function(value)
+    if kind in (dict, OrderedDict) and all(type(key) in PLAIN_TYPES for key in value):
+        mapped = {}
+        for key, item in value.items():
+            item_name = f"{name}.{key}" if name else str(key)
+            mapped[key] = map_payload(item, function, item_name)
+        return mapped
+    if kind in (list, tuple):
+        items = []
+        for number, item in enumerate(value):
+            items.append(map_payload(item, function, f"{name}[{number}]"))
+        return kind(items)
+    raise UserError(
+        f"{name}: a checkpoint cannot hold this {kind.__module__}.{kind.__qualname__}; "
+        "use tensors, numbers and text, in lists and in dicts whose keys are numbers or text"
+    )
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether this is a tensor that a checkpoint can hold: a plain or sharded one, or a parameter.
+
+    Other subclasses of torch.Tensor do not count, since `torch.load(weights_only=True)` may reject them.
+    """
     import torch
 
     from utils.distributed.dtensor import is_sharded
 
-    tensor_class = torch.Tensor if Tensor is None else Tensor
-    tensor_classes = (tensor_class, torch.nn.Parameter)
-
-    def walk(value: Any, name: str) -> Any:
-        kind = type(value)
-        if kind in PLAIN_TYPES:
-            return value
-        if kind in tensor_classes or is_sharded(value):
-            return function(value)
-        if kind in (dict, OrderedDict) and all(type(key) in PLAIN_TYPES for key in value):
-            mapped = {}
-            for key, item in value.items():
-                item_name = f"{name}.{key}" if name else str(key)
-                mapped[key] = walk(item, item_name)
-            return mapped
-        if kind in (list, tuple):
-            return kind([walk(item, f"{name}[{number}]") for number, item in enumerate(value)])
-        raise UserError(
-            f"{name}: a checkpoint cannot hold this {kind.__module__}.{kind.__qualname__}; "
-            "use tensors, numbers and text, in lists and in dicts whose keys are numbers or text"
-        )
-
-    return walk(value, name)
+    return type(value) in (torch.Tensor, torch.nn.Parameter) or is_sharded(value)
 
 
 def write_archive(
@@ -101,21 +108,22 @@ def write_archive(
     """
     import torch
 
-    digest = ""
+    checksum = hashlib.sha256()
 
     def write_content(file: BinaryIO) -> None:
-        nonlocal digest
-        hashing = _HashingWriter(file, on_progress)
+        hashing_file = _HashingWriter(file, checksum.update, on_progress)
         try:
-            torch.save(payload, cast(IO[bytes], hashing))
-        except RuntimeError as error:  # torch.save turns a full disk into an "unexpected pos"
-            raise hashing.error or error from None
-        hashing.write(f"\nstep:{payload['progress']['step']:010d} ".encode())
-        digest = hashing.checksum.hexdigest()
-        file.write(f"sha256:{digest}\n".encode())
+            torch.save(payload, cast(IO[bytes], hashing_file))
+        except RuntimeError as error:
+            # torch.save turns the OSError of a full disk into a RuntimeError with the text "unexpected pos"
+            if hashing_file.error is not None:
+                raise hashing_file.error from None
+            raise error from None
+        hashing_file.write(TRAILER_STEP % payload["progress"]["step"])
+        file.write(TRAILER_CHECKSUM % checksum.hexdigest().encode())
 
     replace_file(path, write_content, before_rename)
-    return digest
+    return checksum.hexdigest()
 
 
 def read_archive(path: Path, trailer: Trailer) -> dict[str, Any]:
@@ -133,10 +141,9 @@ def read_archive(path: Path, trailer: Trailer) -> dict[str, Any]:
 
     # mapped, since the processes of a node then share its memory
     payload = load_weights_only(path, explain_error, mmap=True)
-    missing = []
-    for key in PAYLOAD_KEYS:
-        if not isinstance(payload, dict) or not isinstance(payload.get(key), dict):
-            missing.append(key)
+    missing = list(PAYLOAD_KEYS)
+    if isinstance(payload, dict):
+        missing = [key for key in PAYLOAD_KEYS if not isinstance(payload.get(key), dict)]
     if missing:
         raise UserError(
             f"{path}: lacks {', '.join(missing)}; give another checkpoint, or load its weights with --init_from"
@@ -147,19 +154,20 @@ def read_archive(path: Path, trailer: Trailer) -> dict[str, Any]:
 
 def _check_progress(path: Path, progress: dict[str, Any], trailer: Trailer) -> None:
     """Raise UserError if a value of a checkpoint's progress is not valid, or its step is not that of the trailer."""
-    counts: dict[str, Any] = {"step": None}  # without a step, the progress is not valid
-    for name, value in progress.items():
+    names_of_counts = ["step"]  # also if the progress has no step, which is not valid
+    for name in progress:
         if name not in OTHER_PROGRESS:
-            counts[name] = value
-    wrong = [name for name, value in counts.items() if not _is_count(value)]
-    best: Any = progress.get("best_value")
-    is_number = type(best) in (int, float) and math.isfinite(best)
-    if best is not None and not is_number:
+            names_of_counts.append(name)
+    wrong = [name for name in names_of_counts if not _is_count(progress.get(name))]
+    best_value: Any = progress.get("best_value")
+    is_finite_number = type(best_value) in (int, float) and math.isfinite(best_value)
+    if best_value is not None and not is_finite_number:
         wrong.append("best_value")
     if wrong:
         raise UserError(f"{path}: its progress has no valid {wrong[0]}; give another checkpoint")
-    if counts["step"] != trailer.step:
-        raise UserError(f"{path}: has step {trailer.step} in its trailer but {counts['step']} inside; give another")
+    step = progress["step"]
+    if step != trailer.step:
+        raise UserError(f"{path}: has step {trailer.step} in its trailer but {step} inside; give another")
 
 
 def _is_count(value: Any) -> bool:
@@ -168,7 +176,8 @@ def _is_count(value: Any) -> bool:
 
 
 def load_weights_only(path: Path, explain_error: Callable[[Exception], str], mmap: bool = False) -> Any:
-    """Load tensors and plain values from an archive. This never runs code from the file.
+    """Load an archive of tensors and plain values by torch.load with its flag weights_only, so that no code from the
+    file is run. The archive may hold more than weights: a checkpoint has the optimizer's state, too.
 
     Args:
         explain_error: returns the message for an exception that torch raised.
@@ -182,7 +191,8 @@ def load_weights_only(path: Path, explain_error: Callable[[Exception], str], mma
 
     from utils.memory import is_out_of_memory
 
-    mmap = mmap and str(path).isprintable()  # torch maps no file whose name is not UTF-8
+    if not str(path).isprintable():  # the path may have bytes that are not UTF-8, which Python cannot print
+        mmap = False  # torch maps no file with such a path
     try:
         return retry(partial(torch.load, path, map_location="cpu", weights_only=True, mmap=mmap))
     except Exception as error:  # invalid bytes can raise any error in the unpickler
@@ -240,9 +250,11 @@ def _read_checksum(path: Path, computes_checksum: bool) -> tuple[Trailer | None,
 
 
 def explain_unreadable(path: Path, error: OSError) -> UserError:
-    """Return the error for a checkpoint that cannot be read: StartError if a later try may succeed, else UserError.
+    """Return the exception to raise for a checkpoint that cannot be read.
 
-    A checkpoint that cannot be read at the moment is not taken for a damaged one.
+    Returns:
+        StartError if a later try may succeed, so that a checkpoint that cannot be read at the moment is not taken for
+        a damaged one. UserError otherwise.
     """
     if is_transient(error):
         remedy = "repair the storage and start again, or delete it to resume from an earlier one"
@@ -280,20 +292,23 @@ def read_trailer(file: BinaryIO) -> Trailer | None:
 
 
 class _HashingWriter:
-    """A file that computes the checksum of the data written, and keeps the OSError that torch.save replaces."""
+    """A file that adds the data written to a checksum, and keeps the OSError that torch.save replaces."""
 
-    def __init__(self, file: BinaryIO, on_progress: Callable[[], object]) -> None:
+    def __init__(
+        self, file: BinaryIO, update_checksum: Callable[[memoryview], object], on_progress: Callable[[], object]
+    ) -> None:
         self._file = file
+        self._update_checksum = update_checksum
         self._on_progress = on_progress
-        self.checksum = hashlib.sha256()
         self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
+        """Write the data in blocks, so that a slow write shows progress. Returns the number of bytes."""
         view = memoryview(data)
         try:
-            for start in range(0, len(view), BLOCK_BYTES):  # blocks, so that a slow write shows progress
+            for start in range(0, len(view), BLOCK_BYTES):
                 block = view[start : start + BLOCK_BYTES]
-                self.checksum.update(block)
+                self._update_checksum(block)
                 self._file.write(block)
                 self._on_progress()
         except OSError as error:

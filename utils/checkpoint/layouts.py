@@ -24,6 +24,8 @@ Callback = Callable[[], object]
 class FileLayout:
     """The layout of a checkpoint in one file. Only rank 0 takes part."""
 
+    has_file_per_rank = False  # whether all ranks write
+    shard_count = 1  # rank r has the shard r % shard_count of the state
     is_waiting_for_ranks = False  # whether a write waits for another rank, which looks at its own progress
 
     def checkpoint_path(self, folder: Path, step: int) -> Path:

@@ -18,7 +18,7 @@ from utils.settings.errors import TrainingError
 from utils.signals import STOP_HANDLER
 
 NICENESS = 10  # of the thread: training comes first if every core has a rank
-MAX_STALL_SECONDS_PER_POLL = 10.0  # at most, between two polls: a suspended job does not write
+MAX_STALL_SECONDS_PER_POLL = 10.0  # more time than this between two polls does not count: the job was suspended
 MIN_BYTES_FLUSHED_PER_SECOND = 50e6  # a flush reports no progress, so this speed limits its time
 
 
@@ -28,6 +28,13 @@ class WriteLimits(NamedTuple):
     warn_after_seconds: float  # a warning is logged after so long without progress
     fail_after_seconds: float  # training ends if saves have failed, or one has made no progress, for so long
     fail_after_stop_seconds: float  # after a stop signal, training ends after so long without progress
+
+
+class WriteResult(NamedTuple):
+    """The result of a write that has ended: how long it took, or the error if it has failed."""
+
+    seconds: float = 0.0
+    error: OSError | None = None
 
 
 class CheckpointWriter:
@@ -55,16 +62,17 @@ class CheckpointWriter:
         self._latest_checkpoint = latest_checkpoint
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
         self.path = Path()  # of the last write
-        self.snapshot = Future[Payload]()  # of the last write
-        self._pending_write: Future[float | None] | None = None  # the write in progress, which returns its seconds
+        self.pending_payload = Future[Payload]()  # of the last write; complete when the state is copied
+        self._pending_write: Future[float | None] | None = None  # the write in progress, until `poll` sees its end
         self._failing_since = 0.0  # when the first of a series of failed saves failed; 0 if the last save succeeded
         self._progress_count = 0  # blocks that were written
         self._last_progress_count = 0  # the same at the last poll
-        self._stalled_s = 0.0
+        self._stalled_s = 0.0  # how long the write in progress has made no progress
         self._polled_at = 0.0
 
     @property
     def is_busy(self) -> bool:
+        """Whether a write is in progress, or has ended and `poll` has not returned its result yet."""
         return self._pending_write is not None
 
     @property
@@ -72,90 +80,101 @@ class CheckpointWriter:
         """Whether the last checkpoint could not be written."""
         return self._failing_since > 0
 
-    def start(self, path: Path, snapshot: Future[Payload]) -> None:
-        """Write the payload as soon as the copy is complete. If that fails, nothing is written."""
+    def start(self, path: Path, pending_payload: Future[Payload]) -> None:
+        """Write the payload as soon as the copy of the state is complete. If the copy fails, nothing is written."""
         self.path = path
-        self.snapshot = snapshot
-        self.retry()
+        self.pending_payload = pending_payload
+        self._submit_write()
 
     def retry(self) -> None:
         """Write the last payload, which could not be written, again."""
+        self._submit_write()
+
+    def _submit_write(self) -> None:
         self._stalled_s = 0.0
         self._polled_at = time.monotonic()
         self._pending_write = self._thread.submit(self._write_snapshot)
 
     def _write_snapshot(self) -> float | None:
-        """Write the payload, in the thread. Returns the seconds, or None if the copy has failed."""
-        if self.snapshot.exception():  # waits for the copy
+        """Write the payload, in the thread. Returns the seconds, or None if the copy of the state has failed."""
+        copy_error = self.pending_payload.exception()  # waits for the copy
+        if copy_error is not None:
             return None
         began = time.monotonic()
-        self._write(self.path, self.snapshot.result(), self._count_progress)
+        self._write(self.path, self.pending_payload.result(), self._count_progress)
         return time.monotonic() - began
 
     def _count_progress(self) -> None:
         self._progress_count += 1
 
-    def poll(self, seconds: float) -> float | OSError | None:
-        """Look whether the write has ended since the last call, and wait for that at most so many seconds.
+    def poll(self, within_seconds: float) -> WriteResult | None:
+        """Return the result of the write in progress, if it has ended, or ends within so many seconds.
 
         Returns:
-            The seconds that the write took, or its error; None if no write has ended.
+            The result, once for each write. None if no write has ended, or nothing was written since the copy of the
+            state has failed.
 
         Raises:
             TrainingError: if another try will not help, or none has succeeded or made progress for too long.
         """
-        if not self._pending_write:
+        write = self._pending_write
+        if write is None:
             return None
-        if not wait([self._pending_write], seconds).done:
+        if not wait([write], within_seconds).done:
             self._check_progress()
             return None
-        write = self._pending_write
+
         self._pending_write = None
         try:
             write_seconds = write.result()
         except OSError as error:
-            self._failing_since = self._failing_since or time.monotonic()
-            failing_s = time.monotonic() - self._failing_since
+            now = time.monotonic()
+            if not self.is_failing:
+                self._failing_since = now
+            failing_s = now - self._failing_since
             if failing_s > self._limits.fail_after_seconds:
                 text = f"(no checkpoint could be written for {failing_s / 60:.0f} min, so training ends)"
                 raise TrainingError(f"{error} {text}") from None
-            return error
-        if write_seconds is not None:
-            self._failing_since = 0.0
-            self._latest_checkpoint = self.path
-        return write_seconds
+            return WriteResult(error=error)
+        if write_seconds is None:
+            return None
+        self._failing_since = 0.0
+        self._latest_checkpoint = self.path
+        return WriteResult(seconds=write_seconds)
 
     def _check_progress(self) -> None:
         """Warn of a write that makes no progress, then end the run: after minutes, or soon after a stop signal."""
         now = time.monotonic()
         seconds_since_poll = min(now - self._polled_at, MAX_STALL_SECONDS_PER_POLL)
         stalled_before = self._stalled_s
-        has_moved = (
-            self._progress_count != self._last_progress_count
-            or self._is_waiting_for_ranks()
-            or not self.snapshot.done()
-        )
+        has_written = self._progress_count != self._last_progress_count
+        is_copy_complete = self.pending_payload.done()
         self._last_progress_count = self._progress_count
         self._polled_at = now
-        if has_moved:
+        if has_written or self._is_waiting_for_ranks() or not is_copy_complete:
             self._stalled_s = 0.0
             return
+
         self._stalled_s += seconds_since_poll
         text = f"{self.path}: its write has made no progress for {self._stalled_s:.0f} s"
         if stalled_before <= self._limits.warn_after_seconds < self._stalled_s:
-            logging.getLogger(LOGGER_NAME).warning("%s; check the storage", text)  # perhaps only of this rank
+            # a rank shows this warning also if it is not rank 0: perhaps only its write makes no progress
+            logging.getLogger(LOGGER_NAME).warning("%s; check the storage", text)
         stalled_since_stop = min(self._stalled_s, now - STOP_HANDLER.received_at)
         excess = self._stalled_s - self._limits.fail_after_seconds
         excess_since_stop = stalled_since_stop - self._limits.fail_after_stop_seconds
-        max_flush_seconds = count_payload_bytes(self.snapshot.result()) / MIN_BYTES_FLUSHED_PER_SECOND
+        max_flush_seconds = count_payload_bytes(self.pending_payload.result()) / MIN_BYTES_FLUSHED_PER_SECOND
         if max(excess, excess_since_stop) > max_flush_seconds:
             rank, host = self._rank_and_host
             latest = self._latest_checkpoint or "missing"
             text += f" (rank {rank} on {host}), so training ends; the latest checkpoint is {latest}"
             raise TrainingError(f"{text}; repair the storage, then --resume_from auto", rank, host)
 
-    def wait(self) -> None:
-        """Wait for the write in progress, for a limited time, unless it makes no progress."""
+    def wait_briefly(self) -> None:
+        """Wait at most `fail_after_stop_seconds` for the write in progress. `poll` still has to return its result.
+
+        This does not wait for a write that has made no progress for so long already.
+        """
         if self._pending_write and self._stalled_s < self._limits.fail_after_stop_seconds:
             wait([self._pending_write], self._limits.fail_after_stop_seconds)
 

@@ -51,7 +51,7 @@ class Validation:
         schedule = self.state.schedule
         progress = schedule.progress
         checkpoints = self.checkpoints
-        checkpoints.finish_best()  # of an earlier evaluation
+        checkpoints.settle_best()  # of an earlier evaluation
         began = time.perf_counter()
         self.state.notify_progress(progress)
         if "val" not in self.loaders:
@@ -61,8 +61,8 @@ class Validation:
             return
 
         loader = self.loaders["val"]
-        weights = checkpoints.weight_contexts()
-        records = self.evaluation.evaluate_all_weights("val", loader, weights=weights, progress=progress)
+        contexts = checkpoints.weight_contexts()
+        records = self.evaluation.evaluate_all_weights("val", loader, weights=contexts, progress=progress)
         selecting = records[-1]  # of the averaged weights, if there are any
         metric, sign = self.metric_and_sign
         if metric not in selecting:
@@ -74,7 +74,8 @@ class Validation:
         title = "" if schedule.is_epoch_complete else f"step {progress.step}"
         seconds = time.perf_counter() - began
         self.reporter.record_evaluation(records, seconds, is_best=is_best, title=title)
-        with checkpoints.weight_contexts()[selecting["weights"]]:
+        selecting_weights = checkpoints.weight_contexts()[selecting["weights"]]
+        with selecting_weights:
             self.reporter.show_images("val", loader)
         if is_best:
             checkpoints.save_best()
@@ -90,15 +91,15 @@ class Validation:
             return []
         began = time.perf_counter()
         state = self.state
-        weights = state.weight_contexts()
-        kind = list(weights)[-1]
+        contexts = state.weight_contexts()
+        kind = list(contexts)[-1]  # the averaged weights, if there are any
         progress = state.progress
         best = load_best_checkpoint(self.attempt.run, state, self.attempt.ctx)
         if best:
-            weights = state.saved_weight_contexts(best)
+            contexts = state.saved_weight_contexts(best)
             progress = Progress.from_payload(best)
         state.notify_progress(progress)
-        chosen = {kind: weights.get(kind, weights["model"])}
+        chosen = {kind: contexts.get(kind, contexts["model"])}
         loader = self.loaders["test"]
         records = self.evaluation.evaluate_all_weights("test", loader, weights=chosen, progress=progress)
         seconds = time.perf_counter() - began

@@ -34,7 +34,10 @@ class FolderLayout(FileLayout):
             disk is its own. There a folder has the shards of the node's ranks.
     """
 
+    has_file_per_rank = True
+
     def __init__(self, ctx: DistributedContext, shard_count: int, is_node_leader: bool) -> None:
+        self.shard_count = shard_count
         self.ctx, self._has_shard, self._is_node_leader = ctx, ctx.rank < shard_count, is_node_leader
         self._write_numbers = itertools.count()  # of tries
         self.is_waiting_for_ranks = False  # for another rank, which looks at its own progress
