@@ -97,11 +97,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
         attempt.resources.callback(part.close)  # after a failure; a run that ends normally has closed them before
         part.start()
 
-    def vote() -> Vote:
-        checkpoints.report_if_written()  # notices the end of a write, after which a save can be due
-        return Vote(stop=attempt.is_stop_requested, save=checkpoints.is_save_due())
-
-    consensus = Consensus(vote, ctx.control_group)
+    consensus = Consensus(partial(_vote, attempt, checkpoints), ctx.control_group)
     validation = Validation(
         attempt=attempt,
         state=state,
@@ -124,6 +120,12 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
         checkpoints=checkpoints,
         validation=validation,
     )
+
+
+def _vote(attempt: Attempt, checkpoints: Checkpoints) -> Vote:
+    """Return what this rank wants now: to stop, to save, or to go on."""
+    checkpoints.report_if_written()  # notices the end of a write, after which a save can be due
+    return Vote(stop=attempt.is_stop_requested, save=checkpoints.is_save_due())
 
 
 def _create_held_out_loaders(attempt: Attempt, held_out: dict[str, MapDataset]) -> dict[str, GlobalBatchLoader]:

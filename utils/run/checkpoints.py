@@ -80,8 +80,6 @@ class Checkpoints:
         thread_ctx = create_thread_context(ctx)
         self._layout = _choose_layout(attempt, thread_ctx)
         self._is_writer = ctx.is_main or self._layout.has_file_per_rank
-        # links best.pt and deletes old checkpoints: one rank that writes, for each folder if nodes have their own
-        self._manages_folder = self._is_writer and run.is_node_leader
         metadata = {
             "config": redact_config(attempt.config),
             "provenance": provenance | {"total_steps": state.schedule.total_steps},
@@ -111,6 +109,11 @@ class Checkpoints:
         self._has_warned_of_buffers = False
         self._last_save_at = time.monotonic()  # start of the last save
         self._blocked_s = 0.0  # how long the last save blocked training
+
+    @property
+    def _manages_folder(self) -> bool:
+        """Whether this rank links best.pt and deletes old checkpoints, which one rank does in each run folder."""
+        return self._is_writer and self._run.is_node_leader
 
     # ---- a save, on all ranks ----
 
