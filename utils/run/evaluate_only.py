@@ -18,7 +18,7 @@ from utils.distributed.context import DistributedContext
 from utils.files import replace_json
 from utils.logger import RANK_0_WARNING, log_epoch_summary, setup_logger
 from utils.run.exit import supervise_ranks
-from utils.run.resume import check_evaluation, compare_evaluation_data, create_train_state, load_checkpoint
+from utils.run.resume import compare_evaluation_data, create_train_state, load_checkpoint, require_same_model_and_data
 from utils.run.start import check_ranks_equal
 from utils.signals import restore_signals
 from utils.training.evaluation import Evaluation
@@ -76,7 +76,7 @@ def _evaluate(
     payload: dict[str, Any] = {}  # the checkpoint; empty with init_from
     if not uses_init_from:
         payload = load_checkpoint(path, ctx, state.sharded_parameters())
-        on_all_ranks(partial(check_evaluation, payload, config), ctx)
+        on_all_ranks(partial(require_same_model_and_data, payload, config), ctx)
         progress = Progress.from_payload(payload)
     total_steps = payload.get("provenance", {}).get("total_steps", 1)
     state.notify_progress(progress, total_steps)

@@ -102,17 +102,17 @@ class RunFolder:
 
     # ---- the start ----
 
-    def rewind(self, step: int, is_evaluated: bool = False, has_test: bool = False) -> None:
+    def rewind(self, step: int, keeps_evaluation: bool = False, has_test: bool = False) -> None:
         """Before a resumed run writes: drop records that it will write again and move checkpoints of later steps aside.
 
         Args:
-            is_evaluated: the evaluation at this step will not be repeated.
+            keeps_evaluation: keep the records of an evaluation at this step, which will not be repeated.
             has_test: a test set is evaluated at the end.
         """
         self.ownership.require_owner()
         # checkpoints before records: after a kill in between nothing resumes from a later step
         self.checkpoint_files.move_later_aside(step)
-        self.records.drop_later(step, is_evaluated, has_test)
+        self.records.drop_later(step, keeps_evaluation, has_test)
 
     def mark_training(self) -> None:
         """Write to lock.json that the folder is at the step from which this attempt trains. From now on a restart of

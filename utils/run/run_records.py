@@ -108,11 +108,11 @@ class RunRecords:
                 records.append(record)
         return records
 
-    def drop_later(self, step: int, is_evaluated: bool, has_test: bool) -> None:
+    def drop_later(self, step: int, keeps_evaluation: bool, has_test: bool) -> None:
         """Drop the records that a run which resumes at this step writes again. `RunFolder.rewind` checks the owner.
 
         Args:
-            is_evaluated: the evaluation at this step will not be repeated.
+            keeps_evaluation: keep the records of an evaluation at this step, which will not be repeated.
             has_test: a test set is evaluated at the end of the run.
         """
 
@@ -125,7 +125,7 @@ class RunRecords:
                 return False
             if record["step"] == step:
                 is_of_evaluation = record["kind"] == "eval" or record.get("event") in ("best", "evaluation")
-                return is_evaluated or not is_of_evaluation
+                return keeps_evaluation or not is_of_evaluation
             return record["step"] < step
 
         def is_settled(record: dict[str, Any]) -> bool:
