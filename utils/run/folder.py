@@ -150,7 +150,7 @@ class RunFolder:
         is_of_all_ranks = getattr(error, "rank", None) is not None and not isinstance(error, TrainingError)
         is_writer = self.is_main or not is_of_all_ranks
         # if another job owns the folder, the status is that of its run
-        if is_writer and self.ownership.is_owner():
+        if is_writer and self.ownership.may_be_owner():
             is_undone = self._undo_start(error)
             if not is_undone:
                 self.status.write_failure(error, step)

@@ -117,8 +117,9 @@ def resume_run(
     file_listing: bytes,
     metric_and_sign: tuple[str, int],
 ) -> list[str]:
-    """Load the checkpoint that the run starts from, if any, and plan the schedule of the whole run from there. Rewind the
-    folder to that step (`RunFolder.rewind`).
+    """Load the checkpoint that the run starts from, if any, and plan the schedule of the whole run from there.
+
+    The folder is rewound to that step (`RunFolder.rewind`).
 
     Args:
         provenance: content of provenance.json.
