@@ -255,35 +255,38 @@ def list_compared_settings(payload: dict[str, Any], config: TrainingConfig) -> l
     current = config.to_json()
     rows = []
     for setting in list_settings(type(config)):
-        row = ComparedValue(
-            name=setting.name,
-            saved=saved.get(setting.name, to_json_value(setting.resolved_default)),
-            current=current[setting.name],
-            resume_rule=setting.resume,
+        rows.append(
+            ComparedValue(
+                name=setting.name,
+                saved=saved.get(setting.name, to_json_value(setting.resolved_default)),
+                current=current[setting.name],
+                resume_rule=setting.resume,
+            )
         )
-        rows.append(row)
     for name, removed in REMOVED_SETTINGS.items():
-        row = ComparedValue(
-            name=name,
-            saved=saved.get(name, removed.default),
-            current=removed.default,
-            resume_rule="may",
-            message=removed.describe_ignored(name, "{before} of the checkpoint"),  # {before} is filled in later
+        rows.append(
+            ComparedValue(
+                name=name,
+                saved=saved.get(name, removed.default),
+                current=removed.default,
+                resume_rule="may",
+                message=removed.describe_ignored(name, "{before} of the checkpoint"),  # {before} is filled in later
+            )
         )
-        rows.append(row)
     known_names = {row.name for row in rows}
     for name, field in payload["provenance"].get("fields", {}).items():
         if name in known_names or name not in saved:
             continue
         default, resume_rule = field
-        row = ComparedValue(
-            name=name,
-            saved=saved[name],
-            current=default,
-            resume_rule=resume_rule,
-            message=SETTING_DELETED,
+        rows.append(
+            ComparedValue(
+                name=name,
+                saved=saved[name],
+                current=default,
+                resume_rule=resume_rule,
+                message=SETTING_DELETED,
+            )
         )
-        rows.append(row)
     return rows
 
 
@@ -321,14 +324,15 @@ def list_compared_values(
         rules |= list_exact_resume_rules(payload)
     rows = list_compared_settings(payload, config)
     for name, (resume_rule, message) in rules.items():
-        row = ComparedValue(
-            name=name,
-            saved=saved.get(name),
-            current=provenance.get(name),
-            resume_rule=resume_rule,
-            message=message,
+        rows.append(
+            ComparedValue(
+                name=name,
+                saved=saved.get(name),
+                current=provenance.get(name),
+                resume_rule=resume_rule,
+                message=message,
+            )
         )
-        rows.append(row)
     return rows
 
 
@@ -518,8 +522,8 @@ def describe_lr_jump(payload: dict[str, Any], state: TrainState) -> list[str]:
     step = state.progress.step - 1
     if step < 0:
         return []
-    progress = copy.deepcopy(state.progress)  # which the schedule of a fork may change
-    factors = state.compute_lr_factors(step, progress)
+    # on a copy of the progress, since the schedule of a fork may change it
+    factors = state.compute_lr_factors(step, copy.deepcopy(state.progress))
     # an optimizer that loads its state itself may accept another number of groups
     groups = zip(payload["optimizer"]["param_groups"], state.optimizer.param_groups, factors, strict=False)
     for saved, group, factor in groups:

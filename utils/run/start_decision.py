@@ -59,7 +59,7 @@ class ExistingRun:
             launch_id=launch_id,
             owner=owner,
             status=read_json(config.run_folder / "status.json"),
-            has_run=has_records or bool(step_checkpoints) or bool(best_checkpoints),
+            has_run=any([has_records, step_checkpoints, best_checkpoints]),
         )
 
     @property
@@ -174,7 +174,7 @@ class ExistingRun:
         inside = []
         for name in ("init_from", "resume_from"):
             given = getattr(config, name)
-            if given and is_path_below(given, folder):
+            if given and Path(given).resolve().is_relative_to(folder.resolve()):
                 inside.append(f"{name}={given}")
         if inside:
             raise UserError(f"{', '.join(inside)}: is in the run that would be moved aside; give another --run_dir")
@@ -217,9 +217,8 @@ def decide_start(config: TrainingConfig, host: str, launch_id: str, may_restart:
     except UserError:
         restore_existing_run(created)
         raise
-    is_continued = decision.attempt > 1
-    if is_continued:
-        # a run in a folder that did not exist was fetched from its mirror: the copy goes if this start is refused later
+    if decision.attempt > 1:
+        # a run that is continued in a new folder was fetched from its mirror: the copy goes if this start is refused
         decision = replace(decision, renamed_folders=created)
     return lock, decision
 
@@ -244,10 +243,10 @@ def _decide_locked(
     existing_run.refuse_to_start_over(path)
 
     # a run goes on from its own checkpoint, and a checkpoint of another run (--resume_from PATH) begins a new one
-    resumes_own_checkpoint = path is not None and path.resolve().parent == checkpoint_folder.resolve()
-    if path and resumes_own_checkpoint:
+    is_continued = existing_run.wants_to_continue
+    if path and path.resolve().parent == checkpoint_folder.resolve():
+        is_continued = True
         path = checkpoint_folder / path.name  # one spelling on all ranks
-    is_continued = existing_run.wants_to_continue or resumes_own_checkpoint
     if existing_run.has_run and not is_continued:
         existing_run.refuse_to_replace(may_restart)
         renamed_folders = rename_existing_run(folder, checkpoint_folder)
@@ -373,8 +372,3 @@ def _open_lock(folder: Path, checkpoint_folder: Path, host: str) -> RunLock:
     except OSError as error:
         kind = StartError if is_transient(error) else UserError
         raise kind(f"run_dir={folder}: cannot be written ({error.strerror}); give a writable folder") from None
-
-
-def is_path_below(path: str, folder: Path) -> bool:
-    """Return whether the path is in the folder, after links are followed."""
-    return Path(path).resolve().is_relative_to(folder.resolve())
