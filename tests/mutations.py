@@ -52,7 +52,7 @@ MUTATIONS = [
     Mutation('send_pickling_error', 'message = explain_open_file_limit(error)', 'message = ""', 'open-files'),
     Mutation('can_train_longer', 'new_patience = values["patience"] or math.inf', 'new_patience = old_patience or math.inf', 'schedule-end'),
     Mutation('environment_without_launcher', 'return {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.fullmatch(name)}', 'return dict(os.environ)', 'command'),  # extra: companions
-    Mutation('compare_evaluation_data', 'line, is_other = compare_data(before[split], current[split], {}, is_same_code=is_same, split=split)', 'line, is_other = "", False', 'must-match'),
+    Mutation('compare_evaluation_data', 'data_change, is_other_data = compare_data(saved, current, {}, is_same_code=is_same, split=split)', 'data_change, is_other_data = "", False', 'must-match'),
     Mutation('read_best_name', 'return path.stem if best.is_dir() else path.name', 'return ""', 'keep-last'),
     Mutation('decide_start', 'restore_existing_run(created)', 'pass', 'mirror-owner'),  # extra: companions
     Mutation('RunFolder._undo_start', 'restore_existing_run(moved)', 'pass', 'mirror-owner'),  # extra: companions
@@ -197,7 +197,7 @@ MUTATIONS = [
     Mutation('WeightAverage.__init__', 'average = copy_in_float32(source)', 'average = source.clone()', 'weights'),
     Mutation('resume_run', 'if not is_comparable:', 'if False:', 'changed-settings'),
     Mutation('compare_held_out', 'elif split not in new:', 'elif False:', 'changed-settings'),
-    Mutation('resume_run', 'on_all_ranks(rewind_folder, ctx)', 'pass', 'records-once'),
+    Mutation('_rewind_run', 'on_all_ranks(rewind_folder, ctx)', 'pass', 'records-once'),
     Mutation('compare_checkpoint', 'forbidden = describe_differences(rows, "must")', 'forbidden: list[str] = []', 'must-match'),
     Mutation('Updater.step', 'norm = torch.add(norm, loss, alpha=0)  # 0 times a non-finite loss is NaN', 'pass', 'not-finite'),
     Mutation('Updater.step', 'is_finite = norm < math.inf  # NaN is not', 'is_finite = norm <= math.inf', 'not-finite'),

@@ -33,7 +33,7 @@ class Story:
         for word in words.split():
             self.now += SECONDS.get(word, 0)
             if word == "start":
-                run.rewind(step, is_evaluated=True)
+                run.rewind(step, keeps_evaluation=True)
                 run.mark_training()
                 run.record_start(began, {"epoch": 0, "step": step, "samples_seen": 4 * step})
             elif word == "step":

@@ -55,7 +55,7 @@ def test_rewinding_a_long_run_reads_from_the_end_and_holds_few_records(run, late
     samples.write_bytes(path.read_bytes())  # has steps, too
     size, before = path.stat().st_size, bytes_read()
     tracemalloc.start()
-    run.rewind(kept, is_evaluated=True)
+    run.rewind(kept, keeps_evaluation=True)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     read = bytes_read() - before

@@ -104,18 +104,18 @@ def test_records_of_an_evaluation_that_will_be_repeated_are_dropped(config):
         records = run.records.read("eval") + run.records.read("event")
         return [record.get("event", "eval") for record in records if record["step"] == 20]
 
-    run.rewind(20, is_evaluated=True)
+    run.rewind(20, keeps_evaluation=True)
     assert of_step_20() == ["eval", "checkpoint", "best"]
     run.rewind(20)
     assert of_step_20() == ["checkpoint"]
     for split in ("val", "test"):
         run.records.append("eval", epoch=0, step=30, split=split, loss=1.0)
-    run.rewind(30, is_evaluated=True, has_test=True)  # the test set is evaluated again after the validation set
+    run.rewind(30, keeps_evaluation=True, has_test=True)  # the test set is evaluated again after the validation set
     assert [record["split"] for record in run.records.read("eval")] == ["val", "val"]
     run.records.append(
         "eval", epoch=0, step=20, split="test", loss=1.0
     )  # of the best weights, in a run that is now longer
-    run.rewind(40, is_evaluated=True, has_test=True)
+    run.rewind(40, keeps_evaluation=True, has_test=True)
     assert [record["split"] for record in run.records.read("eval")] == ["val", "val"]
 
 
@@ -123,7 +123,7 @@ def test_records_of_an_only_test_set_are_those_of_a_validation_set(config):
     run = open_run(config)
     for step in (10, 20):
         run.records.append("eval", epoch=1, step=step, split="test", loss=1.0)  # it selects the best
-    run.rewind(10, is_evaluated=True)
+    run.rewind(10, keeps_evaluation=True)
     assert [record["step"] for record in run.records.read("eval")] == [10]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,7 @@ class CheckpointFiles:
             if checkpoint.parse_step(path) == step:
                 checkpoint.link_best(path)
                 return
-        raise OSError(2, f"there is no checkpoint of step {step}")
+        raise OSError(errno.ENOENT, f"there is no checkpoint of step {step}")
 
     def move_later_aside(self, step: int) -> None:
         """Move the checkpoints of later steps to the superseded folder. `RunFolder.rewind` checks the owner."""
@@ -118,9 +119,9 @@ class CheckpointFiles:
         return True
 
     def copy_best(self) -> None:
-        """Copy the best checkpoint aside: call it before a new best begins, which supersedes it. Raises OSError.
+        """Copy the best checkpoint to the superseded folder. Call this before a new best begins. Raises OSError.
 
-        On storage without links best.pt is a copy itself, and `restore_best` moves it.
+        On storage without links best.pt is a copy itself, and `restore_best` moves it there.
         """
         if self.best.is_symlink() and self.best.exists():
             self._create_superseded_folder()

@@ -19,6 +19,9 @@ from utils.settings.errors import UserError
 from utils.signals import exit_with_torchrun, kill_workers
 
 SECONDS_TO_FLUSH = 5.0
+# between a user error and the end of the process: the launcher ends all ranks when one fails, and rank 0 prints first
+SECONDS_UNTIL_RANK_0_FAILS = 1.0
+SECONDS_UNTIL_OTHERS_FAIL = 3.0
 
 
 class _LossyStream(io.FileIO):
@@ -36,7 +39,8 @@ def repair_standard_streams() -> None:
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # closed: the next file would get this number, and all that is printed
+        except OSError:
+            # The stream is closed. The next file that is opened would get its number, and all that is printed.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     sys.stdout = _open_lossy_stream(1)
     sys.stderr = _open_lossy_stream(2)
@@ -49,7 +53,11 @@ def _open_lossy_stream(number: int) -> io.TextIOWrapper:
 
 
 def check_command_line() -> None:
-    """Handle --help, --print-config and bad flags, and exit; else print the first line. Only rank 0 prints."""
+    """Prepare this process before torch is imported, or exit after --help, --print-config and bad flags.
+
+    The standard streams are repaired, and under torchrun this process is made to end with torchrun. Rank 0 prints the
+    notes about the flags and the first line.
+    """
     repair_standard_streams()
     launch = Launch()
     out = io.StringIO()
@@ -88,10 +96,10 @@ def exit_with_user_error(error: UserError, launch: Launch) -> NoReturn:
     if launch.is_under_torchrun and launch.local_rank > 0:
         exit_now(0)
     write_error_file(f"{type(error).__name__}: {error}", str(error), launch)
-    if launch.is_launched:  # the launcher ends all ranks when one fails: let rank 0 print first
-        seconds = 1 if launch.rank == 0 else 3
-        time.sleep(seconds)
-    if launch.may_restart and error.is_final:  # torchrun must not start another attempt
+    if launch.is_launched:
+        time.sleep(SECONDS_UNTIL_RANK_0_FAILS if launch.rank == 0 else SECONDS_UNTIL_OTHERS_FAIL)
+    if launch.may_restart and error.is_final:
+        # torchrun must not start another attempt
         os.kill(os.getppid(), signal.SIGTERM)
     exit_now(error.exit_code)
 

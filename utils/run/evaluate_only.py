@@ -18,7 +18,7 @@ from utils.distributed.context import DistributedContext
 from utils.files import replace_json
 from utils.logger import RANK_0_WARNING, log_epoch_summary, setup_logger
 from utils.run.exit import supervise_ranks
-from utils.run.resume import check_evaluation, compare_evaluation_data, create_train_state, load_checkpoint
+from utils.run.resume import compare_evaluation_data, create_train_state, load_checkpoint, require_same_model_and_data
 from utils.run.start import check_ranks_equal
 from utils.signals import restore_signals
 from utils.training.evaluation import Evaluation
@@ -54,10 +54,10 @@ def _evaluate(
     uses_init_from = bool(config.init_from)
     path = Path(config.init_from or config.resume_from)
     if not uses_init_from:
-        source = path
         if config.resume_from in ("", "auto"):
-            source = config.checkpoint_folder
-        find_checkpoint = partial(find_best_or_latest, source, prefer_best=not config.resume_from)
+            path = config.checkpoint_folder
+        # best.pt is evaluated if no --resume_from is given: auto, or another folder, means the latest checkpoint
+        find_checkpoint = partial(find_best_or_latest, path, prefer_best=not config.resume_from)
         path, _notes = on_all_ranks(find_checkpoint, ctx)
 
     sets = load_data(data_module, config, ctx)
@@ -76,8 +76,9 @@ def _evaluate(
     payload: dict[str, Any] = {}  # the checkpoint; empty with init_from
     if not uses_init_from:
         payload = load_checkpoint(path, ctx, state.sharded_parameters())
-        on_all_ranks(partial(check_evaluation, payload, config), ctx)
+        on_all_ranks(partial(require_same_model_and_data, payload, config), ctx)
         progress = Progress.from_payload(payload)
+    # parts see the length of the run, which is unknown with init_from and in checkpoints of earlier versions
     total_steps = payload.get("provenance", {}).get("total_steps", 1)
     state.notify_progress(progress, total_steps)
 
@@ -99,6 +100,7 @@ def _evaluate(
         log_epoch_summary(logger, split_records, seconds, is_best=False)
         records += split_records
 
+    # of several kinds of weights, the last one selects the best checkpoint
     kind = list(state.saved_weight_contexts(payload))[-1]
     outcome: dict[str, Any] = {
         "checkpoint": config.init_from or str(path),

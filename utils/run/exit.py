@@ -1,7 +1,8 @@
 """How a process ends: the cause is found, and reported to the other ranks, the run folder and torchrun.
 
 The cause gives the exit code. 0: completed, or stopped and saved under torchrun; 75: stopped and saved; 2: the user's
-to fix; 1: anything else.
+to fix; 1: anything else. Under torchrun, an error that is the user's to fix on every rank ends only one rank per node
+with 2 and the others with 0, so that torchrun reports it once.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ SECONDS_TO_DESTROY_GROUPS = 1.0
 
 @contextmanager
 def clean_up_on_exit() -> Iterator[None]:
-    """After the decorated function, also after an exception, this process has no lock and no process group.
+    """Release what the decorated function leaves behind, so that it may be called again in the same process.
 
-    The frames in the traceback lose their values, which would keep the model, the data and the sockets of the groups.
+    After an exception, the locks and the process groups are closed, but for groups of NCCL on several ranks, which the
+    next start destroys. The frames in the traceback lose their values, which would keep the model, the data and the
+    sockets of the groups. A function that returns has closed its locks and groups itself.
     """
     try:
         yield
@@ -50,13 +53,13 @@ def clean_up_on_exit() -> Iterator[None]:
         for lock in list(RunLock.held_locks):
             lock.close()
         drop_traceback(error)
-        # NCCL waits for what was begun, and peers may be gone; the next start destroys its groups
+        # NCCL waits for the operations that were begun, and peers may be gone
         if dist.is_initialized() and (dist.get_world_size() == 1 or "nccl" not in dist.get_backend()):
             with suppress(TimeoutError):
                 call_with_timeout(SECONDS_TO_DESTROY_GROUPS, dist.destroy_process_group)
         raise
     finally:
-        gc.collect()  # what refers to itself: groups, and memory of the device
+        gc.collect()  # objects that refer to each other keep groups and memory of the device
 
 
 @contextmanager
@@ -82,6 +85,7 @@ def supervise_ranks(folder: Path, config: TrainingConfig, ctx: DistributedContex
         cause = supervisor.report_to_ranks(error, cause)
         exit_reporter.write_failure(cause)
         if cause is error:
+            # "from" keeps the cause of the error, and hides other errors that were being handled when it was raised
             raise cause from error.__cause__
         raise cause from error
     finally:
@@ -94,11 +98,12 @@ def find_cause(
     """Return the cause of the error: a loader worker of this rank, its open files or memory, or else the error."""
     text = explain_open_file_limit(error)
     if text:
-        drop_traceback(error)  # closes the descriptors in its frames, so that the run folder can be written
+        # closes the files in the frames of the traceback, so that the run folder can be written
+        drop_traceback(error)
         return TrainingError(f"rank {ctx.rank}: {text}")
 
     is_resumed = False
-    if run and is_out_of_memory(error):  # else the folder is not read, since its storage may hang
+    if run and is_out_of_memory(error):  # after other errors the folder is not read, since its storage may hang
         is_resumed = run.resume_path is not None or bool(list_step_checkpoints(run.checkpoint_folder))
     cause = explain_worker_error(error, ctx.rank)
     if cause is None:
@@ -110,13 +115,9 @@ class ExitReporter:
     """Writes how this process ends to the run, once that is known."""
 
     def __init__(self, ctx: DistributedContext) -> None:
-        self.run: RunFolder | None = None
+        self.run: RunFolder | None = None  # its status.json shows how this process ends; `acquire_run_folder` sets it
         self.clock = PhaseClock(ctx.device)
         self.resources = ExitStack()  # closed in reverse order
-
-    def set_run(self, run: RunFolder) -> None:
-        """Set the run whose status.json shows from now on how this process ends."""
-        self.run = run
 
     def write_failure(self, error: BaseException) -> None:
         """Write the error to the run, if this process has one."""
@@ -150,11 +151,14 @@ def exit_with_error(error: BaseException, code: int = 1) -> NoReturn:
         launch = read_launch()
     except UserError:
         launch = Launch()
-    if isinstance(error, UserError) and error.rank is not None:  # raised on every rank
-        if launch.rank == 0:
-            logger.error("%s", error)
-        exit_with_user_error(error, launch)
-    elif isinstance(error, UserError | TrainingError):
+    if isinstance(error, UserError):
+        if error.rank is not None:
+            # every rank has raised the error, and rank 0 logs it
+            if launch.rank == 0:
+                logger.error("%s", error)
+            exit_with_user_error(error, launch)
+        code = error.exit_code
+    if isinstance(error, UserError | TrainingError):
         logger.error("%s", error)
         logger.debug("traceback", exc_info=error)
     elif is_peer_failure(error):
@@ -165,6 +169,4 @@ def exit_with_error(error: BaseException, code: int = 1) -> NoReturn:
         logger.error("this rank failed", exc_info=error)
         text = f"{type(error).__name__}: {error_text(error)}"
         logger.error("failed: rank %d on %s: %s", launch.rank, socket.gethostname(), text)
-    if isinstance(error, UserError):
-        code = error.exit_code
     exit_now(code)

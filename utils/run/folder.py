@@ -24,7 +24,9 @@ class RunFolder:
     lock.json, or several kinds of files in an order that a kill in between must not break.
 
     An attempt calls `status.mark_running`, `rewind`, `checkpoint_files.restore_best`, `mark_training` (lock.json) and
-    `record_start` (first event), in this order. The first status after `status.mark_running` makes the start final.
+    `record_start` (first event), in this order. A start that is refused is undone (`report_failure`): until
+    `mark_training`, renamed folders get their old names back, and until `record_start`, status.json gets its earlier
+    content back.
 
     Args:
         host: of this rank.
@@ -48,7 +50,7 @@ class RunFolder:
         self.start_decision = start_decision
         self.companions = companions
         self.notes = list(start_decision.notes)  # lines to log at the start
-        self._lock = lock
+        self.lock = lock
         self._renamed_folders = start_decision.renamed_folders
         self.ownership = Ownership(folder, checkpoint_folder, start_decision.token)
         self.records = RunRecords(folder, rank, self.ownership)
@@ -77,14 +79,14 @@ class RunFolder:
 
     @property
     def is_node_local(self) -> bool:
-        """Return whether this is the first rank of a node whose run folder is not rank 0's."""
-        return self._lock is not None and not self.is_main
+        """Return whether this rank is the first one of a node whose run folder is not rank 0's."""
+        return self.lock is not None and not self.is_main
 
     @property
     def is_node_leader(self) -> bool:
-        """Return whether this rank writes what a run folder has once.
+        """Return whether this rank writes the files that a run folder has once.
 
-        Rank 0 does, and the first rank of a node with a folder of its own.
+        This is rank 0, and the first rank of a node with a folder of its own.
         """
         return self.is_main or self.is_node_local
 
@@ -102,21 +104,23 @@ class RunFolder:
 
     # ---- the start ----
 
-    def rewind(self, step: int, is_evaluated: bool = False, has_test: bool = False) -> None:
+    def rewind(self, step: int, keeps_evaluation: bool = False, has_test: bool = False) -> None:
         """Before a resumed run writes: drop records that it will write again and move checkpoints of later steps aside.
 
         Args:
-            is_evaluated: the evaluation at this step will not be repeated.
+            keeps_evaluation: keep the records of an evaluation at this step, which will not be repeated.
             has_test: a test set is evaluated at the end.
         """
         self.ownership.require_owner()
-        # checkpoints before records: after a kill in between nothing resumes from a later step
+        # checkpoints come before records, so that after a kill in between no attempt resumes from a later step
         self.checkpoint_files.move_later_aside(step)
-        self.records.drop_later(step, is_evaluated, has_test)
+        self.records.drop_later(step, keeps_evaluation, has_test)
 
     def mark_training(self) -> None:
-        """Write to lock.json that the folder is at the step from which this attempt trains. From now on a restart of
-        this launch continues the run in it."""
+        """Write to lock.json that the folder is at the step from which this attempt trains.
+
+        From now on a restart of this launch continues the run in the folder.
+        """
         self._update_lock()
 
     def record_start(self, started_at: float, position: dict[str, int], **values: Any) -> None:
@@ -133,13 +137,13 @@ class RunFolder:
     # ---- the end ----
 
     def mark_ended(self) -> None:
-        """Tell the programs beside this rank how this attempt has ended, which status.json has already."""
+        """Tell the programs beside this rank how this attempt has ended. status.json tells everybody else before."""
         if self.companions:
             with suppress(OSError):  # a full disk
                 self._update_lock(ended=self.status.state)
 
     def report_failure(self, error: BaseException, step: int = 0) -> None:
-        """Undo a start that was refused, or write that the run failed.
+        """Undo a start that was refused, or write that the run failed. End the programs beside this rank.
 
         Rank 0 writes an error that all ranks have, and any other error is written by the first rank that finds the run
         still running.
@@ -147,48 +151,44 @@ class RunFolder:
         Args:
             step: the last one that this rank has completed.
         """
+        # `on_all_ranks` raises the same UserError, which names a rank, on every rank. A TrainingError that names a rank
+        # is not raised on all of them.
         is_of_all_ranks = getattr(error, "rank", None) is not None and not isinstance(error, TrainingError)
         is_writer = self.is_main or not is_of_all_ranks
-        # if another job owns the folder, the status is that of its run
-        if is_writer and self.ownership.is_owner():
+        # if another job has taken over the folder, status.json describes that job's run
+        if is_writer and self.ownership.may_be_owner():
             is_undone = self._undo_start(error)
             if not is_undone:
                 self.status.write_failure(error, step)
-        self.end_companions()
+        if self.companions:
+            self.companions.stop()
 
     def _undo_start(self, error: BaseException) -> bool:
         """Undo what a refused start has changed in the folder. Returns whether it had changed something."""
         if not isinstance(error, UserError):
             return False
-        # another attempt may succeed after a StartError, with what has been fetched into a new folder
-        is_new_kept = isinstance(error, StartError)
-        moved = []
-        for original, backup in self._renamed_folders:
-            if backup != DID_NOT_EXIST or not is_new_kept:
-                moved.append([original, backup])
+        moved = self._renamed_folders
+        if isinstance(error, StartError):
+            # another attempt may succeed, and continues with what was fetched into a folder that did not exist
+            moved = [[original, backup] for original, backup in moved if backup != DID_NOT_EXIST]
         if moved:
             restore_existing_run(moved)
             return True
         return self.status.restore_previous()
 
-    def end_companions(self) -> None:
-        """End the programs beside this rank after a failure."""
-        if self.companions:
-            self.companions.stop()
-
     def close(self) -> None:
         """Release the folder."""
-        if self._lock is not None:
-            self._lock.close()
+        if self.lock is not None:
+            self.lock.close()
 
     # ---- what all of this uses ----
 
     def _update_lock(self, **values: Any) -> None:
-        """Write to lock.json, where a rank has a lock. From now on no failure undoes the start."""
-        if self._lock is not None:
+        """Write to lock.json, if this rank has a lock. From now on no failure undoes the renaming of folders."""
+        if self.lock is not None:
             self.ownership.require_owner()
             decision = self.start_decision
-            self._lock.write(launch_id=decision.launch_id, attempt=decision.attempt, has_trained=True, **values)
+            self.lock.write(launch_id=decision.launch_id, attempt=decision.attempt, has_trained=True, **values)
         self._renamed_folders = []
 
     def write_json(self, name: str, value: Any) -> None:

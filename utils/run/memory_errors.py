@@ -19,7 +19,7 @@ def explain_out_of_memory(
         is_resumed: the run has a checkpoint, so the size of its micro-batch is fixed.
 
     Returns:
-        None for another error, or one that says the fix.
+        The error that names the fix, or None if the given error is not about memory.
     """
     if isinstance(error, TrainingError) or not is_out_of_memory(error):
         return None
@@ -48,10 +48,13 @@ def explain_out_of_memory(
 
 
 def suggest_half_batch(name: str, size: int, global_size: int) -> str:
-    """Return flags for a micro-batch of at most half of `size` with the same global batch. They are empty below 1.
+    """Return flags for a micro-batch of at most half of `size` with the same global batch.
 
     Args:
         name: the setting that gives the micro-batch its size.
+
+    Returns:
+        The flags, or "" if `size` is 1 and has no half.
     """
     for smaller_size in range(size // 2, 0, -1):
         if global_size % smaller_size == 0:

@@ -56,7 +56,7 @@ def collect_provenance(hosts: tuple[str, ...], device_names: tuple[str, ...], gi
         "git_commit": commit or git_commit,
         "git_dirty": is_dirty,
         "versions": collect_package_versions(),
-        "code": derive_seed(*compute_code_checksums().items()),
+        "code": derive_seed(*compute_code_checksums().items()),  # used as a hash of all files
         "hosts": sorted(set(hosts)),
         "ranks": [{"rank": rank, "host": host, "device": device_names[rank]} for rank, host in enumerate(hosts)],
         "world_size": len(hosts),

@@ -34,6 +34,7 @@ from utils.training.hooks import ModelHooks
 from utils.training.parts.create import create_parts
 from utils.training.parts.unsaved_parameters import complete_initial_weights
 from utils.training.precision import Precision
+from utils.training.schedule import Progress
 from utils.training.state import TrainState
 
 
@@ -116,8 +117,9 @@ def resume_run(
     file_listing: bytes,
     metric_and_sign: tuple[str, int],
 ) -> list[str]:
-    """Load the checkpoint that the run starts from, if any, rewind the folder to its step (`RunFolder.rewind`), and
-    plan the schedule of the whole run from there.
+    """Load the checkpoint that the run starts from, if any, and plan the schedule of the whole run from there.
+
+    The folder is rewound to that step (`RunFolder.rewind`).
 
     Args:
         provenance: content of provenance.json.
@@ -133,7 +135,6 @@ def resume_run(
     run = attempt.run
     config = attempt.config
     ctx = attempt.ctx
-    progress = state.progress
     best_metric = ""
     if "val" in provenance["held_out"]:
         name, sign = metric_and_sign
@@ -144,44 +145,56 @@ def resume_run(
         return compare_listings(read_file_listing(run.folder), file_listing)
 
     differences: list[str] = []
-    is_comparable = True
-    payload: dict[str, Any] = {}
     if run.resume_path:
         payload = load_checkpoint(run.resume_path, ctx, state.sharded_parameters())
         file_changes = broadcast_json(on_rank_0(compare_files, ctx), ctx)
         compare = partial(compare_checkpoint, payload, config, provenance=provenance, file_changes=file_changes)
         differences = on_all_ranks(compare, ctx)
-        # rank 0 decides: ranks may have fetched other numbers of samples to compare
+        # rank 0 decides, since each rank compares the samples that it has fetched, and some may have fetched fewer
         compare_selection = partial(compare_best, payload, config, provenance=provenance, best_metric=best_metric)
         lines, is_comparable = broadcast_json(on_rank_0(compare_selection, ctx), ctx)
         differences += lines
         on_all_ranks(partial(state.load_state_dict, payload), ctx)
         differences += compare_fingerprints(payload, state, ctx)
-
-    state.plan_schedule(sampler)
-    if payload:
+        state.plan_schedule(sampler)
         differences += describe_lr_jump(payload, state)
         if not is_comparable:
-            progress.reset_best()
-            progress.evaluated_step = -1  # so that an evaluation that is due at this step is repeated
-            on_rank_0(run.checkpoint_files.copy_best, ctx)
-    progress.best_metric = best_metric
+            _forget_best(run, state.progress, ctx)
+    else:
+        state.plan_schedule(sampler)
+    state.progress.best_metric = best_metric
 
-    is_evaluated = not state.schedule.is_evaluation_due
-    has_test = "test" in provenance["held_out"]
+    _rewind_run(run, state, has_test="test" in provenance["held_out"], ctx=ctx)
+    on_rank_0(partial(save_file_listing, file_listing, run.folder), ctx)
+    on_all_ranks(run.mark_training, ctx)
+    return differences
+
+
+def _forget_best(run: RunFolder, progress: Progress, ctx: DistributedContext) -> None:
+    """Let the best value start again, since later values cannot be compared with it. Collective.
+
+    Call this before the rewind, which moves the checkpoint that best.pt links to, or the link itself.
+    """
+    progress.reset_best()
+    progress.evaluated_step = -1  # so that an evaluation that is due at this step is repeated
+    on_rank_0(run.checkpoint_files.copy_best, ctx)
+
+
+def _rewind_run(run: RunFolder, state: TrainState, has_test: bool, ctx: DistributedContext) -> None:
+    """Rewind the run folder and best.pt to the step of the state. Collective."""
+    progress = state.progress
+    # an evaluation that is due will be made again, and writes its records again
+    keeps_evaluation = not state.schedule.is_evaluation_due
 
     def rewind_folder() -> None:
         if run.is_node_leader:
-            run.rewind(progress.step, is_evaluated, has_test)
+            run.rewind(progress.step, keeps_evaluation, has_test)
 
     on_all_ranks(rewind_folder, ctx)
     restore_best = partial(run.checkpoint_files.restore_best, progress.best_step)
     is_best_restored = broadcast_json(on_rank_0(restore_best, ctx), ctx)
     if not is_best_restored:
         progress.reset_best()
-    on_rank_0(partial(save_file_listing, file_listing, run.folder), ctx)
-    on_all_ranks(run.mark_training, ctx)
-    return differences
 
 
 def load_checkpoint(path: Path, ctx: DistributedContext, sharded: dict[str, Tensor] | None = None) -> dict[str, Any]:
@@ -232,8 +245,8 @@ class ComparedValue(NamedTuple):
     name: str
     saved: Any
     current: Any
-    resume_rule: str  # must it be the same, "may" it change, or is it "free"
-    message: str = SETTING_DIFFERS  # that says the difference
+    resume_rule: str  # "must" be equal, "may" differ, which is logged, or "free" to differ, which is ignored
+    message: str = SETTING_DIFFERS  # the line about a difference, in which {name}, {before} and {here} are filled in
 
 
 def list_compared_settings(payload: dict[str, Any], config: TrainingConfig) -> list[ComparedValue]:
@@ -242,50 +255,61 @@ def list_compared_settings(payload: dict[str, Any], config: TrainingConfig) -> l
     current = config.to_json()
     rows = []
     for setting in list_settings(type(config)):
-        row = ComparedValue(
-            name=setting.name,
-            saved=saved.get(setting.name, to_json_value(setting.resolved_default)),
-            current=current[setting.name],
-            resume_rule=setting.resume,
+        rows.append(
+            ComparedValue(
+                name=setting.name,
+                saved=saved.get(setting.name, to_json_value(setting.resolved_default)),
+                current=current[setting.name],
+                resume_rule=setting.resume,
+            )
         )
-        rows.append(row)
     for name, removed in REMOVED_SETTINGS.items():
-        row = ComparedValue(
-            name=name,
-            saved=saved.get(name, removed.default),
-            current=removed.default,
-            resume_rule="may",
-            message=removed.describe_ignored(name, "{before} of the checkpoint"),
+        rows.append(
+            ComparedValue(
+                name=name,
+                saved=saved.get(name, removed.default),
+                current=removed.default,
+                resume_rule="may",
+                message=removed.describe_ignored(name, "{before} of the checkpoint"),  # {before} is filled in later
+            )
         )
-        rows.append(row)
     known_names = {row.name for row in rows}
     for name, field in payload["provenance"].get("fields", {}).items():
         if name in known_names or name not in saved:
             continue
         default, resume_rule = field
-        row = ComparedValue(
-            name=name,
-            saved=saved[name],
-            current=default,
-            resume_rule=resume_rule,
-            message=SETTING_DELETED,
+        rows.append(
+            ComparedValue(
+                name=name,
+                saved=saved[name],
+                current=default,
+                resume_rule=resume_rule,
+                message=SETTING_DELETED,
+            )
         )
-        rows.append(row)
     return rows
 
 
 def list_compared_values(
     payload: dict[str, Any], config: TrainingConfig, provenance: dict[str, Any]
 ) -> list[ComparedValue]:
-    """List all that is compared but the data. provenance: as for `compare_checkpoint`."""
-    before = payload["provenance"]
-    is_packed = "lengths" in before  # a position is that of a step
+    """List all values that are compared, but for the data.
+
+    Args:
+        provenance: of the resumed run.
+    """
+    saved = payload["provenance"]
+    # Samples of unequal length are packed. A saved position is the place in the order of the epoch where a step begins.
+    # With other lengths, or with another number of micro-batches in a step, no step may begin at that place.
+    is_packed = "lengths" in saved
     lengths_rule = "must" if is_packed and "lengths" in provenance else "free"
-    lengths = "lengths: those of the training samples are not the checkpoint's, so they would be packed otherwise"
+    # A global batch size that was given is kept. Without one, the size follows the number of ranks, which may change.
     size_rule = "must" if config.global_batch_size or is_packed else "may"
-    size = "global batch: {here} samples per optimizer step, the checkpoint has {before}"
+    unit = "samples"
     if is_packed and config.micro_batch[0] != "batch_size":
-        size = size.replace("samples", "tokens")
+        unit = "tokens"
+    lengths = "lengths: those of the training samples are not the checkpoint's, so they would be packed otherwise"
+    size = f"global batch: {{here}} {unit} per optimizer step, the checkpoint has {{before}}"
     precision = "precision: {here}, the checkpoint was made in {before}"
     rules = {
         "mean": ("must", SETTING_DIFFERS),
@@ -300,14 +324,15 @@ def list_compared_values(
         rules |= list_exact_resume_rules(payload)
     rows = list_compared_settings(payload, config)
     for name, (resume_rule, message) in rules.items():
-        row = ComparedValue(
-            name=name,
-            saved=before.get(name),
-            current=provenance.get(name),
-            resume_rule=resume_rule,
-            message=message,
+        rows.append(
+            ComparedValue(
+                name=name,
+                saved=saved.get(name),
+                current=provenance.get(name),
+                resume_rule=resume_rule,
+                message=message,
+            )
         )
-        rows.append(row)
     return rows
 
 
@@ -343,15 +368,15 @@ def compare_checkpoint(
         UserError: if values differ that must not, with all of them.
     """
     check_removed_settings(payload["config"], config)
-    before = payload["provenance"]
+    saved = payload["provenance"]
     rows = list_compared_values(payload, config, provenance)
     fork_settings = {setting.name for setting in list_fork_settings()}
-    is_same_code = all(before.get(name) == provenance.get(name) for name in ("code", "versions"))
+    # whether samples are read as before: with the same code and versions, and the same values of the fork's settings
+    reads_alike = all(saved.get(name) == provenance.get(name) for name in ("code", "versions"))
     for row in rows:
-        # with other values of a fork's settings, transforms may differ
         if row.name in fork_settings and row.saved != row.current:
-            is_same_code = False
-    data_change, is_other_data = compare_data(before, provenance, file_changes or {}, is_same_code=is_same_code)
+            reads_alike = False
+    data_change, is_other_data = compare_data(saved, provenance, file_changes or {}, is_same_code=reads_alike)
 
     forbidden = describe_differences(rows, "must")
     allowed = describe_differences(rows, "may")
@@ -375,8 +400,8 @@ def check_removed_settings(saved: dict[str, Any], config: TrainingConfig) -> Non
             raise UserError(f"{text} Add --{required} {saved[required]}.")
 
 
-def check_evaluation(payload: dict[str, Any], config: TrainingConfig) -> None:
-    """Raise UserError if the model or the kind of data differs from the checkpoint's."""
+def require_same_model_and_data(payload: dict[str, Any], config: TrainingConfig) -> None:
+    """Raise UserError if a setting that determines the model or the data differs from the checkpoint's."""
     compared = {setting.name for setting in list_settings(type(config)) if setting.group in (FORK_GROUP, "data")}
     rows = [row for row in list_compared_settings(payload, config) if row.name in compared]
     forbidden = describe_differences(rows, "must")
@@ -392,38 +417,43 @@ def compare_evaluation_data(payload: dict[str, Any], config: TrainingConfig, spl
     Raises:
         UserError: if they are others, although the seed, the data folder and all fields of yours are the checkpoint's.
     """
-    saved = payload["config"]
-    provenance = payload["provenance"]
-    described = collect_dataset_properties(sets.train)
-    before = {"train": provenance} | provenance.get("held_out", {})
-    current = {"train": described | sets.provenance} | sets.provenance["held_out"]
-    if split not in before or split not in current:
+    saved_config = payload["config"]
+    saved_provenance = payload["provenance"]
+    properties = collect_dataset_properties(sets.train)
+    saved_sets = {"train": saved_provenance} | saved_provenance.get("held_out", {})
+    current_sets = {"train": properties | sets.provenance} | sets.provenance["held_out"]
+    if split not in saved_sets or split not in current_sets:
         return []
 
+    saved = saved_sets[split]
+    current = current_sets[split]
     names = ["seed", "data_dir", "dataset_size"]
     names += [setting.name for setting in list_fork_settings()]
-    here_as_saved = config.to_json()
-    is_same = all(saved.get(name) == here_as_saved[name] for name in names)
-    line, is_other = compare_data(before[split], current[split], {}, is_same_code=is_same, split=split)
-    rows = [ComparedValue(name, provenance.get(name), described[name], "must") for name in ("mean", "std")]
-    lines = describe_differences(rows, "must")
-    has_changed = is_other or bool(lines)
-    if line:
-        lines.append(line)
+    current_config = config.to_json()
+    is_same = all(saved_config.get(name) == current_config[name] for name in names)
+    data_change, is_other_data = compare_data(saved, current, {}, is_same_code=is_same, split=split)
+    rows = [ComparedValue(name, saved_provenance.get(name), properties[name], "may") for name in ("mean", "std")]
+    lines = describe_differences(rows, "may")
+    has_changed = is_other_data or bool(lines)
+    if data_change:
+        lines.append(data_change)
 
-    saved_number = before[split]["identity"].partition(" ")[0]  # of samples
-    current_number = current[split]["identity"].partition(" ")[0]
-    if is_same and has_changed and saved_number == current_number:
+    if is_same and has_changed and _parse_sample_count(saved) == _parse_sample_count(current):
         remedy = "restore the data and the code that reads it (sort what is made from a set)"
         raise UserError("\n".join([*lines, f"data_dir={config.data_dir}: {remedy}"]))
     return lines
 
 
+def _parse_sample_count(provenance: dict[str, Any]) -> str:
+    """Return the number of samples from the identity of a data set, such as "50,000 samples, 0f3a9c...": "50,000"."""
+    return provenance["identity"].partition(" ")[0]
+
+
 def compare_best(
     payload: dict[str, Any], config: TrainingConfig, provenance: dict[str, Any], best_metric: str
 ) -> tuple[list[str], bool]:
-    """Compare what selects the best checkpoint with that of the checkpoint: the metric, the kind of weights, and the
-    validation set.
+    """Tell whether the best value in the checkpoint can be compared with later ones: whether the metric, the kind of
+    weights and the validation set are the same.
 
     Args:
         provenance: of this run.
@@ -435,22 +465,30 @@ def compare_best(
     progress = payload["progress"]
     changes = compare_held_out(payload["provenance"], provenance)
     lines = list(changes.values())
-    is_same_metric = progress.get("best_metric") == best_metric
-    if "best_metric" not in progress:  # of an earlier version
-        saved_metric = payload["config"].get("best_metric")
-        is_same_metric = saved_metric == config.best_metric and saved_metric != "auto"
-    elif not is_same_metric and "val" not in changes:
+    is_same_set = "val" not in changes
+    if "best_metric" in progress:
         saved_metric = progress["best_metric"]
-        lines.append(f"the best checkpoint is selected by {best_metric}, in the checkpoint by {saved_metric}")
+        is_same_metric = saved_metric == best_metric
+        if not is_same_metric and is_same_set:
+            lines.append(f"the best checkpoint is selected by {best_metric}, in the checkpoint by {saved_metric}")
+    else:
+        # an earlier version saved only the setting, and "auto" does not tell which metric was chosen
+        saved_setting = payload["config"].get("best_metric")
+        is_same_metric = saved_setting == config.best_metric and saved_setting != "auto"
     is_same_kind_of_weights = bool(payload["ema"]) == bool(config.ema_decay)
-    is_comparable = is_same_metric and is_same_kind_of_weights and "val" not in changes
+    is_comparable = is_same_metric and is_same_kind_of_weights and is_same_set
     if progress.get("best_value") is not None and not is_comparable:
         lines.append("the best value so far no longer counts: the best checkpoint and patience start again")
     return lines, is_comparable
 
 
 def compare_held_out(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, str]:
-    """Return how the held-out sets differ from those of a checkpoint: a line by split. saved, current: provenances."""
+    """Return how the held-out sets differ from those of a checkpoint: a line by split.
+
+    Args:
+        saved: the provenance in the checkpoint.
+        current: the provenance of this run.
+    """
     new = current["held_out"]
     old = saved.get("held_out", new)  # earlier versions did not save them
     changes: dict[str, str] = {}
@@ -484,7 +522,9 @@ def describe_lr_jump(payload: dict[str, Any], state: TrainState) -> list[str]:
     step = state.progress.step - 1
     if step < 0:
         return []
+    # on a copy of the progress, since the schedule of a fork may change it
     factors = state.compute_lr_factors(step, copy.deepcopy(state.progress))
+    # an optimizer that loads its state itself may accept another number of groups
     groups = zip(payload["optimizer"]["param_groups"], state.optimizer.param_groups, factors, strict=False)
     for saved, group, factor in groups:
         before = saved["lr"]

@@ -7,6 +7,7 @@ former owner that was suspended and continues: it is read again before a record 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -30,7 +31,7 @@ SECONDS_OF_NFS_LEASE = 120.0  # for which an NFS server may keep the file lock o
 SECONDS_BETWEEN_HEARTBEATS = 10.0
 SECONDS_TO_SEE_HEARTBEAT = 30.0  # of an owner on another machine, where file locks may not reach
 SECONDS_UNTIL_VISIBLE = 5.0  # until a file of another machine is visible on shared storage
-SECONDS_TO_READ_BACK = 2.0  # there, a second launch may have written its token in the meantime
+SECONDS_TO_READ_BACK = 2.0  # after which a token is read again: a second launch may have written its own by then
 
 
 class RunLock:
@@ -41,7 +42,7 @@ class RunLock:
 
     Raises:
         UserError: if a live process holds it.
-        OSError: if the folder cannot be read or written. A lock.json that cannot be read is not one without an owner.
+        OSError: if the folder cannot be read or written. A folder whose lock.json cannot be read may have an owner.
     """
 
     held_locks: ClassVar[set[RunLock]] = set()  # by this process; closed after an exception
@@ -49,12 +50,12 @@ class RunLock:
     def __init__(self, folder: Path, host: str, token: str = "") -> None:
         self._file = folder / LOCK_FILE
         self._identity = {"token": token or uuid.uuid4().hex, "host": host, "boot": _read_boot_id()}
-        self._has_file_locks = True  # until the storage turns out to have none
+        self._has_file_locks = True  # until `_take_file_lock` finds that the storage has none
         self._stop_event = threading.Event()
         self._descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         self.held_locks.add(self)
         self.previous_owner: dict[str, Any] = {}
-        is_owner = self._is_owner_gone(folder) and self._write_token()
+        is_owner = self._wait_until_free(folder) and self._write_token()
         if not is_owner:
             self.close()
             owner = _describe_owner(self.previous_owner)
@@ -66,8 +67,18 @@ class RunLock:
         """Return the random text in lock.json that tells this owner from others."""
         return self._identity["token"]
 
-    def _is_owner_gone(self, folder: Path) -> bool:
-        """Take the file lock, and wait until it is known whether the previous owner is alive."""
+    def _wait_until_free(self, folder: Path) -> bool:
+        """Take the file lock, read the previous owner, and wait until it is known whether that owner is alive.
+
+        An owner from this boot of this machine is alive if it has the file lock. For any other owner, in this order:
+
+        - Its heartbeat has moved: it is alive.
+        - After 120 s, for which an NFS server may keep the file lock of a machine that is gone: as on the same boot.
+        - The file lock is free, and the owner has reported its end or 30 s are over: it is gone.
+
+        Returns:
+            Whether the owner is gone, or there was none.
+        """
         began = time.monotonic()
         first_heartbeat = self._heartbeat_time()
         status = read_json(folder / "status.json")
@@ -98,9 +109,9 @@ class RunLock:
         """Return whether the previous owner has reported its end in `status`, the content of status.json."""
         if status.get("state", "running") == "running":
             return False
-        # an older status is that of an attempt before this owner
-        is_later = status.get("time", "?") >= self.previous_owner.get("time", "")
-        return is_later or bool(self.previous_owner.get("ended"))
+        # an older status is that of an attempt before this owner: the times, in UTC and ISO 8601, sort as text
+        has_ended_later = "time" not in status or status["time"] >= self.previous_owner.get("time", "")
+        return has_ended_later or bool(self.previous_owner.get("ended"))
 
     def _write_token(self) -> bool:
         """Write lock.json. Returns whether it still has the token of this process a little later, since a second launch
@@ -127,18 +138,20 @@ class RunLock:
         return {}
 
     def _take_file_lock(self) -> bool:
-        """Take the file lock. Returns whether no other process has it; without file locks, none has."""
+        """Take the file lock, if the storage has file locks. Return False if another process has it."""
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._has_file_locks = isinstance(error, (BlockingIOError, PermissionError))
-            return not self._has_file_locks
+        except (BlockingIOError, PermissionError):
+            self._has_file_locks = True
+            return False
+        except OSError:
+            self._has_file_locks = False
         return True
 
     def _touch_periodically(self) -> None:
         """Change the time stamp of lock.json again and again, in a thread, while this process is the owner."""
         while not self._stop_event.wait(SECONDS_BETWEEN_HEARTBEATS):
-            with suppress(OSError):  # the storage may hang; then this thread does
+            with suppress(OSError):  # if the storage hangs, only this thread hangs with it
                 if read_json(self._file).get("token") == self.token:
                     os.utime(self._file)
 
@@ -159,7 +172,11 @@ class RunLock:
 @dataclass(frozen=True)
 class Ownership:
     """Tells whether this attempt still owns the run folder. Another job may have taken it over while this one was
-    suspended or cut off."""
+    suspended or cut off.
+
+    `may_be_owner` and `require_owner` accept a lock.json that cannot be read, since failing storage must not end
+    training. `check_owner` is strict.
+    """
 
     folder: Path
     checkpoint_folder: Path
@@ -170,20 +187,21 @@ class Ownership:
         """Return the path of lock.json."""
         return self.folder / LOCK_FILE
 
-    def is_owner(self) -> bool:
+    def may_be_owner(self) -> bool:
         """Return whether lock.json has the token of this attempt, or cannot be read."""
         return read_json(self.lock_file).get("token", self.token) == self.token
 
     def require_owner(self) -> None:
-        """Call before every write, which a later owner would take for its own. Raises TrainingError.
+        """Call this before each write, so that a former owner does not write into the run of a new one.
 
-        A lock.json that cannot be read counts as this owner's, since a failing storage must not end training.
+        Raises:
+            TrainingError: if another job owns the folder. None is raised if lock.json cannot be read.
         """
-        if not self.is_owner():
+        if not self.may_be_owner():
             raise TrainingError(f"run_dir={self.folder}: another job has taken over this run; end this one")
 
     def check_owner(self) -> None:
-        """Call before a checkpoint gets its name. It is strict, since a save is tried again.
+        """Call this before a checkpoint gets its name. The check is strict, since a save that fails is tried again.
 
         Raises:
             TrainingError: if another job owns the folder.
@@ -192,7 +210,7 @@ class Ownership:
         try:
             token = json.loads(self.lock_file.read_text(encoding="utf-8"))["token"]
         except (ValueError, KeyError, TypeError):
-            raise OSError(5, f"{self.lock_file} cannot be read") from None
+            raise OSError(errno.EIO, f"{self.lock_file} cannot be read") from None
         if token != self.token:
             raise TrainingError(f"{self.checkpoint_folder}: another job has taken over this run; end this one")
 

@@ -59,15 +59,13 @@ class RunRecords:
             started_at: when the process of this attempt started, by time.monotonic.
             values: further entries of the event.
         """
-        if is_resumed:
-            name = "resumed"
-        else:
-            name = "started"
+        name = "resumed" if is_resumed else "started"
         event = {"kind": "event", "event": name} | values
         event["seconds"] = round(time.monotonic() - started_at, 3)
         event["time"] = self.format_timestamp()
         self._pending_start_event = [event]
-        # a run without metrics.jsonl would begin again, so its first event is written together with the next record
+        # A folder with a metrics.jsonl holds a run (`ExistingRun.has_run`). So the file is created with the record that
+        # follows this event, when there is something to continue.
         if self._rank == 0 and (self._folder / METRICS_FILE).exists():
             self._write(METRICS_FILE, self._pending_start_event)
             self._pending_start_event = []
@@ -92,8 +90,7 @@ class RunRecords:
             text = "skipped %s with a non-finite loss or gradient: %s"
         count = format_count(skipped_steps, "optimizer step")
         steps = join_first([str(skipped.step) for skipped in skipped_steps], 5)
-        logger = logging.getLogger(LOGGER_NAME)
-        logger.log(RANK_0_WARNING, text, count, steps)
+        logging.getLogger(LOGGER_NAME).log(RANK_0_WARNING, text, count, steps)
 
     def append_samples(self, epoch: int, step: int, indices: list[int]) -> None:
         """Append the samples that this rank computed in a committed step to the rank's own file, on every rank."""
@@ -108,11 +105,11 @@ class RunRecords:
                 records.append(record)
         return records
 
-    def drop_later(self, step: int, is_evaluated: bool, has_test: bool) -> None:
+    def drop_later(self, step: int, keeps_evaluation: bool, has_test: bool) -> None:
         """Drop the records that a run which resumes at this step writes again. `RunFolder.rewind` checks the owner.
 
         Args:
-            is_evaluated: the evaluation at this step will not be repeated.
+            keeps_evaluation: keep the records of an evaluation at this step, which will not be repeated.
             has_test: a test set is evaluated at the end of the run.
         """
 
@@ -120,16 +117,17 @@ class RunRecords:
             # the time of every attempt counts (utils/report/goodput.py)
             if record.get("event") in START_EVENTS:
                 return True
-            # a test was made at the end of a shorter run, and may have an earlier step
+            # a test was made at the end of the run, which may have been shorter, so its step may be an earlier one
             if has_test and record.get("split") == "test":
                 return False
             if record["step"] == step:
                 is_of_evaluation = record["kind"] == "eval" or record.get("event") in ("best", "evaluation")
-                return is_evaluated or not is_of_evaluation
+                return keeps_evaluation or not is_of_evaluation
             return record["step"] < step
 
         def is_settled(record: dict[str, Any]) -> bool:
-            # after a train record no record of an earlier step is dropped, but the steps of other records may go back
+            # All records before a train record of an earlier step are kept. Records of other kinds do not tell, since
+            # their steps may be lower than that of the record before them.
             return record["kind"] == "train" and record["step"] < step
 
         def is_sample_kept(record: dict[str, Any]) -> bool:

@@ -47,7 +47,8 @@ class RunStatus:
         self._is_node_leader = is_node_leader
         self._format_timestamp = format_timestamp
         self._values: dict[str, Any] = {}  # the content of status.json
-        self._previous_values: dict[str, Any] = {}  # those of the continued run, until this attempt writes its progress
+        # the content that a refused start writes back: that before `mark_running`, until this attempt writes a status
+        self._status_to_restore: dict[str, Any] = {}
         self._latest_checkpoint = ""  # of this attempt
         self._written_at = -math.inf  # by time.monotonic
 
@@ -61,15 +62,16 @@ class RunStatus:
         before: dict[str, Any] = {}
         if self._attempt > 1:
             before = read_json(self._file)
-        status = {"epoch": 0, "step": 0, "samples_seen": 0, "checkpoint": None} | before
-        progress = {name: status[name] for name in ("epoch", "step", "samples_seen", "checkpoint")}
-        # `previous` is of the last attempt that began to train; if it is there, the attempt before did not
-        previous = before.get("previous")
-        if not previous:
-            previous = {name: before[name] for name in ("state", "step", "time") if name in before}
-        self.write("running", **progress, previous=previous, error=None, rank=None, host=None)
+        progress = {"epoch": 0, "step": 0, "samples_seen": 0, "checkpoint": None}
+        progress |= {name: before[name] for name in progress if name in before}
+        # An attempt drops the entry `previous` when it begins to train. If the entry is there, the attempt before never
+        # trained, and the entry tells of an earlier one that did.
+        last_trained = before.get("previous")
+        if not last_trained:
+            last_trained = {name: before[name] for name in ("state", "step", "time") if name in before}
+        self.write("running", **progress, previous=last_trained, error=None, rank=None, host=None)
         if self._rank == 0:
-            self._previous_values = before
+            self._status_to_restore = before
 
     def pop_previous_attempt(self) -> dict[str, Any]:
         """Return how the last attempt that trained has ended, for the first event: previous_state, _step and _time."""
@@ -94,7 +96,7 @@ class RunStatus:
         The first rank of a node with a run folder of its own writes the end of the attempt too, since the launcher of
         each node reads it.
         """
-        self._previous_values = {}
+        self._status_to_restore = {}
         self._written_at = time.monotonic()
         is_running = state == "running"
         is_writer = self._rank == 0 or (self._is_node_leader and not is_running)
@@ -115,13 +117,14 @@ class RunStatus:
         self._latest_checkpoint = str(path)
 
     def write_failure(self, error: BaseException, step: int) -> None:
-        """Write that the run has failed, if status.json says that it is running. Another rank may have written it.
+        """Write that the run has failed, unless status.json has already another state, which another rank has written.
 
-        step: the last one that this rank has completed.
+        Args:
+            step: the last one that this rank has completed.
         """
         self._write_failure_if_running(error, step)
         if self._rank != 0:
-            # rank 0 may have been writing its own status just then; it waits for this rank now
+            # rank 0 may have replaced the file with its own status in the meantime; by now it waits for this rank
             time.sleep(0.3)
             self._write_failure_if_running(error, step)
 
@@ -156,13 +159,13 @@ class RunStatus:
                 file.truncate()
 
     def restore_previous(self) -> bool:
-        """Write the status that the run had before `mark_running`, unless this attempt has written one since.
+        """Write the status that the run had before `mark_running`, unless this attempt has written another since.
 
         Returns:
             Whether there was such a status.
         """
-        if not self._previous_values:
+        if not self._status_to_restore:
             return False
         with suppress(OSError):
-            replace_json(self._file, self._previous_values)
+            replace_json(self._file, self._status_to_restore)
         return True

@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from utils.redact import redact_config
 from utils.run import provenance
 from utils.run.exit import ExitReporter, supervise_ranks
 from utils.run.folder import RunFolder
-from utils.run.run_lock import RunLock, is_owner_visible
+from utils.run.run_lock import is_owner_visible
 from utils.run.start_decision import StartDecision, decide_start
 from utils.settings.errors import StartError, UserError
 from utils.signals import STOP_HANDLER, pop_process_start_time
@@ -47,7 +47,8 @@ class Attempt:
     @property
     def is_stop_requested(self) -> bool:
         """Return whether this rank got a stop signal, or max_time is over."""
-        is_time_up = 0 < self.config.max_time < (time.monotonic() - self.started_at) / 60
+        elapsed_minutes = (time.monotonic() - self.started_at) / 60
+        is_time_up = 0 < self.config.max_time < elapsed_minutes
         return bool(STOP_HANDLER.received) or is_time_up
 
 
@@ -129,61 +130,75 @@ def acquire_run_folder(config: TrainingConfig, ctx: DistributedContext, exit_rep
     Raises:
         UserError: if the run cannot be started or continued.
     """
-
-    def decide() -> tuple[RunLock, StartDecision]:
-        launch = ctx.launch
-        return decide_start(config, host=ctx.host, launch_id=launch.launch_id, may_restart=launch.may_restart)
-
-    def create_folder(decision: StartDecision, lock: RunLock | None, companions: Any = None) -> RunFolder:
-        return RunFolder(
-            folder=config.run_folder,
-            checkpoint_folder=config.checkpoint_folder,
-            rank=ctx.rank,
-            host=ctx.host,
-            start_decision=decision,
-            lock=lock,
-            companions=companions,
-        )
-
-    lock: RunLock | None = None
-    decision_values: dict[str, Any] | None = None
+    launch = ctx.launch
+    decide = partial(decide_start, config, ctx.host, launch_id=launch.launch_id, may_restart=launch.may_restart)
+    lock = None
+    decision_values = None
     decided = on_rank_0(decide, ctx)
     if decided:
         lock, decision = decided
         decision_values = dataclasses.asdict(decision)
     decision = StartDecision(**broadcast_json(decision_values, ctx))
-    run = create_folder(decision, lock)
-    exit_reporter.set_run(run)  # a start that is refused from here on is undone
+    run = RunFolder(
+        folder=config.run_folder,
+        checkpoint_folder=config.checkpoint_folder,
+        rank=ctx.rank,
+        host=ctx.host,
+        start_decision=decision,
+        lock=lock,
+    )
+    exit_reporter.run = run  # a start that is refused from here on is undone
     if decision.is_completed:
         return run
     if config.mirror or lock:  # extra: companions
-        from utils.extras.companions.node_local import create_node_folder
-        from utils.extras.companions.programs import create_companion_plan
-        from utils.extras.companions.sidecar import Companions
-
-        companions = None
-        if config.mirror:
-            node_local_ranks, own_lock = create_node_folder(config, decision, ctx)
-            decision = dataclasses.replace(decision, node_local_ranks=node_local_ranks)
-            lock = lock or own_lock
-        if lock:
-            plan = create_companion_plan(
-                config=config,
-                rank=ctx.rank,
-                host=ctx.host,
-                token=decision.token,
-                launch_id=decision.launch_id,
-                apart=decision.node_local_ranks,
-                resume_from=decision.resume_from,
-                decision=decision.mirror_decision,
-            )
-            companions = Companions(config, plan, ctx)
-        run = create_folder(decision, lock, companions)
-    exit_reporter.set_run(run)
+        run = _add_companions(run, config, ctx)
+        exit_reporter.run = run
     if run.resume_path and run.resume_path.parent == run.checkpoint_folder:
         share_checkpoint_with_nodes(run.resume_path, run, ctx)
     on_all_ranks(lambda: check_shared_storage(run.folder, decision.token, ctx), ctx)
     return run
+
+
+def _add_companions(run: RunFolder, config: TrainingConfig, ctx: DistributedContext) -> RunFolder:  # extra: companions
+    """Start the programs beside this rank, if it has the lock of a run folder. Collective if there is a mirror.
+
+    With a mirror, a node may have a run folder of its own, which the first rank of the node locks here.
+
+    Returns:
+        The run folder, with these programs, as this rank sees it.
+    """
+    from utils.extras.companions.node_local import create_node_folder
+    from utils.extras.companions.programs import create_companion_plan
+    from utils.extras.companions.sidecar import Companions
+
+    decision = run.start_decision
+    lock = run.lock
+    companions = None
+    if config.mirror:
+        node_local_ranks, own_lock = create_node_folder(config, decision, ctx)
+        decision = dataclasses.replace(decision, node_local_ranks=node_local_ranks)
+        lock = lock or own_lock
+    if lock:
+        plan = create_companion_plan(
+            config=config,
+            rank=ctx.rank,
+            host=ctx.host,
+            token=decision.token,
+            launch_id=decision.launch_id,
+            apart=decision.node_local_ranks,
+            resume_from=decision.resume_from,
+            decision=decision.mirror_decision,
+        )
+        companions = Companions(config, plan, ctx)
+    return RunFolder(
+        folder=run.folder,
+        checkpoint_folder=run.checkpoint_folder,
+        rank=ctx.rank,
+        host=ctx.host,
+        start_decision=decision,
+        lock=lock,
+        companions=companions,
+    )
 
 
 def share_checkpoint_with_nodes(path: Path, run: RunFolder, ctx: DistributedContext) -> Path:

@@ -16,7 +16,7 @@ from utils.files import TEMPORARY_SUFFIX, is_transient, read_json, replace_json
 from utils.run.run_lock import LOCK_FILE, RunLock
 from utils.settings.errors import StartError, UserError
 
-DID_NOT_EXIST = ""  # stands for the new name of a folder that did not exist before this start
+DID_NOT_EXIST = ""  # stands for the new name of a folder that this start has created
 KILLED_ERROR = "every rank was killed"  # the error of an attempt that nobody survived to report
 
 
@@ -26,7 +26,8 @@ class StartDecision:
 
     resume_from: str = ""  # the checkpoint
     is_completed: bool = False  # nothing is left to do, and nothing may be written
-    # folders of an earlier run, each with its new name or DID_NOT_EXIST
+    # What a start that is refused later undoes: [old name, new name] of each folder of a run that was moved aside, and
+    # [name, DID_NOT_EXIST] of each folder that was created for a run fetched from its mirror.
     renamed_folders: list[list[str]] = field(default_factory=list)
     attempt: int = 1
     token: str = ""  # of the owner
@@ -58,7 +59,7 @@ class ExistingRun:
             launch_id=launch_id,
             owner=owner,
             status=read_json(config.run_folder / "status.json"),
-            has_run=has_records or bool(step_checkpoints) or bool(best_checkpoints),
+            has_run=any([has_records, step_checkpoints, best_checkpoints]),
         )
 
     @property
@@ -67,15 +68,24 @@ class ExistingRun:
         return bool(self.launch_id) and self.owner.get("launch_id") == self.launch_id
 
     @property
-    def is_continued(self) -> bool:
-        """Return whether this start continues the run, unless it is completed."""
+    def wants_to_continue(self) -> bool:
+        """Return whether this start asks to continue the run in the folder, which may be completed."""
         return self.has_run and (self.config.resume_from == "auto" or self.is_same_launch)
 
     @property
     def is_completed(self) -> bool:
-        """Return whether this start would continue a completed run, and is not to train longer."""
-        has_ended = self.is_continued and self.status.get("state") == "completed"
+        """Return whether this start asks to continue a completed run, and its settings do not train that longer."""
+        has_ended = self.wants_to_continue and self.status.get("state") == "completed"
         return has_ended and not can_train_longer(vars(self.config), self.read_saved_config())
+
+    @property
+    def next_attempt(self) -> int:
+        """Return the number of this attempt if the run in the folder stays there, or 1 if the folder holds no run."""
+        # an attempt that was killed before its first record or checkpoint counts too
+        was_training = self.config.resume_from == "auto" and self.owner.get("has_trained")
+        if self.has_run or was_training:
+            return self.owner.get("attempt", 0) + 1
+        return 1
 
     def read_saved_config(self) -> dict[str, Any]:
         """Read the settings of the run from its latest valid checkpoint, since config.json may have been edited."""
@@ -85,7 +95,12 @@ class ExistingRun:
         return read_json(self.config.run_folder / "config.json")
 
     def mark_killed(self) -> list[str]:
-        """Write how the attempt before has ended, if no rank survived to write it: its lock is free. Returns a note."""
+        """Write that every rank of the attempt before was killed, if none survived to write how the attempt ended.
+
+        Returns:
+            A note to log, or nothing.
+        """
+        # the attempt before has released its lock, so it cannot be running
         if self.status.get("state") != "running":
             return []
         self.status.update(state="failed", error=KILLED_ERROR, rank=0, host=self.owner.get("host"))
@@ -104,57 +119,62 @@ class ExistingRun:
         """
         path: Path | None = None
         notes: list[str] = []
-        if self.is_continued:
+        if self.wants_to_continue:
             path, notes = checkpoint.find_latest_valid(self.config.checkpoint_folder)
-        # the run's own checkpoint comes first, since an earlier attempt of this launch may have started from the given
+        # the run's own checkpoint comes first: an earlier attempt of this launch may have started from the given one
         if path or self.config.resume_from in ("", "auto"):
             return path, notes
         path, new_notes = checkpoint.find_best_or_latest(Path(self.config.resume_from), prefer_best=False)
         checkpoint.verify_checkpoint(path)
         return path, notes + new_notes
 
-    def check_replacement(self, path: Path | None, is_replaced: bool, may_restart: bool) -> None:
-        """Raise UserError if the run in the folder must stay as it is.
+    def refuse_to_start_over(self, path: Path | None) -> None:
+        """Raise UserError if this start asks to continue a run and would begin a new one, since something is missing.
 
         Args:
             path: the checkpoint to start from.
-            is_replaced: the run in the folder would be moved aside.
-            may_restart: the launcher starts further attempts.
         """
         config = self.config
-        folder = config.run_folder
-
         written = self.status.get("checkpoint")
-        if self.is_continued and written and not path:
+        if self.wants_to_continue and written and not path:
             raise UserError(
                 f"{config.checkpoint_folder}: has no checkpoint, but the run has written {written}; put it back (is the"
                 " disk mounted?), or start over with --overwrite instead of --resume_from auto"
             )
 
-        is_new = not (self.is_continued or self.is_same_launch)
         backups = self.owner.get("aside")
-        if config.resume_from == "auto" and is_new and backups:
+        is_empty = not self.has_run and not self.is_same_launch
+        if config.resume_from == "auto" and is_empty and backups:
             raise UserError(
-                f"run_dir={folder}: its run was moved to {' and '.join(backups)} by a start that was killed;"
+                f"run_dir={config.run_folder}: its run was moved to {' and '.join(backups)} by a start that was killed;"
                 " move it back, or start over without --resume_from auto"
             )
 
-        if not is_replaced:
-            return
+    def refuse_to_replace(self, may_restart: bool) -> None:
+        """Raise UserError if the run in the folder must not be moved aside.
+
+        Args:
+            may_restart: the launcher starts further attempts.
+        """
+        config = self.config
+        folder = config.run_folder
         if may_restart and not self.launch_id:
+            # a restart would move aside what the attempt before it has trained
             raise UserError(
                 f"run_dir={folder}: holds a run, and restarts look like new launches; give torchrun --rdzv-id NAME"
             )
+
         is_named = config.run_dir != DEFAULT_RUN_DIR or config.checkpoint_dir != ""
         if is_named and not config.overwrite:
             raise UserError(
                 f"run_dir={folder}: holds a run already; add --resume_from auto to continue it, --overwrite to replace"
                 " it, or give another --run_dir"
             )
+
         inside = []
         for name in ("init_from", "resume_from"):
             given = getattr(config, name)
-            if given and is_path_below(given, folder):
+            if given and Path(given).resolve().is_relative_to(folder.resolve()):
                 inside.append(f"{name}={given}")
         if inside:
             raise UserError(f"{', '.join(inside)}: is in the run that would be moved aside; give another --run_dir")
@@ -174,29 +194,31 @@ def decide_start(config: TrainingConfig, host: str, launch_id: str, may_restart:
     folder = config.run_folder
     checkpoint_folder = config.checkpoint_folder
     if config.track != "none" and not getattr(find_spec(config.track), "origin", None):  # extra: companions
+        # a folder of that name is found as a namespace package, which has no origin
         raise UserError(f"track={config.track}: the package is missing; pip install {config.track}")
     if Path.cwd().is_relative_to(folder.resolve()) or any(folder.glob(f"*/{LOCK_FILE}")):
         raise UserError(f"run_dir={folder}: contains more than one run's files; give a separate folder, e.g. runs/NAME")
 
-    created: list[list[str]] = []  # by this start, as `restore_existing_run` takes them
+    created: list[list[str]] = []  # the folders that this start creates, as `restore_existing_run` takes them
     if not folder.exists():
         created = [[str(path), DID_NOT_EXIST] for path in (folder, checkpoint_folder) if not path.exists()]
     try:
         lock = _open_lock(folder, checkpoint_folder, host)
     except UserError:
         for created_folder, _ in reversed(created):
-            with suppress(OSError):  # it has another start's files
+            with suppress(OSError):  # the folder has files of another start, which has locked it first
                 os.rmdir(created_folder)
         raise
     try:
         lock, decision = _decide_locked(lock, config, host=host, launch_id=launch_id, may_restart=may_restart)
-    except StartError:  # another attempt continues with what has been fetched
+    except StartError:
+        # another attempt may succeed, and continues with what has been fetched
         raise
     except UserError:
         restore_existing_run(created)
         raise
-    if decision.attempt > 1 and not decision.renamed_folders:
-        # a folder that did not exist was fetched from a copy of the run, and goes if this start is refused later
+    if decision.attempt > 1:
+        # a run that is continued in a new folder was fetched from its mirror: the copy goes if this start is refused
         decision = replace(decision, renamed_folders=created)
     return lock, decision
 
@@ -211,43 +233,34 @@ def _decide_locked(
     """
     folder = config.run_folder
     checkpoint_folder = config.checkpoint_folder
-    existing_run = ExistingRun.inspect(config, launch_id, lock.previous_owner)
-    mirror_decision: dict[str, Any] = {}
-    if config.mirror and not existing_run.is_completed:  # extra: companions
-        from utils.extras.companions.programs import call_program, create_companion_plan
-
-        plan = create_companion_plan(config, rank=0, host=host, token=lock.token, launch_id=launch_id)
-        mirror_decision = call_program("mirror", plan, f"mirror={config.mirror}", "--first")
-        existing_run = ExistingRun.inspect(config, launch_id, mirror_decision.get("owner") or lock.previous_owner)
+    existing_run, mirror_decision = _inspect_with_mirror(lock, config, host=host, launch_id=launch_id)
     if existing_run.is_completed or mirror_decision.get("is_completed"):
         return lock, StartDecision(is_completed=True)
 
     notes = mirror_decision.get("notes", []) + existing_run.mark_killed()
     path, new_notes = existing_run.find_checkpoint()
     notes += [note for note in new_notes if note not in notes]
-    is_in_folder = path is not None and path.resolve().parent == checkpoint_folder.resolve()
-    if path and is_in_folder:
-        path = checkpoint_folder / path.name  # one spelling on all ranks
-    is_replaced = existing_run.has_run and not existing_run.is_continued and not is_in_folder
-    existing_run.check_replacement(path, is_replaced, may_restart)
+    existing_run.refuse_to_start_over(path)
 
-    owner = existing_run.owner
-    backups = owner.get("aside", [])
-    renamed_folders: list[list[str]] = []
-    if is_replaced:
+    # a run goes on from its own checkpoint, and a checkpoint of another run (--resume_from PATH) begins a new one
+    is_continued = existing_run.wants_to_continue
+    if path and path.resolve().parent == checkpoint_folder.resolve():
+        is_continued = True
+        path = checkpoint_folder / path.name  # one spelling on all ranks
+    if existing_run.has_run and not is_continued:
+        existing_run.refuse_to_replace(may_restart)
         renamed_folders = rename_existing_run(folder, checkpoint_folder)
         lock.close()
         lock = _open_lock(folder, checkpoint_folder, host)
-        owner = {}
+        attempt = 1
         backups = [backup for _, backup in renamed_folders]
         text = f"moved the earlier run to {' and '.join(backups)} ({describe_folder_size(backups)})"
         notes.append(f"{text}; to delete it: rm -r {' '.join(backups)}")
+    else:
+        renamed_folders = []
+        attempt = existing_run.next_attempt
+        backups = existing_run.owner.get("aside", [])
 
-    attempt = 1
-    # an attempt that was killed before its first record or checkpoint counts too
-    was_training = config.resume_from == "auto" and owner.get("has_trained")
-    if not is_replaced and (existing_run.has_run or was_training):
-        attempt = owner.get("attempt", 0) + 1
     # until `mark_training` a restart of this launch must not continue this run
     inherited_launch_id = launch_id if existing_run.is_same_launch else ""
     lock.write(launch_id=inherited_launch_id, attempt=attempt, aside=backups)
@@ -261,6 +274,25 @@ def _decide_locked(
         notes=notes,
         mirror_decision=mirror_decision,
     )
+
+
+def _inspect_with_mirror(
+    lock: RunLock, config: TrainingConfig, host: str, launch_id: str
+) -> tuple[ExistingRun, dict[str, Any]]:
+    """Let the mirror, if there is one, fetch what the folder lacks, and look at the run in the folder.
+
+    Returns:
+        That run, and the mirror's decision, which is empty without a mirror.
+    """
+    existing_run = ExistingRun.inspect(config, launch_id, lock.previous_owner)
+    mirror_decision: dict[str, Any] = {}
+    if config.mirror and not existing_run.is_completed:  # extra: companions
+        from utils.extras.companions.programs import call_program, create_companion_plan
+
+        plan = create_companion_plan(config, rank=0, host=host, token=lock.token, launch_id=launch_id)
+        mirror_decision = call_program("mirror", plan, f"mirror={config.mirror}", "--first")
+        existing_run = ExistingRun.inspect(config, launch_id, mirror_decision.get("owner") or lock.previous_owner)
+    return existing_run, mirror_decision
 
 
 def rename_existing_run(folder: Path, checkpoint_folder: Path) -> list[list[str]]:
@@ -289,9 +321,10 @@ def rename_existing_run(folder: Path, checkpoint_folder: Path) -> list[list[str]
 
 
 def restore_existing_run(renames: list[list[str]]) -> None:
-    """Undo `rename_existing_run`: the start was rejected. What it has written is deleted.
+    """Give the folders of an earlier run their old names, since this start was refused. What it has written is deleted.
 
-    renames: folders, each with its new name or DID_NOT_EXIST.
+    Args:
+        renames: folders, each with its new name or DID_NOT_EXIST.
     """
     for original, backup in renames:
         existed = backup != DID_NOT_EXIST
@@ -339,8 +372,3 @@ def _open_lock(folder: Path, checkpoint_folder: Path, host: str) -> RunLock:
     except OSError as error:
         kind = StartError if is_transient(error) else UserError
         raise kind(f"run_dir={folder}: cannot be written ({error.strerror}); give a writable folder") from None
-
-
-def is_path_below(path: str, folder: Path) -> bool:
-    """Return whether the path is in the folder, after links are followed."""
-    return Path(path).resolve().is_relative_to(folder.resolve())

@@ -6,8 +6,8 @@ from __future__ import annotations
 class Supervisor:
     """Watches over all ranks, from its creation to `close`.
 
-    This supervisor does nothing, and a rank that is gone is only noticed by the next collective. The extra `watch` has
-    a supervisor that looks.
+    This supervisor does nothing, and a rank that is gone is only noticed by the next collective. `RankSupervisor`, of
+    the extra `watch`, checks the ranks all the time.
     """
 
     def disarm(self) -> None:
