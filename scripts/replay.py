@@ -209,7 +209,8 @@ def replay_step(rerun: InProcessRun, target: int) -> ReplayedStep:
     begin_epoch(rerun)
     step = ReplayedStep(number=target, epoch=progress.epoch, before=copy_tensors(state.model.state_dict()))
     planned = rerun.loader.sampler.micro_batches(step.epoch, progress.samples_in_epoch)
-    plan = [first := next(planned), *itertools.islice(planned, first.count - 1)]
+    first = next(planned)
+    plan = [first, *itertools.islice(planned, first.micro_batches_in_step - 1)]
     plain_commit = StepSums.commit
 
     def commit(sums: StepSums, *args: Any, **options: Any) -> None:

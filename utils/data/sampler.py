@@ -2,7 +2,7 @@
 
 The order is cut into micro-batches of `batch_size` consecutive samples. `micro_batches_per_step` consecutive
 micro-batches form a global batch, the samples of one optimizer step. Rank r computes the micro-batches r, r + world
-size, r + 2 x world size and so on of each global batch. (`--reduction exact` gives each rank consecutive ones.)
+size, r + 2 x world size and so on of each global batch. For exact sums, each rank gets consecutive ones instead.
 
 With --global_batch_size, the number of ranks decides who computes a micro-batch, never what is in it. Samples of
 unequal length may be packed by a budget instead (utils/extras/lengths).
