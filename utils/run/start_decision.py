@@ -282,7 +282,7 @@ def _inspect_with_mirror(
     """Let the mirror, if there is one, fetch what the folder lacks, and look at the run in the folder.
 
     Returns:
-        That run, and the mirror's decision, which is empty without a mirror.
+        That run, and the decision of its mirror. The decision is empty if there is none.
     """
     existing_run = ExistingRun.inspect(config, launch_id, lock.previous_owner)
     mirror_decision: dict[str, Any] = {}
