@@ -176,7 +176,7 @@ def test_a_later_checkpoint_of_the_folder_counts_and_is_uploaded(url, tmp_path):
     first = Attempt(url, tmp_path / "a").upload(10, 20)
     first.save(30)
     first.suspend()
-    first.run._lock.close()
+    first.run.lock.close()
     second = Attempt(url, tmp_path / "a")
     assert second.run.resume_path.name == "step_00000030.pt"
     assert second.uploads.look("")
