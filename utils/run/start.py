@@ -151,54 +151,14 @@ def acquire_run_folder(config: TrainingConfig, ctx: DistributedContext, exit_rep
     if decision.is_completed:
         return run
     if config.mirror or lock:  # extra: companions
-        run = _add_companions(run, config, ctx)
+        from utils.extras.companions.node_local import add_companions
+
+        run = add_companions(run, config, ctx)
         exit_reporter.run = run
     if run.resume_path and run.resume_path.parent == run.checkpoint_folder:
         share_checkpoint_with_nodes(run.resume_path, run, ctx)
     on_all_ranks(lambda: check_shared_storage(run.folder, decision.token, ctx), ctx)
     return run
-
-
-def _add_companions(run: RunFolder, config: TrainingConfig, ctx: DistributedContext) -> RunFolder:  # extra: companions
-    """Start the programs beside this rank, if it has the lock of a run folder. Collective if there is a mirror.
-
-    With a mirror, a node may have a run folder of its own, which the first rank of the node locks here.
-
-    Returns:
-        The run folder, with these programs, as this rank sees it.
-    """
-    from utils.extras.companions.node_local import create_node_folder
-    from utils.extras.companions.programs import create_companion_plan
-    from utils.extras.companions.sidecar import Companions
-
-    decision = run.start_decision
-    lock = run.lock
-    companions = None
-    if config.mirror:
-        node_local_ranks, own_lock = create_node_folder(config, decision, ctx)
-        decision = dataclasses.replace(decision, node_local_ranks=node_local_ranks)
-        lock = lock or own_lock
-    if lock:
-        plan = create_companion_plan(
-            config=config,
-            rank=ctx.rank,
-            host=ctx.host,
-            token=decision.token,
-            launch_id=decision.launch_id,
-            apart=decision.node_local_ranks,
-            resume_from=decision.resume_from,
-            decision=decision.mirror_decision,
-        )
-        companions = Companions(config, plan, ctx)
-    return RunFolder(
-        folder=run.folder,
-        checkpoint_folder=run.checkpoint_folder,
-        rank=ctx.rank,
-        host=ctx.host,
-        start_decision=decision,
-        lock=lock,
-        companions=companions,
-    )
 
 
 def share_checkpoint_with_nodes(path: Path, run: RunFolder, ctx: DistributedContext) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,12 +17,51 @@ from utils.checkpoint.archive import MANIFEST_FILE
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks
 from utils.distributed.context import DistributedContext
 from utils.extras.companions.programs import call_program, create_companion_plan
+from utils.extras.companions.sidecar import Companions
 from utils.files import replace_file
 from utils.run.folder import RunFolder
 from utils.run.run_lock import RunLock, is_owner_visible
 from utils.run.start_decision import StartDecision
 
 BLOCK_BYTES = 2**24  # of a file that a rank sends to other nodes
+
+
+def add_companions(run: RunFolder, config: TrainingConfig, ctx: DistributedContext) -> RunFolder:
+    """Start the programs beside this rank, if it has the lock of a run folder. Collective if there is a mirror.
+
+    With a mirror, a node may have a run folder of its own, which the first rank of the node locks here.
+
+    Returns:
+        The run folder, with these programs, as this rank sees it.
+    """
+    decision = run.start_decision
+    lock = run.lock
+    companions = None
+    if config.mirror:
+        node_local_ranks, own_lock = create_node_folder(config, decision, ctx)
+        decision = dataclasses.replace(decision, node_local_ranks=node_local_ranks)
+        lock = lock or own_lock
+    if lock:
+        plan = create_companion_plan(
+            config=config,
+            rank=ctx.rank,
+            host=ctx.host,
+            token=decision.token,
+            launch_id=decision.launch_id,
+            apart=decision.node_local_ranks,
+            resume_from=decision.resume_from,
+            decision=decision.mirror_decision,
+        )
+        companions = Companions(config, plan, ctx)
+    return RunFolder(
+        folder=run.folder,
+        checkpoint_folder=run.checkpoint_folder,
+        rank=ctx.rank,
+        host=ctx.host,
+        start_decision=decision,
+        lock=lock,
+        companions=companions,
+    )
 
 
 def create_node_folder(
