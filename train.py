@@ -121,7 +121,7 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
         raise
     for part in training.state.parts:  # before the summary, since the profiler logs here
         part.close()
-    best_metric, _ = training.validation.metric_and_sign
+    best_metric = training.validation.best_metric.name
     return training.reporter.finish(final_state, best_metric, test_records)
 
 

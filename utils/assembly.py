@@ -13,6 +13,7 @@ from utils.data.sets import load_data
 from utils.distributed.collectives import on_all_ranks
 from utils.distributed.consensus import Consensus, Vote
 from utils.extras.cache.sample_cache import cache_datasets  # extra: cache
+from utils.metrics import BestMetric
 from utils.report.reporter import Reporter
 from utils.report.validation import Validation
 from utils.run.checkpoints import Checkpoints
@@ -75,7 +76,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
 
     on_all_ranks(partial(check_sync_batchnorm, state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
-    metric_and_sign = _compute_first_passes(
+    best_metric = _compute_first_passes(
         attempt, hooks, state, model=model, loader=loader, held_out_loaders=held_out_loaders
     )
     provenance = create_provenance(config=config, ctx=ctx, state=state, sampler=sampler) | sets.provenance
@@ -85,7 +86,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
         sampler,
         provenance=provenance,
         file_listing=sets.file_listing,
-        metric_and_sign=metric_and_sign,
+        best_metric=best_metric,
     )
 
     reporter = Reporter(attempt, state, loader, provenance=provenance, log_images=hooks.log_images)
@@ -106,7 +107,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
         loaders={"train": loader, **held_out_loaders},
         reporter=reporter,
         checkpoints=checkpoints,
-        metric_and_sign=metric_and_sign,
+        best_metric=best_metric,
     )
     return Training(
         attempt=attempt,
@@ -146,16 +147,16 @@ def _compute_first_passes(
     model: WrappedModel,
     loader: GlobalBatchLoader,
     held_out_loaders: dict[str, GlobalBatchLoader],
-) -> tuple[str, int]:
+) -> BestMetric:
     """Run the passes before the first step, which leave the model's buffers as they are, and compile the model.
 
     Returns:
-        The metric that selects the best checkpoint, and its sign, as `run_first_passes` returns them.
+        The metric that selects the best checkpoint. The passes show which metrics an evaluation reports.
     """
     config = attempt.config
     ctx = attempt.ctx
     with preserve_buffers(state.model):
-        metric_and_sign = run_first_passes(
+        chosen_metric = run_first_passes(
             model=model,
             state=state,
             loader=loader,
@@ -178,4 +179,4 @@ def _compute_first_passes(
                 config=config,
             )
             on_all_ranks(compile_model, ctx)
-    return metric_and_sign
+    return chosen_metric

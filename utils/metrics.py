@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -265,8 +265,15 @@ def _create_record_entries(name: str, quotient: Tensor, transform: Callable[[Any
     return {name: float(value)}
 
 
-def choose_best_metric(best_metric: str, names: list[str]) -> tuple[str, int]:
-    """Return the metric that selects the best checkpoint, and 1 if higher is better, -1 if lower is better.
+class BestMetric(NamedTuple):
+    """The metric that selects the best checkpoint."""
+
+    name: str
+    sign: int  # 1 if the highest value is the best one, -1 if the lowest is
+
+
+def choose_best_metric(best_metric: str, names: list[str]) -> BestMetric:
+    """Return the metric that selects the best checkpoint.
 
     Args:
         best_metric: `best_metric` of the config: auto, min:NAME, max:NAME, or NAME alone if its direction is known.
@@ -276,7 +283,7 @@ def choose_best_metric(best_metric: str, names: list[str]) -> tuple[str, int]:
         UserError: if no evaluation reports the metric, or its direction is not known.
     """
     if not names:
-        return "loss", KNOWN_DIRECTIONS["loss"]
+        return BestMetric("loss", KNOWN_DIRECTIONS["loss"])
     direction, _, name = best_metric.rpartition(":")
     if name == "auto":
         name = "top1" if "top1" in names else "loss"
@@ -286,9 +293,11 @@ def choose_best_metric(best_metric: str, names: list[str]) -> tuple[str, int]:
         )
     if not direction and name not in KNOWN_DIRECTIONS:
         raise UserError(f"best_metric={best_metric}: needs a direction; give min:{name} or max:{name}")
-    if direction in ("min", "max"):
-        return name, 1 if direction == "max" else -1
-    return name, KNOWN_DIRECTIONS[name]
+    if direction == "max":
+        return BestMetric(name, sign=1)
+    if direction == "min":
+        return BestMetric(name, sign=-1)
+    return BestMetric(name, KNOWN_DIRECTIONS[name])
 
 
 def count_correct(logits: Tensor, targets: Tensor, k: int = 1) -> Tensor:

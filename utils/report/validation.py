@@ -9,6 +9,7 @@ from typing import Any
 
 from utils.data.loader import GlobalBatchLoader
 from utils.distributed.consensus import Consensus
+from utils.metrics import BestMetric
 from utils.report.reporter import Reporter
 from utils.run.checkpoints import Checkpoints
 from utils.run.resume import load_best_checkpoint
@@ -31,7 +32,7 @@ class Validation:
     loaders: dict[str, GlobalBatchLoader]  # by split: train, and the held-out ones
     reporter: Reporter
     checkpoints: Checkpoints
-    metric_and_sign: tuple[str, int]  # the metric that selects, and 1 if its highest value is best, -1 if its lowest is
+    best_metric: BestMetric
 
     @property
     def evaluation(self) -> Evaluation:
@@ -64,13 +65,13 @@ class Validation:
         contexts = checkpoints.weight_contexts()
         records = self.evaluation.evaluate_all_weights("val", loader, weights=contexts, progress=progress)
         selecting = records[-1]  # of the averaged weights, if there are any
-        metric, sign = self.metric_and_sign
+        metric = self.best_metric.name
         if metric not in selecting:
             raise UserError(f"best_metric={metric}: is missing in this evaluation; report it in each one")
         value = selecting[metric]
         if not math.isfinite(selecting["loss"]):
             value = math.nan
-        is_best = progress.record_value(value, sign)
+        is_best = progress.record_value(value, self.best_metric.sign)
         title = "" if schedule.is_epoch_complete else f"step {progress.step}"
         seconds = time.perf_counter() - began
         self.reporter.record_evaluation(records, seconds, is_best=is_best, title=title)

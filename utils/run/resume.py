@@ -21,6 +21,7 @@ from utils.data.sampler import GlobalBatchSampler
 from utils.data.sets import DataSets, collect_dataset_properties
 from utils.distributed.collectives import all_gather_json, broadcast_json, on_all_ranks, on_rank_0, require_equal
 from utils.distributed.context import DistributedContext
+from utils.metrics import BestMetric
 from utils.run.folder import RunFolder
 from utils.run.start import Attempt, share_checkpoint_with_nodes
 from utils.settings.declarations import list_settings
@@ -115,7 +116,7 @@ def resume_run(
     sampler: GlobalBatchSampler,
     provenance: dict[str, Any],
     file_listing: bytes,
-    metric_and_sign: tuple[str, int],
+    best_metric: BestMetric,
 ) -> list[str]:
     """Load the checkpoint that the run starts from, if any, and plan the schedule of the whole run from there.
 
@@ -124,7 +125,7 @@ def resume_run(
     Args:
         provenance: content of provenance.json.
         file_listing: of the training set's files.
-        metric_and_sign: the metric that selects the best checkpoint, and its sign, of `choose_best_metric`.
+        best_metric: the metric that selects the best checkpoint, if there is a validation set.
 
     Returns:
         The allowed differences from the checkpoint's config.
@@ -135,11 +136,10 @@ def resume_run(
     run = attempt.run
     config = attempt.config
     ctx = attempt.ctx
-    best_metric = ""
+    selection = ""  # as the progress has it: max:top1
     if "val" in provenance["held_out"]:
-        name, sign = metric_and_sign
-        direction = "max" if sign > 0 else "min"
-        best_metric = f"{direction}:{name}"
+        direction = "max" if best_metric.sign > 0 else "min"
+        selection = f"{direction}:{best_metric.name}"
 
     def compare_files() -> dict[str, Any]:
         return compare_listings(read_file_listing(run.folder), file_listing)
@@ -151,7 +151,7 @@ def resume_run(
         compare = partial(compare_checkpoint, payload, config, provenance=provenance, file_changes=file_changes)
         differences = on_all_ranks(compare, ctx)
         # rank 0 decides, since each rank compares the samples that it has fetched, and some may have fetched fewer
-        compare_selection = partial(compare_best, payload, config, provenance=provenance, best_metric=best_metric)
+        compare_selection = partial(compare_best, payload, config, provenance=provenance, best_metric=selection)
         lines, is_comparable = broadcast_json(on_rank_0(compare_selection, ctx), ctx)
         differences += lines
         on_all_ranks(partial(state.load_state_dict, payload), ctx)
@@ -162,7 +162,7 @@ def resume_run(
             _forget_best(run, state.progress, ctx)
     else:
         state.plan_schedule(sampler)
-    state.progress.best_metric = best_metric
+    state.progress.best_metric = selection
 
     _rewind_run(run, state, has_test="test" in provenance["held_out"], ctx=ctx)
     on_rank_0(partial(save_file_listing, file_listing, run.folder), ctx)

@@ -16,7 +16,7 @@ from utils.distributed.context import DistributedContext
 from utils.distributed.device import raise_open_file_limit
 from utils.distributed.dtensor import local_shard
 from utils.logger import format_count
-from utils.metrics import MetricTracker, check_metrics, choose_best_metric
+from utils.metrics import BestMetric, MetricTracker, check_metrics, choose_best_metric
 from utils.settings.errors import UserError
 from utils.training.ddp_model import WrappedModel
 from utils.training.fingerprint import fingerprint_tensors
@@ -40,7 +40,7 @@ def run_first_passes(
     *,
     best_metric: str,
     max_steps: int,
-) -> tuple[str, int]:
+) -> BestMetric:
     """Run forward and backward passes on real micro-batches, before the first step of a fresh or a resumed run.
 
     DDP orders its buckets in the first two passes, so that a resumed run sums gradients in the order of a fresh one.
@@ -53,8 +53,7 @@ def run_first_passes(
         max_steps: of the run; 0 for no limit.
 
     Returns:
-        The metric that selects the best checkpoint, of those that an evaluation will report, and its sign: see
-        `choose_best_metric`.
+        The metric that selects the best checkpoint, of those that an evaluation will report.
 
     Raises:
         UserError: if compute_loss returns something invalid, or a parameter got no gradient.
