@@ -682,3 +682,6 @@ def test_the_readme_has_the_sizes_of_forks():
         left = remove_extras.count_lines(remove_extras.delete_from_files(files, set(names))[0]).values()
         rounded = [f"{round(lines, -2):,}" for lines in left]
         assert all(abs(int(a.replace(",", "")) - b) <= 100 for a, b in zip(shown, left, strict=True)), (words, rounded)
+    smallest, largest = rows[-1][1], rows[0][1]
+    lines = round(files["train.py"].count("\n"), -1)
+    assert f"`train.py`, {lines} lines above a core of {smallest} to {largest}," in files["README.md"]

@@ -183,7 +183,7 @@ def _forget_best(run: RunFolder, progress: Progress, ctx: DistributedContext) ->
 def _rewind_run(run: RunFolder, state: TrainState, has_test: bool, ctx: DistributedContext) -> None:
     """Rewind the run folder and best.pt to the step of the state. Collective."""
     progress = state.progress
-    # an evaluation that is due will be made again, and writes its records again
+    # an evaluation that is due at this step is repeated, and writes its records again
     keeps_evaluation = not state.schedule.is_evaluation_due
 
     def rewind_folder() -> None:
