@@ -113,8 +113,7 @@ def run_training(training: Training, after_epoch: Callable[[Training], object] |
         test_records = training.validation.evaluate_best_on_test()
     except Stopped:
         final_state = "preempted"
-        # After a stop during the test this saves nothing, since the last step is saved. The model holds the weights of
-        # the best checkpoint by then.
+        # a stop during the test saves nothing: the last step is saved, and the model has the weights of the best one
         checkpoints.save_and_wait()
     except BaseException:
         checkpoints.wait_briefly_for_write()  # so that a checkpoint that was begun is still completed
@@ -174,7 +173,7 @@ def train_one_epoch(training: Training) -> None:
             pause_steps(training)
             validate(training)  # here, so that a resume at this step evaluates too
             if schedule.is_patience_over:
-                return  # train_epochs ends the run: no evaluation is due, and the epoch does not count as complete
+                return  # train_epochs ends the run
         clock.begin_step(progress.step + 1)
         state.notify_progress(progress)  # shows it to the parts, and to functions of model.py that ask for it
         samples, own_indices = compute_gradient(training, stream)  # forward and backward

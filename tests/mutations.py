@@ -170,7 +170,7 @@ MUTATIONS = [
     Mutation('_next_leaf', 'return stop if stop < leaf_count else AFTER_LAST_LEAF', 'return AFTER_LAST_LEAF', 'exact-ranks'),  # extra: exact
     Mutation('TreeAllReduce.start_all_gather', 'chunks, tree = self._receive_buffer.split(self._chunk_size), TreeSum()', 'chunks, tree = self._receive_buffer.split(self._chunk_size)[::-1], TreeSum()', 'exact-ranks'),  # extra: exact
     Mutation('TreeRankSum.start_all_reduce', 'return TreeAllReduce(values, parts, count)', 'return dist.get_world_size() > 1 and dist.all_reduce(values, async_op=True)', 'exact-ranks'),  # extra: exact
-    Mutation('RunningStats.commit', 'torch.where(is_finite, self._next, self._committed, out=self._committed)', 'self._committed.copy_(self._next)', 'not-finite'),
+    Mutation('RunningStats.commit', 'torch.where(is_finite, self._work, self._committed, out=self._committed)', 'self._committed.copy_(self._work)', 'not-finite'),
     Mutation('train_twice', 'state.step_sums.running_stats.discard()', 'pass', 'weights'),
     Mutation('preserve_buffers', 'buffer.copy_(before[name])', 'pass', 'smallest'),
     Mutation('Evaluation.evaluate', 'if not micro_batch.is_padding:', 'if True:', 'evaluation-counts'),

@@ -246,7 +246,7 @@ def sum_gradients(model, statistics, micro_batches, batches, config, step, progr
         metrics = loss_function(model, batch)
         if term_counts:
             loss = combine_loss_terms(metrics["loss"], term_counts)
-            count = 1 / len(micro_batches)  # these add up to 1, since the terms are divided by their counts already
+            count = 1 / len(micro_batches)  # the sum is 1, since the terms are divided by their counts already
         else:
             loss, count = metrics["loss"]
         loss.backward()

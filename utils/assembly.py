@@ -76,7 +76,7 @@ def assemble(attempt: Attempt, model_module: ModuleType, data: Any) -> Training:
 
     on_all_ranks(partial(check_sync_batchnorm, state.model, sampler, ctx), ctx)
     model = wrap_ddp(state.model, config, ctx)
-    best_metric = _compute_first_passes(
+    best_metric = _run_first_passes(
         attempt, hooks, state, model=model, loader=loader, held_out_loaders=held_out_loaders
     )
     provenance = create_provenance(config=config, ctx=ctx, state=state, sampler=sampler) | sets.provenance
@@ -140,7 +140,7 @@ def _create_held_out_loaders(attempt: Attempt, held_out: dict[str, MapDataset]) 
     return loaders
 
 
-def _compute_first_passes(
+def _run_first_passes(
     attempt: Attempt,
     hooks: ModelHooks,
     state: TrainState,
@@ -156,7 +156,7 @@ def _compute_first_passes(
     config = attempt.config
     ctx = attempt.ctx
     with preserve_buffers(state.model):
-        chosen_metric = run_first_passes(
+        best_metric = run_first_passes(
             model=model,
             state=state,
             loader=loader,
@@ -179,4 +179,4 @@ def _compute_first_passes(
                 config=config,
             )
             on_all_ranks(compile_model, ctx)
-    return chosen_metric
+    return best_metric

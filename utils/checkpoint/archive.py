@@ -154,11 +154,8 @@ def read_archive(path: Path, trailer: Trailer) -> dict[str, Any]:
 
 def _check_progress(path: Path, progress: dict[str, Any], trailer: Trailer) -> None:
     """Raise UserError if a value of a checkpoint's progress is not valid, or its step is not that of the trailer."""
-    names_of_counts = ["step"]  # also if the progress has no step, which is not valid
-    for name in progress:
-        if name not in OTHER_PROGRESS:
-            names_of_counts.append(name)
-    wrong = [name for name in names_of_counts if not _is_count(progress.get(name))]
+    names = dict.fromkeys(["step", *progress])  # "step" also if the progress has none, which is not valid
+    wrong = [name for name in names if name not in OTHER_PROGRESS and not _is_count(progress.get(name))]
     best_value: Any = progress.get("best_value")
     is_finite_number = type(best_value) in (int, float) and math.isfinite(best_value)
     if best_value is not None and not is_finite_number:

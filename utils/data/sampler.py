@@ -34,7 +34,7 @@ class MapDataset(Protocol):
 
 @dataclass(slots=True)
 class MicroBatch:
-    """A micro-batch is `batch_size` consecutive samples of the order. The last one of an epoch may be short."""
+    """A micro-batch has the samples of one forward pass. The last one of an epoch may be short."""
 
     epoch: int
     number: int  # position in the global batch, over all ranks
@@ -51,8 +51,8 @@ class Assignment:
     """An assignment says which micro-batches of a global batch a rank computes.
 
     Args:
-        is_padded: whether padding gives every rank equally many micro-batches. That is needed if all ranks act together
-            in each micro-batch: they gather sharded parameters, or may stop an evaluation. Without it, padding is only
+        is_padded: whether padding gives every rank equally many micro-batches. That is needed if each micro-batch has a
+            collective: sharded parameters are gathered, or the ranks of an evaluation vote. Without it, padding is only
             for ranks that have no micro-batch at all.
     """
 
@@ -65,7 +65,7 @@ class Assignment:
         return range(rank, count, self.world_size)
 
     def evaluation_group_size(self, count: int) -> int:
-        """Return how many micro-batches form a group in an evaluation of `count` micro-batches: one for each rank.
+        """Return how many micro-batches a global batch has in an evaluation of `count` micro-batches: one per rank.
 
         An assignment for exact sums needs the count.
         """

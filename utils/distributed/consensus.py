@@ -31,8 +31,8 @@ class Stopped(Exception):
 class Consensus:
     """Lets the ranks agree by one small all-reduce, which starts at one step and is read a few steps later.
 
-    About 0.25 s pass between votes, or 0.25 s per 1024 ranks. Each vote also agrees on the number of steps until the
-    next one: the maximum of what the ranks propose. So all ranks vote at the same steps.
+    About 0.25 s pass between votes, or 0.25 s per 1024 ranks. Each vote also agrees on the number of steps between the
+    next two votes: the maximum of what the ranks propose. So all ranks vote at the same steps.
 
     Args:
         vote: returns what this rank wants. It has to ask again until its request is met.

@@ -79,7 +79,8 @@ class AsyncSnapshot:
         """Start to copy the state as it is now. Finish the copy before weights or optimizer state change.
 
         Returns:
-            The payload, where this rank writes. TrainingError on all ranks if they differ.
+            The future of the payload, which is empty where this rank writes nothing. The future raises TrainingError on
+            all ranks if they differ.
 
         Raises:
             UserError: if a checkpoint cannot hold a value of the state.

@@ -74,7 +74,7 @@ class CheckpointFiles:
             step: of the best evaluation so far; below 0 if there was none.
 
         Returns:
-            Whether best.pt is as it was after the best evaluation.
+            False if the best checkpoint is gone. True also if there was no evaluation.
         """
         self._ownership.require_owner()
         for path in self._list_candidates(step):
@@ -87,7 +87,7 @@ class CheckpointFiles:
                 self._add_note(str(error))
         if self.best.is_symlink():
             self.best.unlink()
-        elif self.best.exists():  # of a later step: a copy, or of an earlier version
+        elif self.best.exists():  # no link: a copy, or written by an earlier version
             self._create_superseded_folder()
             shutil.move(self.best, self._superseded_folder / self.best.name)
         if step < 0:

@@ -42,8 +42,8 @@ SECONDS_AFTER_STOP = 20.0
 class BestLink(Enum):
     """What a rank knows of the link best.pt.
 
-    All ranks go to PENDING at the same call of `save_best`, and back to NONE at the same call of `_agree_on_best`.
-    Only a rank that makes the link is LINKED in between.
+    In `save_best` all ranks become PENDING, a rank that links best.pt then becomes LINKED, and in `_agree_on_best` all
+    ranks become NONE.
     """
 
     NONE = "none"  # there is no new best checkpoint since the ranks agreed on the last one
@@ -108,7 +108,7 @@ class Checkpoints:
         self._is_save_postponed = False  # by the write of this rank
         self._has_warned_of_buffers = False
         self._last_save_at = time.monotonic()  # start of the last save
-        self._blocked_s = 0.0  # how long the last save blocked training
+        self._blocked_s = 0.0  # how long the last save blocked training: its start, and the wait for its copy
 
     @property
     def _manages_folder(self) -> bool:
@@ -144,9 +144,9 @@ class Checkpoints:
         if not is_any_writing:
             self._start_save()
             self._blocked_s = time.perf_counter() - began
-        # a rank that is writing has postponed this save, and asks for it again when its write has ended
+        # the ranks that are writing ask for this save again when their write has ended
         self._is_save_postponed = is_writing
-        # The save is over. The time from now on counts for the last phase of a step, in which training goes on.
+        # from here on training goes on, in the last phase of a step
         self._attempt.clock.enter_phase("update")
 
     def _start_save(self) -> None:
@@ -213,8 +213,7 @@ class Checkpoints:
     def save_best(self) -> None:
         """Save the current state as the best checkpoint: best.pt becomes a link to it as soon as it is on the disk.
 
-        This waits until the previous checkpoint is written, and not for this one. If this one cannot be written, the
-        next evaluation starts a new best.
+        This does not wait until it is written. If it cannot be written, the next evaluation starts a new best.
         """
         self.save(blocking=True)
         self._best_link = BestLink.PENDING
@@ -232,7 +231,7 @@ class Checkpoints:
         self._agree_on_best()
 
     def _agree_on_best(self) -> None:
-        """Tell all ranks whether best.pt was linked. Call this when nothing is being written."""
+        """Tell all ranks whether best.pt was linked. Call this when the write of the best checkpoint has ended."""
         if self._best_link is not BestLink.NONE:
             is_linked = self._best_link is BestLink.LINKED
             is_linked_on_rank_0 = broadcast_json(is_linked, self._ctx)

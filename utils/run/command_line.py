@@ -19,7 +19,7 @@ from utils.settings.errors import UserError
 from utils.signals import exit_with_torchrun, kill_workers
 
 SECONDS_TO_FLUSH = 5.0
-# between a user error and the end of the process: the launcher ends all ranks when one fails, and rank 0 prints first
+# after a user error: the first rank to end makes the launcher kill the others, and rank 0 prints
 SECONDS_UNTIL_RANK_0_FAILS = 1.0
 SECONDS_UNTIL_OTHERS_FAIL = 3.0
 
@@ -29,7 +29,7 @@ class _LossyStream(io.FileIO):
 
     def write(self, data: Any) -> int:
         try:
-            return super().write(data) or len(data)  # None: it is full and does not wait
+            return super().write(data) or len(data)  # None if a non-blocking stream is full
         except OSError:
             return len(data)
 

@@ -100,12 +100,12 @@ def _evaluate(
         log_epoch_summary(logger, split_records, seconds, is_best=False)
         records += split_records
 
-    # of several kinds of weights, the last one selects the best checkpoint
+    # the last of several kinds of weights selects the best checkpoint
     kind = list(state.saved_weight_contexts(payload))[-1]
     outcome: dict[str, Any] = {
         "checkpoint": config.init_from or str(path),
         "data_dir": config.data_dir,
-        "weights": kind,  # that select the best checkpoint, of those in the records
+        "weights": kind,
         "records": records,
     }
     file = config.run_folder / f"eval-{path.stem}.json"

@@ -43,8 +43,8 @@ SECONDS_TO_DESTROY_GROUPS = 1.0
 def clean_up_on_exit() -> Iterator[None]:
     """Release what the decorated function leaves behind, so that it may be called again in the same process.
 
-    After an exception, the locks and the process groups are closed, but for groups of NCCL on several ranks, which the
-    next start destroys. The frames in the traceback lose their values, which would keep the model, the data and the
+    After an exception, the locks and the process groups are closed. The next start closes NCCL groups of several ranks.
+    The frames in the traceback lose their values, which would keep the model, the data and the
     sockets of the groups. A function that returns has closed its locks and groups itself.
     """
     try:
@@ -74,7 +74,7 @@ def supervise_ranks(folder: Path, config: TrainingConfig, ctx: DistributedContex
     exit_reporter.resources.callback(exit_reporter.clock.close)
     from utils.extras.watch.rank_supervisor import RankSupervisor  # extra: watch
 
-    supervisor = Supervisor()
+    supervisor = Supervisor()  # the one of a fork that has deleted the next line
     supervisor = RankSupervisor(folder, config.hang_timeout, ctx, exit_reporter)  # extra: watch
     exit_reporter.resources.callback(supervisor.close)
     try:

@@ -151,8 +151,7 @@ class RunFolder:
         Args:
             step: the last one that this rank has completed.
         """
-        # `on_all_ranks` raises the same UserError, which names a rank, on every rank. A TrainingError that names a rank
-        # is not raised on all of them.
+        # a UserError that names a rank is the same on all ranks (`on_all_ranks`), and a TrainingError is not
         is_of_all_ranks = getattr(error, "rank", None) is not None and not isinstance(error, TrainingError)
         is_writer = self.is_main or not is_of_all_ranks
         # if another job has taken over the folder, status.json describes that job's run

@@ -78,7 +78,7 @@ def create_provenance(
     provenance |= state.strategy.provenance
     provenance["cpu_threads"] = torch.get_num_threads()
     provenance["precision"] = state.precision.name
-    # for a fork that has deleted some settings: the default, and whether a resume must or may differ
+    # for a fork that has deleted some settings: the default, and the rule for a resume
     fields = {}
     for setting in list_settings(type(config)):
         fields[setting.name] = [to_json_value(setting.resolved_default), setting.resume]
@@ -107,7 +107,7 @@ def collect_package_versions() -> dict[str, str]:
 
 
 def write_code_zip(path: Path) -> None:
-    """Archive the *.py files of the run, without a secrets.py. ZIP has no years before 1980: such dates are raised."""
+    """Archive the *.py files of the run, without a secrets.py. ZIP has no dates before 1980, which become 1980."""
     left_out = PROJECT_ROOT / "secrets.py"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
         for pattern in ("*.py", "utils/**/*.py", "scripts/**/*.py"):

@@ -173,7 +173,7 @@ def resume_run(
 def _forget_best(run: RunFolder, progress: Progress, ctx: DistributedContext) -> None:
     """Let the best value start again, since later values cannot be compared with it. Collective.
 
-    Call this before the rewind, which moves the checkpoint that best.pt links to, or the link itself.
+    Call this before the rewind, which may move best.pt or what it links to.
     """
     progress.reset_best()
     progress.evaluated_step = -1  # so that an evaluation that is due at this step is repeated
@@ -264,13 +264,14 @@ def list_compared_settings(payload: dict[str, Any], config: TrainingConfig) -> l
             )
         )
     for name, removed in REMOVED_SETTINGS.items():
+        message = removed.describe_ignored(name, "{before} of the checkpoint")  # `describe_differences` fills it in
         rows.append(
             ComparedValue(
                 name=name,
                 saved=saved.get(name, removed.default),
                 current=removed.default,
                 resume_rule="may",
-                message=removed.describe_ignored(name, "{before} of the checkpoint"),  # {before} is filled in later
+                message=message,
             )
         )
     known_names = {row.name for row in rows}
@@ -299,8 +300,8 @@ def list_compared_values(
         provenance: of the resumed run.
     """
     saved = payload["provenance"]
-    # Samples of unequal length are packed. A saved position is the place in the order of the epoch where a step begins.
-    # With other lengths, or with another number of micro-batches in a step, no step may begin at that place.
+    # Samples of unequal length are packed. With other lengths, or with another number of micro-batches in a step, no
+    # step may begin at the saved position.
     is_packed = "lengths" in saved
     lengths_rule = "must" if is_packed and "lengths" in provenance else "free"
     # A global batch size that was given is kept. Without one, the size follows the number of ranks, which may change.

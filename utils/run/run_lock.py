@@ -70,11 +70,9 @@ class RunLock:
     def _wait_until_free(self, folder: Path) -> bool:
         """Take the file lock, read the previous owner, and wait until it is known whether that owner is alive.
 
-        An owner from this boot of this machine is alive if it has the file lock. For any other owner, in this order:
-
-        - Its heartbeat has moved: it is alive.
-        - After 120 s, for which an NFS server may keep the file lock of a machine that is gone: as on the same boot.
-        - The file lock is free, and the owner has reported its end or 30 s are over: it is gone.
+        An owner from this boot of this machine is alive if it has the file lock. Any other owner is alive if its
+        heartbeat moves. It is gone if the file lock is free, and it has reported its end or 30 s are over. After 120 s,
+        for which an NFS server may keep the file lock of a machine that is gone, the file lock decides.
 
         Returns:
             Whether the owner is gone, or there was none.
@@ -109,13 +107,16 @@ class RunLock:
         """Return whether the previous owner has reported its end in `status`, the content of status.json."""
         if status.get("state", "running") == "running":
             return False
-        # an older status is that of an attempt before this owner: the times, in UTC and ISO 8601, sort as text
+        # an older status is of an attempt before this owner; times in UTC and ISO 8601 sort as text
         has_ended_later = "time" not in status or status["time"] >= self.previous_owner.get("time", "")
         return has_ended_later or bool(self.previous_owner.get("ended"))
 
     def _write_token(self) -> bool:
-        """Write lock.json. Returns whether it still has the token of this process a little later, since a second launch
-        may have written its own."""
+        """Write the token of this process into lock.json, beside the entries of the previous owner.
+
+        Returns:
+            Whether the token is still there a little later, since a second launch may have written its own.
+        """
         self.write(**self.previous_owner)
         if self._is_from_other_boot() or not self._has_file_locks:
             time.sleep(SECONDS_TO_READ_BACK)

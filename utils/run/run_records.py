@@ -126,8 +126,7 @@ class RunRecords:
             return record["step"] < step
 
         def is_settled(record: dict[str, Any]) -> bool:
-            # All records before a train record of an earlier step are kept. Records of other kinds do not tell, since
-            # their steps may be lower than that of the record before them.
+            # nothing before such a record is dropped, since the steps of train records never go down
             return record["kind"] == "train" and record["step"] < step
 
         def is_sample_kept(record: dict[str, Any]) -> bool:

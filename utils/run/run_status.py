@@ -47,7 +47,7 @@ class RunStatus:
         self._is_node_leader = is_node_leader
         self._format_timestamp = format_timestamp
         self._values: dict[str, Any] = {}  # the content of status.json
-        # the content that a refused start writes back: that before `mark_running`, until this attempt writes a status
+        # what a refused start writes back: the content before `mark_running`, and nothing after the next write
         self._status_to_restore: dict[str, Any] = {}
         self._latest_checkpoint = ""  # of this attempt
         self._written_at = -math.inf  # by time.monotonic
@@ -124,7 +124,7 @@ class RunStatus:
         """
         self._write_failure_if_running(error, step)
         if self._rank != 0:
-            # rank 0 may have replaced the file with its own status in the meantime; by now it waits for this rank
+            # rank 0 may have written "running" over it; from now on it waits for this rank
             time.sleep(0.3)
             self._write_failure_if_running(error, step)
 

@@ -165,7 +165,7 @@ def share_checkpoint_with_nodes(path: Path, run: RunFolder, ctx: DistributedCont
     """Give a checkpoint of the run to the nodes whose run folder is not rank 0's, if there are any. Collective.
 
     Returns:
-        The path of the checkpoint, which is no link if there are such nodes.
+        The path of the checkpoint. If it was a link and there are such nodes, it is the path of the file.
     """
     if run.start_decision.node_local_ranks:  # extra: companions
         from utils.extras.companions.node_local import share_checkpoint

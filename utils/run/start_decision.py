@@ -80,8 +80,8 @@ class ExistingRun:
 
     @property
     def next_attempt(self) -> int:
-        """Return the number of this attempt if the run in the folder stays there, or 1 if the folder holds no run."""
-        # an attempt that was killed before its first record or checkpoint counts too
+        """Return 1 for a new run, else the number of the attempt before plus 1."""
+        # with --resume_from auto, an attempt that was killed before its first record or checkpoint counts too
         was_training = self.config.resume_from == "auto" and self.owner.get("has_trained")
         if self.has_run or was_training:
             return self.owner.get("attempt", 0) + 1
@@ -181,8 +181,9 @@ class ExistingRun:
 
 
 def decide_start(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) -> tuple[RunLock, StartDecision]:
-    """On rank 0: lock the folder and decide whether to continue the run in it, once its mirror has fetched it. A folder
-    that did not exist before a start that is refused does not exist after it either.
+    """Lock the folder and decide whether to continue the run in it, once its mirror has fetched it. Rank 0 calls this.
+
+    If the start is refused here, the folders that it has created are deleted.
 
     Args:
         launch_id: common to all attempts of one launch; empty if unknown.
@@ -217,8 +218,7 @@ def decide_start(config: TrainingConfig, host: str, launch_id: str, may_restart:
     except UserError:
         restore_existing_run(created)
         raise
-    if decision.attempt > 1:
-        # a run that is continued in a new folder was fetched from its mirror: the copy goes if this start is refused
+    if created and decision.attempt > 1:  # what was fetched into a new folder is deleted if this start is refused later
         decision = replace(decision, renamed_folders=created)
     return lock, decision
 
@@ -243,11 +243,10 @@ def _decide_locked(
     existing_run.refuse_to_start_over(path)
 
     # a run goes on from its own checkpoint, and a checkpoint of another run (--resume_from PATH) begins a new one
-    is_continued = existing_run.wants_to_continue
-    if path and path.resolve().parent == checkpoint_folder.resolve():
-        is_continued = True
+    is_own = path is not None and path.resolve().parent == checkpoint_folder.resolve()
+    if path and is_own:
         path = checkpoint_folder / path.name  # one spelling on all ranks
-    if existing_run.has_run and not is_continued:
+    if existing_run.has_run and not existing_run.wants_to_continue and not is_own:
         existing_run.refuse_to_replace(may_restart)
         renamed_folders = rename_existing_run(folder, checkpoint_folder)
         lock.close()
@@ -261,7 +260,7 @@ def _decide_locked(
         attempt = existing_run.next_attempt
         backups = existing_run.owner.get("aside", [])
 
-    # until `mark_training` a restart of this launch must not continue this run
+    # `mark_training` writes the id of this launch, with which a restart continues the run; only a restart has it before
     inherited_launch_id = launch_id if existing_run.is_same_launch else ""
     lock.write(launch_id=inherited_launch_id, attempt=attempt, aside=backups)
     _remove_temporary_files(folder, checkpoint_folder)

@@ -46,7 +46,7 @@ class RunningStats:
         self._committed_counts = self._buffer_counts.clone()
         self.size = len(self._buffers)
         self._sum = torch.zeros_like(self._buffers, dtype=torch.float64)
-        self._next = torch.zeros_like(self._buffers)
+        self._work = torch.zeros_like(self._buffers)
         self._momenta = [float(layer.momentum or 0) for layer in self._layers]
         for layer in self._layers:
             layer.momentum = 1.0
@@ -103,19 +103,19 @@ class RunningStats:
             is_finite: whether the step is taken: 0-dimensional bool, on the device.
         """
         if self.has_layers:
-            torch.div(self._sum, samples, out=self._next)
-            # the next statistics: committed + rate * (mean - committed)
-            torch.lerp(self._committed, self._next, self._momentum_rates, out=self._next)
+            torch.div(self._sum, samples, out=self._work)
+            # _work is the mean here, and then committed + rate * (mean - committed)
+            torch.lerp(self._committed, self._work, self._momentum_rates, out=self._work)
             # torch.where and not a product, since NaN * 0 is NaN
-            torch.where(is_finite, self._next, self._committed, out=self._committed)
+            torch.where(is_finite, self._work, self._committed, out=self._committed)
             self._committed_counts.addcmul_(self._training_mask, is_finite)
             self.discard()
 
     def discard(self) -> None:
         """Restore the committed statistics in the layers' buffers.
 
-        Call it after each backward pass. A layer that the next micro-batch does not use adds the committed statistics
-        then, and not those of the micro-batch before.
+        Call it after each backward pass. Otherwise a layer that the next micro-batch does not use would add the
+        statistics of this one again.
         """
         if self.has_layers:
             self._buffers.copy_(self._committed)

@@ -38,7 +38,7 @@ class TrainState:
 
     After the backward passes, `.grad` is the gradient of the loss summed over the global batch, times 2^-loss_shift.
     The factor brings it near the gradient of the mean loss, and as a power of two it rounds nothing. The update divides
-    by the count of the loss, times 2^-loss_shift.
+    by count * 2^-loss_shift, where count is that of the loss in the global batch.
 
     Args:
         model: the model, which is not wrapped in DDP.
@@ -61,7 +61,7 @@ class TrainState:
             single_rank = DistributedContext(rank=0, local_rank=0, world_size=1, device=device)
             strategy = GradientStrategy(config, single_rank)
         self._config = config
-        # `create_parts` fills the list later. Parts may copy the model, and `step_sums` replaces its BatchNorm buffers.
+        # filled later by `create_parts`: parts may copy the model, whose BatchNorm buffers `step_sums` replaces first
         self.parts: list[Part] = []
         self.strategy = strategy
         self.model = model
@@ -79,7 +79,7 @@ class TrainState:
         )
         self.log_window = LogWindow(device, self.updater.scaler, self.parts)
         self.lr_factor = 0.0  # the schedule's factor in the last step, for the log; the largest one of the groups
-        # A backward pass begins with this gradient of the summed loss: DDP divides by the ranks, which it undoes.
+        # a backward pass begins with gradient_divisor * 2^-loss_shift: the first factor undoes DDP's division by ranks
         self._backward_start = torch.ones((), device=device)
         self._first_loss_count = 1.0  # the count of the loss in the first example batch, which decides the loss shift
 
@@ -199,7 +199,7 @@ class TrainState:
 
     @property
     def gradient_norm(self) -> torch.Tensor:
-        """Return the gradient norm of the step just taken: 0-dimensional, on the device."""
+        """Return the gradient norm of the last step, before the log window is read: 0-dimensional, on the device."""
         return self.log_window.norms[-1]
 
     @property
@@ -245,13 +245,10 @@ class TrainState:
             first_sample=progress.samples_in_epoch,
             samples=samples,
         )
-        if self.scaler.is_enabled():
-            # float16 skips steps in the search for its scale, and the losses of these steps are valid: they are logged
-            self.log_window.record_step(record, norm, divisor, loss=loss)
-            is_loss_finite = loss.isfinite()
-        else:
-            self.log_window.record_step(record, norm, divisor, loss=None)
-            is_loss_finite = is_finite
+        # float16 skips steps in the search for its scale, and the losses of these steps are valid: they are logged
+        is_float16 = self.scaler.is_enabled()
+        is_loss_finite = loss.isfinite() if is_float16 else is_finite
+        self.log_window.record_step(record, norm, divisor, loss=loss if is_float16 else None)
         self.step_sums.commit(
             samples,
             is_finite,
@@ -380,10 +377,7 @@ class TrainState:
         Args:
             payload: the content of the checkpoint. If it is empty, the model is evaluated as it is.
         """
-        kinds = ["model", "ema"]  # averaged weights are evaluated also if this run averages none
-        for kind in self.weight_contexts():
-            if kind not in kinds:
-                kinds.append(kind)
+        kinds = dict.fromkeys(["model", "ema", *self.weight_contexts()])  # "ema" also if this run averages none
         contexts: dict[str, AbstractContextManager] = {}
         for kind in kinds:
             if payload.get(kind):

@@ -68,7 +68,7 @@ class Updater:
         # which the bits of the gradient norm, a sum, would depend.
         self._tensor_names: dict[Tensor, str] = {}
         self._frozen_names: dict[Tensor, str] = {}  # by parameter
-        trainable = []  # parameters in no group are among these: they get gradients, which are dropped
+        trainable = []
         for parameter, name in names.items():
             tensor = tensors[parameter]
             if tensor in optimized:
@@ -77,7 +77,7 @@ class Updater:
                 trainable.append(parameter)
             else:
                 self._frozen_names[parameter] = name
-        # a sharded parameter and its local shard both have a gradient
+        # what `zero_gradients` drops: also gradients of parameters in no group, and of both a parameter and its shard
         self._with_gradients = list(dict.fromkeys([*trainable, *self._tensor_names]))
 
         # fused kernels need found_inf in float32, also with float64 parameters
@@ -128,7 +128,7 @@ class Updater:
 
         norm = self._strategy.compute_gradient_norm(gradients) / divisor  # 0 / 0, of an empty global batch, is NaN
         norm = torch.add(norm, loss, alpha=0)  # 0 times a non-finite loss is NaN
-        if self._config.clip_grad_norm:  # clipping divides the gradient once more
+        if self._config.clip_grad_norm:  # clipping divides by max(1, norm / clip_grad_norm) too
             excess = (norm + 1e-6) / self._config.clip_grad_norm
             divisor = divisor * excess.clamp(min=1)
         is_finite = norm < math.inf  # NaN is not
