@@ -63,9 +63,16 @@ def cut_into_global_batches(order, batch_size, micro_batches_per_step):
     return [global_batch.split(batch_size) for global_batch in global_batches]
 
 
+def reads_samples_at_once(data):
+    """Return whether the data set has `__getitems__`. torch's Subset always has it, so the data set inside decides."""
+    while isinstance(data, torch.utils.data.Subset):
+        data = data.dataset
+    return hasattr(data, "__getitems__")
+
+
 def read_samples(data, indices, seed, epoch):
     """Return the samples. What the data set draws for a sample depends on the seed, the epoch and its index only."""
-    if hasattr(data, "__getitems__"):
+    if reads_samples_at_once(data):
         seed_host("sample", seed, epoch, *indices)
         return data.__getitems__(indices)
     samples = []

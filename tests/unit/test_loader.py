@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler, Subset
 
+import plain_loop
 import utils.data.loader
 from config import TrainingConfig
 from ddp_utils import DistributedContext
@@ -186,6 +187,25 @@ def test_a_subset_of_a_set_without_getitems_is_seeded_sample_by_sample():
     random.seed(99), torch.manual_seed(99)
     assert epochs_of(subset, 2, 0) == reference
     assert has_getitems(Subset(Images(4, "train"), range(2))) and not has_getitems(subset)
+
+
+SUBSETS = {
+    "no subset": lambda data: data,
+    "torch's": lambda data: Subset(data, range(3, 20)),
+    "of a subset": lambda data: Subset(Subset(data, range(21)), range(3, 20)),
+    "--dataset_size": lambda data: take_subset(data, 17, seed=5),
+}
+
+
+@pytest.mark.parametrize("subset", SUBSETS.values(), ids=SUBSETS)
+@pytest.mark.parametrize("data", [Noisy(), NoisyTogether()], ids=["alone", "together"])
+def test_the_plain_loop_reads_the_samples_of_a_run(data, subset):
+    """Each sample has its own seed, unless the data set reads a micro-batch at once. verify.py compares the two."""
+    dataset = subset(data)
+    loader, _ = create_distributed_dataloader(dataset, TrainingConfig(batch_size=3, num_workers=0), context())
+    for micro_batch in loader.micro_batches(1):
+        samples = plain_loop.read_samples(dataset, micro_batch.indices, loader.sampler.seed, 1)
+        assert torch.equal(torch.stack(samples), micro_batch.batch)
 
 
 def test_each_iteration_of_a_loader_is_a_new_epoch():
