@@ -87,8 +87,7 @@ def test_two_data_and_two_model_ranks_equal_one_process_and_continue_as_four_mod
     assert_close(weights, oracle)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", SCRIPTS)
+@pytest.mark.parametrize("recipe", [pytest.param("tensor_parallel", marks=pytest.mark.slow), "pipeline"])
 def test_a_resumed_split_model_equals_the_uninterrupted_one_bit_for_bit(tmp_path, recipe):
     fork = SplitFork(tmp_path, recipe)
     whole, _ = fork.split(DATA_AND_MODEL, "a")

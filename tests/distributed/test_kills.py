@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from ranks import WarmLaunch, finish, run_ranks
 from scripts.runs import RunInfo  # extra: reports
 from tasks import train_task
 from training import assert_same_state, relative
+from utils.checkpoint.format import list_step_checkpoints
 from utils.checkpoint.layouts import FileLayout
 from utils.clock import PhaseClock
 from utils.report.goodput import parse_time
@@ -28,11 +30,21 @@ FLAGS += "--num_workers 1 --save_every_steps 3 --timeout 30".split()
 
 
 @contextlib.contextmanager
-def killed_in(phase, steps, delay):
-    """Kill this process `delay` seconds after it first enters the phase in or after step `steps` of this attempt."""
+def killed_in(phase, steps, delay, folder):
+    """Kill this process `delay` seconds after it first enters the phase in or after step `steps` of this attempt.
+
+    An attempt of more than three steps has saved. It is killed when the checkpoint is on the disk, so that the next
+    attempt resumes from it, unless the kill is to hit the write.
+    """
     plain_step, plain_enter, plain_write, begun = PhaseClock.begin_step, PhaseClock.enter_phase, FileLayout.write, []
+    old_checkpoints = {*list_step_checkpoints(folder)}
 
     def kill():
+        deadline = time.monotonic() + 30
+        while len(begun) > 3 and phase not in ("save", "written") and time.monotonic() < deadline:
+            if {*list_step_checkpoints(folder)} - old_checkpoints:
+                break
+            time.sleep(0.01)
         time.sleep(delay)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -56,7 +68,8 @@ def killed_in(phase, steps, delay):
 
 
 def train_and_be_killed(flags, dtype, victim, *when):
-    with killed_in(*when) if int(os.environ["RANK"]) == victim else contextlib.nullcontext():
+    folder = Path(flags[flags.index("--run_dir") + 1], "checkpoints")
+    with killed_in(*when, folder) if int(os.environ["RANK"]) == victim else contextlib.nullcontext():
         return train_task("lines", flags, dtype)
 
 
@@ -74,7 +87,9 @@ def kill_again_and_again(runs, epochs, kills, clock, dtype):
     begun = [*runs.events("killed", "started"), *runs.events("killed", "resumed")]
     assert len(begun) <= len(kills) + 1 and runs.json("killed", "summary.json")["restarts"] == len(kills)
     assert begun[-1]["event"] == "resumed"  # attempts that were killed before the first record of the run left none
-    print("resumed at", [record["step"] for record in begun])
+    resumed_at = [record["step"] for record in begun]
+    print("resumed at", resumed_at)
+    assert any(step % 5 for step in resumed_at)  # within an epoch
     times, ended = (runs.json("killed", name)["time"] for name in ("summary.json", "status.json"))
     wall_s = parse_time(ended) - parse_time(begun[0]["time"]) + begun[0]["seconds"]
     assert sum(times.values()) == pytest.approx(wall_s, abs=1) and times["recomputed_s"] > 0 < times["training_s"]
