@@ -145,7 +145,7 @@ def gradients_between_steps(flags):
 
     with (
         mock.patch.object(Updater, "zero_gradients", drop),
-        mock.patch.object(compiled, "compile_all_sizes", lambda *_: None),
+        mock.patch.object(compiled, "compile_all_sizes", lambda *_, **__: None),
     ):
         train_task("images", flags)
     return left
