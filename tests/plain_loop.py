@@ -71,7 +71,10 @@ def reads_samples_at_once(data):
 
 
 def read_samples(data, indices, seed, epoch):
-    """Return the samples. What the data set draws for a sample depends on the seed, the epoch and its index only."""
+    """Return the samples. What the data set draws for a sample depends on the seed, the epoch and its index only.
+
+    If the data set reads the samples of a micro-batch at once, it depends on all their indices.
+    """
     if reads_samples_at_once(data):
         seed_host("sample", seed, epoch, *indices)
         return data.__getitems__(indices)
