@@ -140,7 +140,7 @@ def test_what_is_left_names_no_page_and_no_flag_that_is_gone(smaller):
         for flag in flags:
             assert not re.search(rf"--(\[no-\])?{flag}\b", shown), flag
             answer = run(folder, sys.executable, "train.py", f"--{flag}", "1", code=2)
-            assert f"--{flag}: this fork has no extra {extra}; see docs/extras.md" in answer
+            assert f"--{flag} needs the extra {extra}, which this fork has deleted. See docs/extras.md." in answer
 
 
 def test_what_is_left_passes_its_linters(smaller):
