@@ -106,7 +106,7 @@ WRONG = {  # case: (predict, start of the error message)
     "tensor": (lambda net, batch: net(batch[0]), "model.predict: the result is a Tensor; return {name: tensor"),
     "list": (lambda net, batch: {"x": [1] * len(batch[0])}, "model.predict: x is a list; return {name: tensor"),
     "names": (lambda net, batch: {f"x{len(batch[0])}": batch[0]}, predict.NAMES_DIFFER),
-    "order": (lambda net, batch: {"x": net(batch[0]).flip(0)}, "collate: the outputs of a batch are in another order"),
+    "order": (lambda net, batch: {"x": net(batch[0]).flip(0)}, "The outputs of a batch are in another order"),
     "dict": (lambda net, batch: hooks.predict(net, {"x": batch[0]}), "model.py: has no predict(model, batch); add it"),
 }
 
