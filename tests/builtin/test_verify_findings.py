@@ -106,7 +106,7 @@ def test_an_output_far_from_zero_that_is_no_prediction_is_a_note(tmp_path):
     model = LINEAR.replace("OUTPUT", "self.net(x) + 20000").replace("PREDICTED", "model(x) - 20000")
     (fork / "model.py").write_text(model)
     ended = forks.run(fork, 0, "scripts/verify.py", *FLAGS)
-    assert ended.code == 0 and re.search(r"Please check: bfloat16 rounds \w+ by \d+\.\d% of its spread", ended.out)
+    assert ended.code == 0 and re.search(r"Please check: bfloat16 rounds the \w+ by \d+\.\d% of its spread", ended.out)
 
 
 DATA = "GENERATOR, SHARED = torch.Generator(), Rows(500, 1)\n\ndef create_dataset"  # one generator for all calls

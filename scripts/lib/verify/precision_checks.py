@@ -54,7 +54,7 @@ def measure_rounding(fork: Fork) -> str:
             fork, exact, batches, name, find_rounded_dtype([outputs[name] for outputs in run_outputs], precision)
         )
     name = max(errors, key=errors.__getitem__)
-    text = f"{kind} rounds {name} by {errors[name]:.1%} of its spread."
+    text = f"{kind} rounds the {name} by {errors[name]:.1%} of its spread."
     if errors[name] > LARGE_ROUNDING:
         return f"{PLEASE_CHECK}{text} Use --no-use_amp or a float32 {name}, unless that is precise enough."
     return text
