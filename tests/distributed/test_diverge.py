@@ -172,10 +172,10 @@ PLANTS = {
         in_task(create_model=other_kernel),
         r"the output of features.3 \(Conv2d\) differs first, for micro-batch 0",
     ),
-    "loss": (in_task(compute_loss=other_loss), "the loss of micro-batch 0 is .* equal outputs of all modules: look at"),
+    "loss": (in_task(compute_loss=other_loss), "the loss of micro-batch 0 is .* equal outputs of all modules. Look at"),
     "used": (
         gradient_changed_in_the_step,
-        r"the gradient of head.bias \(1 of 10 values\) that the optimizer gets differs; computed again outside of",
+        r"the gradient of head.bias \(1 of 10 values\) that the optimizer gets differs, but it is equal when computed",
     ),
     "moment": (
         flipped_moment,
@@ -202,7 +202,7 @@ def test_planted_differences_are_found_at_their_step_with_their_kind(runs, plant
     for name, (code, text) in outcomes.items():
         line = text.splitlines()[-1]
         until = f"until step {steps[name] - 1}" if steps[name] > 1 else "at the start"
-        assert code == 1 and line.startswith(f"replay: equal {until}; in step {steps[name]} "), text
+        assert code == 1 and line.startswith(f"Replay: The runs are equal {until}. In step {steps[name]} "), text
         assert re.search(PLANTS[name][1], line), text
         assert len(text.splitlines()) < 40
 
@@ -225,11 +225,13 @@ def test_a_fault_that_came_once_is_told_from_a_difference_that_a_replay_has_too(
         run_ranks(ranks, tasks.train_task, "images", runs.words(name, *WORDS, "--log_interval", 1))
     run_ranks(2, train_with_a_flipped_bit, runs.words("b", *WORDS, "--log_interval", 1))
     code, text = diverge(runs.folder("a"), runs.folder("same"))
-    assert code == 0 and text.endswith("no difference in the records up to step 12"), text
+    assert code == 0 and text.endswith("The records do not differ up to step 12."), text
     code, text = diverge(runs.folder("a"), runs.folder("b"))
-    assert code == 1 and "records: equal until step 5; in that of step 6 differ:\n" in text, text
+    assert code == 1 and "Records: The runs are equal until step 5. In the record of step 6 these differ:\n" in text, (
+        text
+    )
     ((code, text),) = run_ranks(1, diverge_with_replays, runs.folder("a"), runs.folder("b"))
-    message = "in step 6 b did what its replay here does not: loss and gradient norm are repeated, and weights or"
+    message = "In step 6 b did what its replay here does not: loss and gradient norm are repeated, and weights or"
     assert code == 1 and message in text, text
 
 

@@ -176,7 +176,7 @@ def test_a_run_that_just_started_or_lacks_files_is_shown(tmp_path, page, missing
 
 def test_a_page_is_written_only_for_runs_and_only_as_html(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["runs.py", str(tmp_path), "--html", f"{tmp_path}/a.html"])
-    assert script.main() == 2 and "has no run (a folder with a status.json); give" in capsys.readouterr().err
+    assert script.main() == 2 and "There is no run (a folder with a status.json) in " in capsys.readouterr().err
     monkeypatch.setattr("sys.argv", ["runs.py", str(tmp_path), "--html", f"{tmp_path}/a.htm"])
     with pytest.raises(SystemExit, match="2"):
         script.main()
