@@ -295,14 +295,14 @@ def show_runs(options: argparse.Namespace) -> int:
         say(format_runs(runs, metric))
     if options.plot:
         options.plot.write_text(plot_curves(runs, metric, options.title), encoding="utf-8", errors="backslashreplace")
-        say(f"{options.plot} was written.")
+        say(f"The plot was written to {options.plot}.")
     if options.html:
         from scripts.lib import report  # imports torch
 
         shown = dict(zip(label_runs(runs), runs, strict=True))
         page = report.format_page(shown, find_differing_settings(runs))
         options.html.write_text(page, encoding="utf-8", errors="backslashreplace")
-        say(f"{options.html} was written.")
+        say(f"The report was written to {options.html}.")
     comparison = compare_weights(runs) if options.compare else {}
     if options.json:
         print(listing.as_json(comparison) if comparison else listing.runs_as_json(runs))

@@ -226,7 +226,7 @@ def test_predict_and_export_of_a_model_of_two_arguments_name_both_functions(runs
     checkpoint = runs.folder("run") / "checkpoints/step_00000002.pt"
     ((predicted, code, exported),) = run_ranks(1, scripts_of_pairs, words, checkpoint)
     for text, name in ((predicted, "predict(model, batch)"), (exported, "example_inputs(batch)")):
-        assert text.startswith(f"model.py: has no {name}") and code == 2
+        assert text.startswith(f"model.py has no {name}") and code == 2
         assert "\n    def predict(model, batch): return " in text and "\n    def example_inputs(batch): " in text
 
 

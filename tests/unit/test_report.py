@@ -180,7 +180,7 @@ def test_a_page_is_written_only_for_runs_and_only_as_html(tmp_path, monkeypatch,
     monkeypatch.setattr("sys.argv", ["runs.py", str(tmp_path), "--html", f"{tmp_path}/a.htm"])
     with pytest.raises(SystemExit, match="2"):
         script.main()
-    assert "give a name that ends in .html in an existing folder" in capsys.readouterr().err
+    assert "Give a name that ends in .html in an existing folder." in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

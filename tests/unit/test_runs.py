@@ -204,7 +204,7 @@ def test_the_list_has_all_keys_also_for_a_damaged_run(tmp_path, monkeypatch, cap
     monkeypatch.setattr("sys.argv", ["runs.py", str(tmp_path), *words])
     code, printed = script.main(), capsys.readouterr()
     run, sound = json.loads(printed.out, parse_constant=pytest.fail)
-    assert code == 0 and list(run) == list(sound) == KEYS.split() and printed.err.endswith(" was written.\n")
+    assert code == 0 and list(run) == list(sound) == KEYS.split() and printed.err.startswith("The plot was written to ")
     assert {key: run[key] for key in expected} == expected
     assert (sound["state"], sound["settings"], sound["ended"]) == ("running", {"lr": 0.2}, None)
 
@@ -212,11 +212,11 @@ def test_the_list_has_all_keys_also_for_a_damaged_run(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["nowhere"], "There is no run (a folder with a status.json) in nowhere. Give a run folder."),
+        (["nowhere"], "/nowhere. Give a run folder."),
         (["run", "--metric", "top1"], "--metric must be a metric that a run has recorded, got top1."),
         (["run", "--compare"], "--compare needs two runs."),
         (["run", "copy", "--compare"], "holds no checkpoint"),
-        (["run", "folder"], "metrics.jsonl: Is a directory; fix that, or leave it out"),
+        (["run", "folder"], "metrics.jsonl cannot be used (Is a directory). Fix that, or leave this path out."),
         (["run", "--colour"], "unrecognized arguments"),
         (["run", "copy", "--diverge"], "--json does not go with --diverge, which prints text only."),  # extra: replay
     ],
