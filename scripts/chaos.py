@@ -156,7 +156,7 @@ def main() -> int:
         "--kinds",
         choices=("kills", "all"),
         default="kills",
-        help="kills: only kill ranks with SIGKILL; all: also stop and terminate (default: kills)",
+        help="the faults: only ranks killed with SIGKILL, or all kinds (default: kills)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: 0)")
     parser.add_argument("--log", type=Path, help="file for the output of the launches")
