@@ -263,7 +263,9 @@ def test_records_differ_by_their_fingerprints_and_by_all_values_where_there_is_n
     for record in (*a.values(), *b.values()):
         del record["fingerprint"]
     assert find_divergence(a, b) == (0, 5, [["top1", "0.5", "0.6"]])
-    with pytest.raises(UserError, match="no step has a train record in both runs; give runs with the same --log_"):
+    with pytest.raises(
+        UserError, match="a step with a train record in both runs, but there is none. Give runs with the same --log_"
+    ):
         find_divergence(a, {4: a[5]})
 
 
@@ -281,10 +283,10 @@ def test_dumps_of_two_machines_are_compared_without_the_runs(tmp_path, step):
     with mock.patch("sys.stderr") as errors:
         code, text = diverge(tmp_path / "a.pt", tmp_path / "b.pt")
     message = (
-        "in step 3 the content of sample 8,113 differs between a.pt (on nodeA) and b.pt (on nodeB): 1 of 24 values, by"
+        "In step 3 the content of sample 8,113 differs between a.pt (on nodeA) and b.pt (on nodeB): 1 of 24 values, by"
     )
     if step == 3:
-        assert (code, text) == (1, f"{message} at most 0.5")
+        assert (code, text) == (1, f"{message} at most 0.5.")
     else:
         assert code == 2 and not errors.write.called, text
-        assert text == "diverge: dumps of steps 3 and 4; give two of the same step"
+        assert text == "--diverge needs two dumps of the same step, but these are of steps 3 and 4."
