@@ -38,7 +38,7 @@ def parse_ranks(text: str) -> list[int]:
     try:
         return sorted({*map(int, text.split(","))})
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a list of numbers such as 1,2,4, got {text}.") from None
+        raise argparse.ArgumentTypeError(f'must be a list of numbers such as 1,2,4, got "{text}".') from None
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

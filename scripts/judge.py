@@ -31,6 +31,7 @@ from utils.files import read_json, replace_json
 from utils.run.command_line import repair_standard_streams
 from utils.settings.checks import metric_name
 from utils.settings.errors import UserError
+from utils.settings.problems import describe_problem
 from utils.table import format_table
 
 MIN_SEEDS = 3
@@ -142,8 +143,8 @@ class Judge:
                 names = " and ".join(sorted(best_metrics))
                 raise UserError(f"--best_metric of A and B differs ({names}). Give --metric.")
             metric = best_metrics.pop()
-        if metric_name(metric):
-            raise UserError(f"--metric must be NAME, min:NAME or max:NAME, got {metric}.")
+        if problem := describe_problem("metric", metric, metric_name(metric)):
+            raise UserError(problem)
         if metric != "auto":
             choose_best_metric(metric, [metric.rpartition(":")[2]])  # does it need a direction?
         return metric

@@ -132,7 +132,7 @@ def write_predictions(options: argparse.Namespace, config: TrainingConfig, out: 
 def check_out(options: argparse.Namespace, out: Path) -> None:
     """Raises UserError."""
     if out.suffix not in (".pt", ".pth"):
-        raise UserError(f"--out must end in .pt or .pth, since predictions are a torch file, got {out}.")
+        raise UserError(f'--out must end in .pt or .pth, since predictions are a torch file, got "{out}".')
     if out.exists() and out.samefile(options.checkpoint):
         raise UserError(f"--out {out} is the checkpoint itself. Give another file.")
 
@@ -141,7 +141,7 @@ def choose_split(data: dict[str, Any], split: str) -> Any:
     """Raises UserError."""
     if data.get(split) is None:
         available = [name for name, dataset in data.items() if dataset is not None]
-        raise UserError(f"--split must be one of {', '.join(available)}, which the data has, got {split}.")
+        raise UserError(f'--split must be one of {", ".join(available)}, which the data has, got "{split}".')
     return data[split]
 
 

@@ -42,7 +42,7 @@ from utils.table import format_table
 IGNORED_SETTINGS = ("run_dir", "checkpoint_dir", "resume_from", "overwrite", "init_method")
 AXIS_LABELS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
 SECONDS_UNTIL_STALE = 120.0  # a live owner of a run folder touches its lock.json more often
-NO_RECORDS = "--metric must be a metric that a run has recorded, got {}. Give a metric of the eval records."
+NO_RECORDS = '--metric must be a metric that a run has recorded, got "{}". Give a metric of the eval records.'
 
 
 class RunInfo:
@@ -120,7 +120,7 @@ def sort_runs(runs: list[RunInfo], by: str) -> list[RunInfo]:
     with_value = [run for run in runs if values[id(run)] is not None]
     if not with_value:
         raise UserError(
-            f"--sort must be a setting or metric that a run has, got {by}. Give a setting, or a metric of the eval"
+            f'--sort must be a setting or metric that a run has, got "{by}". Give a setting, or a metric of the eval'
             " records."
         )
     with_value.sort(key=lambda run: (isinstance(values[id(run)], str), values[id(run)]))  # auto after all numbers

@@ -67,7 +67,7 @@ def test_a_setting_or_metric_that_no_run_has_is_rejected(tmp_path, show):
         code, rows, text = show(*words)
         assert (code, rows, text) == (2, [], f"{script.NO_RECORDS.format('top1')}\n")
     code, _, text = show("--sort", "colour")
-    assert code == 2 and text.startswith("--sort must be a setting or metric that a run has, got colour. Give")
+    assert code == 2 and text.startswith('--sort must be a setting or metric that a run has, got "colour". Give')
 
 
 def test_runs_that_were_killed_or_have_no_record_yet_are_shown(tmp_path, show):
@@ -213,7 +213,7 @@ def test_the_list_has_all_keys_also_for_a_damaged_run(tmp_path, monkeypatch, cap
     ("words", "reason"),
     [
         (["nowhere"], "/nowhere. Give a run folder."),
-        (["run", "--metric", "top1"], "--metric must be a metric that a run has recorded, got top1."),
+        (["run", "--metric", "top1"], '--metric must be a metric that a run has recorded, got "top1".'),
         (["run", "--compare"], "--compare needs two runs."),
         (["run", "copy", "--compare"], "holds no checkpoint"),
         (["run", "folder"], "metrics.jsonl cannot be used (Is a directory). Fix that, or leave this path out."),

@@ -167,7 +167,7 @@ def test_a_verdict_of_forks_has_paired_seeds_in_alternating_order(tmp_path, fork
         ("--ranks 0", "", "--ranks must be at least 1, got 0."),
         ("--first-seed -1", "", "--first-seed must let all seeds be from 0 to 2^63 - 1, got -1."),
         ("--first-seed 9223372036854775806", "", "2^63 - 1, got 9223372036854775806."),
-        ("--metric Min:loss", "", "--metric must be NAME, min:NAME or max:NAME, got Min:loss."),
+        ("--metric Min:loss", "", '--metric must be auto, NAME, min:NAME or max:NAME, got "Min:loss".'),
         ("", "--help", "train.py --print_config of A prints no settings"),
         ("--metric top9", "", "best_metric=top9: needs a direction; give min:top9 or max:top9"),
         ("--metric min:top9", "", "best_metric=min:top9: is not reported by an evaluation; choose one of loss"),
