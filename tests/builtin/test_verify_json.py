@@ -49,7 +49,7 @@ def earlier(folder):
 @pytest.mark.parametrize(
     ("name", "text", "flags", "reason"),
     [
-        ("", "", "--epochs few", "epochs=few: is not a whole number"),
+        ("", "", "--epochs few", '--epochs must be an integer or "auto", got "few".'),
         ("model.py", "def f(:\n", "", "SyntaxError: invalid syntax (model.py, line"),
         slow("dataset.py", "import nowhere\n", "", "ModuleNotFoundError: No module named 'nowhere'"),
         slow("model.py", "raise SystemExit('no GPU')\n", "", "The program ended before the first check."),

@@ -202,9 +202,9 @@ def test_bad_options_are_refused(tmp_path, fork, no_probe, words, flags, reason)
             "--best_metric of A and B differs (loss and max:top1). Give --metric.",
         ),
         ("shared.toml", "--lr 0.1", "A has --checkpoint_dir, which all of its runs would share. Leave it out."),
-        ("missing.toml", "--lr 0.1", "config=missing.toml: cannot be read"),
-        ("--config missing.toml", "--lr 0.1", "config=missing.toml: cannot be read"),
-        ("missing.toml", "--config=other.toml", "config=missing.toml: cannot be read"),
+        ("missing.toml", "--lr 0.1", "--config missing.toml cannot be read"),
+        ("--config missing.toml", "--lr 0.1", "--config missing.toml cannot be read"),
+        ("missing.toml", "--config=other.toml", "--config missing.toml cannot be read"),
         ("--config=a.toml --config b.toml", "--lr 0.1", "A has two files of settings. Give one file, and the other"),
         (
             "--data_dir it's",
