@@ -21,7 +21,7 @@ def parse_output_path(text: str, suffix: str = ".svg") -> Path:
     path = Path(text)
     if path.suffix != suffix or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
-            f"{text}: cannot be written; give a name that ends in {suffix} in an existing folder"
+            f"{text} cannot be written. Give a name that ends in {suffix} in an existing folder."
         )
     return path
 

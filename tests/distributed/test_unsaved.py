@@ -155,7 +155,7 @@ def export_saved(path, out, kind):
             code = export.main()
         text = printed.getvalue()
         if not code:
-            exec(text.partition("to use it:\n\n")[2], names)
+            exec(text.partition("This code uses it:\n\n")[2], names)
     return code, text, names["model"].state_dict() if names else {}
 
 
@@ -167,16 +167,19 @@ def test_an_export_of_what_is_saved_names_the_rest_and_its_code_takes_that_from_
     path, everything = runs.checkpoints("run")[-1], runs.last("all")[EXPORTED]
     for kind in ("weights", "safetensors"):
         ((code, text, loaded),) = run_ranks(1, export_saved, path, runs.root / kind, kind)
-        assert code == 0 and f"create_model must give these: {', '.join(sorted(BASE))}\n" in text, text
+        assert code == 0 and f"create_model must give: {', '.join(sorted(BASE))}.\n" in text, text
         assert difference({name: value.detach() for name, value in loaded.items()}, everything) == []
     saved = torch.load(runs.root / "weights", weights_only=True)
     assert saved["model"].keys() == everything.keys() - BASE and saved["unsaved"].keys() == BASE
     refused = {
-        (path, "onnx"): "only_saved: onnx needs all weights; use --format weights or safetensors",
+        (
+            path,
+            "onnx",
+        ): "--only_saved does not go with --format onnx, which needs all weights. Use --format weights or safetensors.",
         (
             runs.checkpoints("all")[-1],
             "weights",
-        ): "only_saved: the checkpoint has left out no weights; leave out --only",
+        ): "The checkpoint has all weights, so --only_saved has no effect. Leave out --only_saved.",
     }
     for (source, kind), sentence in refused.items():
         ((code, text, _),) = run_ranks(1, export_saved, source, runs.root / "refused", kind)
