@@ -3,6 +3,7 @@
 
 import dataclasses
 import errno
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.remote import local_checkpoint
 from utils.files import read_json, replace_json
+from utils.logger import LOGGER_NAME
 from utils.run import run_status, start_decision
 from utils.run.folder import RunFolder
 from utils.run.run_lock import RunLock
@@ -173,6 +175,28 @@ def test_a_rejected_start_leaves_the_status_of_the_run(config):
     run.status.write("running", step=21)  # it trains
     run.report_failure(UserError("a.png: cannot be read", 0, "here"))
     assert read_json(file)["state"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("trains_from", "step", "checkpoint", "line"),
+    [
+        (None, 0, "", ""),
+        (0, 0, "", ""),
+        (20, 20, "", ""),  # a resumed attempt that has made no step of its own
+        (0, 12, "", "Training failed at step 12. The run has no checkpoint yet."),
+        (20, 21, "c/step_00000020.pt", "Training failed at step 21. The latest checkpoint is c/step_00000020.pt."),
+    ],
+)
+def test_a_failure_names_step_and_checkpoint_only_after_a_step(config, caplog, trains_from, step, checkpoint, line):
+    run = open_run(config)
+    run.status.mark_running()
+    if trains_from is not None:
+        run.status.mark_started(epoch=0, step=trains_from, samples_seen=0)
+        run.status.update_progress(checkpoint=checkpoint)
+    with caplog.at_level(logging.INFO, LOGGER_NAME):
+        run.report_failure(RuntimeError("division by zero"), step)
+    assert "\n".join(caplog.messages) == line
+    assert read_json(run.folder / "status.json")["state"] == "failed"
 
 
 @pytest.mark.guarantee("disk")

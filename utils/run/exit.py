@@ -163,10 +163,11 @@ def exit_with_error(error: BaseException, code: int = 1) -> NoReturn:
         logger.debug("traceback", exc_info=error)
     elif is_peer_failure(error):
         reason = str(error).splitlines()[0]
-        logger.error("this rank lost its peers (%s): another rank failed first, see its log", reason)
+        logger.error("Another rank failed first, so this rank lost its peers (%s). See the log of that rank.", reason)
         logger.debug("traceback", exc_info=error)
     else:
-        logger.error("this rank failed", exc_info=error)
+        host = socket.gethostname()
+        logger.error("An exception ended rank %d on %s.", launch.rank, host, exc_info=error)
         text = f"{type(error).__name__}: {error_text(error)}"
-        logger.error("failed: rank %d on %s: %s", launch.rank, socket.gethostname(), text)
+        logger.error("Rank %d on %s failed: %s", launch.rank, host, text)
     exit_now(code)
