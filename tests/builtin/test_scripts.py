@@ -237,7 +237,7 @@ def test_an_evaluation_alone_says_which_weights_selected_the_best(two_runs):
 
 
 REFUSED = [  # ranks, arguments of predict.py, message
-    (0, "nowhere.pt", "nowhere.pt: cannot be read (No such file or directory); give the path of a checkpoint"),
+    (0, "nowhere.pt", "nowhere.pt cannot be read (No such file or directory). Give the path of a checkpoint."),
     (0, "PLAIN --split valid", "split=valid: the data has train, val; choose one of these"),
     (2, "PLAIN --ema", "has no averaged weights; leave out --ema"),
     (0, "PLAIN --out out.csv", "out.csv: predictions are written as a torch file; give a name that ends in .pt"),

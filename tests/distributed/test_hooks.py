@@ -249,7 +249,7 @@ def test_init_from_and_dataset_size_work_for_any_fork(runs):
     runs.train(1, "second", *FLAGS, "--init_from", source, "--max_steps", 1, "--lr", 1e-30)
     first, second = runs.last("first")["model"], runs.last("second")["model"]
     assert all(torch.equal(first[name], second[name]) for name in first if "running" not in name and "num_" not in name)
-    assert "init_from: loaded" in runs.log("second")
+    assert "tensors were loaded from --init_from" in runs.log("second")
     (state,) = run_ranks(1, train_subset, runs.words("subset", "--dataset_size", 10, "--epochs", 1, "--record_samples"))
     assert state == "completed"
     indices = [index for step in runs.samples("subset").values() for index in step]
@@ -268,13 +268,13 @@ def test_init_from_refuses_or_warns_before_the_first_step(runs):
     for flags in (["--max_steps", 1], ["--eval_only"]):
         ended = launch(runs, *flags, "--init_from", edited)
         assert ended.code == 0, ended.text
-        assert f"init_from: {edited} has no checksum, since it was saved again" in ended.text
+        assert f"--init_from {edited} has no checksum, since another program has saved" in ended.text
         assert f"The first is {names[-1]!r} there and {names[0]!r} here." in ended.text
     ended = launch(runs, "--init_from", wrong, "--overwrite")
     assert ended.code == 2 and "Traceback" not in ended.text
     count = len(content["model"])
     assert (
-        f"init_from={wrong}: 0 of its {count} tensors fit the model, which has {count}. Only in the file: x_"
+        f"0 of the {count} tensors of --init_from {wrong} fit the model, which has {count}. Only the file has: x_"
         in ended.text
     )
 

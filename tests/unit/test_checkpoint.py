@@ -48,7 +48,7 @@ def test_a_folder_of_invalid_checkpoints_is_an_error_and_an_empty_folder_is_not(
     archive.write_archive(checkpoint.step_checkpoint_path(tmp_path, 1), payload(1))
     flip(checkpoint.step_checkpoint_path(tmp_path, 1), 500)
     with pytest.raises(
-        UserError, match="has no valid checkpoint; give one with --resume_from, or start over with --ov"
+        UserError, match="has no valid checkpoint. Give one with --resume_from, or start over with --ov"
     ):
         checkpoint.find_latest_valid(tmp_path)
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_that_storage_fails_to_read_is_not_taken_for_damaged(tmp_pa
         archive.write_archive(path, payload(1))
         monkeypatch.setattr(archive, "read_trailer", fail)
     monkeypatch.setattr(utils.files, "SECONDS_BETWEEN_TRIES", 0)
-    with pytest.raises(StartError, match=r"cannot be read in three tries .*; repair the storage and start again, or"):
+    with pytest.raises(StartError, match=r"cannot be read in three tries .*\. Repair the storage and start again, or"):
         checkpoint.find_latest_valid(tmp_path)
 
 
@@ -128,11 +128,11 @@ def test_weights_come_from_a_checkpoint_or_a_bare_state_dict(tmp_path):
     (tmp_path / "text.pt").write_text("hello")
     for name in ("list.pt", "text.pt"):
         with pytest.raises(
-            UserError, match=f"init_from=.*{name}: (holds no weights of one model but list|is a text file.*); give"
+            UserError, match=f"--init_from .*{name} (holds no weights of one model but list|is a text file).*. Give"
         ):
             checkpoint.load_weights(tmp_path / name)
     flip(tmp_path / "c.pt", 2000)
-    with pytest.raises(UserError, match="c.pt: is damaged"):
+    with pytest.raises(UserError, match="c.pt is damaged"):
         checkpoint.load_weights(tmp_path / "c.pt")
 
 

@@ -184,7 +184,7 @@ def test_on_storage_without_links_best_pt_is_a_copy(config, monkeypatch):
     best.write_bytes(b"broken")
     assert not run.checkpoint_files.restore_best(15)
     assert not best.exists() and list(run.folder.glob("superseded-*/best.pt"))
-    assert "best.pt: has no checksum" in "\n".join(run.notes)
+    assert "best.pt has no checksum" in "\n".join(run.notes)
 
 
 def test_the_best_checkpoint_is_restored_from_its_step_or_the_folder_resumed_from(config):

@@ -35,7 +35,7 @@ HOLDS_MORE = "contains more than one run's files; give a separate folder"
         ({}, IS_HELD),
         ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/checkpoints"}, IS_HELD),  # two runs in one folder
         *[({"run_dir": folder, "overwrite": True}, HOLDS_MORE) for folder in (".", "..", "/", "runs")],
-        ({"run_dir": "runs/new", "resume_from": "nowhere.pt"}, "nowhere.pt: cannot be read .*; give"),
+        ({"run_dir": "runs/new", "resume_from": "nowhere.pt"}, "nowhere.pt cannot be read .*. Give"),
         ({"run_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory.; give"),
         ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory"),
     ],
@@ -294,7 +294,7 @@ def test_a_run_folder_or_its_checkpoints_folder_stands_for_the_latest_valid_chec
     is_folder = "step_" not in given and "best" not in given and given != "kept"
     best = str(Path(chosen).with_name("best.pt"))  # for init_from, predict.py and export.py
     assert str(local_checkpoint(given)) == (best if is_folder and given != "sharded" else chosen)
-    assert (f"{Path(given)}: takes {chosen}" in run.notes) == is_folder
+    assert (f"{chosen} is used, since {Path(given)} is a folder." in run.notes) == is_folder
     assert any("step_00000099.pt" in note for note in run.notes) == (is_folder and given != "sharded")
 
 
@@ -302,7 +302,9 @@ def test_a_run_folder_or_its_checkpoints_folder_stands_for_the_latest_valid_chec
 def test_a_folder_without_a_checkpoint_is_rejected_and_says_which_file_to_give(config, given):
     open_run(config).close()
     Path("empty").mkdir()
-    with pytest.raises(UserError, match=rf"^{given}: holds no checkpoint; give the path of one, .*step_00000100.pt$"):
+    with pytest.raises(
+        UserError, match=rf"^{given} holds no checkpoint\. Give the path of one, .*step_00000100\.pt\.$"
+    ):
         open_run(with_(config, run_dir="new", resume_from=given))
 
 

@@ -80,9 +80,12 @@ def test_the_two_commands_train_the_head_and_then_all_on_two_ranks(runs, monkeyp
     assert changed(published_weights, head) == {"fc.weight", "fc.bias"}
     assert {"conv1.weight", "bn1.running_mean", "layer4.1.bn2.num_batches_tracked"} <= changed(head, both)
     log = runs.log("head")
-    assert "loaded 120 of 122 tensors from torchvision; kept from create_model: fc.weight, fc.bias; not" in log
+    assert (
+        "120 of 122 tensors were loaded from --init_from torchvision. Kept from create_model: fc.weight, fc.bias. Not"
+        in log
+    )
     assert "11,177,538 parameters, 1,026 of them trained" in log and "all trained" in runs.log("all")
-    assert "kept from create_model: none" in runs.log("all")
+    assert "Kept from create_model: none." in runs.log("all")
     assert runs.json("all", "config.json")["image_size"] == 32
 
 
