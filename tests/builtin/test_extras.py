@@ -125,7 +125,7 @@ def test_what_is_left_continues_runs_of_the_whole_template_and_is_continued_by_i
         assert continued(first, then, runs).code == 0
         assert runs.records(f"from-{first.name}", "train")[-1]["fingerprint"] == whole[0]
     exact = continued(ROOT, folder, runs, "--reduction", "exact")
-    message = "changed: reduction: the checkpoint has reduction=exact, and this fork has no such flag (docs/extras.md)"
+    message = "changed: The checkpoint has --reduction exact, but this fork has no such flag (docs/extras.md)."
     assert exact.code == 0 and message in exact.text, exact.text
     sharded = continued(ROOT, folder, runs, "--sharding", "zero3", ranks=2)
     assert (

@@ -45,7 +45,7 @@ def whole(tmp_path_factory):
 @pytest.mark.guarantee("torchrun")
 def test_rank_0_prints_the_chosen_settings_and_the_progress(whole):
     for part in (
-        "starting on 2 ranks; importing torch takes a few seconds",
+        "Starting on 2 ranks. Importing torch takes a few seconds.",
         "2 on 1 node: cpu",
         "2,777,674 parameters",
         "8 per rank x 1 accumulation x 2 ranks = 16 global",

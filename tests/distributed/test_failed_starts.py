@@ -121,7 +121,7 @@ def own_lines(text):
 def test_under_torchrun_a_start_that_fails_shows_only_its_error(runs, name):
     start = STARTS[name]
     ended = torchrun(2, *flags_of(start, runs), script=write_program(start, runs) if start.code else "train.py")
-    first_line = "" if start.code else "starting on 2 ranks.*\n"
+    first_line = "" if start.code else "Starting on 2 ranks.*\n"
     assert ended.code == 1 and re.fullmatch(first_line, ended.out), ended.text
     check_errors(start, runs, own_lines(ended.err))
 
@@ -132,7 +132,7 @@ def test_under_launch_sh_a_start_that_fails_shows_only_its_error(runs, name):  #
     start = STARTS[name]
     command = [ROOT / "scripts" / "launch.sh", *flags_of(start, runs)]
     ended = launch(command, env={"PATH": PATH, "NPROC_PER_NODE": "2"})
-    assert ended.code == 2 and re.fullmatch(r"\[\S+ 0\] starting on 2 ranks.*\n", ended.out), ended.text
+    assert ended.code == 2 and re.fullmatch(r"\[\S+ 0\] Starting on 2 ranks.*\n", ended.out), ended.text
     lines = [line for line in own_lines(ended.err) if not line.startswith("launch.sh: environment: ")]
     assert lines[0].startswith("["), ended.text  # node and rank
     check_errors(start, runs, lines)

@@ -51,7 +51,9 @@ def test_data_without_names_are_compared_by_decoded_samples(runs):
     again = [*runs.words("run", *SMALL, "--epochs", 2, "--data_dir", "d"), "--resume_from", "auto"]
     line = "the training set has samples that differ from the checkpoint's: {} of 16 compared ones"
     for text in run_ranks(2, train_on_lines, again, [0, 1], 0.6):
-        assert text.startswith(f"{line.format(9)}\nresume_from: these must match"), text
+        assert text.startswith(
+            f"{line.format(9)}\nThese values must be as they were for --resume_from. Restore them, or start a new run"
+        ), text
     assert run_ranks(1, train_on_lines, [*again, "--global_batch_size", "8"], [0], 0.5) == ["completed"]
     assert line.format(8) in runs.events("run", "resumed")[-1]["changed"] and line.format(8) in runs.log("run")
 
@@ -225,5 +227,5 @@ def test_buffers_that_a_rank_updates_by_itself_are_an_event_at_each_save_and_a_w
     saved = [event["step"] for event in runs.events("run", "checkpoint")]
     differing = [(event["step"], event["rank"]) for event in runs.events("run", "buffers_differ")]
     assert len(saved) == 2 and differing == ([] if kind == "alike" else [(step, 1) for step in saved])
-    text = r"buffers: rank 1 on \S+ has other values in persistent buffers than rank 0. Rank 0's are saved"
+    text = r"Rank 1 on \S+ has other values in persistent buffers than rank 0\. The values of rank 0 are saved\."
     assert len(re.findall(text, runs.log("run"))) == (kind != "alike")

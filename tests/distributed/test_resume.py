@@ -194,7 +194,7 @@ def test_a_changed_setting_that_changes_bits_is_recorded(runs):
     more = "--resume_from auto --bucket_cap_mb 0.004 --epochs 1".split()
     runs.train_with_stops(1, "run", *FLAGS, *more, stops=())
     changed = runs.events("run", "resumed")[0]["changed"]
-    assert "bucket_cap_mb=0.004: the checkpoint has bucket_cap_mb=0.002" in changed
+    assert "--bucket_cap_mb is 0.004, but the checkpoint has --bucket_cap_mb 0.002." in changed
 
 
 def test_a_start_records_a_digest_of_the_weights_which_depends_on_the_seed_alone(runs):

@@ -76,7 +76,7 @@ def test_training_without_targets_is_said_and_in_the_summary(runs):
     everything = {"train": list(range(24)), "val": list(range(24))}
     run_ranks(2, train_odd, runs.words("run", *FLAGS, "--patience", "0"), everything, 0.0, 0)
     log, summary = runs.log("run"), runs.json("run", "summary.json")
-    assert "| loss without targets" in log and "skipped 1 optimizer step without targets: 1" in log
+    assert "| loss without targets" in log and "The run skipped 1 optimizer step without targets: 1." in log
     assert "(6 skipped: without targets)" in log and "non-finite" not in log
     assert summary["warnings"] == [
         "training: all steps were without targets, so nothing was learned; label the samples",

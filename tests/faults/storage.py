@@ -61,7 +61,7 @@ def disk_full(drill: Drill) -> None:
     disk, job = held_on_a_disk(drill, LARGE)
     disk.fill(leave=5)
     drill.let_go(is_slow=True)
-    pattern = not_written(20, "No space left on device") + SPACE + "; training continues"
+    pattern = not_written(20, "No space left on device") + SPACE + " Training continues"
     job.wait_for(lambda: re.search(pattern, job.text()))
     job.wait_for_step(22)
     assert are_whole(job) == [10]
@@ -77,7 +77,7 @@ def no_inodes(drill: Drill) -> None:
     job = disk.held(2, 14, *flags, code=LARGE, checkpoint_of=12)
     disk.take_inodes()
     drill.let_go()
-    pattern = not_written(r"\d\d", "No space left on device") + NO_INODES + "; training continues"
+    pattern = not_written(r"\d\d", "No space left on device") + NO_INODES + " Training continues"
     job.wait_for(lambda: len(re.findall(pattern, job.text())) > 7)
     disk.make_room()
     drill.has_completed(job)
@@ -298,6 +298,6 @@ def final_save_on_a_full_disk(drill: Drill, is_emptied: bool) -> None:
         drill.has_completed(job)
         assert drill.json("status.json")["state"] == "completed"
     else:
-        drill.fails(job, "/checkpoints: the last checkpoint cannot be written; make room", rank=0)
+        drill.fails(job, r"The last checkpoint cannot be written to \S+/checkpoints\. Make room", rank=0)
     assert are_whole(job) == ([30, 40, 50] if is_emptied else [20, 30, 40])
     drill.no_partial_files()

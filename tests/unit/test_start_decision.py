@@ -24,8 +24,11 @@ from utils.run.folder import RunFolder
 from utils.run.run_lock import RunLock
 from utils.settings.errors import TrainingError, UserError
 
-IS_HELD = "holds a run already; add --resume_from auto to continue it, --overwrite to replace it, or give another --run"
-HOLDS_MORE = "contains more than one run's files; give a separate folder"
+IS_HELD = (
+    "holds a run already. Add --resume_from auto to continue this run, add --overwrite to replace this run, or give"
+    " another --run_dir."
+)
+HOLDS_MORE = "contains the files of more than one run. Give a separate folder"
 
 
 @pytest.mark.guarantee("nothing-lost")
@@ -36,7 +39,7 @@ HOLDS_MORE = "contains more than one run's files; give a separate folder"
         ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/checkpoints"}, IS_HELD),  # two runs in one folder
         *[({"run_dir": folder, "overwrite": True}, HOLDS_MORE) for folder in (".", "..", "/", "runs")],
         ({"run_dir": "runs/new", "resume_from": "nowhere.pt"}, "nowhere.pt cannot be read .*. Give"),
-        ({"run_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory.; give"),
+        ({"run_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory.. Give"),
         ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory"),
     ],
 )
@@ -65,7 +68,10 @@ def test_an_earlier_run_is_moved_aside_with_its_checkpoints(config, changes):
         kept = Path(asides[0]) if config.checkpoint_dir else Path(asides[0], "checkpoints")
         assert names(kept) == ["step_00000010.pt", "step_00000020.pt"] and Path(asides[-1], "notes.txt").exists()
         where = " and ".join(asides)
-        assert run.notes == [f"moved the earlier run to {where} (0.0 GB); to delete it: rm -r {' '.join(asides)}"]
+        assert run.notes == [
+            f"The earlier run was moved to {where} (0.0 GB). "
+            f"This command deletes the earlier run: rm -r {' '.join(asides)}"
+        ]
 
 
 def test_a_start_that_finds_the_folder_in_use_leaves_it_to_the_start_that_made_it(config, monkeypatch):
@@ -111,7 +117,7 @@ def test_a_start_that_is_rejected_later_moves_the_earlier_run_back(config, chang
     run.close()
     assert (contents(config.run_folder), contents(config.checkpoint_folder)) == before
     assert not list(Path("runs").glob("*.1")) and not list(Path("runs").glob("*.tmp"))
-    with pytest.raises(TrainingError, match="another job has taken over"):
+    with pytest.raises(TrainingError, match="Another job has taken over"):
         run.status.write("running", step=1)
     assert open_run(with_(config, overwrite=False, resume_from="auto")).resume_path.name == "step_00000020.pt"
 
@@ -122,7 +128,10 @@ def test_an_earlier_run_is_named_if_the_start_that_moved_it_was_killed(config):
     fill(open_run(replacing))
     open_run(replacing, "job-7").close()
     for _ in range(2):
-        with pytest.raises(UserError, match=r"its run was moved to runs/mine\.1 .*; move it back, or start over"):
+        with pytest.raises(
+            UserError,
+            match=r"has moved the run of --run_dir runs/mine to runs/mine\.1.*\. Move the run back, or start over",
+        ):
             open_run(with_(config, resume_from="auto"))
     run = open_run(replacing, "job-7")  # a restart of the same launch
     assert run.resume_path is None and run.start_decision.attempt == 1
@@ -140,7 +149,9 @@ def test_a_run_is_not_moved_aside_if_the_new_one_starts_from_it(config, given):
     path.parent.mkdir(exist_ok=True)
     archive.write_archive(path, payload(10))
     before = contents(config.run_folder)
-    with pytest.raises(UserError, match=f"{given}=.*: is in the run that would be moved aside; give another --run_dir"):
+    with pytest.raises(
+        UserError, match=f"--{given} .* is in the run that would be moved aside. Give another --run_dir."
+    ):
         open_run(with_(config, **{given: str(path)}))
     assert contents(config.run_folder) == before
 
@@ -157,7 +168,7 @@ def test_a_folder_that_cannot_be_moved_aside_is_left_as_it_is(config, monkeypatc
         plain(place, aside)
 
     monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(UserError, match="mine: cannot be moved aside .Device or resource busy.; give another --run"):
+    with pytest.raises(UserError, match="mine cannot be moved aside .Device or resource busy.. Give another --run"):
         open_run(config)
     assert (contents(config.run_folder), contents(config.checkpoint_folder)) == before
 
@@ -169,7 +180,7 @@ def test_a_rejected_start_leaves_the_status_of_the_run(config):
     before = read_json(file)
     run.status.mark_running()
     assert (read_json(file)["state"], read_json(file)["step"]) == ("running", 20)
-    run.report_failure(UserError("seed=1: the checkpoint has seed=2", 0, "here"))
+    run.report_failure(UserError("--seed is 1, but the checkpoint has --seed 2.", 0, "here"))
     assert read_json(file) == before
     run.status.mark_running()
     run.status.write("running", step=21)  # it trains
@@ -236,7 +247,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_over(config):
     run.close()
     shutil.move(config.checkpoint_folder, config.run_folder / "elsewhere")
     before = contents(config.run_folder)
-    with pytest.raises(UserError, match=f"has no checkpoint, but the run has written {path}; put it back"):
+    with pytest.raises(UserError, match=f"has no checkpoint, but the run has written {path}. Put this checkpoint back"):
         open_run(config)
     assert before.items() <= contents(config.run_folder).items()
     config.checkpoint_folder.rmdir()
@@ -358,7 +369,7 @@ def test_a_restart_of_a_launch_that_had_not_trained_starts_from_the_given_checkp
 def test_a_restart_that_looks_like_a_new_run_is_rejected(config):
     fill(open_run(TrainingConfig()))
     with pytest.raises(
-        UserError, match="holds a run, and restarts look like new launches; give torchrun --rdzv-id NAME"
+        UserError, match="holds a run, and restarts look like new launches. Give torchrun --rdzv-id NAME."
     ):
         open_run(TrainingConfig(), may_restart=True)
 
@@ -371,13 +382,13 @@ def test_the_start_after_an_attempt_that_left_the_state_running_writes_how_it_en
     before = read_json(config.run_folder / "status.json")
     if changes:
         notes = open_run(with_(config, **changes)).notes
-        assert notes.count("the previous attempt: every rank was killed") == (state == "running")
+        assert notes.count("Every rank of the previous attempt was killed.") == (state == "running")
     else:
         with pytest.raises(UserError, match=IS_HELD):
             open_run(config)
     moved = Path(f"{config.run_folder}.1")
     actual = read_json((moved if "overwrite" in changes else config.run_folder) / "status.json")
-    killed = {"state": "failed", "error": "every rank was killed", "rank": 0, "host": "here"}
+    killed = {"state": "failed", "error": "Every rank was killed.", "rank": 0, "host": "here"}
     assert actual == before | (killed if state == "running" else {})
 
 

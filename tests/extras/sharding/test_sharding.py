@@ -155,7 +155,7 @@ def test_other_numbers_of_ranks_and_ddp_in_one_epoch_equal_the_plain_loop(runs):
         *_, (net, average, *_) = plain_loop.plain_loop(config_of(runs.words("run", *OF_CHAIN), torch.float64), 5)
     saved, events = runs.last("run"), runs.events("run", "resumed")
     assert [(record["step"], record["world_size"]) for record in events] == [(4, 2), (9, 2), (12, 1)]
-    assert events[0]["changed"] == ["sharding=none: the checkpoint has sharding=zero3"]
+    assert events[0]["changed"] == ["--sharding is none, but the checkpoint has --sharding zero3."]
     assert relative(saved["model"], net.state_dict()) < 1e-12 and saved["progress"]["step"] == 24
     assert relative(saved["ema"], average.state_dict()) < 1e-12
     order = torch.randperm(462, generator=torch.Generator().manual_seed(plain_loop.number("order", 42, 0)))
