@@ -108,7 +108,7 @@ def train_without_torchvision(flags):
     for name in [name for name in sys.modules if name.partition(".")[0] in ("torchvision", "PIL")]:
         del sys.modules[name]
     sys.modules["torchvision"] = sys.modules["PIL"] = None  # Pillow comes with it
-    with pytest.raises(UserError, match="model=resnet18: needs torchvision"):  # extra: images
+    with pytest.raises(UserError, match="model.resnet18 needs torchvision"):  # extra: images
         train_flags([*flags, "--model", "resnet18"], task="")
     return train_flags([*flags, "--overwrite"], task="")["state"]
 

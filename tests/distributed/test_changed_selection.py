@@ -62,8 +62,8 @@ def test_settings_without_a_validation_set_are_said_at_the_start_and_at_the_end(
     words = runs.words("run", *FLAGS, "--best_metric", "max:nonsense")
     run_ranks(2, train_changed, words, {"splits": []}, ("loss",))
     expected = [
-        f"{setting}: has no effect, since there is no validation set; leave it out"
-        for setting in ("patience=9", "best_metric=max:nonsense")
+        f"--{setting} has no effect, since there is no validation set. Leave this flag out."
+        for setting in ("patience 9", "best_metric max:nonsense")
     ]
     assert runs.json("run", "summary.json")["warnings"] == expected
     assert all(runs.log("run").count(f"WARNING {line}") == 2 for line in expected)

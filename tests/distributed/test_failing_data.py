@@ -77,7 +77,9 @@ def test_slow_data_is_a_warning_with_the_flags_that_help(runs):
     words = runs.words("run", *"--dataset_size 40 --epochs 1 --num_workers 0 --log_interval 2".split())
     ended = finish(WarmLaunch(0, runs.program(SLOW, task="lines"), words))
     assert ended.code == 0, ended.text
-    assert re.search(r"data loading takes \d+% of the time: try more --num_workers \(now 0 per rank, with ", ended.text)
+    assert re.search(
+        r"Data loading takes \d+% of the time\. Try more --num_workers \(now 0 per rank, with ", ended.text
+    )
 
 
 BROKEN = """

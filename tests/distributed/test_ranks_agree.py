@@ -132,7 +132,7 @@ def in_another_order_on_rank_1(model, batch):
 
 def test_metrics_in_another_order_on_a_rank_are_rejected(runs):
     """They are summed over the ranks by position."""
-    with pytest.raises(AssertionError, match="report different metrics; report the same on all"):
+    with pytest.raises(AssertionError, match="reports different metrics on .*. Report the same metrics on all"):
         run_ranks(2, train_with_loss, runs.words("run", *SMALL), in_another_order_on_rank_1)
 
 
@@ -182,7 +182,7 @@ def test_an_evaluation_without_labels_is_a_warning_and_an_event(runs):
     assert run_ranks(2, train_without_labels, runs.words("run", *SMALL, "--epochs", 1)) == ["completed"] * 2
     (event,) = runs.events("run", "non_finite_evaluation")
     assert event["split"] == "val"
-    assert "evaluation of val: the loss is nan. To find the sample, write all outputs with" in runs.log("run")
+    assert "The loss of the evaluation of val is nan. To find the sample, write all outputs with" in runs.log("run")
 
 
 class OwnBuffers(tasks.SmallNet):

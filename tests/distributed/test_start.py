@@ -120,4 +120,4 @@ def train_beside_an_xpu(words):
 def test_a_machine_with_another_accelerator_trains_on_the_cpu(runs):
     words = runs.words("run", "--dataset_size", 16, "--epochs", 1, "--num_workers", 1)
     assert run_ranks(1, train_beside_an_xpu, words) == ["completed"]
-    assert re.search(r"ranks +1 on 1 node: cpu$", runs.log("run"), re.MULTILINE)
+    assert re.search(r"ranks +1 rank on 1 node \(cpu\)$", runs.log("run"), re.MULTILINE)

@@ -103,9 +103,9 @@ def search_for_a_scale(drill: Drill) -> None:
 def nan_for_good(drill: Drill) -> None:
     job = drill.start(2, *RUN, "--max_skipped_steps", 4, code=changed_loss("range(7, 99)", NAN))
     drill.fails(
-        job, r"the last \d+ optimizer steps, up to step \d+, had a non-finite loss or gradient; look at their samples"
+        job, r"The last \d+ optimizer steps, up to step \d+, had a non-finite loss or gradient\. Look at their samples"
     )
-    match = re.search(r"the last (\d+) optimizer steps, up to step (\d+),", drill.json("status.json")["error"])
+    match = re.search(r"The last (\d+) optimizer steps, up to step (\d+),", drill.json("status.json")["error"])
     skipped, step = map(int, match.groups())
     assert skipped == step - 6 and 10 <= step < 15  # log_interval
     assert step <= max(drill.runs.samples("run")) <= step + STEPS_BEFORE_READ

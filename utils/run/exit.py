@@ -100,7 +100,7 @@ def find_cause(
     if text:
         # closes the files in the frames of the traceback, so that the run folder can be written
         drop_traceback(error)
-        return TrainingError(f"Rank {ctx.rank}: {text}")
+        return TrainingError(f"Rank {ctx.rank} failed: {text}")
 
     is_resumed = False
     if run and is_out_of_memory(error):  # after other errors the folder is not read, since its storage may hang

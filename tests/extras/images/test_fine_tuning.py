@@ -130,7 +130,7 @@ def test_a_frozen_parameter_that_the_weights_lack_is_rejected(tmp_path):
     flags = {"model": "vit_b_32", "data_dir": str(tmp_path), "init_from": "torchvision", "image_size": 64}
     config = TrainingConfig(**flags, freeze="backbone")
     with pytest.raises(
-        UserError, match="has no encoder.pos_embedding of this model's shape; give weights of the whole"
+        UserError, match="has no encoder.pos_embedding of this model's shape. Give weights of the whole"
     ):
         load_matching_weights(create_model(config, CPU), initial_weights(config), "torchvision")
 

@@ -185,7 +185,7 @@ def train_with_batch_norm(words):
 def test_a_model_that_cannot_take_one_sample_is_refused_at_the_start(runs):
     for more in ([], ["--max_steps", 2]):
         [text] = run_ranks(1, train_with_batch_norm, runs.words("run", *FLAGS, *more))
-        assert "a micro-batch of the run has one sample, for which BatchNorm has no variance" in text
+        assert "A micro-batch of the run has one sample, for which BatchNorm has no variance" in text
 
 
 class Costly(Lines):
