@@ -110,7 +110,9 @@ def draw_timelines(lines: dict[str, Timeline]) -> str:
     unit, unit_name = next(entry[1:] for entry in UNITS if last >= entry[0])
     height, scale = ROW_HEIGHT * len(lines) + 42, (WIDTH - 2 * LEFT) / last
     parts = [f'<svg class="timeline" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">']
-    for value, words in choose_ticks(last / unit):
+    for value, words in choose_ticks(0, last / unit):
+        if value > last / unit:
+            continue
         x = LEFT + value * unit * scale
         parts.append(f'<line class="grid" x1="{x:.1f}" y1="4" x2="{x:.1f}" y2="{height - 36}"/>')
         parts.append(f'<text x="{x:.1f}" y="{height - 22}" text-anchor="middle">{words}</text>')
