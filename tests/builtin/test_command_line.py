@@ -144,7 +144,7 @@ def test_a_separate_test_set_is_evaluated_once_with_the_best_weights(runs):
     assert [record["loss"] for record in again if record["split"] == "test"] == [evaluations[-1]["loss"]]
     after = contents(runs.folder("run"))
     assert [path.name for path in after if after[path] != before.get(path)] == ["eval-published.json"]
-    with pytest.raises(AssertionError, match="or --init_from if it holds published weights"):
+    with pytest.raises(AssertionError, match="or use --init_from if the file holds published weights."):
         runs.train(2, "run", *folder, "--eval_only", "--resume_from", weights, task="")
     other_data = r"(?s)--dataset is synthetic, but the checkpoint has --dataset imagefolder.\n.*/run/config.json"
     with pytest.raises(AssertionError, match=other_data):

@@ -51,7 +51,7 @@ def test_rank_0_prints_the_chosen_settings_and_the_progress(whole):
         "16 samples per optimizer step: 8 per rank x 1 accumulation step x 2 ranks",
         "SyntheticImageDataset, 80 training samples, 16 for evaluation (val), 10 classes",
         "15 optimizer steps, 5 per epoch",
-        "10.60 MB per step, in buckets of about 2.65 MB",
+        "10.60 MB per rank and step, all-reduced in buckets of about 2.65 MB",
         "every 10 min or 4 steps or 1 epoch, whichever comes first, and when asked to stop",
         f"torch {torch.__version__}",
         "epoch 1 | step 2/15 | loss",

@@ -252,7 +252,9 @@ def train_with_a_spare_layer(flags):
 def test_an_unused_parameter_is_named(runs, ranks):
     for text in run_ranks(ranks, train_with_a_spare_layer, runs.words("run", "--dataset_size", 16)):
         assert text.startswith("The loss does not depend on spare.weight, spare.bias of the model, and DDP would wait")
-        assert text.endswith("add --find_unused_parameters, or freeze it in create_model with requires_grad_(False)")
+        assert text.endswith(
+            "add --find_unused_parameters, or freeze the parameter in create_model with requires_grad_(False)."
+        )
 
 
 def train_without_ddp(flags, changes):

@@ -34,8 +34,9 @@ def check_output_bytes(size: float) -> None:
     """Raise UserError if outputs of so many bytes cannot be summarized."""
     if size > MAX_OUTPUT_BYTES:
         raise UserError(
-            f"The outputs of the set for summarize of model.py take {size / 2**30:.3g} GiB or more on rank 0, where the limit"
-            f" is {MAX_OUTPUT_BYTES / 2**30:.3g} GiB. Return less per sample from predict, or sums from compute_loss."
+            f"The outputs of the set for summarize of model.py take {size / 2**30:.3g} GiB or more on rank 0, where the"
+            f" limit is {MAX_OUTPUT_BYTES / 2**30:.3g} GiB. Return less per sample from predict, or sums from"
+            " compute_loss."
         )
 
 
