@@ -54,7 +54,7 @@ def test_a_state_with_other_bits_after_loading_is_reported_with_its_rank(runs):
     words = runs.words("run", *SMALL, "--save_every_steps", 1, "--keep_last", 9)
     run_ranks(2, train_flags, [*words, "--max_steps", "1"])
     with pytest.raises(
-        AssertionError, match="The weights or the optimizer state differ on rank 1 on .* from the other ranks"
+        AssertionError, match="The weights or the optimizer state of rank 1 on .* differ from those of the other ranks"
     ):
         run_ranks(2, load_and_flip, [*words, "--resume_from", "auto"], 1)
     (line,) = complaints(runs, "run")
