@@ -58,7 +58,7 @@ def test_a_state_with_other_bits_after_loading_is_reported_with_its_rank(runs):
     ):
         run_ranks(2, load_and_flip, [*words, "--resume_from", "auto"], 1)
     (line,) = complaints(runs, "run")
-    assert line.startswith("the state that rank 1 on ") and line.endswith("an optimizer that converts what it loads")
+    assert line.startswith("The state that rank 1 on ") and line.endswith("an optimizer that converts what it loads.")
     assert line in runs.log("run")
 
 
