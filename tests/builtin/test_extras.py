@@ -125,10 +125,14 @@ def test_what_is_left_continues_runs_of_the_whole_template_and_is_continued_by_i
         assert continued(first, then, runs).code == 0
         assert runs.records(f"from-{first.name}", "train")[-1]["fingerprint"] == whole[0]
     exact = continued(ROOT, folder, runs, "--reduction", "exact")
-    message = "changed: reduction: the checkpoint has reduction=exact, and this fork has no such flag (docs/extras.md)"
+    message = "changed: The checkpoint has --reduction exact, but this fork has no such flag (docs/extras.md)."
     assert exact.code == 0 and message in exact.text, exact.text
     sharded = continued(ROOT, folder, runs, "--sharding", "zero3", ranks=2)
-    assert sharded.code and "is a folder, and this fork has no extra sharding; give another" in sharded.text
+    assert (
+        sharded.code
+        and "is a folder, which only the extra sharding reads, and this fork has deleted the extra. Give another"
+        in sharded.text
+    )
 
 
 def test_what_is_left_names_no_page_and_no_flag_that_is_gone(smaller):

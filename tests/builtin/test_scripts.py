@@ -237,7 +237,7 @@ def test_an_evaluation_alone_says_which_weights_selected_the_best(two_runs):
 
 
 REFUSED = [  # ranks, arguments of predict.py, message
-    (0, "nowhere.pt", "nowhere.pt: cannot be read (No such file or directory); give the path of a checkpoint"),
+    (0, "nowhere.pt", "nowhere.pt cannot be read (No such file or directory). Give the path of a checkpoint."),
     (0, "PLAIN --split valid", '--split must be one of train, val, which the data has, got "valid".'),
     (2, "PLAIN --ema", "has no averaged weights. Leave out --ema"),
     (0, "PLAIN --out out.csv", '--out must end in .pt or .pth, since predictions are a torch file, got "out.csv".'),

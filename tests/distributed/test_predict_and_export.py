@@ -100,14 +100,26 @@ def test_a_kill_leaves_no_partial_output_and_the_next_prediction_cleans_up(runs)
 
 
 WRONG = {  # case: (predict, start of the error message)
-    "rows": (lambda net, batch: {"x": net(batch[0])[-3:]}, "model.predict: x has the shape [3, 10] for 4 samples; "),
-    "rank 1": (lambda net, batch: {"x": batch[0][len(batch[0]) == 1 :]}, "model.predict: x has the shape [0, 3, 8, 8]"),
-    "scalar": (lambda net, batch: {"x": net(batch[0]).sum()}, "model.predict: x has the shape [] for 4 samples; "),
-    "tensor": (lambda net, batch: net(batch[0]), "model.predict: the result is a Tensor; return {name: tensor"),
-    "list": (lambda net, batch: {"x": [1] * len(batch[0])}, "model.predict: x is a list; return {name: tensor"),
+    "rows": (
+        lambda net, batch: {"x": net(batch[0])[-3:]},
+        "model.predict returned x with the shape [3, 10] for 4 samples. ",
+    ),
+    "rank 1": (
+        lambda net, batch: {"x": batch[0][len(batch[0]) == 1 :]},
+        "model.predict returned x with the shape [0, 3, 8, 8]",
+    ),
+    "scalar": (
+        lambda net, batch: {"x": net(batch[0]).sum()},
+        "model.predict returned x with the shape [] for 4 samples. ",
+    ),
+    "tensor": (lambda net, batch: net(batch[0]), "model.predict returned a Tensor. Return {name: tensor"),
+    "list": (lambda net, batch: {"x": [1] * len(batch[0])}, "model.predict returned x as a list. Return {name: tensor"),
     "names": (lambda net, batch: {f"x{len(batch[0])}": batch[0]}, predict.NAMES_DIFFER),
     "order": (lambda net, batch: {"x": net(batch[0]).flip(0)}, "The outputs of a batch are in another order"),
-    "dict": (lambda net, batch: hooks.predict(net, {"x": batch[0]}), "model.py: has no predict(model, batch); add it"),
+    "dict": (
+        lambda net, batch: hooks.predict(net, {"x": batch[0]}),
+        "model.py has no predict(model, batch). Add this function",
+    ),
 }
 
 
@@ -144,7 +156,7 @@ def test_without_predict_the_message_names_predict_and_not_example_inputs(batch)
     loader.micro_batches.return_value = [mock.Mock(batch=BATCHES[batch](torch.ones(2, 3, 8, 8)))]
     state = mock.MagicMock(model=SmallNet(False, 10))
     functions = mock.Mock(predict=hooks.predict)
-    expected = r"model.py: has no predict\(model, batch\); add it, to return"
+    expected = r"model.py has no predict\(model, batch\)\. Add this function, which returns"
     with (
         mock.patch.object(predict, "ModelHooks", mock.Mock(predict=hooks.predict)),
         pytest.raises(UserError, match=expected),

@@ -257,7 +257,7 @@ def function_hangs(drill: Drill) -> None:
     job = drill.start(2, *flags, code=f"NAME, SECONDS = 'log_images', 3600\n{OF_MODEL}")
     where = rf"rank 0 on {HOST} hangs in evaluation of step 5, in log_images of model.py \(process \d+\)"
     sentence = rf"no progress for \d+ s: {where} \(10 times hang_timeout=1.5\); .*, or raise --hang_timeout, then"
-    drill.fails(job, sentence, "the run failed after step 5; its latest checkpoint is .*/step_00000005.pt", rank=0)
+    drill.fails(job, sentence, r"Training failed at step 5\. The latest checkpoint is .*/step_00000005\.pt\.", rank=0)
     status = drill.json("status.json")
     assert status["step"] == 5 and status["checkpoint"].endswith("step_00000005.pt")
     drill.resumes(2, *flags)

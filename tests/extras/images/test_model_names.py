@@ -55,7 +55,7 @@ def test_torchvision_is_imported_for_another_name_only(tmp_path):
     ended = launch([sys.executable, "-c", code.format("()")], env=env)
     assert ended.code == 0, ended.text
     ended = launch([sys.executable, "-c", code.format("(model='resnet50')")], env=env)
-    assert "UserError: model=resnet50: needs torchvision, which cannot be used (RuntimeError: operator" in ended.text
+    assert "UserError: model=resnet50 needs torchvision, which cannot be used (RuntimeError: operator" in ended.text
 
 
 class NoData:
