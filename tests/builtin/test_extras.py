@@ -688,5 +688,7 @@ def test_the_pages_have_the_sizes_of_forks():
         rounded = [f"{round(lines, -2):,}" for lines in left]
         assert all(abs(int(a.replace(",", "")) - b) <= 100 for a, b in zip(shown, left, strict=True)), (words, rounded)
     smallest, largest = rows[-1][1], rows[0][1]
+    train_lines = round(files["train.py"].count("\n"), -1)
     readme = " ".join(files["README.md"].split())
-    assert f"{smallest} of the {largest} lines of the core are left" in readme
+    assert f"the training loop, {train_lines} lines" in readme
+    assert f"are {largest} lines long." in readme and f"Without any extra, {smallest} lines are left." in readme

@@ -233,7 +233,7 @@ def test_an_evaluation_alone_says_which_weights_selected_the_best(two_runs):
     outcome = two_runs.json("fast", "eval-best.json")
     assert outcome["weights"] == outcome["records"][-1]["weights"]
     assert outcome["weights"] == "ema"
-    assert f"the weights that select the best checkpoint are {outcome['weights']!r}" in ended.text
+    assert f"The weights that select the best checkpoint are {outcome['weights']!r}" in ended.text
 
 
 REFUSED = [  # ranks, arguments of predict.py, message
