@@ -59,7 +59,9 @@ def test_a_batch_that_a_worker_cannot_send_ends_the_run_at_once(runs, ranks):
     status, rank = runs.json("run", "status.json"), 1 if ranks else 0
     assert (status["state"], status["rank"]) == ("failed", rank) and status["error"] in ended.text
     assert re.match(
-        f"rank {rank}: collate: a loader worker .* cannot pickle 'generator' object.*; return tensors", status["error"]
+        rf"Rank {rank} failed: A loader worker cannot send what collate returns .* cannot pickle 'generator' object.*\."
+        " Return tensors",
+        status["error"],
     )
 
 
@@ -157,5 +159,5 @@ except TrainingError as error:
 def test_a_dev_shm_that_fills_up_is_named_as_the_cause():
     code = mounting("-t", "tmpfs", "-o", "size=2m", "tmpfs", "/dev/shm") + OVERFLOWS
     ended = launch([sys.executable, "-c", code], deadline=60)
-    regex = r"rank 0: .*shared memory.*\. If .*, give the job more memory or a larger --shm-size, or"
+    regex = r"Rank 0 failed: .*shared memory.*\. If .*, give the job more memory or a larger --shm-size, or"
     assert re.match(regex, ended.out), ended.text

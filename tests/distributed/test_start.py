@@ -28,12 +28,12 @@ UNLIKE = [  # what differs; what all three ranks raise; the rank that is named
     ("folder", r"run_dir=run: \S+ does not see what rank 0 on \S+ has written there; put the run folder on storage", 1),
     (
         "read-only",
-        r"run_dir=\S+: \S+ cannot write there \(Read-only file system\); make it writable on all nodes .*\(rank 1 on",
+        r"^Rank 1 on \S+ failed: .*cannot write there \(Read-only file system\)[;.] [Mm]ake it writable on all nodes",
         1,
     ),
     (
         "limit",
-        r"open files: the limit is 100, but about \d+ are needed; raise it \(ulimit -n \d+.*\(rank 1 on \S+\)$",
+        r"^Rank 1 on \S+ failed: The limit on open files is 100, but about \d+ are needed\. Raise the limit \(ulimit ",
         1,
     ),
 ]

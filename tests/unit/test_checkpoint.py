@@ -150,7 +150,7 @@ def test_all_fields_that_must_match_are_rejected_in_one_error(tmp_path):
         compare_checkpoint(payload(), TrainingConfig(**MUST_MATCH), origin("other"))
     *lines, data, remedy = str(error.value).splitlines()
     assert {line.split("=")[0] for line in lines} == set(MUST_MATCH) and "seed=1: the checkpoint has seed=42" in lines
-    assert "the training set differs from the checkpoint's" in data
+    assert "The training set differs from the checkpoint's" in data
     assert "these must match; give them as they were" in remedy
 
 
@@ -163,12 +163,12 @@ def test_changed_files_are_named_up_to_twenty_and_rejected_from_one_percent_on()
     for count in (1, 20, 21):
         files = compare_listings(listing(**whole), listing(**whole | dict.fromkeys([*whole][:count], 5000)))
         names = ", ".join([*[*whole][:20][:count], *["..."] * (count > 20)])
-        line = f"the training set has files of another size than in the checkpoint: {count} of 2,000 ({names})"
+        line = f"The training set has files of another size than in the checkpoint: {count} of 2,000 ({names})."
         assert compare_data(origin(), origin(content="2"), files, True) == (line, count > 20)
     assert compare_listings(listing(**whole), listing(**whole)) == compare_listings(b"", listing(**whole)) == {}
     files = compare_listings(listing(a=1, b=2), listing(b=2, c=1))
     line, is_other = compare_data(origin(), origin("other"), files, True)
-    assert is_other and "; new: c; missing: a: put them back, or readable copies" in line
+    assert is_other and " new: c. These files are missing: a. Put them back, or give copies" in line
 
 
 @pytest.mark.guarantee("other-samples")  # extra: sketches

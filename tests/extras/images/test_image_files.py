@@ -235,7 +235,7 @@ def test_dataset_size_takes_a_seeded_subset(tmp_path):
     assert sets[0].targets.tolist() == [whole[k][1] for k in sets[0].indices] and sets[0].classes == whole.classes
     assert torch.equal(sets[0][2][0], whole[sets[0].indices[2]][0])
     assert take_subset(whole, 0, seed=1) is whole
-    with pytest.raises(UserError, match="dataset_size=99: the set has 12 samples; give"):
+    with pytest.raises(UserError, match="--dataset_size must be at most 12, the size of the training set, got 99."):
         take_subset(whole, 99, seed=1)
 
 

@@ -61,8 +61,8 @@ def test_a_corrupt_image_ends_the_run_with_its_path_class_and_rank(runs):
     (runs.root / "images/val/cat/below").mkdir()
     path = (runs.root / "images/val/cat/001.png").rename(runs.root / "images/val/cat/below/001.png")
     path.write_bytes(path.read_bytes()[:60])
-    expected = rf"rank 1: {path}: cannot be read as an image \(class cat; .*\); "
-    with pytest.raises(AssertionError, match=expected + "replace or delete it"):
+    expected = rf"Rank 1 failed: {path} \(class cat\) cannot be read as an image \(.*\)\. "
+    with pytest.raises(AssertionError, match=expected + "Replace or delete the file"):
         runs.train(2, "run", *words, "--epochs", 1, task="")
     status = runs.json("run", "status.json")
     assert status["rank"] == 1 and re.search(expected, status["error"]) and status["host"], str(status)
