@@ -16,12 +16,12 @@ def no_images(root):
 
 
 CASES = [
-    (None, "--num_classes 2", "num_classes=2: the data has 3 classes; give that number or leave it auto"),
+    (None, "--num_classes 2", "--num_classes must be at least 3, the number of classes in the data, got 2. Give"),
     (None, "--sync_bn", "SyncBatchNorm: works on CUDA only; leave out"),
     (None, "--best_metric f1", "best_metric=f1: is not reported by an evaluation; choose"),
     (None, "--init_from /nowhere", "init_from=/nowhere: cannot be read"),
-    (None, "--data_dir /typo", "data_dir=/typo: .*; give the folder that holds train/"),
-    (no_images, "", "train/dog: has no images"),
+    (None, "--data_dir /typo", r"--data_dir /typo .*\. Give the folder that holds train/"),
+    (no_images, "", "train/dog has no images"),
 ]
 
 
