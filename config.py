@@ -70,34 +70,46 @@ OPTIMIZER_DEFAULTS = {
 class Yours(Settings):
     """What your model.py and dataset.py read."""
 
-    # fmt: off
     # ---- yours: fields for your own model and data; a fork edits only these lines of this file ----
     dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10", *extras.DATASETS))
-    augment: str = yours("auto", "crops and flips", one_of("auto", "none", "crop", *extras.AUGMENTS), "may")
-    model: str = yours("mini_resnet", "mini_resnet or a torchvision classifier")
-    freeze: str = yours("none", "backbone: train only the last layer", one_of("none", "backbone"), rare=True)
-    num_classes: int | str = yours("auto", "classes (auto: from the data)", at_least(2), rare=True)
-    in_channels: int | str = yours("auto", "image channels (auto: from the data)", at_least(1), rare=True)
-    image_size: int | str = yours("auto", "resize to it (auto: from weights or data)", at_least(4))
+    augment: str = yours(
+        "auto",
+        "augmentation of training images (auto: resized_crop for large image files, else crop)",
+        one_of("auto", "none", "crop", *extras.AUGMENTS),
+        "may",
+    )
+    model: str = yours("mini_resnet", "network: mini_resnet, or a classifier of torchvision such as resnet50")
+    freeze: str = yours(
+        "none",
+        "part of the network that is not trained (backbone: all but the last layer)",
+        one_of("none", "backbone"),
+        rare=True,
+    )
+    num_classes: int | str = yours("auto", "number of classes (auto: from the data)", at_least(2), rare=True)
+    in_channels: int | str = yours("auto", "number of image channels (auto: from the data)", at_least(1), rare=True)
+    image_size: int | str = yours(
+        "auto", "height and width of images in pixels (auto: from pretrained weights or data)", at_least(4)
+    )
     channels_last: bool = yours(
-        True, "memory format of convolutions (faster on CPU and CUDA)", resume="may", rare=True
+        True, "use the channels-last memory format in convolutions (faster)", resume="may", rare=True
     )
     label_smoothing: float = yours(0.0, "label smoothing of the training loss", between(0, 1), "may", rare=True)
-    norm_weight_decay: float = yours("auto", "weight decay of normalization (auto: 0)", at_least(0), "may", rare=True)
-    sync_bn: bool = yours(False, "BatchNorm statistics across all ranks (CUDA only)", resume="may", rare=True)
+    norm_weight_decay: float = yours(
+        "auto", "weight decay of normalization layers (auto: 0)", at_least(0), "may", rare=True
+    )
+    sync_bn: bool = yours(False, "compute BatchNorm statistics over all ranks (CUDA only)", resume="may", rare=True)
     # ---- end of yours ----
-    # fmt: on
 
 
 def suggest_global_batch_sizes(config: TrainingConfig) -> str:
-    """Return the micro-batch and its multiples next to global_batch_size, or "" if global_batch_size is a multiple."""
+    """Return that global_batch_size must be a multiple of the micro-batch, and the next ones, or "" if it is one."""
     name, size = config.micro_batch
     remainder = config.global_batch_size % size
     if not remainder:
         return ""
     low = config.global_batch_size - remainder
     multiples = [str(multiple) for multiple in (low, low + size) if multiple]
-    return f"{name}={size}; give {' or '.join(multiples)}"
+    return f"must be a multiple of --{name} {size}. Give {' or '.join(multiples)}."
 
 
 def is_resumed_from_path(config: TrainingConfig) -> bool:
@@ -116,7 +128,7 @@ def explain_invalid_run_dir(config: TrainingConfig) -> str:
             if name is not None and name not in vars(config):
                 if any(setting.name == name for setting in SETTINGS):
                     return ""  # the value of that setting is invalid, which has a message of its own
-                return f"{{{name}}} is not a field"
+                return f"contains {{{name}}}, which is not a setting"
         _ = config.run_folder  # raises if a field does not take its format, as {lr:d}
     except Exception as error:  # of any kind: fields and formats call methods of the values
         return f"cannot be filled in ({error})"
@@ -130,15 +142,15 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     run_dir: str = setting(
         "run",
         DEFAULT_RUN_DIR,
-        "run folder; may contain fields: runs/{model}-s{seed}",
+        "folder of the run. Settings in braces are filled in: runs/{model}-s{seed}",
         extras.RUN_DIR_CHECK,
         is_path=True,
-        conflicts=[Conflict(explain_invalid_run_dir, "{found}; use e.g. {{model}} or {{lr}}")],
+        conflicts=[Conflict(explain_invalid_run_dir, "{found}. Use names of settings, such as {{model}} or {{lr}}.")],
     )
     resume_from: str = setting(
         "run",
         "",
-        "auto: latest valid checkpoint; a path; empty: fresh start",
+        "checkpoint to continue from: a path, or auto for the latest valid one (empty: none)",
         local_path,
         is_path=True,
         is_copied=False,
@@ -146,79 +158,118 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     overwrite: bool = setting(
         "run",
         False,
-        "move an existing run in run_dir aside, to NAME.1",
+        "move the run that run_dir holds to NAME.1, and begin a new one",
         is_copied=False,
-        conflicts=[Conflict("resume_from", f"would move aside the run that resume_from continues; {GIVE_ONLY_ONE}")],
+        conflicts=[Conflict("resume_from", f"would move the run that --resume_from continues. {GIVE_ONLY_ONE}")],
     )
     init_from: str = setting(
         "run",
         "",
-        "weights to start with: a checkpoint, a state dict, torchvision",
+        "weights to begin with: a checkpoint, a file with a state dict, or torchvision",
         extras.INIT_FROM_CHECK,
         is_path=True,
         conflicts=[
-            Conflict(is_resumed_from_path, f"a resumed run takes its weights from resume_from; {GIVE_ONLY_ONE}")
+            Conflict(
+                is_resumed_from_path,
+                f"has no effect, since a resumed run takes its weights from --resume_from. {GIVE_ONLY_ONE}",
+            )
         ],
     )
     eval_only: bool = setting(
-        "run", False, "only evaluate resume_from (empty: the best of run_dir) or init_from", is_copied=False
+        "run",
+        False,
+        "only evaluate, the checkpoint of resume_from or init_from, or the best one of run_dir",
+        is_copied=False,
     )
     seed: int = setting(
-        "run", 42, "seed for weights, data order, augmentation and dropout", between(0, 2**63), resume="must"
+        "run", 42, "random seed of weights, data order, augmentation and dropout", between(0, 2**63), resume="must"
     )
-    deterministic: bool = setting("run", False, "bit-exact on one CUDA topology too (slower)", resume="may")
+    deterministic: bool = setting(
+        "run",
+        False,
+        "use deterministic CUDA kernels: the same GPUs give the same bits (slower)",
+        resume="may",
+    )
 
     data_dir: str = setting(
-        "data", "data", "imagefolder reads <data_dir>/{train,val,test}/<class>/**", local_path, is_path=True
+        "data",
+        "data",
+        "folder of the data, for example with train/CLASS/*.jpg and val/CLASS/*.jpg",
+        local_path,
+        is_path=True,
     )
     dataset_size: int = setting(
-        "data", 0, "train on a seeded subset of this size (0 = all)", at_least(0), resume="must", rare=True
+        "data",
+        0,
+        "number of training samples, a subset chosen by the seed (0: all)",
+        at_least(0),
+        resume="must",
+        rare=True,
     )
-    num_workers: int | str = setting("data", "auto", "loader workers per rank (0 for in-memory data)", at_least(0))
+    num_workers: int | str = setting(
+        "data",
+        "auto",
+        "data loading processes per rank (auto: by the CPUs, 0 for data in memory)",
+        at_least(0),
+    )
     drop_last: bool = setting(
-        "data", False, "drop the last, incomplete global batch of each epoch", resume="must", rare=True
+        "data", False, "drop the last global batch of an epoch if it is incomplete", resume="must", rare=True
     )
     record_samples: bool = setting(
-        "data", False, "write the sample indices of each optimizer step to run_dir/samples", rare=True
+        "data", False, "write the sample indices of each optimizer step to RUN_DIR/samples", rare=True
     )
 
     epochs: int | str = setting(
-        "training", "auto", "passes over the data (auto: 10, or max_steps)", at_least(1), resume="may"
+        "training", "auto", "number of epochs (auto: 10, or as many as max_steps needs)", at_least(1), resume="may"
     )
-    max_steps: int = setting("training", 0, "total optimizer steps (0 = set by epochs)", at_least(0), resume="may")
-    batch_size: int = setting("training", 64, "samples per micro-batch on each rank", at_least(1), resume="must")
+    max_steps: int = setting(
+        "training", 0, "total number of optimizer steps (0: set by epochs)", at_least(0), resume="may"
+    )
+    batch_size: int = setting("training", 64, "samples in a micro-batch of each rank", at_least(1), resume="must")
     grad_accum_steps: int = setting(
         "training",
         1,
-        "micro-batches K per rank and optimizer step. BatchNorm moves once per step: its momentum 1 - 0.9^K has the"
-        " memory of K updates with 0.1",
+        "gradient accumulation: micro-batches of each rank in an optimizer step",
         at_least(1),
-        conflicts=[Conflict("global_batch_size", f"is derived from global_batch_size; {GIVE_ONLY_ONE}")],
+        conflicts=[
+            Conflict("global_batch_size", f"cannot be set, since it follows from --global_batch_size. {GIVE_ONLY_ONE}")
+        ],
     )
     global_batch_size: int = setting(
         "training",
         0,
-        "samples or tokens per step (0: by grad_accum_steps)",
+        "samples or tokens of all ranks in an optimizer step (0: by grad_accum_steps)",
         at_least(0),
-        conflicts=[Conflict(suggest_global_batch_sizes, "is not a multiple of {found}")],
+        conflicts=[Conflict(suggest_global_batch_sizes, "{found}")],
     )
     optimizer: str = setting("training", "sgd", "optimizer", one_of("sgd", "adamw"), resume="must")
     lr: float = setting(
-        "training", "auto", "peak, not scaled by ranks (auto: 0.1, adamw 0.001)", above(0), resume="may"
+        "training",
+        "auto",
+        "peak learning rate, not scaled by the number of ranks (auto: sgd 0.1, adamw 0.001)",
+        above(0),
+        resume="may",
     )
-    momentum: float = setting("training", 0.9, "SGD momentum, AdamW beta1", between(0, 1), resume="may")
-    beta2: float = setting("training", 0.999, "AdamW beta2", between(0, 1), resume="may", rare=True)
-    nesterov: bool = setting("training", True, "Nesterov momentum for SGD", resume="may", rare=True)
+    momentum: float = setting("training", 0.9, "momentum of SGD, beta1 of AdamW", between(0, 1), resume="may")
+    beta2: float = setting("training", 0.999, "beta2 of AdamW", between(0, 1), resume="may", rare=True)
+    nesterov: bool = setting("training", True, "use Nesterov momentum in SGD", resume="may", rare=True)
     weight_decay: float = setting(
         "training",
         "auto",
-        "not applied to biases and normalization (auto: 0.0005, adamw 0.01)",
+        "weight decay, not of biases and normalization (auto: sgd 0.0005, adamw 0.01)",
         at_least(0),
         resume="may",
     )
-    schedule: str = setting("training", "cosine", "learning rate after warm-up", one_of(*SCHEDULES), resume="may")
+    schedule: str = setting(
+        "training", "cosine", "learning rate schedule after warm-up", one_of(*SCHEDULES), resume="may"
+    )
     schedule_steps: int = setting(
-        "training", 0, "length of the schedule (0 = that of the run)", at_least(0), resume="may", rare=True
+        "training",
+        0,
+        "length of the schedule in optimizer steps (0: that of the run)",
+        at_least(0),
+        resume="may",
+        rare=True,
     )
     min_lr: float = setting(
         "training",
@@ -227,97 +278,140 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         at_least(0),
         resume="may",
         rare=True,
-        conflicts=[Conflict(has_min_lr_above_lr, "is not below lr={lr}; give a smaller one")],
+        conflicts=[Conflict(has_min_lr_above_lr, "must be below --lr {lr}")],
     )
-    warmup_epochs: float = setting("training", 0.5, "epochs of linear warm-up", at_least(0), resume="may")
+    warmup_epochs: float = setting("training", 0.5, "length of the linear warm-up in epochs", at_least(0), resume="may")
     warmup_steps: int | str = setting(
         "training",
         "auto",
-        "steps of it (auto: by warmup_epochs)",
+        "length of the linear warm-up in optimizer steps (auto: from warmup_epochs)",
         at_least(0),
         resume="may",
         rare=True,
-        conflicts=[Conflict("warmup_epochs", f"there is warmup_epochs={{warmup_epochs}}; {GIVE_ONLY_ONE}")],
+        conflicts=[Conflict("warmup_epochs", f"contradicts --warmup_epochs {{warmup_epochs}}. {GIVE_ONLY_ONE}")],
     )
-    clip_grad_norm: float = setting("training", 0.0, "max gradient norm (0 = off)", at_least(0), resume="may")
+    clip_grad_norm: float = setting(
+        "training", 0.0, "norm to which larger gradients are clipped (0: no clipping)", at_least(0), resume="may"
+    )
     ema_decay: float = setting(
         "training",
         0.0,
-        "decay of the weight EMA (0 = off); after n updates at most n / (9 + n)",
+        "decay of a weight average (0: no average), at most n / (9 + n) after n updates",
         between(0, 1),
         resume="may",
         rare=True,
     )
     max_skipped_steps: int = setting(
-        "training", 50, "non-finite steps in a row before abort (0 = off)", at_least(0), rare=True
+        "training",
+        50,
+        "steps in a row with a NaN or infinite gradient that end the run (0: no limit)",
+        at_least(0),
+        rare=True,
     )
     patience: int = setting(
-        "training", 0, "evaluations without improvement before the end (0 = off)", at_least(0), rare=True
+        "training", 0, "evaluations in a row without improvement that end the run (0: no limit)", at_least(0), rare=True
     )
-    max_time: float = setting("training", 0.0, "save and stop after this many minutes (0 = off)", at_least(0))
+    max_time: float = setting(
+        "training", 0.0, "minutes of training after which the run saves and stops (0: no limit)", at_least(0)
+    )
 
-    use_amp: bool = setting("precision", True, "mixed precision (on CPUs only with amp_dtype)", resume="may")
+    use_amp: bool = setting(
+        "precision", True, "train in mixed precision, on CPUs only if amp_dtype is given", resume="may"
+    )
     amp_dtype: str = setting(
         "precision",
         "auto",
-        "_params: of gathered shards too",
+        extras.AMP_HELP,
         one_of("auto", "bf16", "fp16", *extras.AMP_DTYPES),
         resume="may",
         rare=True,
-        conflicts=[Conflict("use_amp", "needs mixed precision; leave out amp_dtype or no_use_amp")],
+        conflicts=[
+            Conflict("use_amp", "needs mixed precision, which --no-use_amp turns off. Leave out one of the two.")
+        ],
     )
 
-    backend: str = setting("distributed", "auto", "nccl on CUDA, else gloo", one_of("auto", "nccl", "gloo", "mpi"))
-    init_method: str = setting(
-        "distributed", "", "env:// (default), tcp://HOST:PORT or file:///PATH", rendezvous_url, rare=True
+    backend: str = setting(
+        "distributed",
+        "auto",
+        "communication backend (auto: nccl on GPUs, gloo on CPUs)",
+        one_of("auto", "nccl", "gloo", "mpi"),
     )
-    timeout: float = setting("distributed", 600.0, "seconds a collective may take", above(0), rare=True)
+    init_method: str = setting(
+        "distributed",
+        "",
+        "address of the rendezvous: env://, tcp://HOST:PORT or file:///PATH (empty: env://)",
+        rendezvous_url,
+        rare=True,
+    )
+    timeout: float = setting(
+        "distributed", 600.0, "seconds after which a collective operation fails", above(0), rare=True
+    )
     bucket_cap_mb: float = setting(
-        "distributed", 0.0, "DDP bucket size in MB (0: by model size)", at_least(0), resume="may", rare=True
+        "distributed",
+        0.0,
+        "size of DDP's gradient buckets, in MB (0: by the size of the model)",
+        at_least(0),
+        resume="may",
+        rare=True,
     )
     comm_hook: str = setting(
-        "distributed", "none", "gradient compression", one_of("none", "fp16", "bf16"), resume="may", rare=True
+        "distributed",
+        "none",
+        "16-bit type to which DDP compresses gradients for the all-reduce",
+        one_of("none", "fp16", "bf16"),
+        resume="may",
+        rare=True,
     )
     find_unused_parameters: bool = setting(
-        "distributed", False, "allow parameters that a batch does not use (slower)", resume="may", rare=True
+        "distributed", False, "let DDP accept parameters that a batch does not use (slower)", resume="may", rare=True
     )
 
     checkpoint_dir: str = setting(
-        "checkpoints", "", "checkpoint folder (empty: run_dir/checkpoints)", local_path, is_path=True
+        "checkpoints", "", "folder of the checkpoints (empty: RUN_DIR/checkpoints)", local_path, is_path=True
     )
-    save_every: int = setting("checkpoints", 1, "epochs between checkpoints (0 = off)", at_least(0))
+    save_every: int = setting("checkpoints", 1, "epochs between checkpoints (0: none by epochs)", at_least(0))
     save_every_steps: int = setting(
-        "checkpoints", 0, "optimizer steps between checkpoints (0 = off)", at_least(0), rare=True
+        "checkpoints", 0, "optimizer steps between checkpoints (0: none by steps)", at_least(0), rare=True
     )
     save_every_minutes: float = setting(
-        "checkpoints", 10.0, "minutes between checkpoints (0 = off)", at_least(0), rare=True
+        "checkpoints", 10.0, "minutes between checkpoints (0: none by time)", at_least(0), rare=True
     )
-    keep_last: int = setting("checkpoints", 3, "latest checkpoints to keep, besides the best", at_least(2), rare=True)
+    keep_last: int = setting(
+        "checkpoints", 3, "number of latest checkpoints to keep, besides the best one", at_least(2), rare=True
+    )
     keep_every: int = setting(
-        "checkpoints", 0, "also keep one checkpoint of so many steps (0 = off)", at_least(0), rare=True
+        "checkpoints",
+        0,
+        "also keep one checkpoint of every so many optimizer steps (0: none of these)",
+        at_least(0),
+        rare=True,
     )
     eval_every: int = setting("checkpoints", 1, "epochs between evaluations (0: only at the end)", at_least(0))
     eval_every_steps: int = setting(
         "checkpoints",
         0,
-        "steps between evaluations (0 = off); patience counts each, a new best is saved",
+        "optimizer steps between further evaluations, which may save a new best (0: none)",
         at_least(0),
         rare=True,
     )
     eval_batch_size: int = setting(
         "checkpoints",
         0,
-        "samples per evaluation batch on each rank (0 = batch_size)",
+        "samples in an evaluation batch of each rank (0: batch_size)",
         at_least(0),
         resume="may",
         rare=True,
     )
     best_metric: str = setting(
-        "checkpoints", "auto", "for best.pt: auto, NAME, min:NAME, max:NAME", metric_name, resume="may"
+        "checkpoints",
+        "auto",
+        "metric of best.pt: NAME, min:NAME or max:NAME (auto: top1 if reported, else loss)",
+        metric_name,
+        resume="may",
     )
 
     log_interval: int = setting("logging", 20, "optimizer steps between log lines", at_least(1))
-    enable_profiling: bool = setting("logging", False, "profile a few steps of rank 0 into run_dir/traces")
+    enable_profiling: bool = setting("logging", False, "profile a few steps of rank 0, with traces in RUN_DIR/traces")
 
     def __post_init__(self) -> None:
         settings = list_settings(type(self))

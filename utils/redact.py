@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from config import TrainingConfig
-from utils.settings.fields import REDACTED
+from utils.settings.problems import REDACTED
 
 SECRET_NAMES = r"token\b|secret\b|password\b|passwd\b|pwd\b|(?:api|access|account|secret|private)[-_]?key\b|cookie\b"
 SECRET_VALUE = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"'&;|]+)"""

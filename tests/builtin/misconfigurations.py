@@ -1,5 +1,5 @@
 # extra: launcher and template
-"""Misconfigurations of several nodes, set up in network namespaces: the rows of docs/troubleshooting.md."""
+"""Misconfigurations of several nodes, set up in network namespaces: the messages in docs/troubleshooting.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from nodes import Nodes
 from ranks import ROOT, need
 from training import wait_until
 
-BEGIN, END = "<!-- troubleshooting: rows of tests/builtin/misconfigurations.py -->", "<!-- end of troubleshooting -->"
+BEGIN, END = (
+    "<!-- troubleshooting: messages of tests/builtin/misconfigurations.py -->",
+    "<!-- end of troubleshooting -->",
+)
 PORT = 29500
 TINY = "--image_size 8 --batch_size 4 --dataset_size 400 --epochs 1 --backend gloo --num_workers 1".split()
 
@@ -170,7 +173,7 @@ class Row:
     Args:
         by: the program that detects it: launch.sh, preflight or train.py.
         of: words that must be in the message or the table below it, such as the node and what is wrong there.
-        sees: a part of the message, as in docs/troubleshooting.md; ... matches anything.
+        sees: a part of the message, as in a heading of docs/troubleshooting.md; ... matches anything.
         code: the exit code of the program that prints it; None if it continues to wait.
     """
 

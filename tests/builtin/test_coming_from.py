@@ -36,7 +36,7 @@ def test_each_option_of_a_program_is_a_flag_here_or_is_answered(program):
     options = OPTIONS[program].split()
     others = [name for name in options if name not in FLAGS and name not in TORCHRUN_FLAGS.split()]
     assert IS_CUT or not [name for name in others if not find_advice(name, FLAGS)]
-    assert IS_CUT or not [name for name in others if "see --help" in answer(name)]
+    assert IS_CUT or not [name for name in others if "See --help" in answer(name)]
 
 
 def test_the_page_lists_all_options_that_mean_something_else_by_a_flag_here():
@@ -76,14 +76,14 @@ def test_no_answer_names_a_flag_that_the_fork_has_deleted(deleted):
     for names, text in ROWS:
         for name in names.split():
             reply = answer(name, left)
-            message = reply.removeprefix(f"--{name}: ")
+            message = reply.removeprefix(f"--{name} ")
             named = {*re.findall(r"--(?:no-)?(\w+)", re.sub(r"\w+\.py --\S+", "", message))}
             is_about_deleted = bool(find_flags(text) & deleted)
             assert not named & deleted, reply
-            assert "see --help" not in message and ("yours" in message) <= (is_about_deleted or "yours" in text), reply
+            assert "See --help" not in message and ("yours" in message) <= (is_about_deleted or "yours" in text), reply
             meant = re.fullmatch(r"`--(\w+)`", text.split("; ")[0])
             if meant and not is_about_deleted:
-                assert message.startswith(f"is not known; did you mean --{meant[1]}?")
+                assert message.startswith(f"is not a flag here. Did you mean --{meant[1]}?")
 
 
 @pytest.mark.parametrize(
@@ -92,42 +92,43 @@ def test_no_answer_names_a_flag_that_the_fork_has_deleted(deleted):
         (
             "data-path",
             {"dataset"},
-            "--data-path: is not known; did you mean --data_dir?",
+            "--data-path is not a flag here. Did you mean --data_dir?",
         ),
         (
             "data-path",
             set(),
-            "--data-path: is not known; did you mean --data_dir? For folders of images give --dataset imagefolder.",
+            "--data-path is not a flag here. Did you mean --data_dir? For folders of images give"
+            " --dataset imagefolder.",
         ),
-        ("resolution", set(), "--resolution: is not known; did you mean --image_size?"),
+        ("resolution", set(), "--resolution is not a flag here. Did you mean --image_size?"),
         (
             "resolution",
             YOURS,
-            "--resolution: is not a flag here; if your fork has no such field, choose the size in create_dataset in"
-            " dataset.py",
+            "--resolution is not a flag here. If your fork has no such field, choose the size in create_dataset in"
+            " dataset.py.",
         ),
         (
             "reprob",
             {"random_erase"},
-            '--reprob: is not a flag of this fork; add a field to the block "yours" of config.py, or leave it out',
+            '--reprob is not a flag here. Add a field to the block "yours" of config.py, or leave it out.',
         ),
         (
             "warmup_ratio",
             set(),
-            "--warmup_ratio: is not a flag here; with --epochs give --warmup_epochs, which is the ratio x the epochs;"
-            " with --max_steps give --warmup_steps, which is the ratio x the steps",
+            "--warmup_ratio is not a flag here. With --epochs give --warmup_epochs, which is the ratio x the epochs."
+            " With --max_steps give --warmup_steps, which is the ratio x the steps.",
         ),
         (
             "auto_lr_find",
             set(),
-            "--auto_lr_find: is not a flag here; use the recipe sweeps (docs/recipes/sweeps.md)",
+            "--auto_lr_find is not a flag here. Use the recipe sweeps (docs/recipes/sweeps.md).",
         ),
-        ("trainer.max_epochs", set(), "--trainer.max_epochs: is not known; did you mean --epochs?"),
-        ("learningrate", set(), "--learningrate: is not known; did you mean --lr?"),
+        ("trainer.max_epochs", set(), "--trainer.max_epochs is not a flag here. Did you mean --epochs?"),
+        ("learningrate", set(), "--learningrate is not a flag here. Did you mean --lr?"),
         (
             "no_sortaGrad",
             set(),
-            "--no_sortaGrad: is not a flag here; write epoch_order in dataset.py, which gets the epoch",
+            "--no_sortaGrad is not a flag here. Write epoch_order in dataset.py, which gets the epoch.",
         ),
     ],
 )
@@ -147,9 +148,9 @@ predictions remove_checkpoint_dir run_id scheduling tracker update_every_n_steps
 
 @pytest.mark.parametrize("word", f"{MISLEADING} {UNANSWERED}".split())
 def test_a_similar_name_with_another_meaning_gets_no_flag(word):
-    assert "did you mean" not in answer(word)
+    assert "Did you mean" not in answer(word)
 
 
 @pytest.mark.parametrize("word", MISLEADING.split())
 def test_an_option_that_was_answered_with_a_wrong_flag_has_an_answer(word):
-    assert answer(word).startswith(f"--{word}: is not a flag here; ")
+    assert answer(word).startswith(f"--{word} is not a flag here. ")

@@ -52,9 +52,9 @@ def test_torchvisions_command_for_resnet50_works_once_the_flags_are_named_as_the
     with pytest.raises(SystemExit) as ended:
         TrainingConfig.from_args(RESNET50.split())
     assert ended.value.code == 2
-    expected = {flag: f": is not known; did you mean {our_flag}?" for flag, our_flag in HERE.items() if our_flag}
+    expected = {flag: f" is not a flag here. Did you mean {our_flag}?" for flag, our_flag in HERE.items() if our_flag}
     expected["--lr-warmup-method"] = (
-        ": is not a flag here; the warm-up is linear from 1 / steps; write lr_factor in model.py for another"
+        " is not a flag here. The warm-up is linear from 1 / steps. Write lr_factor in model.py for another."
     )
     answers = capsys.readouterr().err.splitlines()
     assert len(answers) == len(HERE)

@@ -39,7 +39,7 @@ def test_help_covers_the_script_and_train_py(words):
 
 def test_a_bad_flag_is_rejected_once_before_any_process_starts():
     ended = launch([SCRIPT, "--epohs", "3"], env={"PATH": PATH, "NPROC_PER_NODE": "2"})
-    assert (ended.code, ended.err) == (2, "--epohs: is not known; did you mean --epochs?\n")
+    assert (ended.code, ended.err) == (2, "--epohs is not a flag here. Did you mean --epochs?\n")
 
 
 @pytest.mark.guarantee("launch")

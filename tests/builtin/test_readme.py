@@ -277,16 +277,20 @@ def messages(path):
             yield node.value
 
 
+MESSAGES_OF_TORCH = ("Expected to have finished reduction", "does not have a deterministic implementation")
+
+
 def test_messages_in_docs_troubleshooting_exist_in_the_code():
     page = PAGES[ROOT / "docs" / "troubleshooting.md"]
-    first, unusual = (
-        page.split(f"<!-- {name}")[1].split("<!-- end of")[0] for name in ("messages of", "unusual input")
-    )
-    rows = re.findall(r"^\| `(.+?)` \|", first, re.MULTILINE) + re.findall(
-        r"\| `([^`]+)` \|(?:<!--.*)?$", unusual, re.MULTILINE
-    )
+    section = page.split("<!-- messages of")[1].split("<!-- end of messages")[0]
+    headings = re.findall(r"^### `([^`]+)`$", section, re.MULTILINE)
     files = [path for pattern in ("*.py", "utils/**/*.py") for path in ROOT.glob(pattern)]
     texts = {text for path in files for text in messages(path)}
-    patterns = {row: re.compile(".*".join(map(re.escape, row.split("..."))), re.DOTALL) for row in rows}
-    assert len(rows) > 24 or IS_CUT
-    assert not [row for row, regex in patterns.items() if not any(map(regex.search, texts))]
+    assert len(headings) > 50 or IS_CUT
+    missing = []
+    for heading in headings:
+        pattern = re.compile(".*".join(map(re.escape, heading.split("..."))), re.DOTALL)
+        is_found = any(map(pattern.search, texts))
+        if not is_found and heading not in MESSAGES_OF_TORCH:
+            missing.append(heading)
+    assert not missing

@@ -155,7 +155,7 @@ def test_the_order_of_turns_alternates_and_ratios_are_medians_over_rounds():
         (["--sharding-memory", "--find-batch"], "not allowed with argument --sharding-memory"),  # extra: sharding
         (["--find-batch", "--ranks", "1,2"], "--find-batch takes one number of --ranks"),
         (["--ranks", "two"], "two: is not a list of numbers; write --ranks 1,2,4"),
-        (["--against", "--lr x"], "lr=x: is not a number"),
+        (["--against", "--lr x"], '--lr must be a number or "auto", got "x"'),
     ],
 )
 def test_bad_flags_are_rejected(words, sentence, capsys):

@@ -58,7 +58,7 @@ def test_a_path_of_windows_is_an_error_and_makes_no_folder(places, tmp_path, cap
         train_flags([f"--{name}={path}", "--backend", "gloo"])
     output = capsys.readouterr().err.strip()
     assert ended.value.code == 2 and [*tmp_path.rglob("*")] == before
-    assert output == f"{name}={path}: is a path of Windows; write it as Linux has it (in WSL C: is /mnt/c)"
+    assert output == f'--{name} must be a path of Linux, not of Windows, got "{path}". In WSL, C: is /mnt/c.'
 
 
 @pytest.mark.guarantee("paths")
@@ -79,9 +79,10 @@ def test_an_unknown_name_is_an_error_and_makes_no_folder(places, tmp_path, capsy
     output = capsys.readouterr().err.strip()
     assert ended.value.code == 2 and [*tmp_path.rglob("*")] == before and len(output.splitlines()) == 1
     if name == "config":
-        assert output.startswith(f"config={path}: cannot be read ")
+        assert output.startswith(f"--config {path} cannot be read ")
     else:
-        assert output == f"{name}={path}: {UNKNOWN[path]} is not known here; write the path in full"
+        expected = f"contains {UNKNOWN[path]}, which has no value here. Write the path in full."
+        assert output == f"--{name} {path} {expected}"
 
 
 def train_in_other_homes(flags, folder):

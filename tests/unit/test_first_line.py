@@ -15,7 +15,7 @@ sys.modules['torch'] = None  # an import of it fails
 sys.argv[0] = 'train.py'
 runpy.run_path('train.py', run_name='__main__')
 """
-REJECTED = "lr=x: is not a number or auto; give a number or auto\n"
+REJECTED = '--lr must be a number or "auto", got "x".\n'
 NO_TORCH = "ModuleNotFoundError: No module named 'torch.distributed'"
 
 

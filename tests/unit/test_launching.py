@@ -278,7 +278,7 @@ FAILED = '{"state": "failed", "rank": 1, "host": "a", "error": "e"}'
     ("torchruns", "status", "message", "code", "expected"),
     [
         (0, '{"state": "completed"}', "", 0, ""),
-        (1, OLD, "UserError: lr=x: is not a number", 2, ""),
+        (1, OLD, 'UserError: --lr must be a number or "auto", got "x"', 2, ""),
         (1, OLD, "StartError: rank 1 of 2: did not start within 5 s", 1, ""),
         (1, SAVED, "", 75, ""),
         (0, SAVED, "", 75, ""),

@@ -1,7 +1,8 @@
 """Checks of a setting's value.
 
-A check is called with the value and returns "what is wrong; what to do", or "" if the value is valid. A check of a list
-is called with each element.
+A check is called with the value, and for a list with each element. It returns "" if the value is valid, else the
+problem: what the value must be, as in "must be even", or what is wrong, as in "has a space. Write it without.". The
+message begins with the flag: `--NAME must be even, got 3.` or `--NAME "a b" has a space. Write it without.`
 """
 
 from __future__ import annotations
@@ -17,21 +18,19 @@ Check = Callable[[Any], str]
 
 def at_least(low: float) -> Check:
     """low <= value."""
-    return lambda value: "" if value >= low else f"is below {low}; give {low} or more"
+    return lambda value: "" if value >= low else f"must be at least {low}"
 
 
 def above(low: float) -> Check:
     """low < value."""
-    return lambda value: "" if value > low else f"is not above {low}; give a number above {low}"
+    return lambda value: "" if value > low else f"must be above {low}"
 
 
 def between(low: float, high: float, inclusive: bool = False) -> Check:
     """low <= value < high; with `inclusive` low <= value <= high."""
     if inclusive:
-        wrong = f"is outside [{low}, {high}]; give a number from {low} to {high}"
-        return lambda value: "" if low <= value <= high else wrong
-    wrong = f"is outside [{low}, {high}); give a number from {low} to below {high}"
-    return lambda value: "" if low <= value < high else wrong
+        return lambda value: "" if low <= value <= high else f"must be from {low} to {high}"
+    return lambda value: "" if low <= value < high else f"must be at least {low} and below {high}"
 
 
 def parse_range(value: str) -> tuple[float, float]:
@@ -48,7 +47,9 @@ def range_up_to(limit: float) -> Check:
             low, high = parse_range(value)
         except (ValueError, ArithmeticError):
             low = high = 0.0
-        return "" if 0 < low <= high <= limit else f"is not a range above 0 and up to {limit}; give e.g. 1/2,1"
+        if 0 < low <= high <= limit:
+            return ""
+        return f"must be two numbers above 0 and up to {limit}, the smaller one first, such as 1/2,1"
 
     return check
 
@@ -60,45 +61,50 @@ class one_of:  # used like the functions around it
         self.choices = choices
 
     def __call__(self, value: Any) -> str:
-        return "" if value in self.choices else f"is not known; choose {nearest(value, self.choices)}"
+        if value in self.choices:
+            return ""
+        names = [str(choice) for choice in self.choices]
+        requirement = f"must be {join_alternatives(names)}"
+        similar = difflib.get_close_matches(str(value), names, n=1)
+        if similar:
+            return f"{requirement}. Did you mean {similar[0]}?"
+        return requirement
 
 
-def nearest(value: Any, choices: Sequence[Any]) -> str:
-    """The choices as text, with "(did you mean x?)" if one of them is similar to the value."""
-    names = [str(choice) for choice in choices]
-    close = difflib.get_close_matches(str(value), names, n=1)
-    text = ", ".join(names)
-    if close:
-        text += f" (did you mean {close[0]}?)"
-    return text
+def join_alternatives(names: Sequence[str]) -> str:
+    """Return "a, b or c"."""
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def refuse(*rows: tuple[str, str]) -> Check:
     """A check by patterns.
 
     Args:
-        rows: a regular expression, and what is wrong with a value in which it is found. The first one counts.
+        rows: a regular expression, and the problem with a value in which it is found. The first one counts.
     """
 
     def check(value: str) -> str:
-        for pattern, wrong in rows:
+        for pattern, problem in rows:
             if re.search(pattern, value):
-                return wrong
+                return problem
         return ""
 
     return check
 
 
 probability = between(0, 1, inclusive=True)
-KEY_IN_URL = (r"://.*\?|://[^/]*:[^/]*@", "has a key in it; give that in the environment or the provider's files")
+KEY_IN_URL = (
+    r"://.*\?|://[^/]*:[^/]*@",
+    "must not contain a key. Give the key in the environment or in the files of the storage provider.",
+)
 path_or_url = refuse(
-    (r"^(?=.*://)(?!\w+://[^/]|file:///[^/])", "is not a URL; give e.g. s3://BUCKET/NAME, or a path"),
+    (r"^(?=.*://)(?!\w+://[^/]|file:///[^/])", "must be a path or a URL such as s3://BUCKET/NAME"),
     KEY_IN_URL,
 )
-EMPTY = (r"^\s*$", "is empty; give a folder, e.g. runs/NAME")
-local_path = refuse(("://", "is not a path; mount the storage and give its path"))
-run_path = refuse(("://", "is not a path; give a local folder"), EMPTY)
-metric_name = refuse((r"^(?!(min:|max:)?[^:]*$)", "has an unknown prefix; write min:NAME or max:NAME"))
-rendezvous_url = refuse(
-    (r"^(?!(env|tcp|file)://|$)", "is not a rendezvous address; give env://, tcp://HOST:PORT or file:///SHARED/PATH")
-)
+EMPTY = (r"^\s*$", "must be a folder such as runs/NAME")
+local_path = refuse(("://", "must be a path, not a URL. Mount the storage and give its path."))
+run_path = refuse(("://", "must be a local folder, not a URL"), EMPTY)
+metric_name = refuse((r"^(?!(min:|max:)?[^:]*$)", "must be auto, NAME, min:NAME or max:NAME"))
+rendezvous_url = refuse((r"^(?!(env|tcp|file)://|$)", "must be env://, tcp://HOST:PORT or file:///SHARED/PATH"))

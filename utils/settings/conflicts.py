@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from utils.settings.deleted_extras import read_deleted_extras
+from utils.settings.problems import describe_problem
 from utils.settings.value_types import to_text
 
 if TYPE_CHECKING:
     from utils.settings.fields import Setting
 
-GIVE_ONLY_ONE = "give only one of the two"
+GIVE_ONLY_ONE = "Give only one of the two."
 
 
 class Conflict(NamedTuple):
@@ -23,7 +24,7 @@ class Conflict(NamedTuple):
     Args:
         other: the name of another setting, which is in conflict if it differs from its default too, or a condition. A
             condition gets the config, and returns something true if there is a conflict.
-        problem: "what is wrong; what to do". {NAME} is the value of a setting, {found} what the condition returned.
+        problem: as a check returns it. {NAME} is the value of a setting, {found} what the condition returned.
         subject: the name of the setting that the message is about, if that is another one.
     """
 
@@ -37,7 +38,7 @@ class UnreadableSettingError(Exception):
 
 
 def find_conflicts(settings: Iterable[Setting], config: Any, invalid: set[str]) -> list[tuple[str, str]]:
-    """The name of a setting and what is wrong, for each combination of values that is refused.
+    """Return the name of a setting and a message, for each combination of values that is refused.
 
     Args:
         settings: all settings.
@@ -59,7 +60,7 @@ def find_conflicts(settings: Iterable[Setting], config: Any, invalid: set[str]) 
             found = name in given and _is_met(conflict, config, given)
             if found and not invalid.intersection(list_field_names(conflict.problem)):
                 problem = conflict.problem.format_map(texts | {"found": found})
-                problems.append((name, f"{name}={texts[name]}: {problem}"))
+                problems.append((name, describe_problem(name, values[name], problem)))
     return problems
 
 

@@ -21,7 +21,7 @@ def list_settings(config: type[Settings]) -> tuple[Setting, ...]:
     """The settings of a config class by group, and within a group in the order of the classes that it is composed of.
 
     Raises:
-        UserError: if a setting is declared in a way that cannot work, with the remedy.
+        UserError: if a setting is declared in a way that cannot work, with the fix.
     """
     if config not in _SETTINGS_BY_CLASS:
         _SETTINGS_BY_CLASS[config] = _read_settings(config)
@@ -32,7 +32,7 @@ def _read_settings(config: type[Settings]) -> tuple[Setting, ...]:
     try:
         annotations = typing.get_type_hints(config)
     except (NameError, AttributeError, TypeError, SyntaxError) as error:
-        raise UserError(f"config.py: {error} in the type of a setting; import or correct it") from None
+        raise UserError(f"config.py: the type of a setting cannot be read ({error}). Import or correct it.") from None
     settings = {}
     problems = []
     for field in dataclasses.fields(config):
@@ -58,20 +58,22 @@ def _check_declaration(field: dataclasses.Field, config: type[Settings]) -> None
     """Raises UserError if the field is not made by `setting` or `yours`, or has a name that is taken."""
     name = field.name
     if "group" not in field.metadata:
-        raise UserError(f'config.py: {name} needs a help; write {name}: {field.type} = yours(DEFAULT, "what it is")')
+        raise UserError(
+            f'config.py: {name} has no help text. Write {name}: {field.type} = yours(DEFAULT, "what it is").'
+        )
     if name in REMOVED_SETTINGS:
-        raise UserError(f"config.py: {name} is the name of a setting that was removed; choose another name")
+        raise UserError(f"config.py: {name} is the name of a setting that was removed. Choose another name.")
     if name in GENERAL_FLAGS:
-        raise UserError(f"config.py: --{name} is a flag of train.py itself; choose another name")
+        raise UserError(f"config.py: --{name} is a flag of train.py itself. Choose another name.")
     for part in config.__mro__:
         if name not in inspect.get_annotations(part):
             if name in vars(part):
-                raise UserError(f"config.py: {name} is a name that the template uses; choose another")
+                raise UserError(f"config.py: {name} is a name that the template uses. Choose another name.")
             continue
         (inherited,) = (declared for declared in dataclasses.fields(part) if declared.name == name)
         are_of_fork = field.metadata["group"] == inherited.metadata["group"] == FORK_GROUP
         if inherited is not field and not are_of_fork:  # which may replace a setting of the example
-            raise UserError(f"config.py: {name} is a setting of the template; choose another name")
+            raise UserError(f"config.py: {name} is a setting of the template. Choose another name.")
 
 
 def _check_conflicts(settings: dict[str, Setting]) -> None:
@@ -83,7 +85,9 @@ def _check_conflicts(settings: dict[str, Setting]) -> None:
             names += [conflict.subject, conflict.other if isinstance(conflict.other, str) else ""]
             for name in names:
                 if name and name != "found" and name not in setting_names:
-                    raise UserError(f"config.py: a conflict of {setting.name} names {name}, which is no setting")
+                    raise UserError(
+                        f"config.py: a conflict of {setting.name} names {name}. Name a setting that exists."
+                    )
 
 
 def _create_setting(field: dataclasses.Field, annotation: Any) -> Setting:
@@ -98,10 +102,7 @@ def _create_setting(field: dataclasses.Field, annotation: Any) -> Setting:
     try:
         setting = dataclasses.replace(setting, default=kind.read(default))
     except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"config.py: the default of {field.name} is {default!r}, which is not {kind.noun};"
-            f" give {kind.remedy or kind.noun}"
-        ) from None
+        raise UserError(f"config.py: the default of {field.name} must be {kind.noun}, got {default!r}.") from None
     _check_default(setting)
     return setting
 
@@ -112,5 +113,7 @@ def _check_default(setting: Setting) -> None:
     for element in elements:
         answer = setting.find_problem(str(element) if setting.is_path else element)
         if not isinstance(answer, str):
-            remedy = 'let it return "" or "what is wrong; what to do"'
-            raise UserError(f"config.py: the check of {setting.name} returns {answer!r} for {element!r}; {remedy}")
+            raise UserError(
+                f"config.py: the check of {setting.name} returns {answer!r} for {element!r}."
+                ' Let it return "" or the problem, such as "must be even".'
+            )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,13 +11,12 @@ from utils.settings.checks import Check, one_of
 from utils.settings.conflicts import Conflict
 from utils.settings.errors import UserError
 from utils.settings.paths import expand_path, explain_path_problem
-from utils.settings.value_types import ValueType, to_text
+from utils.settings.problems import describe_problem
+from utils.settings.value_types import ValueType
 
 FORK_GROUP = "model and data"  # the group of the fork's own settings
 GROUPS = ("run", "data", "model", "training", "precision", "distributed", "checkpoints", "logging", FORK_GROUP)
 GENERAL_FLAGS = ("help", "config", "print_config")  # flags that are no settings
-REDACTED = "[redacted]"  # in place of a secret
-CREDENTIALS_PATTERN = re.compile(r"(?<=://)[^/@]*:[^/@]*(?=@)|(?<=\?).*")  # in a URL
 RESUME_RULES = ("must", "may", "free")
 
 
@@ -60,7 +58,9 @@ def setting(
         is_copied: whether `--config RUN/config.json` takes it from that run.
     """
     if resume not in RESUME_RULES:
-        raise UserError(f"config.py: resume={resume!r} of the setting {help!r} is not known; give must, may or free")
+        raise UserError(
+            f'config.py: the resume rule of the setting "{help}" must be must, may or free, got {resume!r}.'
+        )
     metadata = {
         "default": default,
         "group": group,
@@ -122,6 +122,15 @@ class Setting:
         return self.value_type.may_be_auto or (self.default == "auto" and "auto" not in self.choices)
 
     @property
+    def placeholder(self) -> str:
+        """What stands for the value in `--help`."""
+        if self.value_type.is_list:
+            return self.value_type.placeholder
+        if self.is_path:
+            return "PATH"
+        return "NAME" if self.choices else self.value_type.placeholder
+
+    @property
     def help_with_choices(self) -> str:
         if not self.choices:
             return self.help
@@ -133,24 +142,27 @@ class Setting:
         return self.convert(self.default)[0]
 
     def convert(self, value: Any) -> tuple[Any, str]:
-        """The value converted to the setting's type, and the problem with it ("" if there is none)."""
+        """Return the value converted to the setting's type, and a message about the problem with it, or ""."""
         if self.may_be_auto and isinstance(value, str) and value == "auto":
             return value, ""
         try:
             converted = self.value_type.read(value)
         except (ValueError, KeyError, TypeError):
-            noun = self.value_type.noun
-            remedy = self.value_type.remedy or noun
+            requirement = f"must be {self.value_type.noun}"
             if self.may_be_auto:
-                noun += " or auto"
-                remedy += " or auto"
-            return value, f"is not {noun}; give {remedy}"
+                requirement += ' or "auto"'
+            return value, describe_problem(self.name, value, requirement)
         if not self.value_type.is_list:
-            return self._resolve_value(converted)
-        resolved = [self._resolve_value(element) for element in converted]
-        problems = [problem if self.is_path else f"{element} {problem}" for element, problem in resolved if problem]
-        first_problem = problems[0] if problems else ""
-        return type(converted)(element for element, _ in resolved), first_problem
+            resolved, problem = self._resolve_value(converted)
+            return resolved, describe_problem(self.name, resolved, problem)
+        elements = []
+        message = ""
+        for element in converted:
+            resolved, problem = self._resolve_value(element)
+            elements.append(resolved)
+            if not message:
+                message = describe_problem(self.name, resolved, problem, owner="each element of ")
+        return type(converted)(elements), message
 
     def _resolve_value(self, value: Any) -> tuple[Any, str]:
         """One value, or one element of a list, with `~` and $NAME replaced if it is a path; and its problem."""
@@ -164,18 +176,17 @@ class Setting:
         try:
             return self.check(value) if self.check else ""
         except Exception as error:
-            return f"cannot be checked ({error}); correct the check of {self.name} in config.py"
+            return f"cannot be checked ({error}). Correct the check of {self.name} in config.py."
 
 
 def convert_values(settings: Iterable[Setting], values: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """The valid values, converted to the types of the settings, and the name and problem of each invalid one."""
+    """Return the valid values, converted to the types of the settings, and the name and message of each invalid one."""
     converted = {}
     problems = []
     for setting in settings:
-        value, problem = setting.convert(values[setting.name])
-        if problem:
-            shown = CREDENTIALS_PATTERN.sub(REDACTED, to_text(value) if setting.value_type.is_list else str(value))
-            problems.append((setting.name, f"{setting.name}={shown}: {problem}"))
+        value, message = setting.convert(values[setting.name])
+        if message:
+            problems.append((setting.name, message))
         else:
             converted[setting.name] = value
     return converted, problems

@@ -18,7 +18,7 @@ from utils.settings.unknown_flags import explain_unknown_flag
 from utils.settings.value_types import BOOLEANS
 
 YAML_NULLS = ("", "~", "null", "Null", "NULL")  # of YAML
-FILE_REMEDY = "give a TOML or YAML file, or the config.json of a run"
+FILE_REMEDY = "Give a TOML or YAML file, or the config.json of a run."
 
 
 class FileValues(NamedTuple):
@@ -62,7 +62,7 @@ def read_config_file(file: str, settings: Sequence[Setting]) -> FileValues:
             unknown.append(f"{file}: {answer}")
             without_value.add(meant)
         elif value is None or (isinstance(value, list) and not setting.value_type.is_list):
-            empty.append(f"{file}: {name} has no value, or more than one; leave it out, or give one")
+            empty.append(f"{file}: {name} has no value, or more than one. Give one value, or leave {name} out.")
             without_value.add(name)
         elif setting.is_copied or path.suffix.lower() != ".json":
             read[name] = value
@@ -88,26 +88,32 @@ def _parse_file(path: Path, file: str) -> dict[str, Any]:
         if kind == ".json":
             values = json.loads(text)
         elif kind in (".yaml", ".yml"):
-            values = _parse_yaml(text)
+            values = _parse_yaml(text, file)
         else:
             values = tomllib.loads(text)
+    except UserError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"config={file}: cannot be read ({error}); {FILE_REMEDY}") from None
+        raise UserError(f"--config {file} cannot be read ({error}). {FILE_REMEDY}") from None
     if not isinstance(values, dict):
-        raise UserError(f"config={file}: is not a table of names and values; {FILE_REMEDY}")
+        raise UserError(f"--config {file} must be a table of names and values. {FILE_REMEDY}")
     return values
 
 
-def _parse_yaml(text: str) -> dict[str, Any]:
+def _parse_yaml(text: str, file: str) -> dict[str, Any]:
     """The values of a YAML file as text, as flags have them, or lists of it; None for another or no value.
 
     Raises:
-        ValueError: if it is no YAML, or PyYAML is missing.
+        UserError: if PyYAML is missing.
+        ValueError: if it is no YAML.
     """
     try:
         import yaml
     except Exception as error:
-        raise ValueError(f"PyYAML cannot be imported ({error}): pip install pyyaml, or give a TOML file") from None
+        raise UserError(
+            f"--config {file} needs PyYAML, which cannot be imported ({error})."
+            " Run pip install pyyaml, or give a TOML file."
+        ) from None
     try:
         node = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:

@@ -45,7 +45,7 @@ def read_flags(argv: Sequence[str], settings: Sequence[Setting]) -> ParsedFlags:
             given[name] = values[0]
             values = values[1:]
         elif name in flag_names:
-            problems.append(f"{flag}: expected one argument; see --help")
+            problems.append(f"{flag} has no value. Write {flag} VALUE.")
             without_value.add(name)
         elif flag:
             answer, meant = explain_unknown_flag(flag, flag_names)
@@ -53,8 +53,8 @@ def read_flags(argv: Sequence[str], settings: Sequence[Setting]) -> ParsedFlags:
             without_value.add(meant)
             continue  # the words after it may be its values
         if values:
-            remedy = f"write {flag} 1,2,3" if name in lists else "write --flag value"
-            problems.append(f"{values[0]}: is not a flag; {remedy}")
+            example = f"{flag} 1,2,3" if name in lists else "--NAME VALUE"
+            problems.append(f'"{values[0]}" is not a flag. Write {example}.')
     return ParsedFlags(given, problems, without_value)
 
 

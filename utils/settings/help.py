@@ -10,12 +10,12 @@ from utils.settings.value_types import to_text
 
 USAGE = """usage: torchrun --standalone --nproc-per-node=N train.py [flags]   (or: python train.py [flags])
 
-Flags may be written with _ or -. They override the --config file, which overrides the defaults; launch.sh takes more.
+Flags may be written with _ or -. They override the file of --config, which overrides the defaults in brackets.
 
 general:
   --help [all]                    show the flags that most runs use, or all flags, and exit
-  --config FILE                   read values from a TOML or YAML file or a run's config.json
-  --print_config                  print the resolved config as TOML and exit"""
+  --config FILE                   read settings from a TOML or YAML file, or from a run's config.json
+  --print_config                  print all settings as TOML, and exit"""
 EXAMPLES = """
 examples:
   torchrun --standalone --nproc-per-node=2 train.py --epochs 5
@@ -43,11 +43,12 @@ def format_help(settings: Iterable[Setting], shows_rare: bool) -> str:
 
 
 def _format_setting(setting: Setting) -> list[str]:
-    flag = f"--{setting.name} {setting.value_type.placeholder}"
+    flag = f"--{setting.name} {setting.placeholder}"
+    default = to_text(setting.default)
     if setting.value_type.is_bool:
         flag = f"--[no-]{setting.name}"
+        default = "on" if setting.default else "off"
     text = f"  {flag:31} {setting.help_with_choices}"
-    default = to_text(setting.default)
     if default:
         text += f" [{default}]"
     return textwrap.wrap(text, 120, subsequent_indent=" " * 34)

@@ -86,7 +86,7 @@ ANY_TRAINER = {
     "model-ema-decay ema_max_decay": "`--ema_decay`",
     "model-ema-warmup ema_inv_gamma ema_power": "the average warms up by the number of updates, so leave it out",
     "weights pretrained pretrained-path initial-checkpoint no-resume-opt finetune": (
-        "give `--init_from` a file of weights; for weights of torchvision's models, `--init_from torchvision`"
+        "give `--init_from` a file of weights; for torchvision's own weights give `--init_from torchvision`"
     ),
     "torch_compile torchcompile torchcompile-mode torch_compile_mode": "`--compile`",
     "torch_compile_backend fuser torchscript aot-autograd": (
@@ -505,7 +505,7 @@ LIGHTNING = {
     "track_grad_norm": "each train record has `grad_norm`, so leave it out",
     "enable_model_summary weights_summary": "the banner has the model's parameters, so leave it out",
     "enable_autolog_hparams": "`config.json` in the run folder has all settings, so leave it out",
-    "benchmark": "cuDNN looks for its fastest kernels unless `--deterministic` is given, so leave it out",
+    "benchmark": "the fastest kernels of cuDNN are chosen unless `--deterministic` is given, so leave it out",
     "inference_mode": "evaluations run in `torch.no_grad()`, so leave it out",
     "use_distributed_sampler replace_sampler_ddp": (
         "each epoch uses each sample once on any number of ranks; for another order write `epoch_order` in `dataset.py`"

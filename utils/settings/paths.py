@@ -14,12 +14,12 @@ def expand_path(path: str) -> str:
 
 
 def explain_path_problem(path: str) -> str:
-    """A check of an expanded path: what is wrong with it, or ""."""
+    """A check of an expanded path."""
     if "://" in path or os.path.lexists(path):
         return ""
     if re.match(r"[A-Za-z]:[\\/]|(\\|\.\.?|~|%\w+%)\\", path):
-        return "is a path of Windows; write it as Linux has it (in WSL C: is /mnt/c)"
+        return "must be a path of Linux, not of Windows. In WSL, C: is /mnt/c."
     unknown = re.search(r"\$(\{\w+\}|[A-Za-z_]\w*)|^~[^/]*", path)
     if unknown:
-        return f"{unknown[0]} is not known here; write the path in full"
+        return f"contains {unknown[0]}, which has no value here. Write the path in full."
     return ""

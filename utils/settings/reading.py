@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 
 from utils.settings.declarations import list_settings
 from utils.settings.errors import InvalidSettings
-from utils.settings.fields import REDACTED, Settings
+from utils.settings.fields import Settings
 from utils.settings.files import read_config_file
 from utils.settings.flags import read_flags
 from utils.settings.help import format_help
+from utils.settings.problems import REDACTED
 from utils.settings.removed import pop_removed_settings
 from utils.settings.value_types import BOOLEANS
 
@@ -44,7 +45,7 @@ def read_config(config: type[T], argv: Sequence[str], defaults: dict[str, Any], 
         print(format_help(settings, shows_rare=help_value == "all"))
         raise SystemExit(0)
     if help_value:
-        problems.append(f"help={help_value}: is not known; give --help, or --help all")
+        problems.append(f'--help must have no value or all, got "{help_value}".')
     in_file: dict[str, Any] = {}
     if file:
         read = read_config_file(file, settings)
@@ -60,9 +61,10 @@ def read_config(config: type[T], argv: Sequence[str], defaults: dict[str, Any], 
     sources = {name: f"{file}: " for name in in_file if name not in given}
     for name, value in (in_file | given).items():
         if REDACTED in str(value):
-            text = f"{name}: {REDACTED} stands for a secret that a run did not store"
-            remedy = "give the command again, or better a script that holds the secret"
-            problems.append(f"{sources.get(name, '')}{text}; {remedy}")
+            problems.append(
+                f"{sources.get(name, '')}--{name} contains {REDACTED}, which stands for a secret that a run did not"
+                " store. Give the command again, or better a script that holds the secret."
+            )
     # no conflict is a consequence of what could not be read
     names = {setting.name for setting in settings}
     unreadable = names & without_value - given.keys() - in_file.keys()

@@ -11,40 +11,50 @@ from utils.settings.removed import REMOVED_SETTINGS
 
 TORCHRUN_FLAGS = """nproc_per_node nnodes node_rank master_addr master_port max_restarts local_rank world_size
 gpus devices num_nodes"""
-WITHOUT_FIELD = "if your fork has no such field"  # how a part of an answer begins that is for such a fork only
+WITHOUT_FIELD = "If your fork has no such field"  # how a part of an answer begins that is for such a fork only
 MIN_MISSPELLED_LENGTH = 5  # letters of a word that stays the same word with a wrong one: not so of speed and seed
 
 
 def explain_unknown_flag(word: str, names: Collection[str]) -> tuple[str, str]:
-    """One sentence that says what the word is, and ends with what to do; and the flag that was meant, or "".
+    """Return what the word is and what to do, in whole sentences; and the flag that was meant, or "".
 
     Args:
         word: as it was given: --name, --name=value, or the key of a file.
         names: of the flags that exist.
     """
-    dashes = "--" if word.startswith("-") else ""
+    given_name = word.split("=")[0]
     # in LightningCLI a group comes first: --trainer.max_epochs
-    name = word.split("=")[0].lstrip("-").replace("-", "_").rpartition(".")[2]
+    name = given_name.lstrip("-").replace("-", "_").rpartition(".")[2]
+    dashes = ""
+    is_unknown = f"{given_name} is not a setting."
+    if word.startswith("-"):
+        dashes = "--"
+        is_unknown = f"{given_name} is not a flag here."
     if name in TORCHRUN_FLAGS.split():
-        torchrun = "torchrun --standalone --nproc-per-node=N train.py"
-        return f"{word}: is not known; start the ranks with torchrun: {torchrun}", ""
+        return f"{is_unknown} Start the ranks with torchrun --standalone --nproc-per-node=N train.py.", ""
     if name in REMOVED_SETTINGS:
-        return f"{word} was removed. {REMOVED_SETTINGS[name].replacement}", ""
+        return f"{given_name} was removed. {REMOVED_SETTINGS[name].replacement}", ""
     for extra, settings in read_deleted_extras().items():
         if name.removeprefix("no_") in settings:
-            return f"{word}: this fork has no extra {extra}; see docs/extras.md", ""
+            return f"{given_name} needs the extra {extra}, which this fork has deleted. See docs/extras.md.", ""
     advice = find_advice(name, names)
     if advice == "":
-        return f'{word}: is not a flag of this fork; add a field to the block "yours" of config.py, or leave it out', ""
-    text = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", (advice or "").replace("`", ""))
+        return f'{is_unknown} Add a field to the block "yours" of config.py, or leave it out.', ""
+    parts = [format_advice(part) for part in (advice or "").split("; ") if part]
     meant = find_intended_flag(name, names, advice or "")
     if meant:
-        details = [part for part in text.split("; ")[1:] if not part.startswith(WITHOUT_FIELD)]
-        sentence = "".join(f" {detail[0].upper()}{detail[1:]}." for detail in details)
-        return f"{word}: is not known; did you mean {dashes}{meant}?{sentence}", meant
-    if text:
-        return f"{word}: is not a flag here; {text}", ""
-    return f"{word}: is not known; see --help for all flags", ""
+        details = [part for part in parts[1:] if not part.startswith(WITHOUT_FIELD)]
+        return " ".join([f"{is_unknown} Did you mean {dashes}{meant}?", *details]), meant
+    if parts:
+        return " ".join([is_unknown, *parts]), ""
+    return f"{is_unknown} See --help all for all flags.", ""
+
+
+def format_advice(part: str) -> str:
+    """Return a part of an answer as a sentence without Markdown."""
+    first_letter = part[0].upper()  # of code it is a backtick
+    text = re.sub(r"\[(.*?)\]\((.*?)\)", r"\1 (docs/\2)", first_letter + part[1:])
+    return text.replace("`", "") + "."
 
 
 def find_intended_flag(name: str, names: Collection[str], advice: str) -> str:

@@ -21,8 +21,7 @@ class ValueType:
 
     Args:
         read: makes a value of the type from text or another value. Raises ValueError, KeyError or TypeError.
-        noun: what a value is called in messages.
-        remedy: what to give instead of another value, if that is not the noun.
+        noun: what a value is called in messages, which say that the setting must be it.
         placeholder: what stands for the value in `--help`.
         is_list: whether a value has elements, which are checked one by one.
         is_path: whether `~` and $NAME are replaced.
@@ -33,7 +32,6 @@ class ValueType:
     read: Callable[[Any], Any]
     noun: str
     placeholder: str
-    remedy: str = ""
     is_list: bool = False
     is_path: bool = False
     may_be_auto: bool = False
@@ -72,13 +70,13 @@ def _read_path(value: Any) -> Path:
 
 
 VALUE_TYPES = {
-    int: ValueType(_read_int, "a whole number", "INT"),
+    int: ValueType(_read_int, "an integer", "INT"),
     float: ValueType(_read_float, "a number", "FLOAT"),
     bool: ValueType(_read_bool, "true or false", "BOOL", is_bool=True),
     str: ValueType(_read_str, "text", "STR"),
     Path: ValueType(_read_path, "a path", "PATH", is_path=True),
 }
-PLURAL_NOUNS = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts", Path: "paths"}
+PLURAL_NOUNS = {int: "integers", float: "numbers", bool: "true or false values", str: "texts", Path: "paths"}
 ALLOWED_TYPES = "int, float, bool, str, pathlib.Path, and list[...] or tuple[..., ...] of one of them"
 
 
@@ -98,7 +96,7 @@ def find_value_type(name: str, annotation: Any) -> ValueType:
         return VALUE_TYPES[annotation]
     if origin in (types.UnionType, typing.Union):
         if types.NoneType in arguments:
-            raise UserError(f'config.py: {name} may not be None; leave that out, and write "off" as 0, "" or "auto"')
+            raise UserError(f'config.py: {name} must not be None. Leave None out, and write "off" as 0, "" or "auto".')
         non_str_types = [argument for argument in arguments if argument is not str]
         if len(arguments) == 2 and len(non_str_types) == 1:
             return dataclasses.replace(find_value_type(name, non_str_types[0]), may_be_auto=True)
@@ -107,7 +105,7 @@ def find_value_type(name: str, annotation: Any) -> ValueType:
     if origin is tuple and len(arguments) == 2 and arguments[1] is ... and arguments[0] in VALUE_TYPES:
         return _create_list_type(arguments[0], tuple)
     shown = annotation.__name__ if isinstance(annotation, type) and not origin else str(annotation)
-    raise UserError(f"config.py: {name} has the type {shown}; a setting may have the types {ALLOWED_TYPES}")
+    raise UserError(f"config.py: {name} has the type {shown}. A setting may have the types {ALLOWED_TYPES}.")
 
 
 def _create_list_type(element: type, collection_type: Callable[[Any], Any]) -> ValueType:
@@ -127,9 +125,8 @@ def _create_list_type(element: type, collection_type: Callable[[Any], Any]) -> V
 
     return ValueType(
         read,
-        noun=f"a list of {PLURAL_NOUNS[element]}",
+        noun=f"{PLURAL_NOUNS[element]} with commas between them",
         placeholder=f"{kind.placeholder},...",
-        remedy=f"{PLURAL_NOUNS[element]} with commas between them",
         is_list=True,
         is_path=kind.is_path,
     )

@@ -9,7 +9,7 @@ import pytest
 from config import TrainingConfig
 from utils.redact import redact_config, redact_secrets
 from utils.run.provenance import collect_provenance
-from utils.settings.fields import REDACTED
+from utils.settings.problems import REDACTED
 
 # each with its secret
 SECRETS = {
@@ -68,7 +68,7 @@ def test_a_redacted_command_is_rejected(place, tmp_path, capsys):
         TrainingConfig.from_args(words)
     source = f"{file}: " if place == "TOML" else ""
     assert capsys.readouterr().err == (
-        f"{source}on_checkpoint: [redacted] stands for a secret that a run did not store; give the command again, or"
-        " better a script that holds the secret\n"
+        f"{source}--on_checkpoint contains [redacted], which stands for a secret that a run did not store."
+        " Give the command again, or better a script that holds the secret.\n"
     )
     assert TrainingConfig.from_args([*words, "--on_checkpoint", "true {}"]).on_checkpoint == "true {}"

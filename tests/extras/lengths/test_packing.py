@@ -292,17 +292,17 @@ def test_lengths_of_another_number_or_none_are_refused():
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--too_long alone", "too_long=alone: needs batch_tokens; add it, or leave this out"),
-        ("--bucket_window 3", "bucket_window=3: needs batch_tokens"),
+        ("--too_long alone", "--too_long alone needs --batch_tokens. Add that flag, or leave this one out."),
+        ("--bucket_window 3", "--bucket_window 3 needs --batch_tokens."),
         (
             "--batch_tokens 16 --global_batch_size 40",
-            "global_batch_size=40: is not a multiple of batch_tokens=16; give 32 or 48",
+            "--global_batch_size must be a multiple of --batch_tokens 16, got 40. Give 32 or 48.",
         ),
-        ("--batch_tokens -1", "batch_tokens=-1: is below 0"),
-        ("--batch_tokens 16 --too_long drop", "too_long=drop: is not known; choose error, alone"),
+        ("--batch_tokens -1", "--batch_tokens must be at least 0, got -1."),
+        ("--batch_tokens 16 --too_long drop", '--too_long must be error or alone, got "drop".'),
         (  # extra: compile
             "--batch_tokens 16 --compile reduce-overhead",
-            "batch_tokens=16: has batches of many shapes, and CUDA graphs need one; use --compile default",
+            "--batch_tokens 16 makes batches of many shapes. Use --compile default",
         ),
     ],
 )

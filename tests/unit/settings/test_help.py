@@ -62,5 +62,5 @@ def test_a_setting_that_cannot_be_declared_ends_the_program_with_one_sentence(tm
         text=True,
         timeout=60,
     )
-    assert ended.returncode == 2 and ended.stderr.startswith("config.py: x may not be None; leave that out"), ended
+    assert ended.returncode == 2 and ended.stderr.startswith("config.py: x must not be None. Leave None out"), ended
     assert len(ended.stderr.splitlines()) == 1

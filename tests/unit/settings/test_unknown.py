@@ -44,8 +44,8 @@ def answer(word):
     ],
 )
 def test_a_typing_error_gets_the_flag_that_was_meant(word, meant):
-    assert answer(f"--{word}=1") == f"--{word}=1: is not known; did you mean --{meant}?"
-    assert answer(word) == f"{word}: is not known; did you mean {meant}?"  # the key of a file
+    assert answer(f"--{word}=1") == f"--{word} is not a flag here. Did you mean --{meant}?"
+    assert answer(word) == f"{word} is not a setting. Did you mean {meant}?"  # the key of a file
 
 
 @pytest.mark.parametrize(
@@ -74,21 +74,24 @@ def test_a_typing_error_gets_the_flag_that_was_meant(word, meant):
     ],
 )
 def test_another_word_gets_no_flag(word):
-    assert "did you mean" not in answer(f"--{word}")
+    assert "Did you mean" not in answer(f"--{word}")
 
 
 def test_the_option_of_another_trainer_is_no_typing_error():
     message = explain_unknown_flag("--window_size", ["windows_size"])[0]
-    assert message.startswith("--window_size: is not a flag here; set it in dataset.py")
+    assert message.startswith("--window_size is not a flag here. Set it in dataset.py")
 
 
 def test_a_group_before_the_name_is_left_out():
-    assert answer("--trainer.batch_size") == "--trainer.batch_size: is not known; did you mean --batch_size?"
+    assert answer("--trainer.batch_size") == "--trainer.batch_size is not a flag here. Did you mean --batch_size?"
 
 
 def test_removed_and_deleted_settings_and_those_of_torchrun_are_named(monkeypatch):
     monkeypatch.setattr(unknown_flags, "read_deleted_extras", lambda: {"cache": {"cache_size": 1}})
     assert answer("--minutes").startswith("--minutes was removed. Train 50 steps")
-    assert answer("--no-cache-size") == "--no-cache-size: this fork has no extra cache; see docs/extras.md"
-    assert answer("--nproc-per-node=2").startswith("--nproc-per-node=2: is not known; start the ranks with torchrun")
-    assert answer("--nonsense") == "--nonsense: is not known; see --help for all flags"
+    assert (
+        answer("--no-cache-size")
+        == "--no-cache-size needs the extra cache, which this fork has deleted. See docs/extras.md."
+    )
+    assert answer("--nproc-per-node=2").startswith("--nproc-per-node is not a flag here. Start the ranks with torchrun")
+    assert answer("--nonsense") == "--nonsense is not a flag here. See --help all for all flags."

@@ -11,5 +11,9 @@ from utils.settings.fields import Settings, setting
 @dataclass(frozen=True, kw_only=True)
 class CacheSettings(Settings):
     cache: str = setting(
-        "data", "none", "keep decoded images in RAM or on the device", one_of("none", "ram", "device"), rare=True
+        "data",
+        "none",
+        "where decoded samples stay between epochs, in host memory or on the GPU",
+        one_of("none", "ram", "device"),
+        rare=True,
     )

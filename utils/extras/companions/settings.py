@@ -13,10 +13,10 @@ from utils.settings.checks import EMPTY, KEY_IN_URL, one_of, path_or_url, refuse
 from utils.settings.fields import Settings, setting
 
 mirror_url = refuse(
-    (r"^(?!\w+://[^/]|file:///[^/]|$)", "is not a URL; give e.g. s3://BUCKET/NAME, or the path with --run_dir"),
+    (r"^(?!\w+://[^/]|file:///[^/]|$)", "must be a URL such as s3://BUCKET/NAME. Give a path with --run_dir instead."),
     KEY_IN_URL,
 )
-run_path_or_mirror = refuse(("://", "is not a path; give a local folder, and this URL with --mirror"), EMPTY)
+run_path_or_mirror = refuse(("://", "must be a local folder. Give the URL with --mirror."), EMPTY)
 weights_path = path_or_url
 
 
@@ -24,20 +24,28 @@ def shell_command(value: str) -> str:
     try:
         shlex.split(value)
     except ValueError as error:
-        return f"is not a valid command ({error}); fix its quotes"
+        return f"must be a valid shell command ({error}). Fix its quotes."
     return ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompanionSettings(Settings):
-    mirror: str = setting("run", "", "URL of a copy of the run in object storage, for resume_from too", mirror_url)
+    mirror: str = setting(
+        "run",
+        "",
+        "URL of a copy of the run in object storage, for resuming too (empty: no copy)",
+        mirror_url,
+    )
     track: str = setting(
-        "run", "none", "send settings and records to a tracker", one_of("none", "wandb", "mlflow", "trackio")
+        "run",
+        "none",
+        "experiment tracker that gets settings and records",
+        one_of("none", "wandb", "mlflow", "trackio"),
     )
     on_checkpoint: str = setting(
         "checkpoints",
         "",
-        "command after each checkpoint; {} is its path; put secrets into a script",
+        "shell command after each checkpoint, with {} for its path. Keep secrets in a script",
         shell_command,
         rare=True,
         is_copied=False,  # the config.json of a run may be from somebody else

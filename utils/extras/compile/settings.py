@@ -23,14 +23,16 @@ class CompileSettings(Settings):
     compile: str = setting(
         "model",
         "off",
-        "torch.compile mode",
+        "mode of torch.compile",
         one_of("off", "default", "reduce-overhead"),
         rare=True,
         conflicts=[
             Conflict(
                 has_missing_gradients,
-                "keeps all gradients in place, and find_unused_parameters leaves some out; use --compile default",
+                "needs all gradients, and --find_unused_parameters leaves some out. Use --compile default.",
             )
         ],
     )
-    activation_checkpointing: bool = setting("model", False, "recompute activations to save memory (slower)", rare=True)
+    activation_checkpointing: bool = setting(
+        "model", False, "recompute activations in the backward pass, to save memory (slower)", rare=True
+    )

@@ -14,10 +14,14 @@ class ExactSettings(Settings):
     reduction: str = setting(
         "distributed",
         "fast",
-        "exact: same bits on any ranks",
+        "sum of gradients (exact: same bits on any number of ranks, slower)",
         one_of("fast", "exact"),
         "may",
         conflicts=[
-            Conflict("reduction", f"rounds gradients before they are summed; {GIVE_ONLY_ONE}", subject="comm_hook")
+            Conflict(
+                "reduction",
+                f"rounds gradients before they are summed, so it contradicts --reduction exact. {GIVE_ONLY_ONE}",
+                subject="comm_hook",
+            )
         ],
     )

@@ -18,7 +18,7 @@ def has_cuda_graphs(config: Any) -> bool:
     return config.compile == "reduce-overhead"
 
 
-NEEDS_BUDGET = Conflict(has_no_budget, "needs batch_tokens; add it, or leave this out")
+NEEDS_BUDGET = Conflict(has_no_budget, "needs --batch_tokens. Add that flag, or leave this one out.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +26,20 @@ class LengthsSettings(Settings):
     batch_tokens: int = setting(
         "training",
         0,
-        "tokens, frames, ... of a micro-batch, padding included; needs lengths (0 = off)",
+        "tokens (or frames) of a micro-batch, with padding, by the data set's lengths (0: off)",
         at_least(0),
         "must",
         conflicts=[
-            Conflict(has_cuda_graphs, "has batches of many shapes, and CUDA graphs need one; use --compile default")
+            Conflict(
+                has_cuda_graphs,
+                "makes batches of many shapes. Use --compile default, since CUDA graphs need a single shape.",
+            )
         ],
     )
     too_long: str = setting(
         "training",
         "error",
-        "samples longer than batch_tokens",
+        "treatment of a sample longer than batch_tokens (alone: it gets a micro-batch of its own)",
         one_of("error", "alone"),
         rare=True,
         conflicts=[NEEDS_BUDGET],
@@ -44,7 +47,7 @@ class LengthsSettings(Settings):
     bucket_window: int = setting(
         "training",
         100,
-        "micro-batches sorted by length together",
+        "number of micro-batches whose samples are sorted by length together",
         at_least(1),
         "must",
         rare=True,

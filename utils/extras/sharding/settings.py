@@ -14,8 +14,9 @@ from utils.settings.conflicts import GIVE_ONLY_ONE, Conflict
 from utils.settings.fields import Settings, setting
 
 SHARDED_AMP_DTYPES = ("bf16_params", "fp16_params")
+SHARDED_AMP_HELP = ", in which FSDP also gathers parameters with _params"
 INCOMPATIBLE_SETTINGS = ("reduction", "comm_hook", "compile", "find_unused_parameters")
-NEEDS_SHARDING = "needs sharding; add --sharding zero3, or leave it out"
+NEEDS_SHARDING = "needs sharding. Add --sharding zero3, or leave this flag out."
 
 
 def is_not_sharded(config: Any) -> bool:
@@ -31,11 +32,12 @@ class ShardingSettings(Settings):
     sharding: str = setting(
         "distributed",
         "none",
-        "FSDP: shard the model over the ranks",
+        "what FSDP divides between ranks (zero2: gradients and optimizer state, zero3: parameters"
+        " too, hybrid: as zero3, within each node)",
         one_of("none", "zero2", "zero3", "hybrid"),
         "may",
         conflicts=[
-            Conflict("sharding", f"does not work with sharding={{sharding}}; {GIVE_ONLY_ONE}", subject=name)
+            Conflict("sharding", f"does not work with --sharding {{sharding}}. {GIVE_ONLY_ONE}", subject=name)
             for name in INCOMPATIBLE_SETTINGS
         ]
         + [Conflict(has_params_dtype_without_sharding, NEEDS_SHARDING, subject="amp_dtype")],
@@ -43,7 +45,7 @@ class ShardingSettings(Settings):
     cpu_offload: bool = setting(
         "distributed",
         False,
-        "keep shards and optimizer in host memory (slower)",
+        "keep parameters and optimizer state of FSDP in host memory (slower)",
         resume="may",
         rare=True,
         conflicts=[Conflict(is_not_sharded, NEEDS_SHARDING)],

@@ -10,4 +10,6 @@ from utils.settings.fields import Settings, setting
 
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings(Settings):
-    hang_timeout: float = setting("distributed", 300.0, "seconds without progress before abort (0 = off)", at_least(0))
+    hang_timeout: float = setting(
+        "distributed", 300.0, "seconds without progress after which the run ends (0: no limit)", at_least(0)
+    )
