@@ -31,7 +31,7 @@ def test_a_worker_that_hangs_ends_the_run_with_its_rank(runs):  # extra: watch
     ended = finish(WarmLaunch(2, runs.program(HANGS), words))
     assert ended.code == 1 and ended.left == 0, ended.text
     status = runs.json("run", "status.json")
-    expected = r"no progress for \d+ s: rank 1 on \S+ hangs in data of step 3 "
+    expected = r"There was no progress for \d+ s: rank 1 on \S+ hangs in data of step 3 "
     assert (status["state"], status["rank"]) == ("failed", 1) and re.search(expected, status["error"]), str(status)
     assert re.search(expected, ended.text)
 
@@ -125,7 +125,7 @@ def test_one_slow_step_is_called_slow_and_training_continues(runs, ranks):  # ex
         WarmLaunch(ranks, runs.program(ONE_SLOW_BATCH), runs.words("run", *"--dataset_size 200 --epochs 1".split()))
     )
     assert (ended.code, ended.left) == (0, 0), ended.text
-    regex = rf"WARN.*no progress for \d s: rank {min(ranks, 1)} on \S+ is slow in forward of step \d+ \(process \d+\)\n"
+    regex = rf"WARN.*no progress for \d s: rank {min(ranks, 1)} on \S+ is slow in forward of step \d+ \(process \d+\)\."
     assert len(re.findall(regex, runs.log("run"))) == ended.text.count("no progress") == 1, ended.text
     assert " hangs " not in ended.text and not list(runs.folder("run").glob("hang-*"))
 

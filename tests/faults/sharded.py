@@ -141,7 +141,7 @@ def killed(drill: Drill, function: str, moment: str, rank: int, step: int) -> No
     job = drill.start(2, *ZERO3, code=f"{KILLED}\nkill_at({function!r}, {moment!r}, {rank})")
     sentences: list[str] = []
     failed_rank: int | None = None  # without the watchdog, the rank that lost its peer reports
-    sentences, failed_rank = [rf"rank {rank} on {HOST} was killed or cut off"], rank  # extra: watch
+    sentences, failed_rank = [rf"Rank {rank} on {HOST} was killed or cut off"], rank  # extra: watch
     drill.fails(job, *sentences, rank=failed_rank)
     names = [path.name for path in checkpoint.list_step_checkpoints(job.folder / "checkpoints")]
     assert names[-1] == f"step_000000{step}"

@@ -74,7 +74,7 @@ def killed_at_the_start(drill: Drill) -> None:
     job = drill.start(2, *RUN, code=SLOW_START)
     job.wait_for(lambda: (job.folder / "status.json").exists())
     job.signal(1, signal.SIGKILL)
-    drill.fails(job, r"rank 1 on \S+ was killed or cut off, last seen in start of step 0; look for", rank=1)
+    drill.fails(job, r"Rank 1 on \S+ was killed or cut off, last seen in start of step 0\. Look for", rank=1)
     assert drill.json("status.json")["step"] == 0
     drill.fork(2, *RUN)  # the same command: there is no run yet
     drill.is_whole(2, *RUN)
