@@ -236,13 +236,13 @@ TABLE = [
     Row("run folder read-only", lambda setup: setup.nodes[1].bind(setup.storage, setup.storage, is_read_only=True), "launch.sh", "node1",
         "cannot write to the folder that holds --run_dir ... (Read-only file system)"),
     Row("run folder full", lambda setup: setup.nodes.mount_tmpfs(setup.storage, "4m"), "preflight", "node0",
-        "free, ... checkpoints of ... need", 1),  # extra: preflight
+        "of free space, but ... checkpoints of ... need", 1),  # extra: preflight
     Row("small shared memory", lambda setup: setup.nodes[1].mount_tmpfs(Path("/dev/shm"), "64k"), "preflight", "node1",
         "give the job more memory or a larger --shm-size", 1),  # extra: preflight
     Row("few open files", before(1, 'ulimit -n 40 && exec "$@"'), "train.py", "node1", "The limit on open files is"),
-    Row("clock off", other_time, "preflight", "node1", "the clock of ... is ... ahead of", 1),  # extra: preflight
+    Row("clock off", other_time, "preflight", "node1", "The clock of ... is ... ahead of", 1),  # extra: preflight
     Row("busy node", busy_node, "preflight", "node1", "times slower than the median", 0),  # extra: preflight
-    Row("slow link", lambda setup: setup.nodes[1].slow("500mbit"), "preflight", "node1", "all links of ... are slow", 0, nodes=3),  # extra: preflight
+    Row("slow link", lambda setup: setup.nodes[1].slow("500mbit"), "preflight", "node1", "All links of ... are slow", 0, nodes=3),  # extra: preflight
     Row("large frames", large_frames, "launch.sh", "node1", "Small packets pass between ... and MASTER_ADDR=..., but large ones do not", None),
     Row("other launch on the port", lambda setup: setup.flags[1].extend(["--run_dir", setup.storage / "other"]), "launch.sh", "node0",
         "MASTER_PORT=... of ... is used by another launch, with another --run_dir", None),
