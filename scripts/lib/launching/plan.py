@@ -50,7 +50,7 @@ FLAGS = {  # name: (default, help); the variable is the flag's name in upper cas
     "max-restarts": ("0", "restarts by torchrun (c10d) [0]"),
     "rdzv-backend": ("", "static or c10d [derived from the other flags]"),
     "retries": ("0", "how often to relaunch after a failure or preemption [0]"),
-    "wait": ("", "seconds to wait for the other nodes [900; 15 if the name or route does not exist]"),
+    "wait": ("", "seconds to wait for the other nodes [900, or 15 if the name or route does not exist]"),
 }
 VARIABLES = {"retries": "LAUNCH_RETRIES", "wait": "LAUNCH_WAIT"}
 SWITCHES = {
@@ -97,7 +97,7 @@ def create_parser(env: dict[str, str]) -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", metavar=variable, default=env.get(variable) or default, help=text)
         if "-" in name:
             parser.add_argument(f"--{name.replace('-', '_')}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    text = "run launch.sh on these hosts over ssh, in this directory and with these variables; the first is node 0"
+    text = "run launch.sh on these hosts over ssh, in this directory and with these variables (the first host is node 0)"
     parser.add_argument("--hosts", metavar="HOST,HOST", default="", help=text)
     parser.add_argument(  # extra: benchmark
         "--scaling", metavar="FILE.json", default="", help="measure instead of training (scripts/benchmark.py --json)"
