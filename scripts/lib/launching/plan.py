@@ -97,7 +97,7 @@ def create_parser(env: dict[str, str]) -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", metavar=variable, default=env.get(variable) or default, help=text)
         if "-" in name:
             parser.add_argument(f"--{name.replace('-', '_')}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    text = "run launch.sh on these hosts over ssh, in this directory and with these variables (the first host is node 0)"
+    text = "run launch.sh on these hosts over ssh, in this directory and with these variables (the first is node 0)"
     parser.add_argument("--hosts", metavar="HOST,HOST", default="", help=text)
     parser.add_argument(  # extra: benchmark
         "--scaling", metavar="FILE.json", default="", help="measure instead of training (scripts/benchmark.py --json)"
