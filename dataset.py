@@ -132,6 +132,8 @@ def _cifar10(config: TrainingConfig, split: str) -> InMemoryImages | None:
     if split not in ("train", "val"):
         return None
     if config.in_channels not in ("auto", 3) or config.image_size not in ("auto", 32):
-        raise UserError("dataset=cifar10: has 3 channels and 32x32 pixels; leave in_channels and image_size at auto")
+        raise UserError(
+            "--dataset cifar10 has 3 channels and 32x32 pixels. Leave --in_channels and --image_size at auto."
+        )
     images, labels, classes = read_cifar10(Path(config.data_dir), is_train=split == "train")
     return InMemoryImages(images, labels, classes, mean=CIFAR_MEAN, std=CIFAR_STD, split=split)

@@ -133,7 +133,7 @@ def train_epochs(training: Training, after_epoch: Callable[[Training], object] |
     if training.attempt.run.resume_path:
         checkpoints.save(blocking=True)  # a run continued from another folder gets a first checkpoint of its own
         if schedule.is_at_end:
-            logger.info("nothing is left to train; to train longer, increase --epochs or --max_steps")
+            logger.info("Nothing is left to train. To train longer, increase --epochs or --max_steps.")
     training.consensus.vote_and_wait()  # raises Stopped if a rank was asked to stop before the first step
     while not schedule.is_finished:
         train_one_epoch(training)
@@ -149,7 +149,7 @@ def train_epochs(training: Training, after_epoch: Callable[[Training], object] |
         if schedule.is_patience_over:
             checkpoints.save(blocking=True)
     if schedule.is_patience_over:
-        text = "patience: no improvement in %d evaluations, so the run ends; to train longer, increase --patience"
+        text = "The run ends, since %d evaluations had no improvement. To train longer, increase --patience."
         logger.info(text, config.patience)
 
 
@@ -218,7 +218,7 @@ def compute_gradient(training: Training, micro_batches: Iterator[MicroBatch]) ->
             state.backward(loss_sum, micro_batch.is_padding)
         if micro_batch.is_last:
             return micro_batch.samples_in_step, own_indices
-    raise RuntimeError("the stream of micro-batches ended within a step; this is a bug in the loader")
+    raise RuntimeError("The stream of micro-batches ended within a step. This is a bug in the loader.")
 
 
 def pause_steps(training: Training) -> None:

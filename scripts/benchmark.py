@@ -5,16 +5,17 @@ torchrun --standalone --nproc-per-node=N scripts/benchmark.py [--against FLAGS].
 scripts/launch.sh --scaling FILE.json [flags of train.py]       the same on several nodes, on each node
 python scripts/benchmark.py --find-batch [--ranks N] [--memory GIB] [flags of train.py]          largest micro-batch
 
-The first command times train.py's loop with its default checks, records and watchdog: as given, with the flags of each
---against, such as "--num_workers 2", "--compile default" or "--save_every_steps 20", and, on several
-ranks, without communication: what that saves is the communication that is not hidden by the backward pass. In each
-round all take two turns of --steps optimizer steps, one in forward and one in reverse order. Ratios are medians over
-the rounds. The control compares first with second turns; a row is marked noisy if they differ by more than 3 %. Times
-are measured on rank 0; CPU time includes all its threads. Memory is the peak of the CUDA allocator.
+The first command times train.py's loop with its default checks, records and watchdog. It measures the flags as given,
+and with the flags of each --against, such as "--num_workers 2", "--compile default" or "--save_every_steps 20". On
+several ranks it also measures without communication. What that saves is the communication that is not hidden by the
+backward pass. In each round all take two turns of --steps optimizer steps, one in forward and one in reverse order.
+Ratios are medians over the rounds. The control compares first with second turns. A row is marked noisy if they differ
+by more than 3 %. Times are measured on rank 0. CPU time includes all its threads. Memory is the peak of the CUDA
+allocator.
 
 FILE collects the measurements of several launches with the same flags, and each launch prints them as one table by
-number of ranks: run it on 1, 2 and 4 ranks. With --global_batch_size the work is the same on any ranks (strong
-scaling), else each rank has as much (weak scaling).
+number of ranks. Run it on 1, 2 and 4 ranks. With --global_batch_size the work is the same on any number of ranks
+(strong scaling), else each rank has as much work (weak scaling).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def parse_ranks(text: str) -> list[int]:
     try:
         return sorted({*map(int, text.split(","))})
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: is not a list of numbers; write --ranks 1,2,4") from None
+        raise argparse.ArgumentTypeError(f'must be a list of numbers such as 1,2,4, got "{text}".') from None
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -47,38 +48,47 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     mode = parser.add_mutually_exclusive_group()
     modes = {
-        "find-batch": "the largest micro-batch",
-        "sharding-memory": "memory of a rank by --sharding",  # extra: sharding
+        "find-batch": "find the largest micro-batch",
+        "sharding-memory": "measure the memory of a rank with each --sharding",  # extra: sharding
     }
     for name, help_ in modes.items():
         mode.add_argument(f"--{name}", action="store_const", const=name, dest="mode", default="speed", help=help_)
     parser.add_argument(
-        "--against", metavar="FLAGS", action="append", default=[], help="also with these flags of train.py; repeatable"
+        "--against",
+        metavar="FLAGS",
+        action="append",
+        default=[],
+        help="measure with these flags of train.py too (may be given several times)",
     )
-    parser.add_argument("--rounds", type=int, default=7, help="rounds; results are medians over them [7]")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps per turn [20]")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures; an existing file is extended")
-    help_ = "with --find-batch: ranks on this machine [1]"
-    help_ += "; with --sharding-memory: a list [1,2,4,8]"  # extra: sharding
+    parser.add_argument("--rounds", type=int, default=7, help="rounds, over which results are medians (default: 7)")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps per turn (default: 20)")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all figures to this file (an existing file is extended)"
+    )
+    help_ = "with --find-batch, ranks on this machine (default: 1)"
+    help_ += ", and with --sharding-memory, a list (default: 1,2,4,8)"  # extra: sharding
     parser.add_argument("--ranks", type=parse_ranks, default=[], help=help_)
     parser.add_argument(
-        "--memory", type=float, default=0.0, metavar="GIB", help="with --find-batch: memory limit per rank"
+        "--memory", type=float, default=0.0, metavar="GIB", help="with --find-batch, memory limit per rank"
     )
     options, flags = parser.parse_known_args(argv)
     if options.mode == "sharding-memory":  # extra: sharding
         options.ranks = options.ranks or [1, 2, 4, 8]
     options.ranks = options.ranks or [1]
     if options.mode == "find-batch" and len(options.ranks) > 1:
-        parser.error("--find-batch takes one number of --ranks; give that of the run on one machine")
+        parser.error("--find-batch takes one number of --ranks. Give the number of ranks of the run on one machine.")
     if min(options.rounds, options.steps, *options.ranks) < 1 or options.memory < 0:
-        parser.error("--rounds, --steps and --ranks must be 1 or more, --memory 0 or more; omit them for the defaults")
+        parser.error("--rounds, --steps and --ranks must be at least 1, and --memory must be at least 0.")
     if options.mode != "speed" and "RANK" in os.environ:
-        parser.error(f"--{options.mode} measures one process; start it with python instead of torchrun")
+        parser.error(f"--{options.mode} measures one process. Start it with python instead of torchrun.")
     configs = [TrainingConfig.from_args(flags)]
     for changes in options.against:
         configs.append(TrainingConfig.from_args(shlex.split(changes), configs[0].to_dict()))
     if options.mode == "speed" and any(config.batch_tokens for config in configs):  # extra: lengths
-        parser.error("--batch_tokens: its epochs cannot be cut to --steps steps; see tokens_per_s in a run's records")
+        parser.error(
+            "--batch_tokens does not go with this measurement, since its epochs cannot be cut to --steps steps. See"
+            " tokens_per_s in the records of a run."
+        )
     return options, flags
 
 

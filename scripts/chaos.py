@@ -6,7 +6,8 @@ python scripts/chaos.py --ranks 2 --minutes 15 --kinds all -- --run_dir runs/soa
 python scripts/chaos.py --ranks 4,1,2 --faults 3 -- --run_dir runs/b --reduction exact --global_batch_size 256
 
 Each launch is `torchrun --standalone ... train.py --resume_from auto`. --seed determines the faults, their targets and
-their times. Exits 0 when the run is completed (with --minutes: when the time is up and the run can be resumed).
+their times. The exit code is 0 if the run is completed. With --minutes it is 0 if the time is up and the run can be
+resumed.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class ChaosTest:
                 launch.wait(END_TIMEOUT_S)
             status = self.folder / "status.json"
             state = json.loads(status.read_text())["state"] if status.exists() else "unknown"
-            self.print_line(f"launch ended: {state}")
+            self.print_line(f"The launch has ended. State: {state}.")
             if launch.returncode == 2:
                 return 2
         return self.print_summary()
@@ -142,23 +143,32 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--ranks", type=parse_ranks, default=[2], help="ranks, or those of each launch in turn: 4,1,2 [2]"
+        "--ranks",
+        type=parse_ranks,
+        default=[2],
+        help="number of ranks, or those of each launch in turn, such as 4,1,2 (default: 2)",
     )
-    parser.add_argument("--faults", type=int, default=0, help="number of faults (0: until the time is up)")
-    parser.add_argument("--minutes", type=float, default=0.0, help="duration (0: until the run is completed)")
-    parser.add_argument("--every", type=float, default=60.0, help="mean seconds of training between faults")
-    parser.add_argument("--every-steps", type=int, default=0, help="mean steps between faults; overrides --every")
-    parser.add_argument("--kinds", choices=("kills", "all"), default="kills", help="kills: only SIGKILL ranks")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", type=int, default=0, help="number of faults (default: as many as the time allows)")
+    parser.add_argument("--minutes", type=float, default=0.0, help="duration (default: until the run is completed)")
+    parser.add_argument("--every", type=float, default=60.0, help="mean seconds between faults (default: 60)")
+    parser.add_argument("--every-steps", type=int, default=0, help="mean steps between faults, instead of --every")
+    parser.add_argument(
+        "--kinds",
+        choices=("kills", "all"),
+        default="kills",
+        help="the faults: only ranks killed with SIGKILL, or all kinds (default: kills)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default: 0)")
     parser.add_argument("--log", type=Path, help="file for the output of the launches")
     parser.add_argument("flags", nargs="*", help="flags of train.py, after --")
     options = parser.parse_args()
     if not options.faults and not options.minutes:
-        parser.error("give --faults or --minutes")
+        parser.error("Give --faults or --minutes.")
     try:
         return ChaosTest(options).run()
     except subprocess.TimeoutExpired as error:
-        print(f"the launch did not end within {error.timeout:.0f} s; see the logs in the run folder", file=sys.stderr)
+        text = f"The launch did not end within {error.timeout:.0f} s. See the logs in the run folder."
+        print(text, file=sys.stderr)
         return 1
 
 

@@ -1,11 +1,11 @@
 """Export a checkpoint for inference: python scripts/export.py CKPT OUT [--no-ema] [--format FORMAT]
 
-The averaged weights of --ema_decay are exported if the checkpoint has them, since they selected the best one; --no-ema
-exports the plain weights. OUT is a single file with the weights and the config, plus mean, std and class names for
-image data: written by torch.save, or with --format safetensors as safetensors. With torch.export or onnx it is the
-traced model, which has a dynamic batch size and needs no code from this repository. Its metadata has mean, std, class
-names and the size of images. The script prints code that loads and runs it. OUT is written atomically: a failed export
-leaves an existing file unchanged.
+The averaged weights of --ema_decay are exported if the checkpoint has them, since they selected the best checkpoint.
+--no-ema exports the plain weights. OUT is a single file with the weights and the config, plus mean, std and class names
+for image data. It is written by torch.save, or with --format safetensors as safetensors. With --format torch.export or
+onnx, OUT is the traced model, which has a dynamic batch size and needs no code from this repository. Its metadata has
+mean, std, class names and the size of images. The script prints code that loads and runs OUT. OUT is written
+atomically, so a failed export leaves an existing file unchanged.
 """
 
 from __future__ import annotations
@@ -154,7 +154,9 @@ def export_program(saved: dict[str, Any], net: nn.Module, inputs: tuple, target:
             import_module(name)
     except Exception as error:
         remedy = "pip install --force-reinstall onnx onnxscript"
-        raise UserError(f"format=onnx: needs onnx and onnxscript ({error}); {remedy}") from None
+        raise UserError(
+            f"--format onnx needs onnx and onnxscript, which cannot be used ({error}). Run {remedy}."
+        ) from None
     onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
     onnx.model.metadata_props.update({name: json.dumps(value) for name, value in metadata.items()})
     data = onnx.model_proto.SerializeToString()
@@ -169,8 +171,8 @@ def check_dtypes(program: torch.export.ExportedProgram) -> None:
             values = tree_leaves(node.meta.get("val"))
             if any(isinstance(value, Tensor) and value.dtype is torch.bfloat16 for value in values):
                 raise UserError(
-                    "format=onnx: the model computes in bfloat16, which onnxruntime cannot run; let create_model and"
-                    " forward use float32 or float16, or use --format torch.export"
+                    "--format onnx does not fit the model, which computes in bfloat16, since onnxruntime cannot run"
+                    " that. Let create_model and forward use float32 or float16, or use --format torch.export."
                 )
 
 
@@ -187,16 +189,18 @@ def check_onnx_loads(data: bytes) -> None:
     except Exception as error:  # its errors have no common class
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"format=onnx: onnxruntime cannot load the program ({reason}); let create_model and forward use float32,"
-            " or use --format torch.export"
+            f"--format onnx does not fit the model, since onnxruntime cannot load the program ({reason}). Let"
+            " create_model and forward use float32, or use --format torch.export."
         ) from None
 
 
 def as_safetensors(saved: dict[str, Any]) -> bytes:
     """The weights, and the rest as JSON in the metadata. Raises UserError."""
-    save = import_optional("format=safetensors", "safetensors.torch").save
+    save = import_optional("--format safetensors", "safetensors.torch").save
     if non_tensors := [name for name, value in saved["model"].items() if not isinstance(value, Tensor)]:
-        raise UserError(f"format=safetensors: holds tensors only, and {non_tensors[0]} is none; use --format weights")
+        raise UserError(
+            f"--format safetensors holds tensors only, but {non_tensors[0]} is not a tensor. Use --format weights."
+        )
     # a tied weight once for each of its names: the format has no shared memory
     weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in saved["model"].items()}
     data: bytes = save(weights, {name: json.dumps(value) for name, value in saved.items() if name != "model"})
@@ -288,27 +292,34 @@ def format_usage(
 def check_only_saved(options: argparse.Namespace, unsaved: dict[str, str], has_code: bool) -> None:
     """Raises UserError if nothing can be left out."""
     if options.only_saved and has_code:
-        raise UserError(f"only_saved: {options.format} needs all weights; use --format weights or safetensors")
+        raise UserError(
+            f"--only_saved does not go with --format {options.format}, which needs all weights. Use --format weights or"
+            " safetensors."
+        )
     if options.only_saved and not unsaved:
-        raise UserError("only_saved: the checkpoint has left out no weights; leave out --only_saved")
+        raise UserError("The checkpoint has all weights, so --only_saved has no effect. Leave out --only_saved.")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("checkpoint", help="a path or a URL, also of a run: its best checkpoint")
-    parser.add_argument("out", type=Path)
+    parser.add_argument(
+        "checkpoint", help="path or URL of a checkpoint, or of a run, of which the best checkpoint is taken"
+    )
+    parser.add_argument("out", type=Path, help="the file to write")
     add_ema_flag(parser)
-    parser.add_argument("--only_saved", action="store_true", help="without what is_saved leaves out")
-    parser.add_argument("--format", choices=FORMATS, default="weights")
+    parser.add_argument(
+        "--only_saved", action="store_true", help="leave out the weights for which is_saved of model.py is False"
+    )
+    parser.add_argument("--format", choices=FORMATS, default="weights", help="format of OUT (default: weights)")
     options = parser.parse_args()
     out, has_code = options.out, options.format in ("torch.export", "onnx")
     try:
         source = local_checkpoint(options.checkpoint)
         saved, local_fields = read_export(source, options.ema)
         if out.exists() and out.samefile(source):
-            raise UserError(f"{out}: is the checkpoint itself; give another name for the export")
+            raise UserError(f"{out} is the checkpoint itself. Give another name for the export.")
         out.parent.mkdir(parents=True, exist_ok=True)
         local_fields["compile"] = "off"  # extra: compile
         config = TrainingConfig(**saved["config"] | local_fields | {"backend": "gloo"})  # on the CPU
@@ -327,7 +338,7 @@ def main() -> int:
                 if has_code:
                     raise
                 print(error, file=sys.stderr)
-                shapes = "as in compute_loss; their shapes are unknown without the data"
+                shapes = "as in compute_loss, with shapes that are unknown without the data"
         else:
             is_classifier = can_classify_zeros(config, saved)
         if options.only_saved:
@@ -350,15 +361,15 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     if not has_code:
-        print(f"left out of its config, as places and commands of this machine: {', '.join(local_fields)}")
+        print(f"The config in the export leaves out paths and commands of this machine: {', '.join(local_fields)}.")
     code = format_usage(options, saved, shapes, is_image_model, is_classifier)
     if options.only_saved:
-        print(f"left out of its weights; create_model must give these: {', '.join(unsaved)}")
+        print(f"The export leaves out these weights, which create_model must give: {', '.join(unsaved)}.")
         # training seeds the generator, from which create_model may draw the frozen weights
         code = code.replace("model = create", 'torch.manual_seed(saved["config"]["seed"])\nmodel = create')
         code = re.sub(r"(load_state_dict\(.*)\)", r"\1, strict=False)", code)
     weights, size = WEIGHT_TITLES[saved["weights"]], out.stat().st_size / 1e6
-    print(f"wrote {out} from the {weights} of {source} ({size:.1f} MB); to use it:\n")
+    print(f"{out} was written from the {weights} of {source} ({size:.1f} MB). This code uses it:\n")
     print(code)
     return 0
 

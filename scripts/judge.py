@@ -26,19 +26,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.lib.judge.evaluation_code import explain_difference, list_notes
 from scripts.lib.judge.statistics import CONFIDENCE_LEVEL, are_equal, find_collapsed, judge_differences
-from scripts.lib.verify.result import CANNOT_WRITE, explain_unwritable
+from scripts.lib.verify.result import GIVE_JSON_FILE, explain_unwritable
 from utils.files import read_json, replace_json
 from utils.run.command_line import repair_standard_streams
 from utils.settings.checks import metric_name
 from utils.settings.errors import UserError
+from utils.settings.problems import describe_problem
 from utils.table import format_table
 
 MIN_SEEDS = 3
 DEFAULT_SEEDS = 5
-RERUN_ADVICE = "give the same command again, which keeps what is complete"
+RERUN_ADVICE = "give the same command again, which keeps complete runs"
 UNRECORDED_CONTENT = {  # settings, and what of theirs no record shows
-    "init_from": "what these weights have learned before",
-    "data_dir": "the content of training samples, beyond their names and labels,",
+    "init_from": "What these weights have learned before was not compared.",
+    "data_dir": "Of the training samples only names and labels were compared.",
 }
 MIN_SLOWDOWN = 1.25  # a side whose steps take more than this many times as long, in all pairs, is noted
 
@@ -48,14 +49,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("a", metavar="A", help="a fork's folder, a config file, or flags in quotes")
-    add("b", metavar="B", help="the same")
-    add("--seeds", type=int, default=DEFAULT_SEEDS, metavar="N", help=f"number of seeds [{DEFAULT_SEEDS}]")
-    add("--first-seed", type=int, default=0, metavar="S", help="the seeds are S, S + 1, ... [0]")
-    add("--metric", default="", help="min:NAME or max:NAME of the evaluations [best_metric]")
-    add("--ranks", type=int, default=1, help="ranks of each run [1]")
-    add("--out", type=Path, help="folder of the runs; continues there [the next runs/judge-N]")
-    add("--json", type=Path, metavar="FILE", help="write the result here, or why there is none")
+    add("a", metavar="A", help="the folder of a fork, a config file, or flags in quotes")
+    add("b", metavar="B", help="the same for the other side")
+    add("--seeds", type=int, default=DEFAULT_SEEDS, metavar="N", help=f"number of seeds (default: {DEFAULT_SEEDS})")
+    add("--first-seed", type=int, default=0, metavar="S", help="the seeds are S, S + 1, ... (default: 0)")
+    add("--metric", default="", help="min:NAME or max:NAME of the evaluations (default: best_metric of the settings)")
+    add("--ranks", type=int, default=1, help="ranks of each run (default: 1)")
+    add("--out", type=Path, help="folder of the runs, where a comparison continues (default: the next runs/judge-N)")
+    add("--json", type=Path, metavar="FILE", help="write the result, or why there is none, to this file")
     end = argv.index("--") if "--" in argv else len(argv)
     words = []
     for word in argv[:end]:
@@ -91,12 +92,14 @@ class Judge:
 
         options = self.options
         if options.seeds < MIN_SEEDS:
-            few = f"seeds={options.seeds}: are too few for an interval"
-            raise UserError(f"{few}; give {MIN_SEEDS} or more, or {DEFAULT_SEEDS}")
+            raise UserError(
+                f"--seeds must be at least {MIN_SEEDS}, got {options.seeds}. Fewer give no interval. {DEFAULT_SEEDS} or"
+                " more are better."
+            )
         if not 0 <= self.seeds[0] <= self.seeds[-1] < 2**63:
-            raise UserError(f"first-seed={options.first_seed}: seeds are from 0 to 2^63 - 1; give another")
+            raise UserError(f"--first-seed must let all seeds be from 0 to 2^63 - 1, got {options.first_seed}.")
         if options.ranks < 1:
-            raise UserError(f"ranks={options.ranks}: is below 1; give 1 or more")
+            raise UserError(f"--ranks must be at least 1, got {options.ranks}.")
         self.sides = [
             Side.from_argument("A", options.a, options.flags),
             Side.from_argument("B", options.b, options.flags),
@@ -108,7 +111,7 @@ class Judge:
         self.open_folder({"settings": settings, "code": codes, "ranks": options.ranks, "seeds": [*self.seeds]})
         for side in self.sides:
             notes = side.verify(self.out, self.seeds[0])
-            self.notes += [f"verify of {side.name}: {note}" for note in notes]
+            self.notes += [f"Verify of {side.name}: {note}" for note in notes]
         self.print_verdict(self.train())
 
     def compare_sides(self, codes: list[str]) -> None:
@@ -119,7 +122,7 @@ class Judge:
         settings = {name: [a.settings.get(name), b.settings.get(name)] for name in find_differing_settings(a, b)}
         self.report["settings"] = settings
         if not settings and codes[0] == codes[1]:
-            raise UserError("A and B have the same code and settings; let them differ (flags after -- count for both)")
+            raise UserError("A and B have the same code and settings. Let them differ (flags after -- count for both).")
         check_budget(a, b, self.options.ranks)
         if a.fork != b.fork and (reason := explain_difference(a.fork, b.fork)):
             raise UserError(reason)
@@ -127,7 +130,7 @@ class Judge:
         for name, unrecorded in UNRECORDED_CONTENT.items():
             if name in settings:
                 paths = " and ".join(path or "none" for path in settings[name])
-                self.notes.append(f"{name}: A and B have {paths}; {unrecorded} was not compared")
+                self.notes.append(f"--{name} of A and B is {paths}. {unrecorded}")
 
     def choose_metric(self) -> str:
         """--metric or the sides' best_metric; "auto" is settled by the first evaluation. Raises UserError."""
@@ -137,10 +140,11 @@ class Judge:
         if not metric:
             best_metrics = {side.settings.get("best_metric", "auto") for side in self.sides}
             if len(best_metrics) > 1:
-                raise UserError(f"best_metric: A and B have {' and '.join(sorted(best_metrics))}; give --metric")
+                names = " and ".join(sorted(best_metrics))
+                raise UserError(f"--best_metric of A and B differs ({names}). Give --metric.")
             metric = best_metrics.pop()
-        if problem := metric_name(metric):
-            raise UserError(f"metric={metric}: {problem}")
+        if problem := describe_problem("metric", metric, metric_name(metric)):
+            raise UserError(problem)
         if metric != "auto":
             choose_best_metric(metric, [metric.rpartition(":")[2]])  # does it need a direction?
         return metric
@@ -154,7 +158,7 @@ class Judge:
             out = next(folder for folder in numbered if is_usable_folder(folder, request))
         elif not is_usable_folder(out, request):
             self.compare_with_earlier(out, request)
-            raise UserError(f"out={out}: has other files, or runs with other settings or code; give another")
+            raise UserError(f"--out {out} has other files, or runs with other settings or code. Give another folder.")
         for file in sorted(out.parent.glob("*/judge.json")):
             if file.parent.resolve() != out.resolve():
                 self.compare_with_earlier(file.parent, request)
@@ -163,7 +167,7 @@ class Judge:
         out.mkdir(parents=True, exist_ok=True)
         replace_json(out / "judge.json", self.record)
         self.report["out"] = str(out)
-        print(f"runs: {out}", flush=True)
+        print(f"The runs are in {out}.", flush=True)
 
     def compare_with_earlier(self, folder: Path, request: dict[str, Any]) -> None:
         """Note that the runs in another folder are of the same sides. Raises UserError if only some seeds are new."""
@@ -179,12 +183,12 @@ class Judge:
         seeds = f"seeds {earlier['seeds'][0]} to {last}"
         if earlier["seeds"] != request["seeds"] and {*earlier["seeds"]} & {*request["seeds"]}:
             raise UserError(
-                f"seeds: {folder} compares the same sides with {seeds}, and their number is fixed before the first run,"
-                " since adding seeds until there is a verdict finds differences where there are none; give the same"
-                f" seeds again, or --first-seed {last + 1} for another comparison"
+                f"{folder} compares the same sides with {seeds}. The number of seeds is fixed before the first run,"
+                " since adding seeds until there is a verdict finds differences where there are none. Give the same"
+                f" seeds again, or --first-seed {last + 1} for another comparison."
             )
         results = [f"{sentence} ({metric})" for metric, sentence in record["judged"]] or ["no result yet"]
-        self.notes.append(f"{folder} compares the same sides with {seeds}: {'; '.join(results)}")
+        self.notes.append(f"{folder} compares the same sides with {seeds}. Its results are: {', '.join(results)}.")
 
     def train(self) -> list[dict[str, Any]]:
         """The two runs of each seed, by side. Raises UserError if one fails, or A's and B's are not comparable."""
@@ -200,7 +204,7 @@ class Judge:
                 run = side.train(self.out, seed, self.options.ranks, has_samples=is_first)
                 earlier = [earlier_pair[side.name] for earlier_pair in pairs]
                 if earlier and run.provenance.get("code") != earlier[0].provenance.get("code"):
-                    raise UserError(f"{side.name}: its code was changed between seeds; give another --out")
+                    raise UserError(f"The code of {side.name} was changed between seeds. Give another --out.")
                 if note := side.check_weights(self.out, run, earlier):
                     self.notes.append(note)
                 pair[side.name] = run
@@ -250,7 +254,7 @@ class Judge:
         low, high = result.interval
         print(f"mean difference {result.mean:+.6g}, 95 % interval [{low:.6g}, {high:.6g}], n = {len(rows)}")
         for note in self.notes:
-            print(f"note: {note}")
+            print(f"Note: {note}")
         better = "higher" if self.sign > 0 else "lower"
         print(f"{result.sentence} ({direction}:{self.final_metric}, {better} is better)")
 
@@ -263,8 +267,8 @@ class Judge:
             return differences
         if not are_equal([0.0, *differences], values):
             raise UserError(
-                f"{self.final_metric}: all {len(rows)} differences are {differences[0]:.6g}, but for rounding, so their"
-                " deviation is unknown; give a finer metric, such as --metric min:loss, or other seeds"
+                f"All {len(rows)} differences of {self.final_metric} are {differences[0]:.6g}, but for rounding, so"
+                " their deviation is unknown. Give a finer metric, such as --metric min:loss, or other seeds."
             )
         return [0.0] * len(rows)
 
@@ -272,9 +276,9 @@ class Judge:
         """Note the runs of a side whose values are far worse than those of its other seeds."""
         for index in find_collapsed(values, self.sign):
             self.notes.append(
-                f"{side}, seed {self.seeds[index]}: {self.final_metric} is {values[index]:.6g}, far worse than with"
-                f" the other seeds; the mean depends on how often {side} collapses, which {len(values)} seeds hardly"
-                " show"
+                f"With seed {self.seeds[index]} {self.final_metric} of {side} is {values[index]:.6g}, far worse than"
+                f" with the other seeds. The mean depends on how often {side} collapses, which {len(values)} seeds"
+                " hardly show."
             )
 
     def note_slow_side(self, pairs: list[dict[str, Any]]) -> None:
@@ -283,16 +287,20 @@ class Judge:
             ratios = [compute_time_ratio(pair[slow], pair[fast]) for pair in pairs]
             if min(ratios) > MIN_SLOWDOWN:
                 ratio = statistics.median(ratios)
-                text = f"a step of {slow} takes {ratio:.1f} times as long; the other side trains longer in that time"
-                self.notes.append(text)
+                self.notes.append(
+                    f"A step of {slow} takes {ratio:.1f} times as long as a step of {fast}. In the same time {fast}"
+                    " would train longer."
+                )
 
     def note_earlier_results(self, metric: str, sentence: str) -> None:
         """Note results of these runs by other metrics: who takes the best of several is misled."""
         results = self.record["judged"]
         other_results = [f"{name}: {result}" for name, result in results if name != metric]
         if other_results:
-            text = f"judged before by {', '.join(other_results)}; choosing among results makes an interval too narrow"
-            self.notes.append(text)
+            self.notes.append(
+                f"These runs were judged before by other metrics ({', '.join(other_results)}). Choosing among results"
+                " makes an interval too narrow."
+            )
         if [metric, sentence] not in results:
             results.append([metric, sentence])
             replace_json(self.out / "judge.json", self.record)
@@ -323,9 +331,9 @@ def main(argv: list[str] | None = None) -> int:
         problem = explain_unwritable(options.json)
         is_empty = not options.json.is_file() or options.json.stat().st_size == 0
         if options.json.name == "judge.json" or not (is_empty or "verdict" in read_json(options.json)):
-            problem = " (it is no result of a judge)"
+            problem = "it is no result of a judge"
         if problem:
-            print(f"json={options.json}: {CANNOT_WRITE.format(problem)}", file=sys.stderr)
+            print(f"--json {options.json} cannot be written ({problem}). {GIVE_JSON_FILE}", file=sys.stderr)
             return 2
         options.json.unlink(missing_ok=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -338,10 +346,11 @@ def main(argv: list[str] | None = None) -> int:
         judge.report["refused"] = str(error)
     except OSError as error:
         judge.report["refused"] = (
-            f"{error.filename}: {error.strerror}; repair this or give another --out, and {RERUN_ADVICE}"
+            f"{error.filename} cannot be used ({error.strerror}). Repair this or give another --out, and"
+            f" {RERUN_ADVICE}."
         )
     except KeyboardInterrupt:
-        judge.report["refused"] = f"interrupted; {RERUN_ADVICE}"
+        judge.report["refused"] = f"The comparison was interrupted. To continue, {RERUN_ADVICE}."
     refused = judge.report["refused"]
     if refused:
         print(refused, file=sys.stderr)

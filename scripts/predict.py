@@ -3,15 +3,17 @@
     python scripts/predict.py CKPT [--split val] [--out FILE] [--no-ema] [flags of train.py]
     torchrun --standalone --nproc-per-node=4 scripts/predict.py CKPT ...      # FILE on storage shared by all ranks
 
-The averaged weights of --ema_decay are used if the checkpoint has them, since they selected the best one; --no-ema
-takes the plain weights. The config is read from the checkpoint; flags override it (--data_dir, --batch_size, ...).
-Outputs are computed in float32; --use_amp asks for the mixed precision of training. The training set keeps its
-augmentation; for images, --augment none turns it off. A set without labels is what create_dataset(config, "predict")
-returns, with any labels: training and evaluation never ask for that split. FILE, by default predictions.pt beside the
-checkpoint's folder, is read with torch.load(FILE, weights_only=True): {name: tensor [N, ...]}, with the names that
-predict(model, batch) in model.py returns, or a list of N tensors if shapes differ between batches. It is written
-atomically, and FILE.json describes it: checkpoint, weights, split, samples, precision. Each rank first writes its part
-beside it (FILE.rank0, ...); parts left by a killed process are removed by the next completed run.
+The averaged weights of --ema_decay are used if the checkpoint has them, since they selected the best checkpoint.
+--no-ema takes the plain weights. The config is read from the checkpoint, and flags override it (--data_dir,
+--batch_size, ...). Outputs are computed in float32. --use_amp asks for the mixed precision of training. The training
+set keeps its augmentation. For images, --augment none turns it off. A set without labels is what
+create_dataset(config, "predict") returns, with any labels. Training and evaluation never ask for that split.
+
+FILE is by default predictions.pt beside the checkpoint's folder. torch.load(FILE, weights_only=True) returns
+{name: tensor [N, ...]}, with the names that predict(model, batch) in model.py returns. If shapes differ between
+batches, it returns a list of N tensors for each name. FILE is written atomically, and FILE.json describes it:
+checkpoint, weights, split, samples, precision. Each rank first writes its part beside FILE (FILE.rank0, ...). Parts
+left by a killed process are removed by the next completed run.
 """
 
 from __future__ import annotations
@@ -59,9 +61,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("checkpoint", help="a path or a URL, also of a run: its best checkpoint")
-    parser.add_argument("--split", default="val", help="train, val, test or predict [val]")
-    parser.add_argument("--out", type=Path, metavar="FILE")
+    parser.add_argument(
+        "checkpoint", help="path or URL of a checkpoint, or of a run, of which the best checkpoint is taken"
+    )
+    parser.add_argument("--split", default="val", help="train, val, test or predict (default: val)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the file to write (default: predictions.pt, see above)"
+    )
     add_ema_flag(parser)
     options, flags = parser.parse_known_args()
     is_remote, options.checkpoint = "://" in options.checkpoint, local_checkpoint(options.checkpoint)
@@ -118,23 +124,24 @@ def write_predictions(options: argparse.Namespace, config: TrainingConfig, out: 
     finally:
         part.unlink(missing_ok=True)
     names, samples = ", ".join(outputs.batches_by_name), len(loader.dataset)
-    logger.info("wrote %s: %s of %d samples, computed with the %s", out, names, samples, WEIGHT_TITLES[kind])
+    text = "%s was written: %s of %d samples, computed with the %s."
+    logger.info(text, out, names, samples, WEIGHT_TITLES[kind])
     loader.close()
 
 
 def check_out(options: argparse.Namespace, out: Path) -> None:
     """Raises UserError."""
     if out.suffix not in (".pt", ".pth"):
-        raise UserError(f"out={out}: predictions are written as a torch file; give a name that ends in .pt")
+        raise UserError(f'--out must end in .pt or .pth, since predictions are a torch file, got "{out}".')
     if out.exists() and out.samefile(options.checkpoint):
-        raise UserError(f"{out}: is the checkpoint itself; give another --out")
+        raise UserError(f"--out {out} is the checkpoint itself. Give another file.")
 
 
 def choose_split(data: dict[str, Any], split: str) -> Any:
     """Raises UserError."""
     if data.get(split) is None:
         available = [name for name, dataset in data.items() if dataset is not None]
-        raise UserError(f"split={split}: the data has {', '.join(available)}; choose one of these")
+        raise UserError(f'--split must be one of {", ".join(available)}, which the data has, got "{split}".')
     return data[split]
 
 

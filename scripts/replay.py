@@ -3,15 +3,16 @@
 
     python scripts/replay.py RUN --step N [--dump FILE] [flags of train.py]
 
-Continues in a temporary folder from the latest checkpoint before step N (--keep_every keeps some for this), or from the
-start. Prints loss and gradient norm of the step, the samples with the largest losses, the parameters with the largest
-gradients, and where values that are not finite arise. It then goes on to the next record of the run, and compares all
-records from the checkpoint on, and the state if the run has a checkpoint of step N: with --reduction exact they are
-bitwise equal, otherwise up to rounding. The run is not changed. Exit code 1 if an exact run differs.
+It continues in a temporary folder from the latest checkpoint before step N (--keep_every keeps some for this), or from
+the start. It prints loss and gradient norm of the step, the samples with the largest losses, the parameters with the
+largest gradients, and where values that are not finite arise. Then it trains to the next record of the run, and
+compares all records from the checkpoint on. It also compares the state if the run has a checkpoint of step N. With
+--reduction exact they are bitwise equal, otherwise equal up to rounding. The run is not changed. The exit code is 1 if
+an exact run differs.
 
---dump FILE writes all of it: torch.load(FILE, weights_only=True) gives a dict with the samples' indices, losses and
-batches, the weights before and after the step, the optimizer's state after it, the gradients (those that the optimizer
-got, and computed once more), and for each micro-batch its loss and a fingerprint of each module's output.
+--dump FILE writes all of it. torch.load(FILE, weights_only=True) returns a dict with the samples' indices, losses and
+batches, the weights before and after the step, the optimizer's state after the step, the gradients (those that the
+optimizer got, and computed once more), and for each micro-batch its loss and a fingerprint of each module's output.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("run", help="a run folder, or the URL of a mirrored run")
+    parser.add_argument("run", help="folder of a run, or URL of a mirrored run")
     parser.add_argument("--step", type=int, required=True, help="the optimizer step, from 1, as in metrics.jsonl")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="write everything to this file")
     options, flags = parser.parse_known_args()
@@ -145,9 +146,9 @@ def dump_step(run: Path, step: int) -> dict[str, Any]:
 def find_checkpoint_before(run: Path, step: int) -> tuple[Path | None, dict[str, Any] | None]:
     """The latest valid checkpoint before the step, and its content; None for a start from scratch. Raises UserError."""
     if not (status := read_json(run / "status.json")):
-        raise UserError(f"{run}: has no status.json; give a run folder")
+        raise UserError(f"{run} has no status.json. Give the folder of a run.")
     if not 1 <= step <= status.get("step", 0):
-        raise UserError(f"step={step}: the run has steps 1 to {status.get('step', 0)}; give one of these")
+        raise UserError(f"--step must be a step of the run, from 1 to {status.get('step', 0)}, got {step}.")
     folder = run / "checkpoints"
     folder = folder if folder.is_dir() else Path(read_json(run / "config.json")["checkpoint_dir"])
     for path in reversed(checkpoint.list_step_checkpoints(folder)):
@@ -155,7 +156,7 @@ def find_checkpoint_before(run: Path, step: int) -> tuple[Path | None, dict[str,
             try:
                 return path, checkpoint.read_checkpoint(path)[0]
             except UserError as error:
-                print(f"skipped: {error}")
+                print(f"A checkpoint was skipped: {error}")
     return None, None
 
 
@@ -179,7 +180,8 @@ def replay(rerun: InProcessRun, options: argparse.Namespace, start: Path | None)
     records = read_records(options.run / "metrics.jsonl")
     run_records = [r for *_, r in records if r.get("kind") == "train" and r["step"] > first]
     end = min((r["step"] for r in run_records if r["step"] >= target), default=target)
-    print(f"step {target} of {options.run}, replayed from {start.name if start else 'the start'}", flush=True)
+    origin = start.name if start else "the start"
+    print(f"Step {target} of {options.run} is replayed from {origin}.", flush=True)
     step = replay_step(rerun, target)
     print_step(step)
     different = None
@@ -187,18 +189,17 @@ def replay(rerun: InProcessRun, options: argparse.Namespace, start: Path | None)
         if checkpoint.parse_step(path) != target:
             continue
         different = find_differing_state(path, state.state_dict())
-        text = (
-            f"{len(different)} tensors differ from it, e.g. {', '.join(different[:3])}"
-            if different
-            else "bitwise equal"
-        )
-        print(f"state after the step, compared with {path.name}: {text}")
+        text = f"The state after the step and {path.name} are bitwise equal."
+        if different:
+            text = f"{len(different)} tensors of the state after the step differ from {path.name}, such as"
+            text += f" {', '.join(different[:3])}."
+        print(text)
     train_to_step(rerun, end)
     replay_records = {r["step"]: r for r in rerun.training.attempt.run.records.read("train")}
     is_equal = compare_records([(r, replay_records[r["step"]]) for r in run_records if r["step"] <= end])
     if options.dump:
         replace_file(options.dump, lambda file: torch.save(vars(step), file))
-        print(f"wrote {options.dump}")
+        print(f"{options.dump} was written.")
     return is_equal and not different
 
 
@@ -242,7 +243,9 @@ def train_to_step(rerun: InProcessRun, step: int) -> None:
     while state.progress.step < step:
         begin_epoch(rerun)
         if state.schedule.is_at_end:
-            raise UserError(f"step={step}: its checkpoint's settings end before; add --max_steps {step}")
+            raise UserError(
+                f"--step {step} is after the last step with the settings of the checkpoint. Add --max_steps {step}."
+            )
         with contextlib.suppress(Stopped):
             train.train_one_epoch(replace(training, consensus=mock.Mock(step=stop_at_step)))
         training.reporter.finish_log_point()
@@ -358,15 +361,15 @@ def print_step(step: ReplayedStep) -> None:
     print(f"epoch {step.epoch + 1}, {samples}, learning rate {step.lrs[0]:.6g}")
     print(f"loss {step.loss:.9g}, gradient norm {step.norm:.9g}")
     worst = sorted(zip(step.losses, step.indices, strict=True), key=lambda pair: (math.isfinite(pair[0]), -pair[0]))
-    print("largest losses of samples, in evaluation mode with the weights before the step:")
+    print("These samples have the largest losses, in evaluation mode with the weights before the step:")
     print(format_table([["sample", "loss"], *([index, f"{loss:.6g}"] for loss, index in worst[:ROWS_SHOWN])]))
     norms = {name: gradient.double().norm().item() for name, gradient in step.gradients.items()}
     largest = sorted(norms, key=lambda name: (math.isfinite(norms[name]), -norms[name]))[:ROWS_SHOWN]
-    print("largest gradients:")
+    print("These parameters have the largest gradients:")
     rows = [[name, f"{norms[name]:.6g}", f"{step.before[name].double().norm().item():.6g}"] for name in largest]
     print(format_table([["parameter", "norm", "norm of the weights"], *rows]))
     if step.places:
-        print("values that are not finite arise:")
+        print("Values that are not finite arise here:")
         print(format_table([["in", "where"], *([label, origin] for label, origin in step.places.items())]))
 
 
@@ -389,12 +392,15 @@ def compare_records(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
                 gap = abs(value - replay_record[name]) / max(abs(value), 1e-30) if is_number else math.inf
                 gaps[name] = max(gap, gaps.get(name, 0.0))
     if not pairs:
-        print("the run has no record of this step or later ones to compare with")
+        print("The run has no record of this step or later ones to compare with.")
     else:
         steps = f"{pairs[0][0]['step']} to {pairs[-1][0]['step']}"
         shares = {name: f" by {gap:.1e} of its value" for name, gap in gaps.items() if gap < math.inf}
         text = ", ".join(name + shares.get(name, "") for name in gaps)
-        print(f"records of the run from step {steps}: {text + ' different' if gaps else 'bitwise equal'}")
+        if gaps:
+            print(f"The records of the run from step {steps} differ in {text}.")
+        else:
+            print(f"The records of the run from step {steps} are bitwise equal.")
     return not gaps
 
 

@@ -8,7 +8,7 @@ python scripts/runs.py runs/a runs/b --html report.html   an HTML report: figure
 python scripts/runs.py --compare runs/a runs/b            compare the final weights bitwise; exit code 1 if they differ
 python scripts/runs.py runs --json                        the runs as a JSON list (with --compare: what differs)
 
-Exit code 1 if runs differ, 2 if there is no run, or one cannot be read.
+The exit code is 1 if runs differ, and 2 if there is no run, or if one cannot be read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from utils.table import format_table
 IGNORED_SETTINGS = ("run_dir", "checkpoint_dir", "resume_from", "overwrite", "init_method")
 AXIS_LABELS = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
 SECONDS_UNTIL_STALE = 120.0  # a live owner of a run folder touches its lock.json more often
-NO_RECORDS = "metric={}: no run has recorded it; give a metric of the eval records"
+NO_RECORDS = '--metric must be a metric that a run has recorded, got "{}". Give a metric of the eval records.'
 
 
 class RunInfo:
@@ -104,7 +104,7 @@ def find_runs(sources: list[str], choose_steps: Callable[[list[int], int], list[
             continue
         titles |= {file.parent: "" for file in sorted(Path(source).glob("**/status.json"))}
     if not titles:
-        raise UserError(f"{' '.join(sources)}: has no run (a folder with a status.json); give a run folder")
+        raise UserError(f"There is no run (a folder with a status.json) in {' '.join(sources)}. Give a run folder.")
     return [RunInfo(folder, title) for folder, title in titles.items()]
 
 
@@ -120,7 +120,8 @@ def sort_runs(runs: list[RunInfo], by: str) -> list[RunInfo]:
     with_value = [run for run in runs if values[id(run)] is not None]
     if not with_value:
         raise UserError(
-            f"sort={by}: no run has that setting or metric; give a setting, or a metric of the eval records"
+            f'--sort must be a setting or metric that a run has, got "{by}". Give a setting, or a metric of the eval'
+            " records."
         )
     with_value.sort(key=lambda run: (isinstance(values[id(run)], str), values[id(run)]))  # auto after all numbers
     return with_value + [run for run in runs if values[id(run)] is None]
@@ -196,7 +197,7 @@ def compare_weights(runs: list[RunInfo]) -> dict[str, Any]:
     """Whether the final weights of all runs are bitwise equal, and which differ from those of the first run. Raises
     UserError."""
     if len(runs) < 2:
-        raise UserError("compare: needs two runs; give their folders")
+        raise UserError("--compare needs two runs. Give their folders.")
     first, *other_digests = digests = [hash_weights(run.folder) for run in runs]
     differences = []
     for name in dict.fromkeys(name for run_digests in digests for name in run_digests):
@@ -219,7 +220,7 @@ def print_divergence(sources: list[str], may_replay: bool) -> bool:  # extra: re
     from scripts.lib.diverge import compare_dump_files, compare_runs  # imports torch
 
     if len(sources) != 2:
-        raise UserError("diverge: needs two runs; give their folders")
+        raise UserError("--diverge needs two runs. Give their folders.")
     if all(os.path.isfile(source) for source in sources):
         text, is_equal = compare_dump_files([*map(Path, sources)])
     else:
@@ -234,34 +235,40 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("folders", nargs="*", default=["runs"], help="run folders, or URLs of mirrored runs")
-    parser.add_argument("--plot", type=parse_output_path, metavar="FILE.svg", help="plot the curves here")
+    parser.add_argument(
+        "folders", nargs="*", default=["runs"], help="run folders, or URLs of mirrored runs (default: runs)"
+    )
+    parser.add_argument("--plot", type=parse_output_path, metavar="FILE.svg", help="plot the curves in this file")
     parser.add_argument("--title", default="", help="title of the plot")
     parser.add_argument(
-        "--metric", default="", help="metric to show: loss, top1, ... [the one that selects the best checkpoint]"
+        "--metric",
+        default="",
+        help="metric to show: loss, top1, ... (default: the one that selects the best checkpoint)",
     )
     parser.add_argument(
         "--html",
         type=lambda text: parse_output_path(text, ".html"),
         metavar="FILE.html",
-        help="write an HTML report here",
+        help="write an HTML report to this file",
     )
     parser.add_argument("--sort", default="", metavar="NAME", help="sort by a setting or metric of the best evaluation")
-    parser.add_argument("--compare", action="store_true", help="compare the weights; exit code 1 if they differ")
+    parser.add_argument(
+        "--compare", action="store_true", help="compare the final weights (the exit code is 1 if they differ)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on standard output")
     parser.add_argument(  # extra: replay
         "--diverge",
         action="store_true",
-        help="where two runs, or two files of scripts/replay.py --dump, diverge; exit code 1 if they do",
+        help="find where two runs, or two files of scripts/replay.py --dump, diverge (the exit code is 1 if they do)",
     )
     parser.add_argument(  # extra: replay
-        "--replay", action="store_true", help="with --diverge: repeat both runs to find the step"
+        "--replay", action="store_true", help="with --diverge, repeat both runs to find the step"
     )
     options = parser.parse_args()
     if options.replay and not options.diverge:  # extra: replay
-        parser.error("--replay: repeats the runs of --diverge; add --diverge")
+        parser.error("--replay repeats the runs of --diverge. Add --diverge.")
     if options.json and options.diverge:  # extra: replay
-        parser.error("--json: --diverge prints text only; leave out --json")
+        parser.error("--json does not go with --diverge, which prints text only. Leave out --json.")
     try:
         if options.diverge:  # extra: replay
             return int(not print_divergence(options.folders, options.replay))
@@ -269,7 +276,8 @@ def main() -> int:
     except UserError as error:
         print(error, file=sys.stderr)
     except OSError as error:
-        print(f"{error.filename}: {error.strerror}; fix that, or leave it out", file=sys.stderr)
+        text = f"{error.filename} cannot be used ({error.strerror}). Fix that, or leave this path out."
+        print(text, file=sys.stderr)
     except Exception:  # with Python's exit code 1 the runs would seem to differ
         traceback.print_exc()
     return 2
@@ -287,14 +295,14 @@ def show_runs(options: argparse.Namespace) -> int:
         say(format_runs(runs, metric))
     if options.plot:
         options.plot.write_text(plot_curves(runs, metric, options.title), encoding="utf-8", errors="backslashreplace")
-        say(f"wrote {options.plot}")
+        say(f"The plot was written to {options.plot}.")
     if options.html:
         from scripts.lib import report  # imports torch
 
         shown = dict(zip(label_runs(runs), runs, strict=True))
         page = report.format_page(shown, find_differing_settings(runs))
         options.html.write_text(page, encoding="utf-8", errors="backslashreplace")
-        say(f"wrote {options.html}")
+        say(f"The report was written to {options.html}.")
     comparison = compare_weights(runs) if options.compare else {}
     if options.json:
         print(listing.as_json(comparison) if comparison else listing.runs_as_json(runs))
@@ -302,7 +310,7 @@ def show_runs(options: argparse.Namespace) -> int:
         for entry in comparison["runs"]:
             restarts = "-" if entry["restarts"] is None else entry["restarts"]
             print(f"{entry['run']}: weights {entry['weights'][:16]}, restarts: {restarts}")
-        print("the weights are bitwise equal" if comparison["equal"] else "the weights DIFFER")
+        print("The weights are bitwise equal." if comparison["equal"] else "The weights DIFFER.")
     return int(not comparison.get("equal", True))
 
 

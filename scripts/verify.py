@@ -3,13 +3,14 @@
 
 torchrun --standalone --nproc-per-node=4 scripts/verify.py [--json FILE] [flags of train.py]
 
-Prints one line per invariant: its result, or what breaks it and the fix. Exit code 0 if all hold, 1 if one is broken,
-2 if it could not run; torchrun makes each failure 1. --json FILE writes the outcomes and this code to a .json file.
-A fork also passes with notes ("please check"), which only you can judge, and with parts that were "not checked".
-It trains for a few steps on a few samples in a temporary folder beside run_dir, and writes verified.json beside
-train.py: runs then report "verified with this code", or which files changed since.
-Use four ranks: two ranks have only one summation order. It takes the flags of train.py, but ignores resume_from,
-mirror, track, on_checkpoint, overwrite, eval_only and compile.
+It prints one line per invariant, with its result, or with what breaks it and the fix. The exit code is 0 if all hold,
+1 if one is broken, and 2 if the checks could not run. Under torchrun each failure is 1. --json FILE writes the outcomes
+and this code to a .json file.
+A fork also passes with notes ("Please check"), which only you can judge, and with parts that were "not checked".
+It trains for a few steps on a few samples in a temporary folder beside --run_dir, and writes verified.json beside
+train.py. Runs then report "verified with this code", or which files changed since.
+Use four ranks, since two ranks have only one summation order. It takes the flags of train.py, but ignores
+--resume_from, --mirror, --track, --on_checkpoint, --overwrite, --eval_only and --compile.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ import model
 from ddp_utils import cleanup_distributed, setup_distributed
 from lib.values import error_text, format_plural, join_first_three
 from lib.verify.data_checks import content, order
-from lib.verify.fork import BrokenInvariant, Fork
+from lib.verify.fork import Fork, SkippedCheck
 from lib.verify.hidden_state import SHIPPED_FIELDS, find_mentioned_fields, record_field_reads
 from lib.verify.loss_checks import loss
 from lib.verify.model_checks import evaluation, gradient, parameters
@@ -168,14 +169,14 @@ class CheckRunner:
         ranks = format_plural(fork.ctx.world_size, "rank")
         self._task = verified.describe_task(fork.create_model(), dataset_class_name(fork.train_set))
         precision = str(fork.dtype).removeprefix("torch.")
-        self._print(
-            f"verifying {self._task}, {format_plural(len(fork.train_set), 'sample')}, on {ranks}, in {precision}"
-        )
+        samples = format_plural(len(fork.train_set), "sample")
+        self._print(f"Verifying {self._task} ({samples}) on {ranks}, in {precision}.")
         RESULT.values |= {"task": self._task, "samples": len(fork.train_set), "precision": precision}
         if fork.ctx.world_size < 4:
             verb = "does" if fork.ctx.world_size == 1 else "do"
-            RESULT.values["notes"] = [f"{ranks} {verb} not exercise every summation order; use --nproc-per-node=4"]
-            self._print(f"  note: {RESULT.values['notes'][0]}")
+            note = f"{ranks} {verb} not exercise every summation order. Use --nproc-per-node=4."
+            RESULT.values["notes"] = [note]
+            self._print(f"  Note: {note}")
 
     @property
     def broken_checks(self) -> list[str]:
@@ -183,15 +184,16 @@ class CheckRunner:
 
     def run_check(self, check: Callable[[Fork], str]) -> None:
         name, began, broken = check.__name__.replace("_", " "), time.monotonic(), self.broken_checks
-        is_skipped = check in TRAINING_CHECKS and "parameters" in broken
         logging.disable(logging.CRITICAL)  # silence the short runs
         try:
-            if is_skipped:
-                raise BrokenInvariant("skipped: parameters is broken; fix that first")
-            self._record_outcome(name, True, check(self._fork), began)
+            if check in TRAINING_CHECKS and "parameters" in broken:
+                raise SkippedCheck("This check was skipped, because parameters is broken. Fix that first.")
+            self._record_outcome(name, "ok", check(self._fork), began)
+        except SkippedCheck as skipped:
+            self._record_outcome(name, "skipped", str(skipped), began)
         except UserError as problem:
-            hint = f" (may be caused by what is broken above: {', '.join(broken)})" if broken and not is_skipped else ""
-            self._record_outcome(name, False, str(problem), began, hint)
+            hint = f" The cause may be what is broken above: {', '.join(broken)}." if broken else ""
+            self._record_outcome(name, "BROKEN", str(problem), began, hint)
         except Exception as error:
             # it may have failed on this rank only, with the others waiting in a collective: every rank has to exit
             rank, is_peers = self._fork.ctx.rank, is_peer_failure(error)
@@ -199,19 +201,22 @@ class CheckRunner:
                 time.sleep(3)  # let rank 0 report first if it has the same error, and the cause come before lost peers
             if not is_peers:
                 self._is_printing = True
-                self._record_outcome(name, False, f"rank {rank}: {error_text(error)}; fix that first", began)
+                text = f"Rank {rank} failed ({error_text(error)}). Fix that first."
+                self._record_outcome(name, "BROKEN", text, began)
                 self.finish()
             logging.disable(logging.NOTSET)
             self._fork.clean_up()
-            RESULT.finish("could not run", f"rank {rank}: {error_text(error)}")  # unless it is broken
+            RESULT.finish("could not run", f"Rank {rank} failed ({error_text(error)}).")  # unless it is broken
             exit_with_error(error, RESULT.exit_code)
         finally:
             logging.disable(logging.NOTSET)
 
-    def _record_outcome(self, name: str, is_passed: bool, text: str, began: float, hint: str = "") -> None:
+    def _record_outcome(self, name: str, result: str, text: str, began: float, hint: str = "") -> None:
+        """Print and keep the outcome of a check. result: as for `Result.add_check`. hint: a sentence after the text."""
         seconds = time.monotonic() - began
-        RESULT.add_check(name, is_passed, text, seconds)
+        RESULT.add_check(name, result, text, seconds)
         text += hint
+        is_passed = result == "ok"
         self._outcomes[name] = {"passed": is_passed, "figure": text, "seconds": round(seconds, 1)}
         self._print(f"{'ok    ' if is_passed else 'BROKEN'}  {name:<11} {text}  [{seconds:.1f} s]")
 
@@ -231,16 +236,17 @@ class CheckRunner:
                 names.append(setting.name)
         if names := all_gather_json(names, self._fork.ctx)[0]:
             text = (
-                f"{join_first_three(names)}: no code of the fork reads it; read it in model.py or dataset.py, or delete"
+                f"No code of the fork reads {join_first_three(names)} of config.py. Read each such field in model.py or"
+                " dataset.py, or delete it from config.py."
             )
-            self._record_outcome("fields", False, f"{text} it from config.py", time.monotonic())
+            self._record_outcome("fields", "BROKEN", text, time.monotonic())
 
     def finish(self) -> bool:
         """Write verified.json. Returns whether all invariants hold."""
         now, ctx = provenance.compute_code_checksums(), self._fork.ctx
         if edited := [name for name in self._code_checksums if now.get(name) != self._code_checksums[name]]:
-            text = f"{join_first_three(edited)}: edited during the checks; run verify.py again"
-            self._record_outcome("code", False, text, time.monotonic())
+            text = f"These files were edited during the checks: {join_first_three(edited)}. Run verify.py again."
+            self._record_outcome("code", "BROKEN", text, time.monotonic())
         broken = self.broken_checks
         is_passed = not broken and len(self._outcomes) == self._check_count
         report = {
@@ -259,12 +265,14 @@ class CheckRunner:
         }
         if self._is_printing:
             replace_json(verified.VERIFICATION_FILE, report)
-        broken_text = f"; broken: {', '.join(broken)}" if broken else ""
         held_count = len(self._outcomes) - len(broken)
-        text = f"{held_count} of {self._check_count} invariants hold{broken_text}"
+        text = f"{held_count} of {self._check_count} invariants hold."
+        if broken:
+            text += f" These are broken: {', '.join(broken)}."
         if not_checked := RESULT.values["not_checked"]:
-            text += f"; not checked: {format_plural(not_checked, 'part')}"
-        self._print(f"{text}; wrote {os.path.relpath(verified.VERIFICATION_FILE)}")
+            verb = "was" if not_checked == 1 else "were"
+            text += f" {format_plural(not_checked, 'part')} {verb} not checked."
+        self._print(f"{text} The result is in {os.path.relpath(verified.VERIFICATION_FILE)}.")
         RESULT.finish("ok" if is_passed else "broken", text, self._is_printing)
         return is_passed
 
@@ -273,8 +281,8 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted: no result, nothing was written\n")
-        RESULT.finish("could not run", "interrupted")
+        sys.stderr.write("The checks were interrupted. There is no result, and nothing was written.\n")
+        RESULT.finish("could not run", "The checks were interrupted.")
         os._exit(RESULT.exit_code)
     except Exception as error:
         RESULT.finish("could not run", str(error) if isinstance(error, UserError) else error_text(error))

@@ -185,7 +185,7 @@ def log_epoch_summary(
         if not math.isfinite(record["loss"]):
             logger.log(
                 RANK_0_WARNING,
-                "evaluation of %s: the loss is %s. To find the sample, write all outputs with scripts/predict.py."
+                "The loss of the evaluation of %s is %s. To find the sample, write all outputs with scripts/predict.py."
                 ' If the set has no labels, return it as "predict" from create_dataset.',
                 record["split"],
                 record["loss"],

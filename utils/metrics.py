@@ -52,7 +52,7 @@ def check_metrics(metrics: Any) -> Metrics:
     """Check and return the output of compute_loss. Raises UserError if it is not a dict of sums and counts."""
     problem = _find_metrics_problem(metrics)
     if problem:
-        raise UserError(f"model.compute_loss: {problem}; return sums and their counts, e.g. {METRICS_EXAMPLE}")
+        raise UserError(f"model.compute_loss {problem}. Return sums and their counts, e.g. {METRICS_EXAMPLE}.")
     return metrics
 
 
@@ -193,8 +193,8 @@ class MetricTracker:
         for name, entry in metrics.items():
             shapes[name] = [list(_shape_of(value)) for value in entry[:2]]
         return UserError(
-            f"model.compute_loss: returned metrics of names and shapes {shapes}, earlier {self.shapes}; return"
-            " the same for every batch, with a count of 0 if there is nothing to count"
+            f"model.compute_loss returned metrics of names and shapes {shapes}, and earlier {self.shapes}. Return"
+            " the same metrics for every batch, with a count of 0 if there is nothing to count."
         )
 
     def add(self, other: MetricTracker, is_added: Tensor) -> None:
@@ -222,7 +222,7 @@ class MetricTracker:
             entries = _create_record_entries(name, quotient, transform)
             in_both = means.keys() & entries
             if in_both:
-                raise UserError(f"model.compute_loss: two metrics are reported as {min(in_both)}; rename one of them")
+                raise UserError(f"model.compute_loss reports two metrics as {min(in_both)}. Rename one of the two.")
             means |= entries
         return means
 
@@ -253,8 +253,8 @@ def _create_record_entries(name: str, quotient: Tensor, transform: Callable[[Any
         return {name: quotient.item()}
     if transform is None:
         raise UserError(
-            f"model.compute_loss: {name} has the shape {list(quotient.shape)}; give it a third entry, a function from"
-            " the tensor of quotients to a number or a dict of numbers, e.g. lambda iou: iou.nanmean()"
+            f"{name} of model.compute_loss has the shape {list(quotient.shape)}. Give this metric a third entry, a"
+            " function from the tensor of quotients to a number or a dict of numbers, e.g. lambda iou: iou.nanmean()."
         )
     try:
         value = transform(quotient if quotient.ndim else quotient.item())
@@ -289,10 +289,10 @@ def choose_best_metric(best_metric: str, names: list[str]) -> BestMetric:
         name = "top1" if "top1" in names else "loss"
     if name not in names:
         raise UserError(
-            f"best_metric={best_metric}: is not reported by an evaluation; choose one of {', '.join(names)}"
+            f"--best_metric must be a metric that evaluations report ({', '.join(names)}), got {best_metric}."
         )
     if not direction and name not in KNOWN_DIRECTIONS:
-        raise UserError(f"best_metric={best_metric}: needs a direction; give min:{name} or max:{name}")
+        raise UserError(f"--best_metric {best_metric} needs a direction. Give min:{name} or max:{name}.")
     if direction == "max":
         return BestMetric(name, sign=1)
     if direction == "min":
@@ -317,8 +317,8 @@ def count_correct(logits: Tensor, targets: Tensor, k: int = 1) -> Tensor:
     if logits.ndim == targets.ndim == 2:
         if targets.shape != logits.shape or not targets.is_floating_point():
             raise UserError(
-                f"count_correct: got targets {targets.dtype} {list(targets.shape)} for logits {list(logits.shape)};"
-                " give classes, int64 [B], or the share of each class, float [B, classes]"
+                f"count_correct got targets {targets.dtype} {list(targets.shape)} for logits {list(logits.shape)}."
+                " Give classes, int64 [B], or the share of each class, float [B, classes]."
             )
         targets = targets.argmax(1)
     if k == 1:
@@ -345,7 +345,7 @@ def all_reduce_scalar(value: float, op: str = "mean", group: Any = None) -> floa
         "max": dist.ReduceOp.MAX,
     }
     if op not in ops:
-        raise ValueError(f"op={op}: is not known; choose {', '.join(ops)}")
+        raise ValueError(f"op must be one of {', '.join(ops)}, got {op}.")
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return float(value)
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"

@@ -25,7 +25,7 @@ def import_optional(setting: str, module: str) -> Any:
         try:
             imported = importlib.import_module(name)
         except Exception as error:
-            raise UserError(f"{setting}: needs {explain_import_error(name, error)}") from None
+            raise UserError(f"{setting} needs {explain_import_error(name, error)}") from None
     return imported
 
 
@@ -33,7 +33,7 @@ def explain_import_error(module: str, error: Exception) -> str:
     """The package of a module, the error of its import or of its use in short, and the fix."""
     package = module.partition(".")[0].replace("PIL", "pillow")
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    text = f"{package}, which cannot be used ({reason}); pip install --force-reinstall {package}"
+    text = f"{package}, which cannot be used ({reason}). Run pip install --force-reinstall {package}"
     if package == "torchvision":
         text += f", in the version for torch {version('torch')}"
-    return text
+    return f"{text}."

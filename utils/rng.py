@@ -100,7 +100,10 @@ def hash_bits(numbers: Tensor, key: int) -> Tensor:
 def draw_integers(draws: Tensor, high: int) -> Tensor:
     """Return int64 in [0, high), from 32-bit draws. The bias is below high / 2^32. Raises ValueError above 2^31."""
     if high > 2**31:
-        raise ValueError(f"high={high}: 32-bit draws reach 2^31; draw with torch.randint(high, ()) in __getitem__")
+        raise ValueError(
+            f"high must be at most 2^31, since the draws have 32 bits, got {high}."
+            " Draw with torch.randint(high, ()) in __getitem__."
+        )
     return (draws * high) >> 32
 
 

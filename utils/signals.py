@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 if not hasattr(signal, "SIGUSR1"):
-    print("Windows: has no SIGUSR1, fork or file locks, which training needs; start it under WSL 2", file=sys.stderr)
+    text = "Windows has no SIGUSR1, fork or file locks, which training needs. Start the training under WSL 2."
+    print(text, file=sys.stderr)
     sys.exit(2)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -202,7 +203,7 @@ def exit_with_torchrun() -> None:
     if not is_orphan and sys.platform == "linux":
         is_orphan = not is_torchrun_alive(PARENT_ID)
     if is_orphan and PROCESS_ID == os.getpid():
-        sys.exit("torchrun has already exited; start it again")
+        sys.exit("torchrun has already exited, so this rank ends. Start torchrun again.")
 
 
 def is_torchrun_alive(pid: int) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from utils.settings.errors import UserError
 
-MISSING_FUNCTION = """model.py: has no {}; add it, for example, if the model takes two tensors of a batch:
+MISSING_FUNCTION = """model.py has no {}. Add it, for example like this, if the model takes two tensors of a batch:
     def predict(model, batch): return {{"output": model(batch[0], batch[1])}}  # {{name: tensor [B, ...]}}
     def example_inputs(batch): return batch[0], batch[1]  # the model's arguments"""
 
@@ -21,7 +21,7 @@ def check_arguments(model: nn.Module, inputs: Any, function: str) -> None:
     """
     try:
         if isinstance(inputs, Tensor):
-            raise TypeError("is no tuple")
+            raise TypeError("The inputs are not a tuple.")
         inspect.signature(model.forward).bind(*inputs)
     except TypeError:
         raise UserError(MISSING_FUNCTION.format(function)) from None

@@ -86,7 +86,10 @@ def find_divergence(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]], 
     """
     steps, equal = sorted(a.keys() & b.keys()), 0
     if not steps:
-        raise UserError("diverge: no step has a train record in both runs; give runs with the same --log_interval")
+        raise UserError(
+            "--diverge needs a step with a train record in both runs, but there is none. Give runs with the same"
+            " --log_interval."
+        )
     for step in steps:
         record_a, record_b = a[step], b[step]
         names = {name for name in record_a.keys() & record_b.keys() if record_a[name] != record_b[name]} - {
@@ -153,23 +156,23 @@ def replay_divergence(a: Any, b: Any, gap: Divergence, names: tuple[str, str]) -
     step = next((step for step in steps if replays[0][step]["fingerprint"] != replays[1][step]["fingerprint"]), 0)
     if step:
         dump_a, dump_b = (replay.dump_step(run.folder, step) for run in (a, b))
-        return f"{describe_equal_steps(step - 1)}; in step {step} {compare_dumps(dump_a, dump_b, names).text}"
+        return f"{describe_equal_steps(step - 1)} In step {step} {compare_dumps(dump_a, dump_b, names).text}"
     unrepeated = [k for k in (0, 1) if run_fingerprints[k] != replays[k][high]["fingerprint"]]
     step_range = f"step {high}" if high == low + 1 else f"steps {low + 1} to {high}"
-    dumps = "compare dumps of scripts/replay.py that were made where the runs were"
+    dumps = "Compare dumps of scripts/replay.py that were made on the machines of the runs."
     if len(unrepeated) > 1:
-        causes = "sums of several ranks without --reduction exact, other machines or versions"
-        return f"here the replays of {step_range} are equal, and repeat neither run ({causes}); {dumps}"
+        causes = "Causes are sums of several ranks without --reduction exact, other machines or other versions."
+        return f"Here the replays of {step_range} are equal, and repeat neither run. {causes} {dumps}"
     run, name = (a, b)[unrepeated[0]], names[unrepeated[0]]
     is_alone = high == low + 1 and run.config.get("log_interval") == 1
     cause = describe_cause(read_train_records(run)[high], replays[unrepeated[0]][high]) if is_alone else ""
-    causes = "a fault that came once, or another machine or version"
+    causes = "Causes are a fault that came once, another machine or another version."
     equal_steps = describe_equal_steps(low)
-    return f"{equal_steps}; in {step_range} {name} did what its replay here does not{cause} ({causes}); {dumps}"
+    return f"{equal_steps} In {step_range} {name} did what its replay here does not{cause}. {causes} {dumps}"
 
 
 def describe_equal_steps(step: int) -> str:
-    return f"equal until step {step}" if step else "equal at the start"
+    return f"The runs are equal until step {step}." if step else "The runs are equal at the start."
 
 
 def describe_cause(record: dict[str, Any], replayed_record: dict[str, Any]) -> str:
@@ -186,7 +189,9 @@ def describe_cause(record: dict[str, Any], replayed_record: dict[str, Any]) -> s
 def compare_dumps(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Difference:
     """What differs first in two dumps of the same step. Raises UserError if they are of different ones."""
     if a["number"] != b["number"]:
-        raise UserError(f"diverge: dumps of steps {a['number']} and {b['number']}; give two of the same step")
+        raise UserError(
+            f"--diverge needs two dumps of the same step, but these are of steps {a['number']} and {b['number']}."
+        )
     if a["host"] != b["host"]:
         names = (f"{names[0]} (on {a['host']})", f"{names[1]} (on {b['host']})")
     checks: Iterable[Callable[..., Difference | None]] = (
@@ -200,7 +205,7 @@ def compare_dumps(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) 
     )
     return next(
         (difference for check in checks if (difference := check(a, b, names))),
-        Difference("", "nothing that a dump holds differs"),
+        Difference("", "nothing that a dump holds differs."),
     )
 
 
@@ -226,21 +231,23 @@ def describe_tensors(tensors: dict[str, Any], other_tensors: dict[str, Any], nam
 
 def compare_state(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Difference | None:
     wrong = find_different(a["before"], b["before"])
-    text = f"the weights before it differ already: {describe_tensors(a['before'], b['before'], wrong)}" if wrong else ""
-    return Difference("state", text) if wrong else None
+    if not wrong:
+        return None
+    subject = describe_tensors(a["before"], b["before"], wrong)
+    return Difference("state", f"the weights before the step differ already: {subject}.")
 
 
 def compare_samples(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Difference | None:
     sizes = [[len(indices) for indices in dump["micro_batches"]] for dump in (a, b)]
     if sizes[0] != sizes[1]:
         return Difference(
-            "samples", f"the micro-batches have {sizes[0]} samples in {names[0]} and {sizes[1]} in {names[1]}"
+            "samples", f"the micro-batches have {sizes[0]} samples in {names[0]} and {sizes[1]} in {names[1]}."
         )
     for number, (indices_a, indices_b) in enumerate(zip(a["micro_batches"], b["micro_batches"], strict=True)):
         for position, (index_a, index_b) in enumerate(zip(indices_a, indices_b, strict=False)):
             if index_a != index_b:
                 sample = f"sample {position} of micro-batch {number}"
-                return Difference("samples", f"{sample} is {index_a:,} in {names[0]} and {index_b:,} in {names[1]}")
+                return Difference("samples", f"{sample} is {index_a:,} in {names[0]} and {index_b:,} in {names[1]}.")
     return None
 
 
@@ -254,7 +261,7 @@ def compare_batches(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]
             if tensor_a.shape != tensor_b.shape or tensor_a.dtype != tensor_b.dtype:
                 kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in (tensor_a, tensor_b)]
                 return Difference(
-                    "content", f"micro-batch {number} is {kinds[0]} in {names[0]}, {kinds[1]} in {names[1]}"
+                    "content", f"micro-batch {number} is {kinds[0]} in {names[0]} and {kinds[1]} in {names[1]}."
                 )
             subject = f"micro-batch {number}"
             if tensor_a.ndim and len(tensor_a) == len(indices):
@@ -264,7 +271,7 @@ def compare_batches(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]
             gap = (tensor_a.double() - tensor_b.double()).abs().max().item()
             text = f"the content of {subject} differs between {names[0]} and {names[1]}"
             return Difference(
-                "content", f"{text}: {len(positions):,} of {tensor_a.numel():,} values, by at most {gap:.3g}"
+                "content", f"{text}: {len(positions):,} of {tensor_a.numel():,} values, by at most {gap:.3g}."
             )
     return None
 
@@ -275,16 +282,16 @@ def compare_outputs(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]
         for (module, bits), (other_module, other_bits) in zip(outputs_a, outputs_b, strict=False):
             if module != other_module:
                 return Difference(
-                    "module", f"micro-batch {number} runs {module} in {names[0]} and {other_module} in {names[1]}"
+                    "module", f"micro-batch {number} runs {module} in {names[0]} and {other_module} in {names[1]}."
                 )
             if bits != other_bits:
                 return Difference(
-                    "module", f"the output of {module} differs first, for micro-batch {number} with equal inputs"
+                    "module", f"the output of {module} differs first, for micro-batch {number} with equal inputs."
                 )
     for number, (loss, other_loss) in enumerate(zip(a["micro_losses"], b["micro_losses"], strict=True)):
         if repr(loss) != repr(other_loss):
             text = f"the loss of micro-batch {number} is {loss:.9g} in {names[0]} and {other_loss:.9g} in {names[1]}"
-            return Difference("loss", f"{text}, with equal outputs of all modules: look at compute_loss")
+            return Difference("loss", f"{text}, with equal outputs of all modules. Look at compute_loss.")
     return None
 
 
@@ -294,7 +301,7 @@ def compare_gradients(a: dict[str, Any], b: dict[str, Any], names: tuple[str, st
         return None
     return Difference(
         "gradient",
-        f"the gradient of {describe_tensors(a['gradients'], b['gradients'], wrong)} differs, with equal losses",
+        f"the gradient of {describe_tensors(a['gradients'], b['gradients'], wrong)} differs, with equal losses.",
     )
 
 
@@ -304,15 +311,18 @@ def compare_used_gradients(a: dict[str, Any], b: dict[str, Any], names: tuple[st
     if not wrong:
         return None
     subject = describe_tensors(a["used"], b["used"], wrong)
-    text = f"the gradient of {subject} that the optimizer gets differs; computed again outside of the step it is equal"
-    return Difference("gradient", f"{text}: look at what sums or changes gradients")
+    return Difference(
+        "gradient",
+        f"the gradient of {subject} that the optimizer gets differs, but it is equal when computed again outside of the"
+        " step. Look at what sums or changes gradients.",
+    )
 
 
 def compare_updates(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Difference | None:
     if a["lrs"] != b["lrs"]:
         lr_a, lr_b = next(pair for pair in zip(a["lrs"], b["lrs"], strict=True) if pair[0] != pair[1])
         return Difference(
-            "learning rate", f"the learning rate is {lr_a:.9g} in {names[0]} and {lr_b:.9g} in {names[1]}"
+            "learning rate", f"the learning rate is {lr_a:.9g} in {names[0]} and {lr_b:.9g} in {names[1]}."
         )
     wrong = find_different(a["after"], b["after"])
     moments = find_different(a.get("moments", {}), b.get("moments", {}))
@@ -325,7 +335,7 @@ def compare_updates(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]
     )
     subject = subject if wrong else f"the optimizer's {subject}"
     return Difference(
-        "update", f"the update of {subject} differs, with equal gradients (before clipping) and learning rates"
+        "update", f"the update of {subject} differs, with equal gradients (before clipping) and learning rates."
     )
 
 
@@ -333,15 +343,17 @@ def compare_runs(a: Any, b: Any, names: list[str], labels: tuple[str, str], may_
     """One page of text, and whether the runs are equal. names: of settings that differ. Raises UserError."""
     has_means = a.config.get("log_interval") == b.config.get("log_interval")
     rows, gap = compare_settings(a, b, names), find_divergence(read_train_records(a), read_train_records(b), has_means)
-    lines = [format_table([["differs", *labels], *rows])] if rows else ["settings, versions, code and machines: equal"]
+    lines = ["Settings, versions, code and machines are equal."]
+    if rows:
+        lines = [format_table([["differs", *labels], *rows])]
     if not gap.step:
-        return "\n".join([*lines, f"no difference in the records up to step {gap.last_equal_step}"]), True
-    lines += [f"records: {describe_equal_steps(gap.last_equal_step)}; in that of step {gap.step} differ:"]
+        return "\n".join([*lines, f"The records do not differ up to step {gap.last_equal_step}."]), True
+    lines += [f"Records: {describe_equal_steps(gap.last_equal_step)} In the record of step {gap.step} these differ:"]
     lines += [format_table([["", *labels], *gap.rows[:8]])]
     if may_replay:
-        lines += [f"replay: {replay_divergence(a, b, gap, labels)}"]
+        lines += [f"Replay: {replay_divergence(a, b, gap, labels)}"]
     else:
-        lines += ["next: --replay repeats both runs up to there, and looks into the step"]
+        lines += [f"Add --replay to repeat both runs up to step {gap.step} and look into the step."]
     return "\n".join(lines), False
 
 
@@ -349,4 +361,4 @@ def compare_dump_files(paths: list[Path]) -> tuple[str, bool]:
     """The report on two dumps of scripts/replay.py."""
     a, b = (torch.load(path, weights_only=True) for path in paths)
     difference = compare_dumps(a, b, (paths[0].name, paths[1].name))
-    return f"in step {a['number']} {difference.text}", not difference.kind
+    return f"In step {a['number']} {difference.text}", not difference.kind

@@ -35,13 +35,13 @@ def try_git(*words: str, root: Path, stdin: str | None = None) -> subprocess.Com
 
 
 def git(*words: str, root: Path, stdin: str | None = None, remedy: str = "") -> str:
-    """What a git command prints. If it fails, the process ends with git's reason and this remedy."""
+    """What a git command prints. If it fails, the process ends with git's reason and this remedy, a sentence."""
     ended = try_git(*words, root=root, stdin=stdin)
     if ended.returncode:
         reason = ended.stderr.strip() or f"exit status {ended.returncode}"
         if "not a git" in reason:
-            remedy = "git init, then add and commit all files"
-        fail("; ".join(filter(None, [f"git {' '.join(words)}: {reason}", remedy])))
+            remedy = "Run git init, then add and commit all files."
+        fail(f"git {' '.join(words)} failed ({reason}). {remedy}".strip())
     return ended.stdout.strip()
 
 
@@ -58,13 +58,13 @@ def require_clean(root: Path, pathspec: str) -> None:
         pathspec: what may have no changes: "." for the fork, ":/" for its whole repository.
     """
     if git("status", "--porcelain", "--untracked-files=no", "--", pathspec, root=root):
-        fail(f"the working tree has changes; commit or stash them first, {SO_THAT}")
+        fail(f"The working tree has changes. Commit or stash them first, {SO_THAT}.")
     for entry in git_list("ls-files", "-v", "-z", "--", pathspec, root=root):
         state, name = entry.split(" ", 1)
         if state == "S" and not (root / name).exists():
-            fail(f"{name} is left out by a sparse checkout; git sparse-checkout disable first, {SO_THAT}")
+            fail(f"{name} is left out by a sparse checkout. Run git sparse-checkout disable first, {SO_THAT}.")
         if state == "S" or state.islower():
-            fail(f"git ignores changes of {name}; {UNHIDE_COMMAND} {name} first, {SO_THAT}")
+            fail(f"git ignores changes of {name}. Run {UNHIDE_COMMAND} {name} first, {SO_THAT}.")
 
 
 def require_undoable(root: Path, names: Iterable[str], folders: Iterable[str]) -> None:
@@ -83,13 +83,16 @@ def require_undoable(root: Path, names: Iterable[str], folders: Iterable[str]) -
             tracked.add(name)
     for name in names:
         if (root / name).is_symlink():
-            fail(f"{name} is a symbolic link; replace it by the file itself and commit that, {SO_THAT}")
+            fail(f"{name} is a symbolic link. Replace it by the file itself and commit that, {SO_THAT}.")
         if name not in tracked:
-            fail(f"{name} is not committed; commit it first, {SO_THAT}")
+            fail(f"{name} is not committed. Commit it first, {SO_THAT}.")
     require_same_after_checkout(root, names)
     for folder in folders:
         for path in untracked_content(root, folder, tracked):
-            fail(f"{path} is not committed or no regular file, and its folder goes; move it elsewhere first, {SO_THAT}")
+            fail(
+                f"{path} is not committed or not a regular file, and its folder will be deleted. Move {path} elsewhere"
+                f" first, {SO_THAT}."
+            )
 
 
 def require_same_after_checkout(root: Path, names: list[str]) -> None:
@@ -101,20 +104,23 @@ def require_same_after_checkout(root: Path, names: list[str]) -> None:
     git_folder = git("rev-parse", "--absolute-git-dir", root=root)
     with tempfile.TemporaryDirectory(dir=git_folder) as temporary:
         command = ["checkout-index", "-z", "--stdin", f"--prefix={temporary}/"]
-        remedy = f"repair what git names here, {SO_THAT}"
+        remedy = f"Repair what git names here, {SO_THAT}."
         git(*command, root=root, stdin="".join(f"{name}\0" for name in names), remedy=remedy)
         copies = Path(temporary, git("rev-parse", "--show-prefix", root=root))
         for name in names:
             copy = copies / name
             if (root / name).read_bytes() != copy.read_bytes():
-                fail(f"git would restore {name} with other line ends or bytes; delete it and git restore it, {SO_THAT}")
+                fail(
+                    f"git would restore {name} with other line ends or bytes. Delete it and git restore it, {SO_THAT}."
+                )
             is_executable = bool((root / name).stat().st_mode & stat.S_IXUSR)
             if is_executable and not copy.stat().st_mode & stat.S_IXUSR:
                 fail(
-                    f"git does not know that {name} is executable; {CHMOD_COMMAND}=+x {name} and commit that, {SO_THAT}"
+                    f"git does not know that {name} is executable. Run {CHMOD_COMMAND}=+x {name} and commit that,"
+                    f" {SO_THAT}."
                 )
             if copy.stat().st_mode & stat.S_IXUSR and not is_executable:
-                fail(f"git would make {name} executable; {CHMOD_COMMAND}=-x {name} and commit that, {SO_THAT}")
+                fail(f"git would make {name} executable. Run {CHMOD_COMMAND}=-x {name} and commit that, {SO_THAT}.")
 
 
 def untracked_content(root: Path, folder: str, tracked: Iterable[str]) -> list[str]:

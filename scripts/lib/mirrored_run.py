@@ -125,25 +125,25 @@ class MirroredRun(Storage):
             done += count
             if time.monotonic() - logged_at > SECONDS_BETWEEN_LOG_LINES:
                 logged_at = time.monotonic()
-                log.info("fetching %s: %.0f of %.0f MB", source, done / 1e6, total / 1e6)
+                log.info("Fetched %.0f of %.0f MB of %s so far.", done / 1e6, total / 1e6, source)
 
         try:
             for part, file in manifest["files"].items():
                 self.download(file["object"], staging / part, file["bytes"], on_progress)
                 if archive.verify_archive(staging / part).checksum != file["sha256"]:
-                    raise UserError("another checksum")
+                    raise UserError("The checksum differs.")
         except StartError:
             raise
         except UserError:
             shutil.rmtree(staging)
-            raise UserError(f"{source}: {file['object']} is missing or damaged; give another checkpoint") from None
+            raise UserError(f"{file['object']} of {source} is missing or damaged. Give another checkpoint.") from None
         if path.suffix:
             (staging / part).replace(path)
             staging.rmdir()
         else:
             replace_json(staging / archive.MANIFEST_FILE, {"step": manifest["step"], "files": digests})
             checkpoint.replace_folder(staging, path)
-        log.info("fetched %s (%.0f MB)", source, total / 1e6)
+        log.info("%s was fetched (%.0f MB).", source, total / 1e6)
         return path
 
 
@@ -184,7 +184,7 @@ def local_run(source: str, choose_steps: Callable[[list[int], int], Iterable[int
         valid = {manifest["step"]: manifest for manifest in run.read_manifests()}
         run.restore_records(folder)
         if not (folder / "status.json").exists():
-            raise UserError(f"{source}: holds no run; give the URL that its --mirror had")
+            raise UserError(f"{source} holds no run. Give the URL that the run had as --mirror.")
         best = find_best_step(folder / "metrics.jsonl")
         best = best if best in valid else -1
         for path in checkpoint.list_step_checkpoints(checkpoints):
@@ -219,7 +219,7 @@ def local_checkpoint(source: str) -> Path:
         wanted = int(step[1]) if step else best if best >= 0 or name else max(steps, default=-1)
         if wanted not in steps:
             available = ", ".join(map(str, steps)) or "none"
-            raise UserError(f"{source}: is not there; the run has checkpoints of these steps: {available}")
+            raise UserError(f"There is no {source}. The run has checkpoints of these steps: {available}.")
         chosen.append(wanted)
         return chosen
 

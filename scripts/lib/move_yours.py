@@ -45,19 +45,20 @@ def main() -> int:
     base, fork, template = (read_config(revision) for revision in (find_merge_base(), "HEAD", "MERGE_HEAD"))
     moved = move_settings(base, fork, template)
     (ROOT / "config.py").write_text(moved.text, encoding="utf-8")
-    print("config.py: your settings are in the block of the newer template")
+    print("Your settings are now in the block of the newer config.py.")
     for line in moved.left_out:
-        print(f"not moved, write it again where it is needed: {line}")
+        print(f"This was not moved. Write it again where it is needed: {line}")
     tried = subprocess.run([sys.executable, "-c", CHECK_PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False)
     if tried.returncode:
         problem = tried.stderr.strip().splitlines()[-1]
-        print(f"config.py cannot be used yet ({problem}); import or define at its top what is missing")
+        print(f"config.py cannot be used yet ({problem}). Import or define at its top what is missing.")
         return 1
     still_there = moved.deleted.intersection(tried.stdout.split())
     if still_there:
         names = ", ".join(sorted(still_there))
         print(
-            f"you had deleted {names}, which are settings of an extra now; scripts/remove_extras.sh images deletes them"
+            f"You had deleted {names}, which are settings of an extra now. Run scripts/remove_extras.sh images to"
+            " delete them."
         )
     return 0
 
@@ -67,7 +68,7 @@ def find_merge_base() -> str:
     command = ["git", "merge-base", "HEAD", "MERGE_HEAD"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode:
-        fail("no merge is under way; run this after `git merge` has stopped at config.py")
+        fail("No merge is under way. Run this script after `git merge` has stopped at config.py.")
     return ended.stdout.strip()
 
 
@@ -78,7 +79,7 @@ def read_config(revision: str) -> str:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if ended.returncode == 0:
             return ended.stdout
-    return fail(f"git has no config.py in {revision}; resolve the conflict by hand")
+    return fail(f"git has no config.py in {revision}. Resolve the conflict by hand.")
 
 
 def fail(sentence: str) -> str:
@@ -155,7 +156,7 @@ def find_marks(lines: list[str]) -> tuple[int, int]:
     for mark in (BEGIN, END):
         numbers = [number for number, line in enumerate(lines) if line.startswith(mark)]
         if not numbers:
-            fail(f"config.py has no line that begins with {mark.strip()!r}; put the mark back and commit, then merge")
+            fail(f"config.py has no line that begins with {mark.strip()!r}. Put the mark back and commit, then merge.")
         line_numbers.append(numbers[0])
     return line_numbers[0], line_numbers[1]
 

@@ -133,7 +133,7 @@ def delete_from_text(name: str, text: str, extras: set[str]) -> str:
         left = delete_lines(lines, deleted)
         ast.parse(left)
     except (SyntaxError, tokenize.TokenError) as error:
-        fail(f"{name}: is no valid Python, or would not be without its marked lines ({error}); move the markers")
+        fail(f"{name} is not valid Python, or would not be without its marked lines ({error}). Move the markers.")
     return left
 
 
@@ -178,7 +178,7 @@ def find_statement_lines(name: str, text: str, markers: Iterable[int]) -> set[in
             continue
         candidates = [(last - first, first, last) for first, last, ends in spans if number in ends]
         if not candidates:
-            fail(f"{name}:{number + 1}: no statement begins or ends here; move the marker")
+            fail(f"No statement begins or ends at {name}:{number + 1}. Move the marker.")
         _, first, last = max(candidates)
         deleted |= set(range(first, last + 1))
     return deleted
@@ -354,7 +354,8 @@ def replace_record(text: str, fields: Fields) -> str:
     pairs = ", ".join(f"{name} = {{{', '.join(tables[name])}}}" for name in sorted(tables))
     if not DELETED_RECORD.search(text):
         fail(
-            f'{PROJECT_FILE} has no line "without = {{}}" in [tool.extras], where this is remembered; add it and commit'
+            f'{PROJECT_FILE} has no line "without = {{}}" in [tool.extras], which names deleted extras. Add it and'
+            " commit."
         )
     return DELETED_RECORD.sub(lambda record: f"{record[1]}without = {{{pairs}}}", text)
 
@@ -444,14 +445,14 @@ def delete_from_folder(root: Path, extras: set[str], is_fork: bool = True) -> tu
     before = read_deleted(files[PROJECT_FILE])
     left, fields = delete_from_files(files, extras | before.keys())
     if problems := find_dangling_imports(files, left):
-        fail(f"{problems[0]}; keep the extra of that file, or delete that of this one too")
+        fail(f"{problems[0]}, which would be deleted. Keep the extra of the imported file, or delete both extras.")
     still_extras = read_extras(files)  # in a newer version some are part of the kernel
     record = {name: table for name, table in (fields | before).items() if name in still_extras}
     left[PROJECT_FILE] = replace_record(left[PROJECT_FILE], record)
     changed = changed_files(files, left)
     for name in changed:
         if "\r" in files[name]:
-            fail(f"{name} has line ends of two kinds; give it one kind and commit that, {SO_THAT}")
+            fail(f"{name} has line ends of two kinds. Give it one kind and commit that, {SO_THAT}.")
     if is_fork:
         deleted = files.keys() - left.keys()
         require_undoable(root, names={*changed, *deleted}, folders=emptied_folders(files, left))
@@ -472,12 +473,13 @@ def print_extras(files: Files) -> None:
 
 def delete_extras(names: set[str]) -> None:
     before, left = delete_from_folder(ROOT, names)
-    print(f"deleted {', '.join(sorted(names))}; lines before and after:")
+    print(f"These extras were deleted: {', '.join(sorted(names))}. Lines before and after:")
     for part, number in count_lines(before).items():
         print(f"  {part:8} {number:6,} -> {count_lines(left)[part]:6,}")
     lost = [promise for key, promise in read_promises(before).items() if key not in read_promises(left)]
-    print(*(["this fork no longer promises:"] if lost else []), *(f"  - {promise}" for promise in lost), sep="\n")
-    print(f"to undo this: git restore --source=HEAD --staged --worktree {shlex.quote(str(ROOT))}")
+    if lost:
+        print("This fork no longer promises:", *(f"  - {promise}" for promise in lost), sep="\n")
+    print(f"This command undoes it: git restore --source=HEAD --staged --worktree {shlex.quote(str(ROOT))}")
 
 
 def merge_template(ref: str) -> None:
@@ -485,7 +487,7 @@ def merge_template(ref: str) -> None:
     require_clean(ROOT, ":/")
     old, new = find_versions(ref)
     if old == new:
-        print(f"{ref} is already merged")
+        print(f"{ref} is already merged.")
         return
     deleted_extras = set(read_deleted((ROOT / PROJECT_FILE).read_text(encoding="utf-8")))
     message = "{} without " + ", ".join(sorted(deleted_extras))
@@ -499,15 +501,18 @@ def merge_template(ref: str) -> None:
     command += [old_commit, "--", "HEAD", new_commit]
     ended = subprocess.run(command, cwd=ROOT, check=False)
     if ended.returncode > 1:
-        fail("git merge-recursive failed; git reset --merge undoes it")
+        fail("git merge-recursive failed. Undo it with git reset --merge.")
     folder = Path(git("rev-parse", "--absolute-git-dir", root=ROOT))
     (folder / "MERGE_HEAD").write_text(f"{new}\n")
     (folder / "MERGE_MSG").write_text(f"Merge {ref} of the template\n")
     if ended.returncode:
-        fail("resolve the conflicts above, git add them, then git commit (git merge --abort undoes the merge)")
-    remedy = "the merge is staged: git commit completes it, git merge --abort undoes it"
+        fail(
+            "The merge has the conflicts above. Resolve them, git add the files, then git commit (git merge --abort"
+            " undoes the merge)."
+        )
+    remedy = "The merge is staged. Complete it with git commit, or undo it with git merge --abort."
     git("commit", "--no-edit", "--quiet", root=ROOT, remedy=remedy)
-    print(f"merged {ref}")
+    print(f"{ref} was merged.")
 
 
 def find_versions(ref: str) -> tuple[str, str]:
@@ -515,14 +520,17 @@ def find_versions(ref: str) -> tuple[str, str]:
     new = try_git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}", root=ROOT).stdout.strip()
     if not new:
         fail(
-            f"--merge {ref}: git knows no such tag, branch or commit; git fetch --tags template first"
-            f" ({UPGRADING_PAGE})"
+            f"--merge must name a tag, branch or commit, but git does not know {ref}. Run git fetch --tags template"
+            f" first ({UPGRADING_PAGE})."
         )
     old = try_git("merge-base", "HEAD", new, root=ROOT).stdout.strip()
     if not old and git("rev-parse", "--is-shallow-repository", root=ROOT) == "true":
-        fail(f"HEAD and {ref} share no history in this shallow clone; git fetch --unshallow origin (or template) first")
+        fail(
+            f"HEAD and {ref} share no history in this shallow clone. Run git fetch --unshallow origin (or template)"
+            " first."
+        )
     if not old:
-        fail(f"HEAD and {ref} share no history; record once which version this fork started from ({UPGRADING_PAGE})")
+        fail(f"HEAD and {ref} share no history. Record once which version this fork started from ({UPGRADING_PAGE}).")
     return old, new
 
 
@@ -545,7 +553,7 @@ def delete_from_commit(commit: str, extras: set[str]) -> str:
 def main(argv: list[str]) -> None:
     files = read_files(ROOT)
     if PROJECT_FILE not in files or EXTRAS_PAGE not in files:
-        fail(f"git has no {PROJECT_FILE} or no {EXTRAS_PAGE} here; restore them, add and commit all files, {SO_THAT}")
+        fail(f"git has no {PROJECT_FILE} or no {EXTRAS_PAGE} here. Restore them, add and commit all files, {SO_THAT}.")
     extras = read_extras(files)
     if argv[:1] == ["--list"]:
         print_extras(files)
@@ -555,15 +563,15 @@ def main(argv: list[str]) -> None:
         names = set(argv) - {"--all-but"}
         if names & FORMER_EXTRAS:
             name = min(names & FORMER_EXTRAS)
-            fail(f"{name}: is part of the kernel now, at no cost if unused; leave out this name ({EXTRAS_PAGE})")
+            fail(f"{name} is part of the kernel now, at no cost if unused. Leave out this name ({EXTRAS_PAGE}).")
         if wrong := names - extras.keys():
-            fail(f"{min(wrong)}: is not an extra; give some of {', '.join(extras)}")
+            fail(f"{min(wrong)} is not an extra. Give some of {', '.join(extras)}.")
         require_clean(ROOT, ".")
         gone = read_deleted(files[PROJECT_FILE]).keys()
         names = (extras.keys() - names if argv[0] == "--all-but" else names) - gone
-        delete_extras(names) if names else print("these are already deleted")
+        delete_extras(names) if names else print("These extras are already deleted.")
     else:
-        fail("give the names of extras to delete, or --list to see them (docs/extras.md)")
+        fail("Give the names of extras to delete, or --list to see them (docs/extras.md).")
 
 
 if __name__ == "__main__":

@@ -46,9 +46,9 @@ def check_row_order(
         return error
     if is_moved:
         raise UserError(
-            "collate: the outputs of a batch are in another order than its samples, so they would be written to other"
-            " samples; keep the order in collate, device_transform and predict, or restore it (a collate that sorts by"
-            " length returns the positions too, or use pack_padded_sequence(..., enforce_sorted=False))"
+            "The outputs of a batch are in another order than its samples, so they would be written to other samples."
+            " Keep the order in collate, device_transform and predict, or restore it (a collate that sorts by length"
+            " returns the positions too, or uses pack_padded_sequence(..., enforce_sorted=False))."
         )
     return None
 

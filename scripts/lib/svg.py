@@ -11,6 +11,8 @@ from pathlib import Path
 
 # the Okabe-Ito palette, which is safe for colour-blind readers
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
+ROUNDING = 1e-9  # of a quotient that should be an integer
+MAX_DIGITS = 6  # after the point
 LEFT, RIGHT, BOTTOM, HEIGHT, WIDTH = 68, 20, 50, 330, 760  # HEIGHT: of the plot area only
 
 
@@ -19,7 +21,7 @@ def parse_output_path(text: str, suffix: str = ".svg") -> Path:
     path = Path(text)
     if path.suffix != suffix or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
-            f"{text}: cannot be written; give a name that ends in {suffix} in an existing folder"
+            f"{text} cannot be written. Give a name that ends in {suffix} in an existing folder."
         )
     return path
 
@@ -48,7 +50,7 @@ def draw_line_plot(
     marks: Sequence[tuple[float, str, str]] = (),
     has_tooltips: bool = False,
 ) -> str:
-    """Plot all series on one pair of axes that starts at x = 0.
+    """Plot all series on one pair of axes that starts at x = 0, with round numbers on both axes.
 
     `marks` are vertical lines: (x, text, color). has_tooltips: for a plot in an HTML page, whose points have tooltips
     and whose y axis is logarithmic if it covers more than two decades.
@@ -62,13 +64,17 @@ def draw_line_plot(
     is_log = has_tooltips and 0 < 100 * low < high and high > 1
     if is_log:
         low, high, y_label = math.log10(low), math.log10(high), f"{y_label} (log scale)"
+        y_ticks = [(10.0**k, f"{10.0**k:,g}") for k in range(math.ceil(low), math.floor(high) + 1)]
+    else:
+        y_ticks = choose_ticks(low, high)
+        low, high = y_ticks[0][0], y_ticks[-1][0]
     last = max(x for x, _ in points) or 1.0
 
     def scale_x(x: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * x / last
 
     def scale_y(y: float) -> float:
-        return bottom - HEIGHT * ((math.log10(y) if is_log else y) - low) / ((high - low) or 1.0)
+        return bottom - HEIGHT * ((math.log10(y) if is_log else y) - low) / (high - low)
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif"'
@@ -78,15 +84,15 @@ def draw_line_plot(
         _draw_text((LEFT + WIDTH - RIGHT) / 2, height - 10, x_label),
         _draw_text(16, top + HEIGHT / 2, y_label, "middle", f'transform="rotate(-90 16 {top + HEIGHT / 2})"'),
     ]
-    decades = [10.0**k for k in range(math.ceil(low), math.floor(high) + 1)] if is_log else []
-    for value in decades or [low + (high - low) * k / 5 for k in range(6)]:
+    for value, words in y_ticks:
         at = scale_y(value)
         parts += [
             _draw_line(LEFT, at, WIDTH - RIGHT, at, 'stroke="#ddd"'),
-            _draw_text(LEFT - 8, at + 4, _format_number(value), "end"),
+            _draw_text(LEFT - 8, at + 4, words, "end"),
         ]
-    for value, words in choose_ticks(last):
-        parts.append(_draw_text(scale_x(value), bottom + 18, words))
+    for value, words in choose_ticks(0, last):
+        if value <= last:
+            parts.append(_draw_text(scale_x(value), bottom + 18, words))
     ends = -math.inf
     for step, words, color in sorted(marks):
         left, half = scale_x(step), 3.3 * len(words)  # about half of its width
@@ -127,10 +133,6 @@ def choose_color(number: int, count: int) -> str:
     return COLORS[number] if count <= len(COLORS) else f"hsl({360 * number // count} 75% 42%)"
 
 
-def _format_number(value: float) -> str:
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
 def _draw_text(x: float, y: float, text: str, anchor: str = "middle", attributes: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {attributes}>{escape(text)}</text>'
 
@@ -139,8 +141,23 @@ def _draw_line(x: float, y: float, to_x: float, to_y: float, attributes: str) ->
     return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" {attributes}/>'
 
 
-def choose_ticks(last: float) -> list[tuple[float, str]]:
-    """Four to ten round values from 0 to `last`."""
-    magnitude = 10.0 ** math.floor(math.log10(last))
-    step = next(magnitude * k for k in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0) if last / (magnitude * k) <= 10)
-    return [(step * k, f"{step * k:,g}") for k in range(int(last / step) + 1)]
+def choose_ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """Return round values from `low` or below it to `high` or above it, with their texts.
+
+    The step between them is 1, 2 or 5 times a power of ten, such that there are three to ten of them.
+    """
+    if low == high:
+        half = abs(low) / 2 or 0.5
+        low, high = low - half, high + half
+    span = high - low
+    magnitude = 10.0 ** math.floor(math.log10(span))
+    step = next(magnitude * factor for factor in (0.2, 0.5, 1.0, 2.0) if span / (magnitude * factor) <= 8)
+    first = math.floor(low / step + ROUNDING)
+    last = math.ceil(high / step - ROUNDING)
+    digits = max(0, -math.floor(math.log10(step) + ROUNDING))
+    ticks = []
+    for k in range(first, last + 1):
+        value = round(k * step, digits)
+        words = f"{value:,.{digits}f}" if digits <= MAX_DIGITS else f"{value:g}"
+        ticks.append((value, words))
+    return ticks

@@ -80,10 +80,10 @@ def build_timeline(
             add((end, next_start, "down", f"not running for {format_duration(next_start - end)}"))
         if own_errors or is_lost or (is_failed and not later):
             text = own_errors[0][1] if own_errors else "" if later else status.get("error")
-            text = text or f"ended at about step {attempt.last_step} without an error in the logs: it was killed"
-            text = f"attempt {k + 1}: {text}"
+            text = text or f"It ended at about step {attempt.last_step} without an error in the logs, so it was killed."
+            text = f"Attempt {k + 1}: {text}"
             if is_lost:
-                text += f"; the steps after {kept_step} were lost"
+                text = f"{text.rstrip('.')}. The steps after {kept_step} were lost."
             result.events.append({"event": "fault", "step": None, "at": end, "text": text})
     result.events.sort(key=lambda event: event["at"] or result.started_at)
     return result
@@ -110,7 +110,9 @@ def draw_timelines(lines: dict[str, Timeline]) -> str:
     unit, unit_name = next(entry[1:] for entry in UNITS if last >= entry[0])
     height, scale = ROW_HEIGHT * len(lines) + 42, (WIDTH - 2 * LEFT) / last
     parts = [f'<svg class="timeline" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">']
-    for value, words in choose_ticks(last / unit):
+    for value, words in choose_ticks(0, last / unit):
+        if value > last / unit:
+            continue
         x = LEFT + value * unit * scale
         parts.append(f'<line class="grid" x1="{x:.1f}" y1="4" x2="{x:.1f}" y2="{height - 36}"/>')
         parts.append(f'<text x="{x:.1f}" y="{height - 22}" text-anchor="middle">{words}</text>')

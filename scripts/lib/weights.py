@@ -17,7 +17,7 @@ def add_ema_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ema",
         action=argparse.BooleanOptionalAction,
-        help="use the averaged weights, or the plain ones [the averaged ones, if the checkpoint has them]",
+        help="use the averaged weights, or the plain ones (default: the averaged ones, if the checkpoint has them)",
     )
 
 
@@ -33,9 +33,7 @@ def choose_weights(payload: dict[str, Any], is_ema: bool | None, source: object)
         UserError: if the averaged weights are asked for, and there are none.
     """
     if is_ema and not payload["ema"]:
-        remedy = "leave out --ema"
-        remedy += ", or train with --ema_decay 0.999"
-        raise UserError(f"{source}: has no averaged weights; {remedy}")
+        raise UserError(f"{source} has no averaged weights. Leave out --ema, or train with --ema_decay 0.999.")
     if is_ema is None:
         is_ema = bool(payload["ema"])
     return "ema" if is_ema else "model"

@@ -3,7 +3,7 @@
 
 import pytest
 
-LINE = "BatchNorm    running statistics move once per optimizer step, not per micro-batch; use momentum "
+LINE = "BatchNorm    The running statistics move once per optimizer step, not per micro-batch. Use momentum "
 ONE_STEP = ("--max_steps", 1, "--schedule_steps", 1, "--dataset_size", 64)
 CASES = [
     pytest.param(("--grad_accum_steps", 4), "0.344 for the memory that 0.1 has in torch", id="accumulation"),

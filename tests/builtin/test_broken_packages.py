@@ -64,7 +64,7 @@ def test_a_run_that_needs_no_optional_package_completes_and_warns_once(tmp_path,
     flags = [*SMALL, "--run_dir", str(tmp_path / "run")]
     assert run_ranks(2, train_with_broken, str(broken), flags) == ["completed"] * 2
     warnings = [line for line in (tmp_path / "run/logs/rank0.log").read_text().splitlines() if "TensorBoard" in line]
-    assert len(warnings) == 1 and warnings[0].endswith("pip install --force-reinstall tensorboard"), warnings
+    assert len(warnings) == 1 and warnings[0].endswith("Run pip install --force-reinstall tensorboard."), warnings
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert {"train", "eval"} <= {*kinds}
 
@@ -99,9 +99,9 @@ def test_a_run_that_needs_a_broken_package_is_refused_with_the_fix(tmp_path, nee
     broken = write_broken(tmp_path / "broken", [module], error)
     flags = [*SMALL, *images, "--run_dir", str(tmp_path / "run"), *needs.split()]
     [text] = run_ranks(1, refused_with_broken, str(broken), flags)
-    assert text.startswith(f"{setting}: needs {package}, which cannot be used ("), text
+    assert text.startswith(f"{setting} needs {package}, which cannot be used ("), text
     version = f", in the version for torch {metadata.version('torch')}" if module == "torchvision" else ""
-    assert text.endswith(f"); pip install --force-reinstall {package}{version}"), text
+    assert text.endswith(f"). Run pip install --force-reinstall {package}{version}."), text
     assert "\n" not in text
 
 
@@ -145,7 +145,7 @@ def test_the_scripts_need_no_optional_package_for_the_synthetic_run(tmp_path, er
         assert ended.code == 0 and "Traceback" not in ended.text, ended.text
     for kind in ("safetensors", "onnx"):
         ended = launch([python, "scripts/export.py", best, tmp_path / f"model.{kind}", "--format", kind], env=env)
-        assert ended.code == 2 and f"format={kind}: needs {kind}" in ended.err and "Traceback" not in ended.text
+        assert ended.code == 2 and f"format={kind} needs {kind}" in ended.err and "Traceback" not in ended.text
         assert "pip install --force-reinstall" in ended.err
 
 

@@ -41,7 +41,7 @@ def test_the_size_found_can_be_trained_and_half_as_much_again_cannot(runs):
     for batch, code in ((best, 0), (best * 3 // 2, 1)):
         sizes = ["--batch_size", batch, "--dataset_size", 2 * batch, "--epochs", 2]
         ended = launch([sys.executable, program, *flags, "--run_dir", runs.folder(f"of-{batch}"), *sizes])
-        is_explained = " ran out of memory: " in ended.text
+        is_explained = " ran out of memory (" in ended.text
         assert ended.code == code and is_explained == bool(code), (printed, ended.text)
 
 
@@ -50,7 +50,7 @@ def test_find_batch_prints_the_flags_to_paste():
     ended = launch([sys.executable, "scripts/benchmark.py", *TINY, *words])
     assert (ended.code, ended.left) == (0, 0), ended.text
     assert "\n  20 samples: fits, " in ended.out
-    given = r"\nas given: 20 samples, .*per micro-batch, .* samples/s\n  this is the whole training set\n"
+    given = r"\nas given: 20 samples, .*per micro-batch, .* samples/s\n  This is the whole training set.\n"
     assert re.search(given + r"  --batch_size 18 --global_batch_size 36 ", ended.out)
     assert re.search(r"\nwith --activation_checkpointing: ", ended.out)  # extra: compile
 
@@ -63,5 +63,5 @@ def test_a_budget_of_tokens_is_found(tmp_path):  # extra: lengths
     flags = [*words, "--data_dir", "FOLDER", "--backend", "gloo"]
     ended = launch([sys.executable, "scripts/benchmark.py", *flags], cwd=fork.folder)
     assert ended.code == 0 and "\n  9,000 tokens: fits, " in ended.out, ended.text
-    assert re.search(r"\nas given: [\d,]+ tokens, .* tokens/s\n  this is the whole training set\n", ended.out)
+    assert re.search(r"\nas given: [\d,]+ tokens, .* tokens/s\n  This is the whole training set.\n", ended.out)
     assert re.search(r"\n  --batch_tokens \d+ --global_batch_size 36000 ", ended.out)

@@ -110,7 +110,7 @@ def test_init_from_loads_weights_that_fit_and_logs_the_others(tmp_path, caplog):
             load_matching_weights(model, load_weights(file), str(file))
         assert torch.equal(model.stages[2].conv1.weight, source.stages[2].conv1.weight)
         assert model.head.weight.shape == (4, 256)
-        assert "kept from create_model: head.weight, head.bias" in caplog.text
+        assert "Kept from create_model: head.weight, head.bias" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,10 @@ def test_what_init_from_lacks_is_called_kept_and_not_new(tmp_path, caplog, loads
     torch.save(weights, file)
     with caplog.at_level("INFO", logger="ddp"):
         load_matching_weights(model, load_weights(file), str(file))
-    assert f"kept from create_model: {kept}; not used: none" in caplog.text and "initialised" not in caplog.text
+    assert (
+        f"Kept from create_model: {kept}. Not used from the file: none" in caplog.text
+        and "initialised" not in caplog.text
+    )
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights.get(name, before[name]))
 
@@ -147,15 +150,15 @@ def test_published_weights_are_stripped_of_prefixes_and_must_be_whole_to_be_eval
         with caplog.at_level("INFO", logger="ddp"):
             load_matching_weights(model, load_weights(file), str(file), requires_all=True)
         assert torch.equal(model.head.weight, source["head.weight"])
-        assert f"removed wrappers and prefixes from the names of the tensors in {file}" in caplog.text
+        assert f"Wrappers and prefixes were removed from the names of the tensors in --init_from {file}." in caplog.text
     torch.save({name: value for name, value in source.items() if "head" not in name}, file)
-    with pytest.raises(UserError, match="has no head.weight, head.bias of this model's shape; give weights of"):
+    with pytest.raises(UserError, match="has no head.weight, head.bias of this model's shape. Give weights of"):
         load_matching_weights(model, load_weights(file), str(file), requires_all=True)
 
 
 def test_init_from_another_model_is_rejected(tmp_path):
     torch.save({"layer": torch.ones(3)}, tmp_path / "other.pt")
-    with pytest.raises(UserError, match="0 of its 1 tensors fit the model, which has 92"):
+    with pytest.raises(UserError, match="0 of the 1 tensors of --init_from other.pt fit the model, which has 92"):
         load_matching_weights(create_model(TrainingConfig(), CPU), load_weights(tmp_path / "other.pt"), "other.pt")
 
 

@@ -158,7 +158,7 @@ SETTINGS = [SimpleNamespace(name="mixup")]
 
     commit(OLD)
     early = program()
-    assert early.returncode == 2 and "no merge is under way; run this after `git merge`" in early.stderr
+    assert early.returncode == 2 and "No merge is under way. Run this script after `git merge`" in early.stderr
     git(tmp_path, "branch", "template")
     commit(OLD.replace(END, f'    width: int = yours(4, "width")\n{END}').replace("10,", "5,").replace(MIXUP, ""))
     git(tmp_path, "checkout", "-q", "template")
@@ -167,8 +167,10 @@ SETTINGS = [SimpleNamespace(name="mixup")]
     git(tmp_path, "merge", "-q", "template", code=1)
     ended = program()
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "not moved, write it again where it is needed: epochs: int = setting('training', 5" in ended.stdout
-    assert "you had deleted mixup, which are settings of an extra now; scripts/remove_extras.sh images" in ended.stdout
+    assert "This was not moved. Write it again where it is needed: epochs: int = setting('training', 5" in ended.stdout
+    assert (
+        "You had deleted mixup, which are settings of an extra now. Run scripts/remove_extras.sh images" in ended.stdout
+    )
     assert (tmp_path / "config.py").read_text() == head + NEW.replace(
         BEGIN, f'{BEGIN}    width: int = yours(4, "width")\n'
     )
@@ -178,7 +180,7 @@ SETTINGS = [SimpleNamespace(name="mixup")]
 def test_a_config_py_without_the_marks_is_named(capsys):
     with pytest.raises(SystemExit):
         move_yours.move_settings(OLD, OLD.replace("    # ---- end of yours ----\n", ""), NEW)
-    assert "config.py has no line that begins with '# ---- end of yours'; put the mark back" in capsys.readouterr().err
+    assert "config.py has no line that begins with '# ---- end of yours'. Put the mark back" in capsys.readouterr().err
 
 
 def test_a_merge_whose_config_py_cannot_be_used_says_what_is_missing(tmp_path, monkeypatch, capsys):
@@ -188,4 +190,4 @@ def test_a_merge_whose_config_py_cannot_be_used_says_what_is_missing(tmp_path, m
     monkeypatch.setattr(move_yours, "read_config", {"base": OLD, "HEAD": lost, "MERGE_HEAD": NEW}.get)
     assert move_yours.main() == 1
     out = capsys.readouterr().out
-    assert "cannot be used yet (NameError: name " in out and "; import or define at its top what is missing" in out
+    assert "cannot be used yet (NameError: name " in out and "). Import or define at its top what is missing." in out

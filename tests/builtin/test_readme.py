@@ -154,7 +154,7 @@ def test_the_readmes_commands_work_in_order_from_an_empty_folder(tmp_path):
     after_clone = [f"ln -s {sys.prefix} .venv"] if is_venv else []
     ended, clone = run_pasted(tmp_path, "/usr/bin:/bin" if is_venv else PATH, after_clone, SLOW, 280)
     assert re.search(r"two ranks reached \d+(\.\d)?.* top-1", ended.out)
-    assert "Next:" in ended.out and "2 on 1 node" in ended.out
+    assert "Next:" in ended.out and "2 ranks on 1 node" in ended.out
     assert (clone / "model.pt").exists()
     runs = [json.loads(file.read_text()) for file in sorted(clone.glob("runs/*/summary.json"))]
     assert len(runs) >= 3 and {run["state"] for run in runs} == {"completed"}

@@ -41,7 +41,7 @@ def test_a_step_of_a_sharded_run_is_replayed_by_the_script_in_a_single_process(t
     runs = Runs(tmp_path)
     runs.train(2, "run", *"--dataset_size 16 --epochs 1 --save_every_steps 1 --sharding zero3".split(), task="")
     ended = forks.run(ROOT, 0, "scripts/replay.py", runs.folder("run"), "--step", "2")
-    assert ended.code == 0 and "replayed from step_00000001\n" in ended.out, ended.text
+    assert ended.code == 0 and "is replayed from step_00000001.\n" in ended.out, ended.text
 
 
 def test_a_table_of_runs_has_only_the_settings_that_differ(two_runs):
@@ -66,10 +66,10 @@ def test_the_report_has_the_timeline_and_curves_of_all_runs(two_runs, tmp_path):
 def test_compare_says_whether_the_weights_are_bitwise_equal(two_runs):
     slow, fast = (two_runs.folder(name) for name in ("slow", "fast"))
     ended = run_script("runs.py", "--compare", slow, fast)
-    assert ended.code == 1 and "the weights DIFFER" in ended.out
+    assert ended.code == 1 and "The weights DIFFER." in ended.out
     shutil.copytree(fast, two_runs.root.parent / "copies" / "fast", dirs_exist_ok=True)
     ended = run_script("runs.py", "--compare", fast, two_runs.root.parent / "copies")
-    assert ended.code == 0 and "the weights are bitwise equal" in ended.out, ended.text
+    assert ended.code == 0 and "The weights are bitwise equal." in ended.out, ended.text
     assert run_script("runs.py", "--compare", fast).code == 2
 
 
@@ -123,9 +123,9 @@ def test_the_printed_snippet_gives_the_same_predictions_as_the_evaluation(two_ru
     if "--no-ema" not in flags:
         weights = "ema"
     title = {"ema": "averaged", "model": "plain"}[weights]
-    assert f"wrote {tmp_path / 'model.pt'} from the {title} weights of " in ended.out
+    assert f"{tmp_path / 'model.pt'} was written from the {title} weights of " in ended.out
     assert difference(load(tmp_path / "model.pt"), two_runs.last("fast")[weights]) == []
-    snippet = ended.out.split("to use it:\n\n")[1].strip()
+    snippet = ended.out.split("This code uses it:\n\n")[1].strip()
     assert len(snippet.splitlines()) == (8 if is_safe else 6)
     data = create_dataset(TrainingConfig.from_args(["--config", str(two_runs.folder("fast") / "config.json")]), "val")
     torch.save(data.images, tmp_path / "images.pt")
@@ -171,7 +171,7 @@ def test_an_exported_program_knows_its_data(two_runs, tmp_path, kind):
         pytest.importorskip("onnxruntime")
     torch.save(data.images, tmp_path / "images.pt")
     images = f"torch.load({str(tmp_path / 'images.pt')!r})" + ".numpy()" * (kind == "onnx")
-    use = f"{ended.out.split('to use it:')[1]}\nimport torch\nprint(*predict({images}), sep='\\n')\n"
+    use = f"{ended.out.split('This code uses it:')[1]}\nimport torch\nprint(*predict({images}), sep='\\n')\n"
     (tmp_path / "empty").mkdir()
     (tmp_path / "use.py").write_text(use)
     used = launch([sys.executable, "-I", tmp_path / "use.py"], cwd=tmp_path / "empty")
@@ -198,7 +198,7 @@ def test_an_export_that_cannot_be_made_is_rejected(two_runs, tmp_path):
     before = source.read_bytes()
     ended = run_script("export.py", source, source)
     assert (
-        ended.code == 2 and "is the checkpoint itself; give another name" in ended.err and source.read_bytes() == before
+        ended.code == 2 and "is the checkpoint itself. Give another name" in ended.err and source.read_bytes() == before
     )
 
 
@@ -216,7 +216,7 @@ def test_a_prediction_uses_the_weights_that_selected_the_best_and_says_which(two
     ended = run_script("predict.py", two_runs.checkpoints("fast")[-1], "--out", out, *flags)
     assert ended.code == 0, ended.text
     title = {"ema": "averaged", "model": "plain"}[weights]
-    assert f"wrote {out}: output of 8 samples, computed with the {title} weights" in ended.text
+    assert f"{out} was written: output of 8 samples, computed with the {title} weights." in ended.text
     assert json.loads((tmp_path / "out.pt.json").read_text())["weights"] == weights
     config = TrainingConfig.from_args(["--config", str(two_runs.folder("fast") / "config.json")])
     labels = torch.tensor(create_dataset(config, "val").targets)
@@ -237,11 +237,11 @@ def test_an_evaluation_alone_says_which_weights_selected_the_best(two_runs):
 
 
 REFUSED = [  # ranks, arguments of predict.py, message
-    (0, "nowhere.pt", "nowhere.pt: cannot be read (No such file or directory); give the path of a checkpoint"),
-    (0, "PLAIN --split valid", "split=valid: the data has train, val; choose one of these"),
-    (2, "PLAIN --ema", "has no averaged weights; leave out --ema"),
-    (0, "PLAIN --out out.csv", "out.csv: predictions are written as a torch file; give a name that ends in .pt"),
-    (2, "PLAIN --out PLAIN", "is the checkpoint itself; give another --out"),
+    (0, "nowhere.pt", "nowhere.pt cannot be read (No such file or directory). Give the path of a checkpoint."),
+    (0, "PLAIN --split valid", '--split must be one of train, val, which the data has, got "valid".'),
+    (2, "PLAIN --ema", "has no averaged weights. Leave out --ema"),
+    (0, "PLAIN --out out.csv", '--out must end in .pt or .pth, since predictions are a torch file, got "out.csv".'),
+    (2, "PLAIN --out PLAIN", "is the checkpoint itself. Give another file."),
 ]
 
 

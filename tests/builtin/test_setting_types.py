@@ -41,8 +41,10 @@ def test_lists_and_paths_are_stored_as_json_and_compared_with_the_checkpoint(for
     assert stored["vocabulary"].endswith("/a") and "~" not in stored["vocabulary"]
     again = [*RUN, "--run_dir", folder, "--max_steps", 4, "--schedule_steps", 4, "--resume_from", "auto"]
     refused = forks.run(fork, 2, "train.py", *again, "--widths", "64,256")
-    assert refused.code == 1 and "widths=64,256: the checkpoint has widths=64,128" in refused.text, refused.text
+    assert refused.code == 1 and "--widths is 64,256, but the checkpoint has --widths 64,128." in refused.text, (
+        refused.text
+    )
     continued = forks.run(fork, 2, "train.py", *again, "--betas", "0.9,0.5", "--vocabulary", "b")
     assert continued.code == 0, continued.text
-    assert "betas=0.9,0.5: the checkpoint has betas=0.9,0.99" in continued.text
+    assert "--betas is 0.9,0.5, but the checkpoint has --betas 0.9,0.99." in continued.text
     assert not [name for name in ("widths", "sizes", "vocabulary") if f"{name}=" in continued.text]

@@ -158,7 +158,7 @@ def test_a_file_that_is_no_python_is_refused_only_where_it_has_marked_lines(text
     if "extra: " in text:
         with pytest.raises(SystemExit):
             remove_extras.delete_from_text("mine.py", text, {NAME})
-        assert "mine.py: is no valid Python" in capsys.readouterr().err
+        assert "mine.py is not valid Python" in capsys.readouterr().err
     assert remove_extras.delete_from_text("mine.py", text.replace("# extra: shiny", "# shiny"), {NAME})
 
 

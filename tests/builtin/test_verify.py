@@ -40,9 +40,9 @@ def same_in_json(fork, ended):
     )
     assert all(f" {check['text']}" in ended.out for check in report["checks"])
     broken = [check for check in report["checks"] if check["result"] == "BROKEN"]
-    assert all(check["fix"] and check["text"].endswith(f"; {check['fix']}") for check in broken)
+    assert all(check["fix"] and check["text"].endswith(f". {check['fix']}") for check in broken)
     assert (report["result"], report["exit_code"]) == (("broken", 1) if broken else ("ok", 0)), ended.text
-    return report["exit_code"] == ended.code and f"\n{report['text']}; wrote verified.json" in ended.out
+    return report["exit_code"] == ended.code and f"\n{report['text']} The result is in verified.json." in ended.out
 
 
 @pytest.mark.guarantee("ranks-alike", "verify")
@@ -54,7 +54,8 @@ def test_the_template_passes_and_runs_report_it_until_a_file_changes(tmp_path):
     report = json.loads((fork / "verified.json").read_text())
     assert report["passed"] and report["ranks"] == 2 and list(report["invariants"]) == INVARIANTS
     assert {"train.py", "model.py", "dataset.py", "config.py", "utils/data/loader.py"} <= report["code"].keys()
-    assert re.search(r"^ok +schedule +10 steps, without warm-up: lr_factor is 1 at step 0", ended.out, re.MULTILINE)
+    text = "The run has 10 steps without warm-up. lr_factor is 1 at step 0"
+    assert re.search(rf"^ok +schedule +{text}", ended.out, re.MULTILINE)
     assert report["flags"] == [*FLAGS, *GIVEN] and report["versions"]["torch"]
     assert not list((fork / "runs").iterdir())  # the short runs were deleted
 
@@ -111,8 +112,8 @@ def test_a_fault_in_a_fork_is_named_with_a_fix(tmp_path, patch):
     assert patch.stem in LAUNCHED or same_in_json(fork, ended)
     for name in expected:
         line = re.search(rf"^BROKEN  {name} .*", ended.out, re.MULTILINE)[0]
-        assert ": " in line and "; " in line  # what was seen: the cause; the fix
-        assert " skipped: " not in line, ended.text  # because of another fault
+        assert re.search(r"\. [A-Z].*\.", line)  # what was seen, the cause and the fix are sentences
+        assert "was skipped" not in line, ended.text  # because of another fault
     report = json.loads((fork / "verified.json").read_text())
     assert (
         not report["passed"]
@@ -202,9 +203,9 @@ def test_unused_parameters_are_named_before_ddp_waits_for_them(tmp_path):
     head, path = "        self.head = nn.", fork / "model.py"
     path.write_text(path.read_text().replace(head, f"        self.spare = nn.Linear(2, 3)\n{head}"))
     ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS)
-    assert ended.code == 1 and "spare.weight, spare.bias: unused" in ended.out, ended.text
-    assert "add --find_unused_parameters, or freeze it in create_model with requires_grad_(False)" in ended.out
-    assert "skipped: parameters is broken; fix that first" in ended.out
+    assert ended.code == 1 and "does not use these parameters: spare.weight, spare.bias." in ended.out, ended.text
+    assert "add --find_unused_parameters, or freeze them in create_model with requires_grad_(False)" in ended.out
+    assert "This check was skipped, because parameters is broken. Fix that first." in ended.out
     assert "Expected to have finished reduction" not in ended.text
 
 
@@ -218,7 +219,7 @@ def test_a_loss_with_float32_in_it_is_no_fault(tmp_path, cast):
     ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS)
     assert ended.code == 0 and outcomes(ended.out) == dict.fromkeys(INVARIANTS, "ok"), ended.text
     (line,) = re.findall("^ok +loss .*", ended.out, re.MULTILINE)
-    assert "in float64" in ended.out and "add up over samples, up to the rounding of float32; " in line
+    assert "in float64" in ended.out and "add up over samples, up to the rounding of float32. " in line
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def create_dataset(config, split):
     config.run_folder.with_name("cache").mkdir(exist_ok=True)
     return {"train": Rows(config, 9), "val": Rows(config, 5)}.get(split)
 """
-BROKEN = "samples or their order are others in a run that is continued"
+BROKEN = "Samples or their order differ in a run that is continued"
 CASES = {  # what is put in place of a name in DATA, and the sentence
     "checkpoints": ({"CREATED": "len(list(config.run_folder.glob('checkpoints/*')))"}, BROKEN),
     "a fold for each checkpoint": ({"CREATED": "len(list(config.run_folder.glob('checkpoints/*'))) % 2"}, BROKEN),
@@ -64,7 +64,7 @@ CASES = {  # what is put in place of a name in DATA, and the sentence
     "read": ({"CREATED": "0 * len(str(config.run_dir))"}, None),
     "name": ({"CREATED": "sum(map(ord, config.run_dir))"}, "since those of two new runs differ, too"),
     "calls": ({"CREATED": "len(CALLS)"}, "since those of two new runs differ, too"),
-    "failure": ({"CREATED": "1 // (config.resume_from == '')"}, "not checked: the data of a run that is continued"),
+    "failure": ({"CREATED": "1 // (config.resume_from == '')"}, "Not checked: the data of a run that is continued"),
 }
 
 

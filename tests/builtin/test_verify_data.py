@@ -108,7 +108,7 @@ def test_a_collate_that_reorders_samples_is_found(tmp_path, collate, is_found, o
     )
     ended = verified(tmp_path, data, RNN)
     assert broken(ended) == [*others, *["evaluation"] * is_found], ended.text
-    assert ("collate: the outputs of a batch are in another order" in ended.out) == is_found
+    assert ("The outputs of a batch are in another order" in ended.out) == is_found
 
 
 # ---- what a sample depends on ----
@@ -159,29 +159,29 @@ IN_SET = "[int(word) for word in list({str(k) for k in range(8)})]"
 @pytest.mark.parametrize(
     ("number", "text"),
     [
-        (IN_SET, "samples are others in a new process"),
-        ("[hash(str(k)) % 61 for k in range(8)]", "samples are others in a new process"),
-        ("len(os.environ.get('USER', '')) + len(os.environ.get('HOSTNAME', ''))", "samples are others in a new"),
-        ("len(getpass.getuser())", "samples are others in a new process"),
-        ("sum(map(ord, socket.gethostname()))", "samples are others in a new process"),
-        ("sum(map(ord, platform.node())) + sum(map(ord, os.uname().nodename))", "samples are others in a new process"),
-        ("time.localtime(0).tm_hour * 60 + time.localtime(0).tm_min", "samples are others in a new process"),
-        ("STARTED // 86400 % 100", "samples are others in a new process"),
-        ("datetime.datetime.now().year", "samples are others in a new process"),
-        ("datetime.date.today().month", "samples are others in a new process"),
-        ("int(time.strftime('%j'))", "samples are others in a new process"),
+        (IN_SET, "samples differ in a new process"),
+        ("[hash(str(k)) % 61 for k in range(8)]", "samples differ in a new process"),
+        ("len(os.environ.get('USER', '')) + len(os.environ.get('HOSTNAME', ''))", "samples differ in a new"),
+        ("len(getpass.getuser())", "samples differ in a new process"),
+        ("sum(map(ord, socket.gethostname()))", "samples differ in a new process"),
+        ("sum(map(ord, platform.node())) + sum(map(ord, os.uname().nodename))", "samples differ in a new process"),
+        ("time.localtime(0).tm_hour * 60 + time.localtime(0).tm_min", "samples differ in a new process"),
+        ("STARTED // 86400 % 100", "samples differ in a new process"),
+        ("datetime.datetime.now().year", "samples differ in a new process"),
+        ("datetime.date.today().month", "samples differ in a new process"),
+        ("int(time.strftime('%j'))", "samples differ in a new process"),
         (IN_SET.replace("list(", "sorted("), ""),
         ("len(os.environ['HOME']) + len(os.environ.get('DATA_ROOT', '')) + len(os.getcwd())", ""),
         ("isinstance(datetime.datetime.fromisoformat('2020-01-01'), datetime.datetime)", ""),
         ("isinstance(datetime.datetime.now(), datetime.date) + (datetime.datetime.now().year > 2000)", ""),
-        ("1 // (platform.node() != 'elsewhere')", "; not checked: the data in a new process (ZeroDivisionError: "),
+        ("1 // (platform.node() != 'elsewhere')", " Not checked: the data in a new process (ZeroDivisionError: "),
     ],
 )
 def test_samples_that_depend_on_the_process_are_found(tmp_path, number, text):
     ended = verified(tmp_path, PROCESS.replace("NUMBER", number))
     is_found = text.startswith("samples")
     assert broken(ended) == ["content"] * is_found and text in line_of(ended, "content"), ended.text
-    assert ("not checked" in line_of(ended, "content")) == ("not checked" in text)
+    assert ("Not checked" in line_of(ended, "content")) == ("Not checked" in text)
 
 
 @pytest.mark.slow
@@ -206,26 +206,27 @@ BY_EPOCH = "\ndef lr_factor(config, step, total_steps, warmup_steps, progress):\
         (
             MODEL + BY_EPOCH,
             "--epochs 10 --warmup_epochs 2",
-            "160 steps, 32 of them warm-up: lr_factor is 1 at step 0, 0.5 at step 16, 0.25 at step 32, 0.0312 at step"
-            " 80, 0.00195 at step 159",
+            "The run has 160 steps, 32 of them warm-up. lr_factor is 1 at step 0, 0.5 at step 16, 0.25 at step 32,"
+            " 0.0312 at step 80, 0.00195 at step 159.",
         ),
         (
             MODEL,
             "--max_steps 90 --warmup_steps 0 --schedule linear",
-            "90 steps, without warm-up: lr_factor is 1 at step 0, 0.5 at step 45, 0.0111 at step 89",
+            "The run has 90 steps without warm-up. lr_factor is 1 at step 0, 0.5 at step 45, 0.0111 at step 89.",
         ),
         (
             MODEL,
             "--epochs 3 --warmup_steps 10 --schedule constant",
-            "48 steps, 10 of them warm-up: lr_factor is 0.1 at step 0, 0.6 at step 5, 1 at step 10, 1 at step 24, 1 at"
-            " step 47",
+            "The run has 48 steps, 10 of them warm-up. lr_factor is 0.1 at step 0, 0.6 at step 5, 1 at step 10, 1 at"
+            " step 24, 1 at step 47.",
         ),
         (
             MODEL,
             "--epochs 3 --warmup_steps 0 --schedule linear --schedule_steps 2000",
-            "2,000 steps, without warm-up: lr_factor is 1 at step 0, 0.5 at step 1,000, 0.0005 at step 1,999",
+            "The run has 2,000 steps without warm-up. lr_factor is 1 at step 0, 0.5 at step 1,000, 0.0005 at step"
+            " 1,999.",
         ),
-        (MODEL, "--max_steps 1 --warmup_steps 0", "1 step, without warm-up: lr_factor is 1 at step 0"),
+        (MODEL, "--max_steps 1 --warmup_steps 0", "The run has 1 step without warm-up. lr_factor is 1 at step 0."),
     ],
 )
 def test_the_factors_are_those_of_a_run_with_these_flags(tmp_path, model, flags, text):
@@ -244,19 +245,19 @@ ORDERED = """        return self.x[index], self.y[index]
 @pytest.mark.parametrize(
     ("epoch", "text"),
     [
-        ("epoch", "in a new order each epoch  ["),
-        ("0", "all epochs have the same order"),
-        ("epoch // 2", "in 11 orders in 22 epochs; please check: epochs 1 and 2 have the same order"),
-        ("epoch % 2", "in 2 orders in 22 epochs; please check: epochs 1 and 3 have the same order"),
-        ("min(epoch, 9)", "in 10 orders in 22 epochs; please check: epochs 10 and 11 have the same order"),
-        ("max(epoch, 3)", "in 19 orders in 22 epochs; please check: epochs 1 and 2 have the same order"),
+        ("epoch", " Each epoch has a new order.  ["),
+        ("0", "All epochs have the same order"),
+        ("epoch // 2", " 22 epochs have only 11 orders. Please check: Epochs 1 and 2 have the same order."),
+        ("epoch % 2", " 22 epochs have only 2 orders. Please check: Epochs 1 and 3 have the same order."),
+        ("min(epoch, 9)", " 22 epochs have only 10 orders. Please check: Epochs 10 and 11 have the same order."),
+        ("max(epoch, 3)", " 22 epochs have only 19 orders. Please check: Epochs 1 and 2 have the same order."),
     ],
 )
 def test_orders_that_repeat_are_told_from_new_ones(tmp_path, epoch, text):
     order = ORDERED.replace("EPOCH", epoch)
     ended = verified(tmp_path, REGRESSION.replace("        return self.x[index], self.y[index]\n", order))
     assert text in line_of(ended, "order"), ended.text
-    assert broken(ended) == ["order"] * text.startswith("all epochs"), ended.text
+    assert broken(ended) == ["order"] * text.startswith("All epochs"), ended.text
 
 
 # ---- notes ----
@@ -276,10 +277,14 @@ OF_SAMPLES = "self.x = (self.x - self.x.mean(1, True)) / self.x.std(1, correctio
 @pytest.mark.parametrize(
     ("scale", "draw", "text"),
     [
-        ("", "x = x + torch.randn(8)", "held-out samples differ between epochs, so they are augmented at random"),
+        ("", "x = x + torch.randn(8)", "Held-out samples differ between epochs, so they are augmented at random"),
         ("", "x = x + torch.randn(8) * self.is_training", ""),
-        ("", "torch.manual_seed(index); x = x + torch.randn(8)", "__getitem__ draws, but its samples are the same in"),
-        (OWN, "", "held-out columns have mean 0 and deviation 1, as training columns have"),
+        (
+            "",
+            "torch.manual_seed(index); x = x + torch.randn(8)",
+            "__getitem__ draws random numbers, but its samples are the same in all epochs",
+        ),
+        (OWN, "", "Held-out columns have mean 0 and deviation 1, as training columns have"),
         (OF_TRAINING, "", ""),
         (OF_SAMPLES, "", ""),
         (OWN + " if self.is_training else self.x + 0.1", "", ""),
@@ -289,4 +294,4 @@ def test_what_is_seldom_meant_is_a_note(tmp_path, scale, draw, text):
     ended = verified(tmp_path, NOTED.replace("SCALE", scale).replace("DRAW", draw))
     assert not broken(ended), ended.text
     line = line_of(ended, "content")
-    assert f"please check: {text}" in line if text else "please check" not in line, line
+    assert f"Please check: {text}" in line if text else "Please check" not in line, line

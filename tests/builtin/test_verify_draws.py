@@ -33,13 +33,18 @@ NOT_IN_TRAINING = NOISE.replace("torch.randn_like(batch[0])", "torch.randn_like(
 @pytest.mark.parametrize(
     ("code", "ranks", "broken", "message"),
     [
-        (NOISE, 2, None, "please check: loss depends on random numbers: the same ones for each eval_batch_size"),
-        (NOISE, 0, None, "please check: loss depends on random numbers"),
+        (
+            NOISE,
+            2,
+            None,
+            "Please check: loss depends on random numbers, which are the same ones for each --eval_batch_size.",
+        ),
+        (NOISE, 0, None, "Please check: loss depends on random numbers"),
         (
             NOT_IN_TRAINING,
             2,
             None,
-            "sets of 11 and 1 samples: each counted once, loss and metrics as in one process  [",
+            "In sets of 11 and 1 samples each counts once. Loss and metrics are as in one process.  [",
         ),
         (OF_NUMPY, 2, "evaluation", "random numbers of Python or numpy"),
     ],
@@ -98,9 +103,10 @@ def compute_loss(model, batch):
     loss = F.cross_entropy(model(batch[0]), batch[1], reduction="sum", label_smoothing=0.1 * CONDITION)
     return {"loss": (loss, len(batch[1])), "sizes": (loss.detach(), COUNT)}
 """
-IN_EVALUATION = "please check: labels are smoothed in evaluation too"
+IN_EVALUATION = "Please check: Labels are smoothed in evaluation too"
 COUNTS = (
-    "please check: metrics of training samples are means over other counts than the loss, per sample loss 1, sizes 2"
+    "Please check: Metrics of training samples are means over other counts than the loss. The counts per sample are"
+    " loss 1, sizes 2."
 )
 
 
@@ -121,7 +127,7 @@ def test_smoothing_in_evaluation_and_other_counts_are_notes(tmp_path, condition,
     assert ended.code == 0, ended.text
     for name, note in (("loss", in_loss), ("evaluation", in_evaluation)):
         (line,) = re.findall(f"^ok      {name} .*", ended.out, re.MULTILINE)
-        assert note in line and bool(note) == ("please check" in line), line
+        assert note in line and bool(note) == ("Please check" in line), line
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ def test_a_precision_too_coarse_for_the_targets_is_found(tmp_path, output, predi
     ended = forks.run(fork, 0, "scripts/verify.py", *FLAGS, *flags.split())
     broken = [name for name, outcome in outcomes(ended.out).items() if outcome == "BROKEN"]
     assert broken == ["loss"] * is_found, ended.text
-    text = "output is bfloat16, too coarse for its targets (near"
-    assert (text in ended.out) == is_found and "please check, or use" not in ended.out
+    text = "The output is bfloat16, which is too coarse for its targets (near"
+    assert (text in ended.out) == is_found and "Use --no-use_amp or a float32" not in ended.out
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_an_output_far_from_zero_that_is_no_prediction_is_a_note(tmp_path):
     model = LINEAR.replace("OUTPUT", "self.net(x) + 20000").replace("PREDICTED", "model(x) - 20000")
     (fork / "model.py").write_text(model)
     ended = forks.run(fork, 0, "scripts/verify.py", *FLAGS)
-    assert ended.code == 0 and re.search(r"bfloat16 rounds \w+ by \d+\.\d% of its spread: please check", ended.out)
+    assert ended.code == 0 and re.search(r"Please check: bfloat16 rounds the \w+ by \d+\.\d% of its spread", ended.out)
 
 
 DATA = "GENERATOR, SHARED = torch.Generator(), Rows(500, 1)\n\ndef create_dataset"  # one generator for all calls
@@ -142,14 +142,14 @@ DISCRETE = """rows = Rows(500 if split == "train" else 100, len(split))
 @pytest.mark.parametrize(
     ("splitting", "outcome", "text"),
     [
-        (UNSEEDED, "BROKEN", "of 100 compared) are trained on: create_dataset draws another split at each call"),
-        slow(SEEDED, "ok", "; none of 100 held-out rows is trained on"),
-        slow(OWN, "BROKEN", "of 100 compared) are trained on: create_dataset draws another split at each call"),
+        (UNSEEDED, "BROKEN", "of 100 compared) are trained on. create_dataset draws another split at each call"),
+        slow(SEEDED, "ok", " None of 100 held-out rows is trained on."),
+        slow(OWN, "BROKEN", "of 100 compared) are trained on. create_dataset draws another split at each call"),
         slow(UNSEEDED.replace("Rows(500, 1)", "SHARED"), "BROKEN", "are trained on"),
-        slow("return Rows(500, 1)", "BROKEN", "held-out rows 0, 1, 2 and 497 more (500 of 500 compared)"),
-        slow(FEW, "ok", "; please check: 2 of 100 held-out samples equal one of 500 training samples: 5, 6"),
-        slow(DISCRETE, "ok", "; please check: 100 of 100 held-out samples equal"),
-        slow("return Rows(500, len(split))", "ok", "; 0 of 500 held-out samples equal one of 500 training samples"),
+        slow("return Rows(500, 1)", "BROKEN", "Held-out rows 0, 1, 2 and 497 more (500 of 500 compared)"),
+        slow(FEW, "ok", " Please check: 2 of 100 held-out samples equal one of 500 training samples (rows 5, 6)."),
+        slow(DISCRETE, "ok", " Please check: 100 of 100 held-out samples equal"),
+        slow("return Rows(500, len(split))", "ok", " 0 of 500 held-out samples equal one of 500 training samples."),
     ],
 )
 def test_validation_rows_that_are_trained_on_are_found(tmp_path, splitting, outcome, text):
@@ -208,7 +208,7 @@ def test_samples_in_the_order_of_the_file_system_are_found(tmp_path, listed, is_
     (fork / "model.py").write_text(LINEAR.replace("OUTPUT", "self.net(x)").replace("PREDICTED", "model(x)"))
     ended = forks.run(fork, 0, "scripts/verify.py", *FLAGS, "--data_dir", tmp_path)
     broken = [name for name, outcome in outcomes(ended.out).items() if outcome == "BROKEN"]
-    text = "training and held-out samples are others in a new process with another hash seed"
+    text = "Training and held-out samples differ in a new process with another hash seed"
     assert broken == ["content"] * is_found and (text in ended.out) == is_found, ended.text
 
 
@@ -240,18 +240,18 @@ def fork_with(folder, compute_loss):
 @pytest.mark.parametrize(
     ("compute_loss", "outcome", "text"),
     [
-        (CONTRASTIVE + DECLARED, "ok", "please check: depends_on_batch is declared: the loss of a sample may depend"),
+        (CONTRASTIVE + DECLARED, "ok", "Please check: depends_on_batch is declared, so the loss of a sample may"),
         (CONTRASTIVE, "BROKEN", "as a contrastive loss does, declare depends_on_batch = True in model.py"),
         (CONTRASTIVE.replace('"sum"), len', '"mean"), len') + DECLARED, "BROKEN", "a mean instead of a sum"),
-        (CONTRASTIVE.replace('"sum"), len', '"mean"), len'), "BROKEN", "let compute_loss return sums"),
-        (DICE + DECLARED, "ok", "please check: depends_on_batch is declared"),
+        (CONTRASTIVE.replace('"sum"), len', '"mean"), len'), "BROKEN", "Let compute_loss return sums"),
+        (DICE + DECLARED, "ok", "Please check: depends_on_batch is declared"),
         (DICE.replace("dice * len(x)", "dice") + DECLARED, "BROKEN", "a mean instead of a sum"),
         (  # a mean over what a batch counts, times its size: sizes differ
             "    x, y = batch\n    w = (x[:, 0] > 0).double() + 0.1\n"
             "    loss = (w * model(x).square().sum(1)).sum() / w.sum() * len(x)\n"
             "    return {'loss': (loss, len(x))}\n",
             "BROKEN",
-            "let compute_loss return sums",
+            "Let compute_loss return sums",
         ),
     ],
 )
@@ -276,7 +276,7 @@ def test_a_metric_that_counts_nothing_is_named(tmp_path, condition, is_noted):
 """
     ended = forks.run(fork_with(tmp_path, compute_loss), 0, "scripts/verify.py", *FLAGS)
     (line,) = re.findall("^ok +evaluation.*", ended.out, re.MULTILINE)
-    assert ("not checked: rare, for which nothing counted" in line) == is_noted, ended.text
+    assert ("Not checked: rare, for which nothing counted." in line) == is_noted, ended.text
 
 
 @pytest.mark.slow
@@ -328,7 +328,7 @@ def scaled(count):
     ended = forks.run(fork, 0, "scripts/verify.py", *FLAGS)
     assert ended.code == 0, ended.text
     (line,) = re.findall("^ok +resume.*", ended.out, re.MULTILINE)
-    assert "; please check: " in line and "training set.cache" in line and "latest" not in line, line
+    assert " Please check: " in line and "training set.cache" in line and "latest" not in line, line
 
 
 def test_the_fields_of_the_shipped_model_and_data_are_known_to_verify():

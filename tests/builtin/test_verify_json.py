@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ranks import ROOT, WarmLaunch, copy_repository, finish, launch, slow, stop, torchrun
-from scripts.lib.verify.result import Result, put_notes_last
+from scripts.lib.verify.result import Result, join_parts
 from test_verify import FLAGS, INVARIANTS
 from training import wait_until
 
@@ -49,10 +49,10 @@ def earlier(folder):
 @pytest.mark.parametrize(
     ("name", "text", "flags", "reason"),
     [
-        ("", "", "--epochs few", "epochs=few: is not a whole number"),
+        ("", "", "--epochs few", '--epochs must be an integer or "auto", got "few".'),
         ("model.py", "def f(:\n", "", "SyntaxError: invalid syntax (model.py, line"),
         slow("dataset.py", "import nowhere\n", "", "ModuleNotFoundError: No module named 'nowhere'"),
-        slow("model.py", "raise SystemExit('no GPU')\n", "", "ended before the first check"),
+        slow("model.py", "raise SystemExit('no GPU')\n", "", "The program ended before the first check."),
         slow("config.py", "import nowhere\n", "", "ModuleNotFoundError: No module named 'nowhere'"),
         slow("", "", "--dataset csv --data_dir nowhere", "nowhere/train.csv: cannot be read"),  # extra: images
         slow("model.py", FORKS, "", "ValueError: in the parent of [1, 2]"),
@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_written_is_rejected_at_once_in_one_sentence(tmp_p
     else:
         ended = launch([sys.executable, script, *given], cwd=tmp_path)
     sentence = (
-        rf"json=.*: cannot be written \({reason}\); give the name of a \.json file in an existing folder, .*\.json\n"
+        rf"--json.* cannot be written \({reason}\)\. Give the name of a \.json file in an existing folder, .*\.json\.\n"
     )
     assert len(re.findall(f"^{sentence}", ended.err, re.MULTILINE)) == 1 and ended.code == (1 if ranks else 2), (
         ended.text
@@ -112,7 +112,7 @@ def test_a_file_that_cannot_be_written_is_rejected_at_once_in_one_sentence(tmp_p
     ("number", "when"),
     [
         (signal.SIGTERM, "starting on"),  # while torch is imported
-        (signal.SIGTERM, "verifying"),
+        (signal.SIGTERM, "Verifying"),
         (signal.SIGTERM, "schedule "),  # in or before a short run, which catches the signal
         (signal.SIGINT, "schedule "),
         (signal.SIGKILL, "schedule "),  # of the last rank
@@ -144,30 +144,41 @@ def test_an_interruption_is_in_the_file_with_the_checks_so_far(tmp_path, ranks, 
 @pytest.mark.parametrize(
     ("text", "notes", "not_checked"),
     [
-        ("all 3 samples", [], []),
-        ("all; please check: a, so b; do c", ["a, so b; do c"], []),
-        ("all; not checked: a", [], ["a"]),
-        ("not checked: a; not checked: b (c; d)", [], ["a", "b (c; d)"]),
-        ("all; please check: a; do b; not checked: c; please check: d", ["a; do b", "d"], ["c"]),
-        (
-            "all; x rounds y by 30 %: please check, or use z; not checked: c",
-            ["x rounds y by 30 %: please check, or use z"],
-            ["c"],
-        ),
+        ("All 3 samples.", [], []),
+        ("All. Please check: A, so b. Do c.", ["A, so b. Do c."], []),
+        ("All. Not checked: a.", [], ["a."]),
+        ("Not checked: a. Not checked: b (c. D).", [], ["a.", "b (c. D)."]),
+        ("All. Please check: A. Do b. Not checked: c. Please check: D.", ["A. Do b.", "D."], ["c."]),
     ],
 )
 def test_notes_and_parts_that_were_not_checked_are_lists(text, notes, not_checked):
     result = Result()
-    for is_passed in (True, False):
-        result.add_check("loss", is_passed, text, 0.1)
-    passed, broken = result.values["checks"]
-    assert (passed["notes"], passed["not_checked"]) == (notes, not_checked)
-    assert (broken["notes"], broken["not_checked"]) == ([], []) and result.values["not_checked"] == len(not_checked)
+    for outcome in ("ok", "BROKEN", "skipped"):
+        result.add_check("loss", outcome, text, 0.1)
+    passed, *others = result.values["checks"]
+    assert (passed["text"], passed["notes"], passed["not_checked"]) == (text, notes, not_checked)
+    assert all((check["notes"], check["not_checked"]) == ([], []) for check in others)
+    assert result.values["not_checked"] == len(not_checked)
 
 
 def test_notes_come_after_other_parts_of_a_text():
-    parts = "; please check: a", "; b", "; not checked: c", "; d"
-    assert put_notes_last(*parts) == "; b; d; please check: a; not checked: c"
+    parts = "Please check: A.", "B.", "", "Not checked: c.", "D. Please check: E."
+    assert join_parts(*parts) == "B. D. Please check: A. Not checked: c. Please check: E."
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("A is 0.5 for b (x.y; z). It does not add up. Let a.py return sums, or 1.5.", "Let a.py return sums, or 1.5."),
+        ("A fails. Set b. (rank 1 on host)", "Set b. (rank 1 on host)"),
+        ("--epochs must be at least 1, got 0.", None),
+    ],
+)
+def test_the_fix_of_a_finding_is_its_last_sentence(text, fix):
+    result = Result()
+    for outcome in ("ok", "BROKEN", "skipped"):
+        result.add_check("loss", outcome, text, 0.1)
+    assert [check["fix"] for check in result.values["checks"]] == [None, fix, fix]
 
 
 def test_the_first_result_stays(tmp_path, monkeypatch):

@@ -88,9 +88,17 @@ NOTES = {  # a line of the sound fork: what replaces it, the check, and its note
         "parameters",
         "tokens.weight and head.weight have the same random values",
     ),
-    "randn(12, 16), requires_grad=False)": ("randn(12, 16))", "parameters", "positions: drawn from a seed in the code"),
-    "self.features.eval()": ("pass", "training", "features.1: frozen, but the running statistics move in training"),
-    ".triu(1)": (".triu(2)", "loss", "predictions depend on these inputs; use a causal mask"),
+    "randn(12, 16), requires_grad=False)": (
+        "randn(12, 16))",
+        "parameters",
+        "A seed in the code determines the initial values of positions",
+    ),
+    "self.features.eval()": (
+        "pass",
+        "training",
+        "The running statistics of frozen layers move in training (features.1)",
+    ),
+    ".triu(1)": (".triu(2)", "loss", "predictions depend on these inputs. Use a causal mask"),
     COUNT: ("first = right[:, -1].sum()", "loss", "last and first have equal sums and counts"),
 }
 
@@ -112,15 +120,15 @@ def test_what_is_seldom_meant_is_noted(tmp_path, ranks):
     assert ended.code == 0, ended.text
     for _, name, note in NOTES.values():
         (line,) = re.findall(f"^ok      {name} .*", ended.out, re.MULTILINE)
-        assert "please check: " in line and note in line, line
+        assert "Please check: " in line and note in line, line
 
 
 @pytest.mark.parametrize("ranks", [0, slow(2)])
 def test_sound_counterparts_are_no_notes(tmp_path, ranks):
     ended = verified(tmp_path, ranks, MODEL)
-    notes = {text for line in ended.out.splitlines() for text in line.split("; ") if "please check" in text}
+    notes = [note for line in ended.out.splitlines() for note in line.split("Please check: ")[1:]]
     assert ended.code == 0 and all("other counts than the loss" in note for note in notes), ended.text
-    assert "not checked: whether the model" not in ended.out
+    assert "Not checked: whether the model" not in ended.out
 
 
 @pytest.mark.slow
@@ -128,4 +136,4 @@ def test_sound_counterparts_are_no_notes(tmp_path, ranks):
 def test_a_count_of_eight_bits_is_found(tmp_path, ranks):
     model = MODEL.replace(COUNT, "first = right[:, 0].to(torch.uint8).sum(dtype=torch.uint8)")
     ended = verified(tmp_path, ranks, model)
-    assert ended.code == 1 and re.search("^BROKEN  loss .*a sum in torch.uint8 may reach 300", ended.out, re.MULTILINE)
+    assert ended.code == 1 and re.search("^BROKEN  loss .*A sum in torch.uint8 may reach 300", ended.out, re.MULTILINE)

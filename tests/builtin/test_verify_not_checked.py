@@ -52,7 +52,7 @@ def verify(folder, data, model, packages=None):
     ("data", "model", "parts"),
     [
         slow(DATA, MODEL, {}),
-        (DICTS, OF_DICTS, {"evaluation": "whether predict keeps the order of samples: model.py: has no predict"}),
+        (DICTS, OF_DICTS, {"evaluation": "whether predict keeps the order of samples: model.py"}),
         slow(NO_HELD_OUT, MODEL, {"evaluation": "there is no held-out set"}),
         slow(ELSEWHERE, MODEL, {"content": "the data in a new process (no answer: AssertionError: )"}),
         slow(
@@ -65,7 +65,7 @@ def verify(folder, data, model, packages=None):
             },
         ),
         slow(DATA, RARE, {"evaluation": "rare, for which nothing counted"}),
-        slow(DATA, COLLECTIVE, {"loss": "the loss as one of 4 ranks, where it fails: "}),
+        slow(DATA, COLLECTIVE, {"loss": "the loss as one of 4 ranks, where it fails ("}),
     ],
 )
 def test_a_part_that_was_not_checked_is_named_and_counted(tmp_path, data, model, parts):
@@ -76,8 +76,8 @@ def test_a_part_that_was_not_checked_is_named_and_counted(tmp_path, data, model,
     for name, texts in named.items():
         assert len(texts) == 1 and texts[0].startswith(parts[name]), texts
     assert report["not_checked"] == len(parts)
-    counted = {0: "", 1: "; not checked: 1 part"}.get(len(parts), f"; not checked: {len(parts)} parts")
-    assert f"invariants hold{counted}; wrote" in ended.out, ended.text
+    counted = {0: "", 1: " 1 part was not checked."}.get(len(parts), f" {len(parts)} parts were not checked.")
+    assert f"invariants hold.{counted} The result is in" in ended.out, ended.text
 
 
 DATED = """

@@ -94,11 +94,11 @@ def forward(self, x):
 
 Net.forward = forward
 """
-DIVISION, SEED, AGAIN = "reads it; leave it out", "seeds it again", "drawn in the backward pass"
+DIVISION, SEED, AGAIN = "Leave that out, since the template divides", "seeds it again", "drawn in the backward pass"
 WORLD = "(dist.get_world_size() if dist.is_initialized() else 1)"
 RANK = "int(os.environ.get('RANK', 0))"
 BROKEN = {  # code: the invariants that are broken on one rank, and the text
-    "accumulation": (ACCUMULATED, "loss gradient", "changes with grad_accum_steps: the model or compute_loss"),
+    "accumulation": (ACCUMULATED, "loss gradient", "changes with grad_accum_steps, so the model or compute_loss"),
     "rate": (RATE, "gradient", "depends on the ranks or on grad_accum_steps"),
     "environment when imported": (
         LOSS.replace("FACTOR", "1 / COUNT") + "\nCOUNT = int(os.environ.get('WORLD_SIZE', 1))\n",
@@ -146,7 +146,7 @@ SOUND = {
     "a checkpoint without dropout": (RECOMPUTED.replace("CHOSEN", "self.net[:2], x").replace("KEPT", "False"), ""),
     "rounding at random": (
         ROUNDED,
-        "please check: the gradient depends on random numbers that the backward pass draws",
+        "Please check: The gradient depends on random numbers that the backward pass draws",
     ),
 }
 
@@ -170,5 +170,5 @@ def test_a_loss_that_depends_on_its_micro_batch_alone_is_no_finding(tmp_path, na
     code, note = SOUND[name]
     ended = forks.run(fork_with(tmp_path, USUAL + code), ranks, "scripts/verify.py", *FLAGS)
     assert ended.code == 0 and note in ended.out, ended.text
-    notes = {line.partition("; please check: ")[2] for line in ended.out.splitlines() if "ok      gradient" in line}
+    notes = {line.partition(" Please check: ")[2] for line in ended.out.splitlines() if "ok      gradient" in line}
     assert bool("".join(notes)) == bool(note), ended.text

@@ -34,7 +34,7 @@ class Jitter:
 
 """
 SEEDED = "torch.rand(8, generator=torch.Generator().manual_seed({}))".format
-NOTE = "please check: training samples, and not held-out ones, depend on a generator that is seeded alike in all epochs"
+NOTE = "Please check: Training samples, and not held-out ones, depend on a generator that is seeded alike in all epochs"
 
 
 def data_with(noise, sample=DRAWN, condition="self.is_training"):
@@ -79,8 +79,8 @@ def test_samples_that_are_augmented_alike_in_all_epochs_are_noted(tmp_path, kind
 def test_samples_that_may_be_drawn_so_are_not_noted(tmp_path, kind):
     ended = verified(tmp_path, SOUND[kind])
     # samples with random noise cannot be found among the held-out ones, which is another question
-    line = line_of(ended, "content").replace("not checked: whether held-out samples are training samples", "")
-    assert not broken(ended) and "please check" not in line and "not checked" not in line, ended.text
+    line = line_of(ended, "content").replace("Not checked: whether held-out samples are training samples", "")
+    assert not broken(ended) and "Please check" not in line and "Not checked" not in line, ended.text
 
 
 SCALED = """
@@ -97,6 +97,6 @@ def test_several_faults_of_one_fork_are_named(tmp_path):
     )
     ended = verified(tmp_path, ALIKE["default_rng"].rpartition("    return Rows(")[0] + create + SCALED)
     content, resume = line_of(ended, "content"), line_of(ended, "resume")
-    assert broken(ended) == ["resume"] and "samples or their order are others in a run that is continued" in resume
-    for text in ("held-out columns have a maximum of exactly 1", "sampler: no code of the fork reads it"):
-        assert NOTE in content and f"please check: {text}" in content, content
+    assert broken(ended) == ["resume"] and "Samples or their order differ in a run that is continued" in resume
+    for text in ("Held-out columns have a maximum of exactly 1", "No code of the fork reads sampler,"):
+        assert NOTE in content and f"Please check: {text}" in content, content

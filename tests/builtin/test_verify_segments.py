@@ -31,8 +31,8 @@ def test_a_document_that_sees_another_is_found(tmp_path, old, new, is_found):
     assert text.count(old) == 1
     path.write_text(text.replace(old, new))
     ended = forks.run(fork.folder, 0, "scripts/verify.py", *fork.words, "--backend", "gloo", "--num_workers", "0")
-    assert ("tokens of one document attend to another; let the attention mask" in ended.out) == is_found, ended.text
-    assert is_found or "; no document of 8 packed rows has an effect on the loss of another" in ended.out, ended.text
+    assert ("Tokens of one document attend to another. Let the attention mask" in ended.out) == is_found, ended.text
+    assert is_found or " No document of 8 packed rows has an effect on the loss of another." in ended.out, ended.text
 
 
 def test_inputs_and_targets_of_tokens_move_together_and_all_else_stays():

@@ -397,7 +397,7 @@ def test_a_value_in_a_parameter_group_that_no_checkpoint_can_hold_is_named(tmp_p
     (fork / "model.py").write_text(model + PRELUDE + counter + LION.replace("for p in", count))
     ended = forks.run(fork, 0, "scripts/verify.py", *FLAGS, "--batch_size", 4)
     assert ended.code == 1, ended.text
-    assert "BROKEN  training    optimizer.param_groups[0].count: a checkpoint cannot hold this" in ended.out, ended.text
+    assert "BROKEN  training    A checkpoint cannot hold optimizer.param_groups[0].count" in ended.out, ended.text
 
 
 @pytest.mark.guarantee("verify")

@@ -45,13 +45,13 @@ def whole(tmp_path_factory):
 @pytest.mark.guarantee("torchrun")
 def test_rank_0_prints_the_chosen_settings_and_the_progress(whole):
     for part in (
-        "starting on 2 ranks; importing torch takes a few seconds",
-        "2 on 1 node: cpu",
+        "Starting on 2 ranks. Importing torch takes a few seconds.",
+        "2 ranks on 1 node (cpu)",
         "2,777,674 parameters",
-        "8 per rank x 1 accumulation x 2 ranks = 16 global",
+        "16 samples per optimizer step: 8 per rank x 1 accumulation step x 2 ranks",
         "SyntheticImageDataset, 80 training samples, 16 for evaluation (val), 10 classes",
-        "15, 5 per epoch",
-        "10.60 MB per step, in buckets of about 2.65 MB",
+        "15 optimizer steps, 5 per epoch",
+        "10.60 MB per rank and step, all-reduced in buckets of about 2.65 MB",
         "every 10 min or 4 steps or 1 epoch, whichever comes first, and when asked to stop",
         f"torch {torch.__version__}",
         "epoch 1 | step 2/15 | loss",
@@ -159,4 +159,4 @@ def test_the_profile_opens_and_its_costliest_operations_are_printed(whole):
     with gzip.open(whole.folder("run") / "traces" / "rank0.json.gz") as file:
         trace = json.load(file)
     assert any("convolution" in event.get("name", "") for event in trace["traceEvents"])
-    assert "the costliest operations" in whole.ended.out and "Self CPU" in whole.ended.out
+    assert "The costliest operations:" in whole.ended.out and "Self CPU" in whole.ended.out

@@ -90,8 +90,8 @@ def test_the_table_by_ranks_has_efficiency_and_exposed_communication(tmp_path):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("{}", "exists but is not a report of this script; give another name"),
-        ('{"flags": ["--lr", "1"], "measured": []}', r"was measured with other flags \(--lr 1\); give another name"),
+        ("{}", "exists, but is not a report of this script. Give another name."),
+        ('{"flags": ["--lr", "1"], "measured": []}', r"was measured with other flags \(--lr 1\). Give another name."),
     ],
 )
 def test_a_file_that_is_not_a_report_of_these_flags_is_kept(tmp_path, text, sentence):
@@ -150,11 +150,11 @@ def test_the_order_of_turns_alternates_and_ratios_are_medians_over_rounds():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--rounds", "0"], "--steps and --ranks must be 1 or more"),
+        (["--rounds", "0"], "--rounds, --steps and --ranks must be at least 1, and"),
         (["--memory", "x"], "argument --memory: invalid float value"),
         (["--sharding-memory", "--find-batch"], "not allowed with argument --sharding-memory"),  # extra: sharding
         (["--find-batch", "--ranks", "1,2"], "--find-batch takes one number of --ranks"),
-        (["--ranks", "two"], "two: is not a list of numbers; write --ranks 1,2,4"),
+        (["--ranks", "two"], 'must be a list of numbers such as 1,2,4, got "two".'),
         (["--against", "--lr x"], '--lr must be a number or "auto", got "x"'),
     ],
 )
@@ -166,7 +166,7 @@ def test_bad_flags_are_rejected(words, sentence, capsys):
 
 def test_too_many_steps_are_rejected(tmp_path):
     refuse = mock.Mock(side_effect=UserError("dataset_size=80: the training set has 40 samples; give at most 40"))
-    sentence = "--steps 20: needs more samples than the training set has; give fewer"
+    sentence = "--steps 20 needs more samples than the training set has. Give fewer steps."
     with mock.patch.object(speed, "InProcessRun", refuse), pytest.raises(UserError, match=sentence):
         speed.create_warm_run(config_of(SMALL), None, tmp_path, 20)
 

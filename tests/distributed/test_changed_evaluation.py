@@ -59,7 +59,9 @@ ALL = "The {0} set has samples that differ from the checkpoint's: {1} of {1} com
         ([], "val", 1, {}, ALL.format("val", 7), None),
         ([], "val", 0.25, {}, None, "The val set has samples that differ from the checkpoint's: 2 of 7 compared ones"),
         slow([], "train", 1, {}, None, None),
-        slow([], "val", 0, {"mean": torch.ones(1)}, "mean=1.0: the checkpoint has mean=", None),
+        slow(
+            [], "val", 0, {"mean": torch.ones(1)}, "The mean of the training set is 1.0, but the checkpoint has ", None
+        ),
         slow([], "val", 0, {"fingerprint": 5}, "The val set differs from the checkpoint's", None),
         slow(["--data_dir", "elsewhere"], "val", 1, {}, None, ALL.format("val", 7)),
         slow(["--split", "val"], "val", 1, {}, ALL.format("val", 7), None),

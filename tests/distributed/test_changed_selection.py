@@ -12,7 +12,7 @@ from utils.checkpoint import archive
 FLAGS = "--dataset_size 40 --epochs 2 --lr 0.02 --schedule constant --no-use_amp --num_workers 0".split()
 FLAGS += "--keep_last 2 --patience 9".split()
 LONGER = [*FLAGS, "--epochs", "3", "--resume_from", "auto"]
-BEST = "the best value so far no longer counts: the best checkpoint and patience start again"
+BEST = "The best value so far no longer counts, so the best checkpoint and patience start again."
 
 
 def data_of(splits, wrong_labels=0, swapped=0):
@@ -62,8 +62,8 @@ def test_settings_without_a_validation_set_are_said_at_the_start_and_at_the_end(
     words = runs.words("run", *FLAGS, "--best_metric", "max:nonsense")
     run_ranks(2, train_changed, words, {"splits": []}, ("loss",))
     expected = [
-        f"{setting}: has no effect, since there is no validation set; leave it out"
-        for setting in ("patience=9", "best_metric=max:nonsense")
+        f"--{setting} has no effect, since there is no validation set. Leave this flag out."
+        for setting in ("patience 9", "best_metric max:nonsense")
     ]
     assert runs.json("run", "summary.json")["warnings"] == expected
     assert all(runs.log("run").count(f"WARNING {line}") == 2 for line in expected)
@@ -86,46 +86,54 @@ CASES = {  # data and metrics before and after, more flags, the lines of changes
     ),
     "val is gone": (
         *(VAL, {"splits": []}, TOP1, TOP1, []),
-        ["the val set is gone: the checkpoint was made with one"],
+        ["The val set is gone, although the checkpoint was made with one."],
         False,
     ),
     "val is new": (
         *({"splits": []}, VAL, TOP1, TOP1, []),
-        ["the val set is new: the checkpoint was made without one"],
+        ["The val set is new, since the checkpoint was made without one."],
         False,
     ),
     "test is gone": (
         *(BOTH, VAL, TOP1, TOP1, []),
-        ["the test set is gone: the checkpoint was made with one"],
+        ["The test set is gone, although the checkpoint was made with one."],
         True,
     ),
-    "test is new": (VAL, BOTH, TOP1, TOP1, [], ["the test set is new: the checkpoint was made without one"], True),
+    "test is new": (
+        VAL,
+        BOTH,
+        TOP1,
+        TOP1,
+        [],
+        ["The test set is new, since the checkpoint was made without one."],
+        True,
+    ),
     "top1 is gone": (
         *(VAL, VAL, TOP1, ("loss",), []),
-        ["the best checkpoint is selected by min:loss, in the checkpoint by max:top1"],
+        ["The best checkpoint is selected by min:loss, but in the checkpoint by max:top1."],
         False,
     ),
     "top1 is new": (
         *(VAL, VAL, ("loss",), TOP1, []),
-        ["the best checkpoint is selected by max:top1, in the checkpoint by min:loss"],
+        ["The best checkpoint is selected by max:top1, but in the checkpoint by min:loss."],
         False,
     ),
     "top1 by its name": (
         *(VAL, VAL, TOP1, TOP1, ["--best_metric", "max:top1"]),
-        ["best_metric=max:top1: the checkpoint has best_metric=auto"],
+        ["--best_metric is max:top1, but the checkpoint has --best_metric auto."],
         True,
     ),
     "the other direction": (
         *(VAL, VAL, TOP1, TOP1, ["--best_metric", "min:top1"]),
         [
-            "best_metric=min:top1: the checkpoint has best_metric=auto",
-            "the best checkpoint is selected by min:top1, in the checkpoint by max:top1",
+            "--best_metric is min:top1, but the checkpoint has --best_metric auto.",
+            "The best checkpoint is selected by min:top1, but in the checkpoint by max:top1.",
         ],
         False,
     ),
     "averaged weights": (
         *(VAL, VAL, TOP1, TOP1, ["--ema_decay", "0.9"]),
-        ["ema_decay=0.9: the checkpoint has ema_decay=0.0"],
+        ["--ema_decay is 0.9, but the checkpoint has --ema_decay 0.0."],
         False,
     ),
     "a metric that was not asked for": (VAL, VAL, (*TOP1, "top5"), TOP1, [], [], True),
@@ -146,7 +154,7 @@ def test_a_best_value_counts_only_if_it_was_measured_on_the_same(runs, case):
         give_best(runs, best_value=unbeatable, evaluations_since_best=5)
     run_ranks(2, train_changed, runs.words("run", *LONGER, *flags), current, metrics_here)
     [resumed] = runs.events("run", "resumed")
-    lines = ["epochs=3: the checkpoint has epochs=2", *changes]
+    lines = ["--epochs is 3, but the checkpoint has --epochs 2.", *changes]
     if has_best and not is_kept:
         lines.append(BEST)
     assert sorted(resumed["changed"]) == sorted(lines)

@@ -138,9 +138,10 @@ def rejection(flags):
 @pytest.mark.guarantee("comm-hook")
 @pytest.mark.slow
 def test_a_type_that_the_backend_cannot_reduce_is_rejected_by_all_ranks(runs):
-    expected = f"comm_hook=bf16: torch {torch.__version__} cannot all-reduce bf16 over gloo (Invalid scalar type)"
+    reason = f"torch {torch.__version__} cannot all-reduce bf16 over gloo (Invalid scalar type)"
+    expected = f"--comm_hook bf16 cannot be used: {reason}"
     for text in run_ranks(2, rejection, runs.words("run", *FLAGS)):
-        assert text.startswith(expected) and text.endswith("; give --comm_hook fp16 or none"), text
+        assert text.startswith(expected) and text.endswith(". Give --comm_hook fp16 or none."), text
 
 
 def gradient_storages(flags):

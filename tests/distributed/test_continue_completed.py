@@ -12,9 +12,9 @@ from training import train_flags
 # three steps are an epoch; the loss falls, so with max:loss the first evaluation is the best
 FLAGS = "--dataset_size 24 --epochs 4 --global_batch_size 8 --no-use_amp --lr 0.02 --best_metric max:loss".split()
 FLAGS += ["--schedule", "constant", "--num_workers", "0"]
-NOTHING_LEFT = "nothing is left to train; to train longer, increase --epochs or --max_steps"
-PATIENCE_OVER = "patience: no improvement in {} evaluations, so the run ends; to train longer, increase --patience"
-COMPLETED = "this run is already completed; to train longer, increase --epochs, --max_steps or --patience"
+NOTHING_LEFT = "Nothing is left to train. To train longer, increase --epochs or --max_steps."
+PATIENCE_OVER = "The run ends, since {} evaluations had no improvement. To train longer, increase --patience."
+COMPLETED = "is already completed. To train longer, increase --epochs, --max_steps or --patience."
 PATIENCE_1 = ["--patience", "1"]
 EACH_STEP = ["--eval_every_steps", "1"]
 CASES = {  # what ends the run, its steps, and for each resume: its flags, the steps it ends with, what it says
@@ -65,7 +65,7 @@ CASES = {  # what ends the run, its steps, and for each resume: its flags, the s
         ],
     ),
 }
-ENDS = (NOTHING_LEFT, "patience: ", "this run is already completed")
+ENDS = (NOTHING_LEFT, "evaluations had no improvement", "is already completed")
 
 
 def train_and_continue(first, folder, continuations):

@@ -172,10 +172,10 @@ PLANTS = {
         in_task(create_model=other_kernel),
         r"the output of features.3 \(Conv2d\) differs first, for micro-batch 0",
     ),
-    "loss": (in_task(compute_loss=other_loss), "the loss of micro-batch 0 is .* equal outputs of all modules: look at"),
+    "loss": (in_task(compute_loss=other_loss), "the loss of micro-batch 0 is .* equal outputs of all modules. Look at"),
     "used": (
         gradient_changed_in_the_step,
-        r"the gradient of head.bias \(1 of 10 values\) that the optimizer gets differs; computed again outside of",
+        r"the gradient of head.bias \(1 of 10 values\) that the optimizer gets differs, but it is equal when computed",
     ),
     "moment": (
         flipped_moment,
@@ -202,7 +202,7 @@ def test_planted_differences_are_found_at_their_step_with_their_kind(runs, plant
     for name, (code, text) in outcomes.items():
         line = text.splitlines()[-1]
         until = f"until step {steps[name] - 1}" if steps[name] > 1 else "at the start"
-        assert code == 1 and line.startswith(f"replay: equal {until}; in step {steps[name]} "), text
+        assert code == 1 and line.startswith(f"Replay: The runs are equal {until}. In step {steps[name]} "), text
         assert re.search(PLANTS[name][1], line), text
         assert len(text.splitlines()) < 40
 
@@ -225,11 +225,13 @@ def test_a_fault_that_came_once_is_told_from_a_difference_that_a_replay_has_too(
         run_ranks(ranks, tasks.train_task, "images", runs.words(name, *WORDS, "--log_interval", 1))
     run_ranks(2, train_with_a_flipped_bit, runs.words("b", *WORDS, "--log_interval", 1))
     code, text = diverge(runs.folder("a"), runs.folder("same"))
-    assert code == 0 and text.endswith("no difference in the records up to step 12"), text
+    assert code == 0 and text.endswith("The records do not differ up to step 12."), text
     code, text = diverge(runs.folder("a"), runs.folder("b"))
-    assert code == 1 and "records: equal until step 5; in that of step 6 differ:\n" in text, text
+    assert code == 1 and "Records: The runs are equal until step 5. In the record of step 6 these differ:\n" in text, (
+        text
+    )
     ((code, text),) = run_ranks(1, diverge_with_replays, runs.folder("a"), runs.folder("b"))
-    message = "in step 6 b did what its replay here does not: loss and gradient norm are repeated, and weights or"
+    message = "In step 6 b did what its replay here does not: loss and gradient norm are repeated, and weights or"
     assert code == 1 and message in text, text
 
 
@@ -261,7 +263,9 @@ def test_records_differ_by_their_fingerprints_and_by_all_values_where_there_is_n
     for record in (*a.values(), *b.values()):
         del record["fingerprint"]
     assert find_divergence(a, b) == (0, 5, [["top1", "0.5", "0.6"]])
-    with pytest.raises(UserError, match="no step has a train record in both runs; give runs with the same --log_"):
+    with pytest.raises(
+        UserError, match="a step with a train record in both runs, but there is none. Give runs with the same --log_"
+    ):
         find_divergence(a, {4: a[5]})
 
 
@@ -279,10 +283,10 @@ def test_dumps_of_two_machines_are_compared_without_the_runs(tmp_path, step):
     with mock.patch("sys.stderr") as errors:
         code, text = diverge(tmp_path / "a.pt", tmp_path / "b.pt")
     message = (
-        "in step 3 the content of sample 8,113 differs between a.pt (on nodeA) and b.pt (on nodeB): 1 of 24 values, by"
+        "In step 3 the content of sample 8,113 differs between a.pt (on nodeA) and b.pt (on nodeB): 1 of 24 values, by"
     )
     if step == 3:
-        assert (code, text) == (1, f"{message} at most 0.5")
+        assert (code, text) == (1, f"{message} at most 0.5.")
     else:
         assert code == 2 and not errors.write.called, text
-        assert text == "diverge: dumps of steps 3 and 4; give two of the same step"
+        assert text == "--diverge needs two dumps of the same step, but these are of steps 3 and 4."

@@ -53,10 +53,12 @@ def load_and_flip(words, wrong_rank):
 def test_a_state_with_other_bits_after_loading_is_reported_with_its_rank(runs):
     words = runs.words("run", *SMALL, "--save_every_steps", 1, "--keep_last", 9)
     run_ranks(2, train_flags, [*words, "--max_steps", "1"])
-    with pytest.raises(AssertionError, match="rank 1 on .* has different weights or optimizer state than"):
+    with pytest.raises(
+        AssertionError, match="The weights or the optimizer state of rank 1 on .* differ from those of the other ranks"
+    ):
         run_ranks(2, load_and_flip, [*words, "--resume_from", "auto"], 1)
     (line,) = complaints(runs, "run")
-    assert line.startswith("the state that rank 1 on ") and line.endswith("an optimizer that converts what it loads")
+    assert line.startswith("The state that rank 1 on ") and line.endswith("an optimizer that converts what it loads.")
     assert line in runs.log("run")
 
 

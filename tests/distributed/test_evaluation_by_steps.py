@@ -12,7 +12,7 @@ def test_patience_counts_evaluations_within_an_epoch_and_a_resume_from_a_saved_s
     runs.train(2, "run", *flags, task="plain")
     steps = [record["step"] for record in runs.records("run", "eval")]
     assert runs.json("run", "summary.json")["state"] == "completed" and steps == [2, 4, 6, 8]
-    assert "no improvement in 3 evaluations" in runs.log("run")
+    assert "3 evaluations had no improvement" in runs.log("run")
     for path in runs.checkpoints("run")[3:5]:
         name = f"from_{path.stem}"
         runs.train(2, name, *flags, "--resume_from", path, task="plain")

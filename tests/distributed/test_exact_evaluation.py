@@ -44,5 +44,5 @@ def evaluate_with_a_wrong_sampler():
 
 @pytest.mark.guarantee("evaluation-counts")
 def test_a_wrong_sample_count_is_an_error():
-    expected = [f"evaluation counted {count} samples of 11; this is a bug in the loader" for count in (8, 14)]
+    expected = [f"The evaluation counted {count} samples of 11. This is a bug in the loader." for count in (8, 14)]
     assert run_ranks(2, evaluate_with_a_wrong_sampler) == [expected] * 2

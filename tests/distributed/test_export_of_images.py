@@ -94,7 +94,7 @@ def export_and_run(flags, run, kind, model, numbers, dtype, is_run):
             code = export.main()
         text = printed.getvalue()
         if code == 0 and is_run:
-            exec(text.partition("to use it:\n\n")[2], names)
+            exec(text.partition("This code uses it:\n\n")[2], names)
     result = names["predict"](names["images"]) if "predict" in names else names.get("outputs")
     return code, text, result
 
@@ -170,11 +170,16 @@ class InAutocast(SmallNet):
             return super().forward(images).float()
 
 
-BFLOAT16 = "format=onnx: the model computes in bfloat16, which onnxruntime cannot run; let create_model and forward use"
+BFLOAT16 = "--format onnx does not fit the model, which computes in bfloat16, since onnxruntime cannot run that. Let"
+LOADING = "--format onnx does not fit the model, since onnxruntime cannot load the program ("
 TYPES = {  # model, dtype, the error
     "bfloat16": (SmallNet(False, 10), torch.bfloat16, BFLOAT16),
     "autocast": (InAutocast(False, 10), torch.float32, BFLOAT16),
-    "float64": (SmallNet(False, 10), torch.float64, "format=onnx: onnxruntime cannot load the program ("),
+    "float64": (
+        SmallNet(False, 10),
+        torch.float64,
+        LOADING,
+    ),
     "float16": (SmallNet(False, 10), torch.float16, ""),
 }
 
@@ -186,8 +191,8 @@ def test_an_onnx_file_is_written_only_if_onnxruntime_can_load_it(runs, name):
     code, text, _ = export_in_a_rank(runs, "onnx", model, dtype=dtype, is_run=False)
     out = runs.folder("run") / "model.out"
     if sentence:
-        (line,) = [line for line in text.splitlines() if line.startswith("format=onnx: ")]
-        assert code == 2 and line.startswith(sentence) and line.endswith(", or use --format torch.export"), text
+        (line,) = [line for line in text.splitlines() if line.startswith("--format onnx ")]
+        assert code == 2 and line.startswith(sentence) and line.endswith(", or use --format torch.export."), text
         assert not out.exists()
         return
     import onnxruntime

@@ -121,7 +121,7 @@ def test_any_optimizer_trains_skips_and_resumes(runs):
     assert [event["step"] for event in runs.events("whole", "skipped_step")] == [3]
     before, bad = (torch.load(path, weights_only=True) for path in runs.checkpoints("whole")[1:3])
     assert all(torch.equal(before["model"][name], bad["model"][name]) for name in before["model"])
-    assert "Signed: one device read per step" in runs.log("whole")
+    assert "Signed, with one read from the device per step" in runs.log("whole")
     first = runs.checkpoints("whole")[4]
     run_ranks(2, train_signed, runs.words("resumed", *flags, "--resume_from", first), 99)
     assert_same_state(runs.last("whole"), runs.last("resumed"))
@@ -159,21 +159,24 @@ def with_table(config, device):
 
 
 PROBLEMS = {
-    "a tensor": ({"compute_loss": lambda net, batch: net(batch[0]).sum()}, "model.compute_loss: returned a Tensor; "),
+    "a tensor": ({"compute_loss": lambda net, batch: net(batch[0]).sum()}, "model.compute_loss returned a Tensor. "),
     "stream": ({"create_dataset": of_split("train", Stream())}, "The Stream of create_dataset (train) has no __len__"),
     "empty": (
         {"create_dataset": of_split("val", Empty())},
         "The Empty of create_dataset (val) has no samples. Return None",
     ),
-    "twice": ({"param_groups": lists_twice}, "param_groups: lists head.weight twice, which would be updated twice"),
+    "twice": (
+        {"param_groups": lists_twice},
+        "param_groups lists head.weight twice, so the parameter would be updated twice",
+    ),
     "closure": (
         {"create_optimizer": lambda groups, config: torch.optim.LBFGS(groups[0]["params"])},
-        "create_optimizer: LBFGS needs a closure",
+        "LBFGS of create_optimizer needs a closure",
     ),
-    "no groups": ({"param_groups": lambda net, config: net.parameters()}, "param_groups: returned no list of groups; "),
+    "no groups": ({"param_groups": lambda net, config: net.parameters()}, "param_groups returned no list of groups. "),
     "sparse": (
         {"create_model": with_table},
-        "model: table has sparse gradients, which are not supported; set sparse=False",
+        "table of the model has sparse gradients, which are not supported. Set sparse=False.",
     ),
 }
 
@@ -190,10 +193,13 @@ def test_a_violated_contract_is_rejected_in_one_sentence(runs):
 
 SHOWN = {  # what log_images returns for a batch: the warning
     "fails": (lambda batch: {}["images"], "KeyError: 'images'"),
-    "floats": (lambda batch: {"x": batch[0]}, "TypeError: x is torch.float32 [4, 3, 8, 8]; return uint8 [B, 3, H, W]"),
-    "one": (lambda batch: {"x": batch[0][0].byte()}, "TypeError: x is torch.uint8 [3, 8, 8]; return uint8"),
-    "none": (lambda batch: None, "TypeError: returned a NoneType; return {name: uint8 [B, 3, H, W]}"),
-    "array": (lambda batch: {"x": batch[0].byte().numpy()}, "TypeError: x is ndarray; return uint8 [B, 3, H, W]"),
+    "floats": (
+        lambda batch: {"x": batch[0]},
+        "TypeError: x is torch.float32 [4, 3, 8, 8] instead of uint8 [B, 3, H, W]",
+    ),
+    "one": (lambda batch: {"x": batch[0][0].byte()}, "TypeError: x is torch.uint8 [3, 8, 8] instead of uint8"),
+    "none": (lambda batch: None, "TypeError: got a NoneType instead of {name: uint8 [B, 3, H, W]}"),
+    "array": (lambda batch: {"x": batch[0].byte().numpy()}, "TypeError: x is ndarray instead of uint8 [B, 3, H, W]"),
 }
 
 
@@ -211,7 +217,7 @@ def test_images_that_cannot_be_shown_cause_one_warning(runs):
     for states in run_ranks(2, train_showing, runs.words("run", *FLAGS), runs.root):
         assert states == ["completed"] * len(SHOWN)
     for name, (_, warning) in SHOWN.items():
-        assert f"log_images: {warning}" in runs.log(name), runs.log(name)
+        assert f"log_images failed ({warning}" in runs.log(name), runs.log(name)
         assert runs.log(name).count("log_images") == 1 and len(runs.records(name, "eval")) == 2
 
 
@@ -240,7 +246,7 @@ train.your_model.create_model, train.your_model.compute_loss = create_model, com
 def test_a_parameter_that_only_some_batches_use_is_named(runs, ranks):
     ended = finish(WarmLaunch(ranks, runs.program(SOMETIMES), runs.words("run", *FLAGS, "--log_interval", 1)), 60)
     assert ended.code == 1 and ended.left == 0
-    assert "model: spare.weight, spare.bias got no gradient in this step, while other batches use it" in ended.text
+    assert "The model's spare.weight, spare.bias got no gradient in this step, while other batches use it" in ended.text
     assert "Traceback" not in ended.text.replace("traceback :", "")
     assert "parameter indices" not in ended.text.lower()
 
@@ -252,7 +258,7 @@ def test_init_from_and_dataset_size_work_for_any_fork(runs):
     runs.train(1, "second", *FLAGS, "--init_from", source, "--max_steps", 1, "--lr", 1e-30)
     first, second = runs.last("first")["model"], runs.last("second")["model"]
     assert all(torch.equal(first[name], second[name]) for name in first if "running" not in name and "num_" not in name)
-    assert "init_from: loaded" in runs.log("second")
+    assert "tensors were loaded from --init_from" in runs.log("second")
     (state,) = run_ranks(1, train_subset, runs.words("subset", "--dataset_size", 10, "--epochs", 1, "--record_samples"))
     assert state == "completed"
     indices = [index for step in runs.samples("subset").values() for index in step]
@@ -271,13 +277,13 @@ def test_init_from_refuses_or_warns_before_the_first_step(runs):
     for flags in (["--max_steps", 1], ["--eval_only"]):
         ended = launch(runs, *flags, "--init_from", edited)
         assert ended.code == 0, ended.text
-        assert f"init_from: {edited} has no checksum, since it was saved again" in ended.text
+        assert f"--init_from {edited} has no checksum, since another program has saved" in ended.text
         assert f"The first is {names[-1]!r} there and {names[0]!r} here." in ended.text
     ended = launch(runs, "--init_from", wrong, "--overwrite")
     assert ended.code == 2 and "Traceback" not in ended.text
     count = len(content["model"])
     assert (
-        f"init_from={wrong}: 0 of its {count} tensors fit the model, which has {count}. Only in the file: x_"
+        f"0 of the {count} tensors of --init_from {wrong} fit the model, which has {count}. Only the file has: x_"
         in ended.text
     )
 

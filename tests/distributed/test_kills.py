@@ -165,8 +165,8 @@ def test_a_run_whose_ranks_have_all_crashed_does_not_run_and_the_next_start_says
     if ranks or name == "SIGSEGV":
         assert "holds a run already" in crash(runs, ranks, "01", name).text  # a start that is rejected
         status, host = runs.json("run", "status.json"), os.uname().nodename
-        assert [status[key] for key in ("state", "error", "host")] == ["failed", "every rank was killed", host]
+        assert [status[key] for key in ("state", "error", "host")] == ["failed", "Every rank was killed.", host]
         (runs.root / "fixed").touch()
         ended = crash(runs, ranks, "01", name, "--resume_from", "auto")
         assert ended.code == 0 and runs.json("run", "status.json")["state"] == "completed", ended.text
-        assert "every rank was killed" not in ended.text  # which the rejected start has reported
+        assert "Every rank was killed." not in ended.text  # which the rejected start has reported

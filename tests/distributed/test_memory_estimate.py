@@ -142,8 +142,8 @@ def test_the_table_has_a_row_for_each_strategy_and_the_first_flag_that_fits(runs
     assert sizes[0][1] == pytest.approx(2 * sizes[0][0], abs=0.2)  # AdamW
     assert [row[0] for row in sizes] == pytest.approx([sizes[0][0]] * 2 + [sizes[0][0] / 2] * 2, abs=0.2)
     assert sizes[3][2] < sizes[2][2] < sizes[1][2]
-    assert table.splitlines()[-1].startswith("flags: --sharding none   (the first whose peak fits into 90% of ")
-    assert "the model does not fit into 90% of 0.0 GB per rank, on 2 ranks; use more ranks, a smaller" in little
+    assert table.splitlines()[-1].startswith("Flags: --sharding none   (the first whose peak fits into 90% of ")
+    assert "The model does not fit into 90% of 0.0 GB per rank, on 2 ranks. Use more ranks, a smaller" in little
     assert full.count("does not fit into the memory of this process") == 4
 
 

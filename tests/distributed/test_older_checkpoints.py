@@ -38,7 +38,7 @@ def test_a_run_whose_length_came_from_minutes_goes_on_with_max_steps(runs):
     give(runs, "run", minutes=0.02)
     before = files_of(runs, "run")
     errors = run_ranks(2, error_of, runs.words("run", *FLAGS, "--resume_from", "auto"))
-    message = "resume_from: the run was started with --minutes 0.02, which was removed. Add --max_steps 8."
+    message = "The run of --resume_from was started with --minutes 0.02, which was removed. Add --max_steps 8."
     assert errors == [message] * 2 and files_of(runs, "run") == before
     runs.train(2, "run", *FLAGS, "--max_steps", "8", "--resume_from", "auto")
     runs.assert_same("whole", "run")

@@ -31,7 +31,7 @@ NORMS = {
     "LayerNorm": lambda: nn.LayerNorm(64),
     "frozen": lambda: Frozen(64),
 }
-ONE = "batch_size: a micro-batch of the run has one sample, for which BatchNorm has no variance (Expected more"
+ONE = "A micro-batch of the run has one sample, for which BatchNorm has no variance (Expected more"
 
 
 class Frozen(nn.BatchNorm1d):
@@ -81,7 +81,7 @@ def test_a_batch_norm_that_would_get_one_sample_is_rejected_at_the_start_and_no_
         for text, (norm, flags, expected) in zip(outcomes, CASES, strict=True):
             assert text.startswith(expected) and len(text.splitlines()) == 1, (norm, flags, text)
             if expected != "completed":
-                assert "; use another batch size, --drop_last or another normalization" in text
+                assert ". Use another --batch_size, --drop_last or another normalization." in text
     for k, (*_, expected) in enumerate(CASES):
         assert bool(runs.checkpoints(f"run{k}")) == (expected == "completed")
 

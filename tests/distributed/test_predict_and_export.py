@@ -101,14 +101,26 @@ def test_a_kill_leaves_no_partial_output_and_the_next_prediction_cleans_up(runs)
 
 
 WRONG = {  # case: (predict, start of the error message)
-    "rows": (lambda net, batch: {"x": net(batch[0])[-3:]}, "model.predict: x has the shape [3, 10] for 4 samples; "),
-    "rank 1": (lambda net, batch: {"x": batch[0][len(batch[0]) == 1 :]}, "model.predict: x has the shape [0, 3, 8, 8]"),
-    "scalar": (lambda net, batch: {"x": net(batch[0]).sum()}, "model.predict: x has the shape [] for 4 samples; "),
-    "tensor": (lambda net, batch: net(batch[0]), "model.predict: the result is a Tensor; return {name: tensor"),
-    "list": (lambda net, batch: {"x": [1] * len(batch[0])}, "model.predict: x is a list; return {name: tensor"),
+    "rows": (
+        lambda net, batch: {"x": net(batch[0])[-3:]},
+        "model.predict returned x with the shape [3, 10] for 4 samples. ",
+    ),
+    "rank 1": (
+        lambda net, batch: {"x": batch[0][len(batch[0]) == 1 :]},
+        "model.predict returned x with the shape [0, 3, 8, 8]",
+    ),
+    "scalar": (
+        lambda net, batch: {"x": net(batch[0]).sum()},
+        "model.predict returned x with the shape [] for 4 samples. ",
+    ),
+    "tensor": (lambda net, batch: net(batch[0]), "model.predict returned a Tensor. Return {name: tensor"),
+    "list": (lambda net, batch: {"x": [1] * len(batch[0])}, "model.predict returned x as a list. Return {name: tensor"),
     "names": (lambda net, batch: {f"x{len(batch[0])}": batch[0]}, predict.NAMES_DIFFER),
-    "order": (lambda net, batch: {"x": net(batch[0]).flip(0)}, "collate: the outputs of a batch are in another order"),
-    "dict": (lambda net, batch: hooks.predict(net, {"x": batch[0]}), "model.py: has no predict(model, batch); add it"),
+    "order": (lambda net, batch: {"x": net(batch[0]).flip(0)}, "The outputs of a batch are in another order"),
+    "dict": (
+        lambda net, batch: hooks.predict(net, {"x": batch[0]}),
+        "model.py has no predict(model, batch). Add this function",
+    ),
 }
 
 
@@ -146,7 +158,7 @@ def test_without_predict_the_message_names_predict_and_not_example_inputs(batch)
     loader.micro_batches.return_value = [mock.Mock(batch=BATCHES[batch](torch.ones(2, 3, 8, 8)))]
     state = mock.MagicMock(model=SmallNet(False, 10))
     functions = mock.Mock(predict=hooks.predict)
-    expected = r"model.py: has no predict\(model, batch\); add it, to return"
+    expected = r"model.py has no predict\(model, batch\)\. Add this function, which returns"
     with (
         mock.patch.object(predict, "ModelHooks", mock.Mock(predict=hooks.predict)),
         pytest.raises(UserError, match=expected),
@@ -185,7 +197,7 @@ def test_a_model_of_other_arguments_is_rejected_with_an_example_of_both_function
         with pytest.raises(UserError) as error:
             check_arguments(model, inputs, "predict(model, batch)")
         first, *example = str(error.value).splitlines()
-        assert first.startswith("model.py: has no predict(model, batch); add it, for example") and len(example) == 2
+        assert first.startswith("model.py has no predict(model, batch). Add it, for example") and len(example) == 2
         names = {}
         exec("\n".join(line.strip() for line in example), names)  # it is valid Python
         assert names["example_inputs"]([1, 2, 3]) == (1, 2)
@@ -228,7 +240,7 @@ def test_predict_and_export_of_a_model_of_two_arguments_name_both_functions(runs
     checkpoint = runs.folder("run") / "checkpoints/step_00000002.pt"
     ((predicted, code, exported),) = run_ranks(1, scripts_of_pairs, words, checkpoint)
     for text, name in ((predicted, "predict(model, batch)"), (exported, "example_inputs(batch)")):
-        assert text.startswith(f"model.py: has no {name}") and code == 2
+        assert text.startswith(f"model.py has no {name}") and code == 2
         assert "\n    def predict(model, batch): return " in text and "\n    def example_inputs(batch): " in text
 
 
@@ -271,7 +283,7 @@ def export_words(words):
     with dict_task(), using("lines"), mock.patch.object(sys, "argv", ["export.py", *map(str, words)]):
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             code = export.main()
-        snippet = printed.getvalue().partition("to use it:\n\n")[2]
+        snippet = printed.getvalue().partition("This code uses it:\n\n")[2]
         names = {"inputs": inputs}
         if snippet.startswith("import torch; from config"):
             exec(snippet, names)
@@ -323,7 +335,7 @@ def test_the_snippets_of_a_model_with_dict_inputs_give_its_outputs(words_run, tm
         assert code == 0 and "{'ids': torch.int64 [batch, 7]}" in text, text
         if kind == "torch.export":
             (tmp_path / "empty").mkdir()
-            (tmp_path / "snippet").write_text(text.partition("to use it:\n\n")[2])
+            (tmp_path / "snippet").write_text(text.partition("This code uses it:\n\n")[2])
             use = f"import sys, torch{USE}"
             command = [sys.executable, "-I", "-c", use, "-", tmp_path / "snippet", tmp_path / "outputs.pt"]
             ended = launch(command, cwd=tmp_path / "empty")
@@ -346,7 +358,10 @@ def test_a_failed_export_leaves_the_existing_file(words_run, tmp_path):
     runs, _ = words_run
     out = tmp_path / "model.pt"
     out.write_text("earlier")
-    expected = {"torch.export": "No space left on device", "onnx": "format=onnx: needs onnx and onnxscript ("}
+    expected = {
+        "torch.export": "No space left on device",
+        "onnx": "--format onnx needs onnx and onnxscript, which cannot be used (",
+    }
     for kind, sentence in expected.items():
         words = [runs.checkpoints("run")[-1], out, "--format", kind]
         ((code, text, _),) = run_ranks(1, failing_export, words)
@@ -364,7 +379,10 @@ def test_weights_need_no_data_and_a_traced_model_does(words_run, tmp_path):
     words = [runs.checkpoints("run")[-1], tmp_path / "model.pt", "--format"]
     ((code, text, outputs),) = run_ranks(1, export_without_data, [*words, "weights"])
     assert code == 0 and torch.equal(outputs, expected), text
-    assert "\nleft out of its config, as places and commands of this machine: " in f"\n{text}" and "data_dir" in text
+    assert (
+        "\nThe config in the export leaves out paths and commands of this machine: " in f"\n{text}"
+        and "data_dir" in text
+    )
     ((code, text, _),) = run_ranks(1, export_without_data, [*words, "torch.export"])
     assert code == 2 and re.search(r"create_dataset found no training set in --data_dir .*\. Give the folder", text)
 
@@ -378,6 +396,6 @@ def test_onnx_gives_the_outputs_of_the_model(words_run, tmp_path):
     ((code, text, _),) = run_ranks(1, export_words, [runs.checkpoints("run")[-1], out, "--format", "onnx"])
     assert code == 0 and [*tmp_path.glob("*.onnx*")] == [out], text
     names = {"arrays": [torch.arange(14).view(2, 7).numpy()]}
-    exec(text.partition("to use it:\n\n")[2], names)
+    exec(text.partition("This code uses it:\n\n")[2], names)
     torch.testing.assert_close(torch.from_numpy(names["outputs"][0]), expected, rtol=1e-4, atol=1e-5)
     assert "size" not in names["session"].get_modelmeta().custom_metadata_map  # it is of images

@@ -255,8 +255,10 @@ def train_with_a_spare_layer(flags):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_unused_parameter_is_named(runs, ranks):
     for text in run_ranks(ranks, train_with_a_spare_layer, runs.words("run", "--dataset_size", 16)):
-        assert text.startswith("model: the loss does not depend on spare.weight, spare.bias, and DDP would wait")
-        assert text.endswith("add --find_unused_parameters, or freeze it in create_model with requires_grad_(False)")
+        assert text.startswith("The loss does not depend on spare.weight, spare.bias of the model, and DDP would wait")
+        assert text.endswith(
+            "add --find_unused_parameters, or freeze the parameter in create_model with requires_grad_(False)."
+        )
 
 
 def train_without_ddp(flags, changes):
@@ -272,7 +274,9 @@ def train_without_ddp(flags, changes):
 
 @pytest.mark.guarantee("unwrapped")
 def test_a_forward_pass_that_bypasses_ddp_is_an_error_before_the_first_step(runs):
-    regex = r"compute_loss: \S+ \(rank 1\) and \S+ \(rank 0\) have different gradients .*; call the model that compute"
+    regex = (
+        r"\S+ \(rank 1\) and \S+ \(rank 0\) have different gradients .*\. In compute_loss, call the model that compute"
+    )
     changes = [], ["--reduction", "exact"], ["--comm_hook", "bf16"]
     for texts in run_ranks(2, train_without_ddp, runs.words("run", "--dataset_size", 16), changes):
         for text in texts:
@@ -335,8 +339,8 @@ def test_a_rank_out_of_memory_is_named_with_the_flags_that_help(runs):
     assert (ended.code, ended.left) == (1, 0), ended.text
     status = runs.json("run", "status.json")
     assert (status["state"], status["rank"]) == ("failed", 1) and status["error"] in ended.text
-    remedy = r"use --batch_size 256 --global_batch_size 1024 \(the same global batch; .* or "
-    assert re.match(rf"rank 1 on \S+ ran out of memory: .*; {remedy}", status["error"])
+    remedy = r"Use --batch_size 256 --global_batch_size 1024 \(the same global batch, .* or "
+    assert re.match(rf"Rank 1 on \S+ ran out of memory \(.*\)\. {remedy}", status["error"])
 
 
 HOLDS_WORKERS = """

@@ -51,12 +51,14 @@ def test_steps_of_a_killed_run_on_four_ranks_are_bitwise_equal_in_one_process(ru
     dumps = {step: tmp_path / f"{step}.pt" for step in range(3, 13)}
     (results,) = run_ranks(1, replayed_steps, runs.folder("run"), dumps)
     for step, (code, text) in results.items():
-        assert code == 0 and re.search(rf"records of the run from step \d+ to {step}: bitwise equal", text), text
+        assert code == 0 and re.search(rf"The records of the run from step \d+ to {step} are bitwise equal\.", text), (
+            text
+        )
         dump = torch.load(dumps[step], weights_only=True)
         assert (dump["loss"], dump["norm"]) == (records[step]["loss"], records[step]["grad_norm"])
         assert len(dump["losses"]) == len(dump["indices"]) == (22 if step % 4 == 0 else 40)
         if step in kept:
-            assert f"compared with step_{step:08d}.pt: bitwise equal" in text
+            assert f"The state after the step and step_{step:08d}.pt are bitwise equal." in text
             weights = torch.load(kept[step], weights_only=True)["model"]
             assert difference(dump["after"], {name: weights[name] for name in dump["after"]}) == []
 
@@ -69,7 +71,7 @@ def replayed_terms(run, dump):
 def test_a_step_of_a_loss_with_terms_is_bitwise_equal_in_one_process(runs, tmp_path):
     runs.train(2, "run", *FLAGS, "--reduction", "exact", task="terms")
     ((code, text),) = run_ranks(1, replayed_terms, runs.folder("run"), tmp_path / "6.pt")
-    assert code == 0 and re.search(r"records of the run from step \d+ to 6: bitwise equal", text), text
+    assert code == 0 and re.search(r"The records of the run from step \d+ to 6 are bitwise equal\.", text), text
     dump, record = torch.load(tmp_path / "6.pt", weights_only=True), runs.records("run", "train")[5]
     norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in dump["gradients"].values()])).item()
     assert dump["loss"] == record["loss"] and norm == pytest.approx(record["grad_norm"], rel=1e-5)

@@ -50,7 +50,7 @@ def test_max_steps_alone_sets_the_length_and_of_two_limits_the_banner_names_the_
     lrs = [record["lr"] for record in runs.records("alone", "train")]
     assert lrs[:3] == [0.05, 0.1, 0.1] and lrs[3:9] == sorted(lrs[3:9], reverse=True) and {*lrs[8:]} == {0.05}
     assert runs.train(2, "both", *flags, "--epochs", 3)[0]["steps"] == 3
-    assert "3, 1 per epoch (epochs=3 ends the run before max_steps=13)" in runs.log("both")
+    assert "3 optimizer steps, 1 per epoch (--epochs 3 ends the run before --max_steps 13)" in runs.log("both")
 
 
 def train_until_time_is_up(flags):
@@ -194,7 +194,7 @@ def test_a_changed_setting_that_changes_bits_is_recorded(runs):
     more = "--resume_from auto --bucket_cap_mb 0.004 --epochs 1".split()
     runs.train_with_stops(1, "run", *FLAGS, *more, stops=())
     changed = runs.events("run", "resumed")[0]["changed"]
-    assert "bucket_cap_mb=0.004: the checkpoint has bucket_cap_mb=0.002" in changed
+    assert "--bucket_cap_mb is 0.004, but the checkpoint has --bucket_cap_mb 0.002." in changed
 
 
 def test_a_start_records_a_digest_of_the_weights_which_depends_on_the_seed_alone(runs):

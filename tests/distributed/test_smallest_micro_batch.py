@@ -58,8 +58,8 @@ FUNCTIONS = {
     "gradient": {"create_model": lambda config, device: LeavesOutFeatures(False, 10).to(device)},
     "collate": {"create_dataset": create_third},
 }
-SMALLEST = "the smallest micro-batch has {}: use another --batch_size or --drop_last if that is too few"
-IN_EVALUATION = "the smallest micro-batch has 1 sample: use another --eval_batch_size if that is too few"
+SMALLEST = "The smallest micro-batch has {}. Use another --batch_size or --drop_last if that is too few."
+IN_EVALUATION = "The smallest micro-batch has 1 sample. Use another --eval_batch_size if that is too few."
 CASES = [  # what fails, flags, what the start says ("completed": nothing)
     ("always", "--dataset_size 22", SMALLEST.format("2 samples")),
     ("always", "--dataset_size 17", SMALLEST.format("1 sample")),

@@ -22,13 +22,13 @@ from utils.metrics import all_reduce_scalar
 from utils.settings.errors import UserError
 
 UNLIKE = [  # what differs; what all three ranks raise; the rank that is named
-    ("config", r"start again\n\s+rank 0 on \S+\s+rank 2 on \S+\nlr\s+0.1\s+0.7$", 2),
-    ("versions", r"start again\n\s+rank 0 on \S+\s+rank 1 on \S+\ntorch\s+\S+\s+2.11.0$", 1),
-    ("code", r"start again\n\s+rank 0 on \S+\s+rank 2 on \S+\ntrain.py\s+[0-9a-f]{8}\s+01234567$", 2),
-    ("folder", r"run_dir=run: \S+ does not see what rank 0 on \S+ has written there; put the run folder on storage", 1),
+    ("config", r"start again\.\n\s+rank 0 on \S+\s+rank 2 on \S+\nlr\s+0.1\s+0.7$", 2),
+    ("versions", r"start again\.\n\s+rank 0 on \S+\s+rank 1 on \S+\ntorch\s+\S+\s+2.11.0$", 1),
+    ("code", r"start again\.\n\s+rank 0 on \S+\s+rank 2 on \S+\ntrain.py\s+[0-9a-f]{8}\s+01234567$", 2),
+    ("folder", r"\S+ does not see what rank 0 on \S+ has written to --run_dir run\. Put the run folder on storage", 1),
     (
         "read-only",
-        r"^Rank 1 on \S+ failed: .*cannot write there \(Read-only file system\)[;.] [Mm]ake it writable on all nodes",
+        r"^Rank 1 on \S+ failed: \S+ cannot write to --run_dir \S+ \(Read-only file system\)\. Make this folder",
         1,
     ),
     (
@@ -81,7 +81,7 @@ def test_every_rank_raises_an_error_with_the_differences(runs):
 
 def overwrite(words):
     fault = mock.patch.object(Path, "touch", touch) if os.environ["RANK"] == "1" else contextlib.nullcontext()
-    with fault, pytest.raises(UserError, match="cannot write there"):
+    with fault, pytest.raises(UserError, match="cannot write to --run_dir"):
         train_flags([*words, "--overwrite"])
 
 
@@ -120,4 +120,4 @@ def train_beside_an_xpu(words):
 def test_a_machine_with_another_accelerator_trains_on_the_cpu(runs):
     words = runs.words("run", "--dataset_size", 16, "--epochs", 1, "--num_workers", 1)
     assert run_ranks(1, train_beside_an_xpu, words) == ["completed"]
-    assert re.search(r"ranks +1 on 1 node: cpu$", runs.log("run"), re.MULTILINE)
+    assert re.search(r"ranks +1 rank on 1 node \(cpu\)$", runs.log("run"), re.MULTILINE)

@@ -157,18 +157,22 @@ def train_groups(flags, names, factor):
 @pytest.mark.parametrize(
     ("names", "factor", "expected"),
     [
-        (("a", ""), {"a": 1.0}, 'returned a factor per group, and group 1 has no "name"; add it in param_groups'),
-        (("a", "b"), {"a": 1.0}, "b has no factor; return one factor for each of a, b"),
+        (
+            ("a", ""),
+            {"a": 1.0},
+            'lr_factor returned a factor per group, but group 1 has no "name". Add a name in param_groups.',
+        ),
+        (("a", "b"), {"a": 1.0}, "The group b of lr_factor has no factor. Return one factor for each of a, b."),
         (
             ("a", "a"),
             {"a": 1.0, "c": 1.0},
-            "c is the name of no group with trainable parameters; return one factor for each of a",
+            "The group c of lr_factor has no trainable parameters in param_groups. Return one factor for each of a.",
         ),
     ],
 )
 def test_a_factor_without_a_group_or_a_group_without_a_factor_is_named(runs, names, factor, expected):
     flags = runs.words("run", "--dataset_size", 16, "--epochs", 1)
-    assert run_ranks(1, train_groups, flags, names, factor) == [f"lr_factor: {expected}"]
+    assert run_ranks(1, train_groups, flags, names, factor) == [expected]
 
 
 # ---- parameters that a batch does not use ----

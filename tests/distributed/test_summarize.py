@@ -111,19 +111,25 @@ def late(outputs):
 
 
 PROBLEMS = {
-    "error": (fails, "summarize: ValueError: only one class; return {name: number} for any number of samples"),
-    "no dict": (lambda outputs: 0.5, "summarize: AttributeError: "),
-    "text": (lambda outputs: {"auc": "high"}, "summarize: ValueError: "),
-    "name": (lambda outputs: {"count": 1}, "summarize: returned a number named 'count', which is not allowed"),
-    "term": (lambda outputs: {"loss/a": 1}, "summarize: returned a number named 'loss/a', which is not allowed"),
-    "both": (lambda outputs: {"auc": 1, "loss": 1}, "summarize: compute_loss has loss too; give one of them"),
-    "late": (late, "best_metric=auc: is missing in this evaluation; report it in each one"),
-    "size": (summarize, "summarize: the outputs of the set take 1.12e-07 GiB or more on rank 0, where the limit"),
+    "error": (
+        fails,
+        "summarize failed (ValueError: only one class). Before the first step, summarize gets a single batch.",
+    ),
+    "no dict": (lambda outputs: 0.5, "summarize failed (AttributeError: "),
+    "text": (lambda outputs: {"auc": "high"}, "summarize failed (ValueError: "),
+    "name": (lambda outputs: {"count": 1}, "summarize returned a number named 'count', which is not allowed"),
+    "term": (lambda outputs: {"loss/a": 1}, "summarize returned a number named 'loss/a', which is not allowed"),
+    "both": (lambda outputs: {"auc": 1, "loss": 1}, "summarize and compute_loss both report loss. Rename one"),
+    "late": (late, "--best_metric auc is missing in this evaluation. Report this metric in each evaluation."),
+    "size": (
+        summarize,
+        "The outputs of the set for summarize of model.py take 1.12e-07 GiB or more on rank 0, where the limit",
+    ),
     "total": (
         lambda outputs: {"auc": 1},
-        "summarize: the outputs of the set take 2.32e-06 GiB or more on rank 0, where",
+        "The outputs of the set for summarize of model.py take 2.32e-06 GiB or more on rank 0, where",
     ),
-    "unknown": (lambda outputs: {"roc": 1}, "best_metric=max:auc: is not reported by an evaluation; choose one of"),
+    "unknown": (lambda outputs: {"roc": 1}, "--best_metric must be a metric that evaluations report ("),
 }
 
 

@@ -69,7 +69,7 @@ def change(batch, name, factor):
 BROKEN = {  # functions of model.py, and the error
     "lies": (
         {"loss_counts": lambda batch: change(batch, "classes", 2)},
-        "loss_counts: counts 20 for classes, and compute_loss 10,",
+        "loss_counts counts 20 for classes, and compute_loss counts 10,",
     ),
     "lies later": (
         {"loss_counts": lambda batch: change(batch, "size", 2 if 7 in batch[1] else 1)},
@@ -77,16 +77,16 @@ BROKEN = {  # functions of model.py, and the error
     ),
     "no counts": (
         {"loss_counts": None},
-        "compute_loss: returned a loss of several terms, for which model.py must define",
+        "compute_loss returned a loss of several terms, for which model.py must define",
     ),
-    "no terms": ({"compute_loss": image_loss}, "compute_loss: returned no terms, but model.py has loss_counts; return"),
+    "no terms": ({"compute_loss": image_loss}, "compute_loss returned no terms, but model.py has loss_counts. Return"),
     "bare sums": (
         {"compute_loss": lambda net, batch: {"loss": {"classes": net(batch[0]).sum()}}},
-        "compute_loss: returned no terms, but model.py has loss_counts; return",
+        "compute_loss returned no terms, but model.py has loss_counts. Return",
     ),
     "other terms": (
         {"loss_counts": lambda batch: {"rare": 1}},
-        "the loss has the terms rare, earlier classes, rare, size;",
+        "The loss has the terms rare, and had earlier classes, rare, size.",
     ),
 }
 

@@ -25,7 +25,7 @@ EXPORTED = "ema"
 FLAGS += "--save_every 0 --record_samples --eval_every_steps 2 --keep_last 99".split()
 BASE = {f"features.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias")}
 BASE |= {"features.4.weight", "features.4.bias"}
-OTHER = "was trained with other values of features.0.bias and 7 more than create_model gives, which is_saved left out"
+OTHER = "was trained with other values of features.0.bias and 7 more than create_model gives, and is_saved"
 
 
 def is_of_the_head(name):
@@ -155,7 +155,7 @@ def export_saved(path, out, kind):
             code = export.main()
         text = printed.getvalue()
         if not code:
-            exec(text.partition("to use it:\n\n")[2], names)
+            exec(text.partition("This code uses it:\n\n")[2], names)
     return code, text, names["model"].state_dict() if names else {}
 
 
@@ -167,16 +167,19 @@ def test_an_export_of_what_is_saved_names_the_rest_and_its_code_takes_that_from_
     path, everything = runs.checkpoints("run")[-1], runs.last("all")[EXPORTED]
     for kind in ("weights", "safetensors"):
         ((code, text, loaded),) = run_ranks(1, export_saved, path, runs.root / kind, kind)
-        assert code == 0 and f"create_model must give these: {', '.join(sorted(BASE))}\n" in text, text
+        assert code == 0 and f"create_model must give: {', '.join(sorted(BASE))}.\n" in text, text
         assert difference({name: value.detach() for name, value in loaded.items()}, everything) == []
     saved = torch.load(runs.root / "weights", weights_only=True)
     assert saved["model"].keys() == everything.keys() - BASE and saved["unsaved"].keys() == BASE
     refused = {
-        (path, "onnx"): "only_saved: onnx needs all weights; use --format weights or safetensors",
+        (
+            path,
+            "onnx",
+        ): "--only_saved does not go with --format onnx, which needs all weights. Use --format weights or safetensors.",
         (
             runs.checkpoints("all")[-1],
             "weights",
-        ): "only_saved: the checkpoint has left out no weights; leave out --only",
+        ): "The checkpoint has all weights, so --only_saved has no effect. Leave out --only_saved.",
     }
     for (source, kind), sentence in refused.items():
         ((code, text, _),) = run_ranks(1, export_saved, source, runs.root / "refused", kind)
@@ -214,7 +217,7 @@ def test_another_trunk_is_rejected_and_the_same_one_needs_no_copy(runs):
     assert (
         first.pop("trained")
         .removeprefix("model.")
-        .startswith("is_saved: leaves out features.0.weight, which is trained;")
+        .startswith("is_saved leaves out features.0.weight, which is trained.")
     )
     assert all(OTHER in text for text in first.values()) and len(first) == 4, first
     gone, new = (runs.last(name) | {"model": {}, "ema": {}} for name in ("is_saved_is_gone", "is_saved_is_new"))

@@ -39,7 +39,7 @@ def train_odd(flags, odd, value=float("nan"), count=1, more=None):
 @pytest.mark.parametrize(("ranks", "flags"), [(1, ""), (2, "--reduction exact"), (2, "--grad_accum_steps 2")])
 def test_an_evaluation_whose_loss_is_not_finite_is_a_warning(runs, ranks, flags):
     run_ranks(ranks, train_odd, runs.words("run", *FLAGS, *flags.split()), {"val": [13, 14]})
-    lines = [line for line in runs.log("run").splitlines() if "evaluation of val: the loss is nan" in line]
+    lines = [line for line in runs.log("run").splitlines() if "The loss of the evaluation of val is nan" in line]
     assert len(lines) == 2 and all("WARNING" in line for line in lines), lines
     assert [record["loss"] for record in runs.records("run", "eval")] == [None, None]
 
@@ -76,19 +76,19 @@ def test_training_without_targets_is_said_and_in_the_summary(runs):
     everything = {"train": list(range(24)), "val": list(range(24))}
     run_ranks(2, train_odd, runs.words("run", *FLAGS, "--patience", "0"), everything, 0.0, 0)
     log, summary = runs.log("run"), runs.json("run", "summary.json")
-    assert "| loss without targets" in log and "skipped 1 optimizer step without targets: 1" in log
+    assert "| loss without targets" in log and "The run skipped 1 optimizer step without targets: 1." in log
     assert "(6 skipped: without targets)" in log and "non-finite" not in log
     assert summary["warnings"] == [
-        "training: all steps were without targets, so nothing was learned; label the samples",
-        "evaluation: loss: never finite",
-        "best_metric=top1: was never finite, so there is no best.pt",
+        "All steps were without targets, so nothing was learned. Label the samples.",
+        "These metrics were not finite in any evaluation: loss.",
+        "--best_metric top1 was never finite, so there is no best.pt.",
     ]
     assert all(any(line in text and "WARNING" in text for text in log.splitlines()) for line in summary["warnings"])
 
 
 def test_too_many_steps_without_targets_end_the_run_as_such(runs):
     words = runs.words("run", *FLAGS, "--max_skipped_steps", "3")
-    with pytest.raises(AssertionError, match="the last 3 optimizer steps, up to step 3, had no targets; look"):
+    with pytest.raises(AssertionError, match="The last 3 optimizer steps, up to step 3, had no targets. Look"):
         run_ranks(1, train_odd, words, {"train": list(range(24))}, 0.0, 0)
 
 
@@ -96,7 +96,10 @@ def test_too_many_steps_without_targets_end_the_run_as_such(runs):
 def test_metrics_that_were_never_finite_are_named(runs):
     more = {"auc": (float("nan"), 1), "rmse": (1.0, 2)}
     run_ranks(1, train_odd, runs.words("run", *FLAGS, "--best_metric", "max:auc"), {}, 1.0, 1, more)
-    expected = ["evaluation: auc: never finite", "best_metric=auc: was never finite, so there is no best.pt"]
+    expected = [
+        "These metrics were not finite in any evaluation: auc.",
+        "--best_metric auc was never finite, so there is no best.pt.",
+    ]
     assert runs.json("run", "summary.json")["warnings"] == expected
     run_ranks(1, train_odd, runs.words("fine", *FLAGS, "--best_metric", "min:rmse"), {}, 1.0, 1, {"rmse": (1.0, 2)})
     assert "warnings" not in runs.json("fine", "summary.json")
@@ -106,16 +109,19 @@ def test_metrics_that_were_never_finite_are_named(runs):
 @pytest.mark.parametrize(
     ("flags", "warning"),
     [
-        ("--warmup_epochs 100", "has 600 steps, but the run 12: it ends at 2.0% of the learning rate"),
-        ("--warmup_steps 13", "has 13 steps, but the run 12: it ends at 92.3% of the learning rate"),
+        ("--warmup_epochs 100", "has 600 steps, but the run has 12, so the run ends at 2.0% of the learning rate"),
+        ("--warmup_steps 13", "has 13 steps, but the run has 12, so the run ends at 92.3% of the learning rate"),
         ("--warmup_steps 13 --schedule_steps 20", ""),  # a part of a longer schedule
         ("--warmup_steps 12", ""),
-        ("--warmup_epochs 1 --max_steps 5", "has 6 steps, but the run 5: it ends at 83.3% of the learning rate"),
+        (
+            "--warmup_epochs 1 --max_steps 5",
+            "has 6 steps, but the run has 5, so the run ends at 83.3% of the learning rate",
+        ),
     ],
 )
 def test_a_run_that_ends_within_its_warm_up_is_a_warning_at_the_start_and_at_the_end(runs, flags, warning):
     run_ranks(1, train_odd, runs.words("run", *FLAGS, *flags.split()), {})
-    expected = [f"warm-up: {warning}; use fewer --warmup_epochs"] * bool(warning)
+    expected = [f"The warm-up {warning}. Use fewer --warmup_epochs."] * bool(warning)
     lines = [line for line in runs.log("run").splitlines() if "warm-up" in line]
     assert [line.partition("WARNING ")[2] for line in lines] == 2 * expected
     assert runs.json("run", "summary.json").get("warnings", []) == expected

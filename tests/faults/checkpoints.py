@@ -39,8 +39,8 @@ def flip(path: Path) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-CUT = r"step_00000030\.pt: has no checksum at its end: it is truncated or not a checkpoint"
-FLIPPED = r"step_00000020\.pt: is damaged: its bytes do not match the checksum at its end"
+CUT = r"step_00000030\.pt has no checksum at its end, so it is truncated or not a checkpoint"
+FLIPPED = r"step_00000020\.pt is damaged: its bytes do not match the checksum at its end"
 
 
 def damage_two(drill: Drill, folder: Path) -> None:
@@ -58,7 +58,7 @@ def drop_another_runs(drill: Drill, folder: Path) -> None:
     "checkpoint of another run in the folder",
     drop_another_runs,
     30,
-    r"step_00000040\.pt: is the checkpoint of step 10 under another name",
+    r"step_00000040\.pt is the checkpoint of step 10 under another name",
     guarantees="untrusted",
 )
 def passed_over(drill: Drill, spoil: Callable[[Drill, Path], None], taken: int, *sentences: str) -> None:
@@ -79,7 +79,7 @@ def newest_unreadable(drill: Drill) -> None:
     for pid in job.wait_for(lambda: len(pids := job.children(job.program.pid)) == 2 and pids):
         tracing(drill, pid, "-f", "-qq", "-P", path, "-e", "trace=read,mmap", "-e", "inject=read:error=EIO")
     (drill.folder / "traced").touch()
-    unread = r"step_00000030\.pt: cannot be read in three tries \(Input/output error\); repair the storage"
+    unread = r"step_00000030\.pt cannot be read in three tries \(Input/output error\)\. Repair the storage"
     drill.fails(job, unread, has_status=False)
     assert path.exists()  # it is not taken for damaged
     drill.resumes(2, *RUN)

@@ -258,7 +258,7 @@ def function_hangs(drill: Drill) -> None:
     where = rf"rank 0 on {HOST} hangs in evaluation of step 5, in log_images of model.py \(process \d+\)"
     limit = r"The limit for this function is 10 times --hang_timeout 1.5\."
     sentence = rf"no progress for \d+ s: {where}\. {limit} .*, or raise --hang_timeout, then"
-    drill.fails(job, sentence, "the run failed after step 5; its latest checkpoint is .*/step_00000005.pt", rank=0)
+    drill.fails(job, sentence, r"Training failed at step 5\. The latest checkpoint is .*/step_00000005\.pt\.", rank=0)
     status = drill.json("status.json")
     assert status["step"] == 5 and status["checkpoint"].endswith("step_00000005.pt")
     drill.resumes(2, *flags)

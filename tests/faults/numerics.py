@@ -103,9 +103,9 @@ def search_for_a_scale(drill: Drill) -> None:
 def nan_for_good(drill: Drill) -> None:
     job = drill.start(2, *RUN, "--max_skipped_steps", 4, code=changed_loss("range(7, 99)", NAN))
     drill.fails(
-        job, r"the last \d+ optimizer steps, up to step \d+, had a non-finite loss or gradient; look at their samples"
+        job, r"The last \d+ optimizer steps, up to step \d+, had a non-finite loss or gradient\. Look at their samples"
     )
-    match = re.search(r"the last (\d+) optimizer steps, up to step (\d+),", drill.json("status.json")["error"])
+    match = re.search(r"The last (\d+) optimizer steps, up to step (\d+),", drill.json("status.json")["error"])
     skipped, step = map(int, match.groups())
     assert skipped == step - 6 and 10 <= step < 15  # log_interval
     assert step <= max(drill.runs.samples("run")) <= step + STEPS_BEFORE_READ
@@ -128,7 +128,7 @@ def update_and_change(self, global_batch):
 TrainState.update_if_finite = update_and_change
 """
     job = drill.start(3, *SAVING, code=code)
-    pattern = rf"rank 1 on {HOST}: has different weights or optimizer state than the other ranks, so nothing was saved;"
+    pattern = rf"rank 1 on {HOST} differ from those of the other ranks, so nothing was saved."
     drill.fails(job, pattern, rank=1)
     assert 0 < int(drill.runs.checkpoints("run")[-1].stem.removeprefix("step_")) <= 10
     drill.resumes(3, *SAVING)

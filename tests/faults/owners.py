@@ -25,7 +25,7 @@ def second_job(drill: Drill, code: str) -> None:
     holder = rf"process {job.pid(0)} on {HOST} since \S+, for \d+\.\d min"
     second = drill.start(2, *RUN, "--resume_from", "auto", code=code).end()
     assert (second.code, second.left) == (1, 0) and job.program.poll() is None
-    says(second.text, rf"run_dir={job.folder}: is in use by {holder}; end that job or give another --run_dir")
+    says(second.text, rf"--run_dir {job.folder} is in use by {holder}\. End that job or give another --run_dir\.")
     drill.let_go()
     drill.has_completed(job)
     drill.is_whole(2, *RUN)
@@ -55,4 +55,4 @@ def owner_wakes_up(drill: Drill) -> None:
     with drill.unchanged():
         for pid in job.members():
             os.kill(pid, signal.SIGCONT)
-        drill.fails(job, r": another job has taken over this run.*; end this one", has_status=False)
+        drill.fails(job, r"Another job has taken over .*\. End this job\.", has_status=False)

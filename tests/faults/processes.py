@@ -94,7 +94,7 @@ def relaunches_in_vain(drill: Drill) -> None:
     flags = (
         "--dataset_size 78 --epochs 2 --save_every 0 --save_every_steps 5 --num_workers 1 --resume_from auto".split()
     )
-    pattern = "failed: rank 1 on .*KeyError: 'a bug of the fork'"
+    pattern = "Rank 1 on .* failed: KeyError: 'a bug of the fork'"
     for _ in range(2):
         drill.fails(drill.start(2, *flags, code=FAILS_AT_7), "'a bug of the fork'", pattern, rank=1)
         assert drill.json("status.json")["step"] == 6

@@ -100,12 +100,12 @@ def with_a_malicious_part(last: Path) -> None:
 
 
 DAMAGES = (
-    (with_another_shard, r"step_00000030: is damaged: part_00001\.pt does not match manifest\.json"),
-    (with_a_short_shard, r"step_00000030/part_00000\.pt: has no checksum at its end: it is truncated"),
-    (without_a_shard, r"step_00000030: lacks part_00001\.pt"),
-    (with_a_shard_of_another_step, r"step_00000030: is damaged: part_00001\.pt does not match manifest\.json"),
+    (with_another_shard, r"step_00000030 is damaged: part_00001\.pt does not match manifest\.json"),
+    (with_a_short_shard, r"step_00000030/part_00000\.pt has no checksum at its end, so it is truncated"),
+    (without_a_shard, r"step_00000030 lacks part_00001\.pt"),
+    (with_a_shard_of_another_step, r"step_00000030 is damaged: part_00001\.pt does not match manifest\.json"),
     (without_a_manifest, r"step_00000030 lacks manifest.json"),
-    (under_another_name, r"step_00000040: is the checkpoint of step 20 under another name"),
+    (under_another_name, r"step_00000040 is the checkpoint of step 20 under another name"),
 )
 
 

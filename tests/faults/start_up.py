@@ -57,8 +57,8 @@ def peer_missing(drill: Drill) -> None:
 def other_config(drill: Drill) -> None:
     drill.stopped(13, *RUN)
     pattern = (
-        r"seed=7: the checkpoint has seed=42\nbatch_size=2: the checkpoint has batch_size=4\n(?s:.*)resume_from: these"
-        r" must match; give them as they were"
+        r"--seed is 7, but the checkpoint has --seed 42\.\n--batch_size is 2, but the checkpoint has --batch_size 4\.\n"
+        r"(?s:.*)These values must be as they were for --resume_from\. Restore them"
     )
     with drill.unchanged(*LOOKED):
         other = ("--resume_from", "auto", "--seed", 7, "--batch_size", 2)

@@ -30,14 +30,14 @@ train.your_model.create_model = create_model
 """  # checkpoints of 8 MB, so that all other files can still fit
 # 1.5 s instead of ten minutes
 GIVES_UP = f"{LARGE}\nfrom utils.run import checkpoints\ncheckpoints.SECONDS_UNTIL_WRITE_FAILS = 1.5\n"
-SPACE = r"it needs 8\.0 MB, [\d,.]+ MB are free; make room or repair the storage"
-NO_INODES = "no inodes are free, so the file system can hold no more files; delete some"
-FOR_GOOD = r" \(no checkpoint could be written for 0 min, so training ends\)"
+SPACE = r"The checkpoint needs 8\.0 MB, and [\d,.]+ MB are free\. Make room or repair the storage\."
+NO_INODES = r"No inodes are free, so the file system can hold no more files\. Delete some files\."
+FOR_GOOD = r" No checkpoint could be written for 0 min, so training ends\."
 
 
 def not_written(step: int | str, why: str) -> str:
     """A pattern of the message."""
-    return rf"/checkpoints/step_000000{step}\.pt: cannot be written \({why}\); "
+    return rf"/checkpoints/step_000000{step}\.pt cannot be written \({why}\)\. "
 
 
 def written_later(drill: Drill, job: Job) -> None:
@@ -61,7 +61,7 @@ def disk_full(drill: Drill) -> None:
     disk, job = held_on_a_disk(drill, LARGE)
     disk.fill(leave=5)
     drill.let_go(is_slow=True)
-    pattern = not_written(20, "No space left on device") + SPACE + "; training continues"
+    pattern = not_written(20, "No space left on device") + SPACE + " Training continues"
     job.wait_for(lambda: re.search(pattern, job.text()))
     job.wait_for_step(22)
     assert are_whole(job) == [10]
@@ -77,7 +77,7 @@ def no_inodes(drill: Drill) -> None:
     job = disk.held(2, 14, *flags, code=LARGE, checkpoint_of=12)
     disk.take_inodes()
     drill.let_go()
-    pattern = not_written(r"\d\d", "No space left on device") + NO_INODES + "; training continues"
+    pattern = not_written(r"\d\d", "No space left on device") + NO_INODES + " Training continues"
     job.wait_for(lambda: len(re.findall(pattern, job.text())) > 7)
     disk.make_room()
     drill.has_completed(job)
@@ -192,7 +192,7 @@ def fsync(descriptor):
 os.fsync = fsync
 """
 ENDS_IN_SECONDS, ENDS_AT_A_STOP = STALLS.format(4.0), STALLS.format(600.0)
-NO_PROGRESS = r"/checkpoints/step_00000020\S*: its write has made no progress for \d+ s"
+NO_PROGRESS = r"The write of \S+/checkpoints/step_00000020\S* has made no progress for \d+ s"
 
 
 def stalled_write(drill: Drill, code: str, *flags: object) -> Job:
@@ -209,7 +209,7 @@ def write_stalls(drill: Drill) -> None:
     """Only the limit for the warning is shortened."""
     code = STALLS.format(600.0) + "assembly.Checkpoints = checkpoints.Checkpoints\n"  # saves need not wait
     job = stalled_write(drill, code, "--epochs", 4)
-    job.wait_for(lambda: re.search(NO_PROGRESS + "; check the storage", job.text()))
+    job.wait_for(lambda: re.search(NO_PROGRESS + r"\. Check the storage\.", job.text()))
     job.wait_for_step(40)  # training continues
     (drill.folder / "answer").write_text("")
     drill.run_on()
@@ -229,11 +229,11 @@ def write_hangs(drill: Drill, is_asked: bool) -> None:
 
 def ends_without(drill: Drill, job: Job, is_asked: bool, rank: int) -> None:
     """The run warns of the write, then ends with the cause and the latest checkpoint."""
-    job.wait_for(lambda: re.search(NO_PROGRESS + "; check the storage", job.text()))
+    job.wait_for(lambda: re.search(NO_PROGRESS + r"\. Check the storage\.", job.text()))
     if is_asked:
         job.signal_launcher(signal.SIGTERM)
-    latest = r"the latest checkpoint is \S+/checkpoints/step_00000010\S*; repair the storage, then --resume_from auto"
-    pattern = rf"{NO_PROGRESS} \(rank {rank} on {HOST}\), so training ends; {latest}"
+    latest = r"The latest checkpoint is \S+/checkpoints/step_00000010\S*\. Repair the storage, .* --resume_from auto\."
+    pattern = rf"{NO_PROGRESS} on rank {rank} \({HOST}\), so training ends\. {latest}"
     drill.fails(job, pattern, rank=rank)
 
 
@@ -264,7 +264,7 @@ def hangs_in(drill: Drill, call: str) -> None:
     hangs = drill.folder / f"hang-{call}"
     hangs.touch()
     drill.let_go(is_slow=True)
-    job.wait_for(lambda: re.search(NO_PROGRESS + "; check the storage", job.text()))
+    job.wait_for(lambda: re.search(NO_PROGRESS + r"\. Check the storage\.", job.text()))
     wait_until(lambda: drill.json("status.json")["state"] == "failed")
     hangs.unlink()
     ends_without(drill, job, False, rank=0)
@@ -278,7 +278,7 @@ def slow_file_system(drill: Drill) -> None:
     large, flags = LARGE.replace("2_000_000", "16_000_000"), (*RUN, "--save_every_steps", 25)
     on_fuse(drill, 8e6)
     ended = drill.completes(2, *flags, code=large + ENDS_IN_SECONDS)
-    assert not re.search(r"step_\d+\S*: its write has made no progress", ended.text), ended.text
+    assert not re.search(r"write of \S*step_\d+\S* has made no progress", ended.text), ended.text
     seconds = [event["seconds"] for event in drill.events("checkpoint")]
     assert len(seconds) == 2 and min(seconds) > 6, seconds
     drill.is_whole(2, *flags, code=large)
@@ -298,6 +298,6 @@ def final_save_on_a_full_disk(drill: Drill, is_emptied: bool) -> None:
         drill.has_completed(job)
         assert drill.json("status.json")["state"] == "completed"
     else:
-        drill.fails(job, "/checkpoints: the last checkpoint cannot be written; make room", rank=0)
+        drill.fails(job, r"The last checkpoint cannot be written to \S+/checkpoints\. Make room", rank=0)
     assert are_whole(job) == ([30, 40, 50] if is_emptied else [20, 30, 40])
     drill.no_partial_files()

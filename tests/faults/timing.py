@@ -146,4 +146,4 @@ def straggles(drill: Drill, code: str, cause: str) -> None:
     events = drill.events("straggler")
     assert [event["step"] for event in events] == [15, 20], events
     assert all((event["rank"], event["cause"]) == (1, cause) for event in events), events
-    says(ended.text, rf"rank 1 on {HOST} is \d+\.\d times slower than the median rank because of its {cause}\n")
+    says(ended.text, rf"Rank 1 on {HOST} is \d+\.\d times slower than the median rank because of its {cause}\.\n")

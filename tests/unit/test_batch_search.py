@@ -35,11 +35,11 @@ def test_the_search_comes_within_5_percent(memory, bend):
 
 def test_the_search_ends_if_not_one_sample_fits_and_if_the_whole_set_does():
     trials = search_largest_size(Machine(999), 32, 500, str)
-    assert trials[-1].size == 1 and "not one sample fits; give" in describe_result("as given", trials, 500, 64, 1)[0]
+    assert trials[-1].size == 1 and "Not one sample fits. Give" in describe_result("as given", trials, 500, 64, 1)[0]
     trials = search_largest_size(Machine(10**9), 32, 500, str)
     assert (
         trials[-1].size == 500
-        and "this is the whole training set" in describe_result("as given", trials, 500, 64, 1)[1]
+        and "This is the whole training set." in describe_result("as given", trials, 500, 64, 1)[1]
     )
 
 

@@ -62,16 +62,16 @@ def test_a_layer_in_evaluation_mode_keeps_its_statistics_bitwise_unchanged():
     [
         ([], [], 4, ""),
         ([0.1], [], 1, ""),
-        ([0.1], [], 4, "use momentum 0.344 for the memory that 0.1 has in torch"),
-        ([0.1, 0.1], [], 2, "use momentum 0.19 for the memory that 0.1 has in torch"),
-        ([0.01], [], 4, "use momentum 0.0394 for the memory that 0.01 has in torch"),
+        ([0.1], [], 4, "Use momentum 0.344 for the memory that 0.1 has in torch"),
+        ([0.1, 0.1], [], 2, "Use momentum 0.19 for the memory that 0.1 has in torch"),
+        ([0.01], [], 4, "Use momentum 0.0394 for the memory that 0.01 has in torch"),
         (
             [0.1, 0.3],
             [],
             2,
-            "use momentum 0.19 for the memory that 0.1 has in torch, 0.51 for the memory that 0.3 has in torch",
+            "Use momentum 0.19 for the memory that 0.1 has in torch, 0.51 for the memory that 0.3 has in torch",
         ),
-        ([0.1, 0.3], [0], 2, "use momentum 0.51 for the memory that 0.3 has in torch"),
+        ([0.1, 0.3], [0], 2, "Use momentum 0.51 for the memory that 0.3 has in torch"),
         ([0.1], [0], 4, ""),
         ([0.0], [], 4, ""),
     ],
@@ -83,8 +83,8 @@ def test_the_banner_has_the_momentum_with_the_memory_of_torch(momenta, frozen, u
     for number in frozen:
         model[1 + number].eval()
     stats.begin_epoch()
-    begin = "running statistics move once per optimizer step, not per micro-batch; "
-    assert _format_batchnorm_line(stats.momenta, updates) == (begin + line if line else "")
+    begin = "The running statistics move once per optimizer step, not per micro-batch. "
+    assert _format_batchnorm_line(stats.momenta, updates) == (f"{begin}{line}." if line else "")
 
 
 @pytest.mark.parametrize(("momentum", "updates"), [(0.1, 4), (0.01, 3), (0.5, 2)])
@@ -100,7 +100,7 @@ def test_that_momentum_gives_the_statistics_of_torch_in_as_many_updates(momentum
 
 
 def test_a_cumulative_average_is_rejected():
-    with pytest.raises(UserError, match="momentum=None .* cannot be resumed exactly; use"):
+    with pytest.raises(UserError, match="momentum=None .* cannot be resumed exactly. Give"):
         RunningStats(nn.BatchNorm1d(3, momentum=None))
 
 
@@ -120,7 +120,7 @@ def test_sync_batchnorm_needs_cuda_and_the_same_number_of_micro_batches_on_each_
 
     check(40, 4), check(44, 4, drop_last=True), check(39, 2), check(44, 4, "cpu", net())
     for samples, per_step in ((44, 4), (40, 3)):
-        with pytest.raises(UserError, match="SyncBatchNorm: every rank needs the same number .*; add --drop_last"):
+        with pytest.raises(UserError, match="SyncBatchNorm needs the same number .*. Add --drop_last"):
             check(samples, per_step)
-    with pytest.raises(UserError, match="SyncBatchNorm: works on CUDA only; leave out --sync_bn on the CPU"):
+    with pytest.raises(UserError, match="SyncBatchNorm works on CUDA only. Leave out --sync_bn on the CPU."):
         check(40, 4, "cpu")

@@ -48,7 +48,7 @@ def test_a_folder_of_invalid_checkpoints_is_an_error_and_an_empty_folder_is_not(
     archive.write_archive(checkpoint.step_checkpoint_path(tmp_path, 1), payload(1))
     flip(checkpoint.step_checkpoint_path(tmp_path, 1), 500)
     with pytest.raises(
-        UserError, match="has no valid checkpoint; give one with --resume_from, or start over with --ov"
+        UserError, match="has no valid checkpoint. Give one with --resume_from, or start over with --ov"
     ):
         checkpoint.find_latest_valid(tmp_path)
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_that_storage_fails_to_read_is_not_taken_for_damaged(tmp_pa
         archive.write_archive(path, payload(1))
         monkeypatch.setattr(archive, "read_trailer", fail)
     monkeypatch.setattr(utils.files, "SECONDS_BETWEEN_TRIES", 0)
-    with pytest.raises(StartError, match=r"cannot be read in three tries .*; repair the storage and start again, or"):
+    with pytest.raises(StartError, match=r"cannot be read in three tries .*\. Repair the storage and start again, or"):
         checkpoint.find_latest_valid(tmp_path)
 
 
@@ -128,11 +128,11 @@ def test_weights_come_from_a_checkpoint_or_a_bare_state_dict(tmp_path):
     (tmp_path / "text.pt").write_text("hello")
     for name in ("list.pt", "text.pt"):
         with pytest.raises(
-            UserError, match=f"init_from=.*{name}: (holds no weights of one model but list|is a text file.*); give"
+            UserError, match=f"--init_from .*{name} (holds no weights of one model but list|is a text file).*. Give"
         ):
             checkpoint.load_weights(tmp_path / name)
     flip(tmp_path / "c.pt", 2000)
-    with pytest.raises(UserError, match="c.pt: is damaged"):
+    with pytest.raises(UserError, match="c.pt is damaged"):
         checkpoint.load_weights(tmp_path / "c.pt")
 
 
@@ -149,9 +149,11 @@ def test_all_fields_that_must_match_are_rejected_in_one_error(tmp_path):
     with pytest.raises(UserError) as error:
         compare_checkpoint(payload(), TrainingConfig(**MUST_MATCH), origin("other"))
     *lines, data, remedy = str(error.value).splitlines()
-    assert {line.split("=")[0] for line in lines} == set(MUST_MATCH) and "seed=1: the checkpoint has seed=42" in lines
+    assert {line.split()[0].removeprefix("--") for line in lines} == set(
+        MUST_MATCH
+    ) and "--seed is 1, but the checkpoint has --seed 42." in lines
     assert "The training set differs from the checkpoint's" in data
-    assert "these must match; give them as they were" in remedy
+    assert "must be as they were for --resume_from. Restore them" in remedy
 
 
 @pytest.mark.guarantee("changed-data")
@@ -186,11 +188,17 @@ def test_half_of_the_samples_may_differ_or_all_if_the_code_has_changed():
 def test_changes_of_may_fields_are_listed_and_of_free_fields_are_not():
     assert compare_checkpoint(payload(), TrainingConfig(**FREE), origin()) == []
     changed = compare_checkpoint(payload(), TrainingConfig(lr=0.3, epochs=20), origin(size=128))
-    assert [line.split(":")[0] for line in changed] == ["epochs=20", "lr=0.3", "global batch"]
+    assert [line.split(", but")[0] for line in changed] == [
+        "--epochs is 20",
+        "--lr is 0.3",
+        "The global batch has 128 samples per optimizer step",
+    ]
 
 
 def test_a_requested_global_batch_must_match():
-    with pytest.raises(UserError, match="global batch: 128 samples per optimizer step, the checkpoint has 64"):
+    with pytest.raises(
+        UserError, match="The global batch has 128 samples per optimizer step, but the checkpoint has 64."
+    ):
         compare_checkpoint(payload(), TrainingConfig(global_batch_size=128), origin(size=128))
     assert compare_checkpoint(payload(), TrainingConfig(global_batch_size=64), origin()) == []
 
@@ -216,8 +224,8 @@ def test_a_checkpoint_of_a_version_with_another_order_of_exact_sums_is_reported(
     ("rule", "value", "problem"),
     [
         ("must", 1, ""),
-        ("must", 2, "gone_field: the checkpoint has gone_field=2, and this fork has no such flag (docs/extras.md)"),
-        ("may", 2, "gone_field: the checkpoint has gone_field=2, and this fork has no such flag (docs/extras.md)"),
+        ("must", 2, "The checkpoint has --gone_field 2, but this fork has no such flag (docs/extras.md)."),
+        ("may", 2, "The checkpoint has --gone_field 2, but this fork has no such flag (docs/extras.md)."),
         ("free", 2, ""),
     ],
 )
@@ -247,8 +255,8 @@ def test_a_removed_setting_of_a_checkpoint_is_ignored_at_its_default_and_said_ot
     message = f"{name}={default + 5} of the checkpoint is ignored, since {name} was removed. {answer}"
     assert compare_checkpoint(saved, current, origin()) == [message]
     if needed:
-        started = f"the run was started with --{name} {default + 5:g}, which was removed"
-        with pytest.raises(UserError, match=f"^resume_from: {re.escape(started)}. Add --{needed} 9.$"):
+        started = f"The run of --resume_from was started with --{name} {default + 5:g}, which was removed"
+        with pytest.raises(UserError, match=f"^{re.escape(started)}. Add --{needed} 9.$"):
             compare_checkpoint(saved, TrainingConfig(), origin())
 
 

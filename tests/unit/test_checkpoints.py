@@ -66,10 +66,13 @@ def test_tied_weights_stay_one_tensor():
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ({"a": [1, {"b": Path("x")}]}, r"model.a\[1\].b: a checkpoint cannot hold this \S+PosixPath; use tensors"),
-        ({"v": torch.__version__}, "model.v: .* this torch.torch_version.TorchVersion"),
-        ({"x": (1.0, {3})}, r"model.x\[1\]: .* this builtins.set"),
-        ({(1, 2): 3}, "model: .* dicts whose keys are numbers or text"),
+        (
+            {"a": [1, {"b": Path("x")}]},
+            r"A checkpoint cannot hold model.a\[1\].b, which is a \S+PosixPath\. Use tensors",
+        ),
+        ({"v": torch.__version__}, "model.v, which is a torch.torch_version.TorchVersion"),
+        ({"x": (1.0, {3})}, r"model.x\[1\], which is a builtins.set"),
+        ({(1, 2): 3}, "model, which .* dicts whose keys are numbers or text"),
     ],
 )
 def test_values_that_torch_load_would_reject_are_rejected_by_name_when_saved(value, problem):
@@ -120,7 +123,7 @@ def test_memory_for_a_gpu_is_pinned_once_without_rounding_and_a_failure_is_a_war
     for _ in range(2):
         memory.reserve([torch.empty(length).as_subclass(OnGPU) for length in (33, 1000, 70_000)])
     assert sizes == [192 + 4032 + 280_000] and cleared == ["cuda"] * (not is_possible)
-    assert ("cannot be pinned: checkpoints are copied more slowly" in caplog.text) is not is_possible
+    assert ("cannot be pinned, so checkpoints are copied more slowly." in caplog.text) is not is_possible
     memory.release()
 
 
@@ -151,7 +154,9 @@ def test_the_memory_for_checkpoints_is_allocated_before_the_first_step(runs, opt
 @pytest.mark.guarantee("disk")
 def test_a_checkpoint_that_cannot_be_written_is_an_error_with_the_free_space(tmp_path):
     path, written = checkpoint.step_checkpoint_path(tmp_path / "checkpoints", 10), state(10)
-    with pytest.raises(OSError, match=r"00010.pt: cannot be written \(No such file .*\); it needs 0.0 MB, its folder"):
+    with pytest.raises(
+        OSError, match=r"00010.pt cannot be written \(No such file .*\)\. .* needs 0.0 MB, and its folder"
+    ):
         write(path, written)
     (tmp_path / "lock.json").touch()  # the run's folder is there: the folder of checkpoints was deleted
     write(path, written)

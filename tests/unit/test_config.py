@@ -228,13 +228,13 @@ def test_conflicts_are_listed_together(capsys):
     lines = rejection(
         capsys, *"--cpu_offload --amp_dtype bf16_params --overwrite --resume_from auto".split()
     ).splitlines()
-    assert [line.split()[0] for line in lines] == ["--overwrite", "--amp_dtype", "--cpu_offload"]
+    assert [line.split()[0] for line in lines] == ["--overwrite", "--amp_dtype", "--cpu_offload"], lines
 
 
 @pytest.mark.guarantee("config")
 def test_all_problems_are_listed_together(capsys):
     lines = rejection(capsys, *"--epochs 0 --lr x --nonsense --seed -1".split()).splitlines()
-    assert [line.split()[0] for line in lines] == ["--nonsense", "--seed", "--epochs", "--lr"]
+    assert [line.split()[0] for line in lines] == ["--nonsense", "--seed", "--epochs", "--lr"], lines
 
 
 @pytest.mark.guarantee("config")

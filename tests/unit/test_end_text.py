@@ -45,13 +45,13 @@ def test_it_has_results_correct_plurals_epochs_from_1_and_the_next_commands(tmp_
     ]
     assert commands == ["tensorboard --logdir", *(f"python {script}" for script in scripts)]
     assert "--eval_only" not in text_of(tmp_path, final={})  # nothing to evaluate
-    assert text_of(tmp_path, state="preempted").endswith("to continue: the same command with --resume_from auto")
+    assert text_of(tmp_path, state="preempted").endswith("To continue, run the same command with --resume_from auto.")
 
 
 def test_it_names_averaged_weights_and_the_flag_that_would_start_over(tmp_path):
     assert "best: top1 0.5000 (averaged weights) in epoch 1\n" in text_of(tmp_path, is_averaged=True)
     text = text_of(tmp_path, state="preempted", overwrite=True)
-    assert text.endswith("the same command with --resume_from auto instead of --overwrite")
+    assert text.endswith("run the same command with --resume_from auto instead of --overwrite.")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def start(flags, **env):
     [
         ("--help", 0, "--batch_size INT", ""),
         ("--lr x", 2, "", REJECTED),
-        ("", 1, "starting on 1 rank; importing torch takes a few seconds\n", NO_TORCH),
+        ("", 1, "Starting on 1 rank. Importing torch takes a few seconds.\n", NO_TORCH),
     ],
 )
 def test_one_process(flags, code, out, err):
@@ -43,7 +43,7 @@ def test_one_process(flags, code, out, err):
     [
         ("--help", (0, 0), "--batch_size INT", ""),
         ("--lr x", (2, 0), "", REJECTED),  # torchrun reports each rank that fails
-        ("", (1, 1), "starting on 2 ranks;", ""),
+        ("", (1, 1), "Starting on 2 ranks.", ""),
     ],
 )
 def test_of_two_ranks_only_rank_0_prints(tmp_path, flags, codes, out, err):

@@ -80,7 +80,7 @@ def test_windows_is_rejected_in_one_sentence(arguments):
         how = f"runpy.run_module('{arguments[3:]}', run_name='__main__')"
     ended = launch([sys.executable, "-c", f"import signal, runpy; del signal.SIGUSR1; {how}"], cwd=ROOT)
     assert (ended.code, ended.out) == (2, "")
-    assert re.fullmatch(r"Windows: has no SIGUSR1, .*; start it under WSL 2\n", ended.err), ended.err
+    assert re.fullmatch(r"Windows has no SIGUSR1, .*\. Start the training under WSL 2\.\n", ended.err), ended.err
 
 
 @pytest.mark.guarantee("nodes")

@@ -81,7 +81,9 @@ def test_an_epoch_line_has_each_split_and_kind_of_weights(capsys):
 def test_an_evaluation_whose_loss_is_not_finite_is_a_warning_also_with_eval_only(capsys, loss):
     record = {"kind": "eval", "epoch": 3, "step": 9, "split": "val", "weights": "model", "loss": loss, "count": 4}
     log_epoch_summary(setup_logger(0), [record, record | {"weights": "ema"}], 3.0, is_best=False)
-    message = f"evaluation of val: the loss is {loss}. To find the sample, write all outputs with scripts/predict.py."
+    message = (
+        f"The loss of the evaluation of val is {loss}. To find the sample, write all outputs with scripts/predict.py."
+    )
     assert capsys.readouterr().out.count(message) == 1
 
 

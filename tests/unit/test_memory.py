@@ -56,16 +56,16 @@ def test_failed_allocations_are_distinguished_from_other_errors():
 @pytest.mark.guarantee("memory")
 def test_the_error_names_the_rank_the_device_and_the_flags_that_help():
     config = TrainingConfig(global_batch_size=512)
-    flags = "--batch_size 32 --global_batch_size 512 (the same global batch; scripts/benchmark.py --find-batch"
+    flags = "--batch_size 32 --global_batch_size 512 (the same global batch, and scripts/benchmark.py --find-batch"
     text = str(explain_out_of_memory(FAILED[0], config, CTX))
-    assert text.startswith(f"rank 1 on b ran out of NVIDIA H200 (cuda:1): {CUDA}; use {flags}")
-    assert text.endswith(" or a smaller model or image size")
+    assert text.startswith(f"Rank 1 on b ran out of NVIDIA H200 (cuda:1) ({CUDA.rstrip('.')}). Use {flags}")
+    assert text.endswith(" or a smaller model or image size.")
     assert ") or --activation_checkpointing or" in text  # extra: compile
     assert " or --sharding zero3 or" in text  # extra: sharding
     # a resume cannot change the micro-batch
     text = str(explain_out_of_memory(MemoryError(), config, CTX, is_resumed=True))
     text = text.replace("--activation_checkpointing or ", "")
-    assert text.startswith("rank 1 on b ran out of memory: MemoryError; use fewer --num")
+    assert text.startswith("Rank 1 on b ran out of memory (MemoryError). Use fewer --num")
 
 
 @pytest.mark.parametrize(("size", "flags"), [(64, "--batch_size 32"), (48, "--batch_size 16"), (1, "")])

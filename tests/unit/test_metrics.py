@@ -24,7 +24,7 @@ def test_mixed_labels_count_by_their_largest_share_and_other_tensors_of_two_dime
     assert count_correct(LOGITS, shares).item() == count_correct(LOGITS, LABELS).item() == 2
     assert count_correct(LOGITS, shares, k=5).item() == 4
     for wrong in (shares[:, :2], shares.long(), torch.ones(4, 4)):
-        with pytest.raises(UserError, match=r"count_correct: got targets .* for logits .*; give classes, int64 \[B\]"):
+        with pytest.raises(UserError, match=r"count_correct got targets .* for logits .*\. Give classes, int64 \[B\]"):
             count_correct(LOGITS, wrong)
 
 
@@ -73,7 +73,9 @@ def test_a_function_maps_sums_and_counts_of_any_shape_to_one_or_several_numbers(
 def test_a_metric_that_is_not_scalar_and_has_no_function_is_rejected():
     tracker = MetricTracker()
     tracker.update({"recall": (torch.ones(3), torch.ones(3))})
-    with pytest.raises(UserError, match=r"recall has the shape \[3\]; give it a third entry"):
+    with pytest.raises(
+        UserError, match=r"recall of model.compute_loss has the shape \[3\]\. Give this metric a third entry"
+    ):
         tracker.means()
 
 
@@ -82,7 +84,7 @@ def test_changed_names_or_shapes_are_rejected():
     tracker.update({"loss": (1.0, 1), "miou": (torch.ones(3), torch.ones(3))})
     for other in ({"loss": (1.0, 1)}, {"loss": (1.0, 1), "miou": (torch.ones(2), torch.ones(2))}, {"top1": (1, 1)}):
         with pytest.raises(
-            UserError, match="model.compute_loss: returned metrics of names and shapes .*; return the same"
+            UserError, match="model.compute_loss returned metrics of names and shapes .*. Return the same"
         ):
             tracker.update(other)
 
@@ -114,7 +116,7 @@ LOSS = torch.tensor(1.0)
     ],
 )
 def test_anything_but_a_dict_of_sums_and_counts_is_rejected(returned, problem):
-    with pytest.raises(UserError, match=f"model.compute_loss: {problem}.*; return sums and their counts, e.g. "):
+    with pytest.raises(UserError, match=f"model.compute_loss {problem}.*. Return sums and their counts, e.g. "):
         check_metrics(returned)
 
 
@@ -139,7 +141,7 @@ def test_two_metrics_of_one_name_are_refused(is_first):
     dog = {"recall/dog": (1.0, 2)}
     tracker = MetricTracker()
     tracker.update({"loss": (LOSS, 2)} | (dog | recall if is_first else recall | dog))
-    with pytest.raises(UserError, match="two metrics are reported as recall/dog; rename one of them"):
+    with pytest.raises(UserError, match="reports two metrics as recall/dog. Rename one of the two."):
         tracker.means()
 
 
@@ -160,13 +162,13 @@ def test_the_metric_and_direction_that_select_the_best_checkpoint(requested, nam
 
 
 def test_a_metric_of_unknown_direction_needs_min_or_max():
-    with pytest.raises(UserError, match="best_metric=rmse: needs a direction; give min:rmse or max:rmse"):
+    with pytest.raises(UserError, match="--best_metric rmse needs a direction. Give min:rmse or max:rmse."):
         choose_best_metric("rmse", ["loss", "rmse"])
 
 
 def test_all_reduce_scalar_in_one_process_is_the_value_and_an_unknown_operation_is_rejected():
     assert all_reduce_scalar(4.0) == 4.0
-    with pytest.raises(ValueError, match="op=median: is not known; choose mean, sum, min, max"):
+    with pytest.raises(ValueError, match="op must be one of mean, sum, min, max, got median."):
         all_reduce_scalar(1.0, "median")
 
 

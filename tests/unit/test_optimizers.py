@@ -256,7 +256,7 @@ def by_layer(net):
 )
 def test_an_entry_without_a_group_is_an_error_that_names_it(before, after):
     payload = saved(train_steps(make(SHAPES["number"], before), range(2)))
-    with pytest.raises(UserError, match="has 'count' for the group of .*, and no group has the same parameters now; "):
+    with pytest.raises(UserError, match="has 'count' for the group of .*, and no group has the same parameters now. "):
         resumed(SHAPES["number"], payload, after)
 
 
@@ -290,9 +290,9 @@ class WithoutRate(Counting):
 
 
 def test_an_optimizer_that_cannot_be_saved_or_scheduled_is_refused_before_the_first_step():
-    with pytest.raises(UserError, match="WithoutRate has no 'lr' in its groups"):
+    with pytest.raises(UserError, match="WithoutRate of create_optimizer has no 'lr' in its groups"):
         make(WithoutRate)
     with pytest.raises(
-        UserError, match="WithoutState has no 'lr'.*or no 'state' and 'param_groups'.*; use another optimizer"
+        UserError, match="WithoutState .*has no 'lr'.*or no 'state' and 'param_groups'.*. Use another optimizer."
     ):
         make(lambda groups: WithoutState(groups, count_number))

@@ -139,7 +139,7 @@ def test_the_timeline_shows_each_attempt_and_its_lost_steps(tmp_path, page, atte
     assert all(float(width) > 0 for _, width in rows)
     assert report.source.count('class="straggler"') == 2  # in the picture and in its legend
     assert f"{len(attempts)} attempt" in " ".join(report.text)
-    assert len(re.findall(r"it was killed; the steps after \d were lost</td>", report.source)) == lost
+    assert len(re.findall(r"so it was killed\. The steps after \d were lost\.</td>", report.source)) == lost
 
 
 def test_the_error_of_an_attempt_comes_from_the_logs(tmp_path, page):
@@ -149,7 +149,7 @@ def test_the_error_of_an_attempt_comes_from_the_logs(tmp_path, page):
     (folder / "logs" / "rank0.log").write_text(
         f"{when}.000Z 0 n epoch 1\n{when}.100Z 0 n ERROR rank 1 on node3 was killed\n"
     )
-    assert "attempt 1: rank 1 on node3 was killed; the steps after 4 were lost" in " ".join(page(folder).text)
+    assert "Attempt 1: rank 1 on node3 was killed. The steps after 4 were lost." in " ".join(page(folder).text)
 
 
 def test_non_finite_values_are_gaps_in_the_curves(tmp_path, page):
@@ -176,11 +176,11 @@ def test_a_run_that_just_started_or_lacks_files_is_shown(tmp_path, page, missing
 
 def test_a_page_is_written_only_for_runs_and_only_as_html(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["runs.py", str(tmp_path), "--html", f"{tmp_path}/a.html"])
-    assert script.main() == 2 and "has no run (a folder with a status.json); give" in capsys.readouterr().err
+    assert script.main() == 2 and "There is no run (a folder with a status.json) in " in capsys.readouterr().err
     monkeypatch.setattr("sys.argv", ["runs.py", str(tmp_path), "--html", f"{tmp_path}/a.htm"])
     with pytest.raises(SystemExit, match="2"):
         script.main()
-    assert "give a name that ends in .html in an existing folder" in capsys.readouterr().err
+    assert "Give a name that ends in .html in an existing folder." in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -77,7 +77,11 @@ def test_outputs_in_another_order_are_found_and_nothing_else(name):
     collate, predict, is_moved = COLLATES[name]
     torch.manual_seed(0)
     samples, net = [torch.randn(int(length), 3) for length in torch.randint(2, 12, (SIZE,))], Net()
-    with pytest.raises(UserError, match="^collate: .* in another order .*; keep") if is_moved else nullcontext():
+    with (
+        pytest.raises(UserError, match="^The outputs of a batch are in another order .*. Keep")
+        if is_moved
+        else nullcontext()
+    ):
         check_row_order(
             lambda batch: {"output": predict(net, batch)}, lambda rows: collate([samples[k] for k in rows]), SIZE
         )

@@ -143,7 +143,7 @@ def test_a_checkpoint_appears_only_in_a_folder_that_is_still_owned(config):
     run.mark_training()
     run.ownership.check_owner()
     run.ownership.lock_file.write_text(json.dumps({"token": "another"}))
-    with pytest.raises(TrainingError, match="another job has taken over this run; end this one"):
+    with pytest.raises(TrainingError, match="Another job has taken over .*/checkpoints. End this job."):
         run.ownership.check_owner()
     for text in ("", "[]"):
         run.ownership.lock_file.write_text(text)
@@ -184,7 +184,7 @@ def test_on_storage_without_links_best_pt_is_a_copy(config, monkeypatch):
     best.write_bytes(b"broken")
     assert not run.checkpoint_files.restore_best(15)
     assert not best.exists() and list(run.folder.glob("superseded-*/best.pt"))
-    assert "best.pt: has no checksum" in "\n".join(run.notes)
+    assert "best.pt has no checksum" in "\n".join(run.notes)
 
 
 def test_the_best_checkpoint_is_restored_from_its_step_or_the_folder_resumed_from(config):
@@ -204,4 +204,6 @@ def test_the_best_checkpoint_is_restored_from_its_step_or_the_folder_resumed_fro
         path.name
     )
     assert other.checkpoint_files.restore_best(-1) and not other.checkpoint_files.restore_best(15)
-    assert other.notes == ["the best checkpoint so far, of step 15, is gone: the next evaluation starts a new best"]
+    assert other.notes == [
+        "The best checkpoint so far, of step 15, is gone. The next evaluation starts a new best checkpoint."
+    ]

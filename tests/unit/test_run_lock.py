@@ -42,7 +42,7 @@ def test_a_former_owner_writes_nothing_after_another_job_has_taken_over(tmp_path
         lambda: former.rewind(0),
     ]
     for write in writes:
-        with pytest.raises(TrainingError, match="another job has taken over this run; end this one"):
+        with pytest.raises(TrainingError, match="Another job has taken over the run in .*. End this job."):
             write()
     owner.status.write("running", step=1)
     former.report_failure(RuntimeError("lost"))
@@ -64,7 +64,7 @@ def test_a_folder_in_use_is_rejected_with_its_owner_and_a_dead_owner_does_not_bl
     try:
         token = ours.recv()
         problem = (
-            rf"in use by process {owner.pid} on here since \S+, for 0\.\d min; end that job or give another --run_dir"
+            rf"in use by process {owner.pid} on here since \S+, for 0\.\d min\. End that job or give another --run_dir"
         )
         with pytest.raises(UserError, match=problem):
             RunLock(tmp_path, "here")

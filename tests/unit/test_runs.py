@@ -67,7 +67,7 @@ def test_a_setting_or_metric_that_no_run_has_is_rejected(tmp_path, show):
         code, rows, text = show(*words)
         assert (code, rows, text) == (2, [], f"{script.NO_RECORDS.format('top1')}\n")
     code, _, text = show("--sort", "colour")
-    assert code == 2 and text.startswith("sort=colour: no run has that setting or metric; give")
+    assert code == 2 and text.startswith('--sort must be a setting or metric that a run has, got "colour". Give')
 
 
 def test_runs_that_were_killed_or_have_no_record_yet_are_shown(tmp_path, show):
@@ -204,7 +204,7 @@ def test_the_list_has_all_keys_also_for_a_damaged_run(tmp_path, monkeypatch, cap
     monkeypatch.setattr("sys.argv", ["runs.py", str(tmp_path), *words])
     code, printed = script.main(), capsys.readouterr()
     run, sound = json.loads(printed.out, parse_constant=pytest.fail)
-    assert code == 0 and list(run) == list(sound) == KEYS.split() and printed.err.startswith("wrote ")
+    assert code == 0 and list(run) == list(sound) == KEYS.split() and printed.err.startswith("The plot was written to ")
     assert {key: run[key] for key in expected} == expected
     assert (sound["state"], sound["settings"], sound["ended"]) == ("running", {"lr": 0.2}, None)
 
@@ -212,13 +212,13 @@ def test_the_list_has_all_keys_also_for_a_damaged_run(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["nowhere"], "has no run (a folder with a status.json); give a run folder"),
-        (["run", "--metric", "top1"], "no run has recorded it"),
-        (["run", "--compare"], "compare: needs two runs"),
+        (["nowhere"], "/nowhere. Give a run folder."),
+        (["run", "--metric", "top1"], '--metric must be a metric that a run has recorded, got "top1".'),
+        (["run", "--compare"], "--compare needs two runs."),
         (["run", "copy", "--compare"], "holds no checkpoint"),
-        (["run", "folder"], "metrics.jsonl: Is a directory; fix that, or leave it out"),
+        (["run", "folder"], "metrics.jsonl cannot be used (Is a directory). Fix that, or leave this path out."),
         (["run", "--colour"], "unrecognized arguments"),
-        (["run", "copy", "--diverge"], "--diverge prints text only"),  # extra: replay
+        (["run", "copy", "--diverge"], "--json does not go with --diverge, which prints text only."),  # extra: replay
     ],
 )
 def test_what_cannot_be_listed_or_compared_exits_with_2_and_prints_nothing(tmp_path, words, reason):

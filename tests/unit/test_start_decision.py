@@ -3,6 +3,7 @@
 
 import dataclasses
 import errno
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -17,13 +18,17 @@ from utils.checkpoint import archive
 from utils.checkpoint import format as checkpoint
 from utils.checkpoint.remote import local_checkpoint
 from utils.files import read_json, replace_json
+from utils.logger import LOGGER_NAME
 from utils.run import run_status, start_decision
 from utils.run.folder import RunFolder
 from utils.run.run_lock import RunLock
 from utils.settings.errors import TrainingError, UserError
 
-IS_HELD = "holds a run already; add --resume_from auto to continue it, --overwrite to replace it, or give another --run"
-HOLDS_MORE = "contains more than one run's files; give a separate folder"
+IS_HELD = (
+    "holds a run already. Add --resume_from auto to continue this run, add --overwrite to replace this run, or give"
+    " another --run_dir."
+)
+HOLDS_MORE = "contains the files of more than one run. Give a separate folder"
 
 
 @pytest.mark.guarantee("nothing-lost")
@@ -33,8 +38,8 @@ HOLDS_MORE = "contains more than one run's files; give a separate folder"
         ({}, IS_HELD),
         ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/checkpoints"}, IS_HELD),  # two runs in one folder
         *[({"run_dir": folder, "overwrite": True}, HOLDS_MORE) for folder in (".", "..", "/", "runs")],
-        ({"run_dir": "runs/new", "resume_from": "nowhere.pt"}, "nowhere.pt: cannot be read .*; give"),
-        ({"run_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory.; give"),
+        ({"run_dir": "runs/new", "resume_from": "nowhere.pt"}, "nowhere.pt cannot be read .*. Give"),
+        ({"run_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory.. Give"),
         ({"run_dir": "runs/new", "checkpoint_dir": "runs/mine/metrics.jsonl/x"}, "cannot be written .Not a directory"),
     ],
 )
@@ -63,7 +68,10 @@ def test_an_earlier_run_is_moved_aside_with_its_checkpoints(config, changes):
         kept = Path(asides[0]) if config.checkpoint_dir else Path(asides[0], "checkpoints")
         assert names(kept) == ["step_00000010.pt", "step_00000020.pt"] and Path(asides[-1], "notes.txt").exists()
         where = " and ".join(asides)
-        assert run.notes == [f"moved the earlier run to {where} (0.0 GB); to delete it: rm -r {' '.join(asides)}"]
+        assert run.notes == [
+            f"The earlier run was moved to {where} (0.0 GB). "
+            f"This command deletes the earlier run: rm -r {' '.join(asides)}"
+        ]
 
 
 def test_a_start_that_finds_the_folder_in_use_leaves_it_to_the_start_that_made_it(config, monkeypatch):
@@ -109,7 +117,7 @@ def test_a_start_that_is_rejected_later_moves_the_earlier_run_back(config, chang
     run.close()
     assert (contents(config.run_folder), contents(config.checkpoint_folder)) == before
     assert not list(Path("runs").glob("*.1")) and not list(Path("runs").glob("*.tmp"))
-    with pytest.raises(TrainingError, match="another job has taken over"):
+    with pytest.raises(TrainingError, match="Another job has taken over"):
         run.status.write("running", step=1)
     assert open_run(with_(config, overwrite=False, resume_from="auto")).resume_path.name == "step_00000020.pt"
 
@@ -120,7 +128,10 @@ def test_an_earlier_run_is_named_if_the_start_that_moved_it_was_killed(config):
     fill(open_run(replacing))
     open_run(replacing, "job-7").close()
     for _ in range(2):
-        with pytest.raises(UserError, match=r"its run was moved to runs/mine\.1 .*; move it back, or start over"):
+        with pytest.raises(
+            UserError,
+            match=r"has moved the run of --run_dir runs/mine to runs/mine\.1.*\. Move the run back, or start over",
+        ):
             open_run(with_(config, resume_from="auto"))
     run = open_run(replacing, "job-7")  # a restart of the same launch
     assert run.resume_path is None and run.start_decision.attempt == 1
@@ -138,7 +149,9 @@ def test_a_run_is_not_moved_aside_if_the_new_one_starts_from_it(config, given):
     path.parent.mkdir(exist_ok=True)
     archive.write_archive(path, payload(10))
     before = contents(config.run_folder)
-    with pytest.raises(UserError, match=f"{given}=.*: is in the run that would be moved aside; give another --run_dir"):
+    with pytest.raises(
+        UserError, match=f"--{given} .* is in the run that would be moved aside. Give another --run_dir."
+    ):
         open_run(with_(config, **{given: str(path)}))
     assert contents(config.run_folder) == before
 
@@ -155,7 +168,7 @@ def test_a_folder_that_cannot_be_moved_aside_is_left_as_it_is(config, monkeypatc
         plain(place, aside)
 
     monkeypatch.setattr(os, "rename", rename)
-    with pytest.raises(UserError, match="mine: cannot be moved aside .Device or resource busy.; give another --run"):
+    with pytest.raises(UserError, match="mine cannot be moved aside .Device or resource busy.. Give another --run"):
         open_run(config)
     assert (contents(config.run_folder), contents(config.checkpoint_folder)) == before
 
@@ -167,12 +180,34 @@ def test_a_rejected_start_leaves_the_status_of_the_run(config):
     before = read_json(file)
     run.status.mark_running()
     assert (read_json(file)["state"], read_json(file)["step"]) == ("running", 20)
-    run.report_failure(UserError("seed=1: the checkpoint has seed=2", 0, "here"))
+    run.report_failure(UserError("--seed is 1, but the checkpoint has --seed 2.", 0, "here"))
     assert read_json(file) == before
     run.status.mark_running()
     run.status.write("running", step=21)  # it trains
     run.report_failure(UserError("a.png: cannot be read", 0, "here"))
     assert read_json(file)["state"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("trains_from", "step", "checkpoint", "line"),
+    [
+        (None, 0, "", ""),
+        (0, 0, "", ""),
+        (20, 20, "", ""),  # a resumed attempt that has made no step of its own
+        (0, 12, "", "Training failed at step 12. The run has no checkpoint yet."),
+        (20, 21, "c/step_00000020.pt", "Training failed at step 21. The latest checkpoint is c/step_00000020.pt."),
+    ],
+)
+def test_a_failure_names_step_and_checkpoint_only_after_a_step(config, caplog, trains_from, step, checkpoint, line):
+    run = open_run(config)
+    run.status.mark_running()
+    if trains_from is not None:
+        run.status.mark_started(epoch=0, step=trains_from, samples_seen=0)
+        run.status.update_progress(checkpoint=checkpoint)
+    with caplog.at_level(logging.INFO, LOGGER_NAME):
+        run.report_failure(RuntimeError("division by zero"), step)
+    assert "\n".join(caplog.messages) == line
+    assert read_json(run.folder / "status.json")["state"] == "failed"
 
 
 @pytest.mark.guarantee("disk")
@@ -212,7 +247,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_over(config):
     run.close()
     shutil.move(config.checkpoint_folder, config.run_folder / "elsewhere")
     before = contents(config.run_folder)
-    with pytest.raises(UserError, match=f"has no checkpoint, but the run has written {path}; put it back"):
+    with pytest.raises(UserError, match=f"has no checkpoint, but the run has written {path}. Put this checkpoint back"):
         open_run(config)
     assert before.items() <= contents(config.run_folder).items()
     config.checkpoint_folder.rmdir()
@@ -270,7 +305,7 @@ def test_a_run_folder_or_its_checkpoints_folder_stands_for_the_latest_valid_chec
     is_folder = "step_" not in given and "best" not in given and given != "kept"
     best = str(Path(chosen).with_name("best.pt"))  # for init_from, predict.py and export.py
     assert str(local_checkpoint(given)) == (best if is_folder and given != "sharded" else chosen)
-    assert (f"{Path(given)}: takes {chosen}" in run.notes) == is_folder
+    assert (f"{chosen} is used, since {Path(given)} is a folder." in run.notes) == is_folder
     assert any("step_00000099.pt" in note for note in run.notes) == (is_folder and given != "sharded")
 
 
@@ -278,7 +313,9 @@ def test_a_run_folder_or_its_checkpoints_folder_stands_for_the_latest_valid_chec
 def test_a_folder_without_a_checkpoint_is_rejected_and_says_which_file_to_give(config, given):
     open_run(config).close()
     Path("empty").mkdir()
-    with pytest.raises(UserError, match=rf"^{given}: holds no checkpoint; give the path of one, .*step_00000100.pt$"):
+    with pytest.raises(
+        UserError, match=rf"^{given} holds no checkpoint\. Give the path of one, .*step_00000100\.pt\.$"
+    ):
         open_run(with_(config, run_dir="new", resume_from=given))
 
 
@@ -332,7 +369,7 @@ def test_a_restart_of_a_launch_that_had_not_trained_starts_from_the_given_checkp
 def test_a_restart_that_looks_like_a_new_run_is_rejected(config):
     fill(open_run(TrainingConfig()))
     with pytest.raises(
-        UserError, match="holds a run, and restarts look like new launches; give torchrun --rdzv-id NAME"
+        UserError, match="holds a run, and restarts look like new launches. Give torchrun --rdzv-id NAME."
     ):
         open_run(TrainingConfig(), may_restart=True)
 
@@ -345,13 +382,13 @@ def test_the_start_after_an_attempt_that_left_the_state_running_writes_how_it_en
     before = read_json(config.run_folder / "status.json")
     if changes:
         notes = open_run(with_(config, **changes)).notes
-        assert notes.count("the previous attempt: every rank was killed") == (state == "running")
+        assert notes.count("Every rank of the previous attempt was killed.") == (state == "running")
     else:
         with pytest.raises(UserError, match=IS_HELD):
             open_run(config)
     moved = Path(f"{config.run_folder}.1")
     actual = read_json((moved if "overwrite" in changes else config.run_folder) / "status.json")
-    killed = {"state": "failed", "error": "every rank was killed", "rank": 0, "host": "here"}
+    killed = {"state": "failed", "error": "Every rank was killed.", "rank": 0, "host": "here"}
     assert actual == before | (killed if state == "running" else {})
 
 

@@ -187,7 +187,9 @@ def test_a_parameter_that_is_trainable_only_later_is_an_error_at_that_step():
     state = make(model=model)
     step(state)
     model[0].weight.requires_grad_(True)
-    expected = r"0.weight was frozen at the start and got requires_grad_\(True\) before step 2, .*or train it in a"
+    expected = (
+        r"0.weight was frozen at the start and got requires_grad_\(True\) before step 2, .*or train the parameter in a"
+    )
     with pytest.raises(UserError, match=expected):
         step(state)
 
@@ -206,20 +208,20 @@ def test_the_learning_rate_is_a_function_of_the_step_and_skipped_steps_count():
     assert state.learning_rates == [0.2 * factor for factor in state.compute_lr_factors(2, state.progress)]
 
 
-NO_VALIDATION = "{}: has no effect, since there is no validation set; leave it out"
-TOO_PATIENT = "patience={}: has no effect, since at most {} evaluations come before the last one; use a smaller"
+NO_VALIDATION = "--{} has no effect, since there is no validation set. Leave this flag out."
+TOO_PATIENT = "--patience {} has no effect, since at most {} evaluations come before the last one. Use a smaller"
 
 
 @pytest.mark.parametrize(
     ("settings", "has_validation", "expected"),
     [
         ({}, False, []),
-        ({"best_metric": "max:nonsense"}, False, [NO_VALIDATION.format("best_metric=max:nonsense")]),
-        ({"patience": 3}, False, [NO_VALIDATION.format("patience=3")]),
+        ({"best_metric": "max:nonsense"}, False, [NO_VALIDATION.format("best_metric max:nonsense")]),
+        ({"patience": 3}, False, [NO_VALIDATION.format("patience 3")]),
         (
             {"eval_every_steps": 5, "best_metric": "loss"},
             False,
-            [NO_VALIDATION.format("best_metric=loss"), NO_VALIDATION.format("eval_every_steps=5")],
+            [NO_VALIDATION.format("best_metric loss"), NO_VALIDATION.format("eval_every_steps 5")],
         ),
         ({"patience": 8}, True, []),  # of 10 evaluations, after each epoch of 10 steps
         ({"patience": 9}, True, [TOO_PATIENT.format(9, 9)]),
@@ -231,7 +233,11 @@ TOO_PATIENT = "patience={}: has no effect, since at most {} evaluations come bef
         ({"patience": 17, "eval_every_steps": 4}, True, []),  # 24 and 9, of which 4 coincide
         ({"patience": 29, "eval_every_steps": 4}, True, [TOO_PATIENT.format(29, 29)]),
         ({"patience": 2, "max_steps": 30}, True, [TOO_PATIENT.format(2, 2)]),
-        ({"warmup_epochs": 20}, True, ["warm-up: has 200 steps, but the run 100: it ends at 50.0% of the learning"]),
+        (
+            {"warmup_epochs": 20},
+            True,
+            ["The warm-up has 200 steps, but the run has 100, so the run ends at 50.0% of the learning"],
+        ),
     ],
 )
 def test_settings_without_an_effect_are_said(settings, has_validation, expected):
@@ -308,16 +314,18 @@ def test_a_checkpoint_whose_optimizer_has_other_parameters_is_rejected():
     payload, frozen = make().state_dict(), make().model
     frozen[0].requires_grad_(False)
     other = make(model=frozen)
-    with pytest.raises(UserError, match="optimizer has different parameters; use"):
+    with pytest.raises(UserError, match="optimizer has different parameters. Use"):
         other.load_state_dict(payload)
     payload["optimizer"]["state"][0]["momentum_buffer"] = torch.zeros(5)  # a fused kernel would write out of bounds
-    with pytest.raises(UserError, match="optimizer has different parameters; use"):
+    with pytest.raises(UserError, match="optimizer has different parameters. Use"):
         make().load_state_dict(payload)
 
 
 def test_a_parameter_outside_the_model_is_rejected():
     net, other = make().model, nn.Parameter(torch.zeros(2))
-    with pytest.raises(UserError, match="holds a parameter that is not in the model.*; register it in the model"):
+    with pytest.raises(
+        UserError, match="holds a parameter that is not in the model.*. Register the parameter in the model"
+    ):
         make(model=net, groups=[{"params": [*net.parameters(), other]}])
 
 

@@ -126,7 +126,7 @@ def test_a_sum_that_overflows_in_batches_of_the_run_is_found(metric, size, expec
         assert expected in (note := inspect_passes(fork)) and bool(note) == bool(expected)
 
 
-EQUAL = "please check: {} have equal sums and counts"
+EQUAL = "Please check: {} have equal sums and counts"
 
 
 def precision(logits, y):
@@ -281,8 +281,8 @@ class OfSeries(nn.Module):
         return self.net(x - x.mean((0, 1)).detach() * 0)
 
 
-SEEN = "predictions depend on these inputs; use a causal mask"
-UNSHIFTED = "shift the targets by one, or mask"
+SEEN = "predictions depend on these inputs. Use a causal mask"
+UNSHIFTED = "Shift the targets by one, or mask"
 
 
 @pytest.mark.parametrize(
@@ -502,17 +502,17 @@ def transformer():
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 3)
 
 
-SEED, TIE = "drawn from a seed in the code", "but are two parameters"
+SEED, TIE = "A seed in the code determines the initial values of", "but are two parameters"
 
 
 @pytest.mark.parametrize(
     ("create", "expected"),
     [
-        (OF_A_FORK["seeded"], f"please check: weight, bias: {SEED}"),
-        (OF_A_FORK["forked"], f"please check: 1.weight: {SEED}"),
-        (OF_A_FORK["own_generator"], f"please check: 1.weight: {SEED}"),
-        (OF_A_FORK["of_numpy"], f"please check: 1.weight: {SEED}"),
-        (tied(broken), f"please check: tokens.weight and head.weight have the same random values, {TIE}"),
+        (OF_A_FORK["seeded"], f"Please check: {SEED} weight, bias"),
+        (OF_A_FORK["forked"], f"Please check: {SEED} 1.weight"),
+        (OF_A_FORK["own_generator"], f"Please check: {SEED} 1.weight"),
+        (OF_A_FORK["of_numpy"], f"Please check: {SEED} 1.weight"),
+        (tied(broken), f"Please check: tokens.weight and head.weight have the same random values, {TIE}"),
         (tied(broken_by_a_copy), TIE),
         (lambda: of_two_sides(False), f"encoder.0.weight and decoder.0.weight have the same random values, {TIE}"),
         (transposed, TIE),
@@ -621,19 +621,22 @@ def plain_norm(size):
     return nn.BatchNorm1d(size, affine=False)
 
 
-MOVES, INITIAL = "frozen, but the running statistics move", "still 0 or 1"
+MOVES, INITIAL = "The running statistics of frozen layers move", "still 0 or 1"
 
 
 @pytest.mark.parametrize(
     ("create", "expected"),
     [
         (nested(nn.BatchNorm1d, True), MOVES),
-        (nested(plain_norm, True), f"0.1: {MOVES}"),
+        (nested(plain_norm, True), rf"{MOVES} in training \(0\.1\)"),
         (nested(lambda size: nn.BatchNorm1d(size, momentum=0.0), False), INITIAL),
         (nested(OfTheBatch, False), INITIAL),
         (nested(Kept, False), INITIAL),
-        (nested(Own, False), f"0.1.moving_mean: an evaluation normalizes by running statistics that are {INITIAL}"),
-        (nested(OfDomains, False), f"0.1.norms.1.running_mean, 0.1.norms.1.running_var: .*{INITIAL}"),
+        (
+            nested(Own, False),
+            rf"An evaluation normalizes by running statistics that are {INITIAL} after training \(0\.1\.moving_mean\)",
+        ),
+        (nested(OfDomains, False), rf"{INITIAL} .*\(0\.1\.norms\.1\.running_mean, 0\.1\.norms\.1\.running_var\)"),
         # sound
         (nested(nn.BatchNorm1d, False), ""),
         (nested(plain_norm, False), ""),
@@ -684,4 +687,4 @@ def test_a_look_that_fails_is_no_finding(look, create, what):
     if look is inspect_statistics:
         fork.trainings["whole"] = types.SimpleNamespace(state=types.SimpleNamespace(model=fork.create_model()))
     note = look(fork)
-    assert note.startswith(f"; not checked: {what}") and note.endswith("(RuntimeError: no second model)"), note
+    assert note.startswith(f"Not checked: {what}") and note.endswith("(RuntimeError: no second model)."), note

@@ -71,7 +71,7 @@ def test_samples_that_differ_by_one_value_are_noted(kind):
     train, held_out, count = SETS[kind]
     note = check_overlap(SimpleNamespace(train_set=train, held_out=held_out))
     assert ("in all values but" in note) == (count > 0) and "are trained on" not in note, note
-    assert not count or re.search(rf"please check: {count} held-out samples \(rows .*\) equal training samples", note)
+    assert not count or re.search(rf"Please check: {count} held-out samples \(rows .*\) equal training samples", note)
 
 
 class Augmented(list):
@@ -98,4 +98,4 @@ def test_an_augmentation_that_leaves_some_samples_as_they_are_hides_no_copies():
     assert "50 held-out samples (rows " in note and "in all values but '2'" in note
     for train, held_out in ((Augmented(rows(200, 1)), others), (Noisy(rows(200, 1)), rows(50, 1, 1000))):
         note = check_overlap(SimpleNamespace(train_set=train, held_out=held_out))
-        assert note == "; not checked: whether held-out samples are training samples, which are augmented"
+        assert note == "Not checked: whether held-out samples are training samples, which are augmented."

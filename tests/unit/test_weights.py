@@ -17,7 +17,7 @@ from utils.checkpoint.format import load_weights
 from utils.checkpoint.weights import load_matching_weights, warn_of_changed_classes
 from utils.settings.errors import UserError
 
-ALL = "loaded 15 of 15 tensors"
+ALL = "15 of 15 tensors were loaded from --init_from"
 
 
 class Net(nn.Module):
@@ -125,7 +125,7 @@ def test_a_model_may_have_a_component_named_module(wrap, tmp_path, caplog):
 
 def test_two_models_in_one_dict_are_not_guessed_from(tmp_path):
     twice = {f"{part}.{name}": value for part in ("student", "teacher") for name, value in Net().state_dict().items()}
-    with pytest.raises(UserError, match="0 of its 30 tensors fit.*student.stem.0.weight.*in the model: stem.0.w"):
+    with pytest.raises(UserError, match="0 of the 30 tensors .* fit.*student.stem.0.weight.*the model has: stem.0.w"):
         start_from(Net(), twice, tmp_path)
     source, model = Net(), Net()  # that its names are in the file decides
     start_from(
@@ -183,7 +183,9 @@ def test_the_state_dict_in_a_file_is_loaded(kind, tmp_path, caplog):
     assert_equal(model, source)
     assert ALL in caplog.text
     if kind in ("timm", "ema beside"):
-        assert re.search(r"takes '(state_dict|model)' of .*w.pt, out of \[.*'(state_dict_)?ema'", caplog.text)
+        assert re.search(
+            r"w.pt holds the state dicts \[.*'(state_dict_)?ema'.* from '(state_dict|model)'\.", caplog.text
+        )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +202,7 @@ def test_the_state_dict_in_a_file_is_loaded(kind, tmp_path, caplog):
     ],
 )
 def test_a_file_without_one_state_dict_is_refused_with_its_keys(content, expected, tmp_path):
-    with pytest.raises(UserError, match=f"w.pt: holds no weights of one model but .*{expected}.*; give"):
+    with pytest.raises(UserError, match=f"w.pt holds no weights of one model but .*{expected}.*. Give"):
         start_from(Net(), content, tmp_path)
 
 
@@ -220,12 +222,16 @@ def part(names):
 @pytest.mark.parametrize(
     ("model", "content", "expected"),
     [
-        (Net(), Net(width=5).state_dict(), r"3 of its 15 tensors fit the model, which has 15"),
-        (Net(), {f"{name}_": value for name, value in Net().state_dict().items()} | part("norm"), "3 of its 18"),
-        (Net(), {"a.weight": torch.ones(2), "head.bias": torch.ones(3)}, "1 of its 2 .*in the file: a.weight"),
-        (Net(), {"layer": torch.ones(3)}, "0 of its 1 tensors fit"),
-        (Net(), {}, "0 of its 0 tensors fit"),
-        (Larger(), renamed("^", "encoder.")(Net(width=3)), "3 of its 15 tensors fit the model, which has 55"),
+        (Net(), Net(width=5).state_dict(), r"3 of the 15 tensors of --init_from w.pt fit the model, which has 15"),
+        (Net(), {f"{name}_": value for name, value in Net().state_dict().items()} | part("norm"), "3 of the 18"),
+        (Net(), {"a.weight": torch.ones(2), "head.bias": torch.ones(3)}, "1 of the 2 .*the file has: a.weight"),
+        (Net(), {"layer": torch.ones(3)}, "0 of the 1 tensors of --init_from w.pt fit"),
+        (Net(), {}, "0 of the 0 tensors of --init_from w.pt fit"),
+        (
+            Larger(),
+            renamed("^", "encoder.")(Net(width=3)),
+            "3 of the 15 tensors of --init_from w.pt fit the model, which has 55",
+        ),
         # the first of several files of a model, and a file that was not written to its end
         (
             Larger(),
@@ -235,7 +241,7 @@ def part(names):
         (
             Net(),
             {k: v for k, v in Net().state_dict().items() if re.match(r"stages\.0\.weight", k)},
-            "1 of its 1 ten",
+            "1 of the 1 ten",
         ),
         (Net(classes=7), Net().state_dict(), ""),  # a new head
         (Net(), part("^(?!head|stages)"), ""),  # a part
@@ -256,7 +262,7 @@ def test_weights_of_another_model_are_refused(model, content, expected, tmp_path
     if not expected:
         load_matching_weights(model, content, "w.pt")
         return
-    with pytest.raises(UserError, match=f"init_from=w.pt: {expected}.*nly in the model: .* Give weights of this model"):
+    with pytest.raises(UserError, match=f"{expected}.*nly the model has: .* Give weights of this model"):
         load_matching_weights(model, content, "w.pt")
 
 
@@ -267,7 +273,7 @@ def test_weights_of_another_model_are_refused(model, content, expected, tmp_path
 def test_weights_that_are_not_finite_are_refused(value, name, dtype, tmp_path):
     content = {key: tensor.to(dtype) for key, tensor in Net().state_dict().items()}
     content[name].view(-1)[2] = value
-    with pytest.raises(UserError, match=f"init_from=w.pt: {name} has values that are not finite; give"):
+    with pytest.raises(UserError, match=f"{name} of --init_from w.pt has values that are not finite. Give"):
         start_from(Net(), content, tmp_path)
 
 
@@ -294,18 +300,18 @@ def cut(path):
 
 
 OTHERS = {
-    "empty": (lambda path: path.touch(), "is empty; give another"),
-    "text": (lambda path: path.write_text("hello"), "is a text file.*; give"),
-    "page": (lambda path: path.write_text("<!DOCTYPE html>\n<title>404 ä</title>" * 99), "is a text file.*; give"),
+    "empty": (lambda path: path.touch(), "is empty. Give another"),
+    "text": (lambda path: path.write_text("hello"), "is a text file.*\. Give"),
+    "page": (lambda path: path.write_text("<!DOCTYPE html>\n<title>404 ä</title>" * 99), "is a text file.*\. Give"),
     "pointer": (
         lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
-        "is a pointer of Git LFS; give",
+        "is a pointer of Git LFS. Get",
     ),
-    "safetensors": (safetensors, "is a safetensors file; give .*: python -c .*load_file.*w.pt-weights.pt'"),
-    "TorchScript": (save_script, "is a TorchScript archive; give .*: python -c .*jit.load.*w.pt-weights.pt'"),
-    "cut": (cut, "is truncated, damaged or not .*; give another"),
-    "bytes": (lambda path: path.write_bytes(bytes(range(256)) * 9), "is truncated, damaged or not .*; give another"),
-    "gzip": (lambda path: path.write_bytes(b"\x1f\x8b\x08" + bytes(99)), "is truncated, damaged or not .*; give"),
+    "safetensors": (safetensors, "is a safetensors file. Give .*: python -c .*load_file.*w.pt-weights.pt'"),
+    "TorchScript": (save_script, "is a TorchScript archive. Give .*: python -c .*jit.load.*w.pt-weights.pt'"),
+    "cut": (cut, "is truncated, damaged or not .*. Give another"),
+    "bytes": (lambda path: path.write_bytes(bytes(range(256)) * 9), "is truncated, damaged or not .*. Give another"),
+    "gzip": (lambda path: path.write_bytes(b"\x1f\x8b\x08" + bytes(99)), "is truncated, damaged or not .*. Give"),
 }
 
 
@@ -315,7 +321,7 @@ def test_a_file_that_torch_save_did_not_write_is_named(kind, tmp_path):
     path = tmp_path / "w.pt"
     write, expected = OTHERS[kind]
     write(path)
-    with pytest.raises(UserError, match=f"init_from={path}: {expected}") as error:
+    with pytest.raises(UserError, match=f"--init_from {path} {expected}") as error:
         load_weights(path)
     assert "\n" not in str(error.value)
 
@@ -336,7 +342,7 @@ def test_the_command_for_a_pickled_model_saves_its_weights(content, is_zip, tmp_
     path = tmp_path / "w.pt"
     torch.save(content, path, _use_new_zipfile_serialization=is_zip)
     with pytest.raises(
-        UserError, match=r"holds the Python object [\w.]+; give .*only if you trust the file: py"
+        UserError, match=r"holds the Python object [\w.]+. Give .*only if you trust the file: py"
     ) as error:
         load_weights(path)
     (program,) = re.findall(r'python -c "(.*)"$', str(error.value))
@@ -377,7 +383,7 @@ def test_extra_state_and_sparse_buffers_are_no_obstacle(tmp_path):
 def test_tensors_without_whole_and_dense_values_are_refused_in_one_sentence(change):
     weights = nn.Linear(2, 2).state_dict()
     weights["weight"] = change(weights["weight"])
-    with pytest.raises(UserError, match="^init_from=w.pt: cannot be loaded .*; save whole, dense tensors$"):
+    with pytest.raises(UserError, match=r"^--init_from w.pt cannot be loaded .*\. Save whole, dense tensors\.$"):
         load_matching_weights(nn.Linear(2, 2), weights, "w.pt")
 
 
@@ -385,7 +391,7 @@ def test_only_a_namespace_is_allowed_and_only_here(tmp_path):
     torch.save(
         {"args": argparse.Namespace(path=pathlib.Path("/")), "state_dict": Net().state_dict()}, tmp_path / "w.pt"
     )
-    with pytest.raises(UserError, match=r"holds the Python object pathlib\.(_local\.)?PosixPath; give"):
+    with pytest.raises(UserError, match=r"holds the Python object pathlib\.(_local\.)?PosixPath\. Give"):
         load_weights(tmp_path / "w.pt")
     assert argparse.Namespace not in torch.serialization.get_safe_globals()
 
@@ -405,7 +411,7 @@ def test_a_checkpoint_that_was_saved_again_is_taken_with_a_warning(tmp_path, cap
     load_matching_weights(model, load_weights(edited), "edited.pt")
     assert model.head.bias.tolist() == [7, 7, 7]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warning.startswith(f"init_from: {edited} has no checksum")
+    assert warning.startswith(f"--init_from {edited} has no checksum")
     with pytest.raises(UserError, match="has no checksum at its end"):
         archive.verify_archive(edited)
     data = path.read_bytes()
@@ -424,20 +430,20 @@ def test_a_checkpoint_that_was_saved_again_is_taken_with_a_warning(tmp_path, cap
     [
         (
             ["cat", "dog", "fox"],
-            "1 class names of c.pt differ from those of the data. The first is 'eel' there and 'fox' here.",
+            "1 class names of --init_from c.pt differ from those of the data. The first is 'eel' there and 'fox' here.",
         ),
         (
             ["cat", "eel", "dog"],
-            "2 class names of c.pt differ from those of the data. The first is 'dog' there and 'eel' here.",
+            "2 class names of --init_from c.pt differ from those of the data. The first is 'dog' there and 'eel' here.",
         ),
         (["cat", "dog", "eel"], ""),
         (
             ["cat", "dog", "eel", "fox"],
-            "1 class names of c.pt differ from those of the data. The first is '' there and 'fox' here.",
+            "1 class names of --init_from c.pt differ from those of the data. The first is '' there and 'fox' here.",
         ),
         (
             ["ant", "bee"],
-            "3 class names of c.pt differ from those of the data. The first is 'cat' there and 'ant' here.",
+            "3 class names of --init_from c.pt differ from those of the data. The first is 'cat' there and 'ant' here.",
         ),
         ([], ""),
     ],
@@ -452,4 +458,4 @@ def test_other_class_names_are_a_warning(class_names, expected, is_edited, tmp_p
     caplog.clear()
     warn_of_changed_classes(weights, argparse.Namespace(classes=class_names), "c.pt")
     texts = [record.getMessage() for record in caplog.records]
-    assert texts == ([f"init_from: {expected}"] if expected else [])
+    assert texts == ([expected] if expected else [])

@@ -71,8 +71,8 @@ def map_payload(value: Any, function: Callable[[Tensor], Any], name: str = "") -
             items.append(map_payload(item, function, f"{name}[{number}]"))
         return kind(items)
     raise UserError(
-        f"{name}: a checkpoint cannot hold this {kind.__module__}.{kind.__qualname__}; "
-        "use tensors, numbers and text, in lists and in dicts whose keys are numbers or text"
+        f"A checkpoint cannot hold {name}, which is a {kind.__module__}.{kind.__qualname__}. "
+        "Use tensors, numbers and text, in lists and in dicts whose keys are numbers or text."
     )
 
 
@@ -137,7 +137,7 @@ def read_archive(path: Path, trailer: Trailer) -> dict[str, Any]:
     """
 
     def explain_error(error: Exception) -> str:
-        return f"{path}: is not a checkpoint ({type(error).__name__}); give another"
+        return f"{path} is not a checkpoint ({type(error).__name__}). Give another file."
 
     # mapped, since the processes of a node then share its memory
     payload = load_weights_only(path, explain_error, mmap=True)
@@ -146,7 +146,8 @@ def read_archive(path: Path, trailer: Trailer) -> dict[str, Any]:
         missing = [key for key in PAYLOAD_KEYS if not isinstance(payload.get(key), dict)]
     if missing:
         raise UserError(
-            f"{path}: lacks {', '.join(missing)}; give another checkpoint, or load its weights with --init_from"
+            f"{path} lacks {', '.join(missing)}. Give another checkpoint, or load the weights of this file with"
+            " --init_from."
         )
     _check_progress(path, payload["progress"], trailer)
     return payload
@@ -161,10 +162,10 @@ def _check_progress(path: Path, progress: dict[str, Any], trailer: Trailer) -> N
     if best_value is not None and not is_finite_number:
         wrong.append("best_value")
     if wrong:
-        raise UserError(f"{path}: its progress has no valid {wrong[0]}; give another checkpoint")
+        raise UserError(f"The progress in {path} has no valid {wrong[0]}. Give another checkpoint.")
     step = progress["step"]
     if step != trailer.step:
-        raise UserError(f"{path}: has step {trailer.step} in its trailer but {step} inside; give another")
+        raise UserError(f"{path} has step {trailer.step} in its trailer but {step} inside. Give another checkpoint.")
 
 
 def _is_count(value: Any) -> bool:
@@ -220,11 +221,11 @@ def verify_archive(path: Path, computes_checksum: bool = True) -> Trailer:
         raise explain_unreadable(path, error) from None
     if trailer is None:
         raise UserError(
-            f"{path}: has no checksum at its end: it is truncated or not a checkpoint; give another, or --init_from if"
-            " it holds published weights"
+            f"{path} has no checksum at its end, so it is truncated or not a checkpoint. Give another checkpoint,"
+            " or use --init_from if the file holds published weights."
         )
     if computes_checksum and trailer.checksum != digest:
-        raise UserError(f"{path}: is damaged: its bytes do not match the checksum at its end; give another")
+        raise UserError(f"{path} is damaged: its bytes do not match the checksum at its end. Give another checkpoint.")
     check_step_in_name(path, trailer.step)
     return trailer
 
@@ -254,16 +255,20 @@ def explain_unreadable(path: Path, error: OSError) -> UserError:
         a damaged one. UserError otherwise.
     """
     if is_transient(error):
-        remedy = "repair the storage and start again, or delete it to resume from an earlier one"
-        return StartError(f"{path}: cannot be read in three tries ({error.strerror}); {remedy}")
-    return UserError(f"{path}: cannot be read ({error.strerror}); give the path of a checkpoint")
+        return StartError(
+            f"{path} cannot be read in three tries ({error.strerror}). Repair the storage and start again, or delete"
+            " this checkpoint to resume from an earlier one."
+        )
+    return UserError(f"{path} cannot be read ({error.strerror}). Give the path of a checkpoint.")
 
 
 def check_step_in_name(path: Path, step: int) -> None:
     """Raise UserError if the checkpoint has the name of another step."""
     name = STEP_NAME_PATTERN.fullmatch(path.name)
     if name and int(name[1]) != step:
-        raise UserError(f"{path}: is the checkpoint of step {step} under another name; rename it or give another")
+        raise UserError(
+            f"{path} is the checkpoint of step {step} under another name. Rename the file or give another checkpoint."
+        )
 
 
 def open_regular_file(path: Path) -> BinaryIO:
@@ -274,7 +279,7 @@ def open_regular_file(path: Path) -> BinaryIO:
     descriptor = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(0, "is not a regular file")
+        raise OSError(0, "not a regular file")
     return os.fdopen(descriptor, "rb")
 
 

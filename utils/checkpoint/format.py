@@ -36,9 +36,12 @@ class FileFormat:
     def verify(self, path: Path, reader_and_count: tuple[int, int]) -> Trailer:
         """Check the content by its checksum, as `verify_checkpoint` does."""
         if path.is_dir():
-            raise UserError(f"{path}: is a folder, and this fork has no extra sharding; give another checkpoint")
+            raise UserError(
+                f"{path} is a folder, which only the extra sharding reads, and this fork has deleted the extra."
+                " Give another checkpoint."
+            )
         if (path.parent / MANIFEST_FILE).exists():
-            raise UserError(f"{path}: is a part of a checkpoint; give its folder, {path.parent}")
+            raise UserError(f"{path} is a part of a checkpoint. Give the folder of the checkpoint, {path.parent}.")
         reader, _ = reader_and_count
         return archive.verify_archive(path, computes_checksum=reader == 0)  # the first reader verifies a file
 
@@ -164,8 +167,8 @@ def find_latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
         except UserError as error:
             skipped.append(str(error))
     if skipped:
-        remedy = "give one with --resume_from, or start over with --overwrite"
-        raise UserError("\n".join([*skipped, f"{folder}: has no valid checkpoint; {remedy}"]))
+        text = f"{folder} has no valid checkpoint. Give one with --resume_from, or start over with --overwrite."
+        raise UserError("\n".join([*skipped, text]))
     return None, skipped
 
 
@@ -195,8 +198,8 @@ def find_best_or_latest(path: Path, prefer_best: bool) -> tuple[Path, list[str]]
     if not prefer_best or not best.exists():
         checkpoint_path, notes = find_latest_valid(folder)
     if checkpoint_path is None:
-        raise UserError(f"{path}: holds no checkpoint; give the path of one, e.g. RUN/checkpoints/step_00000100.pt")
-    return checkpoint_path, [*notes, f"{path}: takes {checkpoint_path}"]
+        raise UserError(f"{path} holds no checkpoint. Give the path of one, e.g. RUN/checkpoints/step_00000100.pt.")
+    return checkpoint_path, [*notes, f"{checkpoint_path} is used, since {path} is a folder."]
 
 
 def find_superseded_steps(steps: Iterable[int], keep_last: int, keep_every: int = 0) -> list[int]:
@@ -311,7 +314,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
             is_whole = file.read(4) == ZIP_END_SIGNATURE  # the file does not end with a part of a trailer
     except OSError as error:
         raise UserError(
-            f"init_from={path}: cannot be read ({error.strerror}); give a checkpoint or a state dict"
+            f"--init_from {path} cannot be read ({error.strerror}). Give a checkpoint or a state dict."
         ) from None
     if is_checkpoint:
         verify_checkpoint(path)
@@ -319,7 +322,10 @@ def load_weights(path: Path) -> dict[str, Tensor]:
         content = archive.load_weights_only(path, partial(describe_unreadable, path, begin))
     if not is_checkpoint and isinstance(content, dict) and content.keys() >= {"model", "progress", "provenance"}:
         if not is_whole:
-            raise UserError(f"init_from={path}: is a truncated checkpoint: its checksum is missing; give another")
-        text = "init_from: %s has no checksum, since it was saved again. Its weights are taken unverified."
+            raise UserError(f"--init_from {path} is a truncated checkpoint without its checksum. Give another one.")
+        text = (
+            "--init_from %s has no checksum, since another program has saved this checkpoint again."
+            " Its weights are loaded without verification."
+        )
         LOGGER.log(RANK_0_WARNING, text, path)
     return find_state_dict(content, path)

@@ -84,10 +84,11 @@ def explain_write_error(error: BaseException, path: Path, payload: Payload) -> O
         is_out_of_inodes = file_system.f_files > 0 and file_system.f_favail == 0
     except OSError as stat_error:
         free = f"its folder cannot be accessed ({stat_error.strerror})"
-    space = f"it needs {count_payload_bytes(payload) / 1e6:,.1f} MB, {free}; make room or repair the storage"
+    needed = f"{count_payload_bytes(payload) / 1e6:,.1f} MB"
+    space = f"The checkpoint needs {needed}, and {free}. Make room or repair the storage."
     if is_out_of_inodes:
-        space = "no inodes are free, so the file system can hold no more files; delete some"
-    return OSError(f"{path}: cannot be written ({reason}); {space}")
+        space = "No inodes are free, so the file system can hold no more files. Delete some files."
+    return OSError(f"{path} cannot be written ({reason}). {space}")
 
 
 def _describe_reason(error: BaseException) -> str:

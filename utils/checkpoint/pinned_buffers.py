@@ -42,7 +42,7 @@ class PinnedBuffers:
             code = torch.cuda.cudart().cudaHostRegister(_buffer_address(self._buffer), size, 0)
             self._is_pinned = _is_cuda_success(code)
             if not self._is_pinned:
-                text = "%.1f GB of host memory cannot be pinned: checkpoints are copied more slowly"
+                text = "%.1f GB of host memory cannot be pinned, so checkpoints are copied more slowly."
                 logging.getLogger(LOGGER_NAME).warning(text, size / 1e9)
 
     def allocate_copy(self, payload: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor]]]:

@@ -30,16 +30,17 @@ WRAPPER_PATTERNS = (
     r"(?!)",  # nothing
 )
 FILE_TYPE_MESSAGES = {  # what a file is, by its first bytes, or by what torch says about it
-    r"\0error": "is empty; give another",
-    r"version https://git-lfs": "is a pointer of Git LFS; give the file itself, after git lfs pull",
-    r"[^\0-\x08\x0e-\x1f]+\0error": "is a text file, such as an error page; give the file of weights itself",
+    r"\0error": "is empty. Give another file.",
+    r"version https://git-lfs": "is a pointer of Git LFS. Get the file itself with git lfs pull.",
+    r"[^\0-\x08\x0e-\x1f]+\0error": "is a text file, such as an error page. Give the file of weights itself.",
     # torch itself loads a file whose name ends with .safetensors, if that package is installed
-    r".{5}\0{3}\{": "is a safetensors file; give its state dict. After pip install safetensors this command saves "
-    "it: python -c \"import torch, safetensors.torch as s; torch.save(s.load_file('{path}'), '{path}-weights.pt')\"",
-    r".*\0error.*TorchScript": "is a TorchScript archive; give its state dict, which this command saves: "
+    r".{5}\0{3}\{": "is a safetensors file. Give its state dict. After pip install safetensors, this command saves "
+    "the state dict: "
+    "python -c \"import torch, safetensors.torch as s; torch.save(s.load_file('{path}'), '{path}-weights.pt')\"",
+    r".*\0error.*TorchScript": "is a TorchScript archive. Give its state dict, which this command saves: "
     "python -c \"import torch; torch.save(torch.jit.load('{path}').state_dict(), '{path}-weights.pt')\"",
-    r".*\0error.*Unsupported global: GLOBAL (\S+)": "holds the Python object {0}; give its state dict. This command "
-    "saves it, and runs code of the file, so use it only if you trust the file: "
+    r".*\0error.*Unsupported global: GLOBAL (\S+)": "holds the Python object {0}. Give its state dict. This command "
+    "saves the state dict, and runs code of the file, so use the command only if you trust the file: "
     "python -c \"import torch; x = torch.load('{path}', weights_only=False); "
     "x = (x.get('state_dict') or x.get('model') or x.get('ema') or x) if isinstance(x, dict) else x; "
     "x = x.state_dict() if hasattr(x, 'state_dict') else x; "
@@ -64,8 +65,8 @@ def describe_unreadable(path: Path, header: bytes, error: Exception) -> str:
     for pattern, text in FILE_TYPE_MESSAGES.items():
         match = re.match(pattern, begin_and_error, re.DOTALL)
         if match:
-            return f"init_from={path}: " + text.format(*match.groups(), path=path)
-    return f"init_from={path}: is truncated, damaged or not written by torch.save; give another"
+            return f"--init_from {path} " + text.format(*match.groups(), path=path)
+    return f"--init_from {path} is truncated, damaged or not written by torch.save. Give another file."
 
 
 def find_state_dict(content: Any, path: Path) -> Weights:
@@ -74,8 +75,8 @@ def find_state_dict(content: Any, path: Path) -> Weights:
     if not weights:
         content_description = list(content) if isinstance(content, dict) else type(content).__name__
         raise UserError(
-            f"init_from={path}: holds no weights of one model but {content_description!s:.300}; give a checkpoint or a"
-            " state dict"
+            f"--init_from {path} holds no weights of one model but {content_description!s:.300}. Give a checkpoint or"
+            " a state dict."
         )
     if isinstance(content.get("provenance"), dict):
         weights.classes = content["provenance"].get("classes") or ()
@@ -103,7 +104,8 @@ def _find_innermost_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
         known_names = [name for name in STATE_DICT_KEYS if name in inner]
         if not known_names:
             return {}
-        LOGGER.info("init_from: takes %r of %s, out of %.300s", known_names[0], path, list(inner))
+        text = "--init_from %s holds the state dicts %.300s. The weights are taken from %r."
+        LOGGER.info(text, path, list(inner), known_names[0])
         return inner[known_names[0]]
     return next(iter(inner.values()))
 
@@ -143,9 +145,9 @@ def load_matching_weights(
     is_other_model = 2 * len(fitting) < len(state_dict) and 6 * len(unused) >= len(weights)
     if is_other_model or 2 * len(fitting) < len(in_started):
         raise UserError(
-            f"init_from={source}: {len(fitting)} of its {len(weights)} tensors fit the model, which has"
-            f" {len(state_dict)}. Only in the file: {join_first(unused, 5) or 'none'}. Only in the model:"
-            f" {join_first(missing, 5)}. Give weights of this model, or rename them in initial_weights of model.py"
+            f"{len(fitting)} of the {len(weights)} tensors of --init_from {source} fit the model, which has"
+            f" {len(state_dict)}. Only the file has: {join_first(unused, 5) or 'none'}. Only the model has:"
+            f" {join_first(missing, 5)}. Give weights of this model, or rename them in initial_weights of model.py."
         )
     if requires_all:
         needed = [name for name, value in state_dict.items() if value.is_floating_point()]
@@ -154,7 +156,8 @@ def load_matching_weights(
     random = [name for name in missing if name in needed and name not in kept_names]
     if random:
         raise UserError(
-            f"init_from={source}: has no {join_first(random, 5)} of this model's shape; give weights of the whole model"
+            f"--init_from {source} has no {join_first(random, 5)} of this model's shape."
+            " Give weights of the whole model."
         )
     try:
         _require_finite(fitting, state_dict, source)
@@ -162,9 +165,9 @@ def load_matching_weights(
         model.load_state_dict(state_dict)
     except (NotImplementedError, RuntimeError) as error:  # of tensors that are sharded, quantized or without values
         raise UserError(
-            f"init_from={source}: cannot be loaded ({' '.join(str(error).split()):.200}); save whole, dense tensors"
+            f"--init_from {source} cannot be loaded ({' '.join(str(error).split()):.200}). Save whole, dense tensors."
         ) from None
-    text = "init_from: loaded %d of %d tensors from %s; kept from create_model: %s; not used: %s"
+    text = "%d of %d tensors were loaded from --init_from %s. Kept from create_model: %s. Not used from the file: %s."
     missing_names = ", ".join(missing) or "none"
     unused_names = ", ".join(unused) or "none"
     LOGGER.info(text, len(fitting), len(state_dict), source, missing_names, unused_names)
@@ -188,7 +191,9 @@ def _require_finite(fitting: dict[str, Tensor], state_dict: dict[str, Any], sour
     for name, value in fitting.items():
         is_dense = value.layout is torch.strided  # of a sparse tensor torch does not tell
         if is_dense and not value.isfinite().all() and state_dict[name].isfinite().all():
-            raise UserError(f"init_from={source}: {name} has values that are not finite; give weights without NaN")
+            raise UserError(
+                f"{name} of --init_from {source} has values that are not finite. Give weights without NaN or infinity."
+            )
 
 
 def match_parameter_names(weights: dict[str, Tensor], state_dict: dict[str, Any], source: str) -> dict[str, Tensor]:
@@ -214,7 +219,7 @@ def match_parameter_names(weights: dict[str, Tensor], state_dict: dict[str, Any]
             short = name
         matched[model_names.get(short, original)] = weights[original]
     if matched.keys() != weights.keys():
-        LOGGER.info("init_from: removed wrappers and prefixes from the names of the tensors in %s", source)
+        LOGGER.info("Wrappers and prefixes were removed from the names of the tensors in --init_from %s.", source)
     return matched
 
 
@@ -240,6 +245,6 @@ def warn_of_changed_classes(weights: dict[str, Tensor], train_set: Any, source: 
     current = list(getattr(train_set, "classes", ()))
     differing = [pair for pair in zip_longest(saved, current, fillvalue="") if pair[0] != pair[1]]
     if differing and saved and current:
-        text = "init_from: %d class names of %s differ from those of the data. The first is %r there and %r here."
+        text = "%d class names of --init_from %s differ from those of the data. The first is %r there and %r here."
         saved_name, current_name = differing[0]
         LOGGER.log(RANK_0_WARNING, text, len(differing), source, saved_name, current_name)

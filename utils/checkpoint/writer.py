@@ -133,7 +133,7 @@ class CheckpointWriter:
                 self._failing_since = now
             failing_s = now - self._failing_since
             if failing_s > self._limits.fail_after_seconds:
-                text = f"(no checkpoint could be written for {failing_s / 60:.0f} min, so training ends)"
+                text = f"No checkpoint could be written for {failing_s / 60:.0f} min, so training ends."
                 raise TrainingError(f"{error} {text}") from None
             return WriteResult(error=error)
         if write_seconds is None:
@@ -156,19 +156,25 @@ class CheckpointWriter:
             return
 
         self._stalled_s += seconds_since_poll
-        text = f"{self.path}: its write has made no progress for {self._stalled_s:.0f} s"
+        text = f"The write of {self.path} has made no progress for {self._stalled_s:.0f} s"
         if stalled_before <= self._limits.warn_after_seconds < self._stalled_s:
             # a rank shows this warning also if it is not rank 0: perhaps only its write makes no progress
-            logging.getLogger(LOGGER_NAME).warning("%s; check the storage", text)
+            logging.getLogger(LOGGER_NAME).warning("%s. Check the storage.", text)
         stalled_since_stop = min(self._stalled_s, now - STOP_HANDLER.received_at)
         excess = self._stalled_s - self._limits.fail_after_seconds
         excess_since_stop = stalled_since_stop - self._limits.fail_after_stop_seconds
         max_flush_seconds = count_payload_bytes(self.pending_payload.result()) / MIN_BYTES_FLUSHED_PER_SECOND
         if max(excess, excess_since_stop) > max_flush_seconds:
             rank, host = self._rank_and_host
-            latest = self._latest_checkpoint or "missing"
-            text += f" (rank {rank} on {host}), so training ends; the latest checkpoint is {latest}"
-            raise TrainingError(f"{text}; repair the storage, then --resume_from auto", rank, host)
+            latest = "The run has no checkpoint yet."
+            if self._latest_checkpoint:
+                latest = f"The latest checkpoint is {self._latest_checkpoint}."
+            raise TrainingError(
+                f"{text} on rank {rank} ({host}), so training ends. {latest}"
+                " Repair the storage, then start again with --resume_from auto.",
+                rank,
+                host,
+            )
 
     def wait_briefly(self) -> None:
         """Wait at most `fail_after_stop_seconds` for the write in progress. `poll` still has to return its result.

@@ -206,8 +206,9 @@ class Reporter:
         in_row = self._state.progress.skipped_in_row
         if 0 < self._config.max_skipped_steps <= in_row:
             raise TrainingError(
-                f"the last {in_row} optimizer steps, up to step {step}, had {reason}; look at their samples"
-                " (skipped_step in metrics.jsonl), use a lower --lr or --clip_grad_norm 1, then --resume_from auto"
+                f"The last {in_row} optimizer steps, up to step {step}, had {reason}. Look at their samples"
+                " (skipped_step in metrics.jsonl), use a lower --lr or --clip_grad_norm 1, then start again with"
+                " --resume_from auto."
             )
 
     # ---- evaluation and the end ----
@@ -238,7 +239,8 @@ class Reporter:
             shard_again = getattr(model, "reset_iter_state", model.state_dict)
             shard_again()
             self._log_images = None
-            self._run.warn("log_images: %s: %s; no more images are shown in this attempt", type(error).__name__, error)
+            text = "log_images failed (%s: %s). No more images are shown in this attempt."
+            self._run.warn(text, type(error).__name__, error)
 
     def record_evaluation(self, records: list[dict[str, Any]], seconds: float, is_best: bool, title: str = "") -> None:
         """Report an evaluation: a record for each kind of weights."""

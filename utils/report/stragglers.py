@@ -34,7 +34,7 @@ def report_straggler(run: RunFolder, hosts: tuple[str, ...], step: int, rank_val
             times=round(ratio, 2),
             cause=cause,
         )
-        text = "rank %d on %s is %.1f times slower than the median rank because of its %s"
+        text = "Rank %d on %s is %.1f times slower than the median rank because of its %s."
         run.warn(text, rank, host, ratio, cause)
 
 

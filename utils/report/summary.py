@@ -113,11 +113,11 @@ def _list_warnings(
             never_finite.append(name)
     warnings = []
     if 0 < summary["steps"] == empty_steps:
-        warnings.append("training: all steps were without targets, so nothing was learned; label the samples")
+        warnings.append("All steps were without targets, so nothing was learned. Label the samples.")
     if never_finite:
-        warnings.append(f"evaluation: {', '.join(never_finite)}: never finite")
+        warnings.append(f"These metrics were not finite in any evaluation: {', '.join(never_finite)}.")
     if has_validation and evaluations and summary["best_value"] is None:
-        warnings.append(f"best_metric={summary['best_metric']}: was never finite, so there is no best.pt")
+        warnings.append(f"--best_metric {summary['best_metric']} was never finite, so there is no best.pt.")
     return warnings
 
 
@@ -179,7 +179,7 @@ def describe_run_end(
         change = "with --resume_from auto"
         if overwrite:
             change += " instead of --overwrite"
-        lines.append(f"to continue: the same command {change}")
+        lines.append(f"To continue, run the same command {change}.")
         return "\n".join(lines)
 
     exported = run.checkpoint_folder / "best.pt"

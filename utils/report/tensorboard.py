@@ -48,7 +48,10 @@ class TensorBoardWriter:
             if method == "add_images":  # only these need Pillow; the caller shows no more of them
                 raise
             self._folder = None
-            text = "TensorBoard shows no more of this attempt, which goes on. metrics.jsonl has all values. It needs %s"
+            text = (
+                "Training continues, but TensorBoard shows no more of this attempt. metrics.jsonl has all values."
+                " TensorBoard needs %s"
+            )
             logging.getLogger(LOGGER_NAME).warning(text, explain_import_error("tensorboard", error))
 
     def _create_writer(self, folder: Path) -> Any:
@@ -79,13 +82,13 @@ class TensorBoardWriter:
             TypeError: for anything else.
         """
         if not isinstance(images, dict):
-            raise TypeError(f"returned a {type(images).__name__}; return {{name: uint8 [B, 3, H, W]}}")
+            raise TypeError(f"got a {type(images).__name__} instead of {{name: uint8 [B, 3, H, W]}}")
         for name, batch in images.items():
             if not isinstance(batch, Tensor) or batch.dtype != torch.uint8 or batch.ndim != 4:
                 description = type(batch).__name__
                 if isinstance(batch, Tensor):
                     description = f"{batch.dtype} {list(batch.shape)}"
-                raise TypeError(f"{name} is {description}; return uint8 [B, 3, H, W]")
+                raise TypeError(f"{name} is {description} instead of uint8 [B, 3, H, W]")
             channels = 3 if batch.shape[1] >= 3 else 1
             shown = batch[:MAX_IMAGES, :channels].cpu()
             if len(shown):

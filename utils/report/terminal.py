@@ -17,7 +17,9 @@ from utils.run.start import Attempt
 from utils.training.ddp_model import choose_bucket_megabytes
 from utils.training.state import TrainState
 
-DEVICE_READ_NOTE = ": one device read per step, since it does not support found_inf (torch's fused optimizers do)"
+DEVICE_READ_NOTE = (
+    ", with one read from the device per step, since it lacks found_inf (torch's fused optimizers have it)"
+)
 SECONDS_TO_SHOW_WEEKDAY = 12 * 3600  # of a run that ends so much later, the day is shown as well
 SHOWN_VERSIONS = ("torch", "cuda", "nccl")
 MAX_DATA_WAIT = 0.2  # fraction of a log window above which a warning suggests flags
@@ -50,9 +52,9 @@ class Terminal:
         progress = state.progress
         sampler = self._loader.sampler
 
-        steps = f"{self._total_steps:,}, {sampler.steps_per_epoch:,} per epoch"
+        steps = f"{self._total_steps:,} optimizer steps, {sampler.steps_per_epoch:,} per epoch"
         if math.inf not in config.limits:
-            limits = [f"epochs={config.epochs}", f"max_steps={config.max_steps}"]
+            limits = [f"--epochs {config.epochs}", f"--max_steps {config.max_steps}"]
             if self._total_steps == config.max_steps:
                 limits.reverse()
             steps += f" ({limits[0]} ends the run before {limits[1]})"
@@ -71,15 +73,15 @@ class Terminal:
         versions = [f"{name} {version}" for name, version in provenance["versions"].items() if name in SHOWN_VERSIONS]
         resumed = ""
         if run.resume_path:
-            resumed = f"{run.resume_path}: step {progress.step}, epoch {progress.epoch + 1},"
-            resumed += f" {progress.samples_in_epoch:,} of {sampler.samples_per_epoch:,} samples"
+            resumed = f"from {run.resume_path} at step {progress.step}, in epoch {progress.epoch + 1}"
+            resumed += f" after {progress.samples_in_epoch:,} of its {sampler.samples_per_epoch:,} samples"
         decided = {
             "run": str(run.folder),
-            "ranks": f"{ctx.world_size} on {nodes}: {devices}",
+            "ranks": f"{format_count(ctx.world_size, 'rank')} on {nodes} ({devices})",
             "model": _format_model_line(config, state),
             "data": _format_data_line(self._loader, held_out_loaders),
             "evaluation": evaluation,
-            "workers": f"{self._loader.num_workers} per rank",
+            "workers": _format_worker_line(self._loader.num_workers),
             "batch": _format_batch_line(config.micro_batch, sampler.micro_batches_per_step, ctx.world_size),
             "BatchNorm": _format_batchnorm_line(state.step_sums.running_stats.momenta, micro_batches),
             "budget": sampler.provenance.get("budget"),  # of a micro-batch
@@ -144,7 +146,7 @@ class Terminal:
             alternative = ""
             if getattr(dataset, "cacheable", False):  # extra: cache
                 alternative = " or --cache ram"
-            text = "data loading takes %.0f%% of the time: try more --num_workers (now %d per rank, with %d CPUs)%s"
+            text = "Data loading takes %.0f%% of the time. Try more --num_workers (now %d per rank, with %d CPUs)%s."
             cpus = count_usable_cpus() // ctx.local_world_size
             self._attempt.run.warn(text, 100 * wait_fraction, self._loader.num_workers, cpus, alternative)
 
@@ -170,6 +172,12 @@ def _format_model_line(config: TrainingConfig, state: TrainState) -> str:
     return line
 
 
+def _format_worker_line(num_workers: int) -> str:
+    if num_workers == 0:
+        return "none, so each rank loads its own batches"
+    return f"{format_count(num_workers, 'loader worker')} per rank"
+
+
 def _format_data_line(loader: GlobalBatchLoader, held_out_loaders: dict[str, GlobalBatchLoader]) -> str:
     dropped = len(loader.dataset) - loader.sampler.samples_per_epoch
     line = f"{dataset_class_name(loader.dataset)}, {len(loader.dataset):,} training samples"
@@ -190,7 +198,7 @@ def _format_data_line(loader: GlobalBatchLoader, held_out_loaders: dict[str, Glo
 
 
 def _format_batch_line(micro_batch: tuple[str, int], micro_batches: int, ranks: int) -> str:
-    """64 per rank x 2 accumulation x 4 ranks = 512 global.
+    """512 samples per optimizer step: 64 per rank x 2 accumulation steps x 4 ranks.
 
     Args:
         micro_batch: the setting that gives a micro-batch its size, and the size.
@@ -198,12 +206,14 @@ def _format_batch_line(micro_batch: tuple[str, int], micro_batches: int, ranks: 
     """
     setting, size = micro_batch
     passes = math.ceil(micro_batches / ranks)
-    unit = "" if setting == "batch_size" else " tokens at most"
-    end = f"{format_count(ranks, 'rank')} = {micro_batches * size} global{unit}"
+    total = f"{format_count(micro_batches * size, 'sample')} per optimizer step"
+    if setting != "batch_size":
+        total = f"at most {micro_batches * size:,} tokens per optimizer step"
+    rank_count = format_count(ranks, "rank")
     if micro_batches == passes * ranks:
-        return f"{size} per rank x {passes} accumulation x {end}"
+        return f"{total}: {size} per rank x {format_count(passes, 'accumulation step')} x {rank_count}"
     idle = 1 - micro_batches / (passes * ranks)
-    return f"{micro_batches} x {size} on {end} ({idle:.0%} of the ranks' time is idle)"
+    return f"{total}: {micro_batches} micro-batches of {size} on {rank_count}, which are idle {idle:.0%} of the time"
 
 
 def _format_batchnorm_line(momenta: list[float], updates: int) -> str:
@@ -214,7 +224,8 @@ def _format_batchnorm_line(momenta: list[float], updates: int) -> str:
     for momentum in momenta:
         equivalent = 1 - (1 - momentum) ** updates
         same.append(f"{equivalent:.3g} for the memory that {momentum:g} has in torch")
-    return f"running statistics move once per optimizer step, not per micro-batch; use momentum {', '.join(same)}"
+    advice = f"Use momentum {', '.join(same)}."
+    return f"The running statistics move once per optimizer step, not per micro-batch. {advice}"
 
 
 def _format_gradient_line(state: TrainState, comm_hook: str, bucket_cap_mb: float) -> str:
@@ -224,7 +235,7 @@ def _format_gradient_line(state: TrainState, comm_hook: str, bucket_cap_mb: floa
         if parameter.requires_grad:
             size += parameter.numel() * parameter.element_size()
     bucket = choose_bucket_megabytes(state.model, bucket_cap_mb)
-    line = f"{size / 2**20:.2f} MB per step, in buckets of about {bucket:.2f} MB"
+    line = f"{size / 2**20:.2f} MB per rank and step, all-reduced in buckets of about {bucket:.2f} MB"
     if comm_hook != "none":
         line += f", rounded to {comm_hook}"
     return line + state.strategy.banner_note

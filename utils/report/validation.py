@@ -67,7 +67,9 @@ class Validation:
         selecting = records[-1]  # of the averaged weights, if there are any
         metric = self.best_metric.name
         if metric not in selecting:
-            raise UserError(f"best_metric={metric}: is missing in this evaluation; report it in each one")
+            raise UserError(
+                f"--best_metric {metric} is missing in this evaluation. Report this metric in each evaluation."
+            )
         value = selecting[metric]
         if not math.isfinite(selecting["loss"]):
             value = math.nan

@@ -181,9 +181,9 @@ class AsyncSnapshot:
         if diverged_ranks:
             diverged_text = ", ".join(f"rank {rank} on {self._ctx.hosts[rank]}" for rank in diverged_ranks)
             raise TrainingError(
-                f"{diverged_text}: has different weights or optimizer state than the other ranks, so nothing was saved;"
-                " look for faulty memory or code that treats ranks differently (scripts/verify.py),"
-                " then --resume_from auto",
+                f"The weights or the optimizer state of {diverged_text} differ from those of the other ranks, so"
+                " nothing was saved. Look for faulty memory or code that treats ranks differently (scripts/verify.py),"
+                " then start again with --resume_from auto.",
                 diverged_ranks[0],
                 self._ctx.hosts[diverged_ranks[0]],
             )

@@ -65,7 +65,7 @@ class CheckpointFiles:
         for path in later:
             shutil.move(path, self._superseded_folder / path.name)
         names = ", ".join(path.name for path in later)
-        self._add_note(f"moved checkpoints of steps after {step} to {self._superseded_folder}: {names}")
+        self._add_note(f"The checkpoints after step {step} were moved to {self._superseded_folder}: {names}.")
 
     def restore_best(self, step: int) -> bool:
         """Make best.pt the checkpoint of this step again, from this folder or that of the checkpoint resumed from.
@@ -92,7 +92,8 @@ class CheckpointFiles:
             shutil.move(self.best, self._superseded_folder / self.best.name)
         if step < 0:
             return True
-        self._add_note(f"the best checkpoint so far, of step {step}, is gone: the next evaluation starts a new best")
+        text = f"The best checkpoint so far, of step {step}, is gone."
+        self._add_note(f"{text} The next evaluation starts a new best checkpoint.")
         return False
 
     def _list_candidates(self, step: int) -> list[Path]:
@@ -126,7 +127,7 @@ class CheckpointFiles:
         if self.best.is_symlink() and self.best.exists():
             self._create_superseded_folder()
             kept = checkpoint.copy_checkpoint(self.best, self._superseded_folder)
-            self._add_note(f"the best checkpoint so far is kept as {kept}")
+            self._add_note(f"The best checkpoint so far is kept as {kept}.")
 
     def _create_superseded_folder(self) -> None:
         self._superseded_folder.mkdir(exist_ok=True)

@@ -180,9 +180,9 @@ class Checkpoints:
         self._run.records.append_event("buffers_differ", self._saved_step, rank=rank)
         if not self._has_warned_of_buffers:
             self._run.warn(
-                "buffers: rank %d on %s has other values in persistent buffers than rank 0. Rank 0's are saved."
-                " Update them with what all ranks computed (torch.distributed.all_reduce or all_gather), or register"
-                " them with persistent=False. scripts/verify.py names such buffers.",
+                "Rank %d on %s has other values in persistent buffers than rank 0. The values of rank 0 are saved."
+                " Update the buffers with what all ranks computed (torch.distributed.all_reduce or all_gather), or"
+                " register the buffers with persistent=False. scripts/verify.py names such buffers.",
                 rank,
                 self._ctx.hosts[rank],
             )
@@ -247,7 +247,7 @@ class Checkpoints:
         try:
             self._run.checkpoint_files.link_best(progress.best_step)
         except OSError as error:
-            self._run.warn(f"best.pt cannot be written ({error}); the next evaluation starts a new best")
+            self._run.warn(f"best.pt cannot be written ({error}). The next evaluation starts a new best checkpoint.")
             return
         self._best_link = BestLink.LINKED
         path = self._run.checkpoint_folder / BEST_NAME
@@ -272,8 +272,8 @@ class Checkpoints:
             self._writer.retry()
             self._wait_for_write()
         if self._writer.is_failing:
-            problem = "the last checkpoint cannot be written; make room, then --resume_from auto"
-            raise TrainingError(f"{self._run.checkpoint_folder}: {problem}")
+            text = f"The last checkpoint cannot be written to {self._run.checkpoint_folder}."
+            raise TrainingError(f"{text} Make room, then start again with --resume_from auto.")
         self._agree_on_best()
 
     def save_and_wait(self) -> None:
@@ -326,7 +326,7 @@ class Checkpoints:
         if result is None:
             return
         if result.error is not None:
-            self._run.warn(f"{result.error}; training continues, and the next checkpoint is tried when it is due")
+            self._run.warn(f"{result.error} Training continues, and the next checkpoint is tried when it is due.")
             return
 
         waited_s = 0.0
@@ -344,7 +344,7 @@ class Checkpoints:
             waited_s=round(waited_s, 3),
         )
         self._run.status.write("running", checkpoint=str(path))
-        text = "saved %s in %.2f s; blocked training for %.1f ms"
+        text = "%s was saved in %.2f s and blocked training for %.1f ms."
         blocked_ms = 1000 * self._blocked_s
         logging.getLogger(LOGGER_NAME).info(text, path, result.seconds, blocked_ms)
         self._link_best()

@@ -85,7 +85,7 @@ def check_command_line() -> None:
         ranks = f"{launch.world_size} rank"
         if launch.world_size > 1:
             ranks += "s"
-        print(f"starting on {ranks}; importing torch takes a few seconds", flush=True)
+        print(f"Starting on {ranks}. Importing torch takes a few seconds.", flush=True)
 
 
 def exit_with_user_error(error: UserError, launch: Launch) -> NoReturn:

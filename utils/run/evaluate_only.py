@@ -115,5 +115,5 @@ def _evaluate(
         replace_json(file, outcome)
 
     on_rank_0(write, ctx)
-    logger.info("wrote %s; the weights that select the best checkpoint are %r", file, kind)
+    logger.info("The results are in %s. The weights that select the best checkpoint are %r.", file, kind)
     return outcome

@@ -100,7 +100,7 @@ def find_cause(
     if text:
         # closes the files in the frames of the traceback, so that the run folder can be written
         drop_traceback(error)
-        return TrainingError(f"rank {ctx.rank}: {text}")
+        return TrainingError(f"Rank {ctx.rank} failed: {text}")
 
     is_resumed = False
     if run and is_out_of_memory(error):  # after other errors the folder is not read, since its storage may hang
@@ -163,10 +163,11 @@ def exit_with_error(error: BaseException, code: int = 1) -> NoReturn:
         logger.debug("traceback", exc_info=error)
     elif is_peer_failure(error):
         reason = str(error).splitlines()[0]
-        logger.error("this rank lost its peers (%s): another rank failed first, see its log", reason)
+        logger.error("Another rank failed first, so this rank lost its peers (%s). See the log of that rank.", reason)
         logger.debug("traceback", exc_info=error)
     else:
-        logger.error("this rank failed", exc_info=error)
+        host = socket.gethostname()
+        logger.error("An exception ended rank %d on %s.", launch.rank, host, exc_info=error)
         text = f"{type(error).__name__}: {error_text(error)}"
-        logger.error("failed: rank %d on %s: %s", launch.rank, socket.gethostname(), text)
+        logger.error("Rank %d on %s failed: %s", launch.rank, host, text)
     exit_now(code)

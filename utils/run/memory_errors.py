@@ -42,9 +42,10 @@ def explain_out_of_memory(
     global_size = size * config.micro_batches_per_step(ctx.world_size)
     flags = suggest_half_batch(name, size, global_size)
     if flags and not is_resumed:
-        ways.insert(0, f"{flags} (the same global batch; scripts/benchmark.py --find-batch shows what fits)")
+        ways.insert(0, f"{flags} (the same global batch, and scripts/benchmark.py --find-batch shows what fits)")
     ways.append("a smaller model or image size")
-    return TrainingError(f"rank {ctx.rank} on {ctx.host} ran out of {resource}: {text}; use {' or '.join(ways)}")
+    cause = text.rstrip(".")
+    return TrainingError(f"Rank {ctx.rank} on {ctx.host} ran out of {resource} ({cause}). Use {' or '.join(ways)}.")
 
 
 def suggest_half_batch(name: str, size: int, global_size: int) -> str:

@@ -219,8 +219,8 @@ def load_checkpoint(path: Path, ctx: DistributedContext, sharded: dict[str, Tens
     readers = [rank for rank, other_id in enumerate(file_ids) if other_id == file_ids[ctx.rank]]
     reader_and_count = (readers.index(ctx.rank), len(readers))
     trailer = on_all_ranks(partial(checkpoint.verify_checkpoint, path, reader_and_count), ctx)
-    remedy = "put the run folder on storage that all nodes share"
-    sentence = f"{path}: {{other}} and {{first}} see different files under this name; {remedy}"
+    sentence = f"The file {path} differs between {{first}} and {{other}}."
+    sentence += " Put the run folder on storage that all nodes share."
     require_equal(trailer.checksum, sentence, ctx)
     payload, _checksum = on_all_ranks(partial(checkpoint.read_checkpoint, path, trailer, sharded), ctx)
     return payload
@@ -235,8 +235,9 @@ def load_best_checkpoint(run: RunFolder, state: TrainState, ctx: DistributedCont
     return load_checkpoint(path, ctx, state.sharded_parameters())
 
 
-SETTING_DIFFERS = "{name}={here}: the checkpoint has {name}={before}"
-SETTING_DELETED = "{name}: the checkpoint has {name}={before}, and this fork has no such flag (docs/extras.md)"
+SETTING_DIFFERS = "--{name} is {here}, but the checkpoint has --{name} {before}."
+SETTING_DELETED = "The checkpoint has --{name} {before}, but this fork has no such flag (docs/extras.md)."
+DATA_DIFFERS = "The {name} of the training set is {here}, but the checkpoint has {before}."
 
 
 class ComparedValue(NamedTuple):
@@ -309,12 +310,12 @@ def list_compared_values(
     unit = "samples"
     if is_packed and config.micro_batch[0] != "batch_size":
         unit = "tokens"
-    lengths = "lengths: those of the training samples are not the checkpoint's, so they would be packed otherwise"
-    size = f"global batch: {{here}} {unit} per optimizer step, the checkpoint has {{before}}"
-    precision = "precision: {here}, the checkpoint was made in {before}"
+    lengths = "The lengths of the training samples differ from the checkpoint's, so samples would be packed otherwise."
+    size = f"The global batch has {{here}} {unit} per optimizer step, but the checkpoint has {{before}}."
+    precision = "The precision is {here}, but the checkpoint was made in {before}."
     rules = {
-        "mean": ("must", SETTING_DIFFERS),
-        "std": ("must", SETTING_DIFFERS),
+        "mean": ("must", DATA_DIFFERS),
+        "std": ("must", DATA_DIFFERS),
         "lengths": (lengths_rule, lengths),
         "global_batch_size": (size_rule, size),
         "precision": ("may", precision),
@@ -386,7 +387,9 @@ def compare_checkpoint(
     elif data_change:
         allowed.append(data_change)
     if forbidden:
-        remedy = "resume_from: these must match; give them as they were, or start a new run with --init_from"
+        remedy = (
+            "These values must be as they were for --resume_from. Restore them, or start a new run with --init_from."
+        )
         raise UserError("\n".join([*forbidden, remedy]))
     return allowed
 
@@ -397,7 +400,7 @@ def check_removed_settings(saved: dict[str, Any], config: TrainingConfig) -> Non
         value = saved.get(name, removed.default)
         required = removed.required_setting
         if required and value != removed.default and not getattr(config, required):
-            text = f"resume_from: the run was started with --{name} {value:g}, which was removed."
+            text = f"The run of --resume_from was started with --{name} {value:g}, which was removed."
             raise UserError(f"{text} Add --{required} {saved[required]}.")
 
 
@@ -407,7 +410,7 @@ def require_same_model_and_data(payload: dict[str, Any], config: TrainingConfig)
     rows = [row for row in list_compared_settings(payload, config) if row.name in compared]
     forbidden = describe_differences(rows, "must")
     if forbidden:
-        remedy = f"eval_only: these must match; give --config {payload['config']['run_dir']}/config.json"
+        remedy = f"--eval_only needs these values. Give --config {payload['config']['run_dir']}/config.json."
         raise UserError("\n".join([*forbidden, remedy]))
 
 
@@ -433,15 +436,18 @@ def compare_evaluation_data(payload: dict[str, Any], config: TrainingConfig, spl
     current_config = config.to_json()
     is_same = all(saved_config.get(name) == current_config[name] for name in names)
     data_change, is_other_data = compare_data(saved, current, {}, is_same_code=is_same, split=split)
-    rows = [ComparedValue(name, saved_provenance.get(name), properties[name], "may") for name in ("mean", "std")]
+    rows = []
+    for name in ("mean", "std"):
+        rows.append(ComparedValue(name, saved_provenance.get(name), properties[name], "may", DATA_DIFFERS))
     lines = describe_differences(rows, "may")
     has_changed = is_other_data or bool(lines)
     if data_change:
         lines.append(data_change)
 
     if is_same and has_changed and _parse_sample_count(saved) == _parse_sample_count(current):
-        remedy = "restore the data and the code that reads it (sort what is made from a set)"
-        raise UserError("\n".join([*lines, f"data_dir={config.data_dir}: {remedy}"]))
+        text = f"The samples of --data_dir {config.data_dir} have changed."
+        remedy = "Restore the data and the code that reads the data (sort what is made from a set)."
+        raise UserError("\n".join([*lines, f"{text} {remedy}"]))
     return lines
 
 
@@ -471,7 +477,7 @@ def compare_best(
         saved_metric = progress["best_metric"]
         is_same_metric = saved_metric == best_metric
         if not is_same_metric and is_same_set:
-            lines.append(f"the best checkpoint is selected by {best_metric}, in the checkpoint by {saved_metric}")
+            lines.append(f"The best checkpoint is selected by {best_metric}, but in the checkpoint by {saved_metric}.")
     else:
         # an earlier version saved only the setting, and "auto" does not tell which metric was chosen
         saved_setting = payload["config"].get("best_metric")
@@ -479,7 +485,7 @@ def compare_best(
     is_same_kind_of_weights = bool(payload["ema"]) == bool(config.ema_decay)
     is_comparable = is_same_metric and is_same_kind_of_weights and is_same_set
     if progress.get("best_value") is not None and not is_comparable:
-        lines.append("the best value so far no longer counts: the best checkpoint and patience start again")
+        lines.append("The best value so far no longer counts, so the best checkpoint and patience start again.")
     return lines, is_comparable
 
 
@@ -495,9 +501,9 @@ def compare_held_out(saved: dict[str, Any], current: dict[str, Any]) -> dict[str
     changes: dict[str, str] = {}
     for split in sorted(old | new):
         if split not in old:
-            changes[split] = f"the {split} set is new: the checkpoint was made without one"
+            changes[split] = f"The {split} set is new, since the checkpoint was made without one."
         elif split not in new:
-            changes[split] = f"the {split} set is gone: the checkpoint was made with one"
+            changes[split] = f"The {split} set is gone, although the checkpoint was made with one."
         else:
             line, _is_other = compare_data(old[split], new[split], {}, is_same_code=False, split=split)
             if line:
@@ -512,8 +518,8 @@ def compare_fingerprints(payload: dict[str, Any], state: TrainState, ctx: Distri
     for rank, fingerprint in enumerate(fingerprints):
         if saved not in (None, fingerprint):
             return [
-                f"the state that rank {rank} on {ctx.hosts[rank]} has loaded: its fingerprint is {fingerprint}, that of"
-                f" the checkpoint {saved}; look for faulty memory, or an optimizer that converts what it loads"
+                f"The state that rank {rank} on {ctx.hosts[rank]} has loaded has the fingerprint {fingerprint}, but the"
+                f" checkpoint has {saved}. Look for faulty memory, or an optimizer that converts what it loads."
             ]
     return []
 
@@ -532,5 +538,5 @@ def describe_lr_jump(payload: dict[str, Any], state: TrainState) -> list[str]:
         base = group["base_lr"]
         now = base * factor
         if not math.isclose(before, now, rel_tol=1e-3, abs_tol=1e-6 * base):
-            return [f"the learning rate of step {step + 1} was {before:.3g} and would be {now:.3g} now: it jumps there"]
+            return [f"The learning rate jumps: at step {step + 1} it was {before:.3g}, and it would be {now:.3g} now."]
     return []

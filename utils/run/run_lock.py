@@ -59,7 +59,7 @@ class RunLock:
         if not is_owner:
             self.close()
             owner = _describe_owner(self.previous_owner)
-            raise UserError(f"run_dir={folder}: is in use by {owner}; end that job or give another --run_dir")
+            raise UserError(f"--run_dir {folder} is in use by {owner}. End that job or give another --run_dir.")
         threading.Thread(target=self._touch_periodically, daemon=True).start()
 
     @property
@@ -92,9 +92,9 @@ class RunLock:
             if is_free and (self._has_owner_ended(status) or waited > SECONDS_TO_SEE_HEARTBEAT):
                 return True
             if waited < 0.5:
-                text = "%s: looking for up to %.0f s whether its owner, %s, is alive"
+                text = "This start waits up to %.0f s to see whether the owner of %s is alive (%s)."
                 owner = _describe_owner(self.previous_owner)
-                logging.getLogger(LOGGER_NAME).warning(text, folder, SECONDS_TO_SEE_HEARTBEAT, owner)
+                logging.getLogger(LOGGER_NAME).warning(text, SECONDS_TO_SEE_HEARTBEAT, folder, owner)
             time.sleep(0.5)
 
     def _is_from_other_boot(self) -> bool:
@@ -199,7 +199,7 @@ class Ownership:
             TrainingError: if another job owns the folder. None is raised if lock.json cannot be read.
         """
         if not self.may_be_owner():
-            raise TrainingError(f"run_dir={self.folder}: another job has taken over this run; end this one")
+            raise TrainingError(f"Another job has taken over the run in {self.folder}. End this job.")
 
     def check_owner(self) -> None:
         """Call this before a checkpoint gets its name. The check is strict, since a save that fails is tried again.
@@ -213,7 +213,7 @@ class Ownership:
         except (ValueError, KeyError, TypeError):
             raise OSError(errno.EIO, f"{self.lock_file} cannot be read") from None
         if token != self.token:
-            raise TrainingError(f"{self.checkpoint_folder}: another job has taken over this run; end this one")
+            raise TrainingError(f"Another job has taken over {self.checkpoint_folder}. End this job.")
 
 
 def _read_boot_id() -> str:

@@ -85,9 +85,9 @@ class RunRecords:
         if not skipped_steps:
             return
         if are_all_steps_empty(skipped_steps):
-            text = "skipped %s without targets: %s"
+            text = "The run skipped %s without targets: %s."
         else:
-            text = "skipped %s with a non-finite loss or gradient: %s"
+            text = "The run skipped %s with a non-finite loss or gradient: %s."
         count = format_count(skipped_steps, "optimizer step")
         steps = join_first([str(skipped.step) for skipped in skipped_steps], 5)
         logging.getLogger(LOGGER_NAME).log(RANK_0_WARNING, text, count, steps)

@@ -18,6 +18,15 @@ from utils.run.run_lock import Ownership
 SECONDS_BETWEEN_WRITES = 1.0  # while only the progress changes
 
 
+def log_failed_step(step: int, checkpoint: str | None) -> None:
+    """Log at which step training has failed, and the checkpoint from which it can continue."""
+    logger = logging.getLogger(LOGGER_NAME)
+    if checkpoint:
+        logger.info("Training failed at step %d. The latest checkpoint is %s.", step, checkpoint)
+    else:
+        logger.info("Training failed at step %d. The run has no checkpoint yet.", step)
+
+
 class RunStatus:
     """The status of a run, as seen by one rank.
 
@@ -50,6 +59,7 @@ class RunStatus:
         # what a refused start writes back: the content before `mark_running`, and nothing after the next write
         self._status_to_restore: dict[str, Any] = {}
         self._latest_checkpoint = ""  # of this attempt
+        self._start_step: int | None = None  # from which this attempt trains, once it does
         self._written_at = -math.inf  # by time.monotonic
 
     @property
@@ -81,6 +91,7 @@ class RunStatus:
     def mark_started(self, **progress: Any) -> None:
         """Write the progress from which this attempt trains. The first step after it is written at once."""
         self.write("running", **progress)
+        self._start_step = progress["step"]
         self._written_at = -math.inf
 
     def update_progress(self, **values: Any) -> None:
@@ -148,8 +159,9 @@ class RunStatus:
             "host": host,
             "time": self._format_timestamp(),
         }
-        text = "the run failed after step %d; its latest checkpoint is %s"
-        logging.getLogger(LOGGER_NAME).info(text, last_step, latest_checkpoint or "missing")
+        if self._start_step is not None and last_step > self._start_step:
+            # a start that fails shows only its error
+            log_failed_step(last_step, latest_checkpoint)
         try:
             replace_json(self._file, status)
         except OSError:

@@ -69,7 +69,7 @@ def open_run(config: TrainingConfig, ctx: DistributedContext) -> Iterator[Attemp
             on_all_ranks(lambda: folder.mkdir(parents=True, exist_ok=True), ctx)
         if run.start_decision.is_completed:
             logger = setup_logger(ctx.rank)
-            text = "%s: this run is already completed; to train longer, increase --epochs, --max_steps or --patience"
+            text = "The run in %s is already completed. To train longer, increase --epochs, --max_steps or --patience."
             logger.info(text, run.folder)
         else:
             logger = setup_logger(ctx.rank, run.log_file)
@@ -117,7 +117,7 @@ def check_ranks_equal(config: TrainingConfig, ctx: DistributedContext) -> None:
         values = [kind.get(name, "none") for kind in kinds]
         if len(set(values)) > 1:
             table.append([name, *values])
-    text = "the ranks differ in code, settings or versions; give all nodes the same ones, then start again"
+    text = "The ranks differ in code, settings or versions. Give all nodes the same ones, then start again."
     raise UserError(f"{text}\n{format_table(table)}", ranks[1], ctx.hosts[ranks[1]])
 
 
@@ -184,15 +184,15 @@ def check_shared_storage(folder: Path, token: str, ctx: DistributedContext) -> N
         UserError: if it does not see it or cannot write; StartError if another attempt may succeed.
     """
     if not is_owner_visible(folder, token):
-        remedy = "put the run folder on storage that all nodes share, at the same path"
+        remedy = "Put the run folder on storage that all nodes share, at the same path"
         remedy += ", or give --mirror"  # extra: companions
-        text = f"{ctx.host} does not see what rank 0 on {ctx.hosts[0]} has written there"
-        raise UserError(f"run_dir={folder}: {text}; {remedy}")
+        text = f"{ctx.host} does not see what rank 0 on {ctx.hosts[0]} has written to --run_dir {folder}."
+        raise UserError(f"{text} {remedy}.")
     mark = folder / f".rank{ctx.rank}"
     try:
         mark.touch()
         mark.unlink()
     except OSError as error:
         kind = StartError if is_transient(error) else UserError
-        text = f"{ctx.host} cannot write there ({error.strerror}); make it writable on all nodes"
-        raise kind(f"run_dir={folder}: {text}") from None
+        text = f"{ctx.host} cannot write to --run_dir {folder} ({error.strerror})."
+        raise kind(f"{text} Make this folder writable on all nodes.") from None

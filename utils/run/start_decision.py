@@ -17,7 +17,7 @@ from utils.run.run_lock import LOCK_FILE, RunLock
 from utils.settings.errors import StartError, UserError
 
 DID_NOT_EXIST = ""  # stands for the new name of a folder that this start has created
-KILLED_ERROR = "every rank was killed"  # the error of an attempt that nobody survived to report
+KILLED_ERROR = "Every rank was killed."  # the error of an attempt that nobody survived to report
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class ExistingRun:
         self.status.update(state="failed", error=KILLED_ERROR, rank=0, host=self.owner.get("host"))
         with suppress(OSError):
             replace_json(self.config.run_folder / "status.json", self.status)
-        return [f"the previous attempt: {KILLED_ERROR}"]
+        return ["Every rank of the previous attempt was killed."]
 
     def find_checkpoint(self) -> tuple[Path | None, list[str]]:
         """Find the checkpoint to start from.
@@ -138,16 +138,16 @@ class ExistingRun:
         written = self.status.get("checkpoint")
         if self.wants_to_continue and written and not path:
             raise UserError(
-                f"{config.checkpoint_folder}: has no checkpoint, but the run has written {written}; put it back (is the"
-                " disk mounted?), or start over with --overwrite instead of --resume_from auto"
+                f"{config.checkpoint_folder} has no checkpoint, but the run has written {written}. Put this checkpoint"
+                " back (is the disk mounted?), or start over with --overwrite instead of --resume_from auto."
             )
 
         backups = self.owner.get("aside")
         is_empty = not self.has_run and not self.is_same_launch
         if config.resume_from == "auto" and is_empty and backups:
             raise UserError(
-                f"run_dir={config.run_folder}: its run was moved to {' and '.join(backups)} by a start that was killed;"
-                " move it back, or start over without --resume_from auto"
+                f"A start that was killed has moved the run of --run_dir {config.run_folder} to"
+                f" {' and '.join(backups)}. Move the run back, or start over without --resume_from auto."
             )
 
     def refuse_to_replace(self, may_restart: bool) -> None:
@@ -161,23 +161,24 @@ class ExistingRun:
         if may_restart and not self.launch_id:
             # a restart would move aside what the attempt before it has trained
             raise UserError(
-                f"run_dir={folder}: holds a run, and restarts look like new launches; give torchrun --rdzv-id NAME"
+                f"--run_dir {folder} holds a run, and restarts look like new launches. Give torchrun --rdzv-id NAME."
             )
 
         is_named = config.run_dir != DEFAULT_RUN_DIR or config.checkpoint_dir != ""
         if is_named and not config.overwrite:
             raise UserError(
-                f"run_dir={folder}: holds a run already; add --resume_from auto to continue it, --overwrite to replace"
-                " it, or give another --run_dir"
+                f"--run_dir {folder} holds a run already. Add --resume_from auto to continue this run, add --overwrite"
+                " to replace this run, or give another --run_dir."
             )
 
         inside = []
         for name in ("init_from", "resume_from"):
             given = getattr(config, name)
             if given and Path(given).resolve().is_relative_to(folder.resolve()):
-                inside.append(f"{name}={given}")
+                inside.append(f"--{name} {given}")
         if inside:
-            raise UserError(f"{', '.join(inside)}: is in the run that would be moved aside; give another --run_dir")
+            text = f"{' and '.join(inside)} is in the run that would be moved aside. Give another --run_dir."
+            raise UserError(text)
 
 
 def decide_start(config: TrainingConfig, host: str, launch_id: str, may_restart: bool) -> tuple[RunLock, StartDecision]:
@@ -196,9 +197,14 @@ def decide_start(config: TrainingConfig, host: str, launch_id: str, may_restart:
     checkpoint_folder = config.checkpoint_folder
     if config.track != "none" and not getattr(find_spec(config.track), "origin", None):  # extra: companions
         # a folder of that name is found as a namespace package, which has no origin
-        raise UserError(f"track={config.track}: the package is missing; pip install {config.track}")
+        raise UserError(
+            f"--track {config.track} needs the package {config.track}, which is not installed."
+            f" Run pip install {config.track}."
+        )
     if Path.cwd().is_relative_to(folder.resolve()) or any(folder.glob(f"*/{LOCK_FILE}")):
-        raise UserError(f"run_dir={folder}: contains more than one run's files; give a separate folder, e.g. runs/NAME")
+        raise UserError(
+            f"--run_dir {folder} contains the files of more than one run. Give a separate folder, e.g. runs/NAME."
+        )
 
     created: list[list[str]] = []  # the folders that this start creates, as `restore_existing_run` takes them
     if not folder.exists():
@@ -253,8 +259,8 @@ def _decide_locked(
         lock = _open_lock(folder, checkpoint_folder, host)
         attempt = 1
         backups = [backup for _, backup in renamed_folders]
-        text = f"moved the earlier run to {' and '.join(backups)} ({describe_folder_size(backups)})"
-        notes.append(f"{text}; to delete it: rm -r {' '.join(backups)}")
+        text = f"The earlier run was moved to {' and '.join(backups)} ({describe_folder_size(backups)})."
+        notes.append(f"{text} This command deletes the earlier run: rm -r {' '.join(backups)}")
     else:
         renamed_folders = []
         attempt = existing_run.next_attempt
@@ -289,7 +295,7 @@ def _inspect_with_mirror(
         from utils.extras.companions.programs import call_program, create_companion_plan
 
         plan = create_companion_plan(config, rank=0, host=host, token=lock.token, launch_id=launch_id)
-        mirror_decision = call_program("mirror", plan, f"mirror={config.mirror}", "--first")
+        mirror_decision = call_program("mirror", plan, f"--mirror {config.mirror}", "--first")
         existing_run = ExistingRun.inspect(config, launch_id, mirror_decision.get("owner") or lock.previous_owner)
     return existing_run, mirror_decision
 
@@ -315,7 +321,7 @@ def rename_existing_run(folder: Path, checkpoint_folder: Path) -> list[list[str]
             os.rename(original, backup)
     except OSError as error:
         restore_existing_run(renames)
-        raise UserError(f"{original}: cannot be moved aside ({error.strerror}); give another --run_dir") from None
+        raise UserError(f"{original} cannot be moved aside ({error.strerror}). Give another --run_dir.") from None
     return renames
 
 
@@ -370,4 +376,4 @@ def _open_lock(folder: Path, checkpoint_folder: Path, host: str) -> RunLock:
         return RunLock(folder, host)
     except OSError as error:
         kind = StartError if is_transient(error) else UserError
-        raise kind(f"run_dir={folder}: cannot be written ({error.strerror}); give a writable folder") from None
+        raise kind(f"--run_dir {folder} cannot be written ({error.strerror}). Give a writable folder.") from None

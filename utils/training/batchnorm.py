@@ -38,7 +38,10 @@ class RunningStats:
         if not self._layers:
             return
         if any(layer.momentum is None for layer in self._layers):
-            raise UserError("BatchNorm: momentum=None (a cumulative average) cannot be resumed exactly; use e.g. 0.1")
+            raise UserError(
+                "BatchNorm with momentum=None (a cumulative average) cannot be resumed exactly."
+                " Give a momentum, e.g. 0.1."
+            )
         # A micro-batch leaves its statistics in the layers' buffers. Between two steps these hold the committed ones.
         self._buffers = _flatten_buffers(self._layers, ("running_mean", "running_var"))
         self._buffer_counts = _flatten_buffers(self._layers, ("num_batches_tracked",))
@@ -133,14 +136,14 @@ def check_sync_batchnorm(model: nn.Module, sampler: GlobalBatchSampler, ctx: Dis
     if not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return
     if ctx.device.type != "cuda":
-        raise UserError("SyncBatchNorm: works on CUDA only; leave out --sync_bn on the CPU")
+        raise UserError("SyncBatchNorm works on CUDA only. Leave out --sync_bn on the CPU.")
     full_step = sampler.micro_batches_per_step
     last_step = sampler.micro_batches_per_epoch % full_step
     is_uneven = full_step % ctx.world_size != 0 or last_step % ctx.world_size != 0
     if is_uneven or (sampler.is_packed and not sampler.drop_last):
         raise UserError(
-            "SyncBatchNorm: every rank needs the same number of micro-batches in every step; "
-            "add --drop_last and use a global batch size that the number of ranks divides"
+            "SyncBatchNorm needs the same number of micro-batches on every rank in every step. "
+            "Add --drop_last and use a global batch size that the number of ranks divides."
         )
 
 

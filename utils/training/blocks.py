@@ -35,6 +35,6 @@ def check_blocks(blocks: list[nn.Module]) -> None:
     for block in blocks:
         if not isinstance(block, nn.Module) or not is_callable(block):
             raise UserError(
-                f"blocks(model) of model.py: returned {type(block).__name__} {str(block)[:40]!r}; return modules with a"
-                " forward, e.g. list(model.blocks)"
+                f"blocks(model) of model.py returned {type(block).__name__} {str(block)[:40]!r}. Return modules with a"
+                " forward, e.g. list(model.blocks)."
             )

@@ -111,17 +111,19 @@ COMM_HOOKS = {
 def explain_unused_parameters(names: list[str]) -> TrainingError:
     """Return the error for parameters that got no gradient in a step."""
     return TrainingError(
-        f"model: {join_first(names)} got no gradient in this step, while other batches use it, and other ranks"
-        " wait for it; use every parameter in every forward pass, add --find_unused_parameters, or freeze it"
+        f"The model's {join_first(names)} got no gradient in this step, while other batches use it, and other ranks"
+        " wait for the gradient. Use every parameter in every forward pass, add --find_unused_parameters, or freeze"
+        " the parameter."
     )
 
 
 def explain_unfrozen_parameters(names: list[str], step: int) -> UserError:
     """Return the error for parameters that are trainable at this step, and were frozen at the start of the training."""
     return UserError(
-        f"model: {join_first(names)} was frozen at the start and got requires_grad_(True) before step {step},"
-        " so neither DDP nor the optimizer knows it; let create_model leave it trainable, in a parameter group whose"
-        " learning rate is 0 until then, or train it in a second run that starts with --init_from"
+        f"The model's {join_first(names)} was frozen at the start and got requires_grad_(True) before step {step},"
+        " so neither DDP nor the optimizer knows this parameter. Let create_model leave the parameter trainable, in a"
+        " parameter group whose learning rate is 0 until then, or train the parameter in a second run that starts with"
+        " --init_from."
     )
 
 
@@ -185,7 +187,7 @@ def register_comm_hook(model: DistributedDataParallel, name: str, device: torch.
             raise
         first_line = str(error).splitlines()[0]
         reason = f"torch {torch.__version__} cannot all-reduce {name} over {dist.get_backend()} ({first_line})"
-        raise UserError(f"comm_hook={name}: {reason}; give --comm_hook {alternatives}") from None
+        raise UserError(f"--comm_hook {name} cannot be used: {reason}. Give --comm_hook {alternatives}.") from None
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -132,8 +132,12 @@ class Evaluation:
         count = int(all_reduce_scalar(samples, "sum", ctx.control_group))
         dataset_size = len(loader.dataset)
         if count != dataset_size:
-            raise RuntimeError(f"evaluation counted {count} samples of {dataset_size}; this is a bug in the loader")
-        sentence = "compute_loss: {other} and {first} report different metrics; report the same for every batch"
+            raise RuntimeError(
+                f"The evaluation counted {count} samples of {dataset_size}. This is a bug in the loader."
+            )
+        sentence = (
+            "compute_loss reports different metrics on {first} and {other}. Report the same metrics for every batch."
+        )
         require_equal(tracker.shapes, sentence, ctx)
         work = rank_sum.start_all_reduce(tracker.values, sampler.micro_batches_per_epoch)
         if work:

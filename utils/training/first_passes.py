@@ -24,10 +24,10 @@ from utils.training.hooks import ComputeLoss, ModelHooks
 from utils.training.state import TrainState
 
 GRADIENTS_DIFFER = (
-    "compute_loss: {other} and {first} have different gradients after a backward pass that should average them; call"
-    " the model that compute_loss is given, not model.module or the model from elsewhere"
+    "{other} and {first} have different gradients after a backward pass that should average the gradients."
+    " In compute_loss, call the model that compute_loss is given, not model.module or the model from elsewhere."
 )
-METRICS_DIFFER = "compute_loss: {other} and {first} report different metrics; report the same on all"
+METRICS_DIFFER = "compute_loss reports different metrics on {first} and {other}. Report the same metrics on all ranks."
 
 
 def run_first_passes(
@@ -154,8 +154,8 @@ def check_single_sample_error(error: ValueError) -> None:
     """Raise UserError if this is the error of a BatchNorm that got one sample."""
     if "Expected more than 1 value per channel" in str(error):
         raise UserError(
-            f"batch_size: a micro-batch of the run has one sample, for which BatchNorm has no variance ({error}); use"
-            " another batch size, --drop_last or another normalization"
+            f"A micro-batch of the run has one sample, for which BatchNorm has no variance ({error}). Use another"
+            " --batch_size, --drop_last or another normalization."
         ) from None
 
 
@@ -208,7 +208,7 @@ def note_smallest_batch(indices: list[int], remedy: str) -> Iterator[None]:
         yield
     except Exception as error:
         size = format_count(indices, "sample")
-        error.add_note(f"the smallest micro-batch has {size}: use {remedy} if that is too few")
+        error.add_note(f"The smallest micro-batch has {size}. Use {remedy} if that is too few.")
         raise
 
 

@@ -130,5 +130,5 @@ def wrap_ddp(model: nn.Module, config: TrainingConfig, ctx: DistributedContext) 
         UserError: if the model has no trainable parameter.
     """
     if not any(p.requires_grad for p in model.parameters()):
-        raise UserError("model: has no trainable parameter; leave some with requires_grad=True")
+        raise UserError("The model has no trainable parameter. Leave some with requires_grad=True.")
     return GradientStrategy.create(config, ctx).wrap_model(model)

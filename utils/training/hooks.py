@@ -40,7 +40,9 @@ def example_inputs(batch: Any) -> tuple[Tensor, ...]:
     """
     first = first_tensor(batch)
     if first is None:
-        raise UserError("model.py: has no example_inputs(batch); add it, to return the model's arguments")
+        raise UserError(
+            "model.py has no example_inputs(batch). Add this function, which returns the model's arguments."
+        )
     return (first,)
 
 
@@ -57,7 +59,9 @@ def predict(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     if first is not None:
         output = model(first)
     if not isinstance(output, Tensor):
-        raise UserError("model.py: has no predict(model, batch); add it, to return {name: tensor [B, ...]}")
+        raise UserError(
+            "model.py has no predict(model, batch). Add this function, which returns {name: tensor [B, ...]}."
+        )
     return {"output": output}
 
 
@@ -111,7 +115,7 @@ class ModelHooks:
                 functions[field.name] = getattr(module, field.name)
         missing = [name for name in REQUIRED_HOOKS if name not in functions]
         if missing:
-            raise UserError(f"model.py: lacks {', '.join(missing)}; define it, see docs/reference.md")
+            raise UserError(f"model.py lacks {', '.join(missing)}. Define what is missing (see docs/reference.md).")
 
         if config is not None:
             for name, function in functions.items():

@@ -59,20 +59,22 @@ def check_param_groups(groups: Any, names: Mapping[Any, str]) -> list[dict[str, 
         return isinstance(group, dict) and "params" in group
 
     if not isinstance(groups, list | tuple) or not all(map(is_group, groups)):
-        raise UserError('param_groups: returned no list of groups; return e.g. [{"params": list(model.parameters())}]')
+        raise UserError(
+            'param_groups returned no list of groups. Return a list, e.g. [{"params": list(model.parameters())}].'
+        )
     groups = [group | {"params": list(group["params"])} for group in groups]
     seen: set[Tensor] = set()
     for group in groups:
         for parameter in group["params"]:
             if parameter not in names:
                 raise UserError(
-                    "param_groups: holds a parameter that is not in the model, so ranks would not share its gradient;"
-                    " register it in the model"
+                    "param_groups holds a parameter that is not in the model, so ranks would not share its gradient."
+                    " Register the parameter in the model."
                 )
             if parameter in seen:
                 raise UserError(
-                    f"param_groups: lists {names[parameter]} twice, which would be updated twice (a tied weight has two"
-                    " names and is one parameter); list each parameter once, as model.parameters() does"
+                    f"param_groups lists {names[parameter]} twice, so the parameter would be updated twice (a tied"
+                    " weight has two names and is one parameter). List each parameter once, as model.parameters() does."
                 )
             seen.add(parameter)
 
@@ -82,7 +84,7 @@ def check_param_groups(groups: Any, names: Mapping[Any, str]) -> list[dict[str, 
         if trainable:
             trained.append(group | {"params": trainable})
     if not trained:
-        raise UserError("param_groups: has no trainable parameter; return some with requires_grad=True")
+        raise UserError("param_groups has no trainable parameter. Return some with requires_grad=True.")
     return trained
 
 
@@ -99,14 +101,14 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     closure = step_parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(
-            f"create_optimizer: {type(optimizer).__name__} needs a closure that computes the loss again, which a global"
-            " batch on many ranks does not have; use another optimizer"
+            f"{type(optimizer).__name__} of create_optimizer needs a closure that computes the loss again, which a"
+            " global batch on many ranks does not have. Use another optimizer."
         )
     has_state = optimizer.state_dict().keys() >= {"state", "param_groups"}
     if not has_state or any("lr" not in group for group in optimizer.param_groups):
         raise UserError(
-            f"create_optimizer: {type(optimizer).__name__} has no 'lr' in its groups, or no 'state' and 'param_groups'"
-            " in its state_dict, as torch's optimizers have; use another optimizer"
+            f"{type(optimizer).__name__} of create_optimizer has no 'lr' in its groups, or no 'state' and"
+            " 'param_groups' in its state_dict, as torch's optimizers have. Use another optimizer."
         )
     fill_momentum_buffers(optimizer)
     for group in optimizer.param_groups:
@@ -233,8 +235,8 @@ def load_optimizer_state(
 
 def _explain_other_parameters() -> UserError:
     return UserError(
-        "the checkpoint's optimizer has different parameters; use the model.py it was made with, or load its weights"
-        " with --init_from"
+        "The checkpoint's optimizer has different parameters. Use the model.py of the checkpoint, or load its weights"
+        " with --init_from."
     )
 
 
@@ -305,9 +307,9 @@ def restore_group_entries(
         for key, value in record["entries"].items():
             if current_group is None:
                 raise UserError(
-                    f"the checkpoint's optimizer has {key!r} for the group of {record['names'][0]}, and no group has"
-                    " the same parameters now; divide them as before in param_groups, or start a new run with"
-                    " --init_from"
+                    f"The checkpoint's optimizer has {key!r} for the group of {record['names'][0]}, and no group has"
+                    " the same parameters now. Divide the parameters as before in param_groups, or start a new run"
+                    " with --init_from."
                 )
             current_group[key] = map_tensors(copy_to_device, value)
 
@@ -394,11 +396,11 @@ def list_group_lr_factors(groups: list[dict[str, Any]], factor: float | dict[str
     if None in names:
         number = names.index(None)
         raise UserError(
-            f'lr_factor: returned a factor per group, and group {number} has no "name"; add it in param_groups'
+            f'lr_factor returned a factor per group, but group {number} has no "name". Add a name in param_groups.'
         )
     wrong = sorted(set(names) ^ factor.keys())
     if wrong:
-        fault = "has no factor" if wrong[0] in names else "is the name of no group with trainable parameters"
+        fault = "has no factor" if wrong[0] in names else "has no trainable parameters in param_groups"
         different_names = ", ".join(dict.fromkeys(names))
-        raise UserError(f"lr_factor: {wrong[0]} {fault}; return one factor for each of {different_names}")
+        raise UserError(f"The group {wrong[0]} of lr_factor {fault}. Return one factor for each of {different_names}.")
     return [factor[name] for name in names]

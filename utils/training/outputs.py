@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from utils.settings.errors import UserError
 
-NAMES_DIFFER = "model.predict: returned different names for different batches; return the same names for every batch"
+NAMES_DIFFER = "model.predict returned different names for different batches. Return the same names for every batch."
 
 
 class OutputCollector:
@@ -66,14 +66,16 @@ class OutputCollector:
 def check_outputs(outputs: object, samples: int) -> None:
     """Raise UserError if this is not a dict of tensors with one row per sample."""
     if not isinstance(outputs, dict):
-        raise UserError(f"model.predict: the result is a {type(outputs).__name__}; return {{name: tensor [B, ...]}}")
+        raise UserError(f"model.predict returned a {type(outputs).__name__}. Return {{name: tensor [B, ...]}}.")
     for name, output in outputs.items():
         if not isinstance(output, Tensor):
-            raise UserError(f"model.predict: {name} is a {type(output).__name__}; return {{name: tensor [B, ...]}}")
+            raise UserError(
+                f"model.predict returned {name} as a {type(output).__name__}. Return {{name: tensor [B, ...]}}."
+            )
         if output.shape[:1] != (samples,):
             raise UserError(
-                f"model.predict: {name} has the shape {list(output.shape)} for {samples} samples; return one row per"
-                " sample"
+                f"model.predict returned {name} with the shape {list(output.shape)} for {samples} samples."
+                " Return one row per sample."
             )
 
 
@@ -92,7 +94,7 @@ def sort_by_sample(rank_outputs: list[dict[str, Any]], samples: int) -> dict[str
         indices += rank_output["indices"]
     order = torch.tensor(indices).argsort()
     if len(order) != samples:
-        raise RuntimeError(f"{len(order)} outputs for {samples} samples; this is a bug in the loader")
+        raise RuntimeError(f"The loader gave {len(order)} outputs for {samples} samples. This is a bug in the loader.")
     merged: dict[str, Tensor | list[Tensor]] = {}
     for name in rank_outputs[0]["outputs"]:
         batches: list[Tensor] = []

@@ -128,15 +128,17 @@ class Schedule:
         length = max(self.total_steps, config.schedule_steps)
         if self.warmup_steps > length:
             warnings.append(
-                f"warm-up: has {self.warmup_steps:,} steps, but the run {length:,}: it ends at"
-                f" {length / self.warmup_steps:.1%} of the learning rate; use fewer --warmup_epochs"
+                f"The warm-up has {self.warmup_steps:,} steps, but the run has {length:,}, so the run ends at"
+                f" {length / self.warmup_steps:.1%} of the learning rate. Use fewer --warmup_epochs."
             )
         if not progress.best_metric:
             values_if_off = {"patience": 0, "best_metric": "auto", "eval_every_steps": 0}
             for name, value_if_off in values_if_off.items():
                 value = getattr(config, name)
                 if value != value_if_off:
-                    warnings.append(f"{name}={value}: has no effect, since there is no validation set; leave it out")
+                    warnings.append(
+                        f"--{name} {value} has no effect, since there is no validation set. Leave this flag out."
+                    )
         elif self._sampler and config.patience:
             evaluated_steps: set[int] = set()  # those before the evaluation at the end of the run
             for period in (config.eval_every_steps, config.eval_every * self._sampler.steps_per_epoch):
@@ -149,8 +151,8 @@ class Schedule:
                 evaluations_without_best = left + progress.evaluations_since_best
             if evaluations_without_best < config.patience:
                 warnings.append(
-                    f"patience={config.patience}: has no effect, since at most {left} evaluations come before the last"
-                    " one; use a smaller --patience, or evaluate more often"
+                    f"--patience {config.patience} has no effect, since at most {left} evaluations come before the"
+                    " last one. Use a smaller --patience, or evaluate more often."
                 )
         return warnings
 

@@ -188,9 +188,9 @@ class TrainState:
                 unused.append(name)
         if unused:
             raise UserError(
-                f"model: the loss does not depend on {join_first(unused)}, and DDP would wait for the"
-                " gradient; use it in every forward pass, add --find_unused_parameters, or freeze it in create_model"
-                " with requires_grad_(False)"
+                f"The loss does not depend on {join_first(unused)} of the model, and DDP would wait for the gradient."
+                " Use this parameter in every forward pass, add --find_unused_parameters, or freeze the parameter in"
+                " create_model with requires_grad_(False)."
             )
 
     def find_part(self, kind: type[P]) -> P | None:
@@ -310,7 +310,7 @@ class TrainState:
         except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             if is_out_of_memory(error):
                 raise
-            raise UserError(f"the checkpoint's state does not fit ({error}); give another checkpoint") from error
+            raise UserError(f"The checkpoint's state does not fit ({error}). Give another checkpoint.") from error
 
     def _load(self, payload: dict[str, Any]) -> None:
         required = {field.name for field in dataclasses.fields(Progress)}
@@ -318,7 +318,7 @@ class TrainState:
         required.discard("best_metric")  # earlier versions did not save it
         missing = sorted(required - payload["progress"].keys())
         if missing:
-            raise UserError(f"the checkpoint's progress lacks {', '.join(missing)}; give another checkpoint")
+            raise UserError(f"The checkpoint's progress lacks {', '.join(missing)}. Give another checkpoint.")
         payload = self._run_before_load(payload)
         self._load_weights(payload["model"])
         self.updater.load_state_dict(payload)
@@ -356,7 +356,9 @@ class TrainState:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            raise UserError(f"the checkpoint's model does not fit ({error}); give the model it was made with") from None
+            raise UserError(
+                f"The checkpoint's model does not fit ({error}). Give the model of the checkpoint."
+            ) from None
         self.step_sums.running_stats.read_buffers()
 
     def weight_contexts(self) -> dict[str, AbstractContextManager]:
@@ -402,4 +404,4 @@ def _check_no_sparse_gradients(model: nn.Module) -> None:
     """Raise UserError if a layer has sparse gradients (nn.Embedding with sparse=True)."""
     for name, module in model.named_modules():
         if getattr(module, "sparse", None) is True:
-            raise UserError(f"model: {name} has sparse gradients, which are not supported; set sparse=False")
+            raise UserError(f"{name} of the model has sparse gradients, which are not supported. Set sparse=False.")

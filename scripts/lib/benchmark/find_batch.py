@@ -110,7 +110,7 @@ def available_memory(device: torch.device, ranks: int, gib: float) -> int:
     elif gib:
         memory = int(gib * 2**30)
     elif (free_memory := read_free_memory()) is None:
-        raise UserError("find-batch: this system does not report free memory; give --memory GIB")
+        raise UserError("--find-batch needs --memory GIB here, since this system does not report free memory.")
     else:
         memory = free_memory // ranks
     return int(memory * (1 - HEADROOM))
@@ -145,7 +145,10 @@ def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str])
             if config.batch_tokens:  # extra: lengths
                 lengths = read_lengths(data, "the training set", Path(config.data_dir), ctx)
                 if not len(lengths):
-                    raise UserError(f"batch_tokens={config.batch_tokens}: the data has no lengths; leave it out")
+                    raise UserError(
+                        f"--batch_tokens {config.batch_tokens} needs data with lengths, but this data has none. Leave"
+                        " out --batch_tokens."
+                    )
                 result["longest_sample"] = int(lengths.max())
                 result["max_size"] *= result["longest_sample"]
         else:
@@ -220,13 +223,13 @@ def describe_result(
     """
     fitting = [trial for trial in trials if trial.outcome == FITS]
     if not fitting:
-        return [f"{name}: not one sample fits; give a smaller --model or --image_size, or a device with more memory"]
+        return [f"{name}: Not one sample fits. Give a smaller --model or --image_size, or a device with more memory."]
     best = max(fitting, key=lambda trial: trial.size)
     size = choose_micro_batch(global_batch, best.size, ranks) if global_batch else best.size
     speed = f"{best.seconds:.3g} s per micro-batch, {best.size / best.seconds:,.1f} {best.unit}s/s"
     lines = [f"{name}: {best.size:,} {best.unit}s, {format_bytes(best.needs)}, {speed}"]
     if best.size == max_size:
-        lines.append("  this is the whole training set")
+        lines.append("  This is the whole training set.")
     remark = "   (divides the global batch)" if size != best.size else ""
     added_flags = f" {CHECKPOINTING}" if CHECKPOINTING in name else ""
     field = "batch_size" if best.unit == "sample" else "batch_tokens"
@@ -248,7 +251,7 @@ def find_largest_batch(flags: list[str], ranks: int, gib: float) -> None:
         flags = [*flags, "--batch_size", str(TrainingConfig.batch_size), "--global_batch_size", str(global_batch)]
     facts = start_trial(0, ranks, gib, flags)
     say, max_size, answers = functools.partial(print, flush=True), facts["max_size"], []
-    say(f"{format_bytes(facts['memory'])} per rank, after {HEADROOM:.0%} headroom")
+    say(f"Each rank may use {format_bytes(facts['memory'])}, after {HEADROOM:.0%} headroom.")
     flag_sets: list[list[str]] = [[]]
     if not config.activation_checkpointing:  # extra: compile
         flag_sets.append([CHECKPOINTING])

@@ -172,7 +172,8 @@ def print_sharding_memory(
                 chosen = sharding
     field, size = config.micro_batch
     print_line(
-        f"MB on a rank in a step with micro-batches of {field} {size} on {ctx.device_names[0]}, {per_node} a node"
+        f"The table shows MB on a rank in a step with --{field} {size} on {ctx.device_names[0]}, with {per_node} ranks"
+        " on a node."
     )
     print_line(format_table(rows, range(1, 5)))
     most_ranks = format_count(ranks[-1], "rank")
@@ -181,6 +182,6 @@ def print_sharding_memory(
     if not config.activation_checkpointing:  # extra: compile
         alternative = ", or --activation_checkpointing"
     if chosen:
-        print_line(f"flags: --sharding {chosen}   (the first whose peak fits into {limit})")
+        print_line(f"Flags: --sharding {chosen}   (the first whose peak fits into {limit})")
     else:
-        print_line(f"the model does not fit into {limit}; use more ranks, a smaller --batch_size{alternative}")
+        print_line(f"The model does not fit into {limit}. Use more ranks, a smaller --batch_size{alternative}.")

@@ -93,8 +93,10 @@ def create_warm_run(config: TrainingConfig, ctx: DistributedContext, folder: Pat
     try:
         run = InProcessRun(config, ctx, folder, steps)
     except UserError as error:
-        if str(error).startswith("dataset_size="):  # the user did not set it
-            raise UserError(f"--steps {steps}: needs more samples than the training set has; give fewer") from None
+        if "dataset_size" in str(error):  # the user did not set it
+            raise UserError(
+                f"--steps {steps} needs more samples than the training set has. Give fewer steps."
+            ) from None
         raise
     run.train_epoch()
     return run
@@ -129,10 +131,10 @@ def read_report(file: Path | None, flags: list[str]) -> dict[str, Any]:
     try:
         report = {name: json.loads(file.read_text())[name] for name in ("flags", "measured")}
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"--json {file}: exists but is not a report of this script; give another name") from None
+        raise UserError(f"--json {file} exists, but is not a report of this script. Give another name.") from None
     if report["flags"] != flags:
         words = " ".join(report["flags"]) or "none"
-        raise UserError(f"--json {file}: was measured with other flags ({words}); give another name")
+        raise UserError(f"--json {file} was measured with other flags ({words}). Give another name.")
     return report
 
 

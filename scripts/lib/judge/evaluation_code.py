@@ -19,7 +19,7 @@ LOOP_FILES = ("train.py", "config.py", "ddp_utils.py")
 DATA_NAMES = {"create_dataset", "load_data", "create_evaluation_dataloader", "data_dir"}
 HIDING_NAMES = {"exec", "eval", "__import__", "importlib", "mock", "meta_path", "atexit", "weakref", "globals"}
 HIDING_NAMES |= {"_getframe", "currentframe", "f_back", "tb_frame", "settrace", "__code__", "__torch_function__"}
-REMEDY = "and computes the metric; make it the same, or put both variants behind a flag of one fork and judge configs"
+REMEDY = "Make it the same, or put both variants behind a flag of one fork and judge configs."
 
 
 def explain_difference(a: Path, b: Path) -> str:
@@ -33,7 +33,7 @@ def explain_difference(a: Path, b: Path) -> str:
     if not differing:
         return ""
     and_more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
-    return f"{differing[0]}{and_more}: is not the same in A and B, {REMEDY}"
+    return f"{differing[0]}{and_more} computes the metric, but is not the same in A and B. {REMEDY}"
 
 
 def read_evaluation_code(fork: Path) -> dict[str, str]:
@@ -65,10 +65,10 @@ def list_notes(a: Path, b: Path) -> list[str]:
     for name, fork in (("A", a), ("B", b)):
         for question in list_questions(fork):
             sides.setdefault(question, []).append(name)
-    notes = [f"{' and '.join(names)}, {question}" for question, names in sides.items()]
+    notes = [f"In {' and '.join(names)}, {question}" for question, names in sides.items()]
     for name in LOOP_FILES:
         if dump_without_fields(a / name) != dump_without_fields(b / name):
-            notes.append(f"{name}: is not the same in A and B; do both train alike, and record what they did?")
+            notes.append(f"{name} is not the same in A and B. Do both train alike, and record what they did?")
     return notes
 
 
@@ -98,7 +98,7 @@ def list_questions(fork: Path) -> list[str]:
             waiting += find_imported_files(fork, path, node)
     for path in fork.glob("*.py"):
         if path.stem in sys.stdlib_module_names:
-            questions.append(f"{path.name}: has the name of a module of Python; is it meant to replace that?")
+            questions.append(f"{path.name} has the name of a module of Python. Is it meant to replace that module?")
     return list(dict.fromkeys(questions))
 
 
@@ -111,7 +111,7 @@ def list_file_questions(tree: ast.Module, file: str) -> list[str]:
         location = f"{file}: {min(list_bound_names(statement), default='')}".removesuffix(": ")
         if has_side_effects(statement):
             questions.append(
-                f"{file}: `{format_first_line(statement)}` acts on import; does it change what is evaluated?"
+                f"`{format_first_line(statement)}` ({file}) runs on import. Does it change what is evaluated?"
             )
             continue
         for node in ast.walk(statement):
@@ -121,15 +121,15 @@ def list_file_questions(tree: ast.Module, file: str) -> list[str]:
                 continue
             if find_changed_names(node) & modules:
                 questions.append(
-                    f"{location}: `{format_first_line(node)}` changes a module; does it change what is evaluated?"
+                    f"`{format_first_line(node)}` ({location}) changes a module. Does it change what is evaluated?"
                 )
             elif words & DATA_NAMES or is_data_import(node):
                 questions.append(
-                    f"{location}: `{format_first_line(node)}` leads to data; does it learn from held-out samples?"
+                    f"`{format_first_line(node)}` ({location}) leads to data. Does it learn from held-out samples?"
                 )
             elif words & HIDING_NAMES:
                 questions.append(
-                    f"{location}: `{format_first_line(node)}` may do anything; does it change what is evaluated?"
+                    f"`{format_first_line(node)}` ({location}) may do anything. Does it change what is evaluated?"
                 )
     return questions
 
@@ -205,7 +205,7 @@ def parse_file(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError) as error:
-        raise UserError(f"{path}: cannot be read as Python ({error}); fix the file") from None
+        raise UserError(f"{path} cannot be read as Python ({error}). Fix the file.") from None
 
 
 def list_bound_names(statement: ast.stmt) -> set[str]:

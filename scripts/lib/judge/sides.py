@@ -21,6 +21,7 @@ from typing import Any
 
 from scripts.lib.judge.statistics import ROUNDING_TOLERANCE
 from scripts.lib.processes import run_process, running_process
+from scripts.lib.verify.result import NOT_CHECKED
 from utils.extras.verify import VERIFICATION_FILE
 from utils.files import read_json, read_records, replace_file, replace_json
 from utils.run.provenance import collect_package_versions, compute_file_checksum
@@ -53,13 +54,16 @@ class Side:
         words = [*common_flags]
         if argument.strip() and os.path.isdir(path):  # False for flags that are too long for a path
             if missing := [file for file in FORK_FILES if not (path / file).exists()]:
-                raise UserError(f"{name}={path}: has no {missing[0]}; give the folder of a fork, a config, or flags")
+                raise UserError(
+                    f"{name} is the folder {path}, which has no {missing[0]}. Give the folder of a fork, a config, or"
+                    " flags."
+                )
             fingerprint_file = path / "utils/training/fingerprint.py"
             fingerprint_code = fingerprint_file.read_text(encoding="utf-8") if fingerprint_file.exists() else ""
             if "def fingerprint_parameters" not in fingerprint_code:
                 raise UserError(
-                    f"{name}={path}: is a fork of an older template, whose runs record no fingerprint of the weights"
-                    " that they start from; merge the newer template into it, see docs/upgrading.md"
+                    f"{name} ({path}) is a fork of an older template, whose runs record no fingerprint of their initial"
+                    " weights. Merge the newer template into the fork, as docs/upgrading.md shows."
                 )
             side = cls(name, argument, path.resolve())
         else:
@@ -68,25 +72,33 @@ class Side:
             try:
                 words[:0] = ["--config", str(path)] if is_file else shlex.split(argument)
             except ValueError as error:
-                raise UserError(f"{name}={argument.strip()}: {error}; close each quote") from None
+                raise UserError(
+                    f"The flags of {name} ({argument.strip()}) cannot be read ({error}). Close each quote."
+                ) from None
         named = [word.split("=")[0].replace("-", "_").lstrip("_") for word in words if word.startswith("--")]
         if clash := sorted({*named} & {*JUDGE_FLAGS}):
-            raise UserError(f"{name}: --{clash[0]} is given by the judge; leave it out (--first-seed, --out)")
+            raise UserError(
+                f"{name} has --{clash[0]}, which the judge gives itself. Leave it out, or use --first-seed and --out of"
+                " the judge."
+            )
         if named.count("config") > 1:  # only the last one would count
-            raise UserError(f"{name}: has two files of settings; give one, and the other settings as flags")
+            raise UserError(f"{name} has two files of settings. Give one file, and the other settings as flags.")
         ended = run_process([sys.executable, side.fork / "train.py", *words, "--print_config"])
         if ended.returncode:
-            raise UserError(f"{name}: {(ended.stderr.strip() or ended.stdout.strip())[-500:]}")
+            output = (ended.stderr.strip() or ended.stdout.strip())[-500:]
+            raise UserError(f"train.py does not accept the settings of {name}: {output}")
         try:
             values = tomllib.loads(ended.stdout)
         except ValueError as error:
-            text = f"train.py --print_config prints no settings ({error}); leave out --help and prints of the fork"
-            raise UserError(f"{name}: {text}") from None
+            raise UserError(
+                f"train.py --print_config of {name} prints no settings ({error}). Leave out --help, and let the fork"
+                " print nothing there."
+            ) from None
         default_dir = f"{values.get('run_dir')}/checkpoints"
         if values.get("checkpoint_dir", default_dir) != default_dir:
-            raise UserError(f"{name}: checkpoint_dir is the same for all of its runs; leave it out")
+            raise UserError(f"{name} has --checkpoint_dir, which all of its runs would share. Leave it out.")
         if wrong := next((flag for flag in REFUSED_FLAGS if values.get(flag)), ""):
-            raise UserError(f"{name}: {wrong}={values[wrong]} does not go with a judge; leave it out")
+            raise UserError(f"{name} has --{wrong} {values[wrong]}, which does not go with a judge. Leave it out.")
         side.settings = {key: value for key, value in values.items() if key not in JUDGE_FLAGS}
         return side
 
@@ -121,8 +133,8 @@ class Side:
             if code or read_json(folder / "summary.json").get("state", "completed") != "completed":
                 print(read_log_end(log), file=sys.stderr)
                 raise UserError(
-                    f"{self.name}, seed {seed}: training ended with exit code {code}, not complete; see {log}, repair"
-                    " what it says, and give the same command again, which keeps what is complete"
+                    f"The training of {self.name} with seed {seed} ended with exit code {code} and is not complete."
+                    f" Repair what {log} says, and give the same command again, which keeps complete runs."
                 )
         return Run(self.name, seed, folder)
 
@@ -144,17 +156,17 @@ class Side:
         if not same or run.weights in self.known_weights:
             return ""
         self.known_weights.append(run.weights)
-        note = f"{self.name}: all seeds start from the same weights; the interval holds for these"
+        note = f"All seeds of {self.name} start from the same weights. The interval holds for these weights only."
         if self.settings.get("init_from"):
             return note
         result, log = self.run_probe(out, run.seed, "weights", "-")
         if not result:
-            return f"{note}; it could not be tried whether model.py draws them: see {log}"
+            return f"{note} Whether model.py draws them could not be tried: see {log}."
         if result["is_seeded"]:
             raise UserError(
-                f"{self.name}: seeds {same[0]} and {run.seed} start from the same weights, since create_model draws"
-                " them from a generator that it seeds itself; let it draw from torch's own generator, which has the"
-                " seed of the run"
+                f"Seeds {same[0]} and {run.seed} of {self.name} start from the same weights, since create_model draws"
+                " them from a generator that it seeds itself. Let create_model draw from torch's own generator, which"
+                " has the seed of the run."
             )
         return note
 
@@ -165,11 +177,11 @@ class Side:
         record_file = out / f"verified-{self.name.lower()}.json"
         for saved_result in (read_json(record_file), read_json(result_file)):
             if self.is_verified(saved_result):
-                print(f"{self.name}: scripts/verify.py passed with this code", flush=True)
+                print(f"scripts/verify.py has passed with the code of {self.name}.", flush=True)
                 return read_remarks(saved_result)
         script = self.fork / "scripts/verify.py"
         if not script.exists():
-            raise UserError(f"{self.name}={self.fork}: has no scripts/verify.py; restore the extra verify")
+            raise UserError(f"{self.name} ({self.fork}) has no scripts/verify.py. Restore the extra verify.")
         folder = out / f"verify-{self.name.lower()}"
         log = folder.with_suffix(".log")
         outcomes = folder.with_suffix(".json")
@@ -177,15 +189,17 @@ class Side:
         if count_gpus() == 1:  # each of the ranks would need one
             words += ["--backend", "gloo"]
         log.unlink(missing_ok=True)
-        print(f"{self.name}: running scripts/verify.py", flush=True)
+        print(f"Running scripts/verify.py on {self.name}.", flush=True)
         code = run_script(words, VERIFY_RANKS, log)
         verified = read_json(result_file)
         if code or not self.is_verified(verified):
             lines = log.read_text(errors="replace").splitlines()
             broken = [line.split("  ")[1].strip() for line in lines if line.startswith("BROKEN  ")]
             print(read_log_end(log), file=sys.stderr)
-            failure = f"is BROKEN: {', '.join(broken)}" if broken else f"ended with exit code {code}"
-            raise UserError(f"{self.name}: scripts/verify.py {failure}; see {log}, and fix that first")
+            failure = f"ended with exit code {code}"
+            if broken:
+                failure = f"reports as BROKEN: {', '.join(broken)}"
+            raise UserError(f"scripts/verify.py on {self.name} {failure}. See {log}, and fix that first.")
         checks = read_json(outcomes).get("checks", [])
         for kind in ("notes", "not_checked"):
             verified[kind] = [text for check in checks for text in check.get(kind, [])]
@@ -210,7 +224,7 @@ class Side:
 
 def read_remarks(verified: dict[str, Any]) -> list[str]:
     """The notes in a verified.json, and the parts of checks that were not made."""
-    return verified.get("notes", []) + [f"not checked: {part}" for part in verified.get("not_checked", [])]
+    return verified.get("notes", []) + [f"{NOT_CHECKED}{part}" for part in verified.get("not_checked", [])]
 
 
 @dataclass
@@ -230,17 +244,21 @@ class Run:
         self.weights: str = started[-1].get("weights", "") if started else ""  # a digest, before the first step
         records = {"summary.json": self.summary, "provenance.json": self.provenance, "metrics.jsonl": self.weights}
         if lost := [name for name, content in records.items() if not content]:
-            raise UserError(f"{self.folder}: {lost[0]} is incomplete; delete the folder and give the command again")
+            raise UserError(f"{lost[0]} in {self.folder} is incomplete. Delete the folder and give the command again.")
 
     def value(self, metric: str) -> float:
         """The metric of the last evaluation. Raises UserError."""
         final = self.summary.get("final") or {}
-        prefix = f"{self.side}, seed {self.seed}: "
+        run_name = f"{self.side} with seed {self.seed}"
         if metric not in final:
-            names = f"choose one of {', '.join(final)}" if final else "give data with a validation set"
-            raise UserError(f"{prefix}{metric} is not in the last evaluation; {names}")
+            remedy = "Give data with a validation set."
+            if final:
+                remedy = f"Choose one of {', '.join(final)}."
+            raise UserError(f"The last evaluation of {run_name} has no {metric}. {remedy}")
         if final[metric] is None:
-            raise UserError(f"{prefix}the final {metric} is not finite; give both sides settings that do not diverge")
+            raise UserError(
+                f"The final {metric} of {run_name} is not finite. Give both sides settings that do not diverge."
+            )
         return final[metric]
 
     def steps(self) -> Iterator[tuple[int, list[int]]]:
@@ -248,7 +266,7 @@ class Run:
         paths = sorted(self.folder.glob("samples/rank*.jsonl"))
         if not paths:
             raise UserError(
-                f"{self.folder}: has no record of its samples; delete the folder and give the command again"
+                f"{self.folder} has no record of its samples. Delete the folder and give the command again."
             )
         files = [(line for *_, line in read_records(path)) for path in paths]
         for step, lines in groupby(merge(*files, key=itemgetter("step")), key=itemgetter("step")):
@@ -271,7 +289,7 @@ def check_budget(a: Side, b: Side, ranks: int) -> None:
     rows = [(name, a.settings.get(name), b.settings.get(name)) for name in BUDGET_SETTINGS]
     if not a.settings.get("batch_tokens") and not b.settings.get("batch_tokens"):  # else the runs say what they are
         rows.append(("the global batch", compute_global_batch(a), compute_global_batch(b)))
-    require_equal(rows, "give both the same, after --")
+    require_equal(rows, "Give both the same, after --.")
 
 
 def check_pair(a: Run, b: Run, has_samples: bool) -> None:
@@ -279,7 +297,7 @@ def check_pair(a: Run, b: Run, has_samples: bool) -> None:
     names = [("summary", "steps"), ("summary", "samples_seen"), ("summary", "world_size")]
     names += [("provenance", "global_batch_size"), ("provenance", "identity"), ("provenance", "content")]
     rows = [(f"{name} of seed {a.seed}", vars(a)[file].get(name), vars(b)[file].get(name)) for file, name in names]
-    require_equal(rows, "give both the same budget and data, after --")
+    require_equal(rows, "Give both the same budget and data, after --.")
     check_held_out(a.provenance.get("held_out") or {}, b.provenance.get("held_out") or {})
     if has_samples:
         no_step: tuple[int, list[int]] = (0, [])
@@ -287,13 +305,13 @@ def check_pair(a: Run, b: Run, has_samples: bool) -> None:
             if step_a != step_b:
                 step = max(step_a[0], step_b[0])
                 raise UserError(
-                    f"seed {a.seed}: A and B use other samples in step {step}; give both one order of the data"
+                    f"With seed {a.seed} A and B use other samples in step {step}. Give both one order of the data."
                 )
 
 
 def check_held_out(a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]]) -> None:
     """Raises UserError if the evaluation sets differ, as far as both runs have read them."""
-    remedy = "evaluate both on the same data, with the same settings of it"
+    remedy = "Evaluate both on the same data, with the same settings of the data."
     require_equal([("the evaluation sets", [*a], [*b])], remedy)
     for split, records in a.items():
         for key, left in records.items():
@@ -304,7 +322,7 @@ def check_held_out(a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]]) -
             # samples; one that was not read in time is None
             pairs = [pair for pair in zip(left, right, strict=False) if None not in pair]
             if number := sum(x != y for x, y in pairs):
-                raise UserError(f"{key} of {split}: {number} of {len(pairs)} differ; {remedy}")
+                raise UserError(f"{number} of {len(pairs)} {key} of {split} differ between A and B. {remedy}")
 
 
 def require_equal(rows: list[tuple[str, Any, Any]], remedy: str) -> None:
@@ -312,7 +330,7 @@ def require_equal(rows: list[tuple[str, Any, Any]], remedy: str) -> None:
     for name, a, b in rows:
         if a != b:
             shown = ["none" if value in ("", None) else value for value in (a, b)]
-            raise UserError(f"{name}: A has {shown[0]}, B has {shown[1]}; {remedy}")
+            raise UserError(f"A and B differ in {name}: A has {shown[0]}, B has {shown[1]}. {remedy}")
 
 
 def check_quantity(sides: Sequence[Side], out: Path, seed: int, metric: str) -> str:
@@ -324,7 +342,7 @@ def check_quantity(sides: Sequence[Side], out: Path, seed: int, metric: str) -> 
     for side in sides:
         result, log = side.run_probe(out, seed, "outputs", outputs)
         if not result:
-            return f"the metric of {side.name} could not be computed from given outputs of a network: see {log}"
+            return f"The metric of {side.name} could not be computed from given outputs of a network: see {log}."
         results.append(result)
     outputs.unlink()
     a, b = results
@@ -332,18 +350,18 @@ def check_quantity(sides: Sequence[Side], out: Path, seed: int, metric: str) -> 
         definitions = [origins.get(name, "the template") for origins in (a["replaced"], b["replaced"])]
         if definitions[0] != definitions[1]:
             raise UserError(
-                f"{name}: is that of {definitions[0]} in A and of {definitions[1]} in B, so they are not evaluated"
-                " alike; let no code of a fork replace a function of the template"
+                f"{name} is that of {definitions[0]} in A and of {definitions[1]} in B, so A and B are not evaluated"
+                " alike. Let no code of a fork replace a function of the template."
             )
     if not a["calls"] or metric not in a["metrics"]:
-        return f"{metric} could not be computed from given outputs of a network; only its source was compared"
+        return f"{metric} could not be computed from given outputs of a network. Only its source was compared."
     sums_a = a["metrics"][metric]
     sums_b = b["metrics"].get(metric, [])
     if len(sums_a) != len(sums_b) or not all(map(are_close, sums_a, sums_b)):
         raise UserError(
-            f"{metric}: A and B compute {sums_a} and {sums_b} (sum, count) from the same outputs of a network, so it is"
-            " not the same quantity; let no setting, such as label smoothing, change what compute_loss does in"
-            " evaluations"
+            f"A and B compute {sums_a} and {sums_b} (sum, count) for {metric} from the same outputs of a network, so"
+            f" {metric} is not the same quantity. Let no setting, such as label smoothing, change what compute_loss"
+            " does in evaluations."
         )
     return ""
 

@@ -37,7 +37,7 @@ from lib.verify.new_process import (
     hash_order,
     summarize_dataset,
 )
-from lib.verify.result import put_notes_last
+from lib.verify.result import NOT_CHECKED, PLEASE_CHECK, join_parts
 from utils.checkpoint.format import list_step_checkpoints
 from utils.data.sets import load_data
 from utils.distributed.collectives import all_gather_json
@@ -51,8 +51,8 @@ CHANCE_SAMPLES = 7  # samples, which may have the same order in two epochs by ch
 AUGMENTATION_SEEDS = 4  # with which augmented samples are drawn
 FEW_SAMPLES = 4  # samples of a set that are compared with those of a run that is continued
 NOT_KEYED = (
-    "it depends on more than (seed, epoch); shuffle with torch.Generator().manual_seed(derive_seed('order', seed,"
-    " epoch))"
+    "The order depends on more than (seed, epoch). Shuffle with torch.Generator().manual_seed(derive_seed('order',"
+    " seed, epoch))."
 )
 MAX_SHARED_FRACTION = 1 / 3  # of the held-out samples: more is a finding, less a note
 
@@ -87,41 +87,46 @@ def order(fork: Fork) -> str:
         never, often = (count == 0).nonzero().flatten().tolist(), (count > 1).nonzero().flatten().tolist()
         if (len(never) > dropped or often) and not may_repeat:
             raise BrokenInvariant(
-                f"epoch {epoch + 1}: {len(never) - dropped} samples are never visited and {len(often)} more than once"
-                f" (sample {[*often, *never][0]}): a custom sampler; visit each sample once, or set with_replacement ="
-                " True on the data"
+                f"In epoch {epoch + 1} {len(never) - dropped} samples are never visited and {len(often)} more than once"
+                f" (such as sample {[*often, *never][0]}). A custom sampler is the likely cause. Visit each sample"
+                " once, or set with_replacement = True on the data set."
             )
     ranks = all_gather_json((orders, repeated_order), ctx)
     for rank, (rank_orders, repeated) in enumerate(ranks):
         if rank_orders[0] != repeated or rank_orders[:MIN_ORDERS] != ranks[0][0][:MIN_ORDERS]:
             between = "between two calls" if rank_orders[0] != repeated else f"between rank {rank} and rank 0"
-            raise BrokenInvariant(f"the order of an epoch differs {between}: {NOT_KEYED}")
+            raise BrokenInvariant(f"The order of an epoch differs {between}. {NOT_KEYED}")
     orders = ranks[0][0]
     if n > 1 and len({*orders}) == 1:
         raise BrokenInvariant(
-            "all epochs have the same order: epoch_order ignores its epoch; derive it from (seed, epoch)"
+            "All epochs have the same order, since epoch_order ignores its epoch. Derive the order from (seed, epoch)."
         )
-    order_text, note = "a new order each epoch", ""
+    order_text, note = "Each epoch has a new order.", ""
     if n > CHANCE_SAMPLES and len({*orders}) < len(orders):
         same = next(epoch for epoch in range(len(orders)) if orders[epoch] in orders[:epoch])
-        order_text = f"{len({*orders})} orders in {len(orders)} epochs"
+        order_text = f"{len(orders)} epochs have only {len({*orders})} orders."
         note = (
-            f"; please check: epochs {orders.index(orders[same]) + 1} and {same + 1} have the same order; derive"
-            " epoch_order from (seed, epoch), unless that is meant"
+            f"{PLEASE_CHECK}Epochs {orders.index(orders[same]) + 1} and {same + 1} have the same order. Derive"
+            " epoch_order from (seed, epoch), unless that is meant."
         )
+    process_note = ""
     if hasattr(fork.train_set, "epoch_order"):
-        note += fork.divide_among_ranks([partial(check_new_process_order, fork)])[0]
-    drawn = f"{n:,} draws with replacement" if may_repeat else f"{n - dropped:,} samples once"
-    left_out = f", {dropped:,} dropped" if dropped else ""
-    return f"{drawn} per epoch over {format_plural(ctx.world_size, 'rank')}, in {order_text}{left_out}{note}"
+        process_note = fork.divide_among_ranks([partial(check_new_process_order, fork)])[0]
+    visits_text = f"Each epoch visits {format_plural(n - dropped, 'sample')} once over"
+    if may_repeat:
+        visits_text = f"Each epoch draws {format_plural(n, 'sample')} with replacement over"
+    visits_text += f" {format_plural(ctx.world_size, 'rank')}"
+    if dropped:
+        visits_text += f" and drops {format_plural(dropped, 'sample')}"
+    return join_parts(f"{visits_text}.", order_text, note, process_note)
 
 
 def check_new_process_order(fork: Fork) -> str:
     new_order, problem = fork.new_process.answer("order")
     if problem:
-        return f"; not checked: epoch_order in a new process ({problem})"
+        return f"{NOT_CHECKED}epoch_order in a new process ({problem})."
     if new_order != hash_order(fork.train_set, fork.config.seed):
-        raise BrokenInvariant(f"the order of an epoch differs in a new process with {CHANGED_ENVIRONMENT}: {NOT_KEYED}")
+        raise BrokenInvariant(f"The order of an epoch differs in a new process with {CHANGED_ENVIRONMENT}. {NOT_KEYED}")
     return ""
 
 
@@ -173,36 +178,35 @@ def content(fork: Fork) -> str:
     noise = 6 * ctx.rank
     by_workers = fork.run_on_all_ranks(lambda: load(noise + 2, 2, single))  # forked before this process fetches
     local_digests = {
-        "fetches it": fork.run_on_all_ranks(lambda: fetch(noise + 3, True)),
-        "fetches it again": fork.run_on_all_ranks(lambda: fetch(noise + 4, False)),
-        "loads it": fork.run_on_all_ranks(lambda: load(noise + 5, 0, single)),
-        "loads it with two workers": by_workers,
+        "fetches them": fork.run_on_all_ranks(lambda: fetch(noise + 3, True)),
+        "fetches them again": fork.run_on_all_ranks(lambda: fetch(noise + 4, False)),
+        "loads them": fork.run_on_all_ranks(lambda: load(noise + 5, 0, single)),
+        "loads them with two workers": by_workers,
         f"starts in epoch {LAST_EPOCH + 1}": fork.run_on_all_ranks(lambda: load(noise + 1, 0, single, LAST_EPOCH)),
         "loads its part": fork.run_on_all_ranks(lambda: load(noise + 6, 1, ctx)),
     }
     ranks = all_gather_json(local_digests, ctx)
     for rank, rank_digests in enumerate(ranks):
         for how, results in rank_digests.items():
-            expected = ranks[0]["fetches it" if "fetch" in how else "loads it"]
+            expected = ranks[0]["fetches them" if "fetch" in how else "loads them"]
             if wrong := [key for key in results if results[key] != expected[key]]:
                 samples = ", ".join(f"dataset[{subset.indices[index]}]" for index in plan[int(wrong[0])])
                 before = "epoch_order, " if hasattr(subset, "epoch_order") else ""
                 stage = "__getitem__" if "fetch" in how else f"{before}collate or device_transform"
                 cause = "depends on the rank or draws" if rank else "changes data in place, keeps state or draws"
                 raise BrokenInvariant(
-                    f"{samples}: different values when rank {rank} {how}: {stage} {cause} unkeyed random numbers; in"
-                    " __getitem__ draw from the global generators (seeded for each sample), elsewhere with"
-                    " utils.rng.sample_draws, and let device_transform do what depends on the epoch"
+                    f"The values of {samples} differ when rank {rank} {how}. {stage} {cause} unkeyed random numbers."
+                    " Draw from the global generators (seeded for each sample) in __getitem__ and with"
+                    " utils.rng.sample_draws elsewhere, and let device_transform do what depends on the epoch."
                 )
     results = fork.divide_among_ranks(
         [partial(check, fork) for check in (check_new_process_samples, check_overlap, check_transforms, inspect_data)]
     )
     if unseen:
-        results.append(f"; not checked: parts of samples that cannot be pickled: {join_first_three(sorted(unseen))}")
+        results.append(f"{NOT_CHECKED}parts of samples that cannot be pickled ({join_first_three(sorted(unseen))}).")
     ranks = format_plural(ctx.world_size, "rank")
-    return (
-        f"{len(subset)} samples identical on {ranks}, with 0, 1 and 2 workers, in any order{put_notes_last(*results)}"
-    )
+    seen = f"{len(subset)} samples are identical on {ranks}, with 0, 1 and 2 workers, in any order."
+    return join_parts(seen, *results)
 
 
 def find_row_tensors(batch: object) -> list[Tensor]:
@@ -227,7 +231,7 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
     for rows in lengths if wanted not in lengths else ():  # else this one counts something else
         if any(map(int.__eq__, rows, wanted)) and all(map(int.__le__, rows, wanted)):
             raise BrokenInvariant(
-                f"batches of {wanted} samples have {rows} rows: collate drops samples; keep all of them"
+                f"Batches of {wanted} samples have {rows} rows, so collate drops samples. Keep all of them."
             )
     if any(rows != wanted for rows in lengths) or any(
         len(rows) != 1 for sample_tensors in alone.values() for rows in sample_tensors
@@ -241,9 +245,10 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
                     continue
                 if len({*map(hash_nested, crop_to_common(single[0], batched[row]))}) > 1:
                     raise BrokenInvariant(
-                        f"dataset[{subset.indices[index]}] differs between a batch and alone: __getitems__ reorders or"
-                        " draws, or collate draws, replaces or mixes samples; return one row per sample, in order, and"
-                        " mix them (MixUp, CutMix) in device_transform, see docs/configuration.md"
+                        f"dataset[{subset.indices[index]}] differs between a batch and alone. The likely cause is that"
+                        " __getitems__ reorders samples or draws random numbers, or that collate draws, replaces or"
+                        " mixes samples. Return one row per sample, in order, and mix samples (MixUp, CutMix) in"
+                        " device_transform, as docs/configuration.md shows."
                     )
 
 
@@ -266,7 +271,7 @@ def check_new_process_samples(fork: Fork) -> str:
     """Raises BrokenInvariant if a new process has other samples. A note if it fails."""
     summaries, problem = fork.new_process.answer("samples")
     if problem:
-        return f"; not checked: the data in a new process ({problem})"
+        return f"{NOT_CHECKED}the data in a new process ({problem})."
     fork.initial_hidden_state.restore()
     pairs = zip(("training", "held-out"), (fork.train_set, fork.held_out), summaries, strict=True)
     differing = [
@@ -275,10 +280,11 @@ def check_new_process_samples(fork: Fork) -> str:
         if not are_summaries_equal(summarize_dataset(dataset, fork.config.seed), summary)
     ]
     if differing:
+        names = " and ".join(differing).capitalize()
         raise BrokenInvariant(
-            f"{' and '.join(differing)} samples are others in a new process with {CHANGED_ENVIRONMENT}: create_dataset"
-            " or __getitem__ depends on one of these; sort the names of files and what is made from a set, and take the"
-            " rest from config"
+            f"{names} samples differ in a new process with {CHANGED_ENVIRONMENT}. create_dataset or __getitem__ depends"
+            " on one of these. Sort the names of files and what is made from a Python set, and take the rest from"
+            " config."
         )
     return ""
 
@@ -314,13 +320,13 @@ def check_continued_data(fork: Fork) -> str:
         later.unlink(missing_ok=True)
         fork.initial_hidden_state.restore()
     if not is_stable:
-        return "; not checked: the data of a run that is continued, since those of two new runs differ, too"
+        return f"{NOT_CHECKED}the data of a run that is continued, since those of two new runs differ, too."
     if not is_same:
         raise BrokenInvariant(
-            "samples or their order are others in a run that is continued, with its checkpoints in run_dir,"
-            f" resume_from=auto and {'=1, '.join(RESTART_VARIABLES)}=1: dataset.py reads one of these, but a run must"
-            " see the same samples after a crash; let them depend on the data, config.seed, the epoch and the index"
-            " only"
+            "Samples or their order differ in a run that is continued, with its checkpoints in --run_dir,"
+            f" --resume_from auto and {'=1, '.join(RESTART_VARIABLES)}=1. dataset.py reads one of these, but a run must"
+            " see the same samples after a crash. Let samples depend only on the data, config.seed, the epoch and the"
+            " index."
         )
     return ""
 
@@ -344,12 +350,16 @@ def check_transforms(fork: Fork) -> str:
         return ""
     if fork.held_out is not None and is_mixed(fork.held_out_subset(4)):
         raise BrokenInvariant(
-            "device_transform gives a held-out sample other values beside other samples, so that an evaluation depends"
-            " on the batch size: it mixes samples, or uses statistics of the micro-batch; leave that out in evaluation"
+            "device_transform gives a held-out sample other values beside other samples, so an evaluation depends on"
+            " the batch size. device_transform mixes samples, or uses statistics of the micro-batch. Leave that out in"
+            " evaluation."
         )
     if not is_mixed(fork.small_train_set()):
         return ""
-    return "; please check: device_transform lets a training sample depend on its micro-batch or place, as mixup does"
+    return (
+        f"{PLEASE_CHECK}device_transform lets a training sample depend on its micro-batch or on its place there, as"
+        " mixup does."
+    )
 
 
 def check_overlap(fork: Fork) -> str:
@@ -368,7 +378,7 @@ def check_overlap(fork: Fork) -> str:
         ):
             if common := held_out[torch.isin(held_out, trained)].tolist():
                 raise create_overlap_error(common, len(held_out))
-            return f"; none of {format_plural(len(held_out), 'held-out row')} is trained on"
+            return f"None of {format_plural(len(held_out), 'held-out row')} is trained on."
     rows = [torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[:MAX_SAMPLES] for dataset in sets]
     is_augmented = sum_hashes(hash_samples(sets[0], rows[0][:FEW_SAMPLES], seed=0)) != sum_hashes(
         hash_samples(sets[0], rows[0][:FEW_SAMPLES], seed=1)
@@ -387,18 +397,20 @@ def check_overlap(fork: Fork) -> str:
     held_out_samples = format_plural(len(held_out_parts), "held-out sample")
     finding = f"{len(common)} of {held_out_samples} equal one of {compared:,} training samples"
     if common:
-        finding = f"please check: {finding}: {join_first_three([*map(str, common)])}"
+        finding = f"{PLEASE_CHECK}{finding} (rows {join_first_three([*map(str, common)])})."
     elif is_augmented:
-        finding = "not checked: whether held-out samples are training samples, which are augmented"
+        finding = f"{NOT_CHECKED}whether held-out samples are training samples, which are augmented."
+    else:
+        finding += "."
     for name in train_hashes[0][1]:
         also, is_more = find_shared_rows(train_hashes, held_out_parts, name)
         if is_more and (also := [row for row in also if row not in common]):
             listed = join_first_three([*map(str, also)])
             return (
-                f"; {finding}; please check: {len(also)} held-out samples (rows {listed}) equal training samples in all"
-                f" values but {name!r}; leave them out of one set, unless they differ by that"
+                f"{finding} {PLEASE_CHECK}{len(also)} held-out samples (rows {listed}) equal training samples in all"
+                f" values but {name!r}. Leave them out of one set, unless samples may differ by {name!r} alone."
             )
-    return f"; {finding}"
+    return finding
 
 
 def find_shared_rows(
@@ -415,10 +427,10 @@ def find_shared_rows(
 
 def create_overlap_error(rows: list[int], compared: int) -> BrokenInvariant:
     return BrokenInvariant(
-        f"held-out rows {join_first_three([*map(str, rows)])} ({len(rows):,} of {compared:,} compared) are trained on:"
+        f"Held-out rows {join_first_three([*map(str, rows)])} ({len(rows):,} of {compared:,} compared) are trained on."
         " create_dataset draws another split at each call, returns the training data, or finds the same files or rows"
-        " in both; take them out of one set, and split alike in all calls, with random_split(...,"
-        " generator=torch.Generator().manual_seed(config.seed))"
+        " for both sets. Take these rows out of one set, and split alike in all calls, with random_split(...,"
+        " generator=torch.Generator().manual_seed(config.seed))."
     )
 
 

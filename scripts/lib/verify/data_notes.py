@@ -19,6 +19,7 @@ from lib.values import flatten_nested, hash_nested, hash_rng_states, join_first_
 from lib.verify.fork import Fork, Subset, allow_failure
 from lib.verify.hidden_state import is_fork_class, list_fork_modules, parse_modules
 from lib.verify.randomness import replace_seeds
+from lib.verify.result import NOT_CHECKED, PLEASE_CHECK, join_parts
 from utils.rng import seed_host
 
 SAMPLE_COUNT, MAX_READ_SECONDS, MAX_ROW_SIZE = 16, 1.5, 4096  # samples; to read a whole set; numbers in a row of it
@@ -27,7 +28,7 @@ MAX_ROWS_AT_LIMIT = 4  # rows that reach the largest value of a column
 
 
 def inspect_data(fork: Fork) -> str:
-    return note_augmentation(fork) + note_unread_samplers(fork) + note_separate_scaling(fork)
+    return join_parts(note_augmentation(fork), note_unread_samplers(fork), note_separate_scaling(fork))
 
 
 @allow_failure("how samples are augmented")
@@ -35,23 +36,26 @@ def note_augmentation(fork: Fork) -> str:
     note = ""
     is_validated = fork.held_out is not None
     if is_validated and len({*hash_epochs(fork, fork.held_out_subset(SAMPLE_COUNT))}) > 1:
-        note = "; please check: held-out samples differ between epochs, so they are augmented at random"
+        note = f"{PLEASE_CHECK}Held-out samples differ between epochs, so they are augmented at random."
     subset = Subset(fork.train_set, spread_rows(SAMPLE_COUNT, len(fork.train_set)), fork.dtype)
     if len({*hash_epochs(fork, subset)}) > 1:
         return note
     if has_random_draws(fork, subset):
-        return note + (
-            "; please check: __getitem__ draws, but its samples are the same in all epochs, so it seeds a generator;"
-            " let it draw from the global ones, which are seeded for each sample and epoch"
+        return join_parts(
+            note,
+            f"{PLEASE_CHECK}__getitem__ draws random numbers, but its samples are the same in all epochs, so"
+            " __getitem__ seeds a generator. Let it draw from the global generators, which are seeded for each sample"
+            " and epoch.",
         )
     if (
         is_validated
         and is_seed_dependent(fork, subset)
         and not is_seed_dependent(fork, fork.held_out_subset(SAMPLE_COUNT))
     ):
-        return note + (
-            "; please check: training samples, and not held-out ones, depend on a generator that is seeded alike in all"
-            " epochs; if it augments them, seed it with a draw from a global generator or with the epoch"
+        return join_parts(
+            note,
+            f"{PLEASE_CHECK}Training samples, and not held-out ones, depend on a generator that is seeded alike in all"
+            " epochs. If it augments the samples, seed it with a draw from a global generator or with the epoch.",
         )
     return note
 
@@ -62,8 +66,8 @@ def note_unread_samplers(fork: Fork) -> str:
     if not unread:
         return ""
     return (
-        f"; please check: {join_first_three(unread)}: no code of the fork reads it, and only epoch_order changes the"
-        " order; use it there, or in the loss, or delete it"
+        f"{PLEASE_CHECK}No code of the fork reads {join_first_three(unread)}, and only epoch_order changes the order of"
+        " training. Use such samplers and weights in epoch_order or in the loss, or delete them."
     )
 
 
@@ -73,11 +77,11 @@ def note_separate_scaling(fork: Fork) -> str:
         return ""
     train_scales, held_out_scales = find_scales(fork.train_set), find_scales(fork.held_out)
     if train_scales is None or held_out_scales is None:
-        return f"; not checked: whether each set is scaled by itself, since reading one takes over {MAX_READ_SECONDS} s"
+        return f"{NOT_CHECKED}whether each set is scaled by itself, since reading one takes over {MAX_READ_SECONDS} s."
     for _, scale in sorted(train_scales & held_out_scales):
         return (
-            f"; please check: held-out columns have {scale}, as training columns have, so each set is scaled by itself;"
-            " scale both by the values of the training set"
+            f"{PLEASE_CHECK}Held-out columns have {scale}, as training columns have, so each set is scaled by itself."
+            " Scale both sets by the values of the training set."
         )
     return ""
 

@@ -27,6 +27,7 @@ from config import SETTINGS, TrainingConfig, list_fork_settings
 from ddp_utils import DistributedContext, cleanup_distributed, setup_distributed
 from lib.values import compute_sums, error_text, is_dense, scramble_global_rngs, spread_rows
 from lib.verify import hidden_state
+from lib.verify.result import NOT_CHECKED
 from utils import assembly
 from utils.batch import list_tensors, map_tensors
 from utils.data.loader import GlobalBatchLoader
@@ -101,7 +102,12 @@ def default_dtype(dtype: torch.dtype = torch.float32) -> Iterator[None]:
 
 
 class BrokenInvariant(UserError):
-    """An invariant does not hold. The message says what was found, the likely cause and the fix."""
+    """An invariant does not hold. The message says what was found and the likely cause; its last sentence is the
+    fix."""
+
+
+class SkippedCheck(UserError):
+    """A check was not made, since an earlier one is broken."""
 
 
 def allow_failure(subject: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
@@ -116,7 +122,7 @@ def allow_failure(subject: str) -> Callable[[Callable[..., str]], Callable[..., 
             except BrokenInvariant:
                 raise
             except Exception as error:
-                return f"; not checked: {subject} ({error_text(error)})"
+                return f"{NOT_CHECKED}{subject} ({error_text(error)})."
 
         return call
 
@@ -292,7 +298,8 @@ class Fork:
             if "evaluation counted" not in str(error):
                 raise
             raise BrokenInvariant(
-                f"held-out set: {error}, or in your sampler; use create_evaluation_dataloader"
+                f"The evaluation of the held-out set failed ({error}). A sampler of your own may be the cause, too. Use"
+                " create_evaluation_dataloader."
             ) from None
 
     def evaluate_in_one_process(
@@ -372,7 +379,9 @@ class Fork:
             except UserError:
                 raise
             except Exception as error:
-                raise BrokenInvariant(f"{error_text(error)}; fix that first") from error
+                raise BrokenInvariant(
+                    f"The check failed with an error ({error_text(error)}). Fix that first."
+                ) from error
 
         return on_all_ranks(run_action, self.ctx)
 

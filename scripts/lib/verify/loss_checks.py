@@ -44,20 +44,20 @@ from lib.verify.fork import (
 from lib.verify.loss_notes import inspect_passes
 from lib.verify.precision_checks import measure_rounding
 from lib.verify.randomness import AdvanceGenerators
-from lib.verify.result import put_notes_last
+from lib.verify.result import NOT_CHECKED, PLEASE_CHECK, join_parts
 from lib.verify.segments_check import check_segments
 from utils.training.hooks import ModelHooks
 from utils.training.parts.loss_terms import LossTerms
 
 DECLARED_DEPENDENCE = (
-    "; please check: depends_on_batch is declared: the loss of a sample may depend on the others in its micro-batch; it"
-    " is the same on any number of ranks and after a resume, but not with another --batch_size"
+    f"{PLEASE_CHECK}depends_on_batch is declared, so the loss of a sample may depend on the others in its micro-batch."
+    " Such a loss is the same on any number of ranks and after a resume, but not with another --batch_size."
 )
-IS_MEAN = "a mean instead of a sum; let compute_loss return sums over the micro-batch, and their counts"
+IS_MEAN = "It is a mean instead of a sum. Let compute_loss return sums over the micro-batch, and their counts."
 DOES_NOT_ADD_UP = (
-    "it does not add up over samples; let compute_loss return sums over the micro-batch, and their counts, or, if the"
+    "It does not add up over samples. Let compute_loss return sums over the micro-batch, and their counts, or, if the"
     " loss of a sample depends on the others in its micro-batch by intent, as a contrastive loss does, declare"
-    " depends_on_batch = True in model.py"
+    " depends_on_batch = True in model.py."
 )
 DRAW_COUNT = 8  # of a random loss
 PRETENDED_RANKS = 4  # that a process pretends to be one of
@@ -73,11 +73,11 @@ def loss(fork: Fork) -> str:
     *_, segments_note, loss_text, rounding_note, inspection_notes = fork.divide_among_ranks(
         [partial(check, fork) for check in (*adding, check_segments, describe_loss, measure_rounding, inspect_passes)]
     )
-    parts = [f"; {loss_text}", rounding_note, segments_note, inspection_notes, pass_note]
+    parts = [loss_text, rounding_note, segments_note, inspection_notes, pass_note]
     if is_declared:
-        return put_notes_last(*parts, DECLARED_DEPENDENCE).removeprefix("; ")
+        return join_parts(*parts, DECLARED_DEPENDENCE)
     dtype = str(fork.loss_dtype).removeprefix("torch.")
-    return f"sums and counts add up over samples, up to the rounding of {dtype}{put_notes_last(*parts)}"
+    return join_parts(f"Sums and counts add up over samples, up to the rounding of {dtype}.", *parts)
 
 
 def check_sums_add_up(fork: Fork, number: int) -> str:
@@ -135,7 +135,8 @@ def compare_halves(
                 is_mean = True
             cause = IS_MEAN if is_mean else DOES_NOT_ADD_UP
             return (
-                f"{name} is {format_tensor(value)} for a batch, {format_tensor(parts)} for its halves together: {cause}"
+                f"{name} is {format_tensor(value)} for a batch, but {format_tensor(parts)} for its halves together."
+                f" {cause}"
             )
     return ""
 
@@ -176,8 +177,10 @@ def find_mean(fork: Fork, net: nn.Module, is_training: bool, batches: list[Any],
         one, two, four = (named_sums[name].double() for named_sums in batch_sums)
         least = 1.5 * (two - one).norm() + tolerance * four.norm()
         if four.norm() > tolerance * cancelled and (four - two).norm() <= least:
-            seen = f"{name} of a batch is {format_tensor(one)}, {format_tensor(two)} if each sample is in it twice"
-            return f"{seen}, {format_tensor(four)} if it is there four times: {IS_MEAN}"
+            seen = (
+                f"{name} of a batch is {format_tensor(one)}, {format_tensor(two)} with each sample twice in the batch"
+            )
+            return f"{seen}, and {format_tensor(four)} with each sample four times. {IS_MEAN}"
     return ""
 
 
@@ -291,13 +294,13 @@ def check_passes(fork: Fork) -> str:
         try:
             rescaled = repeat_pass(ranks=PRETENDED_RANKS, accumulation=ACCUMULATION_STEPS + 1)
         except Exception as error:
-            return f"; not checked: the loss as one of {PRETENDED_RANKS} ranks, where it fails: {error_text(error)}"
+            return f"{NOT_CHECKED}the loss as one of {PRETENDED_RANKS} ranks, where it fails ({error_text(error)})."
         if (wrong := find_differing_sum(fork, first, rescaled)) and not find_differing_sum(fork, first, repeat_pass()):
             is_accumulation = find_differing_sum(fork, first, repeat_pass(accumulation=ACCUMULATION_STEPS + 1))
             cause = "grad_accum_steps" if is_accumulation else "the rank or the number of ranks"
             raise BrokenInvariant(
-                f"{wrong} of a micro-batch changes with {cause}: the model or compute_loss reads it; leave it out,"
-                " since the template divides by the count over all ranks and micro-batches"
+                f"{wrong} of a micro-batch changes with {cause}, so the model or compute_loss reads {cause}. Leave that"
+                " out, since the template divides by the count over all ranks and micro-batches."
             )
     return ""
 
@@ -306,9 +309,9 @@ def check_generators(pass_name: str, first: dict[str, str], second: dict[str, st
     """Raises BrokenInvariant if a generator has the same state after two passes that began with different states."""
     if same := [name for name in first if first[name] == second[name]]:
         raise BrokenInvariant(
-            f"{same[0]} global generator has the same state after a {pass_name} pass, whatever its seed was: the model"
-            " or compute_loss seeds it again, so that each step draws the same numbers; draw from a torch.Generator of"
-            " your own, or seed within torch.random.fork_rng()"
+            f"{same[0]} global generator has the same state after a {pass_name} pass, whatever its seed was. The model"
+            " or compute_loss seeds it again, so each step draws the same numbers. Draw from a torch.Generator of your"
+            " own, or seed within torch.random.fork_rng()."
         )
 
 
@@ -319,11 +322,11 @@ def check_recomputation(fork: Fork) -> str:
     if not find_differing_sum(fork, first, scrambled) or find_differing_sum(fork, first, run_pass(fork)):
         return ""
     if not scrambled.has_recomputation:
-        return "; please check: the gradient depends on random numbers that the backward pass draws"
+        return f"{PLEASE_CHECK}The gradient depends on random numbers that the backward pass draws."
     raise BrokenInvariant(
-        "the gradient of a micro-batch depends on random numbers drawn in the backward pass: layers are computed again"
-        " there with other numbers than in the forward pass, such as another dropout mask; restore the state of the"
-        " generators, as torch.utils.checkpoint does with preserve_rng_state=True"
+        "The gradient of a micro-batch depends on random numbers drawn in the backward pass. Layers are computed again"
+        " there with other numbers than in the forward pass, such as another dropout mask. Restore the state of the"
+        " generators, as torch.utils.checkpoint does with preserve_rng_state=True."
     )
 
 
@@ -337,7 +340,7 @@ def find_differing_sum(fork: Fork, a: PassResult, b: PassResult) -> str:
 
 def describe_loss(fork: Fork) -> str:
     """Values that are consistent, but that only a person can judge: the loss, and metrics that count otherwise."""
-    net, means, notes = fork.create_model(), [], ""
+    net, means, notes = fork.create_model(), [], []
     for is_training, subset in fork.modes():
         kind = "training" if is_training else "held-out"
         count = min(fork.small_config.batch_size, len(subset))
@@ -356,8 +359,8 @@ def describe_loss(fork: Fork) -> str:
         if fork.hooks.find_part(LossTerms):
             continue
         if other_counts:
-            notes += (
-                f"; please check: metrics of {kind} samples are means over other counts than the loss, per sample loss"
-                f" {counts['loss']:.6g}, {join_first_three(other_counts)}"
+            notes.append(
+                f"{PLEASE_CHECK}Metrics of {kind} samples are means over other counts than the loss. The counts per"
+                f" sample are loss {counts['loss']:.6g}, {join_first_three(other_counts)}."
             )
-    return f"with the same weights, the loss is {' and '.join(means)}{notes}"
+    return join_parts(f"With the same weights, the loss is {' and '.join(means)}.", *notes)

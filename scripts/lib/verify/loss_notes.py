@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lib.values import is_dense, relative_error, scramble_global_rngs, spread_rows
 from lib.verify.fork import BrokenInvariant, Fork, Subset, allow_failure, perturb_parameters
+from lib.verify.result import PLEASE_CHECK, join_parts
 from utils.batch import map_tensors
 
 COMPARING_FUNCTIONS = re.compile("loss|entropy|^gather$")  # functions of predictions and targets
@@ -22,16 +23,16 @@ BATCHES = 8  # in which metrics are equal
 SAMPLES = 48  # whose targets equal a column of the input
 CHANCE = 1e-4  # that a column does so by chance
 NEXT_INPUT = (
-    "; please check: targets are the next inputs of a sequence, and predictions depend on these inputs; use a causal"
-    " mask, and let the target of position t be the input of t + 1"
+    f"{PLEASE_CHECK}Targets are the next inputs of a sequence, and predictions depend on these inputs. Use a causal"
+    " mask, and let the target of position t be the input of t + 1."
 )
 SAME_INPUT = (
-    "; please check: targets are the inputs of a sequence at the same positions, and predictions depend on these"
-    " inputs; shift the targets by one, or mask what is to be predicted, unless this is an autoencoder"
+    f"{PLEASE_CHECK}Targets are the inputs of a sequence at the same positions, and predictions depend on these inputs."
+    " Shift the targets by one, or mask what is to be predicted, unless this is an autoencoder."
 )
 AN_INPUT = (
-    f"; please check: the targets of {SAMPLES} samples are also an input of the model, and predictions depend on it;"
-    " take it out of the input"
+    f"{PLEASE_CHECK}The targets of {SAMPLES} samples are also an input of the model, and predictions depend on that"
+    " input. Take the targets out of the input."
 )
 
 
@@ -119,9 +120,9 @@ def inspect_passes(fork: Fork) -> str:
     net = perturb_parameters(fork.create_model(), 1)  # some layers have no effect at first
     batches = {mode: fetch_batch(fork, mode, max(2, fork.small_config.batch_size)) for mode, _ in fork.modes()}
     calls = {mode: LossCall(fork, net, batch, mode) for mode, batch in batches.items()}
-    narrow = "".join(check_narrow_sums(fork, net, mode) for mode, call in calls.items() if call.narrow_sums)
+    narrow = [check_narrow_sums(fork, net, mode) for mode, call in calls.items() if call.narrow_sums]
     equal = note_equal_metrics(fork, net, calls)
-    return narrow + equal + note_target_leak(fork, net, batches[True], calls[True])
+    return join_parts(*narrow, equal, note_target_leak(fork, net, batches[True], calls[True]))
 
 
 def check_narrow_sums(fork: Fork, net: nn.Module, is_training: bool) -> str:
@@ -136,13 +137,13 @@ def check_narrow_sums(fork: Fork, net: nn.Module, is_training: bool) -> str:
         largest = two + (four - two) / 2 * (size - 2)
         limit = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
         text = (
-            f"a sum in {dtype} may reach {largest:.0f} in a batch of {size} samples, but overflows above {limit:.0f};"
-            " let sums and counts be int64 or float32"
+            f"A sum in {dtype} may reach {largest:.0f} in a batch of {size} samples, but overflows above {limit:.0f}."
+            " Let sums and counts be int64 or float32."
         )
         if largest > limit and not dtype.is_floating_point:
             raise BrokenInvariant(text)
         if not largest <= limit:
-            return f"; please check: {text}"
+            return f"{PLEASE_CHECK}{text}"
     return ""
 
 
@@ -167,8 +168,8 @@ def note_equal_metrics(fork: Fork, net: nn.Module, calls: dict[bool, LossCall]) 
         return ""
     names = dict.fromkeys(name for pair in pairs for name in pair)
     return (
-        f"; please check: {' and '.join(names)} have equal sums and counts in {BATCHES} batches; compute each metric"
-        " from its own numbers, or leave one out"
+        f"{PLEASE_CHECK}{' and '.join(names)} have equal sums and counts in {BATCHES} batches. Compute each metric from"
+        " its own numbers, or leave one out."
     )
 
 
@@ -250,5 +251,5 @@ def is_input_used(
             prediction = prediction.movedim(1, -1)
         seen.append(prediction.reshape(*targets.shape, -1)[:, column].double())
     if not torch.equal(seen[0], seen[1]):
-        raise RuntimeError("its outputs are random")
+        raise RuntimeError("The outputs of the model are random.")
     return relative_error(seen[2], seen[0]) > 1e-5

@@ -21,6 +21,7 @@ from lib.values import (
     ROUNDING_TOLERANCE,
     error_text,
     find_shared_memory,
+    format_plural,
     hash_nested,
     join_first_three,
     relative_error,
@@ -41,7 +42,7 @@ from lib.verify.fork import (
 from lib.verify.loss_checks import check_recomputation
 from lib.verify.model_notes import inspect_weights
 from lib.verify.randomness import check_evaluation_draws
-from lib.verify.result import put_notes_last
+from lib.verify.result import NOT_CHECKED, PLEASE_CHECK, join_parts
 from train import Training
 from utils.data.sampler import MapDataset
 from utils.data.transfer import to_device
@@ -64,14 +65,15 @@ def parameters(fork: Fork) -> str:
         names = {p: name for name, p in net.named_parameters()}
         if shared := find_shared_memory(net):
             raise BrokenInvariant(
-                f"{shared}: share memory, but are two parameters, so that an update of one changes the other; make them"
-                " one parameter (head.weight = tokens.weight), or give each its own memory"
+                f"The parameters {shared} share memory, but are two parameters, so an update of one changes the other."
+                " Make them one parameter (head.weight = tokens.weight), or give each its own memory."
             )
         groups = check_param_groups(fork.hooks.param_groups(net, fork.config), names)
         in_groups = {id(p) for group in groups for p in group["params"]}
         if left_out := [name for name, p in trainable.items() if id(p) not in in_groups]:
             raise BrokenInvariant(
-                f"{join_first_three(left_out)}: in no parameter group, never trained; add them to param_groups"
+                f"These parameters are in no parameter group and are never trained: {join_first_three(left_out)}. Add"
+                " them to param_groups."
             )
         net.train()
         loader, never = fork.create_loader(fork.small_train_set(), ctx=fork.ctx), list(trainable)
@@ -81,9 +83,9 @@ def parameters(fork: Fork) -> str:
             unused = [name for name, p in trainable.items() if p.grad is None]
             if unused and not fork.config.find_unused_parameters:
                 raise BrokenInvariant(
-                    f"{join_first_three(unused)}: unused by a micro-batch, and DDP would wait for its gradient"
-                    " forever; use it in every forward pass, add --find_unused_parameters, or freeze it in"
-                    " create_model with requires_grad_(False)"
+                    f"A micro-batch does not use these parameters: {join_first_three(unused)}. DDP would wait for their"
+                    " gradients forever. Use them in every forward pass, add --find_unused_parameters, or freeze them"
+                    " in create_model with requires_grad_(False)."
                 )
             never = [name for name in never if name in unused]
         return start, len(trainable), never
@@ -92,15 +94,20 @@ def parameters(fork: Fork) -> str:
     starts, nevers = all_gather_json(start, fork.ctx), all_gather_json(never, fork.ctx)
     if odd_rank := next((rank for rank, rank_start in enumerate(starts) if rank_start != starts[0]), 0):
         raise BrokenInvariant(
-            f"rank {odd_rank} has other initial weights than rank 0: create_model depends on the rank, or draws from"
-            " numpy or random; draw from torch's generator, which is seeded equally on all ranks"
+            f"Rank {odd_rank} has other initial weights than rank 0. create_model depends on the rank, or draws from"
+            " numpy or random. Draw from torch's generator, which is seeded equally on all ranks."
         )
     (weight_notes,) = fork.divide_among_ranks([partial(inspect_weights, fork)])
     if fork.config.find_unused_parameters:
         never = [name for name in never if all(name in unused_names for unused_names in nevers)]
-        note = f"; please check: {join_first_three(never)}: used by no micro-batch, never trained" if never else ""
-        return f"{count} tensors are trained, each by some micro-batch; all ranks start equal{note}{weight_notes}"
-    return f"{count} tensors are trained, each by every micro-batch; all ranks start equal{weight_notes}"
+        note = ""
+        if never:
+            note = f"{PLEASE_CHECK}No micro-batch uses these parameters, so they are not trained: "
+            note += f"{join_first_three(never)}."
+        seen = f"{count} tensors are trained, each by some micro-batch. All ranks start equal."
+        return join_parts(seen, note, weight_notes)
+    seen = f"{count} tensors are trained, each by every micro-batch. All ranks start equal."
+    return join_parts(seen, weight_notes)
 
 
 def evaluation(fork: Fork) -> str:
@@ -108,10 +115,10 @@ def evaluation(fork: Fork) -> str:
     sets = [dataset for dataset in (fork.train_set, fork.held_out) if dataset is not None]
     problems = fork.divide_among_ranks([partial(check_predict_order, fork, dataset) for dataset in sets])
     predict_note = next(
-        (f"; not checked: whether predict keeps the order of samples: {problem}" for problem in problems if problem), ""
+        (f"{NOT_CHECKED}whether predict keeps the order of samples: {problem}" for problem in problems if problem), ""
     )
     if fork.held_out is None:
-        return f"not checked: there is no held-out set{predict_note}"
+        return join_parts(f"{NOT_CHECKED}there is no held-out set.", predict_note)
     size, ranks, counts = fork.small_config.batch_size, fork.ctx.world_size, []
     never: list[str] = []
     for count in (ranks * size + size // 2 + 1, max(1, ranks - 1)):
@@ -123,9 +130,10 @@ def evaluation(fork: Fork) -> str:
         )
         counts.append(str(len(subset)))
         never = never if len(counts) > 1 else [name for name, value in metrics.items() if math.isnan(value)]
-    notes = f"; not checked: {', '.join(never)}, for which nothing counted" if never else ""
-    notes += fork.run_on_all_ranks(lambda: check_evaluation_draws(fork, subset, net)) + predict_note
-    return f"sets of {' and '.join(counts)} samples: each counted once, loss and metrics as in one process{notes}"
+    never_note = f"{NOT_CHECKED}{', '.join(never)}, for which nothing counted." if never else ""
+    draws_note = fork.run_on_all_ranks(lambda: check_evaluation_draws(fork, subset, net))
+    seen = f"In sets of {' and '.join(counts)} samples each counts once. Loss and metrics are as in one process."
+    return join_parts(seen, never_note, draws_note, predict_note)
 
 
 def check_predict_order(fork: Fork, dataset: MapDataset) -> str:
@@ -136,7 +144,7 @@ def check_predict_order(fork: Fork, dataset: MapDataset) -> str:
     error = check_row_order(partial(fork.hooks.predict, net), lambda rows: fetch(rows)[2], len(subset))
     if isinstance(error, UserError):  # model.py has no predict
         return str(error)
-    return f"{error_text(error)}; define predict in model.py" if error else ""
+    return f"predict failed ({error_text(error)}). Define predict in model.py." if error else ""
 
 
 def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, metrics: dict[str, float]) -> None:
@@ -147,17 +155,17 @@ def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, metrics: dict
         is_close = math.isclose(metrics[name], value, rel_tol=relative, abs_tol=1e-8 + relative * cancelled)
         if is_close or (math.isnan(value) and math.isnan(metrics[name])):  # nan: counted nothing
             continue
-        seen = f"{name} of {len(subset)} held-out samples is {metrics[name]:.6g}, in one process {value:.6g}"
+        seen = f"{name} of {len(subset)} held-out samples is {metrics[name]:.6g}, but {value:.6g} in one process."
         cause = (
-            "samples repeated or left out, or a summarize that depends on the rank; use"
-            " create_evaluation_dataloader and Evaluation, and only what summarize is given"
+            "Samples are repeated or left out, or summarize depends on the rank. Use create_evaluation_dataloader and"
+            " Evaluation, and let summarize use only what it is given."
         )
         if fork.evaluate_in_one_process(subset, net, noise=1)[name] != value:
             cause = (
-                "a second evaluation differs too: random numbers of Python or numpy, or data that is changed in place;"
-                " draw from torch's generators, which are seeded for each micro-batch"
+                "A second evaluation differs too, so the evaluation draws random numbers of Python or numpy, or changes"
+                " data in place. Draw from torch's generators, which are seeded for each micro-batch."
             )
-        raise BrokenInvariant(f"{seen}: {cause}")
+        raise BrokenInvariant(f"{seen} {cause}")
 
 
 def gradient(fork: Fork) -> str:
@@ -206,10 +214,10 @@ def gradient(fork: Fork) -> str:
 
         rounding = ROUNDING_TOLERANCE[fork.loss_dtype]
         text = compare_updates(our_updates, our_model, plain_updates, net, rounding, is_repeatable)
-        return text + compare_buffers(our_model, net, rounding)
+        return join_parts(text, compare_buffers(our_model, net, rounding))
 
     recomputation_note, summary = fork.divide_among_ranks([partial(check_recomputation, fork), check])
-    return put_notes_last(summary, recomputation_note)
+    return join_parts(summary, recomputation_note)
 
 
 def compare_updates(
@@ -226,8 +234,8 @@ def compare_updates(
     """
     if len(run_updates) != len(plain_updates):
         raise BrokenInvariant(
-            f"the epoch had {len(run_updates)} optimizer steps instead of {len(plain_updates)}: the training loop"
-            " drops or repeats global batches; see train_one_epoch"
+            f"The epoch had {len(run_updates)} optimizer steps instead of {len(plain_updates)}. The training loop drops"
+            " or repeats global batches. Compare it with train_one_epoch."
         )
     worst = 0.0
     for step, (run_update, plain) in enumerate(zip(run_updates, plain_updates, strict=True)):
@@ -236,9 +244,9 @@ def compare_updates(
             math.isclose(*pair, rel_tol=1e-9) for pair in pairs
         ):
             raise BrokenInvariant(
-                f"step {step}: learning rate and weight decay are {run_update.settings}, in the plain loop"
-                f" {plain.settings}: param_groups or the schedule depends on the ranks or on grad_accum_steps; make"
-                " them functions of the other fields and of the step"
+                f"In step {step} learning rate and weight decay are {run_update.settings}, but {plain.settings} in the"
+                " plain loop. param_groups or the schedule depends on the ranks or on grad_accum_steps. Make them"
+                " functions of the other fields and of the step."
             )
         used = [
             {name for name, p in model.named_parameters() if p in update.gradients}
@@ -246,28 +254,34 @@ def compare_updates(
         ]
         if odd := sorted(used[0] ^ used[1]):
             raise BrokenInvariant(
-                f"global batch {step}: {join_first_three(odd)}: used by the run or by the plain loop, but not by both:"
-                " what a batch uses depends on the rank, or on unkeyed random numbers; draw from torch's generator"
+                f"In global batch {step} either the run or the plain loop uses these parameters, but not both:"
+                f" {join_first_three(odd)}. What a batch uses depends on the rank, or on unkeyed random numbers. Draw"
+                " from torch's generator."
             )
         a, b = flatten_gradients(run_update, our_model), flatten_gradients(plain, plain_model)
         error = relative_error(a, b)
         if not error <= rounding:
             ratio = (a @ b / (b @ b).clamp(min=1e-30)).item()
             if relative_error(a, ratio * b) <= 1e3 * rounding:
-                cause = f"it is {ratio:.3g} times the plain loop's: a wrong divisor or factor; see train_one_epoch"
+                cause = (
+                    f"It is {ratio:.3g} times the plain loop's, as by a wrong divisor or factor. Check train_one_epoch."
+                )
             elif not is_repeatable():
                 cause = (
-                    "a second plain loop differs too: unkeyed random numbers, or state kept between calls; draw with"
-                    " utils.rng, and keep state in a buffer of the model"
+                    "A second plain loop differs too, so the code draws unkeyed random numbers or keeps state between"
+                    " calls. Draw with utils.rng, and keep state in a buffer of the model."
                 )
             else:
                 cause = (
-                    "it depends on the rank, on the number of ranks, or on earlier computations of this process; let"
-                    " compute_loss depend only on the weights and its batch, and check train_one_epoch"
+                    "The gradient depends on the rank, on the number of ranks, or on earlier computations of this"
+                    " process. Let compute_loss depend only on the weights and its batch, and check train_one_epoch."
                 )
-            raise BrokenInvariant(f"the gradient of global batch {step} has a relative error of {error:.1e}: {cause}")
+            raise BrokenInvariant(f"The gradient of global batch {step} has a relative error of {error:.1e}. {cause}")
         worst = max(worst, error)
-    return f"{len(run_updates)} global batches, the last one short: within {worst:.0e} of the plain loop"
+    return (
+        f"The gradients of {len(run_updates)} global batches, the last one short, are within {worst:.0e} of those of"
+        " the plain loop."
+    )
 
 
 def compare_buffers(our_model: nn.Module, plain_model: nn.Module, rounding: float) -> str:
@@ -284,7 +298,7 @@ def compare_buffers(our_model: nn.Module, plain_model: nn.Module, rounding: floa
         run_buffer = our_model.get_buffer(name)
         if torch.equal(run_buffer, plain):
             continue
-        seen = "another value than in the plain loop"
+        seen = "has another value than in the plain loop"
         if plain.is_floating_point() and run_buffer.shape == plain.shape:
             # a mean may be zero but for rounding, beside a variance that is not
             beside = plain_model.get_submodule(name.rpartition(".")[0]).buffers(recurse=False)
@@ -292,12 +306,12 @@ def compare_buffers(our_model: nn.Module, plain_model: nn.Module, rounding: floa
             error = (run_buffer - plain).norm().item() / max(size, 1e-30)
             if error <= rounding:
                 continue
-            seen = f"relative error {error:.1e}"
+            seen = f"has a relative error of {error:.1e}"
         raise BrokenInvariant(
-            f"{name}: {seen} after an epoch: it follows the micro-batches of its own rank, or counts padding; update it"
-            " once per step over the global batch, as utils/training/batchnorm.py does"
+            f"{name} {seen} after an epoch. This buffer follows the micro-batches of its own rank, or counts padding."
+            " Update it once per step over the global batch, as utils/training/batchnorm.py does."
         )
-    return f", {len(buffers)} buffers too" if buffers else ""
+    return f"Both also agree on {format_plural(len(buffers), 'buffer')}." if buffers else ""
 
 
 def flatten_gradients(update: OptimizerUpdate, model: nn.Module) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lib.values import join_first_three, scramble_global_rngs
 from lib.verify.fork import Fork, allow_failure, perturb_parameters, pretend_rank
 from lib.verify.randomness import replace_seeds
+from lib.verify.result import PLEASE_CHECK, join_parts
 from utils.distributed.dtensor import local_shard
 
 
@@ -25,21 +26,22 @@ def inspect_weights(fork: Fork) -> str:
     same = find_equal_parameters(fork, parameters, fork.config.seed + 1)
     with replace_seeds():
         same_without_seeds = find_equal_parameters(fork, parameters, fork.config.seed)
-    note = ""
+    notes = []
     if fixed := [name for name in same if name not in same_without_seeds]:
-        note = (
-            f"; please check: {join_first_three(fixed)}: drawn from a seed in the code, so that runs with another"
-            " --seed start from the same weights; draw from torch's global generator, which is seeded by --seed"
+        notes.append(
+            f"{PLEASE_CHECK}A seed in the code determines the initial values of {join_first_three(fixed)}, so runs with"
+            " another --seed start from the same weights. Draw from torch's global generator, which is seeded by"
+            " --seed."
         )
     for (name_a, p), (name_b, q) in combinations(parameters.items(), 2):
         is_copy = torch.equal(p, q) and are_single_copies(net, name_a, name_b)
         is_transposed = p.ndim == q.ndim == 2 and torch.equal(p, q.T)
         if (is_copy or is_transposed) and len(p.unique()) > 2:  # an identity has two values
-            note += (
-                f"; please check: {name_a} and {name_b} have the same random values, but are two parameters, so that"
-                " training makes them differ; if they should be tied, assign the parameter itself"
+            notes.append(
+                f"{PLEASE_CHECK}{name_a} and {name_b} have the same random values, but are two parameters, so training"
+                " makes them differ. If they should be tied, assign the parameter itself."
             )
-    return note
+    return join_parts(*notes)
 
 
 def create_seeded_model(fork: Fork, seed: int) -> nn.Module:
@@ -79,15 +81,16 @@ def inspect_statistics(fork: Fork) -> str:
     note = ""
     if moving:
         note = (
-            f"; please check: {join_first_three(moving)}: frozen, but the running statistics move in training; keep the"
-            " layer in evaluation mode (override train), or train its parameters"
+            f"{PLEASE_CHECK}The running statistics of frozen layers move in training ({join_first_three(moving)}). Keep"
+            " such a layer in evaluation mode (override train), or train its parameters."
         )
+    idle_note = ""
     if idle := find_idle_statistics(fork, perturb_parameters(start, 1), net):
-        note += (
-            f"; please check: {join_first_three(idle)}: an evaluation normalizes by running statistics that are still"
-            " 0 or 1 after training; let training update them, or load pretrained ones"
+        idle_note = (
+            f"{PLEASE_CHECK}An evaluation normalizes by running statistics that are still 0 or 1 after training"
+            f" ({join_first_three(idle)}). Let training update them, or load pretrained ones."
         )
-    return note
+    return join_parts(note, idle_note)
 
 
 def find_idle_statistics(fork: Fork, start: nn.Module, net: nn.Module) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lib.values import flatten_nested, is_dense
 from lib.verify.fork import BrokenInvariant, Fork, allow_failure, default_dtype, perturb_parameters
+from lib.verify.result import PLEASE_CHECK
 from utils.batch import list_tensors, map_tensors
 from utils.training.precision import Precision
 
@@ -53,8 +54,10 @@ def measure_rounding(fork: Fork) -> str:
             fork, exact, batches, name, find_rounded_dtype([outputs[name] for outputs in run_outputs], precision)
         )
     name = max(errors, key=errors.__getitem__)
-    advice = f": please check, or use --no-use_amp or a float32 {name}" if errors[name] > LARGE_ROUNDING else ""
-    return f"; {kind} rounds {name} by {errors[name]:.1%} of its spread{advice}"
+    text = f"{kind} rounds the {name} by {errors[name]:.1%} of its spread."
+    if errors[name] > LARGE_ROUNDING:
+        return f"{PLEASE_CHECK}{text} Use --no-use_amp or a float32 {name}, unless that is precise enough."
+    return text
 
 
 def run_forward(
@@ -130,8 +133,8 @@ def check_targets(fork: Fork, net: nn.Module, batches: list[Any], name: str, dty
         gain = constant - perfect
         if gain > 0.1 * max(abs(constant), abs(perfect)) and not rounded - perfect <= MAX_ROUNDING_COST * gain:
             raise BrokenInvariant(
-                f"{name} is {str(dtype).removeprefix('torch.')}, too coarse for its targets (near"
-                f" {target.double().mean():.6g}, spread {target.double().std():.3g}): rounding perfect outputs costs"
-                f" {(rounded - perfect) / gain:.0%} of the loss of predicting the mean; subtract the mean from the"
-                " targets, scale the output in float32, or use --no-use_amp"
+                f"The {name} is {str(dtype).removeprefix('torch.')}, which is too coarse for its targets (near"
+                f" {target.double().mean():.6g}, spread {target.double().std():.3g}). Rounding perfect outputs costs"
+                f" {(rounded - perfect) / gain:.0%} of the loss of predicting the mean. Subtract the mean from the"
+                " targets, scale the output in float32, or use --no-use_amp."
             )

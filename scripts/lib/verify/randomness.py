@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from lib.values import hash_nested, hash_rng_states
 from lib.verify.fork import BrokenInvariant, Fork, Subset, allow_failure
 from lib.verify.hidden_state import find_file_owner, list_fork_modules
+from lib.verify.result import PLEASE_CHECK, join_parts
 from utils import rng
 from utils.rng import derive_seed, hash_bits
 
@@ -67,14 +68,20 @@ def check_evaluation_draws(fork: Fork, subset: Subset, net: nn.Module) -> str:
         values = [fork.evaluate_in_one_process(subset, net, split=split) for split in ("val", "another")]
     if dropping.dropout_calls:
         raise BrokenInvariant(
-            f"{dropping.dropout_calls[0]} drops values in evaluation mode; pass training=self.training to F.dropout and"
-            " similar functions, or use nn.Dropout"
+            f"{dropping.dropout_calls[0]} drops values in evaluation mode. Pass training=self.training to F.dropout and"
+            " similar functions, or use nn.Dropout."
         )
     drawn = [name for name in values[0] if hash_nested(values[0][name]) != hash_nested(values[1][name])]
-    notes = [f"{name} depends on random numbers: the same ones for each eval_batch_size" for name in drawn[:1]]
+    notes = []
+    if drawn:
+        notes.append(
+            f"{PLEASE_CHECK}{drawn[0]} depends on random numbers, which are the same ones for each --eval_batch_size."
+        )
     if dropping.has_label_smoothing:
-        notes.append("labels are smoothed in evaluation too; do that only if torch.is_grad_enabled()")
-    return "".join(f"; please check: {note}" for note in notes)
+        notes.append(
+            f"{PLEASE_CHECK}Labels are smoothed in evaluation too. Smooth them only if torch.is_grad_enabled()."
+        )
+    return join_parts(*notes)
 
 
 @contextmanager

@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 from utils.files import replace_json, temporary_path
 
 EXIT_CODES = {"ok": 0, "broken": 1, "could not run": 2}
-NOT_CHECKED = "not checked: "  # a part of a check that was not made, and why
-CANNOT_WRITE = "cannot be written{}; give the name of a .json file in an existing folder, other than verified.json"
+PLEASE_CHECK = "Please check: "  # begins a note, which only a person can judge
+NOT_CHECKED = "Not checked: "  # begins the name of a part of a check that was not made, and why
+GIVE_JSON_FILE = "Give the name of a .json file in an existing folder, other than verified.json."
 
 
 class Result:
@@ -60,23 +61,31 @@ class Result:
         self._file = Path(given).absolute()
         if problem := explain_unwritable(self._file):
             self._file = None
-            return f"json={given}: {CANNOT_WRITE.format(problem)}"
+            return f"--json {given} cannot be written ({problem}). {GIVE_JSON_FILE}"
         if (os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")) == "0":
             self._file.unlink(missing_ok=True)
         return ""
 
-    def add_check(self, name: str, is_passed: bool, text: str, seconds: float) -> None:
-        """Add the outcome of a check. A text that passed may end with parts that say "please check"
-        or begin with `NOT_CHECKED`."""
-        is_skipped = text.startswith("skipped: ")
-        parts = re.split(rf"; (?=[^;]*(?:please check|{NOT_CHECKED}))", text) if is_passed else []
+    def add_check(self, name: str, result: str, text: str, seconds: float) -> None:
+        """Add the outcome of a check.
+
+        Args:
+            result: "ok", "BROKEN" or "skipped".
+            text: whole sentences. If the check passed, notes and parts that were not checked are the last of them, else
+                the fix is the last one.
+        """
+        parts, fix = [], None
+        if result == "ok":
+            parts = split_parts(text)
+        else:
+            fix = find_fix(text)
         not_checked = [part.removeprefix(NOT_CHECKED) for part in parts if part.startswith(NOT_CHECKED)]
-        notes = [part.removeprefix("please check: ") for part in parts if "please check" in part]
+        notes = [part.removeprefix(PLEASE_CHECK) for part in parts if part.startswith(PLEASE_CHECK)]
         outcome = {
             "name": name,
-            "result": "ok" if is_passed else "skipped" if is_skipped else "BROKEN",
+            "result": result,
             "text": text,
-            "fix": text.rpartition("; ")[2] if not is_passed and "; " in text else None,
+            "fix": fix,
             "notes": notes,
             "not_checked": not_checked,
             "seconds": round(seconds, 1),
@@ -98,14 +107,15 @@ class Result:
             try:
                 replace_json(self._file, self.values)
             except OSError as error:
-                print(f"json={self._file}: {CANNOT_WRITE.format(f' ({error.strerror})')}", file=sys.stderr, flush=True)
+                text = f"--json {self._file} cannot be written ({error.strerror}). {GIVE_JSON_FILE}"
+                print(text, file=sys.stderr, flush=True)
 
     def withdraw(self) -> None:
         """For a command line that checks nothing."""
         self._is_decided = True
 
     def _on_sigterm(self, *_: Any) -> NoReturn:
-        self.finish("could not run", "interrupted by SIGTERM")
+        self.finish("could not run", "The checks were interrupted by SIGTERM.")
         if self.values["ranks"] is None:  # an import may catch SystemExit
             os._exit(self.exit_code)
         sys.exit(self.exit_code)  # so that the folder of the short runs is deleted
@@ -115,29 +125,44 @@ class Result:
         if self._is_decided or os.getpid() != self._pid:
             return
         error = getattr(sys, "last_value", None)
-        self.finish("could not run", f"{type(error).__name__}: {error}" if error else "ended before the first check")
+        text = "The program ended before the first check."
+        if error:
+            text = f"{type(error).__name__}: {error}"
+        self.finish("could not run", text)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(self.exit_code)
 
 
-def put_notes_last(*parts: str) -> str:
-    """The parts of a check's text, each of which begins with "; ". Those for `Result.add_check` are at the end."""
-    return "".join(sorted(parts, key=lambda part: "please check" in part or NOT_CHECKED in part))
+def split_parts(text: str) -> list[str]:
+    """Return a check's text without notes, and then each note and each part that was not checked."""
+    return re.split(f" (?={PLEASE_CHECK}|{NOT_CHECKED})", text)
+
+
+def join_parts(*texts: str) -> str:
+    """Join texts of a check, some of which may be empty. Notes and parts that were not checked are put at the end."""
+    parts = [part for text in texts if text for part in split_parts(text)]
+    return " ".join(sorted(parts, key=lambda part: part.startswith((PLEASE_CHECK, NOT_CHECKED))))
+
+
+def find_fix(text: str) -> str | None:
+    """Return the last sentence of a finding, which is the fix. None if there is only one sentence."""
+    sentences = re.split(r"(?<=\.) (?=[A-Z])", text)
+    return sentences[-1] if len(sentences) > 1 else None
 
 
 def explain_unwritable(path: Path) -> str:
-    """Why FILE could not be written: a space and the reason in parentheses; empty if it can be."""
+    """Why FILE could not be written; empty if it can be."""
     if path.suffix != ".json" or path.name == "verified.json":
-        return " (it is another kind of file)"
+        return "it is another kind of file"
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        return " (it is no regular file)"
+        return "it is no regular file"
     try:
         temporary = temporary_path(path)
         temporary.touch()
         temporary.unlink()
     except OSError as error:
-        return f" ({error.strerror})"
+        return error.strerror or type(error).__name__
     return ""
 
 

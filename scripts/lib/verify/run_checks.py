@@ -21,18 +21,18 @@ from lib.values import (
     join_first_three,
 )
 from lib.verify.data_checks import check_continued_data
-from lib.verify.fork import ACCUMULATION_STEPS, BrokenInvariant, Fork, pretend_rank
+from lib.verify.fork import ACCUMULATION_STEPS, BrokenInvariant, Fork, SkippedCheck, pretend_rank
 from lib.verify.hidden_state import find_lost_state
 from lib.verify.loss_checks import run_pass
 from lib.verify.model_notes import inspect_statistics
-from lib.verify.result import put_notes_last
+from lib.verify.result import NOT_CHECKED, PLEASE_CHECK, join_parts
 from train import Training
 from utils.checkpoint import format as checkpoint
 from utils.distributed.collectives import all_gather_json
 from utils.distributed.dtensor import is_sharded, local_shard
 from utils.training.parts.unsaved_parameters import PROVENANCE_KEY, fill_in_unsaved
 
-KEEP_STATE = "keep it in a buffer (register_buffer), in the optimizer's state or in progress.user"
+KEEP_STATE = "Keep it in a buffer (register_buffer), in the optimizer's state or in progress.user."
 
 
 def training(fork: Fork) -> str:
@@ -53,10 +53,12 @@ def training(fork: Fork) -> str:
         if sorted(indices) != list(range(count)):
             coverage = f"{len(set(indices))} of {count} samples in {len(indices)} visits"
             raise BrokenInvariant(
-                f"epoch {epoch} trained on {coverage}: a custom training loop or loader; see train_one_epoch"
+                f"Epoch {epoch} trained on {coverage}. A custom training loop or loader is the likely cause. Compare it"
+                " with train_one_epoch."
             )
-    _, noted = fork.divide_among_ranks([partial(check_parameters_fixed, fork), partial(inspect_statistics, fork)])
-    return f"2 epochs of {format_plural(count, 'sample')} in {progress.step} steps: each sample once per epoch{noted}"
+    _, note = fork.divide_among_ranks([partial(check_parameters_fixed, fork), partial(inspect_statistics, fork)])
+    samples = format_plural(count, "sample")
+    return join_parts(f"2 epochs of {samples} in {progress.step} steps visit each sample once per epoch.", note)
 
 
 def check_parameters_fixed(fork: Fork) -> str:
@@ -64,8 +66,8 @@ def check_parameters_fixed(fork: Fork) -> str:
     parameters_a, parameters_b = (run_pass(fork, backward_seed=None, first=first).parameters for first in (0, 2))
     if changed := [name for name in parameters_a if parameters_a[name] != parameters_b[name]]:
         raise BrokenInvariant(
-            f"{join_first_three(changed)}: a forward pass changes it by its batch, so that ranks would differ; change"
-            " parameters only through gradients"
+            f"A forward pass changes these parameters by its batch: {join_first_three(changed)}. Ranks would differ."
+            " Change parameters only through gradients."
         )
     return ""
 
@@ -83,14 +85,15 @@ def weights(fork: Fork) -> str:
             holders.setdefault(name, []).append((rank, value))
         if wrong := [name for name, value in tensors.items() if holders[name][0][1] != value]:
             raise BrokenInvariant(
-                f"{join_first_three(wrong)}: rank {rank} differs from rank {holders[wrong[0]][0][0]}: changed outside"
-                " the optimizer, or by rank; change parameters only through gradients, and all-reduce other state"
+                f"Rank {rank} and rank {holders[wrong[0]][0][0]} differ in {join_first_three(wrong)}. These were"
+                " changed outside the optimizer, or by rank. Change parameters only through gradients, and all-reduce"
+                " other state."
             )
     shared = sum(len(ranks) > 1 for ranks in holders.values())
-    in_shards = f", {len(holders) - shared} shards" if len(holders) > shared > 0 else ""
+    in_shards = f" in {len(holders) - shared} shards" if len(holders) > shared > 0 else ""
     tensors = len(holders) if len(rank_digests) == 1 else shared
     ranks = format_plural(len(rank_digests), "rank")
-    return f"{tensors} tensors identical on {ranks}{in_shards}, after {state.progress.step} steps"
+    return f"{tensors} tensors are identical on {ranks}{in_shards} after {state.progress.step} steps."
 
 
 def resume(fork: Fork) -> str:
@@ -105,21 +108,22 @@ def resume(fork: Fork) -> str:
         fork.train_short_run("again", save_every_steps=1)
         if fork.divide_among_ranks([partial(find_differences, fork, "whole", "again")])[0]:
             cause = (
-                "two uninterrupted runs differ too: unkeyed random numbers, or state kept between runs; use utils.rng"
+                "Two uninterrupted runs differ too, so the code draws unkeyed random numbers or keeps state between"
+                " runs. Use utils.rng."
             )
         else:
             lost, _ = find_lost_in_run(fork, "resumed")
-            cause = f"state outside the checkpoint{''.join(f' ({item})' for item in lost[:1])}; {KEEP_STATE}"
-        raise BrokenInvariant(f"{join_first_three(different)}: resumed and uninterrupted runs differ: {cause}")
+            example = f" ({lost[0]})" if lost else ""
+            cause = f"Some state is outside the checkpoint{example}. {KEEP_STATE}"
+        raise BrokenInvariant(f"The resumed and the uninterrupted run differ in {join_first_three(different)}. {cause}")
     notes = fork.divide_among_ranks([partial(check_continued_data, fork)])
     if later_paths:
         notes.append(check_hidden_state(fork, [first, *later_paths][-2]))
     else:
-        notes.append("; not checked: what a run remembers, since it has a single checkpoint")
+        notes.append(f"{NOT_CHECKED}what a run remembers, since it has a single checkpoint.")
     steps = whole.state.progress.step
-    return (
-        f"{first.name} resumed, {steps} steps in total: bitwise equal to the uninterrupted run{put_notes_last(*notes)}"
-    )
+    seen = f"A run resumed from {first.name} is bitwise equal to the uninterrupted run after {steps} steps."
+    return join_parts(seen, *notes)
 
 
 def check_hidden_state(fork: Fork, checkpoint_path: Path) -> str:
@@ -131,12 +135,14 @@ def check_hidden_state(fork: Fork, checkpoint_path: Path) -> str:
     def check() -> str:
         lost, caches = find_lost_in_run(fork, "late")
         if lost:
-            and_more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+            and_more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
             raise BrokenInvariant(
-                f"{lost[0]}{and_more}: it changes while training, and is not in a checkpoint; {KEEP_STATE}"
+                f"{lost[0]}{and_more}. This value changes while training, and is not in a checkpoint. {KEEP_STATE}"
             )
+        if not caches:
+            return ""
         return (
-            f"; please check: {join_first_three(caches)}: filled while training, empty after a resume" if caches else ""
+            f"{PLEASE_CHECK}These are filled while training, but are empty after a resume: {join_first_three(caches)}."
         )
 
     return fork.run_on_all_ranks(check)
@@ -158,11 +164,12 @@ def reduction(fork: Fork) -> str:
         for number, moment in ((0, "step 1"), (-1, f"step {steps}")):
             if different := find_differences(fork, "whole", "alone", number):
                 raise BrokenInvariant(
-                    f"{join_first_three(different)}: after {moment} a single process has other bits than"
-                    f" {format_plural(fork.ctx.world_size, 'rank')}: something depends on the rank, on what a process"
-                    " computed before, or on its memory; remove it, or use --reduction fast"
+                    f"After {moment} a single process has other bits than {format_plural(fork.ctx.world_size, 'rank')}"
+                    f" in {join_first_three(different)}. Something depends on the rank, on what a process computed"
+                    " before, or on its memory. Remove that, or use --reduction fast."
                 )
-        return f"a single process gives the same bits as {format_plural(fork.ctx.world_size, 'rank')}, in {steps} steps"
+        ranks = format_plural(fork.ctx.world_size, "rank")
+        return f"A single process gives the same bits as {ranks}, in {steps} steps."
 
     return fork.divide_among_ranks([check])[0]
 
@@ -192,19 +199,19 @@ def plain_load(fork: Fork) -> str:
             loss = fork.compute_sample_loss(loaded, device)
         if not math.isclose(loss, expected, rel_tol=ROUNDING_TOLERANCE[fork.loss_dtype] if has_shards else 0):
             raise BrokenInvariant(
-                f"the loaded model's loss is {loss:.6g} instead of {expected:.6g}: learned state is missing from"
-                " state_dict(); keep it in a parameter or persistent buffer"
+                f"The loaded model's loss is {loss:.6g} instead of {expected:.6g}. Learned state is missing from"
+                " state_dict(). Keep it in a parameter or persistent buffer."
             )
         if has_shards:
-            return "the shards are read in one process, with the same loss up to rounding"
-        return "opens with weights_only=True in one process, with a bitwise equal loss"
+            return "The shards are read in one process, with the same loss up to rounding."
+        return "A checkpoint opens with weights_only=True in one process, with a bitwise equal loss."
 
     return fork.divide_among_ranks([check])[0]
 
 
 def get_whole_run(fork: Fork) -> Training:
     if "whole" not in fork.trainings:
-        raise BrokenInvariant("skipped: no training finished; fix that first")
+        raise SkippedCheck("This check was skipped, because no training finished. Fix that first.")
     return fork.trainings["whole"]
 
 

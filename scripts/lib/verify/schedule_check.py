@@ -12,6 +12,7 @@ from config import TrainingConfig
 from lib.values import format_plural, scramble_global_rngs
 from lib.verify.fork import BrokenInvariant, Fork, default_dtype, pretend_rank
 from lib.verify.new_process import CHANGED_ENVIRONMENT, NO_ANSWER
+from lib.verify.result import NOT_CHECKED, join_parts
 from utils.distributed.collectives import all_gather_json
 from utils.training import optimizer
 from utils.training.hooks import ModelHooks
@@ -42,7 +43,7 @@ def schedule(fork: Fork) -> str:
         checked = factors + list(by_step.values())
         if not all(math.isfinite(value) and value >= 0 for factor in checked for value in factor.values()):
             raise BrokenInvariant(
-                f"lr_factor gives {format_factors(checked)}: must be finite and not negative; fix its formula"
+                f"lr_factor must be finite and not negative, but gives {format_factors(checked)}. Fix its formula."
             )
         groups = check_param_groups(
             fork.hooks.param_groups(net, fork.config), {p: name for name, p in net.named_parameters()}
@@ -53,27 +54,27 @@ def schedule(fork: Fork) -> str:
             other_factors = ask()
         if factors != ask() or factors != other_factors:
             raise BrokenInvariant(
-                f"lr_factor gives {format_factors(factors)}, and {format_factors(other_factors)} on {ranks + 1} ranks:"
-                " it depends on more than config, step and progress; use only these"
+                f"lr_factor gives {format_factors(factors)}, but {format_factors(other_factors)} on {ranks + 1} ranks."
+                " It depends on more than config, step and progress. Use only these."
             )
         first, second = simulate_factors(fork, is_resumed=False), simulate_factors(fork, is_resumed=True)
         if first != second:
             step = next(step for step, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1])
             raise BrokenInvariant(
                 f"lr_factor gives {format_factors(first[step : step + 1])} in step {step} of a run whose metric stops"
-                f" improving, and {format_factors(second[step : step + 1])} in a second one that is resumed halfway:"
-                " it keeps state of its own; keep it in progress.user"
+                f" improving, but {format_factors(second[step : step + 1])} in a second run that is resumed halfway."
+                " lr_factor keeps state of its own. Keep that state in progress.user."
             )
         steps = ", ".join(f"{format_factors([factor], 3)} at step {step:,}" for step, factor in by_step.items())
-        return factors, f"{length}: lr_factor is {steps}"
+        return factors, f"{length} lr_factor is {steps}."
 
     factors, text = fork.run_on_all_ranks(check)
     note = ""
     if fork.hooks.lr_factor is not optimizer.lr_factor:
         note = fork.divide_among_ranks([partial(check_new_process_factors, fork, factors)])[0]
     if any(rank_factors != factors for rank_factors in all_gather_json(factors, fork.ctx)):
-        raise BrokenInvariant("lr_factor: differs between ranks; make it a function of config, step and progress")
-    return text + note
+        raise BrokenInvariant("lr_factor differs between ranks. Make it a function of config, step and progress.")
+    return join_parts(text, note)
 
 
 def list_run_factors(fork: Fork) -> tuple[dict[int, Factors], str]:
@@ -88,10 +89,10 @@ def list_run_factors(fork: Fork) -> tuple[dict[int, Factors], str]:
     for step in sorted({0, min(warmup // 2, total - 1), min(warmup, total - 1), total // 2, total - 1}):
         progress = Progress(step=step, epoch=step // sampler.steps_per_epoch)
         factors[step] = compute_factors(fork.hooks, fork.config, total, warmup, progress)
-    length = "without warm-up"
+    length = f"The run has {format_plural(total, 'step')} without warm-up."
     if warmup:
-        length = f"{warmup:,} of them warm-up"
-    return factors, f"{format_plural(total, 'step')}, {length}"
+        length = f"The run has {format_plural(total, 'step')}, {warmup:,} of them warm-up."
+    return factors, length
 
 
 def compute_factors(hooks: ModelHooks, config: TrainingConfig, total: int, warmup: int, progress: Progress) -> Factors:
@@ -108,12 +109,12 @@ def check_new_process_factors(fork: Fork, factors: list[Factors]) -> str:
     """Raises BrokenInvariant if lr_factor gives something else in a new process. A note if there is no answer."""
     new_factors, problem = fork.new_process.answer("factors")
     if problem.startswith(NO_ANSWER):
-        return f"; not checked: lr_factor in a new process ({problem})"
+        return f"{NOT_CHECKED}lr_factor in a new process ({problem})."
     if new_factors != factors:
+        there = f"fails ({problem})" if problem else f"gives {format_factors(new_factors)}"
         raise BrokenInvariant(
-            f"lr_factor gives {format_factors(factors)}, and in a new process, with another working directory,"
-            f" {CHANGED_ENVIRONMENT}, {problem or format_factors(new_factors)}: it depends on one of these; let it use"
-            " only config, step and progress"
+            f"lr_factor gives {format_factors(factors)}, but {there} in a new process with another working directory,"
+            f" {CHANGED_ENVIRONMENT}. It depends on one of these. Let lr_factor use only config, step and progress."
         )
     return ""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import model as your_model
 from lib.values import ROUNDING_TOLERANCE, compute_sums
 from lib.verify.fork import BrokenInvariant, Fork, measure_cancellation, perturb_parameters
+from lib.verify.result import NOT_CHECKED
 from utils.batch import map_tensors
 from utils.training.signatures import has_parameter
 
@@ -32,7 +33,9 @@ def check_segments(fork: Fork) -> str:
         segments = functools.partial(segments, config=fork.config)
     ids = segments(batch)
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
-        raise BrokenInvariant("model.segments: gives no document number for each token; return an int tensor [B, T]")
+        raise BrokenInvariant(
+            "segments(batch) of model.py gives no document number for each token. Return an int tensor [B, T]."
+        )
     net, inside = perturb_parameters(fork.create_model(), 1), find_interior(ids)
     is_odd = torch.stack([row.unique(return_inverse=True)[1] % 2 == 1 for row in ids])
 
@@ -47,14 +50,14 @@ def check_segments(fork: Fork) -> str:
     usual, cancelled = measure_cancellation(compute_losses)
     loss_odd, loss_even, both = compute_losses(is_odd), compute_losses(~is_odd), compute_losses(is_odd, ~is_odd)
     if torch.equal(usual, loss_odd) or torch.equal(usual, loss_even):
-        return "; not checked: segments, which has no row with two documents whose tokens change the loss"
+        return f"{NOT_CHECKED}segments, which has no row with two documents whose tokens change the loss."
     limit = ROUNDING_TOLERANCE[fork.loss_dtype] * (usual.norm() + cancelled)
     if not (mixed := (usual - loss_odd - loss_even + both).norm()) <= limit:
         raise BrokenInvariant(
-            f"the loss of a document changes with the tokens of another in its row, by {mixed:.1e} in all: tokens of"
-            " one document attend to another; let the attention mask compare the segments, and pool within a segment"
+            f"The loss of a document changes with the tokens of another in its row, by {mixed:.1e} in all. Tokens of"
+            " one document attend to another. Let the attention mask compare the segments, and pool within a segment."
         )
-    return f"; no document of {len(ids)} packed rows has an effect on the loss of another"
+    return f"No document of {len(ids)} packed rows has an effect on the loss of another."
 
 
 def find_interior(ids: Tensor) -> Tensor:

@@ -233,11 +233,11 @@ def test_a_run_at_a_url_is_copied_as_far_as_it_is_needed(url, tmp_path, copies):
         assert checkpoint.verify_checkpoint(path).step == step and path.is_relative_to(copies)
     assert (folder / "checkpoints/best.pt").readlink() == Path("step_00000010.pt")
     first.upload(40)
-    with pytest.raises(UserError, match=r"step_00000020.pt: is not there; the run has .* these steps: 10, 30, 40$"):
+    with pytest.raises(UserError, match=r"There is no .*step_00000020.pt. The run has .* these steps: 10, 30, 40.$"):
         mirrored_run.local_checkpoint(f"{url}/checkpoints/step_00000020.pt")
     if url.startswith("file"):  # as a rank asks for it
         assert local_checkpoint(url) == path
-        with pytest.raises(UserError, match="step_00000020.pt: is not there"):
+        with pytest.raises(UserError, match="There is no .*step_00000020.pt."):
             local_checkpoint(f"{url}/checkpoints/step_00000020.pt")
     mirrored_run.local_run(url, lambda steps, best: steps[-1:])
     assert [checkpoint.parse_step(path) for path in checkpoint.list_step_checkpoints(folder / "checkpoints")] == [
@@ -245,7 +245,7 @@ def test_a_run_at_a_url_is_copied_as_far_as_it_is_needed(url, tmp_path, copies):
         40,
     ]
     first.end()
-    with pytest.raises(UserError, match="nothing: holds no run; give the URL that its --mirror had"):
+    with pytest.raises(UserError, match="nothing holds no run. Give the URL that the run had as --mirror."):
         mirrored_run.local_run(f"{url}/nothing")
 
 

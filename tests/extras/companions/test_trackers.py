@@ -203,7 +203,10 @@ def test_a_missing_package_is_rejected_before_the_run_folder_is_made(tmp_path, m
         (tmp_path / tracker).mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     config = TrainingConfig.from_args(["--track", tracker, "--run_dir", str(tmp_path / "run")])
-    with pytest.raises(UserError, match=f"track={tracker}: the package is missing; pip install {tracker}"):
+    with pytest.raises(
+        UserError,
+        match=f"--track {tracker} needs the package {tracker}, which is not installed. Run pip install {tracker}.",
+    ):
         decide_start(config, "host", "", False)
     assert not (tmp_path / "run").exists()
 

@@ -117,7 +117,7 @@ def test_the_model_keeps_its_names_and_a_copy_computes_with_its_own_weights():
 
 @pytest.mark.parametrize("wrong", ["layer1", nn.ModuleList([nn.Linear(2, 2)])])
 def test_blocks_that_cannot_be_called_are_rejected(wrong):
-    with pytest.raises(UserError, match=f"returned {type(wrong).__name__} .*; return modules with a forward"):
+    with pytest.raises(UserError, match=f"returned {type(wrong).__name__} .*. Return modules with a forward"):
         checkpoint_activations(nn.Linear(2, 2), [wrong])
 
 

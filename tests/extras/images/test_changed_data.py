@@ -108,4 +108,4 @@ def test_validation_images_that_are_resized_otherwise_start_a_new_best_value(run
     runs.train(2, "run", *FLAGS, "--epochs", 3, "--resize_size", 12, "--resume_from", "auto", task="")
     changed = runs.events("run", "resumed")[0]["changed"]
     assert any(line.startswith("The val set has samples that differ from the checkpoint's: ") for line in changed)
-    assert any(line.startswith("the best value so far no longer counts") for line in changed)
+    assert any(line.startswith("The best value so far no longer counts") for line in changed)

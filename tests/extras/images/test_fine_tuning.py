@@ -80,9 +80,12 @@ def test_the_two_commands_train_the_head_and_then_all_on_two_ranks(runs, monkeyp
     assert changed(published_weights, head) == {"fc.weight", "fc.bias"}
     assert {"conv1.weight", "bn1.running_mean", "layer4.1.bn2.num_batches_tracked"} <= changed(head, both)
     log = runs.log("head")
-    assert "loaded 120 of 122 tensors from torchvision; kept from create_model: fc.weight, fc.bias; not" in log
+    assert (
+        "120 of 122 tensors were loaded from --init_from torchvision. Kept from create_model: fc.weight, fc.bias. Not"
+        in log
+    )
     assert "11,177,538 parameters, 1,026 of them trained" in log and "all trained" in runs.log("all")
-    assert "kept from create_model: none" in runs.log("all")
+    assert "Kept from create_model: none." in runs.log("all")
     assert runs.json("all", "config.json")["image_size"] == 32
 
 
@@ -127,7 +130,7 @@ def test_a_frozen_parameter_that_the_weights_lack_is_rejected(tmp_path):
     flags = {"model": "vit_b_32", "data_dir": str(tmp_path), "init_from": "torchvision", "image_size": 64}
     config = TrainingConfig(**flags, freeze="backbone")
     with pytest.raises(
-        UserError, match="has no encoder.pos_embedding of this model's shape; give weights of the whole"
+        UserError, match="has no encoder.pos_embedding of this model's shape. Give weights of the whole"
     ):
         load_matching_weights(create_model(config, CPU), initial_weights(config), "torchvision")
 

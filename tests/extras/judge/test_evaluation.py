@@ -22,10 +22,10 @@ class Net(nn.Module):
 def create_model(config, device):
     return Net()
 '''
-CHANGES = "changes a module; does it change what is evaluated?"
-ACTS = "acts on import; does it change what is evaluated?"
-DATA = "leads to data; does it learn from held-out samples?"
-ANYTHING = "may do anything; does it change what is evaluated?"
+CHANGES = "changes a module. Does it change what is evaluated?"
+ACTS = "runs on import. Does it change what is evaluated?"
+DATA = "leads to data. Does it learn from held-out samples?"
+ANYTHING = "may do anything. Does it change what is evaluated?"
 BODY = "\n\ndef after_step(model, progress, taken):\n    "
 FOUND = {  # code at the end of model.py: the place, the code that is shown, and the question
     "MetricTracker.means = None": ("", "MetricTracker.means", CHANGES),
@@ -88,7 +88,7 @@ def test_code_that_may_change_the_evaluation_or_learn_from_held_out_data_is_name
     questions = list_questions(fork_with(tmp_path / "a", end))
     place, code, question = FOUND[end]
     where = f"model.py: {place}" if place else "model.py"
-    assert questions == [f"{where}: `{code}` {question}"]
+    assert questions == [f"`{code}` ({where}) {question}"]
 
 
 @pytest.mark.parametrize("end", SOUND)
@@ -98,7 +98,9 @@ def test_sound_code_is_not_named(tmp_path, end):
 
 def test_a_file_that_hides_a_module_of_python_is_named(tmp_path):
     fork = fork_with(tmp_path / "a", "", **{"statistics.py": "x = 1\n"})
-    assert list_questions(fork) == ["statistics.py: has the name of a module of Python; is it meant to replace that?"]
+    assert list_questions(fork) == [
+        "statistics.py has the name of a module of Python. Is it meant to replace that module?"
+    ]
 
 
 @pytest.mark.parametrize("name", ["helper.py", "other.py", "own/__init__.py", "own/parts.py", "own/rest.py"])
@@ -107,7 +109,7 @@ def test_the_files_that_model_and_config_import_are_read(tmp_path, name):
     texts = {"helper.py": "import other\n", "other.py": "", "own/__init__.py": ""}
     texts |= {"own/parts.py": "from . import rest\n", "own/rest.py": "", "config.py": "from own.parts import SIZE\n"}
     texts[name] += "torch.manual_seed(0)\n"
-    assert list_questions(fork_with(tmp_path / "a", "", **texts)) == [f"{name}: `torch.manual_seed(0)` {ACTS}"]
+    assert list_questions(fork_with(tmp_path / "a", "", **texts)) == [f"`torch.manual_seed(0)` ({name}) {ACTS}"]
 
 
 def test_other_code_behind_a_relative_import_of_the_evaluation_is_another_evaluation(tmp_path):
@@ -117,16 +119,16 @@ def test_other_code_behind_a_relative_import_of_the_evaluation_is_another_evalua
         "own/parts.py": "from .rest import SIZE\n",
     }
     a, b = (fork_with(tmp_path / name, "", **files, **{"own/rest.py": f"SIZE = {name!r}\n"}) for name in "ab")
-    assert explain_difference(a, b).startswith("own/rest.py: is not the same in A and B")
+    assert explain_difference(a, b).startswith("own/rest.py computes the metric, but is not the same in A and B.")
 
 
 def test_a_question_about_both_sides_is_one_note(tmp_path):
     a = fork_with(tmp_path / "a", "", **{"helper.py": "print(1)\n"})
     b = fork_with(tmp_path / "b", "", **{"helper.py": "print(2)\n"})
     c = fork_with(tmp_path / "c", "")
-    assert list_notes(a, a) == [f"A and B, helper.py: `print(1)` {ACTS}"]
-    assert list_notes(c, a) == [f"B, helper.py: `print(1)` {ACTS}"]
-    assert [note[:13] for note in list_notes(a, b)] == ["A, helper.py:", "B, helper.py:"]
+    assert list_notes(a, a) == [f"In A and B, `print(1)` (helper.py) {ACTS}"]
+    assert list_notes(c, a) == [f"In B, `print(1)` (helper.py) {ACTS}"]
+    assert [note[:16] for note in list_notes(a, b)] == ["In A, `print(1)`", "In B, `print(2)`"]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_a_question_about_both_sides_is_one_note(tmp_path):
 )
 def test_another_training_loop_is_a_note(tmp_path, file, text, is_noted):
     a, b = fork_with(tmp_path / "a", ""), fork_with(tmp_path / "b", "", **{file: text})
-    noted = [note for note in list_notes(a, b) if note.startswith(f"{file}: is not the same in A and B; do both train")]
+    noted = [note for note in list_notes(a, b) if note.startswith(f"{file} is not the same in A and B. Do both train")]
     assert len(noted) == is_noted
 
 

@@ -163,18 +163,18 @@ def test_a_verdict_of_forks_has_paired_seeds_in_alternating_order(tmp_path, fork
 @pytest.mark.parametrize(
     ("words", "flags", "reason"),
     [
-        ("--seeds 2", "", "seeds=2: are too few for an interval; give 3 or more, or 5"),
-        ("--ranks 0", "", "ranks=0: is below 1; give 1 or more"),
-        ("--first-seed -1", "", "first-seed=-1: seeds are from 0 to 2^63 - 1; give another"),
-        ("--first-seed 9223372036854775806", "", "first-seed=9223372036854775806: seeds are from 0 to"),
-        ("--metric Min:loss", "", "metric=Min:loss: has an unknown prefix; write min:NAME or max:NAME"),
-        ("", "--help", "A: train.py --print_config prints no settings"),
-        ("--metric top9", "", "best_metric=top9: needs a direction; give min:top9 or max:top9"),
-        ("--metric min:top9", "", "best_metric=min:top9: is not reported by an evaluation; choose one of loss"),
-        ("", "--seed 3", "A: --seed is given by the judge; leave it out"),
-        ("", "--run-dir x", "A: --run_dir is given by the judge; leave it out"),
-        ("", "--max_time 3", "A: max_time=3.0 does not go with a judge; leave it out"),
-        ("", "--max_step 3", "A: --max_step: is not known; did you mean --max_steps?"),
+        ("--seeds 2", "", "--seeds must be at least 3, got 2. Fewer give no interval. 5 or more are better."),
+        ("--ranks 0", "", "--ranks must be at least 1, got 0."),
+        ("--first-seed -1", "", "--first-seed must let all seeds be from 0 to 2^63 - 1, got -1."),
+        ("--first-seed 9223372036854775806", "", "2^63 - 1, got 9223372036854775806."),
+        ("--metric Min:loss", "", '--metric must be auto, NAME, min:NAME or max:NAME, got "Min:loss".'),
+        ("", "--help", "train.py --print_config of A prints no settings"),
+        ("--metric top9", "", "--best_metric top9 needs a direction. Give min:top9 or max:top9."),
+        ("--metric min:top9", "", "--best_metric must be a metric that evaluations report (loss"),
+        ("", "--seed 3", "A has --seed, which the judge gives itself. Leave it out"),
+        ("", "--run-dir x", "A has --run_dir, which the judge gives itself. Leave it out"),
+        ("", "--max_time 3", "A has --max_time 3.0, which does not go with a judge. Leave it out."),
+        ("", "--max_step 3", "train.py does not accept the settings of A: --max_step"),
     ],
 )
 def test_bad_options_are_refused(tmp_path, fork, no_probe, words, flags, reason):
@@ -188,18 +188,34 @@ def test_bad_options_are_refused(tmp_path, fork, no_probe, words, flags, reason)
     ("a", "b", "reason"),
     [
         ("--lr 0.1", "--lr=0.1", "A and B have the same code and settings"),
-        ("--max_steps 4", "--max_steps 3", "max_steps: A has 4, B has 3; give both the same, after --"),
-        ("--dataset_size 64", "--dataset_size 32", "dataset_size: A has 64, B has 32; give both the same"),
-        ("--batch_size 8", "--grad_accum_steps 2", "the global batch: A has 8, B has 128; give both the same"),
-        ("--drop_last", "--lr 0.1", "drop_last: A has True, B has False; give both the same"),
-        ("--best_metric loss", "--best_metric max:top1", "best_metric: A and B have loss and max:top1; give --metric"),
-        ("shared.toml", "--lr 0.1", "A: checkpoint_dir is the same for all of its runs; leave it out"),
-        ("missing.toml", "--lr 0.1", "config=missing.toml: cannot be read"),
-        ("--config missing.toml", "--lr 0.1", "config=missing.toml: cannot be read"),
-        ("missing.toml", "--config=other.toml", "config=missing.toml: cannot be read"),
-        ("--config=a.toml --config b.toml", "--lr 0.1", "A: has two files of settings; give one, and the other"),
-        ("--data_dir it's", "--lr 0.1", "A=--data_dir it's: No closing quotation; close each quote"),
-        ("tests", "--lr 0.1", "A=tests: has no train.py; give the folder of a fork, a config, or flags"),
+        (
+            "--max_steps 4",
+            "--max_steps 3",
+            "A and B differ in max_steps: A has 4, B has 3. Give both the same, after",
+        ),
+        ("--dataset_size 64", "--dataset_size 32", "dataset_size: A has 64, B has 32. Give both the same"),
+        ("--batch_size 8", "--grad_accum_steps 2", "the global batch: A has 8, B has 128. Give both the same"),
+        ("--drop_last", "--lr 0.1", "drop_last: A has True, B has False. Give both the same"),
+        (
+            "--best_metric loss",
+            "--best_metric max:top1",
+            "--best_metric of A and B differs (loss and max:top1). Give --metric.",
+        ),
+        ("shared.toml", "--lr 0.1", "A has --checkpoint_dir, which all of its runs would share. Leave it out."),
+        ("missing.toml", "--lr 0.1", "--config missing.toml cannot be read"),
+        ("--config missing.toml", "--lr 0.1", "--config missing.toml cannot be read"),
+        ("missing.toml", "--config=other.toml", "--config missing.toml cannot be read"),
+        ("--config=a.toml --config b.toml", "--lr 0.1", "A has two files of settings. Give one file, and the other"),
+        (
+            "--data_dir it's",
+            "--lr 0.1",
+            "The flags of A (--data_dir it's) cannot be read (No closing quotation). Close each quote.",
+        ),
+        (
+            "tests",
+            "--lr 0.1",
+            "A is the folder tests, which has no train.py. Give the folder of a fork, a config, or flags.",
+        ),
     ],
 )
 def test_settings_that_are_no_fair_comparison_are_refused_before_training(tmp_path, a, b, reason):
@@ -213,17 +229,17 @@ def test_settings_that_are_no_fair_comparison_are_refused_before_training(tmp_pa
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"summary.json": {"steps": 2}}, "steps of seed 0: A has 3, B has 2; give both the same budget and data"),
+        ({"summary.json": {"steps": 2}}, "steps of seed 0: A has 3, B has 2. Give both the same budget and data"),
         ({"summary.json": {"samples_seen": 9}}, "samples_seen of seed 0: A has 24, B has 9"),
         ({"provenance.json": {"global_batch_size": 7}}, "global_batch_size of seed 0: A has 64, B has 7"),
         ({"provenance.json": {"identity": "63 samples, aa"}}, "A has 64 samples, aa, B has 63 samples, aa"),
         ({"provenance.json": {"content": "ee"}}, "content of seed 0: A has none, B has ee"),
-        ({"provenance.json": {"held_out": {}}}, "the evaluation sets: A has ['val'], B has []; evaluate both on the"),
-        ({"sketches": [[1], [2], [4]]}, "sketches of val: 1 of 2 differ; evaluate both on the same data"),
-        ({"order": 2}, "seed 0: A and B use other samples in step 1; give both one order of the data"),
-        ({"order": 0}, "b-seed0: has no record of its samples; delete the folder and give the command again"),
-        ({"final": {"loss": None}}, "B, seed 0: the final loss is not finite; give both sides settings that do not"),
-        ({"final": {"top1": 1.0}}, "B, seed 0: loss is not in the last evaluation; choose one of top1"),
+        ({"provenance.json": {"held_out": {}}}, "the evaluation sets: A has ['val'], B has []. Evaluate both on the"),
+        ({"sketches": [[1], [2], [4]]}, "1 of 2 sketches of val differ between A and B. Evaluate both on the same"),
+        ({"order": 2}, "With seed 0 A and B use other samples in step 1. Give both one order of the data."),
+        ({"order": 0}, "b-seed0 has no record of its samples. Delete the folder and give the command again."),
+        ({"final": {"loss": None}}, "The final loss of B with seed 0 is not finite. Give both sides settings that do"),
+        ({"final": {"top1": 1.0}}, "The last evaluation of B with seed 0 has no loss. Choose one of top1."),
     ],
 )  # fmt: skip
 def test_runs_that_cannot_be_compared_are_refused_after_the_first_pair(tmp_path, fork, no_probe, changes, reason):
@@ -241,7 +257,7 @@ def test_records_that_are_lost_are_named(tmp_path, fork, no_probe, record, is_th
     file = out / "b-seed0" / record
     file.write_text("") if is_there else file.unlink()
     code, result = run(tmp_path, *words)
-    text = f"{out / 'b-seed0'}: {record} is incomplete; delete the folder and give the command again"
+    text = f"{record} in {out / 'b-seed0'} is incomplete. Delete the folder and give the command again."
     assert code == 2 and result["refused"] == text
     shutil.rmtree(out / "b-seed0")
     code, result = run(tmp_path, *words)
@@ -250,7 +266,7 @@ def test_records_that_are_lost_are_named(tmp_path, fork, no_probe, record, is_th
 
 def test_code_that_was_edited_between_seeds_is_refused(tmp_path, fork, no_probe):
     code, result = run(tmp_path, fork, other_fork(fork, codes=[1, 2]), "--out", tmp_path / "out")
-    assert code == 2 and result["refused"] == "B: its code was changed between seeds; give another --out"
+    assert code == 2 and result["refused"] == "The code of B was changed between seeds. Give another --out."
 
 
 @pytest.mark.parametrize("side", "AB")
@@ -262,7 +278,7 @@ def test_a_fork_of_an_older_template_is_refused_in_a_sentence(tmp_path, fork, si
     digests.write_text("def fingerprint(state):\n    return 1\n") if is_there else digests.unlink()
     code, result = run(tmp_path, fork, other, "--out", tmp_path / "out")
     assert code == 2 and result["refused"].startswith(
-        f"{side}={old}: is a fork of an older template, whose runs record"
+        f"{side} ({old}) is a fork of an older template, whose runs record"
     )
     assert not (tmp_path / "out").exists()
 
@@ -286,12 +302,15 @@ def test_a_check_counts_only_for_the_same_code_versions_and_settings(fork, chang
     assert side.is_verified(report | changes | {"code": code}) == is_verified
 
 
+SAME_WEIGHTS = "All seeds of B start from the same weights."
+
+
 @pytest.mark.parametrize(
     ("probed", "message"),
     [
-        ({"is_seeded": True}, "B: seeds 0 and 2 start from the same weights, since create_model draws them from a"),
-        ({"is_seeded": False}, "B: all seeds start from the same weights; the interval holds for these"),
-        ({}, "B: all seeds start from the same weights; the interval holds for these; it could not be tried whether"),
+        ({"is_seeded": True}, "Seeds 0 and 2 of B start from the same weights, since create_model draws them from a"),
+        ({"is_seeded": False}, f"{SAME_WEIGHTS} The interval holds for these weights only."),
+        ({}, f"{SAME_WEIGHTS} The interval holds for these weights only. Whether model.py draws them could not be"),
     ],
 )
 def test_seeds_that_start_from_the_same_weights(tmp_path, fork, no_probe, monkeypatch, probed, message):
@@ -314,7 +333,7 @@ def test_differences_without_a_deviation_are_no_result(tmp_path, fork, no_probe,
     (fork / "changes.json").write_text(json.dumps({"by_seed": [17 * scale, 18 * scale, 16 * scale]}))
     code, result = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 3)
     assert code == 2 and result["verdict"] is None
-    text = f"loss: all 3 differences are {scale:g}, but for rounding, so their deviation is unknown; give a finer"
+    text = f"All 3 differences of loss are {scale:g}, but for rounding, so their deviation is unknown. Give a finer"
     assert result["refused"].startswith(text)
 
 
@@ -330,8 +349,8 @@ def test_runs_that_collapse_are_named_by_side_and_seed(tmp_path, fork, no_probe)
     code, result = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 4)
     assert code == 0 and result["verdict"] == "none"
     assert result["notes"] == [
-        "B, seed 1: loss is 2.3, far worse than with the other seeds; the mean depends on how often B collapses, which"
-        " 4 seeds hardly show"
+        "With seed 1 loss of B is 2.3, far worse than with the other seeds. The mean depends on how often B collapses,"
+        " which 4 seeds hardly show."
     ]
 
 
@@ -357,7 +376,9 @@ def test_other_code_of_the_evaluation_is_refused_by_file_and_function(tmp_path, 
     assert bool(explain_difference(fork, other)) == bool(named), explain_difference(fork, other)
     if named:
         code, result = run(tmp_path, fork, other, "--out", tmp_path / "out")
-        assert code == 2 and result["refused"].startswith(f"{named}: is not the same in A and B, and computes the")
+        assert code == 2 and result["refused"].startswith(
+            f"{named} computes the metric, but is not the same in A and B."
+        )
         assert not (fork / "started").exists()
 
 
@@ -368,11 +389,11 @@ def test_what_the_judge_cannot_compare_is_a_note(tmp_path, fork, no_probe):
     other = other_fork(fork, texts, **{"summary.json": slow | {"world_size": 1}})
     code, result = run(tmp_path, fork, other, "--seeds", 3, "--out", tmp_path / "out")
     assert code == 0 and result["notes"] == [
-        "B, model.py: create_dataset: `from dataset import create_dataset` leads to data; does it learn from held-out"
-        " samples?",
-        "B, model.py: after_step: `create_dataset` leads to data; does it learn from held-out samples?",
-        "train.py: is not the same in A and B; do both train alike, and record what they did?",
-        "a step of B takes 2.5 times as long; the other side trains longer in that time",
+        "In B, `from dataset import create_dataset` (model.py: create_dataset) leads to data. Does it learn from"
+        " held-out samples?",
+        "In B, `create_dataset` (model.py: after_step) leads to data. Does it learn from held-out samples?",
+        "train.py is not the same in A and B. Do both train alike, and record what they did?",
+        "A step of B takes 2.5 times as long as a step of A. In the same time A would train longer.",
     ]
 
 
@@ -390,7 +411,7 @@ def test_weights_of_a_file_on_one_side_are_a_note(tmp_path, fork, no_probe, monk
         (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.setattr(sides, "ROOT", fork)
     code, result = run(tmp_path, tmp_path / "a.toml", tmp_path / "b.toml", "--seeds", 3, "--out", tmp_path / "out")
-    text = "init_from: A and B have none and weights.pt; what these weights have learned before was not compared"
+    text = "--init_from of A and B is none and weights.pt. What these weights have learned before was not compared."
     assert code == 0 and result["notes"] == [text], result
 
 
@@ -399,15 +420,17 @@ def test_broken_code_is_not_judged_and_verified_code_is_verified_once(tmp_path, 
     (other / "verified.json").unlink()
     (other / "broken").touch()
     code, result = run(tmp_path, fork, other, *words)
-    assert code == 2 and result["refused"].startswith("B: scripts/verify.py is BROKEN: plain load; see "), result
+    assert code == 2 and result["refused"].startswith("scripts/verify.py on B reports as BROKEN: plain load. See "), (
+        result
+    )
     assert not (fork / "started").exists()
     (other / "broken").unlink()
     for _ in range(2):
         code, result = run(tmp_path, fork, other, *words)
         assert code == 0 and result["verdict"] == "A"
         assert result["notes"] == [
-            "verify of B: a sample is in both sets",
-            "verify of B: not checked: the data in a new process",
+            "Verify of B: a sample is in both sets",
+            "Verify of B: Not checked: the data in a new process",
         ]
         (other / "verified.json").unlink(missing_ok=True)  # of another check since: the folder of the runs knows
     assert (other / "verifications").read_text().count(f"--config {tmp_path / 'out' / 'b.toml'} --seed 0") == 2
@@ -415,7 +438,7 @@ def test_broken_code_is_not_judged_and_verified_code_is_verified_once(tmp_path, 
     (other / "scripts/verify.py").unlink()
     (other / "losses.py").write_text("def smooth(x):\n    return x  # edited\n")
     code, result = run(tmp_path, fork, other, "--out", tmp_path / "next")
-    assert code == 2 and result["refused"] == f"B={other}: has no scripts/verify.py; restore the extra verify"
+    assert code == 2 and result["refused"] == f"B ({other}) has no scripts/verify.py. Restore the extra verify."
 
 
 def test_a_run_that_fails_is_named_with_the_end_of_its_log(tmp_path, fork, no_probe, capsys):
@@ -425,7 +448,7 @@ def test_a_run_that_fails_is_named_with_the_end_of_its_log(tmp_path, fork, no_pr
     code, result = run(tmp_path, *words)
     assert (
         code == 2
-        and f"see {tmp_path / 'out' / 'b-seed0.log'}, repair what it says, and give the same" in result["refused"]
+        and f"Repair what {tmp_path / 'out' / 'b-seed0.log'} says, and give the same command" in result["refused"]
     )
     assert "the cause\nis above" in capsys.readouterr().err
     (other / "fails").unlink()
@@ -449,8 +472,12 @@ def test_a_judge_that_was_interrupted_continues_where_it_was(tmp_path, fork, no_
     assert not (tmp_path / "report.json").exists()  # the earlier one is of other runs
     started.send_signal(number)
     ended = finish(started, 30)
-    assert ended.code == 2 and "interrupted; give the same command again" in ended.err and not ended.left, ended.text
-    assert json.loads((tmp_path / "report.json").read_text())["refused"].startswith("interrupted")
+    assert (
+        ended.code == 2
+        and "The comparison was interrupted. To continue, give the same command again" in ended.err
+        and not ended.left
+    ), ended.text
+    assert json.loads((tmp_path / "report.json").read_text())["refused"].startswith("The comparison was interrupted.")
     (other / "wait").unlink()
     monkeypatch.chdir(tmp_path)  # the runs are in runs/judge-1 there
     code, result = run(tmp_path, *words[:4])
@@ -461,13 +488,15 @@ def test_a_judge_that_was_interrupted_continues_where_it_was(tmp_path, fork, no_
     code, result = run(tmp_path, *words[:4], flags=(*ALL, "--lr", "0.3"))
     assert code == 0 and result["out"] == "runs/judge-2" and not result["notes"]
     code, result = run(tmp_path, *words[:4], "--out", "runs/judge-1", flags=(*ALL, "--lr", "0.3"))
-    assert code == 2 and "runs with other settings or code; give another" in result["refused"]
+    assert code == 2 and "runs with other settings or code. Give another folder." in result["refused"]
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path, fork):
     (tmp_path / "file").touch()
     code, result = run(tmp_path, fork, other_fork(fork), "--out", tmp_path / "file")
-    assert code == 2 and "Not a directory; repair this or give another --out" in result["refused"], result
+    assert code == 2 and "cannot be used (Not a directory). Repair this or give another --out" in result["refused"], (
+        result
+    )
 
 
 @pytest.mark.parametrize("name", ["model.py", "judge.json", "missing/report.json", "folder.json", "config.json"])
@@ -477,7 +506,7 @@ def test_a_result_that_could_not_be_written_is_refused_before_training(tmp_path,
     (tmp_path / "config.json").write_text('{"lr": 0.1}')
     words = [fork, other_fork(fork), "--out", tmp_path / "out", "--json", tmp_path / name, "--", *ALL]
     assert judge.main([*map(str, words)]) == 2 and not (tmp_path / "out").exists()
-    assert "; give the name of a .json file in an existing folder" in capsys.readouterr().err
+    assert ". Give the name of a .json file in an existing folder" in capsys.readouterr().err
     assert (tmp_path / "config.json").read_text() == '{"lr": 0.1}'
 
 
@@ -501,13 +530,13 @@ def test_the_number_of_seeds_is_fixed_before_the_first_run(tmp_path, fork, no_pr
     code, result = run(tmp_path, fork, other, "--seeds", 3, "--out", first)
     assert code == 0 and result["verdict"] == "A"
     count = (fork / "started").read_text()
-    text = f"seeds: {first} compares the same sides with seeds 0 to 2, and their number is fixed before the first run"
+    text = f"{first} compares the same sides with seeds 0 to 2. The number of seeds is fixed before the first run"
     second = tmp_path / "runs/second"
     for pair, out in ((fork, other), first), ((fork, other), second), ((other, fork), second):
         for seeds in (("--seeds", 4), ("--seeds", 3, "--first-seed", 2)):
             code, result = run(tmp_path, *pair, *seeds, "--out", out)
             assert code == 2 and result["refused"].startswith(text), result["refused"]
-            assert result["refused"].endswith("or --first-seed 3 for another comparison")
+            assert result["refused"].endswith("or --first-seed 3 for another comparison.")
     assert (fork / "started").read_text() == count
 
 
@@ -520,10 +549,10 @@ def test_other_comparisons_of_the_same_sides_and_other_metrics_are_notes(tmp_pat
     code, result = run(tmp_path, fork, other, "--seeds", 3, "--out", out, "--metric", "min:loss")
     assert code == 0 and not result["notes"]
     code, result = run(tmp_path, fork, other, "--seeds", 3, "--out", out, "--metric", "max:top1")
-    text = "judged before by min:loss: A is better; choosing among results makes an interval too narrow"
-    assert code == 0 and result["notes"] == [text]
+    text = "These runs were judged before by other metrics (min:loss: A is better). Choosing among results makes"
+    assert code == 0 and result["notes"] == [f"{text} an interval too narrow."]
     code, result = run(tmp_path, fork, other, "--seeds", 3, "--first-seed", 3, "--out", out.with_name("second"))
-    text = f"{out} compares the same sides with seeds 0 to 2: A is better (min:loss); no difference shown"
+    text = f"{out} compares the same sides with seeds 0 to 2. Its results are: A is better (min:loss), no difference"
     assert code == 0 and result["notes"][0].startswith(text)
 
 
@@ -547,7 +576,7 @@ def test_a_setting_that_changes_what_an_evaluation_computes_is_found(tmp_path, i
     for side in pair:
         side.fork = tmp_path
     if is_smoothed:
-        with pytest.raises(sides.UserError, match="so it is not the same quantity; let no setting"):
+        with pytest.raises(sides.UserError, match="so loss is not the same quantity. Let no setting"):
             sides.check_quantity(pair, tmp_path, 0, "loss")
     else:
         assert sides.check_quantity(pair, tmp_path, 0, "loss") == ""

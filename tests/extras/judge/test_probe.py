@@ -104,7 +104,7 @@ def test_functions_of_the_template_that_code_of_a_fork_replaces_are_named(tmp_pa
         sides.Side.from_argument("B", str(b), [*FLAGS, "--lr", "0.2"]),
     ]
     if named:
-        text = f"^{named}: is that of the template in A and of model.py: .*lambda.* in B, so they are not evaluated"
+        text = f"^{named} is that of the template in A and of model.py: .*lambda.* in B, so A and B are not evaluated"
         with pytest.raises(sides.UserError, match=text):
             sides.check_quantity(pair, tmp_path, 0, "loss")
     else:

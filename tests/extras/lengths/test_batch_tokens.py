@@ -137,16 +137,24 @@ def test_a_resume_with_another_plan_is_refused(runs):
     runs.train(1, "run", *FLAGS, "--max_steps", 4, task="lines")
     resumed = [*FLAGS, "--resume_from", "auto"]
     for change, longer, expected in (
-        (["--bucket_window", 3], 0, "bucket_window=3: the checkpoint has bucket_window=2"),
-        (["--batch_tokens", 60], 0, "batch_tokens=60: the checkpoint has batch_tokens=30"),
-        (["--batch_size", 5], 0, "batch_size=5: the checkpoint has batch_size=64"),
-        (["--global_batch_size", 90], 0, "global batch: 90 tokens per optimizer step, the checkpoint has 120"),
-        (["--global_batch_size", 0], 0, "global batch: 60 tokens per optimizer step, the checkpoint has 120"),
-        ([], 1, "lengths: those of the training samples are not the checkpoint's"),
+        (["--bucket_window", 3], 0, "--bucket_window is 3, but the checkpoint has --bucket_window 2."),
+        (["--batch_tokens", 60], 0, "--batch_tokens is 60, but the checkpoint has --batch_tokens 30."),
+        (["--batch_size", 5], 0, "--batch_size is 5, but the checkpoint has --batch_size 64."),
+        (
+            ["--global_batch_size", 90],
+            0,
+            "The global batch has 90 tokens per optimizer step, but the checkpoint has 120.",
+        ),
+        (
+            ["--global_batch_size", 0],
+            0,
+            "The global batch has 60 tokens per optimizer step, but the checkpoint has 120.",
+        ),
+        ([], 1, "The lengths of the training samples differ from the checkpoint's"),
         (
             ["--batch_tokens", 0, "--bucket_window", 100, "--global_batch_size", 64],
             0,
-            "batch_tokens=0: the checkpoint has batch_tokens=30",
+            "--batch_tokens is 0, but the checkpoint has --batch_tokens 30.",
         ),
     ):
         for text in run_ranks(2, resume, runs.words("run", *resumed, *change), longer):
@@ -177,7 +185,7 @@ def train_with_batch_norm(words):
 def test_a_model_that_cannot_take_one_sample_is_refused_at_the_start(runs):
     for more in ([], ["--max_steps", 2]):
         [text] = run_ranks(1, train_with_batch_norm, runs.words("run", *FLAGS, *more))
-        assert "a micro-batch of the run has one sample, for which BatchNorm has no variance" in text
+        assert "A micro-batch of the run has one sample, for which BatchNorm has no variance" in text
 
 
 class Costly(Lines):

@@ -62,7 +62,7 @@ class LossTerms(Part):
             terms = metrics.get("loss")
         if not isinstance(terms, dict) or not all(map(is_term, terms.values())):
             raise UserError(
-                f"model.compute_loss: returned no terms, but model.py has loss_counts; return {LOSS_TERMS_EXAMPLE}"
+                f"model.compute_loss returned no terms, but model.py has loss_counts. Return {LOSS_TERMS_EXAMPLE}."
             )
         is_first = not self._means.names
         weighted_sums = []
@@ -157,8 +157,8 @@ class LossTerms(Part):
         for name, count, count_in_loss in zip(self._means.names, counts, counts_in_loss, strict=True):
             if not math.isclose(count, count_in_loss, rel_tol=1e-6, abs_tol=1e-6):
                 raise UserError(
-                    f"model.loss_counts: counts {count:.9g} for {name}, and compute_loss {count_in_loss:.9g}, so the"
-                    " gradient would have a wrong divisor; count the same in both"
+                    f"model.loss_counts counts {count:.9g} for {name}, and compute_loss counts {count_in_loss:.9g}, so"
+                    " the gradient would have a wrong divisor. Count the same in both."
                 )
 
     def _start_count_reduces(
@@ -190,8 +190,9 @@ class LossTerms(Part):
             self._means = TermMeans(names)
         if names != self._means.names:
             raise UserError(
-                f"model.py: the loss has the terms {', '.join(names)}, earlier {', '.join(self._means.names)}; let"
-                " loss_counts and compute_loss always return the same ones, with a count of 0 if there is nothing"
+                f"The loss has the terms {', '.join(names)}, and had earlier {', '.join(self._means.names)}. Let"
+                " loss_counts and compute_loss of model.py always return the same terms, with a count of 0 if there is"
+                " nothing."
             )
         return names
 

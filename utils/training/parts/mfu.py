@@ -103,7 +103,7 @@ class FlopCounter(Part):
         except torch.AcceleratorError:  # the device computes nothing after it
             raise
         except Exception as error:  # an operation of the model that torch cannot count
-            logging.getLogger(LOGGER_NAME).info("mfu: the operations cannot be counted (%s)", error)
+            logging.getLogger(LOGGER_NAME).info("The operations cannot be counted (%s), so no MFU is shown.", error)
             return
         flops_per_pass = counter.get_total_flops() / 2
         self._flops_per_element = flops_per_pass / max(1, count_elements(batch))

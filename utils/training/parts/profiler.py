@@ -53,7 +53,7 @@ class Profiler(Part):
             return
         needed = WAIT_STEPS + WARM_UP_STEPS + ACTIVE_STEPS
         if self._profile.step_num < needed:
-            text = "profiling: the run ended after %d steps, but %d are needed"
+            text = "The run ended after %d steps, but profiling needs %d."
             self._logger.warning(text, self._profile.step_num, needed)
         self._profile.stop()
         self._profile = None
@@ -64,5 +64,5 @@ class Profiler(Part):
         finished.export_chrome_trace(str(path))
         sort_by = "self_device_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         table = finished.key_averages().table(sort_by=sort_by, row_limit=MAX_TABLE_ROWS, max_name_column_width=45)
-        text = "profile of %d steps in %s (open it in https://ui.perfetto.dev); the costliest operations:\n%s"
+        text = "The profile of %d steps is in %s (open it in https://ui.perfetto.dev). The costliest operations:\n%s"
         self._logger.info(text, ACTIVE_STEPS, path, table)

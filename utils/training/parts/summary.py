@@ -34,8 +34,9 @@ def check_output_bytes(size: float) -> None:
     """Raise UserError if outputs of so many bytes cannot be summarized."""
     if size > MAX_OUTPUT_BYTES:
         raise UserError(
-            f"model.summarize: the outputs of the set take {size / 2**30:.3g} GiB or more on rank 0, where the limit is"
-            f" {MAX_OUTPUT_BYTES / 2**30:.3g} GiB; return less per sample from predict, or sums from compute_loss"
+            f"The outputs of the set for summarize of model.py take {size / 2**30:.3g} GiB or more on rank 0, where the"
+            f" limit is {MAX_OUTPUT_BYTES / 2**30:.3g} GiB. Return less per sample from predict, or sums from"
+            " compute_loss."
         )
 
 
@@ -130,7 +131,7 @@ class OutputSummary(Part):
         self._clock.enter_phase("evaluation")
         in_both = sorted(means.keys() & metrics.keys())
         if in_both:
-            raise UserError(f"model.summarize: compute_loss has {in_both[0]} too; give one of them another name")
+            raise UserError(f"model.summarize and compute_loss both report {in_both[0]}. Rename one of the two.")
         return metrics
 
     def _gather_outputs(self, ctx: DistributedContext) -> list[dict[str, Any]]:
@@ -155,12 +156,13 @@ class OutputSummary(Part):
         except UserError:
             raise
         except Exception as error:
-            logging.getLogger(LOGGER_NAME).info("summarize failed", exc_info=True)
+            logging.getLogger(LOGGER_NAME).info("model.summarize failed.", exc_info=True)
             raise UserError(
-                f"model.summarize: {type(error).__name__}: {error}; return {{name: number}} for any number of samples,"
-                " NaN where it is not defined: before the first step it gets a single batch"
+                f"model.summarize failed ({type(error).__name__}: {error}). Before the first step, summarize gets"
+                " a single batch. Return {name: number} for any number of samples, with NaN where a number is not"
+                " defined."
             ) from error
         for name in metrics:
             if not is_metric_name(name):
-                raise UserError(f"model.summarize: returned a number named {name!r}, {INVALID_NAME_REASON}")
+                raise UserError(f"model.summarize returned a number named {name!r}, {INVALID_NAME_REASON}.")
         return metrics

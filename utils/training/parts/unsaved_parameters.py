@@ -60,7 +60,7 @@ class UnsavedParameters(Part):
                     saved=saved,
                     model=self._model,
                     current=self._fingerprints,
-                    source="the checkpoint",
+                    source="The checkpoint",
                 )
         return payload | completed
 
@@ -87,8 +87,8 @@ def find_unsaved_parameters(model: nn.Module, is_saved: Callable[[str], bool] | 
     for name, parameter in unsaved.items():
         if parameter.requires_grad:
             raise UserError(
-                f"model.is_saved: leaves out {name}, which is trained; save it, or freeze it in create_model with"
-                " requires_grad_(False)"
+                f"model.is_saved leaves out {name}, which is trained. Save this parameter, or freeze the parameter in"
+                " create_model with requires_grad_(False)."
             )
     return unsaved
 
@@ -149,7 +149,7 @@ def fill_in_unsaved(
     wrong = sorted(name for name in names if model_fingerprints.get(name) != expected[name])
     if wrong:
         raise UserError(
-            f"{source}: was trained with other values of {join_first(wrong, 1)} than create_model gives, which is_saved"
-            " left out of it; let create_model load the weights that it loaded then"
+            f"{source} was trained with other values of {join_first(wrong, 1)} than create_model gives, and is_saved"
+            " left these values out of the checkpoint. Let create_model load the weights that it loaded then."
         )
     return {name: state_dict[name] for name in names} | weights
