@@ -140,7 +140,7 @@ def test_a_predict_that_violates_its_contract_is_rejected_by_all_ranks(runs):
     (alone,), (first, second) = (run_ranks(ranks, predict_wrongly, words) for ranks in (1, 2))
     assert first == second and not [*runs.root.glob("out.pt*")]
     for *texts, (_, expected) in zip(alone, first, WRONG.values(), strict=True):
-        sentences = [re.sub(r"^Rank 1 on \S+ failed: ", "", text) for text in texts]
+        sentences = [re.sub(r"^Rank \d on \S+ failed: ", "", text) for text in texts]
         assert all(sentence.startswith(expected) for sentence in sentences), texts
 
 

@@ -18,8 +18,8 @@ def no_images(root):
 CASES = [
     (None, "--num_classes 2", "--num_classes must be at least 3, the number of classes in the data, got 2. Give"),
     (None, "--sync_bn", "SyncBatchNorm works on CUDA only. Leave out"),
-    (None, "--best_metric f1", "--best_metric must be a metric that evaluations report ("),
-    (None, "--init_from /nowhere", "init_from=/nowhere: cannot be read"),
+    (None, "--best_metric f1", r"--best_metric must be a metric that evaluations report \("),
+    (None, "--init_from /nowhere", "--init_from /nowhere cannot be read"),
     (None, "--data_dir /typo", r"--data_dir /typo .*\. Give the folder that holds train/"),
     (no_images, "", "train/dog has no images"),
 ]
