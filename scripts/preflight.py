@@ -132,13 +132,13 @@ def run_steps(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> 
             f"{name} {version}" for name, version in provenance.collect_package_versions().items() if version
         )
         findings += diagnosis.create_findings(
-            "same code", f"the same code, settings and versions on all ranks ({versions})"
+            "same code", f"All ranks have the same code, settings and versions ({versions})."
         )
         if samples := steps.run_step("data", load_samples, seconds=config.timeout):
-            findings += diagnosis.create_findings("data", f"the same {samples[0]:,} samples on all ranks")
+            findings += diagnosis.create_findings("data", f"All ranks have the same {samples[0]:,} samples.")
             if workers := steps.run_step("loader", read_batches, seconds=MAX_SECONDS_OF_MODEL):
                 findings += diagnosis.create_findings(
-                    "loader", f"reads batches with {format_count(workers[0], 'worker')} per rank"
+                    "loader", f"The loader reads batches with {format_count(workers[0], 'worker')} per rank."
                 )
             sizes = steps.run_step("model", count_state_bytes, seconds=MAX_SECONDS_OF_MODEL)
     findings += (
@@ -169,7 +169,8 @@ def run_steps(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> 
     if ctx.world_size > 1:
         number = min(rates.MAX_MESSAGE_BYTES, sizes[0]["gradient"] if sizes else rates.MAX_MESSAGE_BYTES)
         if seconds := steps.run_step("all-reduce", rates.time_all_reduce, number, ctx.device):
-            text = f"{diagnosis.format_size(number)} over {ctx.world_size} ranks in {1e3 * max(seconds):.2f} ms"
+            text = f"An all-reduce of {diagnosis.format_size(number)} over {ctx.world_size} ranks takes"
+            text += f" {1e3 * max(seconds):.2f} ms."
             findings += diagnosis.create_findings("all-reduce", text)
 
     precision = Precision.choose(
@@ -203,7 +204,7 @@ def probe_folder(
             "shared folder", lambda: storage.check_folder(probe, f"rank{ctx.rank}") if is_leader else None
         ):
             how = "visible and writable" if is_shared else "writable"
-            steps.findings += diagnosis.create_findings("shared folder", f"{folder}: {how} on every node")
+            steps.findings += diagnosis.create_findings("shared folder", f"{folder} is {how} on every node.")
         measure = functools.partial(storage.measure_disk, probe, checkpoint_bytes, config)
         if checkpoint_bytes and (disk := steps.run_step("disk", lambda: measure() if ctx.is_main else None)):
             checkpoint_count, location = config.keep_last + 2, f"{folder} on {ctx.hosts[0]}"
@@ -237,10 +238,10 @@ def format_conclusion(steps: Steps, seconds: float) -> str:
     )
     unmeasured = [name for name in ("data", "loader", "model") if name not in steps.measured]
     counts = f"{ok} OK, {format_count(warnings, 'warning')}, {format_count(failures, 'failure')}"
-    answer = "do not start yet" if failures else "go"
-    text = f"preflight: {answer}: {counts} in {seconds:.0f} s"
+    answer = "Do not start the run yet" if failures else "The run can start"
+    text = f"preflight: {answer}: {counts} in {seconds:.0f} s."
     if unmeasured:
-        text += f"; not measured until that is fixed: {', '.join(unmeasured)}"
+        text += f" These steps are not measured until the failures are fixed: {', '.join(unmeasured)}."
     return text
 
 

@@ -22,9 +22,9 @@ if [ "${1:-}" = --kill ]; then
     export OMP_NUM_THREADS=1
     flags+=(--backend "$(backend 4)" --save_every_steps 2 --reduction exact --global_batch_size 256 "$@")
     whole=$run/uninterrupted-on-4-ranks killed=$run/killed-on-4-1-and-2-ranks
-    echo "uninterrupted on four ranks:"
+    echo "A run trains uninterrupted on four ranks:"
     "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node=4 train.py --run_dir "$whole" "${flags[@]}"
-    echo "killed on four ranks, on one and on two:"
+    echo "The same run is killed on four ranks, on one and on two:"
     "$PYTHON" scripts/chaos.py --ranks 4,1,2 --faults 3 --every-steps 8 --seed "${SEED:-$RANDOM}" -- \
         --run_dir "$killed" "${flags[@]}"
     exec "$PYTHON" scripts/runs.py --compare "$whole" "$killed" --plot "$run/curves.svg" \
@@ -39,7 +39,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$("$PYTHON" -c 'from utils.cpus import
 import json, sys
 top1 = json.load(open(f"{sys.argv[1]}/summary.json"))["best"]["top1"]
 if top1 < 0.9:
-    sys.exit(f"quickstart: top-1 {top1:.1%} is below 90 %: this machine or this code is broken; see {sys.argv[1]}/logs")
+    text = f"quickstart: top-1 {top1:.1%} is below 90 %, so this machine or this code is broken."
+    sys.exit(f"{text} See {sys.argv[1]}/logs.")
 print(f"\nquickstart: two ranks reached {top1:.1%} top-1.")
 EOF
 echo "Next:"

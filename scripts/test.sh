@@ -20,7 +20,7 @@ cd "$(dirname "$0")/.."
 # ---- extra: benchmark and template ----
 if [ "${1:-}" = --cuda ]; then # on a bare machine: the first interpreter that has what it needs
     for PYTHON in python python3 .venv/bin/python ""; do
-        [ -n "$PYTHON" ] || { echo "--cuda: no Python has torch, torchvision, pytest and tensorboard" >&2 && exit 1; }
+        [ -n "$PYTHON" ] || { echo "--cuda needs a Python with torch, torchvision, pytest and tensorboard. Install them." >&2 && exit 1; }
         ! "$PYTHON" -c 'import pytest, tensorboard, torch, torchvision' 2>/dev/null || break
     done
     exec "$PYTHON" tests/comparison/gpu.py "${@:2}"
@@ -41,7 +41,7 @@ install() { # install MODULE:PACKAGE...: only tests need them. Without them test
 import importlib.util, sys
 print(*(pair.split(":")[1] for pair in sys.argv[1:] if not importlib.util.find_spec(pair.split(":")[0])))' "$@")
     [ -n "$missing" ] || return 0
-    echo "environment: installing what only the tests need: $missing. Ctrl-C stops it."
+    echo "Installing what only the tests need: $missing. Ctrl-C stops the installation."
     # shellcheck disable=SC2086 # one word per package
     "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt $missing || true
 }
@@ -58,7 +58,7 @@ if [ "$mode" = all ]; then # recipes, exports, storage
         timm:timm torch_geometric:torch_geometric transformers:transformers trl:trl uv:uv
     trackers=.venv-trackers # which need other versions of packages that tests use
     if [ ! -d "$trackers" ]; then
-        echo "environment: making $trackers with wandb, mlflow and trackio, which only tests need. Ctrl-C stops it."
+        echo "Making $trackers with wandb, mlflow and trackio, which only tests need. Ctrl-C stops the installation."
         "$PYTHON" -m venv "$trackers"
         "$trackers/bin/pip" install --quiet 'wandb>=0.31' 'mlflow>=3.17' 'trackio>=0.43' || rm -rf "$trackers"
     fi
@@ -70,7 +70,7 @@ lint() { # lint TOOL COMMAND...: if the tool is not installed, skipped on a lapt
     if "$1" --version >/dev/null 2>&1 || "$PYTHON" -m "$1" --version >/dev/null 2>&1; then
         "${@:2}"
     else
-        echo "$1: not installed, skipped"
+        echo "$1 is not installed, so its check is skipped."
         [ -z "${CI:-}" ] || exit 1
     fi
 }

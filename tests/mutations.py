@@ -94,7 +94,7 @@ MUTATIONS = [
     Mutation('follow_run', 'except (UserError, OSError) as error:', 'except KeyError as error:', 'mirror-fails'),  # extra: companions
     Mutation('Companion.read_final_state', 'return lock.get("ended", "") if lock.get("token") == self.plan["token"] else ""', 'return lock.get("ended", "")', 'companion'),  # extra: companions
     Mutation('Companions._keep_running', 'kill_session(process.pid)  # what it had started', 'pass', 'companion'),  # extra: companions
-    Mutation('Companions._keep_running', 'self._takeover_error = f"{title}: another job has taken over this run; end this one"', 'pass', 'companion'),  # extra: companions
+    Mutation('Companions._keep_running', 'self._takeover_error = f"Another job has taken over this run, as {title} shows. End this job."', 'pass', 'companion'),  # extra: companions
     Mutation('stop_with_rank', 'os._exit(0)', 'pass', 'companion'),  # extra: companions
     Mutation('link_or_copy', 'os.link(file, target)', 'target.symlink_to(file)', 'companion'),  # extra: companions
     Mutation('Storage.create_object', 'with open(path, "xb") as file:', 'with open(path, "wb") as file:', 'mirror-owner'),  # extra: companions

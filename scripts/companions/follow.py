@@ -202,7 +202,7 @@ def read_plan() -> dict[str, Any]:
     """The plan that the rank gives to this program. From now on stop signals are ignored: they are for training."""
     repair_standard_streams()
     if sys.stdin.isatty():
-        print("train.py starts this program; see docs/companions.md", file=sys.stderr)
+        print("Do not start this program by hand: train.py starts it (docs/companions.md).", file=sys.stderr)
         sys.exit(2)
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which commands would inherit
@@ -234,7 +234,7 @@ def follow_run(companion: Companion) -> int:
             failing_since = failing_since or time.monotonic()
             failing, pause = time.monotonic() - failing_since, min(2 * pause, MAX_SECONDS_BETWEEN_RETRIES)
             if failing > SECONDS_UNTIL_WARNING and not is_warned:
-                is_warned, text = True, "%s: tries have failed for %.0f s, and training continues: %s"
+                is_warned, text = True, "The tries of --%s have failed for %.0f s, and training continues: %s"
                 companion.log.warning(text, companion.name, failing, error)
         ends = time.monotonic() + pause
         while time.monotonic() < ends and companion.read_final_state() == state:  # at the end of the run the rank waits

@@ -60,11 +60,12 @@ def decide_start(plan: dict[str, Any]) -> dict[str, Any]:
     valid, local_paths = mirror.read_manifests(), checkpoint.list_step_checkpoints(checkpoints)
     if valid and not is_continued:
         raise UserError(
-            f"mirror={mirror.url}: holds a run already; add --resume_from auto to continue it, or give another --mirror"
+            f"--mirror {mirror.url} holds a run already. Add --resume_from auto to continue that run, or give another"
+            " --mirror."
         )
     run_id = read_json(folder / MIRROR_FILE).get("run", "") if is_continued else ""
     if valid and (local_paths or (folder / "metrics.jsonl").exists()) and run_id != mirror.run_id:
-        raise UserError(f"run_dir={folder}: holds another run than mirror={mirror.url}; give another --run_dir")
+        raise UserError(f"--run_dir {folder} holds another run than --mirror {mirror.url}. Give another --run_dir.")
     decision: dict[str, Any] = {"notes": []}
     if valid:
         replace_json(folder / MIRROR_FILE, {"url": mirror.url, "run": mirror.run_id})  # first: a kill may follow
@@ -97,8 +98,8 @@ def fetch_latest_checkpoint(mirror: Mirror, folder: Path, checkpoints: Path) -> 
             notes.append(str(error))
     fetched, skipped = mirror.fetch_latest_checkpoint(checkpoints, step, folder / "metrics.jsonl")
     if fetched is None and step < 0:
-        remedy = "start over with another --run_dir and --mirror"
-        raise UserError("\n".join([*notes, *skipped, f"mirror={mirror.url}: has no valid checkpoint; {remedy}"]))
+        problem = f"--mirror {mirror.url} has no valid checkpoint. Start over with another --run_dir and --mirror."
+        raise UserError("\n".join([*notes, *skipped, problem]))
     return [*notes, *skipped]
 
 
@@ -160,8 +161,8 @@ class MirrorUploader(Companion):
                 pass  # the next one may succeed
             stalled_s = time.monotonic() - self._progress_at
             if self._upload_title and stalled_s > SECONDS_UNTIL_WARNING and not self._is_warned:
-                self._is_warned, text = True, "mirror=%s: the upload of %s has made no progress for %.0f s"
-                self.log.warning(text + "; training continues", self.mirror.url, self._upload_title, stalled_s)
+                self._is_warned, text = True, "The upload of %s to --mirror %s has made no progress for %.0f s."
+                self.log.warning(f"{text} Training continues.", self._upload_title, self.mirror.url, stalled_s)
             self._stop_event.wait(SECONDS_BETWEEN_HEARTBEATS)
 
     def leave(self) -> None:
@@ -240,7 +241,7 @@ class MirrorUploader(Companion):
         }
         mirror.write_manifest(path, files)
         self._uploaded_checkpoints[path.name] = digests
-        self.log.info("uploaded %s to %s in %.1f s", path.name, mirror.url, time.monotonic() - began)
+        self.log.info("%s was uploaded to %s in %.1f s.", path.name, mirror.url, time.monotonic() - began)
 
     def _poll_on_node(self, final_state: str) -> bool:
         if time.monotonic() < self._next_request_at:
@@ -276,7 +277,8 @@ class MirrorUploader(Companion):
             self.show_life()
             if self._final_state and self._progress_at - self._logged_at > SECONDS_BETWEEN_LOG_LINES:
                 self._logged_at = self._progress_at
-                self.log.info("waiting for the upload of %s to %s: %.0f MB", title, self.mirror.url, sent / 1e6)
+                text = "The run waits for the upload of %s to %s: %.0f MB are sent."
+                self.log.info(text, title, self.mirror.url, sent / 1e6)
 
         self._upload_title, self._progress_at, self._is_warned = title, time.monotonic(), False
         for name, target in objects.items():

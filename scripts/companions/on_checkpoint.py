@@ -68,7 +68,8 @@ class CheckpointCommand(Companion):
     def _finish_command(self, problem: str) -> None:
         self._process, self._done_step = None, checkpoint.parse_step(self._checkpoint_path)
         if problem:
-            self.log.warning("on_checkpoint: %s %s; the checkpoint is valid", self._redacted_command, problem)
+            text = "The command of --on_checkpoint (%s) %s. The checkpoint is valid."
+            self.log.warning(text, self._redacted_command, problem)
         with suppress(OSError):
             replace_json(self._progress_file, {"step": self._done_step, "token": self.plan["token"]}, fsync=False)
 
@@ -77,10 +78,11 @@ class CheckpointCommand(Companion):
         age = time.monotonic() - self._started_at
         if age > SECONDS_UNTIL_WARNING and not self._is_warned:
             self._is_warned = True
-            text = "on_checkpoint: the command has been running for %.0f min; later checkpoints wait for it"
+            text = "The command of --on_checkpoint has been running for %.0f min. Later checkpoints wait until it ends."
             self.log.warning(text, age / 60)
         if final_state and age > (SECONDS_TO_FINISH_AFTER_STOP if final_state == "preempted" else SECONDS_TO_FINISH):
-            text = "on_checkpoint: the command was ended after %.0f min, since the run is over; run it again for %s"
+            text = "The command of --on_checkpoint was ended after %.0f min, since the run is over."
+            text += " Run the command again for %s."
             self.log.warning(text, age / 60, self._checkpoint_path)
             self.leave()
             self._finish_command("")

@@ -31,7 +31,7 @@ class Mirror(MirroredRun):
     """
 
     def __init__(self, url: str, generation: int = 0, run_id: str = "") -> None:
-        super().__init__(url, f"mirror={url.rstrip('/')}")
+        super().__init__(url, f"--mirror {url.rstrip('/')}")
         self.generation, self.run_id = generation, run_id
         self._generation_seen, self._heartbeat_count = 0, 0  # the latest generation at the start; heartbeats written
 
@@ -47,14 +47,13 @@ class Mirror(MirroredRun):
         heartbeat, ends = self.read_json(name), time.monotonic() + SECONDS_TO_SEE_HEARTBEAT
         if heartbeat.get("state", "running") == "running":
             owner_text = f"a job on {owner.get('host', '?')} since {owner.get('time', '?')}"
-            text = "%s: looking for up to %.0f s whether its owner, %s, is alive"
-            logging.getLogger(LOGGER_NAME).warning(text, self.url, SECONDS_TO_SEE_HEARTBEAT, owner_text)
+            text = "The start waits for up to %.0f s to see whether the owner of %s (%s) is alive."
+            logging.getLogger(LOGGER_NAME).warning(text, SECONDS_TO_SEE_HEARTBEAT, self.url, owner_text)
             while time.monotonic() < ends:
                 time.sleep(SECONDS_TO_SEE_HEARTBEAT / 20)
                 if self.read_json(name) != heartbeat:
-                    raise UserError(
-                        f"mirror={self.url}: is in use by {owner_text}; end that job or give another --mirror"
-                    )
+                    text = f"--mirror {self.url} is in use by {owner_text}."
+                    raise UserError(f"{text} End that job, or give another --mirror.")
         return False
 
     def claim(self, token: str, launch_id: str, host: str, run_id: str) -> None:
@@ -70,7 +69,8 @@ class Mirror(MirroredRun):
             self._request(lambda: self._filesystem.exists(path) or self._filesystem.pipe_file(path, data))
         time.sleep(0 if self._is_local else SECONDS_UNTIL_READ_BACK)
         if self.read_json(name).get("token") != token:
-            raise UserError(f"mirror={self.url}: another job has claimed it; end that job or give another --mirror")
+            text = f"Another job has claimed --mirror {self.url}."
+            raise UserError(f"{text} End that job, or give another --mirror.")
         self.generation = generation
 
     def check_owner(self) -> None:

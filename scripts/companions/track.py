@@ -94,7 +94,7 @@ class TrackCompanion(Companion):
         self._next_poll_at = time.monotonic() + SECONDS_AFTER_REJECTION
         if not self._is_warned:
             self._is_warned = True
-            self.log.warning("%s; training continues", problem)
+            self.log.warning("%s Training continues.", problem)
         return bool(final_state)
 
     def send_new(self, final_state: str) -> None:
@@ -118,23 +118,21 @@ class TrackCompanion(Companion):
             is_final = isinstance(error, ImportError | ValueError) or type(error).__name__ in REJECTION_ERRORS
             first = [*str(error).strip().splitlines(), type(error).__name__][0].rstrip(".")
             first = first if len(first) < 300 else f"{first[:140]} ... {first[-140:]}"  # the cause is at the end
-            text = redact_secrets(f"track={self._tracker_name}: {first}")
+            text = redact_secrets(f"--track {self._tracker_name} cannot send records ({first}).")
             if isinstance(error, UserError):
-                raise UserError(f"{text}; wait until it has ended") from None
+                raise UserError(f"{text} Wait until that program has ended.") from None
             if is_final or (400 <= status < 500 and status not in (408, 429)):
-                missing = (
-                    f"pip install {self._tracker_name}"
-                    if isinstance(error, ImportError)
-                    else self._tracker_class.remedy
-                )
-                raise UserError(f"{text}; {missing}") from error
+                remedy = self._tracker_class.remedy
+                if isinstance(error, ImportError):
+                    remedy = f"Run pip install {self._tracker_name}."
+                raise UserError(f"{text} {remedy}") from error
             raise OSError(text) from error
 
     def _open_tracker(self) -> Tracker:
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two would send each record twice
         except BlockingIOError:
-            raise UserError(f"another track.py sends {self.folder}") from None
+            raise UserError(f"another track.py sends the records of {self.folder}") from None
         except OSError:  # storage without locks
             pass
         tracker_state, settings = self._tracker_state, read_json(self.folder / "config.json")  # without secrets
@@ -188,8 +186,11 @@ def send_ended_run(folder: Path, *argv: str) -> int:
     config, status, tracker_state = files
     name = [*argv, tracker_state.get("tracker") or config.get("track", "")][0]
     if name not in TRACKERS or not config:
-        missing = f"run_dir={folder}: holds no run; give" if not config else f"track={name}: is not a tracker; choose"
-        print(f"{missing} track.py RUN {'|'.join(TRACKERS)}", file=sys.stderr)
+        usage = f"track.py RUN {'|'.join(TRACKERS)}"
+        if not config:
+            print(f"{folder} holds no run. Give the folder of a run: {usage}", file=sys.stderr)
+        else:
+            print(f"The tracker must be one of {', '.join(TRACKERS)}, got {name}: {usage}", file=sys.stderr)
         return 2
     plan = {"config": config | {"track": name}, "folder": folder.absolute(), "checkpoints": folder / "checkpoints"}
     track = TrackCompanion(plan)
@@ -198,7 +199,7 @@ def send_ended_run(folder: Path, *argv: str) -> int:
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
-    print(f"track={name}: has all records of {folder}")
+    print(f"The tracker {name} has all records of {folder}.")
     return 0
 
 

@@ -50,7 +50,7 @@ class Tracker:
 
 
 class Wandb(Tracker):
-    project_variable, remedy = "WANDB_PROJECT", "run `wandb login`, or set WANDB_MODE=offline"
+    project_variable, remedy = "WANDB_PROJECT", "Run `wandb login`, or set WANDB_MODE=offline."
 
     def open(self, sent_steps: dict[str, int]) -> dict[str, int]:
         import wandb
@@ -85,7 +85,7 @@ class Wandb(Tracker):
 
 
 class Mlflow(Tracker):
-    project_variable, remedy = "MLFLOW_EXPERIMENT_NAME", "set MLFLOW_TRACKING_URI and the variables of its login"
+    project_variable, remedy = "MLFLOW_EXPERIMENT_NAME", "Set MLFLOW_TRACKING_URI and the variables of its login."
 
     def open(self, sent_steps: dict[str, int]) -> dict[str, int]:
         for name, value in MLFLOW_VARIABLES.items():
@@ -123,7 +123,7 @@ class Mlflow(Tracker):
 
 
 class Trackio(Tracker):
-    project_variable, remedy = "TRACKIO_PROJECT", "run `hf auth login`, or unset TRACKIO_SPACE_ID"
+    project_variable, remedy = "TRACKIO_PROJECT", "Run `hf auth login`, or unset TRACKIO_SPACE_ID."
 
     def open(self, sent_steps: dict[str, int]) -> dict[str, int]:
         import trackio

@@ -25,8 +25,8 @@ find_python() {
     local base
     for base in python3 python3.14 python3.13 python3.12 python3.11; do
         "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
-        echo "environment: no Python here has what requirements.txt lists. Installing torch, torchvision, tensorboard and"
-        echo "pytest, with what they need, into $PWD/.venv: about 5.5 GB with CUDA on Linux. Ctrl-C stops it."
+        echo "environment: No Python here has what requirements.txt lists. Installing torch, torchvision, tensorboard and"
+        echo "pytest, with what they need, into $PWD/.venv: about 5.5 GB with CUDA on Linux. Ctrl-C stops the installation."
         rm -rf .venv
         "$base" -m venv .venv
         PYTHON=$PWD/.venv/bin/python
@@ -36,6 +36,6 @@ find_python() {
         echo "environment: $PYTHON"
         return
     done
-    echo "no Python 3.11 or newer found; install one (python.org or the package manager) and start again" >&2
+    echo "No Python 3.11 or newer was found. Install one (python.org or the package manager) and start again." >&2
     exit 1
 }

@@ -72,8 +72,8 @@ def check_interfaces(env: dict[str, str]) -> None:
         given = env.get(variable, "")
         if variable.startswith("GLOO") and given.startswith(("^", "=")):
             raise UserError(
-                f"{variable}={given}: gloo takes names of interfaces, without NCCL's ^ and =; give one of"
-                f" {', '.join(existing)}, or unset it to use the route to node 0"
+                f"{variable} must have names of interfaces without NCCL's ^ and =, got {given}. Give one of"
+                f" {', '.join(existing)}, or unset {variable} to use the route to node 0."
             )
         if not given or given.startswith("^"):
             continue
@@ -81,8 +81,8 @@ def check_interfaces(env: dict[str, str]) -> None:
         for name in given.removeprefix("=").split(","):
             if not any(interface == name or (not is_exact and interface.startswith(name)) for interface in existing):
                 raise UserError(
-                    f"{variable}={given}: {socket.gethostname()} has no interface {name} (it has"
-                    f" {', '.join(existing)}); give one of them, or unset it to use the route to node 0"
+                    f"{variable} must name an interface of {socket.gethostname()}, got {given}. Give one of"
+                    f" {', '.join(existing)}, or unset {variable} to use the route to node 0."
                 )
 
 

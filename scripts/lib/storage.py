@@ -46,9 +46,11 @@ class Storage:
             self._filesystem, self._root = url_to_fs(self.url, **options)
         except ImportError:
             package = implementation.get("class", "").partition(".")[0]
-            raise UserError(f"{self.title}: {implementation.get('err')}; pip install {package}") from None
+            text = f"{self.title} cannot be opened ({implementation.get('err')})."
+            raise UserError(f"{text} Run pip install {package}.") from None
         except ValueError:
-            raise UserError(f"{self.title}: {protocol} is unknown to fsspec; give s3://, gs:// or az://") from None
+            text = f"{self.title} cannot be opened, since fsspec does not know the protocol {protocol}."
+            raise UserError(f"{text} Give a URL that begins with s3://, gs:// or az://.") from None
         self._is_local = bool(options)
         # of a put: s3fs takes 50 MB parts, 10 at a time
         self._upload_options = {"chunksize": 2**23, "max_concurrency": 4} if protocol in ("s3", "s3a") else {}
@@ -64,8 +66,8 @@ class Storage:
                     time.sleep(2.0 ** (tries - tries_left))
                     continue
                 reason = redact_secrets(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
-                remedy = "check the address, and the keys in the environment or the provider's files"
-                text = f"{self.title}: cannot be read or written ({reason}); {remedy}"
+                remedy = "Check the address, and the keys in the environment or in the files of the provider."
+                text = f"{self.title} cannot be read or written ({reason}). {remedy}"
                 raise (UserError if is_permanent else StartError)(text) from None
         raise AssertionError
 

@@ -186,63 +186,65 @@ class Row:
     nodes: int = 2
 
     def is_in(self, text: str, is_named: bool = True) -> bool:
-        """Whether a line has the message and a fix, and it or the next three lines have the words of `of`."""
+        """Whether a line has the message and a fix, and it or the next three lines have the words of `of`.
+
+        The fix is a sentence of its own, or what a variable must be.
+        """
         pattern = ".*".join(map(re.escape, self.sees.split("...")))
-        matches = re.finditer(rf"^.*{pattern}.*\n(.*\n){{0,3}}", text, re.MULTILINE)
-        return any(
-            "; " in match[0] and all(word in match[0] for word in self.of.split() if is_named) for match in matches
-        )
+        has_fix = r"(?=.*(\. [A-Z-]|, got ))"
+        matches = re.finditer(rf"^{has_fix}.*{pattern}.*\.\n(.*\n){{0,3}}", text, re.MULTILINE)
+        return any(all(word in match[0] for word in self.of.split() if is_named) for match in matches)
 
 
 # fmt: off
 TABLE = [
-    Row("unresolvable address", given(MASTER_ADDR="gpu-head"), "launch.sh", "node1", "MASTER_ADDR=...: ... could not resolve this name within"),
-    Row("address not given", given(MASTER_ADDR=""), "launch.sh", "node", "MASTER_ADDR: is not set, with NNODES="),
+    Row("unresolvable address", given(MASTER_ADDR="gpu-head"), "launch.sh", "node1", "could not resolve MASTER_ADDR=... within"),
+    Row("address not given", given(MASTER_ADDR=""), "launch.sh", "node", "MASTER_ADDR must be set, since NNODES is"),
     Row("loopback address", given(MASTER_ADDR="127.0.0.1"), "launch.sh", "node",
-        "MASTER_ADDR=...: is ... on ..., which the other nodes cannot reach"),
+        "MASTER_ADDR=... is ... on ..., which the other nodes cannot reach"),
     Row("own name on loopback", hosts(0, "127.0.1.1 node0\n10.0.0.2 node1\n"), "launch.sh", "node0",  # as Debian writes it
-        "MASTER_ADDR=...: is ... on ..., which the other nodes cannot reach"),
+        "MASTER_ADDR=... is ... on ..., which the other nodes cannot reach"),
     Row("stale address", hosts(1, "10.0.0.2 node1\n10.0.0.99 node0\n"), "launch.sh", "node1", "could not be reached from ... (no route to host, or no machine has that address)"),
-    Row("no route", no_route, "launch.sh", "node1", "MASTER_ADDR=...: ... has no route to it (no route to host, or no machine has that address)"),
+    Row("no route", no_route, "launch.sh", "node1", "has no route to MASTER_ADDR=... (no route to host, or no machine has that address)"),
     Row("cable out", lambda setup: setup.nodes[0].link(up=False), "launch.sh", "node1",
         "could not be reached from ... (no route to host, or no machine has that address)"),
     Row("firewall", closed(f"{PORT}"), "launch.sh", "node1",
         "could not be reached from ... (no answer, the machine is off or a firewall drops the packets)"),
     Row("one open port", closed(f"1-{PORT - 1}", f"{PORT + 1}-65534"), "launch.sh", "node1",
-        "MASTER_ADDR=...: MASTER_PORT is open to ..., but port ... is not"),
-    Row("node 0 not started", lambda setup: setup.left_out.append(0), "launch.sh", "node0", "waiting for node 0 at ...: connection refused, nothing is listening there", None),
-    Row("node 1 not started", lambda setup: setup.left_out.append(1), "launch.sh", "node 1", "waiting for node ... of ...; start launch.sh there", None),
+        "MASTER_PORT of ... is open to ..., but port ... is not"),
+    Row("node 0 not started", lambda setup: setup.left_out.append(0), "launch.sh", "node0", "Node 0 at ... cannot be reached (connection refused, nothing is listening there)", None),
+    Row("node 1 not started", lambda setup: setup.left_out.append(1), "launch.sh", "Node 1", "Node ... of ... has not connected", None),
     Row("another port", given(1, MASTER_PORT="29501"), "launch.sh", "node0:29501",
-        "waiting for node 0 at ...: connection refused, nothing is listening there", None),
-    Row("port taken", port_taken, "launch.sh", "node0", "MASTER_PORT=...: is in use on"),
-    Row("node rank outside", given(1, NODE_RANK="2"), "launch.sh", "node1", "NODE_RANK=...: is outside NNODES="),
-    Row("node 0 twice", node_0_twice, "launch.sh", "node1", "MASTER_ADDR=...: does not lead to ..., which is NODE_RANK=0"),
-    Row("node 1 twice", given(2, NODE_RANK="1"), "launch.sh", "node1", "NODE_RANK=...: is already used by ...", nodes=3),
+        "Node 0 at ... cannot be reached (connection refused, nothing is listening there)", None),
+    Row("port taken", port_taken, "launch.sh", "node0", "MASTER_PORT=... is in use on"),
+    Row("node rank outside", given(1, NODE_RANK="2"), "launch.sh", "node1", "NODE_RANK must be from 0 to ..., since NNODES is"),
+    Row("node 0 twice", node_0_twice, "launch.sh", "node1", "MASTER_ADDR=... does not lead to ..., which has NODE_RANK=0"),
+    Row("node 1 twice", given(2, NODE_RANK="1"), "launch.sh", "node1", "NODE_RANK=... is already used by ...", nodes=3),
     Row("address of another node", given(MASTER_ADDR="node1"), "launch.sh", "node0",
-        "MASTER_ADDR=...: does not lead to ..., which is NODE_RANK=0"),
-    Row("other number of nodes", given(1, NNODES="3"), "launch.sh", "node0", "NNODES=...: node 0 on ... was started with NNODES="),
+        "MASTER_ADDR=... does not lead to ..., which has NODE_RANK=0"),
+    Row("other number of nodes", given(1, NNODES="3"), "launch.sh", "node0", "NNODES is ... on this node, but node 0 on ... was started with NNODES="),
     Row("restarts with fixed ranks", given(MAX_RESTARTS="2", RDZV_BACKEND="static"), "launch.sh", "node",
-        "static rendezvous hangs on restart"),
-    Row("interface missing", given(1, GLOO_SOCKET_IFNAME="eth9"), "launch.sh", "node1", "GLOO_SOCKET_IFNAME=...: ... has no interface"),
-    Row("other Python", other_environment, "launch.sh", "node", "torchrun: this Python has no torch"),
+        "static rendezvous hangs on a restart"),
+    Row("interface missing", given(1, GLOO_SOCKET_IFNAME="eth9"), "launch.sh", "node1", "GLOO_SOCKET_IFNAME must name an interface of ..., got"),
+    Row("other Python", other_environment, "launch.sh", "node", "This Python (...) has no torchrun, since torch is not installed there"),
     Row("other code", other_code, "train.py", "node1 model.py", "The ranks differ in code, settings or versions"),
     Row("other settings", lambda setup: setup.flags[1].extend(["--lr", "0.2"]), "train.py", "node1 lr", "The ranks differ in code, settings or versions"),
-    Row("other data", other_data, "train.py", "node1", "hold different data; copy it again"),
-    Row("no data", no_data, "train.py", "node1", "data_dir=...: has no .../train/<class>/ folders"),
+    Row("other data", other_data, "train.py", "node1", "have different data in --data_dir ... Copy the data again"),
+    Row("no data", no_data, "train.py", "node1", "--data_dir ... has no .../train/<class>/ folders"),
     Row("run folder not shared", lambda setup: setup.nodes[1].mount_tmpfs(setup.storage, "64m"), "train.py", "node1",
         "... does not see what rank 0 on ... has written to --run_dir ..."),
     Row("run folder read-only", lambda setup: setup.nodes[1].bind(setup.storage, setup.storage, is_read_only=True), "launch.sh", "node1",
-        "run_dir=...: ... cannot write beside it (Read-only file system)"),
+        "cannot write to the folder that holds --run_dir ... (Read-only file system)"),
     Row("run folder full", lambda setup: setup.nodes.mount_tmpfs(setup.storage, "4m"), "preflight", "node0",
-        "free, ... checkpoints of ... need", 1),  # extra: preflight
+        "of free space, but ... checkpoints of ... need", 1),  # extra: preflight
     Row("small shared memory", lambda setup: setup.nodes[1].mount_tmpfs(Path("/dev/shm"), "64k"), "preflight", "node1",
         "give the job more memory or a larger --shm-size", 1),  # extra: preflight
-    Row("few open files", before(1, 'ulimit -n 40 && exec "$@"'), "train.py", "node1", "open files: the limit is"),
-    Row("clock off", other_time, "preflight", "node1", "the clock of ... is ... ahead of", 1),  # extra: preflight
+    Row("few open files", before(1, 'ulimit -n 40 && exec "$@"'), "train.py", "node1", "The limit on open files is"),
+    Row("clock off", other_time, "preflight", "node1", "The clock of ... is ... ahead of", 1),  # extra: preflight
     Row("busy node", busy_node, "preflight", "node1", "times slower than the median", 0),  # extra: preflight
-    Row("slow link", lambda setup: setup.nodes[1].slow("500mbit"), "preflight", "node1", "all links of ... are slow", 0, nodes=3),  # extra: preflight
-    Row("large frames", large_frames, "launch.sh", "node1", "MASTER_ADDR=...: small packets pass to and from ..., but large ones do not", None),
+    Row("slow link", lambda setup: setup.nodes[1].slow("500mbit"), "preflight", "node1", "All links of ... are slow", 0, nodes=3),  # extra: preflight
+    Row("large frames", large_frames, "launch.sh", "node1", "Small packets pass between ... and MASTER_ADDR=..., but large ones do not", None),
     Row("other launch on the port", lambda setup: setup.flags[1].extend(["--run_dir", setup.storage / "other"]), "launch.sh", "node0",
-        "MASTER_PORT=... is used there by another launch, with another run_dir", None),
+        "MASTER_PORT=... of ... is used by another launch, with another --run_dir", None),
 ]
 # fmt: on

@@ -77,15 +77,15 @@ def refused_with_broken(folder, flags):
 
 
 NEEDED = {
-    "--dataset cifar10": ("torchvision", "dataset=cifar10"),
-    "--dataset imagefolder": ("torchvision", "dataset=imagefolder"),  # extra: images
-    "--dataset imagefolder ": ("PIL", "dataset=imagefolder"),  # extra: images
-    "--dataset imagefolder  ": ("numpy", "dataset=imagefolder"),  # extra: images
-    "--dataset imagefolder --image_size auto": ("torchvision", "images"),  # extra: images
-    "--dataset imagefolder --image_size  auto": ("PIL", "images"),  # extra: images
-    "--model resnet18": ("torchvision", "model=resnet18"),  # extra: images
-    "--model resnet18 --init_from torchvision": ("torchvision", "model=resnet18"),  # extra: images
-    "--mixup_alpha 0.2": ("torchvision", "mixup_alpha, cutmix_alpha"),  # extra: images
+    "--dataset cifar10": ("torchvision", "--dataset cifar10"),
+    "--dataset imagefolder": ("torchvision", "--dataset imagefolder"),  # extra: images
+    "--dataset imagefolder ": ("PIL", "--dataset imagefolder"),  # extra: images
+    "--dataset imagefolder  ": ("numpy", "--dataset imagefolder"),  # extra: images
+    "--dataset imagefolder --image_size auto": ("torchvision", "Reading images"),  # extra: images
+    "--dataset imagefolder --image_size  auto": ("PIL", "Reading images"),  # extra: images
+    "--model resnet18": ("torchvision", "--model resnet18"),  # extra: images
+    "--model resnet18 --init_from torchvision": ("torchvision", "--model resnet18"),  # extra: images
+    "--mixup_alpha 0.2": ("torchvision", "--mixup_alpha or --cutmix_alpha"),  # extra: images
 }
 
 

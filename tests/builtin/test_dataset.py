@@ -62,7 +62,7 @@ def test_cifar10_that_cannot_be_downloaded_is_rejected_and_leaves_no_folder(tmp_
 
     monkeypatch.setattr(datasets, "CIFAR10", Offline)
     assert not is_prepared(config)
-    with pytest.raises(UserError, match="cannot be downloaded .no route to host.; put cifar-10-python.tar.gz into"):
+    with pytest.raises(UserError, match=r"cannot be downloaded .no route to host.\. Put cifar-10-python.tar.gz into"):
         prepare_data(config)
     assert not is_prepared(config) and not list(tmp_path.iterdir())
 
@@ -91,5 +91,7 @@ def test_a_label_outside_the_classes_is_rejected_with_its_sample(monkeypatch, la
     data = SyntheticImageDataset(10, num_classes=3, image_size=8)
     data.targets[7] = label
     monkeypatch.setattr(dataset, "_synthetic", lambda config, split: data)
-    with pytest.raises(UserError, match=f"sample 7 has label {label}, outside the 3 classes; fix the label or give"):
+    with pytest.raises(
+        UserError, match=rf"Sample 7 has the label {label}, .* outside the 3 classes\. Fix the label, or give"
+    ):
         create_dataset(TrainingConfig(), "train")

@@ -79,8 +79,8 @@ def test_a_launch_resumes_after_a_killed_rank_and_at_sigterm_it_saves_and_exits_
     finally:
         stop(program)
     assert ended.code == 75 and "--resume_from auto" in ended.out, ended.text
-    failure = r"launch.sh: failed: rank 1 on \S+: rank 1 on \S+ was killed or cut off, last seen in .*auto\n"
-    assert re.search(failure + r".*exit code 1; attempt 2 of 3 starts in 5 s", ended.err), ended.text
+    failure = r"launch.sh: Rank 1 on \S+ failed: Rank 1 on \S+ was killed or cut off, last seen in .*auto\.\n"
+    assert re.search(failure + r".*exit code was 1\. Attempt 2 of 3 starts in 5 s\.", ended.err), ended.text
     status = json.loads((run / "status.json").read_text())
     assert status["state"] == "preempted" and (run / f"checkpoints/step_{status['step']:08d}.pt").exists()
     assert (run / "traces").is_dir()  # the flight recorder finds a folder to write into
@@ -95,7 +95,7 @@ def test_a_detached_start_in_the_folder_of_a_run_is_rejected_in_its_log_and_not_
     try:
         assert program.wait(60) == 0
         printed = os.pread(program.files[0].fileno(), 2**16, 0).decode()
-        pid, log = re.search(r"process (\d+) runs in the background; tail -f (\S+) ", printed).groups()
+        pid, log = re.search(r"Process (\d+) runs in the background\. .*: tail -f (\S+)\n", printed).groups()
         wait_until(lambda: not Path(f"/proc/{pid}").exists(), 60)
     finally:
         stop(program)

@@ -78,9 +78,9 @@ def test_torchvision_classifiers_by_name():  # extra: images
 @pytest.mark.parametrize(  # extra: images
     ("changes", "expected"),
     [
-        ({"model": "resnet18", "in_channels": 1}, "in_channels=1: torchvision's models take 3; use"),
-        ({"model": "vit_b_16", "image_size": 30}, "model=vit_b_16: does not accept 30x30 images .*; give another"),
-        ({"model": "alexnet", "image_size": 8}, "model=alexnet: does not accept 8x8 images .*; give another"),
+        ({"model": "resnet18", "in_channels": 1}, r"--in_channels must be 3 for torchvision's models, got 1\. Use"),
+        ({"model": "vit_b_16", "image_size": 30}, r"--model vit_b_16 does not accept 30x30 images .*\. Give another"),
+        ({"model": "alexnet", "image_size": 8}, r"--model alexnet does not accept 8x8 images .*\. Give another"),
     ],
 )
 def test_a_model_that_cannot_be_created_is_rejected(changes, expected):
@@ -91,7 +91,7 @@ def test_a_model_that_cannot_be_created_is_rejected(changes, expected):
 @pytest.mark.parametrize("name", ["resnet81", "deeplabv3_resnet50", "", "mini_resnet "])
 def test_a_wrong_name_of_a_model_is_refused_before_data_are_loaded(name):
     """Also in a fork without torchvision's models."""
-    expected = f"^model={name}: is not known; use mini_resnet"
+    expected = rf"^--model must be mini_resnet.*, got {name}\."
     for create in (check_config, lambda config: create_model(config, CPU)):
         with pytest.raises(UserError, match=expected):
             create(TrainingConfig(model=name))

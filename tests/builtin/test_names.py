@@ -44,9 +44,10 @@ def test_a_run_with_a_byte_of_latin_1_in_every_name_trains_resumes_and_names_its
     ended = launch([sys.executable, TRAIN, *words, *again], env=env)
     shown = str(path).encode(errors="backslashreplace").decode()
     log = (tmp_path / f"again{BYTE}/logs/rank0.log").read_bytes().decode()
-    assert ended.code == 2 and f"{shown}: cannot be read as an image" in ended.err and shown in log, ended.text
+    assert ended.code == 2 and shown in log, ended.text
+    assert f"{shown} (class cat" in ended.err and ") cannot be read as an image" in ended.err, ended.text
     assert json.loads((tmp_path / f"again{BYTE}/status.json").read_bytes())["error"].startswith(
-        f"{path}: cannot be read"
+        f"{path} (class {path.parent.name}) cannot be read"
     )
 
 

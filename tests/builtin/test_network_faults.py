@@ -48,7 +48,7 @@ def test_a_port_scanner_during_the_start_delays_it_at_most(tmp_path):
         nodes[2].start([sys.executable, "-c", SCANNER, OF_THE_PORT])
         flags = ["--epochs", 1, "--run_dir", tmp_path / "run"]
         first = launch(nodes[0], 0, *flags)
-        wait_until(lambda: "waiting for node 1 of 2" in printed(first))
+        wait_until(lambda: "Node 1 of 2 has not connected." in printed(first))
         second = launch(nodes[1], 1, *flags)
         ended = [finish(program, 120) for program in (first, second)]
     assert [result.code for result in ended] == [0, 0], "".join(result.text for result in ended)
@@ -64,7 +64,7 @@ def test_two_launches_that_cross(tmp_path):
         first = launch(nodes[0], 0, *flags, tmp_path / "a")
         wait_until(lambda: "is used there by another launch" in printed(crossing))
         other = finish(launch(nodes[0], 0, *flags, tmp_path / "b"))
-        assert other.code == 2 and "MASTER_PORT=29500: is in use on node0" in other.err, other.text
+        assert other.code == 2 and "MASTER_PORT=29500 is in use on node0" in other.err, other.text
         second = launch(nodes[1], 1, *flags, tmp_path / "a")
         ended = [finish(program, 120) for program in (first, second, crossing)]
     assert [result.code for result in ended] == [0, 0, 1], "\n--------\n".join(result.text for result in ended)

@@ -80,4 +80,4 @@ def test_a_lost_pod_is_replaced_and_the_run_is_completed(pod, number, lost, how)
         pods[lost] = start_pod(node, job, lost, app, shared, env)
         ended = [finish(program, 240) for program in pods]
     assert [result.code for result in ended] == [0, 0], "".join(result.text for result in ended)
-    assert "attempt 2 of 101 starts" in ended[1 - lost].err and '"restarts": 1' in (run / "summary.json").read_text()
+    assert "Attempt 2 of 101 starts" in ended[1 - lost].err and '"restarts": 1' in (run / "summary.json").read_text()

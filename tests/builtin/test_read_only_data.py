@@ -83,11 +83,11 @@ WEIGHTS = "--dataset synthetic --model resnet18 --init_from torchvision".split()
 @pytest.mark.parametrize(
     ("flags", "content", "parts"),
     [
-        (CIFAR10, [], ["dataset=cifar10: cannot be downloaded", "put cifar-10-python.tar.gz into"]),
+        (CIFAR10, [], ["The data of --dataset cifar10 cannot be downloaded", "Put cifar-10-python.tar.gz into"]),
         (CIFAR10, ["cifar-10-batches-py"], []),
         (CIFAR10, ["cifar10/cifar-10-batches-py"], []),
-        (WEIGHTS, [], ["init_from=torchvision: cannot be downloaded", "put https"]),  # extra: images
-        (WEIGHTS, ["weights"], ["init_from=torchvision: cannot be downloaded", "TORCH_HOME"]),  # extra: images
+        (WEIGHTS, [], ["--init_from torchvision cannot be downloaded", "Save https"]),  # extra: images
+        (WEIGHTS, ["weights"], ["--init_from torchvision cannot be downloaded", "TORCH_HOME"]),  # extra: images
         (WEIGHTS, ["weights/resnet18-f37072fd.pth"], []),  # extra: images
     ],
 )
@@ -117,9 +117,9 @@ def test_a_folder_that_cannot_be_written_needs_what_is_missing_by_hand(tmp_path,
     [
         (
             CIFAR10,
-            r"dataset=cifar10: .*Read-only file system: '{data}/cifar10.*put .* into {data}, unpacked .* --data_dir",
+            r"--dataset cifar10 .*Read-only file system: '{data}/cifar10.*Put .* into {data}, unpacked .* --data_dir",
         ),
-        (WEIGHTS, "init_from=torchvision: .*Read-only file system: '{data}/weights'.* --data_dir"),  # extra: images
+        (WEIGHTS, "--init_from torchvision .*Read-only file system: '{data}/weights'.* --data_dir"),  # extra: images
     ],
 )
 def test_a_read_only_mount_is_named(runs, flags, fix):  # extra: template or launcher or kubernetes or companions

@@ -38,7 +38,7 @@ def test_no_file_of_a_run_has_the_secret_of_its_command_and_exports_have_no_path
 
     run = runs.folder("run")
     assert "Authorization: [redacted]" in runs.json("run", "config.json")["on_checkpoint"]
-    assert "on_checkpoint: sh -c" in runs.log("run") and runs.events("run", "resumed")
+    assert "The command of --on_checkpoint (sh -c" in runs.log("run") and runs.events("run", "resumed")
     scripts = [
         ["runs.py", run, "--html", run / "report.html"],
         ["export.py", run / "checkpoints/best.pt", run / "a.pt"],

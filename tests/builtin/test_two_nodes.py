@@ -20,7 +20,7 @@ from training import Runs, difference, wait_for_step, wait_until
 PAGE = (ROOT / "docs/multi-node.md").read_text()
 TINY = "--image_size 8 --batch_size 4 --dataset_size 160 --num_workers 1 --save_every_steps 5 --log_interval 1".split()
 TINY += "--global_batch_size 8 --deterministic".split()
-LATE = "waiting for node 0 at node0:29500: connection refused, nothing is listening there"
+LATE = "Node 0 at node0:29500 cannot be reached (connection refused, nothing is listening there)."
 
 
 def launch(node, number, *flags, nodes=2, **variables):

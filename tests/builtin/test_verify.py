@@ -66,10 +66,12 @@ def test_the_template_passes_and_runs_report_it_until_a_file_changes(tmp_path):
         return re.search(r"^  verify +(.*)", ended.out, re.MULTILINE)[1], origin["verified"]
 
     message, is_verified = train(*GIVEN)
-    assert is_verified and message.startswith("verified with this code: MiniResNet on SyntheticImageDataset, 2 rank")
+    assert is_verified and message.startswith(
+        "The model and data are verified with this code: MiniResNet on SyntheticImageDataset, 2 rank"
+    )
     with (fork / "utils/training/optimizer.py").open("a") as file:
         file.write("# mine\n")
-    assert train() == ("changed since scripts/verify.py was run: utils/training/optimizer.py", False)
+    assert train() == ("This code has changed since scripts/verify.py was run: utils/training/optimizer.py.", False)
 
 
 def test_every_fault_can_be_planted_in_todays_code():

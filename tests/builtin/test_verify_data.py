@@ -192,7 +192,7 @@ def test_ranks_with_another_order_of_a_set_are_told_so(tmp_path):
     (fork / "model.py").write_text(MODEL)
     env = {"PYTHONPATH": str(fork), "PYTHONHASHSEED": "random"}
     ended = torchrun(3, *FLAGS, script="scripts/verify.py", cwd=fork, env=env)
-    message = "hold different data; sort what create_dataset makes from a set, the environment or the clock"
+    message = "Make create_dataset independent of the order of a set, the environment and the clock."
     assert ended.code == 1 and message in ended.text, ended.text
 
 

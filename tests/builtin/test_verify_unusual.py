@@ -414,7 +414,7 @@ def test_a_batch_without_tensors_gets_the_sentence_of_train_py(tmp_path):
     model = LINEAR.replace("OUTPUT", "self.net(x)").replace("PREDICTED", "model(x)")
     (fork / "model.py").write_text(model.replace("x, y = batch", "x, y = batch.x, batch.y"))
     trained = forks.run(fork, 0, "train.py", *FLAGS, "--batch_size", 4, "--max_steps", 1)
-    (sentence,) = [line for line in trained.text.splitlines() if "no tensor is found in a batch of Rows" in line]
+    (sentence,) = [line for line in trained.text.splitlines() if "No tensor is found in a batch of Rows" in line]
     assert trained.code == 2, trained.text
     ended = forks.run(fork, 2, "scripts/verify.py", *FLAGS, "--batch_size", 4)
     (content,) = [line for line in ended.out.splitlines() if line.startswith("BROKEN  content ")]

@@ -49,7 +49,7 @@ def run_again(words, is_predicted, *changes):
     return error, [text for text in texts if text.startswith("changed: ")]
 
 
-ALL = "the {0} set has samples that differ from the checkpoint's: {1} of {1} compared ones"
+ALL = "The {0} set has samples that differ from the checkpoint's: {1} of {1} compared ones"
 
 
 @pytest.mark.guarantee("must-match")
@@ -57,12 +57,12 @@ ALL = "the {0} set has samples that differ from the checkpoint's: {1} of {1} com
     ("flags", "split", "share", "attributes", "error", "change"),
     [
         ([], "val", 1, {}, ALL.format("val", 7), None),
-        ([], "val", 0.25, {}, None, "the val set has samples that differ from the checkpoint's: 2 of 7 compared ones"),
+        ([], "val", 0.25, {}, None, "The val set has samples that differ from the checkpoint's: 2 of 7 compared ones"),
         slow([], "train", 1, {}, None, None),
         slow(
             [], "val", 0, {"mean": torch.ones(1)}, "The mean of the training set is 1.0, but the checkpoint has ", None
         ),
-        slow([], "val", 0, {"fingerprint": 5}, "the val set differs from the checkpoint's", None),
+        slow([], "val", 0, {"fingerprint": 5}, "The val set differs from the checkpoint's", None),
         slow(["--data_dir", "elsewhere"], "val", 1, {}, None, ALL.format("val", 7)),
         slow(["--split", "val"], "val", 1, {}, ALL.format("val", 7), None),
         (["--split", "train"], "train", 1, {}, ALL.format("train", 40), None),
@@ -93,7 +93,7 @@ def export_again(words, *changes):
 def test_an_export_says_that_its_inputs_are_others(runs):
     runs.train(1, "run", *FLAGS, task="lines")
     words = [runs.checkpoints("run")[-1], runs.root / "out.pt"]
-    message = "changed: the train set has samples that differ"
+    message = "changed: The train set has samples that differ"
     for share, expected in ((0, ""), (0.25, message), (1, ALL.format("train", 40))):
         [output] = run_ranks(1, export_again, words, "train", share, {})
         assert output.startswith(expected) and bool(output) == bool(share), output

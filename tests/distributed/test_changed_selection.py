@@ -76,12 +76,12 @@ CASES = {  # data and metrics before and after, more flags, the lines of changes
     "nothing": (VAL, VAL, TOP1, TOP1, [], [], True),
     "labels": (
         *(VAL, VAL | {"wrong_labels": 4}, TOP1, TOP1, []),
-        ["the val set differs from the checkpoint's (names, number or labels)"],
+        ["The val set differs from the checkpoint's in names, number or labels."],
         False,
     ),
     "images": (
         *(VAL, VAL | {"swapped": 4}, TOP1, TOP1, []),
-        ["the val set has samples that differ from the checkpoint's: 4 of 8 compared ones"],
+        ["The val set has samples that differ from the checkpoint's: 4 of 8 compared ones."],
         False,
     ),
     "val is gone": (

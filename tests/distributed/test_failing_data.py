@@ -31,7 +31,7 @@ def test_a_worker_that_hangs_ends_the_run_with_its_rank(runs):  # extra: watch
     ended = finish(WarmLaunch(2, runs.program(HANGS), words))
     assert ended.code == 1 and ended.left == 0, ended.text
     status = runs.json("run", "status.json")
-    expected = r"no progress for \d+ s: rank 1 on \S+ hangs in data of step 3 "
+    expected = r"There was no progress for \d+ s: rank 1 on \S+ hangs in data of step 3 "
     assert (status["state"], status["rank"]) == ("failed", 1) and re.search(expected, status["error"]), str(status)
     assert re.search(expected, ended.text)
 
@@ -59,7 +59,9 @@ def test_a_batch_that_a_worker_cannot_send_ends_the_run_at_once(runs, ranks):
     status, rank = runs.json("run", "status.json"), 1 if ranks else 0
     assert (status["state"], status["rank"]) == ("failed", rank) and status["error"] in ended.text
     assert re.match(
-        f"rank {rank}: collate: a loader worker .* cannot pickle 'generator' object.*; return tensors", status["error"]
+        rf"Rank {rank} failed: A loader worker cannot send what collate returns .* cannot pickle 'generator' object.*\."
+        " Return tensors",
+        status["error"],
     )
 
 
@@ -125,7 +127,7 @@ def test_one_slow_step_is_called_slow_and_training_continues(runs, ranks):  # ex
         WarmLaunch(ranks, runs.program(ONE_SLOW_BATCH), runs.words("run", *"--dataset_size 200 --epochs 1".split()))
     )
     assert (ended.code, ended.left) == (0, 0), ended.text
-    regex = rf"WARN.*no progress for \d s: rank {min(ranks, 1)} on \S+ is slow in forward of step \d+ \(process \d+\)\n"
+    regex = rf"WARN.*no progress for \d s: rank {min(ranks, 1)} on \S+ is slow in forward of step \d+ \(process \d+\)\."
     assert len(re.findall(regex, runs.log("run"))) == ended.text.count("no progress") == 1, ended.text
     assert " hangs " not in ended.text and not list(runs.folder("run").glob("hang-*"))
 
@@ -159,5 +161,5 @@ except TrainingError as error:
 def test_a_dev_shm_that_fills_up_is_named_as_the_cause():
     code = mounting("-t", "tmpfs", "-o", "size=2m", "tmpfs", "/dev/shm") + OVERFLOWS
     ended = launch([sys.executable, "-c", code], deadline=60)
-    regex = r"rank 0: .*shared memory.*\. If .*, give the job more memory or a larger --shm-size, or"
+    regex = r"Rank 0 failed: .*shared memory.*\. If .*, give the job more memory or a larger --shm-size, or"
     assert re.match(regex, ended.out), ended.text

@@ -115,8 +115,8 @@ def train_opaque(flags, opaque_split):
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_batch_in_which_no_tensor_is_found_ends_the_run_before_the_first_step(runs, split):
     text = (
-        f"dataset: no tensor is found in a batch of {split.title()}, a SimpleNamespace; return tensors in tuples,"
-        " lists, dicts or dataclasses, or give the class of the batch a method to(device)"
+        f"No tensor is found in a batch of {split.title()}, which is a SimpleNamespace. Return tensors in tuples,"
+        " lists, dicts or dataclasses, or give the class of the batch a method to(device)."
     )
     with mock.patch.object(train, "train_one_epoch", side_effect=AssertionError):
         assert run_ranks(2, train_opaque, runs.words("run", *FLAGS), split) == [text] * 2

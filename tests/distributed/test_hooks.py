@@ -160,8 +160,11 @@ def with_table(config, device):
 
 PROBLEMS = {
     "a tensor": ({"compute_loss": lambda net, batch: net(batch[0]).sum()}, "model.compute_loss returned a Tensor. "),
-    "stream": ({"create_dataset": of_split("train", Stream())}, "create_dataset: Stream (train) has no __len__"),
-    "empty": ({"create_dataset": of_split("val", Empty())}, "create_dataset: Empty (val) has no samples; return None"),
+    "stream": ({"create_dataset": of_split("train", Stream())}, "The Stream of create_dataset (train) has no __len__"),
+    "empty": (
+        {"create_dataset": of_split("val", Empty())},
+        "The Empty of create_dataset (val) has no samples. Return None",
+    ),
     "twice": (
         {"param_groups": lists_twice},
         "param_groups lists head.weight twice, so the parameter would be updated twice",

@@ -150,7 +150,7 @@ def test_a_rank_that_crashes_is_named_by_the_others(runs):  # extra: watch
     ended = crash(runs, 2, "1", "SIGSEGV")
     status = runs.json("run", "status.json")
     assert (ended.code, ended.left) == (1, 0) and (status["state"], status["rank"]) == ("failed", 1), ended.text
-    assert re.match(r"rank 1 on \S+ was killed or cut off, last seen in ", status["error"])
+    assert re.match(r"Rank 1 on \S+ was killed or cut off, last seen in ", status["error"])
 
 
 @pytest.mark.guarantee("rank-killed")

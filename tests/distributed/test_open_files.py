@@ -97,8 +97,8 @@ def train_under_limit(folder, kind, counts, limit, *flags):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_limit_that_is_too_low_for_the_tensors_is_refused_at_the_start(tmp_path, kind):
     [(name, text)] = run_ranks(1, train_under_limit, str(tmp_path), kind, (MANY, MANY), LIMIT)
-    assert name == "UserError" and text.startswith(f"open files: the limit is {LIMIT}, but about "), text
-    end = r"; use fewer --num_workers \(0 needs none\), or raise it \(ulimit -n (\d+), LimitNOFILE, --ulimit\)$"
+    assert name == "UserError" and text.startswith(f"The limit on open files is {LIMIT}, but about "), text
+    end = r"\. Use fewer --num_workers \(0 needs none\), or raise the limit \(ulimit -n (\d+), LimitNOFILE of .*\)\.$"
     need = int(re.search(end, text)[1])
     assert need > 2 * 4 * MANY
     # the limit that the message gives is enough
@@ -108,7 +108,7 @@ def test_a_limit_that_is_too_low_for_the_tensors_is_refused_at_the_start(tmp_pat
 @pytest.mark.guarantee("open-files")
 def test_the_number_of_an_error_is_enough_where_tensors_cannot_be_counted(tmp_path):
     [(_, text)] = run_ranks(1, train_under_limit, str(tmp_path), "box", (LIMIT, LIMIT), LIMIT)
-    need = min(int(re.search(r"raise it \(ulimit -n (\d+), which", text)[1]), HARD_LIMIT)
+    need = min(int(re.search(r"raise the limit \(ulimit -n (\d+), which", text)[1]), HARD_LIMIT)
     again = run_ranks(1, train_under_limit, str(tmp_path), "box", (LIMIT, LIMIT), need, "--overwrite")
     assert again == ["completed"]
 
@@ -142,8 +142,10 @@ def test_without_workers_no_tensor_needs_a_file(tmp_path):
 def test_a_later_batch_with_more_tensors_names_the_limit(tmp_path, kind):
     [(name, text)] = run_ranks(1, train_under_limit, str(tmp_path), kind, (8, 2 * LIMIT), LIMIT)
     assert name == "TrainingError", text
-    assert text.startswith(f"rank 0: open files: the limit is {LIMIT}, ") and "--shm-size" not in text, text
-    need = min(int(re.search(r"; use --num_workers 0, or raise it \(ulimit -n (\d+), which", text)[1]), HARD_LIMIT)
+    assert re.match(rf"Rank 0 failed: The limit on open files is {LIMIT}, ", text), text
+    assert "--shm-size" not in text, text
+    found = re.search(r"\. Use --num_workers 0, or raise the limit \(ulimit -n (\d+), which", text)
+    need = min(int(found[1]), HARD_LIMIT)
     assert run_ranks(1, train_under_limit, str(tmp_path), kind, (8, 2 * LIMIT), need, "--overwrite") == ["completed"]
 
 
@@ -162,4 +164,5 @@ def test_an_error_of_a_process_without_descriptors_names_the_limit(error, is_of_
     cause = find_cause(error, None, TrainingConfig(), DistributedContext(0, 0, 1, torch.device("cpu")))
     assert (cause is not error) == is_of_files
     if is_of_files:
-        assert re.search(r"^rank 0: open files: the limit is \d+, .* raise it \(ulimit -n \d+, which", str(cause))
+        pattern = r"^Rank 0 failed: The limit on open files is \d+, .* raise the limit \(ulimit -n \d+, which"
+        assert re.search(pattern, str(cause))

@@ -48,10 +48,11 @@ def test_healthy_ranks_pass_and_the_run_folder_is_left_unchanged(tmp_path):
     before = sorted(tmp_path.rglob("*"))
     (code, out), (other, silence) = run_ranks(2, run_preflight, [*QUICK, "--run_dir", str(folder), "--json", str(file)])
     assert (code, other, silence) == (0, 0, ""), out
-    says(out, r"\nnode +ranks +address(?s:.*) 0, 1 (?s:.*)\nOK +all-reduce +[\d.]+ k?B over 2 ranks in \d+\.\d\d ms\n")
+    all_reduce = r"OK +all-reduce +An all-reduce of [\d.]+ k?B over 2 ranks takes \d+\.\d\d ms\."
+    says(out, rf"\nnode +ranks +address(?s:.*) 0, 1 (?s:.*)\n{all_reduce}\n")
     for name in CHECKS.split(","):
         says(out, rf"\n(OK|warning) +{name} ")  # speeds depend on the load of the machine
-    says(out, r"preflight: go: \d+ OK, \d warnings?, 0 failures in \d+ s\n")
+    says(out, r"preflight: The run can start: \d+ OK, \d warnings?, 0 failures in \d+ s\.\n")
     report = json.loads(file.read_text())
     assert len(report["measured"]["facts"]) == 2
     assert [finding["name"] for finding in report["findings"]] == CHECKS.split(",")
@@ -64,8 +65,8 @@ def test_one_process_needs_no_launcher(tmp_path):
     flags = [*QUICK, "--run_dir", str(tmp_path / "run"), "--mirror", url]
     ((code, out),) = run_ranks(1, partial(run_preflight, is_alone=True), flags)
     assert code == 0 and "all-reduce" not in out, out
-    says(out, r"\nOK +loader +reads batches with 0 workers per rank\n(?s:.*)\nOK +speed ")
-    says(out, rf"\nOK +mirror +{url}: \S+ \wB/s to it, \S+ \wB/s from it, 0\.\d s for one checkpoint\n")
+    says(out, r"\nOK +loader +The loader reads batches with 0 workers per rank\.\n(?s:.*)\nOK +speed ")
+    says(out, rf"\nOK +mirror +{url} writes \S+ \wB/s and reads \S+ \wB/s\. A checkpoint takes 0\.\d s\.\n")
     assert not [path for path in tmp_path.rglob("*") if path.is_file()] and not (tmp_path / "run").exists()
 
 
@@ -75,12 +76,12 @@ def test_what_object_storage_cannot_do_is_a_finding(tmp_path, monkeypatch):
     unconditional = lambda self, *args: self.write_json(*map(str, args))  # noqa: E731
     monkeypatch.setattr(storage.Storage, "create_object", unconditional)
     (finding,) = diagnosis.diagnose_mirror(storage.measure_mirror(url, 10**6) | {"to": 1e6}, 10**6, 10.0, url)
-    says(str(finding), rf"warning +mirror +{url}: cannot create an object only if it is absent.*; start one at a time")
+    says(str(finding), rf"warning +mirror +{url} cannot create an object only if it is absent.*\. Start one job at a")
     measured = {"to": 1e6, "from": 1e6, "is_exclusive": True}
     (finding,) = diagnosis.diagnose_mirror(measured, 10**9, 10.0, url)
-    says(str(finding), r"at 1\.0 MB/s the upload of a checkpoint takes 1000 s.*; raise --save_every_minutes")
+    says(str(finding), r"The upload of .* takes 1000 s \(1\.0 MB/s\), .*\. Raise --save_every_minutes")
     monkeypatch.setattr(storage.Storage, "list_objects", lambda self: {})  # it lists late
-    with pytest.raises(UserError, match="what was written is not what is read or listed; give another storage"):
+    with pytest.raises(UserError, match=r"What is read .* is not what was written\. Give another storage"):
         storage.measure_mirror(url, 10**6)
 
 
@@ -99,7 +100,7 @@ def test_a_node_that_cannot_report_its_facts_is_a_finding(tmp_path):
 
 def test_invalid_flags_are_rejected(capsys):
     rejected = finish(WarmLaunch(0, ROOT / "scripts" / "preflight.py", ["--eppochs", "1"]))
-    assert rejected.code == 2 and "did you mean --epochs?" in rejected.err
+    assert rejected.code == 2 and "Did you mean --epochs?" in rejected.err
     with pytest.raises(SystemExit, match="2"):
         preflight.parse_arguments(["--json"])
     assert "--json: expected one argument" in capsys.readouterr().err
@@ -113,10 +114,10 @@ def test_different_flags_and_code_are_listed_and_two_nodes_are_measured(tmp_path
     assert [code for code, _ in results] == [1] * 3, out
     says(out, r"\nFAILURE +same code +The ranks differ in code, settings or versions. Give all nodes the same ones")
     says(out, r"\nlr +0\.1 +0\.2\nmodel\.py +\w{8} +another\n")
-    says(out, r"\nFAILURE +host names +2 nodes have the host name \S+, .*; rename them")
-    says(out, r"\nOK +all-reduce +16\.8 MB over 3 ranks in ")
-    says(out, r"\nOK +clocks +within \d\.\d\d s of (?s:.*)\nOK +links +the slowest of 1: ")
-    says(out, r": do not start yet: .* 2 failures in .*; not measured until .* data, loader, model\n")
+    says(out, r"\nFAILURE +host names +2 nodes have the host name \S+, .*\. Rename these nodes")
+    says(out, r"\nOK +all-reduce +An all-reduce of 16\.8 MB over 3 ranks takes ")
+    says(out, r"\nOK +clocks +All clocks are within \d\.\d\d s of (?s:.*)\nOK +links +The slowest of 1 links is ")
+    says(out, r": Do not start the run yet: .* 2 failures in .*\. .* not measured until .* data, loader, model\.\n")
 
 
 def hangs(flags):
@@ -127,7 +128,7 @@ def hangs(flags):
 
 @pytest.mark.slow
 def test_a_hanging_rank_is_named_without_waiting_for_it(tmp_path):
-    pattern = r"FAILURE  \S+ \(rank 1\) did not reach 'end of facts' in 4 s; check it"
+    pattern = r"FAILURE  \S+ \(rank 1\) did not reach 'end of facts' in 4 s\. Check this node"
     with pytest.raises(AssertionError, match=pattern):
         run_ranks(3, hangs, [*QUICK, "--run_dir", str(tmp_path / "run"), "--timeout", "4"])
 
@@ -148,6 +149,6 @@ def loads_nothing(flags):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_storage_that_hangs_is_named_without_waiting_for_it(tmp_path, ranks):
-    message = "FAILURE  no rank finished 'loader' in 4 s; check the storage and the data set's code"
+    message = "FAILURE  No rank finished 'loader' in 4 s. Check the storage and the code of the data set."
     with pytest.raises(AssertionError, match=message):
         run_ranks(ranks, loads_nothing, [*QUICK, "--run_dir", str(tmp_path / "run")])

@@ -28,12 +28,12 @@ UNLIKE = [  # what differs; what all three ranks raise; the rank that is named
     ("folder", r"\S+ does not see what rank 0 on \S+ has written to --run_dir run\. Put the run folder on storage", 1),
     (
         "read-only",
-        r"\S+ cannot write to --run_dir \S+ \(Read-only file system\)\. Make this folder writable .*\(rank 1 on",
+        r"^Rank 1 on \S+ failed: \S+ cannot write to --run_dir \S+ \(Read-only file system\)\. Make this folder",
         1,
     ),
     (
         "limit",
-        r"open files: the limit is 100, but about \d+ are needed; raise it \(ulimit -n \d+.*\(rank 1 on \S+\)$",
+        r"^Rank 1 on \S+ failed: The limit on open files is 100, but about \d+ are needed\. Raise the limit \(ulimit ",
         1,
     ),
 ]

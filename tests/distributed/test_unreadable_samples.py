@@ -49,7 +49,7 @@ def check_failure(runs, ended, ranks, index, error):
     assert ended.left == 0 and ended.code == (2 if ranks == 1 and error == "user" else 1), ended.text
     status = runs.json("run", "status.json")
     assert status["state"] == "failed" and f"sample {index}" in status["error"], status
-    sentence = rf"^(\[rank \d] )?(Rank \d on \S+ failed|[Rr]ank \d): .*sample {index}\b"
+    sentence = rf"^(\[rank \d] )?Rank \d( on \S+)? failed: .*sample {index}\b"
     assert len(re.findall(sentence, ended.text, re.MULTILINE)) == 1, ended.text
     return checkpoint.parse_step(runs.checkpoints("run")[-1])
 

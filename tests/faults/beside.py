@@ -84,7 +84,7 @@ def mirror_killed(drill: Drill) -> None:
     job.wait_for(lambda: run.uploading() not in killed)
     run.let_go()
     ended = drill.has_completed(job)
-    says(ended.text, r"mirror=\S+: ended with exit code -9; it is started again in 1 s")
+    says(ended.text, r"--mirror \S+ ended with exit code -9\. It is started again in 1 s\.")
     drill.no_partial_files()
     run.has_all()
 
@@ -155,6 +155,6 @@ def taken_over(drill: Drill) -> None:
     drill.fork(2, *run.flags, "--resume_from", "auto", name="other")  # which looks for 30 s whether it is alive
     os.kill(run.uploading(), signal.SIGCONT)
     drill.let_go(is_slow=True)
-    drill.fails(job, r"mirror=\S+: another job has taken over this run; end this one")
+    drill.fails(job, r"Another job has taken over this run, as --mirror \S+ shows\. End this job\.")
     assert run.steps()[-1] == 50
     assert_same_state(drill.runs.last("other"), drill.runs.last(drill.uninterrupted(2, *RUN)))

@@ -96,7 +96,7 @@ def command_fails(drill: Drill) -> None:
     drill.let_go()
     ended = drill.has_completed(job)
     for problem in ("ended with exit code 3", r"cannot be run \(No such file or directory\)"):
-        says(ended.text, f"on_checkpoint: {command} {problem}; the checkpoint is valid")
+        says(ended.text, rf"The command of --on_checkpoint \({command}\) {problem}\. The checkpoint is valid\.")
 
 
 @fault("command after a checkpoint hangs", guarantees="command")  # extra: companions

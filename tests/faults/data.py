@@ -11,13 +11,14 @@ RUN = "--dataset_size 200 --epochs 2 --save_every_steps 5 --num_workers 1".split
 
 # torch says either, depending on which of its two checks comes first
 DIED = (
-    r"DataLoader worker \(pid.* (is killed by signal: Killed|exited unexpectedly)\. If .* give the job more memory or a"
+    r" failed: DataLoader worker \(pid.* (is killed by signal: Killed|exited unexpectedly)\."
+    r" If .* give the job more memory or a"
 )
 STOPPED = r"no progress for 1\d s: rank 1 on \S+ hangs in data of step \d+ \(process \d+\)"  # extra: watch
 
 
-@fault("loader worker killed", 2, signal.SIGKILL, rf"rank 1: {DIED}", is_default=True, guarantees="worker-killed")
-@fault("loader worker of one rank killed", 1, signal.SIGKILL, rf"rank 0: {DIED}", guarantees="worker-killed")
+@fault("loader worker killed", 2, signal.SIGKILL, rf"Rank 1{DIED}", is_default=True, guarantees="worker-killed")
+@fault("loader worker of one rank killed", 1, signal.SIGKILL, rf"Rank 0{DIED}", guarantees="worker-killed")
 @fault("loader worker hangs", 2, signal.SIGSTOP, STOPPED, guarantees="hang")  # extra: watch
 def worker_fails(drill: Drill, ranks: int, number: int, pattern: str) -> None:
     """The signal goes to a worker of the last rank. A rank that takes a batch from a stopped worker waits on the

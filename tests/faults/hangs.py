@@ -11,7 +11,7 @@ from pathlib import Path
 from drill import HOST, LOOKED, NO_SHARED_STORE, Drill, Job, fault
 from ranks import ROOT
 from training import says
-from utils.extras.watch.heartbeat import read_process_state
+from utils.extras.watch.heartbeat import NO_STACK, read_process_state
 from utils.extras.watch.watchdog import MIN_REPORT_SECONDS
 
 STOPS = """
@@ -34,7 +34,7 @@ def before_loss(net):
 """
 HANG_TIMEOUT = ("--hang_timeout", 6)
 SENTENCE = rf"no progress for \d+ s: rank 1 on {HOST} hangs in forward of step 12 \(process \d+\)"
-ENDED = rf"{SENTENCE} \(hang_timeout=6\); fix what the stacks in (\S+) show"
+ENDED = rf"{SENTENCE}\. The limit is --hang_timeout 6\. Fix what the stacks in (\S+) show"
 
 # as in a stream synchronisation under NCCL: no error, no signal handler of Python
 BLOCK = """
@@ -77,10 +77,10 @@ def rank_stopped(drill: Drill, phase: str, rank: int) -> None:
     took = time.monotonic() - began
     sentence, *stacks = report.read_text().splitlines()
     stopped = rf"was stopped, killed or cut off, last seen in \w+ of step \d+ \(process {pid}\)"
-    assert re.fullmatch(rf"no progress for \d+ s: rank {rank} on {HOST} {stopped}", sentence), sentence
+    assert re.fullmatch(rf"There was no progress for \d+ s: rank {rank} on {HOST} {stopped}\.", sentence), sentence
     heads = [f"--- rank {number} on {socket.gethostname()}" for number in range(2)]
     assert [line for line in stacks if line.startswith("--- rank")] == heads
-    assert stacks.count("wrote no stack") == 1 and stacks[stacks.index("wrote no stack") - 1] == heads[rank], stacks
+    assert stacks.count(NO_STACK) == 1 and stacks[stacks.index(NO_STACK) - 1] == heads[rank], stacks
     assert took < MIN_REPORT_SECONDS + 15  # 4 s on a quiet machine
     os.kill(pid, signal.SIGCONT)
     ended = drill.has_completed(job, 90)
@@ -131,7 +131,7 @@ def rank_stopped_at_the_start(drill: Drill) -> None:
     job.wait_for(lambda: drill.json("status.json")["state"] == "failed")
     assert time.monotonic() - began < 20  # 6 s on a quiet machine
     job.signal(1, signal.SIGKILL)  # the launcher would wait for 30 s
-    drill.fails(job, rf"no progress for \d+ s: {STOPPED_AT_THE_START} \(hang_timeout=4\)", rank=1)
+    drill.fails(job, rf"no progress for \d+ s: {STOPPED_AT_THE_START}\. The limit is --hang_timeout 4\.", rank=1)
     drill.resumes(2, *RUN)
 
 
@@ -157,11 +157,11 @@ def rank_stopped_without_a_run(drill: Drill, program: str) -> None:
     with drill.unchanged(*LOOKED, "hang-"):
         job = drill.start(2, *RUN, "--eval_only", "--hang_timeout", 4, code=STOPS_AT_THE_START + program)
         pid = job.wait_for(lambda: next((pid for pid in job.members() if read_process_state(pid) == "T"), 0))
-        job.wait_for(lambda: "hang_timeout=4" in job.text())
+        job.wait_for(lambda: "The limit is --hang_timeout 4." in job.text())
         os.kill(pid, signal.SIGKILL)  # the launcher would wait for 30 s
-        pattern = rf"no progress for \d+ s: {STOPPED_AT_THE_START} \(hang_timeout=4\)"
+        pattern = rf"no progress for \d+ s: {STOPPED_AT_THE_START}\. The limit is --hang_timeout 4\."
         text = drill.fails(job, pattern, has_status=False)
-        assert Path(re.search(r"the stacks of all ranks: (\S+)", text)[1]).exists()
+        assert Path(re.search(r"The stacks of all ranks are in (\S+)\.\n", text)[1]).exists()
         (drill.folder / "run/stopped").unlink()
 
 
@@ -171,7 +171,7 @@ def rank_killed_under_nccl(drill: Drill) -> None:
     job.signal(2, signal.SIGKILL)
     drill.let_go()
     began = time.monotonic()
-    drill.fails(job, rf"rank 2 on {HOST} was killed or cut off, last seen in .*; look for", rank=2)
+    drill.fails(job, rf"Rank 2 on {HOST} was killed or cut off, last seen in .*\. Look for", rank=2)
     assert time.monotonic() - began < 10
     drill.resumes(3, *RUN)
 
@@ -184,7 +184,7 @@ def stop_under_nccl(drill: Drill) -> None:
         lambda: [status and (status.step, status.phase) for status in job.statuses(2)] == [(12, "forward")] * 2
     )
     job.signal_launcher(signal.SIGTERM)
-    drill.fails(job, r"no progress for \d+ s: all ranks wait in forward of step 12: .* \(after a stop signal\)")
+    drill.fails(job, r"no progress for \d+ s: all ranks wait in forward of step 12 for .*\. A stop signal came")
     drill.resumes(2, *RUN)
 
 
@@ -193,7 +193,7 @@ def rank_hangs_and_restarts(drill: Drill) -> None:
     how = ("--standalone", "--max-restarts=1")
     ended = drill.completes(2, *RUN, *HANG_TIMEOUT, code=HANGS, seconds=150, how=how, env=NO_SHARED_STORE)
     assert drill.json("status.json")["state"] == "completed" and drill.json("summary.json")["restarts"] == 1
-    says(ended.text, rf"{SENTENCE}.*; the stacks of all ranks: ")
+    says(ended.text, rf"{SENTENCE}.*\. The stacks of all ranks are in ")
     drill.is_whole(2, *RUN)
 
 
@@ -202,7 +202,7 @@ def torchrun_stopped(drill: Drill) -> None:
     """As by Ctrl-Z, for twice --hang_timeout. It hosts the store through which the ranks see each other."""
     job = drill.held(2, 12, *RUN, "--hang_timeout", 6, is_real=True)
     job.signal_launcher(signal.SIGSTOP)
-    job.wait_for(lambda: re.search(rf"torchrun on {HOST} does not answer \(is it stopped\?\)", job.text()))
+    job.wait_for(lambda: re.search(rf"torchrun on {HOST} does not answer, so it may be stopped\.", job.text()))
     time.sleep(12)
     drill.let_go()
     job.wait_for(job.checkpoint(20).exists)
@@ -256,7 +256,8 @@ def function_hangs(drill: Drill) -> None:
     flags = [*"--dataset_size 40 --epochs 2 --num_workers 1 --hang_timeout 1.5".split()]
     job = drill.start(2, *flags, code=f"NAME, SECONDS = 'log_images', 3600\n{OF_MODEL}")
     where = rf"rank 0 on {HOST} hangs in evaluation of step 5, in log_images of model.py \(process \d+\)"
-    sentence = rf"no progress for \d+ s: {where} \(10 times hang_timeout=1.5\); .*, or raise --hang_timeout, then"
+    limit = r"The limit for this function is 10 times --hang_timeout 1.5\."
+    sentence = rf"no progress for \d+ s: {where}\. {limit} .*, or raise --hang_timeout, then"
     drill.fails(job, sentence, r"Training failed at step 5\. The latest checkpoint is .*/step_00000005\.pt\.", rank=0)
     status = drill.json("status.json")
     assert status["step"] == 5 and status["checkpoint"].endswith("step_00000005.pt")

@@ -13,7 +13,7 @@ def before_loss(net):
     if (STEP, RANK) == (7, 1) and not os.path.exists(f'{FOLDER}/fixed'):
         raise KeyError('a bug of the fork')
 """
-KILLED = r"rank {} on \S+ was killed or cut off, last seen in .*; look for .* --resume_from auto"  # extra: watch
+KILLED = r"Rank {} on \S+ was killed or cut off, last seen in .*\. Look for .* --resume_from auto"  # extra: watch
 
 
 @fault("rank killed under default settings", guarantees="rank-killed")  # extra: watch

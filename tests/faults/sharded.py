@@ -100,11 +100,11 @@ def with_a_malicious_part(last: Path) -> None:
 
 
 DAMAGES = (
-    (with_another_shard, r"step_00000030: is damaged: part_00001\.pt does not match manifest\.json"),
+    (with_another_shard, r"step_00000030 is damaged: part_00001\.pt does not match manifest\.json"),
     (with_a_short_shard, r"step_00000030/part_00000\.pt has no checksum at its end, so it is truncated"),
-    (without_a_shard, r"step_00000030: lacks part_00001\.pt"),
-    (with_a_shard_of_another_step, r"step_00000030: is damaged: part_00001\.pt does not match manifest\.json"),
-    (without_a_manifest, r"step_00000030: lacks manifest.json"),
+    (without_a_shard, r"step_00000030 lacks part_00001\.pt"),
+    (with_a_shard_of_another_step, r"step_00000030 is damaged: part_00001\.pt does not match manifest\.json"),
+    (without_a_manifest, r"step_00000030 lacks manifest.json"),
     (under_another_name, r"step_00000040 is the checkpoint of step 20 under another name"),
 )
 
@@ -141,7 +141,7 @@ def killed(drill: Drill, function: str, moment: str, rank: int, step: int) -> No
     job = drill.start(2, *ZERO3, code=f"{KILLED}\nkill_at({function!r}, {moment!r}, {rank})")
     sentences: list[str] = []
     failed_rank: int | None = None  # without the watchdog, the rank that lost its peer reports
-    sentences, failed_rank = [rf"rank {rank} on {HOST} was killed or cut off"], rank  # extra: watch
+    sentences, failed_rank = [rf"Rank {rank} on {HOST} was killed or cut off"], rank  # extra: watch
     drill.fails(job, *sentences, rank=failed_rank)
     names = [path.name for path in checkpoint.list_step_checkpoints(job.folder / "checkpoints")]
     assert names[-1] == f"step_000000{step}"

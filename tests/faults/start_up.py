@@ -33,9 +33,9 @@ def port_taken(drill: Drill) -> None:
         port = other.getsockname()[1]
         first, second = (job.end() for job in by_hand(drill, 2, port, "--timeout", 5))
     assert [first.code, first.left, second.code, second.left] == [1, 0, 1, 0], first.text + second.text
-    met = rf"rendezvous at 127.0.0.1:{port} failed"
-    says(first.err, rf"rank 0: {met} \(.*(EADDRINUSE|address already in use).*\); .*another MASTER_PORT")
-    says(second.err, rf"rank 1: {met} \(.*\); check that rank 0 is running and its address is correct")
+    met = rf"at 127.0.0.1:{port} failed"
+    says(first.err, rf"rendezvous of rank 0 {met} \(.*(EADDRINUSE|address already in use).*\)\. .*another MASTER_PORT")
+    says(second.err, rf"rendezvous of rank 1 {met} \(.*\)\. Check that rank 0 is running and that its address is corr")
     assert not (drill.folder / "run").exists()
 
 
@@ -45,10 +45,10 @@ def peer_missing(drill: Drill) -> None:
     first, second = (job.end() for job in by_hand(drill, 3, free_port(), "--timeout", 10))
     outcomes = [first.code, first.left, second.code, second.left]
     assert outcomes == [1, 0, 1, 0], f"{outcomes}\n{first.text}{second.text}"
-    says(first.err, r"rank 2 of 3: did not start within 10 s; check its output, then start all")
+    says(first.err, r"Rank 2 of 3 did not start within 10 s\. Check its output, then start all")
     code = "import signal\nif RANK == 1:\n    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n    time.sleep(600)\n"
     job = drill.start(2, *RUN, "--timeout", 5, code=code)
-    text = drill.fails(job, r"rank 1 of 2: did not start within 5 s; ", has_status=False)
+    text = drill.fails(job, r"Rank 1 of 2 did not start within 5 s\. ", has_status=False)
     assert "ddp_utils.py" not in text, text  # a sentence, and no traceback
     assert not (drill.folder / "run").exists()
 
@@ -74,7 +74,7 @@ def killed_at_the_start(drill: Drill) -> None:
     job = drill.start(2, *RUN, code=SLOW_START)
     job.wait_for(lambda: (job.folder / "status.json").exists())
     job.signal(1, signal.SIGKILL)
-    drill.fails(job, r"rank 1 on \S+ was killed or cut off, last seen in start of step 0; look for", rank=1)
+    drill.fails(job, r"Rank 1 on \S+ was killed or cut off, last seen in start of step 0\. Look for", rank=1)
     assert drill.json("status.json")["step"] == 0
     drill.fork(2, *RUN)  # the same command: there is no run yet
     drill.is_whole(2, *RUN)

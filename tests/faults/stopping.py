@@ -108,7 +108,7 @@ def terminated_while_a_command_hangs(drill: Drill) -> None:  # extra: companions
     drill.has_stopped(job)  # leaves no process
     last = drill.runs.checkpoints("run")[-1]
     assert began.read_text().splitlines() == [str(job.checkpoint(10)), str(last)]  # the last one got its time, too
-    message = "on_checkpoint: the command was ended after 0 min, since the run is over; run it again for "
+    message = r"command of --on_checkpoint was ended after 0 min, since the run is over\. Run the command again for "
     says(drill.runs.log("run"), f"{message}{job.checkpoint(10)}(.|\n)*{message}{last}")
     drill.resumes(2, *RUN, "--save_every_steps", 10)
 

@@ -152,7 +152,7 @@ def test_all_fields_that_must_match_are_rejected_in_one_error(tmp_path):
     assert {line.split()[0].removeprefix("--") for line in lines} == set(
         MUST_MATCH
     ) and "--seed is 1, but the checkpoint has --seed 42." in lines
-    assert "the training set differs from the checkpoint's" in data
+    assert "The training set differs from the checkpoint's" in data
     assert "must be as they were for --resume_from. Restore them" in remedy
 
 
@@ -165,12 +165,12 @@ def test_changed_files_are_named_up_to_twenty_and_rejected_from_one_percent_on()
     for count in (1, 20, 21):
         files = compare_listings(listing(**whole), listing(**whole | dict.fromkeys([*whole][:count], 5000)))
         names = ", ".join([*[*whole][:20][:count], *["..."] * (count > 20)])
-        line = f"the training set has files of another size than in the checkpoint: {count} of 2,000 ({names})"
+        line = f"The training set has files of another size than in the checkpoint: {count} of 2,000 ({names})."
         assert compare_data(origin(), origin(content="2"), files, True) == (line, count > 20)
     assert compare_listings(listing(**whole), listing(**whole)) == compare_listings(b"", listing(**whole)) == {}
     files = compare_listings(listing(a=1, b=2), listing(b=2, c=1))
     line, is_other = compare_data(origin(), origin("other"), files, True)
-    assert is_other and "; new: c; missing: a: put them back, or readable copies" in line
+    assert is_other and " new: c. These files are missing: a. Put them back, or give copies" in line
 
 
 @pytest.mark.guarantee("other-samples")  # extra: sketches
@@ -207,7 +207,7 @@ def test_the_number_of_cpu_threads_must_match_for_exact_sums():  # extra: exact
     exact = {"reduction": "exact"}
     assert compare_checkpoint(payload(), TrainingConfig(), origin(threads=2)) == []
     assert compare_checkpoint(payload(**exact), TrainingConfig(**exact), origin()) == []
-    with pytest.raises(UserError, match="OMP_NUM_THREADS=2: with reduction=exact it must be as in the checkpoint, 1"):
+    with pytest.raises(UserError, match=r"exact OMP_NUM_THREADS must be 1, as in the checkpoint, got 2\."):
         compare_checkpoint(payload(**exact), TrainingConfig(**exact), origin(threads=2))
 
 
@@ -215,7 +215,8 @@ def test_the_number_of_cpu_threads_must_match_for_exact_sums():  # extra: exact
 def test_a_checkpoint_of_a_version_with_another_order_of_exact_sums_is_reported():  # extra: exact
     old, exact = {**origin(), "exact_sums": None}, TrainingConfig(reduction="exact")
     [line] = compare_checkpoint(payload(reduction="exact") | {"provenance": old}, exact, origin())
-    assert line == "reduction=exact: this version sums in another order than the checkpoint's; the bits change"
+    expected = "With --reduction exact this version sums in another order than the checkpoint's, so the bits change."
+    assert line == expected
     assert compare_checkpoint(payload() | {"provenance": old}, TrainingConfig(), origin()) == []
 
 

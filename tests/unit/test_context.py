@@ -113,7 +113,8 @@ MPI = {
 def test_a_process_of_mpirun_is_rejected_with_the_commands_to_use(monkeypatch, name):
     for variable, value in MPI[name].items():
         monkeypatch.setenv(variable, value)
-    with pytest.raises(UserError, match=r"_SIZE=2: mpirun .*; start with torchrun .*node=2 train.py .*sh, srun\)$"):
+    problem = r"^mpirun \(.*_SIZE=2\) would .*\. Start with torchrun .*node=2 train.py .*sh or srun\)\.$"
+    with pytest.raises(UserError, match=problem):
         read_launch()
     for variable, value in TORCHRUN.items():  # below mpirun, as launch.sh may be
         monkeypatch.setenv(variable, value)

@@ -150,7 +150,7 @@ def test_a_node_that_returns_to_a_completed_run_does_not_wait_for_the_others(tmp
     (tmp_path / "status.json").write_text('{"state": "completed", "epoch": 10}')
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
     code = program.main(["--resume_from", "auto", "--run_dir", str(tmp_path), "--dry-run", *more], nodes)
-    is_said = "this run is completed; there is nothing left to do" in capsys.readouterr().err
+    is_said = "is completed. There is nothing left to do." in capsys.readouterr().err
     assert is_said == is_done and (code == 0 or not is_done)  # else it looks for torchrun, which may be there or not
 
 
@@ -234,33 +234,42 @@ SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
 @pytest.mark.parametrize(
     ("variables", "pattern"),
     [
-        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR: is not set, with NNODES=2; give"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, r"MASTER_ADDR must be set, since NNODES is 2\. Give the name or address"),
         (
             {"NNODES": "2", "MASTER_ADDR": "a"},
-            "NODE_RANK: is not set, with NNODES=2; give 0 to 1",
+            r"NODE_RANK must be set, since NNODES is 2\. Give each node its own number from 0 to 1\.",
         ),
-        ({"NNODES": "3:2"}, "NNODES=2: is not an integer of at least 3"),
-        (SECOND_OF_TWO | {"RDZV_BACKEND": "static", "MAX_RESTARTS": "1"}, "MAX_RESTARTS=1: static rendezvous hangs"),
-        (SECOND_OF_TWO | {"RDZV_BACKEND": "etcd"}, "RDZV_BACKEND=etcd: is unknown; give"),
-        (SECOND_OF_TWO | {"MASTER_ADDR": "localhost"}, "MASTER_ADDR=localhost: is (127.0.0.1|::1) on .*; give"),
+        ({"NNODES": "3:2"}, r"NNODES must be an integer of at least 3, got 2\."),
+        (
+            SECOND_OF_TWO | {"RDZV_BACKEND": "static", "MAX_RESTARTS": "1"},
+            r"MAX_RESTARTS=1 does not work .* static rendezvous hangs on a restart\. Unset",
+        ),
+        (SECOND_OF_TWO | {"RDZV_BACKEND": "etcd"}, r"RDZV_BACKEND must be static or c10d, got etcd\."),
+        (SECOND_OF_TWO | {"MASTER_ADDR": "localhost"}, r"MASTER_ADDR=localhost is (127.0.0.1|::1) on .*\. Give"),
         (
             SECOND_OF_TWO | {"MASTER_ADDR": "no.invalid", "LAUNCH_WAIT": "1"},
-            "MASTER_ADDR=no.invalid: .* could not resolve",
+            r"\S+ could not resolve MASTER_ADDR=no.invalid within .*\. Give",
         ),
         (
             SECOND_OF_TWO | {"MASTER_ADDR": "10.0.0.9", "GLOO_SOCKET_IFNAME": "eth77"},
-            "GLOO_SOCKET_IFNAME=eth77: .* no interface",
+            r"GLOO_SOCKET_IFNAME must name an interface of .*, got eth77\. Give",
         ),
-        ({"GLOO_SOCKET_IFNAME": "^lo"}, r"GLOO_SOCKET_IFNAME=\^lo: gloo takes names of interfaces, .* one of .*lo"),
-        ({"GLOO_SOCKET_IFNAME": "=lo"}, "GLOO_SOCKET_IFNAME==lo: gloo takes"),
-        ({"NCCL_SOCKET_IFNAME": "=eth77"}, "NCCL_SOCKET_IFNAME==eth77: .* no interface eth77"),
-        ({"LAUNCH_RETRIES": "x"}, "LAUNCH_RETRIES=x: is not an integer"),
-        ({"NNODES": "two"}, "NNODES=two: is not an integer of at least 1; give"),
-        ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK=2: is outside NNODES=2; give 0 to 1"),
-        ({"NODE_RANK": "-1"}, "NODE_RANK=-1: is not an integer"),
-        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: is not an integer of at least 1"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: is not a port; give"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT=http: is not an integer"),
+        (
+            {"GLOO_SOCKET_IFNAME": "^lo"},
+            r"GLOO_SOCKET_IFNAME must have names of interfaces .*, got \^lo\. Give one of .*lo",
+        ),
+        ({"GLOO_SOCKET_IFNAME": "=lo"}, r"GLOO_SOCKET_IFNAME must have names of interfaces .*, got =lo\. Give"),
+        ({"NCCL_SOCKET_IFNAME": "=eth77"}, r"NCCL_SOCKET_IFNAME must name an interface of .*, got =eth77\. Give"),
+        ({"LAUNCH_RETRIES": "x"}, r"LAUNCH_RETRIES must be an integer of at least 0, got x\."),
+        ({"NNODES": "two"}, r"NNODES must be an integer of at least 1, got two\."),
+        (
+            {"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"},
+            r"NODE_RANK must be from 0 to 1, since NNODES is 2, got 2\.",
+        ),
+        ({"NODE_RANK": "-1"}, r"NODE_RANK must be an integer of at least 0, got -1\."),
+        ({"NPROC_PER_NODE": "0"}, r"NPROC_PER_NODE must be an integer of at least 1, got 0\."),
+        ({"MASTER_PORT": "99999"}, r"MASTER_PORT must be a port from 1024 to 65535, got 99999\."),
+        ({"MASTER_PORT": "http"}, r"MASTER_PORT must be a port from 1024 to 65535, got http\."),
     ],
 )
 def test_invalid_variables_are_rejected(plan, variables, pattern):
@@ -279,12 +288,12 @@ FAILED = '{"state": "failed", "rank": 1, "host": "a", "error": "e"}'
     [
         (0, '{"state": "completed"}', "", 0, ""),
         (1, OLD, 'UserError: --lr must be a number or "auto", got "x"', 2, ""),
-        (1, OLD, "StartError: rank 1 of 2: did not start within 5 s", 1, ""),
+        (1, OLD, "StartError: Rank 1 of 2 did not start within 5 s.", 1, ""),
         (1, SAVED, "", 75, ""),
         (0, SAVED, "", 75, ""),
         (1, OLD, "", 1, ""),  # the file of the previous attempt
-        (1, FAILED, "", 1, "launch.sh: failed: rank 1 on a: e"),
-        (1, '{"state": "running"}', "", 1, "every rank was killed (torchrun's exit code: 1)"),
+        (1, FAILED, "", 1, "launch.sh: Rank 1 on a failed: e"),
+        (1, '{"state": "running"}', "", 1, "Every rank was killed (torchrun's exit code: 1)."),
         (1, "", "", 1, ""),
     ],
 )

@@ -48,25 +48,25 @@ def compare_data(
 
 
 def _describe_other_names(file_changes: dict[str, Any], split: str) -> str:
-    text = f"the {split} set differs from the checkpoint's (names, number or labels)"
+    text = f"The {split} set differs from the checkpoint's in names, number or labels."
     new = ", ".join(file_changes.get("new", []))
     if new:
-        text += f"; new: {new}"
+        text += f" These files are new: {new}."
     missing = ", ".join(file_changes.get("missing", []))
     if missing:
-        text += f"; missing: {missing}: put them back, or readable copies of other images under these names"
+        text += f" These files are missing: {missing}. Put them back, or give copies of other images these names."
     return text
 
 
 def _compare_sizes(file_changes: dict[str, Any], split: str) -> tuple[str, bool]:
     """Return how many files have another size, in one line, and whether these are too many for the same data set."""
-    text = f"the {split} set has files of another size than in the checkpoint"
+    text = f"The {split} set has files of another size than in the checkpoint"
     number, total = file_changes.get("count", (0, 0))
     if not number:
-        return f"{text} (the run folder has no list of their names)", False
+        return f"{text}. The run folder has no list of their names.", False
     names = ", ".join(file_changes.get("resized", []))
     max_number = max(1, MAX_FRACTION_OF_FILES * total)
-    return f"{text}: {number:,} of {total:,} ({names})", number > max_number
+    return f"{text}: {number:,} of {total:,} ({names}).", number > max_number
 
 
 def compare_samples(saved: dict[str, Any], current: dict[str, Any], split: str, is_same_code: bool) -> tuple[str, bool]:
@@ -88,7 +88,7 @@ def compare_samples(saved: dict[str, Any], current: dict[str, Any], split: str, 
             differing += 1
     if not differing:
         return "", False
-    text = f"the {split} set has samples that differ from the checkpoint's: {differing} of {compared} compared ones"
+    text = f"The {split} set has samples that differ from the checkpoint's: {differing} of {compared} compared ones."
     return text, is_same_code and differing > MAX_FRACTION_OF_SAMPLES * compared
 
 

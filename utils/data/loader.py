@@ -140,9 +140,9 @@ class GlobalBatchLoader:
             self.shared_tensor_count = max(self.shared_tensor_count, shared)
         if not list_tensors(batches):
             raise UserError(
-                f"dataset: no tensor is found in a batch of {type(self.dataset).__name__}, a"
-                f" {type(batches[0]).__name__}; return tensors in tuples, lists, dicts or dataclasses, or give the"
-                " class of the batch a method to(device)"
+                f"No tensor is found in a batch of {type(self.dataset).__name__}, which is a"
+                f" {type(batches[0]).__name__}. Return tensors in tuples, lists, dicts or dataclasses, or give the"
+                " class of the batch a method to(device)."
             )
         return batches
 
@@ -205,7 +205,7 @@ class GlobalBatchLoader:
         """Return the micro-batch with its batch on the device, or on its way there: the current stream waits for it."""
         _, batch_or_error = item
         if isinstance(batch_or_error, (UserError, TrainingError)):
-            raise type(batch_or_error)(f"rank {self.sampler.rank}: {batch_or_error}")
+            raise type(batch_or_error)(f"Rank {self.sampler.rank} failed: {batch_or_error}")
         if not self._side_stream:
             return self._to_device(item)
         micro_batch, event = self._side_stream.run(partial(self._to_device, item))
@@ -309,8 +309,8 @@ def create_distributed_dataloader(
     )
     size = sampler.global_batch_size
     if not sampler.steps_per_epoch:
-        remedy = f"reduce {config.micro_batch[0]}"
-        raise UserError(f"dataset: {len(dataset)} samples do not fill a global batch of {size}; {remedy}")
+        text = f"The {len(dataset)} samples of the training set do not fill a global batch of {size}."
+        raise UserError(f"{text} Reduce --{config.micro_batch[0]}.")
     loader = GlobalBatchLoader(sampler, config.num_workers, ctx, clock=clock)
     return loader, sampler
 

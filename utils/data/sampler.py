@@ -214,14 +214,16 @@ class GlobalBatchSampler(DistributedSampler):
         if is_valid and n > 0:  # an empty tensor has no minimum
             is_valid = 0 <= int(order.min()) and int(order.max()) < n * copies
         if not is_valid:
-            problem = f"epoch_order: returned {len(order)} indices for {n} samples"
-            raise UserError(f"{problem}; return n indices from 0 to {n * copies - 1}")
+            returned = f"{len(order)} indices"
+            if len(order):
+                returned += f" from {int(order.min())} to {int(order.max())}"
+            raise UserError(f"epoch_order must return {n} indices from 0 to {n * copies - 1}, but returned {returned}.")
         is_in_order = torch.zeros(n, dtype=torch.bool).index_fill_(0, order % n, True)
         left_out = n - int(is_in_order.sum())
         if left_out and not getattr(self.dataset, "with_replacement", False):
             raise UserError(
-                f"epoch_order: leaves out {left_out} of {n} samples and repeats others; "
-                "give each index once, or set with_replacement = True in the data set"
+                f"epoch_order leaves out {left_out} of {n} samples and repeats others. "
+                "Give each index once, or set with_replacement = True in the data set."
             )
         return order
 

@@ -100,18 +100,19 @@ def _create_splits(data_module: ModuleType, config: TrainingConfig) -> dict[str,
         if dataset is not None:
             sets[split] = dataset
     if "train" not in sets:
-        raise UserError(f"data_dir={config.data_dir}: create_dataset found no training set there; give its folder")
+        text = f"create_dataset found no training set in --data_dir {config.data_dir}."
+        raise UserError(f"{text} Give the folder that holds it.")
     return sets
 
 
 def _explain_difference(config: TrainingConfig, ctx: DistributedContext) -> str:
     """Return the message for ranks with different data, in which {other} and {first} stand for two ranks."""
-    message = f"data_dir={config.data_dir}: {{other}} and {{first}} "
+    message = f"{{other}} and {{first}} have different data in --data_dir {config.data_dir}. "
     if len(set(ctx.hosts)) > 1:
-        message += "hold different data; copy it again, or sort what"
+        message += "Copy the data again, or make"
     else:
-        message += "hold different data; sort what"
-    return message + " create_dataset makes from a set, the environment or the clock"
+        message += "Make"
+    return message + " create_dataset independent of the order of a set, the environment and the clock."
 
 
 def _share_file_listings(sets: dict[str, Any], difference_message: str, ctx: DistributedContext) -> None:
@@ -167,15 +168,16 @@ def resolve_auto_fields(config: TrainingConfig, dataset: MapDataset) -> Training
 
 def check_dataset(dataset: MapDataset, split: str) -> None:
     """Raise UserError if this is not a map-style data set with samples."""
-    kind = f"create_dataset: {type(dataset).__name__} ({split})"
+    kind = type(dataset).__name__
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not is_map_style:
         raise UserError(
-            f"{kind} has no __len__ and __getitem__, which are needed to assign samples to ranks; define them"
-            " (docs/recipes shows indexed tar files)"
+            f"The {kind} of create_dataset ({split}) has no __len__ and __getitem__, which are needed to assign samples"
+            " to ranks. Define them (docs/recipes shows indexed tar files)."
         )
     if not len(dataset):
-        raise UserError(f"{kind} has no samples; return None if there is no such split")
+        text = f"The {kind} of create_dataset ({split}) has no samples."
+        raise UserError(f"{text} Return None if there is no such split.")
 
 
 class SampleSubset(Subset):
@@ -239,11 +241,11 @@ def take_subset(dataset: Any, size: int, seed: int) -> MapDataset:
     if size in (0, len(dataset)):
         return dataset
     if size > len(dataset):
-        raise UserError(f"dataset_size={size}: the set has {len(dataset)} samples; give fewer, or 0 for all")
+        raise UserError(f"--dataset_size must be at most {len(dataset)}, the size of the training set, got {size}.")
     if getattr(dataset, "with_replacement", False):  # the chosen samples may come more or less than `size` times
         raise UserError(
-            f"dataset_size={size}: epoch_order repeats and omits samples (with_replacement), so it cannot be cut to a"
-            " subset; give --dataset_size 0, and choose the samples in create_dataset"
+            f"--dataset_size {size} does not work with an epoch_order that repeats and omits samples"
+            " (with_replacement). Give --dataset_size 0, and choose the samples in create_dataset."
         )
     generator = torch.Generator().manual_seed(derive_seed("subset", seed))
     chosen = torch.randperm(len(dataset), generator=generator)[:size]

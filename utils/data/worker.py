@@ -71,7 +71,7 @@ def note_failed_samples(
     if note not in getattr(error, "__notes__", []):  # a data set around this one may have added the note
         error.add_note(note)
     if isinstance(error, StopIteration):
-        raise ValueError(f"StopIteration; {note}") from error
+        raise ValueError(f"The data set raised StopIteration for {note}.") from error
 
 
 def _find_failing_positions(count: int, try_positions: Callable[[Sequence[int]], object]) -> Sequence[int]:
@@ -139,8 +139,8 @@ class Fetcher(Dataset):
                 raise
             message = explain_open_file_limit(error)
             if not message:
-                message = f"a sample cannot be read in three tries ({error_text(error)}); repair the storage,"
-                message += " then --resume_from auto"
+                message = f"A sample cannot be read in three tries ({error_text(error)}). Repair the storage,"
+                message += " then start again with --resume_from auto."
             return micro_batch, StartError(message)
 
     def _fetch_batch(self, epoch: int, indices: Sequence[int]) -> Any:
@@ -191,8 +191,8 @@ def send_pickling_error(queue: Queue, error: Exception, item: Any) -> None:
         case number, (MicroBatch() as micro_batch, _):
             message = explain_open_file_limit(error)
             if not message:
-                message = f"collate: a loader worker cannot send what it returns ({type(error).__name__}: {error});"
-                message += " return tensors, numbers, text, lists and dicts, or use --num_workers 0"
+                message = f"A loader worker cannot send what collate returns ({type(error).__name__}: {error})."
+                message += " Return tensors, numbers, text, lists and dicts, or use --num_workers 0."
             error_class = TrainingError if isinstance(error, (OSError, RuntimeError)) else UserError
             queue.put((number, (micro_batch, error_class(message))))
         case number, ExceptionWrapper() as raised:  # of a class that cannot be pickled
@@ -221,7 +221,7 @@ def explain_worker_error(error: BaseException, rank: int) -> TrainingError | Non
     message = failure[0].strip().rstrip(".")
     remedy = "If the data set's code crashed, --num_workers 0 shows where. If memory ran out,"
     remedy += " give the job more memory or a larger --shm-size, or use fewer --num_workers."
-    return TrainingError(f"rank {rank}: {message}. {remedy}")
+    return TrainingError(f"Rank {rank} failed: {message}. {remedy}")
 
 
 def explain_open_file_limit(error: BaseException) -> str:
@@ -229,8 +229,9 @@ def explain_open_file_limit(error: BaseException) -> str:
     if isinstance(error, UserError | TrainingError) or not OPEN_FILES_PATTERN.search(str(error)):
         return ""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    cause = f"open files: the limit is {limit}, and each tensor of a batch from a loader worker needs one"
-    return f"{cause}; use --num_workers 0, or raise it (ulimit -n {2**20}, which is Linux's maximum by default)"
+    cause = f"The limit on open files is {limit}, and each tensor of a batch from a loader worker needs one of them."
+    remedy = f"Use --num_workers 0, or raise the limit (ulimit -n {2**20}, which is Linux's maximum by default)."
+    return f"{cause} {remedy}"
 
 
 def check_socket_folder() -> None:
@@ -238,5 +239,5 @@ def check_socket_folder() -> None:
     try:
         Listener(family="AF_UNIX").close()
     except OSError as error:
-        text = f"TMPDIR={tempfile.tempdir}: loader workers cannot open a socket there ({error})"
-        raise UserError(f"{text}; set TMPDIR to a short path on a local disk, e.g. /tmp") from None
+        text = f"Loader workers cannot open a socket in TMPDIR={tempfile.tempdir} ({error})."
+        raise UserError(f"{text} Set TMPDIR to a short path on a local disk, such as /tmp.") from None

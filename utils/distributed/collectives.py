@@ -108,7 +108,7 @@ def on_all_ranks(action: Callable[[], T], ctx: DistributedContext, is_for_all: b
         problem = error_text(error)
         may_pass = isinstance(error, StartError)
     except OSError as error:
-        problem = f"{error_text(error)}; fix that and start again"
+        problem = f"The operating system refused an operation ({error_text(error)}). Fix the cause and start again."
         may_pass = is_transient(error)
     rank = first_rank_where(bool(problem), ctx)
     if rank is None:
@@ -117,7 +117,7 @@ def on_all_ranks(action: Callable[[], T], ctx: DistributedContext, is_for_all: b
     text, may_pass = broadcast_json([problem, may_pass], ctx, rank)
     host = ctx.hosts[rank]
     if not is_for_all and first_rank_where(problem != text, ctx) is not None:
-        text += f" (rank {rank} on {host})"
+        text = f"Rank {rank} on {host} failed: {text}"
     if may_pass:
         raise StartError(text, rank, host)
     raise UserError(text, rank, host)

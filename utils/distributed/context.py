@@ -99,18 +99,18 @@ def read_launch() -> Launch:
     if missing:
         present = [name for name in names if name not in missing]
         raise UserError(
-            f"{' and '.join(missing)}: not set, while {' and '.join(present)} is; start with torchrun, or set all of"
-            f" {', '.join(names)}"
+            f"The environment has {' and '.join(present)}, but not {' and '.join(missing)}. Start with torchrun, or set"
+            f" all of {', '.join(names)}."
         )
     try:
         rank, local_rank, world_size = (int(os.environ[name]) for name in names)
     except ValueError:
-        values = [f"{name}={os.environ[name]}" for name in names]
-        raise UserError(f"{', '.join(values)}: not whole numbers; start with torchrun") from None
+        values = ", ".join(f"{name}={os.environ[name]}" for name in names)
+        raise UserError(f"{', '.join(names)} must be integers, got {values}. Start with torchrun.") from None
     if not (0 <= rank < world_size and 0 <= local_rank < world_size):
         raise UserError(
-            f"RANK={rank}, LOCAL_RANK={local_rank}: outside WORLD_SIZE={world_size}; count ranks from 0 to"
-            " WORLD_SIZE - 1"
+            f"RANK and LOCAL_RANK must be from 0 to WORLD_SIZE - 1, got RANK={rank}, LOCAL_RANK={local_rank},"
+            f" WORLD_SIZE={world_size}. Start with torchrun, or number the ranks from 0."
         )
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
     if run_id == "none":  # torchrun's default
@@ -138,8 +138,10 @@ def _refuse_mpirun(world_size: int) -> None:
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
         size = os.environ.get(name, "1")
         if size.isdecimal() and int(size) not in (1, world_size):
-            how = f"torchrun --standalone --nproc-per-node={size} train.py (several nodes: scripts/launch.sh, srun)"
-            raise UserError(f"{name}={size}: mpirun would start {size} runs of one rank; start with {how}")
+            text = f"mpirun ({name}={size}) would start {size} runs of one rank each."
+            text += f" Start with torchrun --standalone --nproc-per-node={size} train.py (on several nodes use"
+            text += " scripts/launch.sh or srun)."
+            raise UserError(text)
 
 
 def environment_without_launcher() -> dict[str, str]:

@@ -82,24 +82,24 @@ def choose_device(backend: str, local_rank: int) -> tuple[str, torch.device]:
     available = [name for name in ("nccl", "gloo", "mpi") if dist.is_backend_available(name)]
     if backend not in available:
         names = ", ".join(available)
-        raise UserError(f"backend={backend}: this build of torch has no {backend}; choose one of {names}")
+        raise UserError(f"--backend must be one of {names}, which this build of torch has, got {backend}.")
     if backend == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL:  # DDP of torch 2.15 ends with SIGSEGV
         dist.set_debug_level(dist.DebugLevel.INFO)
         if local_rank == 0:
             logging.getLogger(LOGGER_NAME).warning(
-                "TORCH_DISTRIBUTED_DEBUG=DETAIL: DDP on gloo crashes with it; INFO is used"
+                "DDP on gloo crashes with TORCH_DISTRIBUTED_DEBUG=DETAIL. INFO is used instead."
             )
     if backend != "nccl":
         return backend, torch.device("cpu")
     if not gpus:
         raise UserError(
-            "backend=nccl: this machine has no visible CUDA device; use --backend gloo, or make its GPUs visible"
-            " (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+            "--backend nccl needs a CUDA device, but this machine has no visible one. Use --backend gloo, or make the"
+            " GPUs visible (check nvidia-smi and CUDA_VISIBLE_DEVICES)."
         )
     if local_rank >= gpus:
         raise UserError(
-            f"LOCAL_RANK={local_rank}: this machine has {format_count(gpus, 'visible GPU')}, and each rank needs one;"
-            f" start with --nproc-per-node={gpus}"
+            f"LOCAL_RANK is {local_rank}, but this machine has {format_count(gpus, 'visible GPU')}, and each rank needs"
+            f" one. Start with --nproc-per-node={gpus}."
         )
     return backend, torch.device("cuda", local_rank)
 
@@ -149,9 +149,11 @@ def raise_open_file_limit(world_size: int, num_workers: int, shared_tensor_count
     need += OPEN_FILES_PER_WORKER * num_workers
     need += shared_tensor_count
     if soft != resource.RLIM_INFINITY and soft < need:
-        how = f"ulimit -n {need}, LimitNOFILE, --ulimit"
-        remedy = f"raise it ({how})"
+        how = f"ulimit -n {need}, LimitNOFILE of systemd, or --ulimit of docker"
+        text = f"The limit on open files is {soft}, but about {need} are needed. "
         if shared_tensor_count:
-            fewer = "use fewer --num_workers (0 needs none)"
-            remedy = f"{shared_tensor_count} of them for tensors from loader workers; {fewer}, or {remedy}"
-        raise UserError(f"open files: the limit is {soft}, but about {need} are needed; {remedy}")
+            text += f"Tensors from loader workers need {shared_tensor_count} of them. Use fewer --num_workers (0 needs"
+            text += f" none), or raise the limit ({how})."
+        else:
+            text += f"Raise the limit ({how})."
+        raise UserError(text)

@@ -55,12 +55,12 @@ def create_process_groups(
         # a rank may stop now, and the group's own limit is for later
         return call_with_timeout(timeout, create_group)
     except TimeoutError:
-        text = f"the ranks did not connect within {timeout:g} s; check the network between the nodes"
-        raise StartError(f"{text}, then start again") from None
+        text = f"The ranks did not connect within {timeout:g} s."
+        raise StartError(f"{text} Check the network between the nodes, then start again.") from None
     except RuntimeError as error:
         if not re.search("Unable to find|Cannot resolve", str(error)):  # an interface of the network, or its address
             raise
         reason = str(error).splitlines()[0].rpartition(". ")[2]
-        remedy = "bring up the loopback (ip link set lo up), or name another interface in GLOO_SOCKET_IFNAME (lo if it"
-        remedy += " has only ::1)"
-        raise StartError(f"gloo: {reason}; {remedy}") from None
+        remedy = "Bring up the loopback (ip link set lo up), or name another interface in GLOO_SOCKET_IFNAME (lo if the"
+        remedy += " loopback has only ::1)."
+        raise StartError(f"gloo finds no usable network interface ({reason}). {remedy}") from None

@@ -38,13 +38,15 @@ def open_store(launch: Launch, init_method: str, timeout: float) -> dist.Store:
     if not launch.is_launched:
         if url != "env://":
             raise UserError(
-                f"init_method={url}: needs RANK, LOCAL_RANK and WORLD_SIZE; start with torchrun, or set them"
+                f"--init_method {url} needs RANK, LOCAL_RANK and WORLD_SIZE, which are not set. Start with torchrun, or"
+                " set them."
             )
         return dist.HashStore()  # one rank needs no port and no environment
     if url == "env://" and ":" not in launch.master_address:
         if not launch.srun_address:
             raise UserError(
-                "MASTER_ADDR, MASTER_PORT: not set, while RANK is; start with torchrun or give --init_method"
+                "RANK is set, but MASTER_ADDR or MASTER_PORT is not. Start with torchrun, set both, or give"
+                " --init_method."
             )
         url = launch.srun_address
     store = _connect_to_store(url, launch, timedelta(seconds=timeout))
@@ -67,12 +69,13 @@ def _connect_to_store(url: str, launch: Launch, timeout: timedelta) -> dist.Stor
         reason = "no answer"
         if str(error):
             reason = str(error).splitlines()[0]  # without the C++ stack
-        remedy = f"start all {launch.world_size} ranks with this address"
+        remedy = f"Start all {launch.world_size} ranks with this address."
         if launch.rank:
-            remedy = "check that rank 0 is running and its address is correct"
+            remedy = "Check that rank 0 is running and that its address is correct."
         if "EADDRINUSE" in reason:
-            remedy = "another program uses the port (ss -ltnp shows it); end it, or give all ranks another MASTER_PORT"
-        raise StartError(f"rank {launch.rank}: rendezvous at {address} failed ({reason}); {remedy}") from None
+            remedy = "Another program uses the port. End that program (ss -ltnp shows it), or give all ranks another"
+            remedy += " MASTER_PORT."
+        raise StartError(f"The rendezvous of rank {launch.rank} at {address} failed ({reason}). {remedy}") from None
     store.set_timeout(timeout)
     return store
 
@@ -153,11 +156,11 @@ def _explain_missing_ranks(missing: list[int], timeout: float, world_size: int) 
     Args:
         missing: the ranks, or an empty list if it is not known which ranks are missing.
     """
-    names = "a rank"
+    names = "A rank"
     if missing:
-        names = f"rank {', '.join(map(str, missing))} of {world_size}"
-    remedy = "check its output, then start all ranks again (a larger --timeout waits longer)"
-    text = f"{names}: did not start within {timeout:g} s; {remedy}"
+        names = f"Rank {', '.join(map(str, missing))} of {world_size}"
+    remedy = "Check its output, then start all ranks again (a larger --timeout waits longer)."
+    text = f"{names} did not start within {timeout:g} s. {remedy}"
     if missing and missing[0] > 0:  # rank 0 is there, and reports for all
         return StartError(text, missing[0], "")
     return StartError(text)
@@ -170,14 +173,15 @@ def _raise_first_problem(rank_infos: list[dict[str, Any]], backend: str) -> None
         if rank_info["problem"]:
             text = rank_info["problem"]
             if len(problems) > 1:
-                text += f" (rank {rank} on {rank_info['host']})"
+                text = f"Rank {rank} on {rank_info['host']} failed: {text}"
             raise UserError(text, rank, rank_info["host"])
     ranks_without_gpu = [rank for rank, info in enumerate(rank_infos) if info["device"] == "cpu"]
     if backend == "auto" and 0 < len(ranks_without_gpu) < len(rank_infos):
         first_rank = ranks_without_gpu[0]
         hosts = {rank_infos[rank]["host"] for rank in ranks_without_gpu}
-        text = "has no CUDA device while other ranks have one; fix it, leave it out, or use --backend gloo"
-        raise UserError(f"{', '.join(sorted(hosts))}: {text}", first_rank, rank_infos[first_rank]["host"])
+        text = f"The ranks on {', '.join(sorted(hosts))} have no CUDA device, but other ranks have one. Repair the GPUs"
+        text += " there, leave these ranks out, or use --backend gloo."
+        raise UserError(text, first_rank, rank_infos[first_rank]["host"])
 
 
 def start_heartbeats(

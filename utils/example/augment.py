@@ -20,7 +20,7 @@ LARGEST_CROP_SIZE = 64  # pixels; above it "auto" means resized_crop for image f
 def choose(augment: str, image_size: int, in_memory: bool = False) -> str:
     """What `--augment` means for images of this size: none, crop or resized_crop. Raises UserError."""
     if in_memory and augment == "resized_crop":
-        raise UserError("augment=resized_crop: cuts from image files, not from data in memory; use --augment crop")
+        raise UserError("--augment resized_crop needs image files, but these data are in memory. Use --augment crop.")
     if augment == "auto":
         return "crop" if in_memory or image_size <= LARGEST_CROP_SIZE else "resized_crop"
     return augment
@@ -32,7 +32,7 @@ def augment_images(images: Tensor, kind: str, size: int, seed: int, epoch: int, 
     if kind == "none":
         return images
     if kind != "crop":
-        raise ValueError(f"augment_images: kind {kind!r} is not none or crop; use create_file_transform for others")
+        raise ValueError(f"The kind must be none or crop, got {kind!r}. Use create_file_transform for other kinds.")
     padding, width = max(1, size // 8), images.shape[-1]
     if 0 < 6 * n <= MAX_TABLE:
         crops = crops_of_epoch(seed, epoch, n, padding, width, images.device).index_select(0, indices)

@@ -98,5 +98,5 @@ def unknown_model(name: str) -> UserError:
     hint = ""
     close = difflib.get_close_matches(name, names, n=1)
     if close and MODEL_LIBRARIES:  # else the message names mini_resnet anyway
-        hint = f" (did you mean {close[0]}?)"
-    return UserError(f"model={name}: is not known; use {choices}{hint}")
+        hint = f" Did you mean {close[0]}?"
+    return UserError(f"--model must be {choices}, got {name}.{hint}")

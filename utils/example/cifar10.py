@@ -20,7 +20,7 @@ def cifar10_folder(data_dir: Path) -> Path:
 
 def download_cifar10(data_dir: Path) -> None:
     """Unpack CIFAR-10 into data_dir, completely or not at all; an archive that is already there is used."""
-    datasets = import_optional("dataset=cifar10", "torchvision.datasets")
+    datasets = import_optional("--dataset cifar10", "torchvision.datasets")
     root = cifar10_folder(data_dir)
     partial = temporary_path(root)  # another job may do the same
     archive = root.with_name("cifar-10-python.tar.gz")
@@ -33,8 +33,8 @@ def download_cifar10(data_dir: Path) -> None:
             partial.rename(root)
     except (OSError, RuntimeError) as error:
         raise UserError(
-            f"dataset=cifar10: cannot be downloaded ({error}); put {archive.name} into {data_dir},"
-            " unpacked if that stays read-only, or give another --data_dir"
+            f"The data of --dataset cifar10 cannot be downloaded ({error}). Put {archive.name} into {data_dir},"
+            " unpacked if that folder stays read-only, or give another --data_dir."
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -42,10 +42,11 @@ def download_cifar10(data_dir: Path) -> None:
 
 def read_cifar10(data_dir: Path, is_train: bool) -> tuple[Tensor, Tensor, list[str]]:
     """uint8 [N, 3, 32, 32], int64 [N] and the class names. Raises UserError if the files cannot be read."""
-    datasets = import_optional("dataset=cifar10", "torchvision.datasets")
+    datasets = import_optional("--dataset cifar10", "torchvision.datasets")
     root = cifar10_folder(data_dir)
     try:
         source = datasets.CIFAR10(str(root), train=is_train)
     except RuntimeError as error:
-        raise UserError(f"{root}: cannot be read ({error}); delete it to download it again") from None
+        text = f"{root} cannot be read ({error})."
+        raise UserError(f"{text} Delete this folder, so that its data are downloaded again.") from None
     return torch.from_numpy(source.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(source.targets), source.classes

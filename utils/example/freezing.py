@@ -74,7 +74,10 @@ def freeze_batchnorm(model: nn.Module) -> None:
             continue
         if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
             kind = type(layer).__name__
-            raise UserError(f"freeze=backbone: {kind} is a BatchNorm with a forward of its own; freeze it yourself")
+            raise UserError(
+                f"--freeze backbone does not support {kind}, a BatchNorm with a forward method of its own. Freeze this"
+                " layer in create_model."
+            )
         if layer not in frozen:
             frozen[layer] = FrozenBatchNorm(layer)
         parent, _, name = path.rpartition(".")

@@ -95,13 +95,14 @@ def check_labels(dataset: ImageDataset, config: TrainingConfig) -> None:
     classes = unless_auto(config.num_classes, dataset.num_classes)
     if dataset.num_classes > classes:
         raise UserError(
-            f"num_classes={classes}: the data has {dataset.num_classes} classes; give that number or leave it auto"
+            f"--num_classes must be at least {dataset.num_classes}, the number of classes in the data, got {classes}."
+            " Give that number, or leave out --num_classes."
         )
     labels = getattr(dataset, "labels", torch.empty(0))  # a set of folders has none: its labels are the folders
     wrong = ((labels < 0) | (labels >= classes)).nonzero().flatten().tolist()
     if wrong:
         sample = wrong[0]
         raise UserError(
-            f"dataset: sample {sample} has label {labels[sample]}, outside the {classes} classes;"
-            " fix the label or give num_classes"
+            f"Sample {sample} has the label {labels[sample]}, which is outside the {classes} classes."
+            " Fix the label, or give another --num_classes."
         )

@@ -295,7 +295,7 @@ def _inspect_with_mirror(
         from utils.extras.companions.programs import call_program, create_companion_plan
 
         plan = create_companion_plan(config, rank=0, host=host, token=lock.token, launch_id=launch_id)
-        mirror_decision = call_program("mirror", plan, f"mirror={config.mirror}", "--first")
+        mirror_decision = call_program("mirror", plan, f"--mirror {config.mirror}", "--first")
         existing_run = ExistingRun.inspect(config, launch_id, mirror_decision.get("owner") or lock.previous_owner)
     return existing_run, mirror_decision
 

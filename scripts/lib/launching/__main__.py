@@ -61,14 +61,15 @@ def launch(argv: Sequence[str], env: dict[str, str]) -> int:
     is_completed = status.get("state") == "completed" and not can_train_longer(vars(config), saved)
     if read_nodes(options).max_nodes > 1 and is_training and config.resume_from == "auto" and is_completed:
         # the other nodes may be gone
-        print_status(f"{config.run_folder}: this run is completed; there is nothing left to do")
+        print_status(f"The run in {config.run_folder} is completed. There is nothing left to do.")
         return 0
     plan = create_launch_plan(options, flags, config, env)
     if options.detach and not options.dry_run:
         return detach(argv, config)
     if not options.dry_run:
         create_folders(config, has_run=is_training and plan.nodes.max_nodes > 1)
-    print_status(f"environment: {shlex.join(f'{name}={value}' for name, value in plan.settings.items())}")
+    variables = shlex.join(f"{name}={value}" for name, value in plan.settings.items())
+    print_status(f"The ranks get these variables: {variables}")
     if options.dry_run:
         print(shlex.join(plan.command))
         return 0
@@ -83,8 +84,8 @@ def create_folders(config: TrainingConfig, has_run: bool = False) -> None:
         for folder in [launch_folder(config) / host, *([config.run_folder] if has_run else [])]:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        text = f"run_dir={config.run_folder}: {host} cannot write beside it ({error.strerror})"
-        raise UserError(f"{text}; mount it there for writing, or give another") from None
+        text = f"{host} cannot write to the folder that holds --run_dir {config.run_folder} ({error.strerror})."
+        raise UserError(f"{text} Mount this folder for writing, or give another --run_dir.") from None
 
 
 def detach(argv: Sequence[str], config: TrainingConfig) -> int:
@@ -95,8 +96,8 @@ def detach(argv: Sequence[str], config: TrainingConfig) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
     with log.open("w") as file:
         child = start_process(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-    print(f"launch.sh: process {child.pid} runs in the background; tail -f {log} shows its output")
-    print(f"launch.sh: kill -TERM {child.pid} saves and stops it")
+    print(f"launch.sh: Process {child.pid} runs in the background. See its output with: tail -f {log}")
+    print(f"launch.sh: Save and stop the run with: kill -TERM {child.pid}")
     return 0
 
 

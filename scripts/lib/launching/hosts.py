@@ -74,7 +74,7 @@ class Hosts:
             if any([*self._exit_codes.values()]):
                 failed_at = failed_at or time.monotonic()
             if failed_at and time.monotonic() - failed_at > GRACE_S and not self._signals:
-                print_status("stopping the other hosts")
+                print_status("The other hosts are stopped now.")
                 self._signals.append(signal.SIGTERM)
         codes = {*self._exit_codes.values()}
         return 2 if 2 in codes else 1 if codes - {0, EXIT_PREEMPTED} else max(codes)
@@ -86,9 +86,9 @@ class Hosts:
             if was_connected:
                 ends = time.monotonic() + PATIENCE_S
             if code == CONNECTION_LOST:
-                print_status(
-                    f"{self._hosts[k]}: no connection; check that `ssh {self._hosts[k]} true` works without a password"
-                )
+                host = self._hosts[k]
+                text = f"{host} has no connection."
+                print_status(f"{text} Check that `ssh {host} true` works without a password.")
             if code != CONNECTION_LOST or not reconnects or self._signals or time.monotonic() > ends:
                 break
             time.sleep(RECONNECT_S)

@@ -37,9 +37,9 @@ DESCRIPTION = """\
 Start train.py on this node. Run it on each node of the job, with train.py's flags and the ones below, or once with
 --hosts. Variables such as NNODES can be set in the environment instead of by flag.
 
-One node uses a private port. With several, NODE_RANK selects static rendezvous; MAX_RESTARTS or NNODES=MIN:MAX selects
-torchrun's c10d. All ports are unauthenticated: keep them on a private network.
-SIGTERM, SIGINT and SIGUSR1 save and stop; a second SIGINT kills.
+One node uses a private port. With several nodes, NODE_RANK selects static rendezvous, and MAX_RESTARTS or
+NNODES=MIN:MAX selects torchrun's c10d. All ports are unauthenticated, so keep them on a private network.
+SIGTERM, SIGINT and SIGUSR1 save and stop the run. A second SIGINT kills it.
 Exit codes: 0 completed, 1 failed, 2 rejected, 75 preempted and saved (start it again)."""
 FLAGS = {  # name: (default, help); the variable is the flag's name in upper case, or listed in VARIABLES
     "nnodes": ("1", "number of nodes, or MIN:MAX"),
@@ -50,7 +50,7 @@ FLAGS = {  # name: (default, help); the variable is the flag's name in upper cas
     "max-restarts": ("0", "restarts by torchrun (c10d) [0]"),
     "rdzv-backend": ("", "static or c10d [derived from the other flags]"),
     "retries": ("0", "how often to relaunch after a failure or preemption [0]"),
-    "wait": ("", "seconds to wait for the other nodes [900; 15 if the name or route does not exist]"),
+    "wait": ("", "seconds to wait for the other nodes [900, or 15 if the name or route does not exist]"),
 }
 VARIABLES = {"retries": "LAUNCH_RETRIES", "wait": "LAUNCH_WAIT"}
 SWITCHES = {
@@ -97,7 +97,7 @@ def create_parser(env: dict[str, str]) -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", metavar=variable, default=env.get(variable) or default, help=text)
         if "-" in name:
             parser.add_argument(f"--{name.replace('-', '_')}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    text = "run launch.sh on these hosts over ssh, in this directory and with these variables; the first is node 0"
+    text = "run launch.sh on these hosts over ssh, in this directory and with these variables (the first is node 0)"
     parser.add_argument("--hosts", metavar="HOST,HOST", default="", help=text)
     parser.add_argument(  # extra: benchmark
         "--scaling", metavar="FILE.json", default="", help="measure instead of training (scripts/benchmark.py --json)"
@@ -112,12 +112,18 @@ def read_flags(argv: list[str], env: dict[str, str]) -> tuple[argparse.Namespace
     try:
         return create_parser(env).parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise UserError(f"{error}; --help lists the flags") from None
+        raise UserError(f"The flags of launch.sh cannot be read ({error}). Give --help to see them.") from None
 
 
 def parse_integer(name: str, text: str, low: int) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < low:
-        raise UserError(f"{name}={text}: is not an integer of at least {low}; give one")
+        raise UserError(f"{name} must be an integer of at least {low}, got {text}.")
+    return int(text)
+
+
+def parse_port(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1024 <= int(text) <= 65535:
+        raise UserError(f"MASTER_PORT must be a port from 1024 to 65535, got {text}.")
     return int(text)
 
 
@@ -130,21 +136,22 @@ def read_nodes(options: argparse.Namespace) -> Nodes:
     is_elastic = bool(restarts) or least < most
     backend = options.rdzv_backend or ("c10d" if is_elastic else "static")
     if backend not in ("static", "c10d"):
-        raise UserError(f"RDZV_BACKEND={backend}: is unknown; give static or c10d, or unset it")
+        raise UserError(f"RDZV_BACKEND must be static or c10d, got {backend}.")
     rank = parse_integer("NODE_RANK", options.node_rank, 0) if options.node_rank else -1
     if rank >= most:
-        raise UserError(f"NODE_RANK={rank}: is outside NNODES={options.nnodes}; give 0 to {most - 1}")
+        raise UserError(f"NODE_RANK must be from 0 to {most - 1}, since NNODES is {options.nnodes}, got {rank}.")
     if most > 1 and backend == "static":
         if rank < 0:
-            raise UserError(f"NODE_RANK: is not set, with NNODES={options.nnodes}; give 0 to {most - 1}, one per node")
+            text = f"NODE_RANK must be set, since NNODES is {options.nnodes}."
+            raise UserError(f"{text} Give each node its own number from 0 to {most - 1}.")
         if is_elastic:
             variable = f"MAX_RESTARTS={restarts}" if restarts else f"NNODES={options.nnodes}"
-            raise UserError(f"{variable}: static rendezvous hangs on restart; unset RDZV_BACKEND, or give --retries")
+            text = f"{variable} does not work with RDZV_BACKEND=static, since static rendezvous hangs on a restart."
+            raise UserError(f"{text} Unset RDZV_BACKEND, or use --retries instead.")
     if most > 1 and not options.master_addr:
-        raise UserError(f"MASTER_ADDR: is not set, with NNODES={options.nnodes}; give the name or address of node 0")
-    port = parse_integer("MASTER_PORT", options.master_port, 1)
-    if not 1024 <= port <= 65535:
-        raise UserError(f"MASTER_PORT={port}: is not a port; give one from 1024 to 65535")
+        text = f"MASTER_ADDR must be set, since NNODES is {options.nnodes}."
+        raise UserError(f"{text} Give the name or address of node 0.")
+    port = parse_port(options.master_port)
     return Nodes(least, most, rank, options.master_addr, port, backend)
 
 
@@ -165,26 +172,28 @@ def count_gpus(env: dict[str, str]) -> int:
 def find_node_address(nodes: Nodes, patience: float) -> tuple[str, bool]:
     """This node's address on the route to node 0, and whether it is node 0. Raises UserError."""
     host, wait, given = socket.gethostname(), Wait(), f"MASTER_ADDR={nodes.address}"
-    fix = "give node 0's address, or add the name to DNS or /etc/hosts"
+    fix = "Give the address of node 0, or add the name to DNS or /etc/hosts."
     while True:
         try:
             addresses = resolve(nodes.address)
             break
         except OSError as error:
             if wait.seconds >= patience:
-                text = f"{host} could not resolve this name within {wait.seconds:.0f} s ({error.strerror})"
-                raise UserError(f"{given}: {text}; {fix}") from None
-            wait.print_missing(f"the name {nodes.address} to resolve", fix)
+                text = f"{host} could not resolve {given} within {wait.seconds:.0f} s ({error.strerror})."
+                raise UserError(f"{text} {fix}") from None
+            wait.print_missing(f"The name {nodes.address} cannot be resolved yet. {fix}")
             time.sleep(1)
     routable = [address for address in addresses if not is_loopback(address)]
     if not routable:
-        fix = "give node 0's address in the shared network, or fix /etc/hosts (Debian maps a host's name to 127.0.1.1)"
-        raise UserError(f"{given}: is {addresses[0]} on {host}, which the other nodes cannot reach; {fix}")
+        text = f"{given} is {addresses[0]} on {host}, which the other nodes cannot reach."
+        fix = "Give the address of node 0 in the shared network, or correct /etc/hosts (Debian maps the name of a host"
+        fix += " to 127.0.1.1)."
+        raise UserError(f"{text} {fix}")
     try:
         local_address = find_local_address(routable[0])
     except OSError as error:
-        text = f"{host} has no route to it ({explain_connection_error(error)})"
-        raise UserError(f"{given}: {text}; check the address and the routes") from None
+        text = f"{host} has no route to {given} ({explain_connection_error(error)})."
+        raise UserError(f"{text} Check the address and the routes.") from None
     return local_address, nodes.rank == 0 if nodes.backend == "static" else local_address in addresses
 
 
@@ -210,8 +219,8 @@ def create_launch_plan(
     patience = parse_integer("LAUNCH_WAIT", options.wait, 1) if options.wait else 0
     retries = parse_integer("LAUNCH_RETRIES", options.retries, 0)
     if not importlib.util.find_spec("torch") or not shutil.which("torchrun"):
-        fix = "activate the environment that has it (source .venv/bin/activate)"
-        raise UserError(f"torchrun: this Python has no torch; {fix}")
+        text = f"This Python ({sys.executable}) has no torchrun, since torch is not installed there."
+        raise UserError(f"{text} Activate the environment that has torch (source .venv/bin/activate).")
     gpus = count_gpus(env) if config.backend in ("auto", "nccl") else 0
     processes = parse_integer("NPROC_PER_NODE", options.nproc_per_node, 1) if options.nproc_per_node else gpus or 1
     # nohup and slurm.sbatch ignore some

@@ -68,7 +68,7 @@ def sanitize_text(text: object) -> str:
 
 
 class Wait:
-    """Times a wait, and prints what it waits for."""
+    """Times a wait, and prints why it lasts."""
 
     def __init__(self) -> None:
         self._started_at, self._lines_printed = time.monotonic(), 0
@@ -77,11 +77,11 @@ class Wait:
     def seconds(self) -> float:
         return time.monotonic() - self._started_at
 
-    def print_missing(self, missing: str, fix: str) -> None:
-        """Print what is missing, once every ten seconds."""
+    def print_missing(self, text: str) -> None:
+        """Print what is missing and the fix, once every ten seconds."""
         if self.seconds >= LINE_INTERVAL_S * (self._lines_printed + 1):
             self._lines_printed += 1
-            print_status(f"waiting for {missing} ({self.seconds:.0f} s); {fix}")
+            print_status(f"This node has waited for {self.seconds:.0f} s. {text}")
 
 
 def find_nodes(nodes: Nodes, patience: float, launch_id: str, is_first_attempt: bool) -> str:
@@ -132,8 +132,8 @@ class RendezvousServer(socketserver.ThreadingTCPServer):
     def answer_poll(self, node: str, rank: int, host: str) -> dict[str, str]:
         nodes = self._nodes
         if nodes.rank >= 0 and not 0 <= rank < nodes.max_nodes:
-            text = f"NODE_RANK={rank}: is outside NNODES={nodes.nnodes} of {self.greeting['host']}"
-            return {"error": f"{text}; give 1 to {nodes.max_nodes - 1}"}
+            reason = f"since NNODES is {nodes.nnodes} on {self.greeting['host']}"
+            return {"error": f"NODE_RANK must be from 1 to {nodes.max_nodes - 1}, {reason}, got {rank}."}
         with self._lock:
             now = time.monotonic()
             self._waiting_nodes = {
@@ -145,7 +145,8 @@ class RendezvousServer(socketserver.ThreadingTCPServer):
             if used_by := [
                 its_host for other_node, (its_rank, its_host, _) in present if its_rank == rank and other_node != node
             ]:
-                return {"error": f"NODE_RANK={rank}: is already used by {used_by[0]}; give {host} another"}
+                text = f"NODE_RANK={rank} is already used by {used_by[0]}."
+                return {"error": f"{text} Give {host} another NODE_RANK."}
             self._waiting_nodes[node] = (rank, host, now)
             self._is_complete = self._is_complete or len(self._waiting_nodes) >= nodes.min_nodes
             return {"go": self._launch_id} if self._is_complete else {"missing": self._describe_missing()}
@@ -153,11 +154,12 @@ class RendezvousServer(socketserver.ThreadingTCPServer):
     def _describe_missing(self) -> str:
         nodes = self._nodes
         if nodes.rank < 0:
-            return f"{nodes.min_nodes - len(self._waiting_nodes)} more of {nodes.min_nodes} nodes"
+            return f"Only {len(self._waiting_nodes)} of {nodes.min_nodes} nodes have connected."
         present = [rank for rank, _, _ in self._waiting_nodes.values()]
         ranks = [str(rank) for rank in range(nodes.max_nodes) if rank not in present]
-        noun = "node" if len(ranks) <= 1 else "nodes"
-        return f"{noun} {', '.join(ranks)} of {nodes.max_nodes}"
+        if len(ranks) == 1:
+            return f"Node {ranks[0]} of {nodes.max_nodes} has not connected."
+        return f"Nodes {', '.join(ranks)} of {nodes.max_nodes} have not connected."
 
     def remove_node(self, node: str) -> None:
         """The node has received "go"."""
@@ -190,11 +192,11 @@ class PollHandler(socketserver.StreamRequestHandler):
 
 def poll_until_connected(nodes: Nodes, node: str, launch_id: str, seconds: float, route_seconds: float) -> str:
     """Poll node 0 until all nodes are connected. Returns its launch id. Raises UserError and NodesMissing."""
-    node_0, wait = f"node 0 at {nodes.address}:{nodes.port}", Wait()
+    node_0, wait = f"Node 0 at {nodes.address}:{nodes.port}", Wait()
     reached_at, padding = 0.0, PADDING
     while True:
         error, tolerance = "", ERROR_PATIENCE_S
-        fix = "start launch.sh with NODE_RANK=0 there, or check MASTER_ADDR and MASTER_PORT"
+        fix = "Start launch.sh with NODE_RANK=0 there, or check MASTER_ADDR and MASTER_PORT."
         try:
             reply = poll_once(nodes, node, padding)
             if not reply and nodes.backend == "c10d":
@@ -205,34 +207,38 @@ def poll_until_connected(nodes: Nodes, node: str, launch_id: str, seconds: float
             if "padding" in reply:
                 padding = ""
                 continue
-            text = f"{node_0}: another program is listening there, perhaps an earlier attempt"
+            reason = f"{node_0} does not answer: another program, perhaps an earlier attempt, is listening there."
             if reply:
-                at_host = "start launch.sh there with MASTER_ADDR of this node"
-                text = sanitize_text(reply["missing"])
-                fix = reply.get("fix", at_host if nodes.is_host else f"{node_0} is connected")
+                reason = sanitize_text(reply["missing"])
+                fix = f"{node_0} is connected."
+                if nodes.is_host:
+                    fix = "Start launch.sh there with MASTER_ADDR of this node."
+                fix = reply.get("fix", fix)
         except UserError as problem:
-            text = error = str(problem)
+            reason = error = str(problem)
+            fix = ""
         except OSError as problem:
             if isinstance(problem, ConnectionError):
                 reached_at = wait.seconds
-            text, tolerance = f"{node_0}: {explain_connection_error(problem)}", route_seconds
+            cause = explain_connection_error(problem)
+            reason, tolerance = f"{node_0} cannot be reached ({cause}).", route_seconds
             error = (
-                f"MASTER_ADDR={nodes.address}: could not be reached from {socket.gethostname()} within"
-                f" {wait.seconds:.0f} s ({explain_connection_error(problem)}); check MASTER_ADDR, the route and the"
-                " firewall, and that launch.sh runs there with NODE_RANK=0"
+                f"MASTER_ADDR={nodes.address} could not be reached from {socket.gethostname()} within"
+                f" {wait.seconds:.0f} s ({cause}). Check MASTER_ADDR, the route and the firewall, and that launch.sh"
+                " runs there with NODE_RANK=0."
             )
         if error and wait.seconds - reached_at >= tolerance:
             raise UserError(error)
         if wait.seconds >= seconds:
-            fix = "check launch.sh there, then start it on all nodes again"
-            raise NodesMissing(f"waited {wait.seconds:.0f} s for {text}; {fix}")
-        wait.print_missing(text, fix)
+            fix = "Check launch.sh there, then start it on all nodes again."
+            raise NodesMissing(f"This node gave up after {wait.seconds:.0f} s. {reason} {fix}")
+        wait.print_missing(f"{reason} {fix}".strip())
         time.sleep(POLL_INTERVAL_S)
 
 
 def poll_once(nodes: Nodes, node: str, padding: str) -> dict[str, Any]:
     """Poll once; empty if another program than node 0's launch.sh is listening. Raises OSError and UserError."""
-    host, given = socket.gethostname(), f"MASTER_ADDR={nodes.address}"
+    host = socket.gethostname()
     try:
         connection = socket.create_connection((nodes.address, nodes.port), ANSWER_TIMEOUT_S)
     except OSError as error:
@@ -244,41 +250,42 @@ def poll_once(nodes: Nodes, node: str, padding: str) -> dict[str, Any]:
         with contextlib.suppress(OSError):  # torchrun's store sends nothing before a request
             greeting = _receive(file)
         if nodes.is_host and greeting.get("node") != node:
-            raise _create_address_error(nodes, f"but to {sanitize_text(greeting.get('host', 'another program'))[:64]}")
+            program = sanitize_text(greeting.get("host", "another program"))[:64]
+            raise _create_address_error(nodes, f"{program} answers there")
         if not {"node", "host", "run", "nnodes", "port"} <= greeting.keys():
             return {}
         if greeting["run"] != nodes.run:
-            fix = "give each launch its own port, and all nodes of one the same run_dir"
-            problem = f"MASTER_PORT={nodes.port} is used there by another launch, with another run_dir"
-            return {"missing": f"{given}: {problem}", "fix": fix}
+            fix = "Give each launch its own port, and all nodes of one launch the same --run_dir."
+            port = f"MASTER_PORT={nodes.port} of {nodes.address}"
+            return {"missing": f"{port} is used by another launch, with another --run_dir.", "fix": fix}
         if greeting["nnodes"] != nodes.nnodes:
             host = sanitize_text(greeting["host"])[:64]
-            text = f"node 0 on {host} was started with NNODES={sanitize_text(greeting['nnodes'])[:9]}"
-            raise UserError(f"NNODES={nodes.nnodes}: {text}; give all nodes the same")
+            text = f"NNODES is {nodes.nnodes} on this node, but node 0 on {host} was started with NNODES="
+            text += f"{sanitize_text(greeting['nnodes'])[:9]}."
+            raise UserError(f"{text} Give all nodes the same NNODES.")
         try:
             _send(connection, {"node": node, "rank": nodes.rank, "host": host, "padding": padding})
             reply = _receive(file)
         except TimeoutError:
-            text = f"{given}: small packets pass to and from {host}, but large ones do not"
-            return {"missing": text, "fix": "set the MTU of all nodes to one that the switch supports"}
+            text = f"Small packets pass between {host} and MASTER_ADDR={nodes.address}, but large ones do not."
+            return {"missing": text, "fix": "Set the MTU of all nodes to one that the switch supports."}
     if "padding" in reply:
         try:
             socket.create_connection((nodes.address, greeting["port"]), ANSWER_TIMEOUT_S).close()
         except OSError as error:
-            text = (
-                f"MASTER_PORT is open to {host}, but port {greeting['port']} is not ({explain_connection_error(error)})"
-            )
-            fix = "open all ports between the nodes, since gloo, NCCL and the stores choose their own"
-            raise UserError(f"{given}: {text}; {fix}") from None
+            text = f"MASTER_PORT of {nodes.address} is open to {host}, but port {greeting['port']} is not"
+            text += f" ({explain_connection_error(error)})."
+            fix = "Open all ports between the nodes, since gloo, NCCL and the stores choose their own ports."
+            raise UserError(f"{text} {fix}") from None
     if "error" in reply:
         raise UserError(sanitize_text(reply["error"]))
     return reply
 
 
 def _create_address_error(nodes: Nodes, problem: str) -> UserError:
-    text = f"does not lead to {socket.gethostname()}, which is NODE_RANK=0 ({problem})"
-    fix = "set MASTER_ADDR to an address of this node, or give this node another NODE_RANK"
-    return UserError(f"MASTER_ADDR={nodes.address}: {text}; {fix}")
+    text = f"MASTER_ADDR={nodes.address} does not lead to {socket.gethostname()}, which has NODE_RANK=0 ({problem})."
+    fix = "Set MASTER_ADDR to an address of this node, or give this node another NODE_RANK."
+    return UserError(f"{text} {fix}")
 
 
 def _listen(port: int) -> socket.socket:
@@ -289,10 +296,8 @@ def _listen(port: int) -> socket.socket:
             return socket.create_server(("", port), family=family, dualstack_ipv6=has_dualstack, backlog=1024)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or wait.seconds > PORT_PATIENCE_S:
-                text = f"is in use on {socket.gethostname()} (`ss -ltnp` names the process)"
-                raise UserError(
-                    f"MASTER_PORT={port}: {text}; end that process, or give all nodes another port"
-                ) from None
+                text = f"MASTER_PORT={port} is in use on {socket.gethostname()} (`ss -ltnp` names the process)."
+                raise UserError(f"{text} End that process, or give all nodes another MASTER_PORT.") from None
         time.sleep(0.2)
 
 

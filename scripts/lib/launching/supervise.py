@@ -72,7 +72,7 @@ class Launch:
                 is_final = code in (0, 2) or self._signal_count or not self._plan.is_training
                 if is_final or attempt == attempts or (code == EXIT_PREEMPTED and self._is_requeued):
                     return code
-                print_status(f"exit code {code}; attempt {attempt + 1} of {attempts} starts in {pause} s")
+                print_status(f"The exit code was {code}. Attempt {attempt + 1} of {attempts} starts in {pause} s.")
                 self._is_waiting = True
                 time.sleep(pause)
                 pause = min(2 * pause, 60)
@@ -114,7 +114,8 @@ def end_orphan(torchrun: subprocess.Popen, seconds: float) -> None:
         if list_children(torchrun.pid):
             last_seen_at, had_ranks = time.monotonic(), True
         if had_ranks and time.monotonic() - last_seen_at > seconds:
-            print_status(f"ending torchrun: its ranks exited {seconds} s ago, and the other nodes are gone")
+            text = f"The ranks of torchrun exited {seconds} s ago, and the other nodes are gone."
+            print_status(f"{text} torchrun is ended now.")
             end_process(torchrun)
         time.sleep(1)
 
@@ -140,11 +141,11 @@ def determine_exit_code(
     if torchrun_code == 0:
         return 0
     if state == "running" and is_alone:  # no rank survived to write it
-        cause = message or f"every rank was killed (torchrun's exit code: {torchrun_code})"
+        cause = message or f"Every rank was killed (torchrun's exit code: {torchrun_code})."
         state, host = "failed", socket.gethostname()
         status |= {"state": state, "error": cause, "rank": 0, "host": host}
         with suppress(OSError):
             replace_json(status_file, status)
     if state == "failed":
-        print(f"launch.sh: failed: rank {status['rank']} on {status['host']}: {status['error']}", file=sys.stderr)
+        print(f"launch.sh: Rank {status['rank']} on {status['host']} failed: {status['error']}", file=sys.stderr)
     return 1

@@ -91,11 +91,11 @@ def format_size(number: float) -> str:
 
 def diagnose_host_names(facts: list[dict]) -> list[Finding]:
     hosts = [facts[ranks[0]]["host"] for ranks in group_ranks_by_node(facts)]
-    fix = "which must be unique for NCCL and in messages; rename them (hostnamectl set-hostname, docker run --hostname)"
+    fix = "which must be unique for NCCL. Rename these nodes (hostnamectl set-hostname, docker run --hostname)."
     repeated = [
         f"{count} nodes have the host name {host}, {fix}" for host, count in Counter(hosts).items() if count > 1
     ]
-    return create_findings("host names", ", ".join(hosts), failures=repeated)
+    return create_findings("host names", f"The host names are {', '.join(hosts)}.", failures=repeated)
 
 
 def diagnose_network(facts: list[dict]) -> list[Finding]:
@@ -104,44 +104,48 @@ def diagnose_network(facts: list[dict]) -> list[Finding]:
     shown = ", ".join(f"{node['host']} {node['address'] or 'unknown'} ({node['interface'] or '?'})" for node in nodes)
     networks = {ipaddress.ip_interface(node["address"]).network for node in nodes if node["address"]}
     is_split = len(networks) > 1 and all(subnet.prefixlen < 31 for subnet in networks)
-    fix = "unless intended, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface of the common network"
-    return create_findings(
-        "network", shown, [f"the nodes are in different networks: {shown}; {fix}"] if is_split else []
-    )
+    warnings = []
+    if is_split:
+        fix = "Unless that is intended, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface of the common"
+        fix += " network."
+        warnings.append(f"The nodes are in different networks: {shown}. {fix}")
+    return create_findings("network", f"The nodes are {shown}.", warnings)
 
 
 def diagnose_clocks(offsets: dict[int, float], facts: list[dict]) -> list[Finding]:
     """offsets: seconds by which the clock of a node's lowest rank is ahead of rank 0's."""
-    problems, fix = [], "logs and goodput depend on both; synchronise them with NTP (timedatectl set-ntp true)"
+    problems = []
+    fix = "Logs and goodput need equal clocks. Synchronise the clocks with NTP (timedatectl set-ntp true)."
     for rank, seconds in offsets.items():
         if abs(seconds) > CLOCK_WARNING:
             offset_text = f"{abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} that of {facts[0]['host']}"
             level = FAILURE if abs(seconds) > CLOCK_FAILURE else WARNING
-            problems.append(Finding("clocks", level, f"the clock of {facts[rank]['host']} is {offset_text}; {fix}"))
+            problems.append(Finding("clocks", level, f"The clock of {facts[rank]['host']} is {offset_text}. {fix}"))
     worst = max(map(abs, offsets.values()))
-    return problems or create_findings("clocks", f"within {worst:.2f} s of {facts[0]['host']}")
+    return problems or create_findings("clocks", f"All clocks are within {worst:.2f} s of that of {facts[0]['host']}.")
 
 
 def diagnose_devices(facts: list[dict]) -> list[Finding]:
     """Warn if ranks have different devices, drivers or threads than most ranks, or a GPU that other programs use."""
     warnings, hosts = [], list_hosts(facts)
     for name, fix in (
-        ("device", "the slowest sets the pace; use the same devices everywhere"),
-        ("driver", "install the same NVIDIA driver on all nodes"),
-        ("threads", "set OMP_NUM_THREADS to the same value on all nodes"),
+        ("device", "The slowest device sets the pace. Use the same devices everywhere."),
+        ("driver", "Install the same NVIDIA driver on all nodes."),
+        ("threads", "Set OMP_NUM_THREADS to the same value on all nodes."),
     ):
         values = [rank_facts[name] for rank_facts in facts]
         (usual, _), *rarer = Counter(values).most_common()
         for value, _ in rarer:
             ranks = [rank for rank, rank_value in enumerate(values) if rank_value == value]
-            warnings.append(f"{name} is {value} on {describe_ranks(ranks, hosts)} and {usual} on the others; {fix}")
+            places = f"{value} on {describe_ranks(ranks, hosts)} and {usual} on the others"
+            warnings.append(f"The value of {name} is {places}. {fix}")
     for rank, rank_facts in enumerate(facts):
         if rank_facts["used"] > max(OTHER_PROGRAMS_FRACTION * rank_facts["memory"], CUDA_BYTES):
-            usage = f"{describe_ranks([rank], hosts)}: other programs use {format_size(rank_facts['used'])}"
-            warnings.append(
-                f"{usage} of the GPU's {format_size(rank_facts['memory'])}; end them (nvidia-smi lists them)"
-            )
-    ok = f"{len(facts)} x {facts[0]['device']}, {format_size(min(rank_facts['memory'] for rank_facts in facts))}"
+            usage = f"Other programs use {format_size(rank_facts['used'])} of {format_size(rank_facts['memory'])} on"
+            usage += f" the GPU of {describe_ranks([rank], hosts)}."
+            warnings.append(f"{usage} End these programs (nvidia-smi lists them).")
+    memory = format_size(min(rank_facts["memory"] for rank_facts in facts))
+    ok = f"The ranks have {len(facts)} x {facts[0]['device']}, with {memory} of memory."
     return create_findings("devices", ok, warnings)
 
 
@@ -151,23 +155,27 @@ def diagnose_shared_memory(facts: list[dict]) -> list[Finding]:
     for ranks in group_ranks_by_node(facts):
         node, needed = facts[ranks[0]], NCCL_SHARED_MEMORY * len(ranks)
         if node["device"] != "cpu" and len(ranks) > 1 and node["shm"] < needed:
-            text = f"{node['host']}: {format_size(node['shm'])} free"
-            text += f", NCCL needs {format_size(needed)} for {len(ranks)} ranks"
-            warnings.append(f"{text}; raise it (docker run --shm-size, in Kubernetes an emptyDir of medium: Memory)")
-    return create_findings("/dev/shm", f"{format_size(min(rank_facts['shm'] for rank_facts in facts))} free", warnings)
+            text = f"{node['host']} has {format_size(node['shm'])} of free shared memory"
+            text += f", but NCCL needs {format_size(needed)} for {len(ranks)} ranks."
+            warnings.append(
+                f"{text} Raise the limit (docker run --shm-size, in Kubernetes an emptyDir of medium: Memory)."
+            )
+    free = format_size(min(rank_facts["shm"] for rank_facts in facts))
+    return create_findings("/dev/shm", f"Each node has at least {free} of free shared memory.", warnings)
 
 
 def diagnose_speed(name: str, rates: list[float], unit: str, facts: list[dict]) -> list[Finding]:
     """rates: one per rank; larger is faster."""
     median, hosts = statistics.median_high(rates), list_hosts(facts)
-    fix = "all ranks wait for it; check it for other programs, heat and power limits (top, nvidia-smi)"
+    fix = "All ranks wait for the slowest one. Check its node for other programs, heat and power limits (top,"
+    fix += " nvidia-smi)."
     slow = [
-        f"{describe_ranks([rank], hosts)} is {median / rate:.1f} times slower than the median of {median:,.0f} {unit};"
+        f"{describe_ranks([rank], hosts)} is {median / rate:.1f} times slower than the median of {median:,.0f} {unit}."
         f" {fix}"
         for rank, rate in enumerate(rates)
         if median > SLOW_RANK_RATIO * rate
     ]
-    return create_findings(name, f"{min(rates):,.0f} {unit} on the slowest rank", slow)
+    return create_findings(name, f"The slowest rank reaches {min(rates):,.0f} {unit}.", slow)
 
 
 def diagnose_disk(
@@ -182,17 +190,16 @@ def diagnose_disk(
     needed = max(0, checkpoint_bytes * checkpoint_count - storage["replaced"])
     seconds, warnings, failures = checkpoint_bytes / rate if rate else 0.0, [], []
     if free < needed:
-        text = f"{location}: {format_size(free)} free"
-        text += f", {checkpoint_count} checkpoints of {format_size(checkpoint_bytes)} need {format_size(needed)}"
-        failures.append(f"{text}; free space, or give another --run_dir or a smaller --keep_last")
+        text = f"{location} has {format_size(free)} of free space, but {checkpoint_count} checkpoints of"
+        text += f" {format_size(checkpoint_bytes)} need {format_size(needed)}."
+        failures.append(f"{text} Free space, or give another --run_dir or a smaller --keep_last.")
     if seconds > SLOW_SAVE_SECONDS or 0 < save_minutes * 60 < 2 * seconds:
-        text = f"{location}: at {format_size(rate)}/s"
-        text += f" a checkpoint of {format_size(checkpoint_bytes)} takes {seconds:.0f} s"
-        warnings.append(
-            f"{text}; use faster storage, or have the scheduler leave {2 * seconds:.0f} s between SIGTERM and SIGKILL"
-        )
-    ok = f"{format_size(free)} free of {format_size(needed)} needed"
-    ok += f"; {format_size(rate)}/s, {seconds:.1f} s for one checkpoint"
+        text = f"A checkpoint of {format_size(checkpoint_bytes)} takes {seconds:.0f} s in {location}"
+        text += f" ({format_size(rate)}/s)."
+        fix = f"Use faster storage, or have the scheduler leave {2 * seconds:.0f} s between SIGTERM and SIGKILL."
+        warnings.append(f"{text} {fix}")
+    ok = f"{format_size(free)} are free and {format_size(needed)} are needed."
+    ok += f" A checkpoint takes {seconds:.1f} s ({format_size(rate)}/s)."
     return create_findings("disk", ok, warnings, failures)
 
 
@@ -200,15 +207,14 @@ def diagnose_mirror(storage: dict, checkpoint_bytes: int, save_minutes: float, u
     """Speed and guarantees of object storage, as storage.measure_mirror() found them."""
     seconds, warnings = checkpoint_bytes / storage["to"], []
     if not storage["is_exclusive"]:
-        text = f"{url}: cannot create an object only if it is absent; if requests take seconds"
-        warnings.append(f"{text}, two jobs that start at once may both go on; start one at a time")
+        text = f"{url} cannot create an object only if it is absent. If requests take seconds, two jobs that start at"
+        warnings.append(f"{text} once may both continue. Start one job at a time.")
     if 0 < save_minutes * 60 < seconds:
-        text = (
-            f"at {format_size(storage['to'])}/s the upload of a checkpoint takes {seconds:.0f} s, and some are left out"
-        )
-        warnings.append(f"{url}: {text}; raise --save_every_minutes, or use faster storage")
-    rates = f"{format_size(storage['to'])}/s to it, {format_size(storage['from'])}/s from it"
-    return create_findings("mirror", f"{url}: {rates}, {seconds:.1f} s for one checkpoint", warnings)
+        text = f"The upload of a checkpoint to {url} takes {seconds:.0f} s ({format_size(storage['to'])}/s), so some"
+        text += " checkpoints are left out."
+        warnings.append(f"{text} Raise --save_every_minutes, or use faster storage.")
+    rates = f"{format_size(storage['to'])}/s and reads {format_size(storage['from'])}/s"
+    return create_findings("mirror", f"{url} writes {rates}. A checkpoint takes {seconds:.1f} s.", warnings)
 
 
 def diagnose_links(measured: list[list], facts: list[dict]) -> list[Finding]:
@@ -220,7 +226,7 @@ def diagnose_links(measured: list[list], facts: list[dict]) -> list[Finding]:
     links_of = [[link for link in measured if node in link[:2]] for node in range(len(hosts))]
     rate = statistics.median_high(max(link[3] for link in node_links) for node_links in links_of if node_links)
     trip = statistics.median_low(min(link[2] for link in node_links) for node_links in links_of if node_links)
-    fix = f"other nodes have {describe_link(trip, rate)}; check cable, port, interface and MTU"
+    fix = f"Other nodes have {describe_link(trip, rate)}. Check cable, port, interface and MTU."
     max_trip = max(SLOW_LINK_RATIO * trip, trip + LATENCY_NOISE)
     slow = [link for link in measured if link[3] * SLOW_LINK_RATIO < rate or link[2] > max_trip]
     warnings = []
@@ -228,14 +234,13 @@ def diagnose_links(measured: list[list], facts: list[dict]) -> list[Finding]:
         if len(node_links) > 1 and all(link in slow for link in node_links):
             slow = [link for link in slow if link not in node_links]
             best = max(node_links, key=lambda link: link[3])
-            warnings.append(f"all links of {host} are slow: {describe_link(*best[2:])} at best, {fix}")
+            warnings.append(f"All links of {host} are slow: {describe_link(*best[2:])} at best. {fix}")
     warnings += [
-        f"the link {hosts[a]} - {hosts[b]} is slow: {describe_link(*figures)}, {fix}" for a, b, *figures in slow
+        f"The link {hosts[a]} - {hosts[b]} is slow: {describe_link(*figures)}. {fix}" for a, b, *figures in slow
     ]
     a, b, *worst = min(measured, key=lambda link: link[3])
-    return create_findings(
-        "links", f"the slowest of {len(measured)}: {hosts[a]} - {hosts[b]}, {describe_link(*worst)}", warnings
-    )
+    slowest = f"{hosts[a]} - {hosts[b]}, with {describe_link(*worst)}"
+    return create_findings("links", f"The slowest of {len(measured)} links is {slowest}.", warnings)
 
 
 def describe_link(trip: float, rate: float) -> str:

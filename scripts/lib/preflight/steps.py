@@ -50,7 +50,9 @@ class Steps:
                     cause := explain_out_of_memory(error, self._config, self._ctx) or error, KNOWN_ERRORS
                 ):
                     raise
-                problem = f"{error}; fix that on this node" if isinstance(cause, OSError) else str(cause)
+                problem = str(cause)
+                if isinstance(cause, OSError):
+                    problem = f"The operating system refused an operation ({error}). Fix the cause on this node."
         with self._deadline(f"end of {name}", seconds):
             ranks = all_gather_json([value, problem], self._ctx)
         problems = [problem for _, problem in ranks]
@@ -78,14 +80,14 @@ class Steps:
         ranks = range(self._ctx.world_size)
         arrived = [rank for rank in ranks if not self._store or self._store.check([f"{key}/{rank}"])]
         missing = [rank for rank in ranks if rank not in arrived]
-        fix = "check MTU and firewall between the nodes"
+        fix = "Check MTU and firewall between the nodes."
         if stage in ("data", "loader"):
-            fix = "check the storage and the data set's code"
-        text = f"no rank finished '{stage}' in {seconds:.0f} s; {fix}"
+            fix = "Check the storage and the code of the data set."
+        text = f"No rank finished '{stage}' in {seconds:.0f} s. {fix}"
         if missing:
             missing_ranks = diagnosis.describe_ranks(missing, self._ctx.hosts)
-            text = f"{missing_ranks} did not reach '{stage}' in {seconds:.0f} s; check it"
-            text += " (top, dmesg, its storage)"
+            text = f"{missing_ranks} did not reach '{stage}' in {seconds:.0f} s."
+            text += " Check this node (top, dmesg, its storage)."
         if self._ctx.rank == arrived[0]:
             print(f"{diagnosis.FAILURE}  {text}", file=sys.stderr, flush=True)
         else:

@@ -25,7 +25,7 @@ def create_probe(folder: Path) -> str:
         return tempfile.mkdtemp(prefix=".preflight-", dir=existing)
     except OSError as error:
         raise UserError(
-            f"{folder}: cannot be created ({error.strerror}); fix the permissions or give another folder"
+            f"{folder} cannot be created ({error.strerror}). Change the permissions, or give another folder."
         ) from None
 
 
@@ -34,8 +34,8 @@ def check_folder(probe: Path, name: str, patience: float = SECONDS_UNTIL_VISIBLE
     ends = time.monotonic() + patience
     while not probe.exists():
         if time.monotonic() > ends:
-            fix = "put the run folder on storage that all nodes share, at the same path"
-            raise UserError(f"{probe.parent}: is not the folder that rank 0 sees under this name; {fix}")
+            fix = "Put the run folder on storage that all nodes share, at the same path."
+            raise UserError(f"{probe.parent} is not the folder that rank 0 sees under this name. {fix}")
         time.sleep(0.1)
     temporary, file = probe / f"{name}.tmp", probe / name
     try:
@@ -45,8 +45,8 @@ def check_folder(probe: Path, name: str, patience: float = SECONDS_UNTIL_VISIBLE
             opened.write("b\n")
         file.unlink()
     except OSError as error:
-        fix = "free space or fix the permissions there, or give a folder that all nodes can write"
-        raise UserError(f"{probe.parent}: cannot write there ({error.strerror}); {fix}") from None
+        fix = "Free space, change the permissions there, or give a folder that all nodes can write."
+        raise UserError(f"{probe.parent} cannot be written ({error.strerror}). {fix}") from None
 
 
 def measure_mirror(url: str, checkpoint_bytes: int) -> dict[str, float]:  # extra: companions
@@ -55,7 +55,7 @@ def measure_mirror(url: str, checkpoint_bytes: int) -> dict[str, float]:  # extr
     Raises:
         UserError: if it cannot be written, listed, read or deleted.
     """
-    storage = Storage(f"{url.rstrip('/')}/.preflight-{os.urandom(4).hex()}", f"mirror={url}")
+    storage = Storage(f"{url.rstrip('/')}/.preflight-{os.urandom(4).hex()}", f"--mirror {url}")
     size = min(max(checkpoint_bytes, len(BLOCK)), MAX_BYTES // 4)
     with tempfile.TemporaryDirectory() as folder:
         sent, received = Path(folder, "sent"), Path(folder, "received")
@@ -73,7 +73,8 @@ def measure_mirror(url: str, checkpoint_bytes: int) -> dict[str, float]:  # extr
     names = storage.list_objects()
     storage.delete_objects(list(names))
     if not is_same or names.get("speed") != size:
-        raise UserError(f"mirror={url}: what was written is not what is read or listed; give another storage")
+        text = f"What is read from --mirror {url} or listed there is not what was written."
+        raise UserError(f"{text} Give another storage.")
     rates = {"to": size / (uploaded_at - began), "from": size / (ended - uploaded_at)}
     return rates | {"is_exclusive": done == 1 and "claim" in names}
 

@@ -59,12 +59,15 @@ def test_a_cached_set_returns_its_samples_and_keeps_its_attributes(ctx):
     [
         (
             {"cacheable": False},
-            "cache=ram: Lines is not cacheable, .*; use --augment crop or --cache none, or set cacheable",
+            r"--cache ram does not work with Lines, .* not cacheable, .*\. Use --augment crop or --cache none, or set",
         ),
-        ({"kind": "text"}, "cache=ram: Lines has batches that are not tensors with one row per sample; leave out"),
+        (
+            {"kind": "text"},
+            r"--cache ram does not work with Lines, .* not tensors with one row per sample\. Leave out --cache",
+        ),
         (
             {"kind": "ragged"},
-            r"samples 64 to 69 are torch.int64 \[4\], others torch.int64 \[3\]; make all samples alike",
+            r"Samples 64 to 69 are torch.int64 \[4\], but other samples are torch.int64 \[3\]\. Make all samples alike",
         ),
     ],
 )
@@ -105,9 +108,9 @@ def test_a_rank_that_is_killed_while_it_decodes_leaves_no_file(tmp_path):
 @pytest.mark.guarantee("cache")
 def test_a_set_that_does_not_fit_is_rejected(ctx, monkeypatch):
     monkeypatch.setattr(utils.extras.cache.sample_cache, "read_free_memory", lambda: 2_000)
-    with pytest.raises(UserError, match="cache=ram: the decoded data take 0 MiB, .* of memory free; give the job more"):
+    with pytest.raises(UserError, match=r"--cache ram needs 0 MiB .*, but .* of free memory\. Give the job more"):
         cache(ctx)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 16 << 30))
     on_gpu = dataclasses.replace(ctx, device=torch.device("cuda", 0))
-    with pytest.raises(UserError, match="data take 4.50 GiB, cuda:0 on .* has 8.00 GiB free, .*; use --cache ram"):
+    with pytest.raises(UserError, match=r"needs 4.50 GiB .* but cuda:0 on .* has 8.00 GiB of .*\. Use --cache ram"):
         check_free_memory({"train": 9 << 29}, "device", dataclasses.replace(CONFIG, cache="device"), on_gpu)

@@ -164,8 +164,9 @@ def test_one_that_dies_is_started_again_with_growing_pauses_and_only_exit_code_7
     wait_until(lambda: len(fake.starts()) == 3)
     times = [float(at) for _, at in fake.starts()]
     assert 1 <= times[1] - times[0] < times[2] - times[1]
-    assert "on_checkpoint=true: ended with exit code -9; it is started again in 1 s" in caplog.text
-    assert "ended with exit code 1; it is started again in 2 s" in caplog.text
+    title = "The program of --on_checkpoint true"
+    assert f"{title} ended with exit code -9. It is started again in 1 s." in caplog.text
+    assert f"{title} ended with exit code 1. It is started again in 2 s." in caplog.text
 
     def has_lost():
         try:
@@ -173,7 +174,8 @@ def test_one_that_dies_is_started_again_with_growing_pauses_and_only_exit_code_7
         except TrainingError as error:
             return str(error)
 
-    assert wait_until(has_lost) == "on_checkpoint=true: another job has taken over this run; end this one"
+    problem = "Another job has taken over this run, as --on_checkpoint true shows. End this job."
+    assert wait_until(has_lost) == problem
 
 
 @pytest.mark.guarantee("companion")
@@ -223,7 +225,7 @@ def test_a_program_that_sends_over_a_network_is_waited_for_a_limited_time(fake, 
     companions = Companions(config, plan_for(tmp_path, mirror="file:///tmp/no"), CTX)
     companions._max_silence_s = 0.5
     companions.finish(lambda: None)
-    text = "mirror=file:///tmp/no: lacks the latest checkpoint or records after"
+    text = "The program of --mirror file:///tmp/no lacks the latest checkpoint or records after"
     assert text in caplog.text and companions._list_alive() == []
 
 
@@ -263,7 +265,8 @@ def test_a_companion_that_is_started_by_hand_names_its_page(name):
     ended = subprocess.run(words, stdin=terminal, capture_output=True, text=True, timeout=60)
     os.close(ours)
     os.close(terminal)
-    assert ended.returncode == 2 and ended.stderr == "train.py starts this program; see docs/companions.md\n"
+    text = "Do not start this program by hand: train.py starts it (docs/companions.md).\n"
+    assert ended.returncode == 2 and ended.stderr == text
 
 
 STARTS_PROGRAM = """
@@ -324,8 +327,8 @@ def test_the_command_gets_the_latest_checkpoint_and_its_failure_is_a_warning(tmp
     finish(companion)
     assert out.read_text() == f"{paths[0]}\n{paths[2]}\n"  # 2 and 3 arrived while the first command ran; 3 is later
     commands = {
-        "false": "ended with exit code 1; the checkpoint is valid",
-        "no-such-program": "cannot be run (No such file or directory); the checkpoint is valid",
+        "false": "ended with exit code 1. The checkpoint is valid.",
+        "no-such-program": "cannot be run (No such file or directory). The checkpoint is valid.",
         f"cp {{}} {out}": None,
     }
     for command, problem in commands.items():
@@ -334,7 +337,7 @@ def test_the_command_gets_the_latest_checkpoint_and_its_failure_is_a_warning(tmp
         Path(plan["folder"], ".on_checkpoint.json").unlink(missing_ok=True)
         path = save(plan, 4)
         finish(CheckpointCommand(plan))
-        assert caplog.messages == ([f"on_checkpoint: {command} {problem}"] if problem else [])
+        assert caplog.messages == ([f"The command of --on_checkpoint ({command}) {problem}"] if problem else [])
     assert out.read_bytes() == path.read_bytes()
 
 
@@ -373,7 +376,8 @@ def test_a_command_that_hangs_is_reported_and_ended_with_its_children_when_the_r
         paths.append(save(plan, step))
         companion.look("")
     wait_until(lambda: companion.look("") or caplog.messages)
-    assert caplog.messages == ["on_checkpoint: the command has been running for 0 min; later checkpoints wait for it"]
+    title = "The command of --on_checkpoint"
+    assert caplog.messages == [f"{title} has been running for 0 min. Later checkpoints wait until it ends."]
     assert not companion.look("preempted") and len(caplog.messages) == 1  # it still has minutes
     for path in paths:  # that of the latest checkpoint gets its time, too
         wait_until(out.exists)
@@ -384,8 +388,8 @@ def test_a_command_that_hangs_is_reported_and_ended_with_its_children_when_the_r
             over.setattr(on_checkpoint, "SECONDS_TO_FINISH", 0.0)
             over.setattr(companion, "_run_command", lambda path: None)
             companion.look("completed")
-        message = f"was ended after 0 min, since the run is over; run it again for {path}"
-        assert caplog.messages[-1] == f"on_checkpoint: the command {message}"
+        message = f"was ended after 0 min, since the run is over. Run the command again for {path}."
+        assert caplog.messages[-1] == f"{title} {message}"
         wait_until(lambda pid=int(child): is_gone(pid))
         assert name == str(path)
         companion.look("")

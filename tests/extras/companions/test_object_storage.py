@@ -268,7 +268,7 @@ def test_two_nodes_share_only_the_server_and_node_0_loses_its_disk(runs, tmp_pat
 
         def is_uploaded():
             assert programs[0].poll() is None, finish(programs[0]).text
-            return log.exists() and re.search(r"uploaded step_0000001\d", log.read_text())
+            return log.exists() and re.search(r"step_0000001\d\S* was uploaded to", log.read_text())
 
         wait_until(is_uploaded, 120)
         for pid in marked(programs[0]):

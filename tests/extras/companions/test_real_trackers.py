@@ -188,8 +188,8 @@ class Answer(BaseHTTPRequestHandler):
 def test_a_server_that_fails_or_rejects_is_one_sentence_and_a_later_try_sends_all(tmp_path, where):
     run = write_run(tmp_path / "run")
     for code, exit_code, sentence in (
-        (500, 1, "track=mlflow: "),
-        (401, 2, "set MLFLOW_TRACKING_URI"),
+        (500, 1, "--track mlflow cannot send records ("),
+        (401, 2, "Set MLFLOW_TRACKING_URI"),
         (0, 1, "refused"),
     ):
         port = free_port()

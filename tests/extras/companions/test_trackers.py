@@ -155,10 +155,22 @@ def test_by_hand_each_record_arrives_once_whatever_fails(tmp_path, fake, faults)
 @pytest.mark.parametrize(
     ("config", "words", "sentence"),
     [
-        ({}, ["mlflow"], "track=mlflow: No module named 'mlflow'; pip install mlflow"),
-        ({}, ["tensorboard"], "track=tensorboard: is not a tracker; choose track.py RUN wandb|mlflow|trackio"),
-        ({"track": "none"}, [], "track=none: is not a tracker; choose track.py RUN wandb|mlflow|trackio"),
-        (None, [], "run_dir={run}: holds no run; give track.py RUN wandb|mlflow|trackio"),
+        (
+            {},
+            ["mlflow"],
+            "--track mlflow cannot send records (No module named 'mlflow'). Run pip install mlflow.",
+        ),
+        (
+            {},
+            ["tensorboard"],
+            "The tracker must be one of wandb, mlflow, trackio, got tensorboard: track.py RUN wandb|mlflow|trackio",
+        ),
+        (
+            {"track": "none"},
+            [],
+            "The tracker must be one of wandb, mlflow, trackio, got none: track.py RUN wandb|mlflow|trackio",
+        ),
+        (None, [], "{run} holds no run. Give the folder of a run: track.py RUN wandb|mlflow|trackio"),
     ],
 )
 def test_by_hand_what_cannot_be_sent_is_one_sentence(tmp_path, fake, config, words, sentence):
@@ -210,7 +222,7 @@ def test_training_does_not_notice_its_tracker_and_the_curve_is_whole_over_two_re
         (fake / "faults.txt").write_text(faults)
         assert attempt(runs, fake, "--hang_timeout", 5, "--on_checkpoint", command, stops=stops) == state
         assert (fake / "faults.txt").read_text() == ""
-    assert "track=trackio: lacks the latest checkpoint or records after" in runs.log("run")
+    assert "--track trackio lacks the latest checkpoint or records after" in runs.log("run")
     attempt(runs, fake, "--track", "none", name="alone")
     assert_same_state(runs.last("alone"), runs.last("run"))
     assert_one_curve(stored(fake), runs.folder("run"))

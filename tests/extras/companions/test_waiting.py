@@ -112,9 +112,9 @@ def test_a_run_ends_whichever_program_hangs(tmp_path, begin, caplog, name, hang,
     wait_until(lambda: is_gone(int((tmp_path / "begun").read_text())), 5)
     if end == "failed":
         return
-    assert f"waiting for {name}; a program that gives no sign of life for 1 s is ended" in caplog.text
-    message = f"records after 1 s and is ended; they are in {tmp_path}/run"
-    assert f"{name}=" in caplog.messages[-1] and message in caplog.messages[-1]
+    assert f"waits for --{name}. A program that gives no sign of life for 1 s is ended." in caplog.text
+    message = f"records after 1 s and is ended. The run folder {tmp_path}/run has them."
+    assert f"--{name} " in caplog.messages[-1] and message in caplog.messages[-1]
 
 
 @pytest.mark.guarantee("command")
@@ -190,8 +190,8 @@ def test_training_beside_a_program_that_hangs_ends(runs, flags, state):
     words = runs.words("run", *BUCKETS, "--on_checkpoint", "true", "--hang_timeout", 5, *flags)
     outcomes = run_ranks(2, train_beside, runs.root, words)
     assert [outcome["state"] for outcome in outcomes] == [state, state]
-    message = "on_checkpoint=true: lacks the latest checkpoint or records after 5 s and is ended; they are in"
-    assert f"{message} {runs.folder('run')}" in runs.log("run")
+    message = "--on_checkpoint true lacks the latest checkpoint or records after 5 s and is ended."
+    assert f"{message} The run folder {runs.folder('run')} has them." in runs.log("run")
 
 
 @pytest.mark.guarantee("companion")

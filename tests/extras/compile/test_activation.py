@@ -122,5 +122,7 @@ def test_blocks_that_cannot_be_called_are_rejected(wrong):
 
 
 def test_a_model_without_blocks_is_rejected():
-    with pytest.raises(UserError, match="activation_checkpointing=True: Linear has no blocks .*; leave it out, or"):
+    with pytest.raises(
+        UserError, match=r"--activation_checkpointing needs blocks, but Linear has none .*\. Leave out --act"
+    ):
         checkpoint_activations(nn.Linear(2, 2), [])

@@ -100,9 +100,9 @@ def test_a_compiled_run_equals_the_eager_one_and_compiles_nothing_after_the_firs
         assert compiled == pytest.approx(eager, rel=1e-9) and len(eager) > 3
     text = runs.log("compiled")
     shown = "3 in training, 2 in training, 3 in evaluation, 2 in evaluation"
-    begin = text.index(f"compiling (default) for 4 batch sizes: {shown}\n")
+    begin = text.index(f"torch compiles the model (--compile default) for 4 batch sizes: {shown}.\n")
     done = [(size, kind) for kind in ("training", "evaluation") for size in (3, 2)]
-    places = [text.index(f"compiled for batches of {size} in {kind} after ") for size, kind in done]
+    places = [text.index(f"compiled for batches of {size} in {kind}, after ") for size, kind in done]
     assert sorted(places) == places and begin < places[0]
 
 
@@ -177,10 +177,10 @@ def train_without_compiling(skipped, words):
 def test_what_is_not_compiled_is_said(runs):
     need_compiler()
     words = runs.words("run", *FLAGS, "--compile", "reduce-overhead")
-    with pytest.raises(AssertionError, match="found nothing to compile.*or use --compile off"):
+    with pytest.raises(AssertionError, match=r"found nothing to compile.*or use --compile off\."):
         run_ranks(1, train_without_compiling, 0, words)
     run_ranks(1, train_without_compiling, 2, [*words, "--overwrite"])
-    assert "reduce-overhead: 2 compiled parts run without CUDA graphs (TORCH_LOGS=cudagraphs" in runs.log("run")
+    assert "reduce-overhead 2 compiled parts cannot use CUDA graphs (TORCH_LOGS=cudagraphs" in runs.log("run")
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from utils.settings.errors import UserError
 
 FLAGS = "--dataset imagefolder --num_workers 1 --epochs 2".split()
 COUNT, STEPS = 24, 3  # files, and steps per epoch
-RESIZED = "the training set has files of another size than in the checkpoint"
+RESIZED = "The training set has files of another size than in the checkpoint"
 
 
 def save_jpegs(root: Path) -> list[Path]:
@@ -71,12 +71,12 @@ def test_a_file_cut_short_in_mid_run_is_repaired_and_the_run_resumes_with_the_sa
     words = runs.words("run", *FLAGS)
     with pytest.raises(AssertionError) as raised:
         run_ranks(2, train_and_cut, words, path, STEPS)
-    pattern = rf"rank \d: {path}: cannot be read as an image \(class cat; .*\); replace or delete it"
+    pattern = rf"Rank \d failed: {path} \(class cat\) cannot be read as an image \(.*\)\. Replace or delete the file\."
     assert re.search(pattern, str(raised.value)) and re.search(pattern, runs.json("run", "status.json")["error"])
     path.write_bytes(whole + b"\0" * 10)
     assert run_ranks(2, attempt, [*words, "--resume_from", "auto"]) == ["completed"] * 2
     assert_same_state(runs.last("run"), runs.last("whole"))
-    line = f"{RESIZED}: 1 of {COUNT} (cat/003.jpg)"
+    line = f"{RESIZED}: 1 of {COUNT} (cat/003.jpg)."
     assert runs.events("run", "resumed")[-1]["changed"] == [line] and f"changed: {line}" in runs.log("run")
     listing = gzip.decompress((runs.folder("run") / "training_files.gz").read_bytes())
     assert f"\0cat/003.jpg {len(whole) + 10}\0".encode() in listing and listing.count(b"\0") == COUNT + 1
@@ -95,10 +95,10 @@ def test_without_the_list_of_files_a_change_is_logged_without_names(runs):
     other[:0] = ["--cache", "ram"]  # extra: cache
     assert run_ranks(2, attempt, [*other, str(runs.checkpoints("run")[-1])]) == ["completed"] * 2
     (line,) = [line for line in runs.events("other", "resumed")[-1]["changed"] if "files" in line]
-    assert line == f"{RESIZED} (the run folder has no list of their names)"
+    assert line == f"{RESIZED}. The run folder has no list of their names."
     grow(files[1])
     assert run_ranks(2, attempt, [*other[:-2], "5", "--resume_from", "auto"]) == ["completed"] * 2
-    assert f"{RESIZED}: 1 of {COUNT} (cat/001.jpg)" in runs.events("other", "resumed")[-1]["changed"]
+    assert f"{RESIZED}: 1 of {COUNT} (cat/001.jpg)." in runs.events("other", "resumed")[-1]["changed"]
 
 
 @pytest.mark.guarantee("changed-settings")
@@ -107,5 +107,5 @@ def test_validation_images_that_are_resized_otherwise_start_a_new_best_value(run
     runs.train(2, "run", *FLAGS, task="")
     runs.train(2, "run", *FLAGS, "--epochs", 3, "--resize_size", 12, "--resume_from", "auto", task="")
     changed = runs.events("run", "resumed")[0]["changed"]
-    assert any(line.startswith("the val set has samples that differ from the checkpoint's: ") for line in changed)
+    assert any(line.startswith("The val set has samples that differ from the checkpoint's: ") for line in changed)
     assert any(line.startswith("The best value so far no longer counts") for line in changed)

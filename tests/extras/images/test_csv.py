@@ -80,19 +80,35 @@ def test_the_fingerprint_is_that_of_the_list(tmp_path):
 @pytest.mark.parametrize(
     ("text", "split", "expected"),
     [
-        ("file,label\nx,1\n", "train", "train.csv, line 1: has the header 'file,label'; write path,label there"),
-        ("", "train", "train.csv, line 1: has the header ''; write path,label there"),
-        ("path,label\n", "train", "train.csv: has no lines after its header; add some, or delete it"),
-        ("path,label\n\n", "train", "train.csv: has no lines after its header; add some, or delete it"),
-        ("path,label\nx,1\n\ny,2\n", "train", "train.csv, line 3: is not a path, a comma and a label; fix or delete"),
-        ("path,label\nx,1\ny\n", "train", "train.csv, line 3: is not a path, a comma and a label"),
-        ("path,label\nx,\n", "train", "train.csv, line 2: is not a path, a comma and a label"),
-        ('path,label\n"x\ny",1\n', "train", "train.csv, line 2: is not a path, a comma and a label"),
-        ('path,label\nx,1\n"y,1\n', "train", "train.csv: cannot be read after line 2 .*; fix the file"),
-        ("path,label\nx,1\ny,1\n", "train", "train.csv: has only one class, 1; put two or more into it"),
-        ("path,label\nx,1\ny,2\nz,3\n", "train", "num_classes=2: .*train.csv has 3; give that number or leave it auto"),
-        ("path,label\nx, \n", "train", "train.csv, line 2: is not a path, a comma and a label"),
-        ("path,label\nx,a\ny,c\n", "val", "val.csv, line 3: has the label 'c', which .*/train.csv has not; fix it"),
+        (
+            "file,label\nx,1\n",
+            "train",
+            r"The header of .*train.csv must be path,label, got 'file,label'\. Write path,label",
+        ),
+        ("", "train", r"The header of .*train.csv must be path,label, got ''\. Write path,label into line 1\."),
+        ("path,label\n", "train", r"train.csv has no lines after its header\. Add some, or delete the file\."),
+        ("path,label\n\n", "train", r"train.csv has no lines after its header\. Add some, or delete the file\."),
+        (
+            "path,label\nx,1\n\ny,2\n",
+            "train",
+            r"Line 3 of .*train.csv is not a path, a comma and a label\. Fix or delete this line\.",
+        ),
+        ("path,label\nx,1\ny\n", "train", "Line 3 of .*train.csv is not a path, a comma and a label"),
+        ("path,label\nx,\n", "train", "Line 2 of .*train.csv is not a path, a comma and a label"),
+        ('path,label\n"x\ny",1\n', "train", "Line 2 of .*train.csv is not a path, a comma and a label"),
+        ('path,label\nx,1\n"y,1\n', "train", r"train.csv cannot be read after line 2 .*\. Fix the file\."),
+        ("path,label\nx,1\ny,1\n", "train", r"train.csv has only one class, 1\. Put two or more classes into this"),
+        (
+            "path,label\nx,1\ny,2\nz,3\n",
+            "train",
+            r"--num_classes must be at least 3, .*train.csv, got 2\. Give that number, or leave out --num_classes",
+        ),
+        ("path,label\nx, \n", "train", "Line 2 of .*train.csv is not a path, a comma and a label"),
+        (
+            "path,label\nx,a\ny,c\n",
+            "val",
+            r"label 'c' in line 3 of .*val.csv does not occur in .*/train.csv\. Fix the label",
+        ),
     ],
 )
 def test_a_wrong_list_is_an_error_that_names_file_and_line(tmp_path, text, split, expected):
@@ -104,17 +120,17 @@ def test_a_wrong_list_is_an_error_that_names_file_and_line(tmp_path, text, split
 
 
 ALIKE = {  # labels of lines 2, 3, ...: the error, or None and the classes
-    ("0", "1", "0.0"): "line 4: the label '0.0' looks like '0', {train}, line 2; write both alike",
-    ("01", "2", "1"): "line 4: the label '1' looks like '01', {train}, line 2",
-    ("+1", "2", "1."): "line 4: the label '1.' looks like '+1', {train}, line 2",
-    ("caf\u00e9", "b", "cafe\u0301"): r"line 4: the label 'cafe\u0301' looks like 'caf\xe9', {train}, line 2",
-    ("cat", "dog", "ca\u200bt"): r"line 4: the label 'ca\u200bt' looks like 'cat', {train}, line 2",
-    ("big cat", "dog", "big\u00a0cat"): r"line 4: the label 'big\xa0cat' looks like 'big cat', {train}, line 2",
-    ("big cat", "dog", "big  cat"): "line 4: the label 'big  cat' looks like 'big cat', {train}, line 2",
-    ("1", "2.5", "nan"): "line 4: has the label 'nan', but {train}, line 2 a number; fix or delete it",
-    ("NaN", "1", "2"): "line 2: has the label 'NaN', but {train}, line 3 a number; fix or delete it",
-    ("1", "None", "2"): "line 3: has the label 'None', but {train}, line 2 a number; fix or delete it",
-    ("1", "2", "NA"): "line 4: has the label 'NA', but {train}, line 2 a number; fix or delete it",
+    ("0", "1", "0.0"): "label '0.0' in line 4 of {train} looks like '0' in line 2 of {train}. Write both labels alike",
+    ("01", "2", "1"): "label '1' in line 4 of {train} looks like '01' in line 2 of {train}",
+    ("+1", "2", "1."): "label '1.' in line 4 of {train} looks like '+1' in line 2 of {train}",
+    ("caf\u00e9", "b", "cafe\u0301"): r"label 'cafe\u0301' in line 4 of {train} looks like 'caf\xe9' in line 2 of",
+    ("cat", "dog", "ca\u200bt"): r"label 'ca\u200bt' in line 4 of {train} looks like 'cat' in line 2 of {train}",
+    ("big cat", "dog", "big\u00a0cat"): r"label 'big\xa0cat' in line 4 of {train} looks like 'big cat' in line 2 of",
+    ("big cat", "dog", "big  cat"): "label 'big  cat' in line 4 of {train} looks like 'big cat' in line 2 of {train}",
+    ("1", "2.5", "nan"): "label 'nan' in line 4 of {train} is not a number, but the label in line 2 of {train} is one",
+    ("NaN", "1", "2"): "label 'NaN' in line 2 of {train} is not a number, but the label in line 3 of {train} is one",
+    ("1", "None", "2"): "label 'None' in line 3 of {train} is not a number, but the label in line 2 of {train} is one",
+    ("1", "2", "NA"): "label 'NA' in line 4 of {train} is not a number, but the label in line 2 of {train} is one",
     ("cat", "dog ", " cat", "dog\t", "cat\u00a0"): ["cat", "dog"],
     ("1", "x", "1.0"): ["1", "1.0", "x"],  # not numbers
     ("1e1", "10", "2"): ["2", "10", "1e1"],
@@ -132,7 +148,7 @@ def test_labels_that_look_alike_are_an_error_that_names_two_lines(tmp_path, labe
         assert sorted(data.classes) == sorted(expected)
     else:
         train = tmp_path / "train.csv"
-        with pytest.raises(UserError, match="^" + re.escape(f"{train}, {expected.format(train=train)}")):
+        with pytest.raises(UserError, match="^The " + re.escape(expected.format(train=train))):
             len(data)
 
 
@@ -140,7 +156,9 @@ def test_labels_that_look_alike_are_an_error_that_names_two_lines(tmp_path, labe
 def test_a_label_of_val_that_only_looks_like_one_of_train_is_an_error_that_says_so(tmp_path):
     write(tmp_path, "path,label\nx,caf\u00e9\ny,b\n")
     write(tmp_path, "path,label\nx,b\ny,cafe\u0301\n", "val")
-    with pytest.raises(UserError, match=r"val.csv, line 3: the label 'cafe\\u0301' looks like .*train.csv, line 2"):
+    with pytest.raises(
+        UserError, match=r"label 'cafe\\u0301' in line 3 of .*val.csv looks like .* in line 2 of .*train.csv"
+    ):
         len(create_dataset(csv_config(tmp_path, image_size=8), "val"))
 
 
@@ -154,7 +172,7 @@ def logged(monkeypatch, caplog, data):
 def test_labels_that_differ_in_case_are_a_warning(tmp_path, monkeypatch, caplog):
     write(tmp_path, "path,label\na,A\nb,a\nc,b\n")
     data, train = create_dataset(csv_config(tmp_path, image_size=8), "train"), tmp_path / "train.csv"
-    expected = f"data: {train}, line 3: the label a is another class than A, {train}, line 2"
+    expected = f"The label a in line 3 of {train} is another class than A in line 2 of {train}."
     assert logged(monkeypatch, caplog, data) == (3, [expected]) and data.classes == ["A", "a", "b"]
 
 
@@ -163,10 +181,11 @@ def test_labels_that_differ_in_case_are_a_warning(tmp_path, monkeypatch, caplog)
 def test_a_file_twice_is_a_warning_with_one_label_and_an_error_with_two(tmp_path, monkeypatch, caplog, again):
     write(tmp_path, f"path,label\na,x\nb,y\n{again},x\n{again},x\n")
     data, train = create_dataset(csv_config(tmp_path, image_size=8), "train"), tmp_path / "train.csv"
-    expected = f"data: {train} lists files again, with the same label, in 2 lines"
+    expected = f"{train} lists files again, with the same label, in 2 lines."
     assert logged(monkeypatch, caplog, data) == (4, [expected])
     write(tmp_path, f"path,label\nc,y\na,x\nb,y\n{again},y\n")
-    with pytest.raises(UserError, match=f"train.csv, line 5: {again} is 'y' here and 'x' in line 3; delete one"):
+    problem = rf"{again} has the label 'y' in line 5 of {train}, but 'x' in line 3\. Delete one of these lines"
+    with pytest.raises(UserError, match=problem):
         len(create_dataset(csv_config(tmp_path, image_size=8), "train"))
 
 
@@ -178,7 +197,7 @@ def test_empty_lines_at_the_end_are_none(tmp_path, end):
 
 
 def test_a_missing_list_is_an_error(tmp_path):
-    with pytest.raises(UserError, match=r"train.csv: cannot be read after line 1 .*; fix the file"):
+    with pytest.raises(UserError, match=r"train.csv cannot be read after line 1 .*\. Fix the file"):
         len(create_dataset(csv_config(tmp_path, image_size=8), "train"))
 
 
@@ -187,7 +206,7 @@ def test_a_missing_file_is_an_error_with_the_line_that_names_it(tmp_path):
     list_images(tmp_path)
     lost = tmp_path / "train/dog/001.png"
     lost.unlink()
-    expected = rf"{lost}: cannot be read as an image \(class dog, {tmp_path}/train.csv, line 7; .*\); replace or delete"
+    expected = rf"{lost} \(class dog, line 7 of {tmp_path}/train.csv\) cannot be read as an image \(.*\)\. Replace or"
     with pytest.raises(UserError, match=expected):
         create_dataset(csv_config(tmp_path, image_size=8), "train")[5]
 

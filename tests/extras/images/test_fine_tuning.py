@@ -185,7 +185,7 @@ def test_the_weights_are_downloaded_whole_or_an_error_names_file_and_url(tmp_pat
         with mock.patch(
             "utils.extras.images.pretrained.find_default_weights", return_value=mock.Mock(url=url.as_uri())
         ):
-            with pytest.raises(UserError, match=rf"{expected}.*; put {url.as_uri()} there as .*/weights/{name}"):
+            with pytest.raises(UserError, match=rf"{expected}.*\. Save {url.as_uri()} as .*/weights/{name}"):
                 prepare_data(config)
             assert not any((tmp_path / "data/weights").iterdir())
     good = source.with_name(f"resnet18-{digest}.pth")
@@ -193,7 +193,9 @@ def test_the_weights_are_downloaded_whole_or_an_error_names_file_and_url(tmp_pat
     with mock.patch("utils.extras.images.pretrained.find_default_weights", return_value=mock.Mock(url=good.as_uri())):
         prepare_data(config)
         assert is_prepared(config) and initial_weights(config)["fc.weight"].tolist() == [1, 1]
-    with pytest.raises(UserError, match="has no weights of mini_resnet; give one of its models, such as --model"):
+    with pytest.raises(
+        UserError, match=r"has no weights for --model mini_resnet\. Give one of .* models, such as --model"
+    ):
         is_prepared(TrainingConfig(init_from="torchvision"))
 
 

@@ -49,14 +49,14 @@ def test_a_validation_set_of_another_name_is_an_error(tmp_path, monkeypatch, cap
     for split in ("train", name, *["test"] * has_test):
         make(split)
     config = folder_config(tmp_path, dataset="csv" if suffix else "imagefolder", image_size=8)
-    expected = f"{tmp_path / name}{suffix}: is not read; rename it to val{suffix}"
+    expected = f"{tmp_path / name}{suffix} would not be read. Rename it to val{suffix}."
     with pytest.raises(UserError, match=f"^{re.escape(expected)}$"):
         len(create_dataset(config, "train"))
     make("val")
     monkeypatch.setattr(logging.getLogger("ddp"), "propagate", True)
     with caplog.at_level(logging.INFO, "ddp"):
         assert len(create_dataset(config, "train")) == 2
-    assert caplog.messages == [f"data: {tmp_path / name}{suffix} is not read, but {tmp_path}/val{suffix}"]
+    assert caplog.messages == [f"The run reads {tmp_path}/val{suffix}, and ignores {tmp_path / name}{suffix}."]
 
 
 class Counted(str):
@@ -107,10 +107,10 @@ def test_a_link_to_val_is_another_name_of_it(tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ([], r"val: has no <class>/ folders with images \(.jpg, .*\); add some or delete the folder"),
-        (["a.png", "b.png"], r"val: has no <class>/ folders with images \(.*\), only 2 .png; add some or delete"),
-        (["cat/a.jfif", "cat/b.JFIF", "dog/c.heic"], r"val: has no .*, only 2 .jfif, 1 .heic; add some or delete"),
-        (["cat/.a.png"], r"val: has no .*, only 1 hidden or of tools; add some or delete"),
+        ([], r"val has no <class>/ folders with images \(.jpg, .*\)\. Add some, or delete the folder"),
+        (["a.png", "b.png"], r"val has no <class>/ folders with images \(.*\), only 2 .png\. Add some, or delete"),
+        (["cat/a.jfif", "cat/b.JFIF", "dog/c.heic"], r"val has no .*, only 2 .jfif, 1 .heic\. Add some, or delete"),
+        (["cat/.a.png"], r"val has no .*, only 1 hidden or of tools\. Add some, or delete"),
     ],
 )
 def test_a_val_without_images_is_an_error_that_names_it_and_what_it_has(tmp_path, files, expected):
@@ -128,7 +128,7 @@ def test_near_misses_of_a_class_are_counted_in_the_error(tmp_path):
     save_images(tmp_path / "train", {"cat": 1, "dog": 1})
     (tmp_path / "train/dog/000.png").rename(tmp_path / "train/dog/000.jfif")
     with pytest.raises(
-        UserError, match=r"train/dog: has no images \(.jpg, .*\), only 1 .jfif; add some or delete the fo"
+        UserError, match=r"train/dog has no images \(.jpg, .*\), only 1 .jfif\. Add some, or delete the fo"
     ):
         len(create_dataset(folder_config(tmp_path), "train"))
 

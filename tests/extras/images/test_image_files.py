@@ -99,9 +99,9 @@ def test_files_that_are_left_out_are_logged_in_one_line_by_rank_0(runs):
     a_folder_of_every_kind(runs.root / "data")
     runs.train(2, "run", *"--dataset imagefolder --num_workers 1 --epochs 1".split(), task="")
     logs = "".join(path.read_text() for path in (runs.folder("run") / "logs").iterdir())
-    lines = [line for line in logs.splitlines() if "left out" in line]
+    lines = [line for line in logs.splitlines() if "of other types than images" in line]
     kinds = "2 .txt, 1 hidden or of tools, 1 .gif, 1 without a suffix"
-    text = f"data: left out 5 files of other types than images: {kinds}, e.g. "
+    text = f"The run ignores 5 files of other types than images: {kinds}, e.g. "
     assert len(lines) == 1 and text + str(runs.root / "data/train/cat/notes.txt") in lines[0], lines
 
 
@@ -110,7 +110,9 @@ def test_a_link_to_a_folder_around_it_is_rejected(tmp_path):
     save_images(tmp_path / "train", {"cat": 1, "dog": 1})
     (tmp_path / "train/dog/deep").mkdir()
     (tmp_path / "train/dog/deep/again").symlink_to(tmp_path / "train/dog")
-    with pytest.raises(UserError, match="dog/deep/again: is a link to a folder that contains it; remove the link"):
+    with pytest.raises(
+        UserError, match=r"dog/deep/again is a link to a folder that contains this link\. Remove the link"
+    ):
         len(create_dataset(folder_config(tmp_path), "train"))
 
 
@@ -207,7 +209,9 @@ def test_sizes_of_files_are_checked_before_they_are_transformed(tmp_path):
         and val[0][0].shape == (3, 12, 12)
         and resolve_auto_fields(config, data).image_size == 12
     )
-    with pytest.raises(UserError, match="dog/000.png: has 13x12 pixels, others 12x12; resize all with --image_size N"):
+    with pytest.raises(
+        UserError, match=r"dog/000.png has 13x12 pixels, but .* 12x12\. Resize all images with --image_size N"
+    ):
         val[1]
 
 
@@ -215,14 +219,15 @@ def test_sizes_of_files_are_checked_before_they_are_transformed(tmp_path):
 def test_settings_of_image_files_are_rejected_for_data_in_memory(name):
     values = {"crop_scale": ".1,1", "crop_ratio": "1,1", "auto_augment": "ra", "random_erase": 0.1}
     config = TrainingConfig(**{name: values.get(name, "nearest" if name == "interpolation" else 16)})
-    with pytest.raises(UserError, match=f"{name}={getattr(config, name)}: is for image files; leave it out, or use"):
+    problem = rf"--{name} {getattr(config, name)} works only with image files\. Leave out --{name}, or use"
+    with pytest.raises(UserError, match=problem):
         create_dataset(config, "train")
 
 
 @pytest.mark.parametrize("name", ["synthetic", "cifar10"])
 def test_resized_crops_of_data_in_memory_are_rejected(monkeypatch, name):
     monkeypatch.setattr(dataset, "_cifar10", dataset._synthetic)
-    with pytest.raises(UserError, match="augment=resized_crop: cuts from image files, .*; use --augment crop"):
+    with pytest.raises(UserError, match=r"--augment resized_crop needs image files, .*\. Use --augment crop"):
         create_dataset(TrainingConfig(dataset=name, augment="resized_crop"), "train")
     assert create_dataset(TrainingConfig(image_size=80, dataset_size=10), "train").augment == "crop"  # auto
 
@@ -235,7 +240,7 @@ def test_dataset_size_takes_a_seeded_subset(tmp_path):
     assert sets[0].targets.tolist() == [whole[k][1] for k in sets[0].indices] and sets[0].classes == whole.classes
     assert torch.equal(sets[0][2][0], whole[sets[0].indices[2]][0])
     assert take_subset(whole, 0, seed=1) is whole
-    with pytest.raises(UserError, match="dataset_size=99: the set has 12 samples; give"):
+    with pytest.raises(UserError, match="--dataset_size must be at most 12, the size of the training set, got 99."):
         take_subset(whole, 99, seed=1)
 
 
@@ -292,15 +297,19 @@ def leave_one_class(root):
 @pytest.mark.parametrize(
     ("spoil", "changes", "pattern"),
     [
-        (leave_one_class, {}, "only one class, cat; put"),
-        (lambda root: (root / "val/emu").mkdir(), {}, "val/emu: is a class that is not in .*; use the same"),
-        (lambda root: truncate(root / "train/cat/000.png"), {}, "cat/000.png: cannot be read as an image .*; replace"),
+        (leave_one_class, {}, r"only one class, cat\. Put two or more"),
+        (lambda root: (root / "val/emu").mkdir(), {}, r"val/emu is a class that is not in .*\. Use the same"),
+        (
+            lambda root: truncate(root / "train/cat/000.png"),
+            {},
+            r"cat/000.png \(class cat\) cannot be read as an image .*\. Replace",
+        ),
         (
             lambda root: save_images(root / "train", {"cat": 1}, size=(8, 9)),
             {},
-            "is not square .9x8 pixels.; resize all",
+            r"is not square .9x8 pixels.\. Resize all",
         ),
-        (lambda root: None, {"in_channels": 4}, "in_channels=4: images have 1 or 3 channels; give"),
+        (lambda root: None, {"in_channels": 4}, "--in_channels must be 1 or 3 for image files, got 4."),
     ],
 )
 def test_image_folders_that_cannot_be_used_are_rejected(tmp_path, spoil, changes, pattern):

@@ -113,7 +113,7 @@ def test_copies_have_other_pixels_and_a_subset_of_the_data_has_them_too(tmp_path
         **{"augment_repeats": 3, "batch_size": 2},
     )
     data = create_dataset(config, "train")
-    with pytest.raises(UserError, match=r"dataset_size=5: epoch_order repeats .* \(with_replacement\), .*; give"):
+    with pytest.raises(UserError, match=r"--dataset_size 5 .* epoch_order that repeats .* \(with_replacement\)\. Give"):
         take_subset(data, 5, config.seed)
     subset = SampleSubset(data, torch.tensor([0, 2, 3, 4, 7]))
     assert subset.copies == 3

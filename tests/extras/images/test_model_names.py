@@ -14,10 +14,10 @@ from utils.example import choices
 from utils.settings.errors import UserError
 
 NAMES = {  # and what the message ends with
-    "resnet81": " (did you mean resnet18?)",
-    "ResNet50": " (did you mean resnet50?)",
-    "mini_resnt": " (did you mean mini_resnet?)",
-    "deeplabv3_resnet50": " (did you mean wide_resnet50_2?)",  # segmentation
+    "resnet81": " Did you mean resnet18?",
+    "ResNet50": " Did you mean resnet50?",
+    "mini_resnt": " Did you mean mini_resnet?",
+    "deeplabv3_resnet50": " Did you mean wide_resnet50_2?",  # segmentation
     "": "",
     "qqq": "",
 }
@@ -31,14 +31,14 @@ def refusal(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_name_is_answered_with_the_nearest_one(name):
-    expected = f"model={name}: is not known; use mini_resnet or a torchvision classifier{NAMES[name]}"
+    expected = f"--model must be mini_resnet or a torchvision classifier, got {name}.{NAMES[name]}"
     assert refusal(name) == expected
 
 
 @pytest.mark.parametrize("name", [*NAMES, "resnet50"])
 def test_without_the_extra_only_mini_resnet_is_known(monkeypatch, name):
     monkeypatch.setattr(choices, "MODEL_LIBRARIES", [])
-    assert refusal(name) == f"model={name}: is not known; use mini_resnet"
+    assert refusal(name) == f"--model must be mini_resnet, got {name}."
     check_config(TrainingConfig())
 
 
@@ -55,7 +55,7 @@ def test_torchvision_is_imported_for_another_name_only(tmp_path):
     ended = launch([sys.executable, "-c", code.format("()")], env=env)
     assert ended.code == 0, ended.text
     ended = launch([sys.executable, "-c", code.format("(model='resnet50')")], env=env)
-    assert "UserError: model=resnet50 needs torchvision, which cannot be used (RuntimeError: operator" in ended.text
+    assert "UserError: --model resnet50 needs torchvision, which cannot be used (RuntimeError: operator" in ended.text
 
 
 class NoData:
@@ -79,7 +79,7 @@ def test_no_function_of_dataset_py_is_called_for_a_wrong_name(tmp_path, ranks):
     start = [*TINY, "--run_dir", str(tmp_path / "run"), "--model", "resnet81"]
     starts = [start, [*start, "--eval_only", "--init_from", "weights.pt"]]
     for errors in run_ranks(ranks, refusals, starts):
-        assert all(error.endswith("torchvision classifier (did you mean resnet18?)") for error in errors), errors
+        assert all(error.endswith("got resnet81. Did you mean resnet18?") for error in errors), errors
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -93,6 +93,6 @@ def test_nothing_is_downloaded_for_a_wrong_name(tmp_path, ranks):
     else:
         ended = torchrun(ranks, *flags, "--backend", "gloo")
         assert ended.code == 1, ended.text
-    lines = [line for line in ended.text.splitlines() if line.startswith("model=resnet81: ")]
-    assert len(lines) == 1 and lines[0].endswith("(did you mean resnet18?)"), ended.text
+    lines = [line for line in ended.text.splitlines() if line.startswith("--model must be ")]
+    assert len(lines) == 1 and lines[0].endswith(" Did you mean resnet18?"), ended.text
     assert not (tmp_path / "data").exists()

@@ -114,13 +114,13 @@ MODES = {  # the image or how it is written, suffix, the mode that Pillow opens,
     "16-bit tiff, big-endian": (PIL.fromarray(GRAY.astype(">u2")), "tif", "I;16B", LUMA),
     "16-bit pgm": (PIL.fromarray(GRAY), "pgm", "I", LUMA),
     "text pgm of 12 bits": (lambda path: path.write_text("P2 2 1 4095 0 4095"), "pgm", "I", numpy.array([[0, 255]])),
-    "32-bit tiff": (PIL.fromarray(GRAY.astype("int32")), "tif", "I", "mode I has no range that is known; save it with"),
-    "float tiff": (PIL.fromarray(GRAY.astype("float32")), "tif", "F", "mode F has no range"),
+    "32-bit tiff": (PIL.fromarray(GRAY.astype("int32")), "tif", "I", "mode I has no known range: save the image with"),
+    "float tiff": (PIL.fromarray(GRAY.astype("float32")), "tif", "F", "mode F has no known range"),
     "float pfm": (
         lambda path: PIL.fromarray(GRAY.astype("float32")).save(path, "PPM"),
         "pgm",
         "F",
-        "mode F has no ran",
+        "mode F has no known ran",
     ),
     "gray": (PIL.fromarray(LUMA[..., 0]), "png", "L", LUMA),
     "bits": (PIL.fromarray(IS_OPAQUE), "png", "1", IS_OPAQUE * 255),
@@ -162,7 +162,7 @@ def test_every_mode_that_pillow_opens_keeps_its_levels_and_its_figure(tmp_path, 
         assert opened.mode == mode
         by_pil = numpy.array(opened.convert("RGB")) if expected is None else None
     if isinstance(expected, str):
-        with pytest.raises(UserError, match=rf"{path}: cannot be read as an image \(class .*{expected}"):
+        with pytest.raises(UserError, match=rf"{path} \(class .*\) cannot be read as an image \(.*{expected}"):
             read_image(path, 3)
         return
     expected = by_pil if expected is None else expected.reshape(*expected.shape[:2], -1)
@@ -225,7 +225,9 @@ DARK_GRAY, BRIGHT_GRAY = (numpy.full((8, 8), value, "uint16") for value in (4095
 )
 def test_sixteen_bits_of_which_little_is_left_are_a_warning(tmp_path, logged, values, peak):
     log_file_listing([folder_with(tmp_path, values)])
-    text = f"data: the 16-bit images have values up to {peak} of 65535, of which reading keeps 16 levels; scale them up"
+    text = (
+        f"The 16-bit images have values up to {peak} of 65535, of which reading keeps 16 levels. Scale the values up."
+    )
     assert logged == ([("WARNING", text)] if peak else [])
 
 
@@ -238,8 +240,8 @@ def test_transparent_images_are_a_warning_at_the_first_one_and_where_nothing_is_
     log_file_listing([data])
     for k in range(len(data)):
         data[k]
-    first = f"data: {data.path(1)} has transparent pixels: they become white, here and in all other images"
-    lost = f"data: {data.path(2)} has one colour on white; put it on another background if it shows more"
+    first = f"{data.path(1)} has transparent pixels. Transparent pixels become white, here and in all other images."
+    lost = f"{data.path(2)} has one colour on white. If the image shows more, put it on another background."
     assert logged == [("WARNING", first), ("WARNING", lost)]
 
 
@@ -267,7 +269,7 @@ def test_a_damaged_file_is_a_user_error_or_read_as_by_pil(tmp_path, monkeypatch,
         outcomes[type(actual)] += 1
         if isinstance(actual, str):
             assert actual == by_pil and actual.startswith(
-                f"{path}: cannot be read as an image (class {tmp_path.name}; "
+                f"{path} (class {tmp_path.name}) cannot be read as an image ("
             )
         else:
             assert torch.equal(actual, by_pil)

@@ -209,8 +209,9 @@ def refusal(data, *flags, is_training=True, ranks=1):
     create = create_distributed_dataloader if is_training else create_evaluation_dataloader
     with pytest.raises(UserError) as raised:
         create(data, config, ctx)
-    assert "; give " in str(raised.value)
-    return str(raised.value)
+    text = str(raised.value)
+    assert ". Give " in text or "must be at least 1, got " in text
+    return text
 
 
 @pytest.mark.parametrize(
@@ -218,21 +219,21 @@ def refusal(data, *flags, is_training=True, ranks=1):
     [
         (
             [3, 17, 40],
-            "batch_tokens=16: sample 2 (2.flac) of the training set has the length 40, and 1 more are too long; give",
+            "--batch_tokens must be at least 40, the length of sample 2 (2.flac) of the training set, got 16. 2 samp",
         ),
         (
             [3, 17, 4],
-            "batch_tokens=16: sample 1 (1.flac) of the training set has the length 17; give --batch",
+            "--batch_tokens must be at least 17, the length of sample 1 (1.flac) of the training set, got 16. Give a",
         ),
-        ([3, 0, 4], "lengths of the training set: that of sample 1 (1.flac) is 0; give numbers of at least 1"),
-        ([3, -2, 4], "lengths of the training set: that of sample 1 (1.flac) is -2"),
+        ([3, 0, 4], "The lengths of the training set must be at least 1, got 0 for sample 1 (1.flac)."),
+        ([3, -2, 4], "The lengths of the training set must be at least 1, got -2 for sample 1 (1.flac)."),
         (
             [3.5, 2, 4],
-            "lengths of the training set: has the shape [3] and type float32; give one whole number per sample, 3",
+            "The lengths of the training set have the shape [3] and type float32. Give one integer per sample, 3",
         ),
-        ([[3], [2], [4]], "lengths of the training set: has the shape [3, 1]"),
-        ({0: 3, 1: 4}, "lengths of the training set: has the shape [] and type object"),
-        ([True, True, True], "lengths of the training set: has the shape [3] and type bool"),
+        ([[3], [2], [4]], "The lengths of the training set have the shape [3, 1]"),
+        ({0: 3, 1: 4}, "The lengths of the training set have the shape [] and type object"),
+        ([True, True, True], "The lengths of the training set have the shape [3] and type bool"),
     ],
 )
 def test_lengths_that_cannot_be_used_are_named(lengths, expected):
@@ -267,7 +268,7 @@ def test_lengths_of_a_subset_are_checked_as_those_of_the_whole_set():
     data.lengths = torch.tensor([1, 3, 9, 4, 5, 6, 7])  # one too many
     chosen = take_subset(data, 4, seed=1)
     for subset in (chosen, Subset(data, [0, 1])):
-        assert "has the shape [7]" in refusal(subset) and "6 in all" in refusal(subset)
+        assert "have the shape [7]" in refusal(subset) and "6 in all" in refusal(subset)
     del data.lengths
     assert "Six (the training set) has no lengths" in refusal(take_subset(data, 4, seed=1))
 
@@ -276,10 +277,13 @@ def test_lengths_of_another_number_or_none_are_refused():
     wrong = Sequences([3, 4])
     wrong.lengths = [3, 4, 5]
     wrong.__class__ = type("Two", (Sequences,), {"__len__": lambda self: 2})
-    assert "has the shape [3]" in refusal(wrong) and "2 in all" in refusal(wrong)
-    assert refusal(range(4)).startswith("batch_tokens=16: range (the training set) has no lengths; give it an array")
-    assert refusal(range(4), is_training=False).endswith(" or --eval_batch_size")
-    assert "sample 0 (0.flac) of val has the length 40" in refusal(Sequences([40], split="val"), is_training=False)
+    assert "have the shape [3]" in refusal(wrong) and "2 in all" in refusal(wrong)
+    problem = "--batch_tokens 16 needs lengths, but range (the training set) has no lengths. Give the data set an array"
+    assert refusal(range(4)).startswith(problem)
+    assert refusal(range(4), is_training=False).endswith(", or give --eval_batch_size.")
+    assert "at least 40, the length of sample 0 (0.flac) of val, got 16" in refusal(
+        Sequences([40], split="val"), is_training=False
+    )
     config = TrainingConfig(batch_tokens=16, eval_batch_size=3)
     sampler = create_evaluation_dataloader(range(4), config, DistributedContext(0, 0, 1, torch.device("cpu"))).sampler
     assert sampler.micro_batches_per_epoch == 2

@@ -14,7 +14,7 @@ TASK = "net on data"
 CONFIG = TrainingConfig(schedule="linear")
 
 
-NOT_VERIFIED = "not verified; scripts/verify.py checks your model and data in a minute"
+NOT_VERIFIED = "This code is not verified. scripts/verify.py checks your model and data in a minute."
 
 
 @pytest.fixture
@@ -39,15 +39,18 @@ def verified(tmp_path, monkeypatch):
 
 
 def changed(what):
-    return False, f"changed since scripts/verify.py was run: {what}"
+    return False, f"This code has changed since scripts/verify.py was run: {what}."
 
 
 def test_verification_holds_while_code_versions_and_task_are_the_same(verified):
     passed = "net on data, 4 ranks, 2026-11-21"
-    assert verify.read_verification(TASK, CONFIG) == (True, f"verified with this code: {passed}")
+    assert verify.read_verification(TASK, CONFIG) == (
+        True,
+        f"The model and data are verified with this code: {passed}.",
+    )
     (provenance.PROJECT_ROOT / "dataset.py").write_text("not imported then")
     assert verify.read_verification(TASK, CONFIG)[0]
-    other = f"not verified for other on data; scripts/verify.py passed for {passed}"
+    other = f"This code is not verified for other on data. scripts/verify.py passed for {passed}."
     assert verify.read_verification("other on data", CONFIG) == (False, other)
 
 
@@ -69,13 +72,13 @@ def test_a_changed_file_or_version_is_named(verified, monkeypatch):
 
 def test_broken_invariants_are_named(verified):
     verified(passed=False, invariants={"order": {"passed": False}, "content": {"passed": True}})
-    assert verify.read_verification(TASK, CONFIG) == (False, "scripts/verify.py failed: order")
+    assert verify.read_verification(TASK, CONFIG) == (False, "scripts/verify.py failed: order.")
 
 
 @pytest.mark.parametrize("is_passed", [True, False])
 def test_flags_that_differ_from_the_verified_ones_are_named_whether_it_passed_or_failed(verified, is_passed):
     verified(passed=is_passed, invariants={"order": {"passed": is_passed}}, settings={"lr": 0.5, "x": 1, "seed": 42})
-    text = f"scripts/verify.py {'passed' if is_passed else 'failed'} with other flags: lr 0.5 -> 0.1, x 1 -> unset"
+    text = f"scripts/verify.py {'passed' if is_passed else 'failed'} with other flags: lr 0.5 -> 0.1, x 1 -> unset."
     assert verify.read_verification(TASK, TrainingConfig(epochs=3)) == (False, text)
 
 

@@ -210,14 +210,14 @@ def test_a_pause_ends_no_rank_and_is_said_once_and_a_hang_after_it_ends_the_run(
         time.sleep(3)
         assert not ended
         pauses = [text for text in warnings if "paused" in text]
-        assert pauses == ["rank 1 is paused in a debugger: no rank is ended until it continues"]
+        assert pauses == ["Rank 1 is paused in a debugger. No rank is ended until this rank continues."]
         stop.set()
         thread.join(DEADLINE)
         wait_until(lambda: ended, DEADLINE)  # neither rank makes progress now
     stop.set()
     for watchdog in watchdogs:
         watchdog.close()
-    assert "hang_timeout=0.6" in ended[0][0]
+    assert "--hang_timeout 0.6." in ended[0][0]
 
 
 BREAKPOINT = """
@@ -254,6 +254,6 @@ def test_a_run_goes_on_after_a_breakpoint_that_was_longer_than_hang_timeout(runs
         for rank in ranks:
             rank.kill()
             rank.wait()
-    says(outputs[1].read_text(), "rank 1 is paused in a debugger")
+    says(outputs[1].read_text(), "Rank 1 is paused in a debugger")
     assert runs.json("run", "status.json")["state"] == "completed"
     assert not list(runs.folder("run").glob("hang-*"))

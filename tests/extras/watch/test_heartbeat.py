@@ -37,11 +37,11 @@ READING = dict.fromkeys(range(4), rank_status(7, "data"))
             "rank 1 on a hangs in update of step",
             1,
         ),
-        (WAITING, set(), "all ranks wait in backward of step 7: the network", 0),
+        (WAITING, set(), "all ranks wait in backward of step 7 for the network", 0),
         (
             dict.fromkeys(range(4), rank_status(7, "data")),
             set(),
-            "all ranks wait in data of step 7: the storage, or the",
+            "all ranks wait in data of step 7 for the storage, or for the",
             0,
         ),
         (
@@ -59,7 +59,8 @@ READING = dict.fromkeys(range(4), rank_status(7, "data"))
 )
 def test_the_rank_that_holds_up_the_others_is_named(statuses, silent, text, hanging):
     message, rank = describe_hang(statuses, silent, HOSTS, 6.2)
-    assert message.startswith(f"no progress for 6 s: {text}") and rank == hanging
+    assert message.startswith(f"There was no progress for 6 s: {text}") and rank == hanging
+    assert message.endswith(".")
 
 
 @pytest.mark.parametrize(
@@ -69,14 +70,14 @@ def test_the_rank_that_holds_up_the_others_is_named(statuses, silent, text, hang
         (
             WAITING | {rank: rank_status(7, "data", pid=rank) for rank in (1, 3)},
             set(),
-            "rank 1 on a is slow in data of step 7 (process 1); rank 3 on b is slow in data of step 7 (process 3)",
+            "rank 1 on a is slow in data of step 7 (process 1), and rank 3 on b is slow in data of step 7 (process 3)",
         ),
         (WAITING, set(), "all ranks are slow in backward of step 7"),
         (WAITING, {2}, "rank 2 on b was stopped, killed or cut off, last seen in backward of step 7 (process 100)"),
     ],
 )
 def test_a_live_rank_that_may_only_be_slow_does_not_hang_yet(statuses, silent, text):
-    assert describe_hang(statuses, silent, HOSTS, 6.2, "is slow")[0] == f"no progress for 6 s: {text}"
+    assert describe_hang(statuses, silent, HOSTS, 6.2, "is slow")[0] == f"There was no progress for 6 s: {text}."
 
 
 class Held:

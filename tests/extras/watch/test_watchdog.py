@@ -136,7 +136,7 @@ def test_a_function_of_an_evaluation_may_take_ten_times_hang_timeout(quick):
     for watchdog in watchdogs:
         watchdog.close()
     assert hanging == 0 and "rank 0 on a hangs in evaluation of step 12, in log_images of model.py" in text
-    assert text.endswith("(10 times hang_timeout=0.3)")
+    assert text.endswith(" 10 times --hang_timeout 0.3.")
 
 
 def test_a_rank_without_progress_ends_when_the_next_rank_is_gone(quick):
@@ -327,7 +327,7 @@ def test_ranks_whose_collective_has_failed_find_the_one_that_is_lost(quick):
     with ThreadPoolExecutor(3) as pool:
         errors = list(pool.map(find, watchdogs))
     for error in errors:
-        assert str(error).startswith(f"rank 3 on {HERE} was killed or cut off") and error.rank == 3
+        assert str(error).startswith(f"Rank 3 on {HERE} was killed or cut off") and error.rank == 3
     heartbeats[3].report_failure({"text": "its own error", "rank": 3, "host": HERE, "is_lost": False})
     assert watchdogs[0].find_lost_rank() is None  # it has said why
     for watcher in watchdogs:
@@ -356,7 +356,7 @@ def test_after_a_stop_signal_a_rank_that_is_blocked_in_c_ends(quick):
         assert signals.received == "SIGTERM"
         watchdog.close()
     (text, *_), received = ended[0]
-    assert received == "SIGTERM" and text.endswith("(after a stop signal)") and 2 < took < 10
+    assert received == "SIGTERM" and text.endswith(" A stop signal came before.") and 2 < took < 10
 
 
 @pytest.mark.parametrize(

@@ -49,15 +49,17 @@ def cache_datasets(
     sizes = {
         split: len(sets[split]) * sum(tensor.nbytes for tensor in list_tensors(row)) for split, row in rows.items()
     }
-    require_equal(
-        sizes, f"cache={config.cache}: {{other}} and {{first}} have samples of different sizes; use the same data", ctx
+    difference_message = (
+        f"With --cache {config.cache} all ranks need samples of the same sizes, but those of {{other}} and {{first}}"
+        " differ. Use the same data on all ranks."
     )
+    require_equal(sizes, difference_message, ctx)
     on_all_ranks(lambda: check_free_memory(sizes, location, config, ctx), ctx)
     for split, row in rows.items():
         began = time.perf_counter()
         sets[split] = _decode_dataset(sets[split], row, location, config, ctx, logger)
         logger.info(
-            "cache=%s: decoded %s %s samples (%s) in %s",
+            "--cache %s has decoded %s %s samples (%s) in %s.",
             *(config.cache, f"{len(sets[split]):,}", split, format_bytes(sizes[split])),
             format_duration(time.perf_counter() - began),
         )
@@ -95,18 +97,22 @@ class CachedDataset(Dataset):
 
 def fetch_first_row(source: Any, config: TrainingConfig) -> Any:
     """The batch of the first sample. Raises UserError if the set cannot be cached."""
-    kind = f"cache={config.cache}: {type(source).__name__}"
+    kind = type(source).__name__
     if not getattr(source, "cacheable", False):
         raise UserError(
-            f"{kind} is not cacheable, for example because its workers draw resized crops; use --augment crop or"
-            " --cache none, or set cacheable = True if its samples never change"
+            f"--cache {config.cache} does not work with {kind}, which is not cacheable, for example because its workers"
+            " draw resized crops. Use --augment crop or --cache none, or set cacheable = True in a data set whose"
+            " samples never change."
         )
     samples = source.__getitems__([0]) if has_getitems(source) else [source[0]]
     row = getattr(source, "collate", default_collate)(samples)
     is_row: list[bool] = []
     map_leaves(lambda leaf: is_row.append(isinstance(leaf, Tensor) and leaf.shape[:1] == (1,)), row)
     if not is_row or not all(is_row):
-        raise UserError(f"{kind} has batches that are not tensors with one row per sample; leave out --cache")
+        raise UserError(
+            f"--cache {config.cache} does not work with {kind}, whose batches are not tensors with one row per sample."
+            " Leave out --cache."
+        )
     return row
 
 
@@ -122,15 +128,17 @@ def check_free_memory(sizes: dict[str, int], location: str, config: TrainingConf
         free, _ = torch.cuda.mem_get_info(ctx.device)
         if need > MAX_DEVICE_FRACTION * free:
             raise UserError(
-                f"cache=device: the decoded data take {format_bytes(need)}, {ctx.device} on {ctx.host} has"
-                f" {format_bytes(free)} free, half of it kept for training; use --cache ram or a smaller --image_size"
+                f"--cache device needs {format_bytes(need)} for the decoded data, but {ctx.device} on {ctx.host} has"
+                f" {format_bytes(free)} of free memory, and half of that is kept for training. Use --cache ram or a"
+                " smaller --image_size."
             )
         need = max(sizes.values())  # one set at a time passes through the node's memory
     left = read_free_memory()
     if left is not None and need > MAX_MEMORY_FRACTION * left:
         raise UserError(
-            f"cache={config.cache}: the decoded data take {format_bytes(need)}, {ctx.host} has {format_bytes(left)} of"
-            " memory free; give the job more memory, use a smaller --image_size or --dataset_size, or --cache none"
+            f"--cache {config.cache} needs {format_bytes(need)} for the decoded data, but {ctx.host} has"
+            f" {format_bytes(left)} of free memory. Give the job more memory, use a smaller --image_size or"
+            " --dataset_size, or use --cache none."
         )
 
 
@@ -169,8 +177,8 @@ def _fill_rows(rows: Any, indices: list[int], batch: Any) -> None:
     for target, source in zip(list_tensors(rows), list_tensors(batch), strict=True):
         if (source.dtype, source.shape[1:]) != (target.dtype, target.shape[1:]):
             raise UserError(
-                f"cache: samples {indices[0]} to {indices[-1]} are {source.dtype} {list(source.shape[1:])}, others"
-                f" {target.dtype} {list(target.shape[1:])}; make all samples alike, or use --cache none"
+                f"Samples {indices[0]} to {indices[-1]} are {source.dtype} {list(source.shape[1:])}, but other samples"
+                f" are {target.dtype} {list(target.shape[1:])}. Make all samples alike, or use --cache none."
             )
         target[indices[0] : indices[-1] + 1] = source
 
@@ -218,7 +226,7 @@ def _open_shared_file(path: str, ctx: DistributedContext) -> IO[bytes]:
         return open(path, "r+b")
     except FileNotFoundError:
         raise UserError(
-            f"cache: the ranks on {ctx.host} do not share {path}; give them one /dev/shm, or use --cache none"
+            f"The ranks on {ctx.host} do not share {path}. Give them one /dev/shm, or use --cache none."
         ) from None
 
 

@@ -90,7 +90,7 @@ def create_node_folder(
             plan = create_companion_plan(
                 config, ctx.rank, ctx.host, start_decision.token, start_decision.launch_id, **details
             )
-            call_program("mirror", plan, f"mirror={config.mirror}", "--first")
+            call_program("mirror", plan, f"--mirror {config.mirror}", "--first")
         return run_lock
 
     return node_local_ranks, on_all_ranks(lock_folder, ctx) if node_local_ranks else None

@@ -51,7 +51,7 @@ def call_program(name: str, plan: dict[str, Any], title: str, *flags: str) -> di
     try:
         answer = json.loads(process.communicate()[0])
     except ValueError:
-        raise StartError(f"{title}: its program ended with exit code {process.returncode}; start again") from None
+        raise StartError(f"The program of {title} ended with exit code {process.returncode}. Start again.") from None
     if "problem" in answer:
         raise (StartError if answer["is_transient"] else UserError)(answer["problem"])
     return answer

@@ -40,7 +40,7 @@ class Companions:
         settings = {"mirror": config.mirror}
         if ctx.is_main:
             settings |= {"track": config.track.replace("none", ""), "on_checkpoint": config.on_checkpoint}
-        self._titles = {name: redact_secrets(f"{name}={value}") for name, value in settings.items() if value}
+        self._titles = {name: redact_secrets(f"--{name} {value}") for name, value in settings.items() if value}
         self._plan, self._logger = plan, logging.getLogger(LOGGER_NAME)
         self._max_silence_s = SECONDS_AFTER_RANK_0  # without a sign of life, after which a program is ended
         if ctx.is_main:
@@ -73,11 +73,12 @@ class Companions:
                 code = process.wait()
                 kill_session(process.pid)  # what it had started
             if code == EXIT_OTHER_OWNER:
-                self._takeover_error = f"{title}: another job has taken over this run; end this one"
+                self._takeover_error = f"Another job has taken over this run, as {title} shows. End this job."
             if code in (0, EXIT_OTHER_OWNER):
                 return
             if not self._is_closed.is_set():
-                self._logger.warning("%s: ended with exit code %d; it is started again in %.0f s", title, code, pause)
+                text = "The program of %s ended with exit code %d. It is started again in %.0f s."
+                self._logger.warning(text, title, code, pause)
             self._is_closed.wait(pause)
             pause = min(2 * pause, MAX_SECONDS_BEFORE_RESTART)
 
@@ -106,10 +107,10 @@ class Companions:
             if time.monotonic() > notice_at:
                 notice_at = math.inf
                 text = (
-                    "waiting for %s; a program that gives no sign of life for %.0f s is ended, and a command that runs"
-                    " is ended an hour after its start, or ten minutes after it if the run was stopped"
+                    "The run waits for %s. A program that gives no sign of life for %.0f s is ended. A command that"
+                    " runs is ended an hour after its start, or ten minutes after its start if the run was stopped."
                 )
-                self._logger.info(text, " and ".join(waiting), seconds)
+                self._logger.info(text, " and ".join(f"--{name}" for name in waiting), seconds)
             for name in waiting:
                 heartbeat_pipe = self._heartbeat_pipes[name][0]
                 if heartbeat_pipe.poll():
@@ -117,7 +118,8 @@ class Companions:
                     if self._processes.get(name) is first_processes.get(name):
                         deadlines[name] = time.monotonic() + seconds
         for name in self._list_alive():
-            text = "%s: lacks the latest checkpoint or records after %.0f s and is ended; they are in %s"
+            text = "The program of %s lacks the latest checkpoint or records after %.0f s and is ended."
+            text += " The run folder %s has them."
             self._logger.warning(text, self._titles[name], time.monotonic() - began, self._plan["folder"])
         self.poll()
         self.stop(on_progress)

@@ -22,8 +22,9 @@ def checkpoint_activations(model: nn.Module, blocks: list[nn.Module]) -> None:
     """
     if not blocks:
         raise UserError(
-            f"activation_checkpointing=True: {type(model).__name__} has no blocks (modules with children, in an"
-            " nn.Sequential or nn.ModuleList); leave it out, or let blocks(model) of model.py return some"
+            f"--activation_checkpointing needs blocks, but {type(model).__name__} has none (modules with children, in"
+            " an nn.Sequential or nn.ModuleList). Leave out --activation_checkpointing, or let blocks(model) of"
+            " model.py return some."
         )
     check_blocks(blocks)
     for block in blocks:

@@ -41,7 +41,8 @@ def compile_all_sizes(
         for indices in list_example_indices_by_size(eval_loader)
     ]
     shown = ", ".join(dict.fromkeys(f"{len(indices)} in {kind}" for kind, _, indices in passes))
-    logger.info("compiling (%s) for %s: %s", config.compile, format_count(passes, "batch size"), shown)
+    batch_sizes = format_count(passes, "batch size")
+    logger.info("torch compiles the model (--compile %s) for %s: %s.", config.compile, batch_sizes, shown)
     torch.compiler.reset()  # drops the code of an earlier run in this process
     # graphs are split at DDP's buckets, so that these overlap; torch cannot split recomputed blocks, tiny buckets, or
     # alike on any number of ranks
@@ -60,15 +61,16 @@ def compile_all_sizes(
                 evaluate_once(batch, state, hooks.compute_loss)
                 for part in state.parts:
                     part.try_evaluation(state.model, state.precision, batch, size, size)
-        logger.info("compiled for batches of %d in %s after %.0f s", size, kind, perf_counter() - began)
+        seconds = perf_counter() - began
+        logger.info("The model is compiled for batches of %d in %s, after %.0f s.", size, kind, seconds)
     if counters["stats"]["unique_graphs"] == compiled:
         raise UserError(
-            f"compile={config.compile}: torch {torch.__version__} found nothing to compile, as in a bare nn.Sequential;"
-            " give the model a class with a forward method, or use --compile off"
+            f"--compile {config.compile} had no effect: torch {torch.__version__} found nothing to compile, as in a"
+            " bare nn.Sequential. Give the model a class with a forward method, or use --compile off."
         )
     skipped = counters["inductor"]["cudagraph_skips"] - skipped
     if config.compile == "reduce-overhead" and skipped:
-        text = "reduce-overhead: %s run without CUDA graphs (TORCH_LOGS=cudagraphs shows why)"
+        text = "With --compile reduce-overhead %s cannot use CUDA graphs (TORCH_LOGS=cudagraphs shows why)."
         logger.info(text, format_count(skipped, "compiled part"))  # of rank 0; it is the same on the others
 
 

@@ -52,9 +52,10 @@ class ExactStrategy(GradientStrategy):
     def wrap_model(self, model: nn.Module) -> WrappedModel:
         config = self._config
         if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-            raise UserError("reduction=exact: SyncBatchNorm sums over the ranks by itself; leave out --sync_bn")
+            text = "--reduction exact does not work with SyncBatchNorm, which sums over the ranks by itself."
+            raise UserError(f"{text} Leave out --sync_bn.")
         if self._ctx.device.type != "cpu" and not config.deterministic:
-            raise UserError("reduction=exact: on a GPU needs deterministic kernels; add --deterministic")
+            raise UserError("--reduction exact needs deterministic kernels on a GPU. Add --deterministic.")
         is_static = False
         is_static = config.compile == "reduce-overhead"  # extra: compile
         options = create_ddp_options(
@@ -158,8 +159,8 @@ def _create_gradient_views(flat: Tensor, parameters: list[nn.Parameter]) -> list
 def list_exact_resume_rules(payload: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """How values of the provenance are compared if this run has exact sums, and the line about a difference."""
     is_exact = payload["config"].get("reduction") == "exact"
-    threads = "OMP_NUM_THREADS={here}: with reduction=exact it must be as in the checkpoint, {before}"
-    sums = "reduction=exact: this version sums in another order than the checkpoint's; the bits change"
+    threads = "With --reduction exact OMP_NUM_THREADS must be {before}, as in the checkpoint, got {here}."
+    sums = "With --reduction exact this version sums in another order than the checkpoint's, so the bits change."
     return {
         "cpu_threads": ("must" if is_exact else "free", threads),
         "exact_sums": ("may" if is_exact else "free", sums),

@@ -34,31 +34,37 @@ def list_csv_images(file: Path, max_classes: int | str) -> bytes:
     train, locations = file.with_name("train.csv"), {}
     for line, (_, label) in enumerate(read_csv_rows(train), 2):
         if label not in locations:
-            locations[label] = f"{train}, line {line}"
+            locations[label] = f"line {line} of {train}"
     if file == train:
         check_splits(train)
         check_labels(locations)
     classes = _sort_labels(set(locations))
     if len(classes) == 1:
-        raise UserError(f"{train}: has only one class, {classes[0]}; put two or more into it")
+        raise UserError(f"{train} has only one class, {classes[0]}. Put two or more classes into this file.")
     if isinstance(max_classes, int) and len(classes) > max_classes:
-        raise UserError(f"num_classes={max_classes}: {train} has {len(classes)}; give that number or leave it auto")
+        raise UserError(
+            f"--num_classes must be at least {len(classes)}, the number of classes in {train}, got {max_classes}."
+            " Give that number, or leave out --num_classes."
+        )
     numbers, listing = {name: number for number, name in enumerate(classes)}, bytearray()
     labels: dict[int, int] = {}  # by the hash of the path, which takes fewer bytes
     for line, (path, label) in enumerate(read_csv_rows(file), 2):
-        location = f"{file}, line {line}"
+        location = f"line {line} of {file}"
         if label not in numbers:
             check_labels(locations | {label: location})
-            raise UserError(f"{location}: has the label {label!r}, which {train} has not; fix it")
+            raise UserError(f"The label {label!r} in {location} does not occur in {train}. Fix the label.")
         listing += b"\0%b %d" % (os.fsencode(path), numbers[label])
         name = os.path.normpath(path)
         if (index := labels.setdefault(hash(name), numbers[label])) != numbers[label]:
             first = next(
                 n for n, (other_path, _) in enumerate(read_csv_rows(file), 2) if os.path.normpath(other_path) == name
             )
-            raise UserError(f"{location}: {path} is {label!r} here and {classes[index]!r} in line {first}; delete one")
+            raise UserError(
+                f"{path} has the label {label!r} in {location}, but {classes[index]!r} in line {first}. Delete one of"
+                " these lines."
+            )
     if repeated := line - 1 - len(labels):
-        text = "data: %s lists files again, with the same label, in %s"
+        text = "%s lists files again, with the same label, in %s."
         logging.getLogger(LOGGER_NAME).log(RANK_0_WARNING, text, file, format_count(repeated, "line"))
     return bytes(listing + b"\0") + json.dumps(classes).encode()
 
@@ -70,20 +76,22 @@ def read_csv_rows(file: Path) -> Iterator[tuple[str, str]]:
         with file.open(encoding="utf-8-sig", newline="") as opened:
             reader = csv.reader(opened, skipinitialspace=True, strict=True)
             if (header := next(reader, [])) != ["path", "label"]:
-                raise UserError(f"{file}, line 1: has the header {','.join(header)!r}; write path,label there")
+                raise UserError(
+                    f"The header of {file} must be path,label, got {','.join(header)!r}. Write path,label into line 1."
+                )
             for line, row in enumerate(reader, 2):
                 if not "".join(row).strip():
                     ends = ends or line
                     continue
                 path, label = row if len(row) == 2 else ("", "")
                 if ends or not path or not label.strip() or reader.line_num != line or "\0" in path:
-                    location = f"{file}, line {ends or line}"
-                    raise UserError(f"{location}: is not a path, a comma and a label; fix or delete the line")
+                    text = f"Line {ends or line} of {file} is not a path, a comma and a label."
+                    raise UserError(f"{text} Fix or delete this line.")
                 yield path, label.strip()
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{file}: cannot be read after line {line} ({error}); fix the file") from None
+        raise UserError(f"{file} cannot be read after line {line} ({error}). Fix the file.") from None
     if line == 1 or ends == 2:
-        raise UserError(f"{file}: has no lines after its header; add some, or delete it")
+        raise UserError(f"{file} has no lines after its header. Add some, or delete the file.")
 
 
 def check_labels(locations: dict[str, str]) -> None:
@@ -91,19 +99,19 @@ def check_labels(locations: dict[str, str]) -> None:
     texts = [label for label in locations if not DECIMAL_PATTERN.fullmatch(label)]
     if 0 < len(texts) < len(locations) and all(label.lower() in MISSING_LABELS for label in texts):
         text_line, other = locations[texts[0]], next(line for label, line in locations.items() if label not in texts)
-        raise UserError(f"{text_line}: has the label {texts[0]!r}, but {other} a number; fix or delete it")
+        text = f"The label {texts[0]!r} in {text_line} is not a number, but the label in {other} is one."
+        raise UserError(f"{text} Fix the label, or delete its line.")
     alike: dict[Any, str] = {}
     in_case: dict[str, str] = {}
     for label, location in locations.items():
         shown = "".join(char for char in label if unicodedata.category(char) != "Cf")  # marks without width
         key = unicodedata.normalize("NFC", " ".join(shown.split())) if texts else Decimal(label)
         if (other := alike.setdefault(key, label)) != label:
-            raise UserError(
-                f"{location}: the label {label!a} looks like {other!a}, {locations[other]}; write both alike"
-            )
+            text = f"The label {label!a} in {location} looks like {other!a} in {locations[other]}."
+            raise UserError(f"{text} Write both labels alike.")
         if (other := in_case.setdefault(label.casefold(), label)) != label:
-            text = "data: %s: the label %s is another class than %s, %s"
-            logging.getLogger(LOGGER_NAME).log(RANK_0_WARNING, text, location, label, other, locations[other])
+            text = "The label %s in %s is another class than %s in %s."
+            logging.getLogger(LOGGER_NAME).log(RANK_0_WARNING, text, label, location, other, locations[other])
 
 
 def _sort_labels(labels: set[str]) -> list[str]:

@@ -42,7 +42,7 @@ def log_file_listing(sets: Sequence[Any]) -> None:
     kinds: Counter[str] = sum((dataset.left_out for dataset in sets), Counter())
     if kinds:
         example = next(dataset.example for dataset in sets if dataset.example)
-        text = "data: left out %s of other types than images: %s, e.g. %s"
+        text = "The run ignores %s of other types than images: %s, e.g. %s."
         logging.getLogger(LOGGER_NAME).info(
             text, format_count(kinds.total(), "file"), _describe_suffixes(kinds), example
         )
@@ -52,7 +52,7 @@ def log_file_listing(sets: Sequence[Any]) -> None:
         with suppress(Exception), Image.open(path) as file:  # an unreadable one ends the run when it is needed
             _convert_to_8_bits(file, path)
     if 0 < (peak := _seen_in_images.get("peak", 0)) < MIN_BRIGHT_VALUE:
-        text = "data: the 16-bit images have values up to %d of 65535, of which reading keeps %d levels; scale them up"
+        text = "The 16-bit images have values up to %d of 65535, of which reading keeps %d levels. Scale the values up."
         logging.getLogger(LOGGER_NAME).warning(text, peak, peak // 256 + 1)
 
 
@@ -87,9 +87,9 @@ def check_splits(train: Path) -> None:
     similar = re.compile(VALIDATION_NAME_PATTERN + re.escape(train.suffix), re.IGNORECASE)
     for path in (train.with_name(name) for name in sorted(names) if similar.fullmatch(name)):
         if not val.exists():
-            raise UserError(f"{path}: is not read; rename it to {val.name}")
+            raise UserError(f"{path} would not be read. Rename it to {val.name}.")
         if not path.samefile(val):
-            logging.getLogger(LOGGER_NAME).info("data: %s is not read, but %s", path, val)
+            logging.getLogger(LOGGER_NAME).info("The run reads %s, and ignores %s.", val, path)
 
 
 def find_images(folder: Path, must_exist: bool = False) -> tuple[list[os.DirEntry], list[os.DirEntry]]:
@@ -111,7 +111,7 @@ def _walk_files(folder: str | Path) -> Iterator[os.DirEntry]:
         if not is_visible_folder(entry):
             yield entry
         elif entry.is_symlink() and Path(folder).resolve().is_relative_to(Path(entry).resolve()):
-            raise UserError(f"{entry.path}: is a link to a folder that contains it; remove the link")
+            raise UserError(f"{entry.path} is a link to a folder that contains this link. Remove the link.")
         else:
             yield from _walk_files(entry.path)
 
@@ -131,7 +131,7 @@ def _explain_no_images(folder: Path, missing: str, other_files: list[os.DirEntry
         f", only {_describe_suffixes(Counter(file_suffix(entry.name) for entry in other_files))}" if other_files else ""
     )
     return UserError(
-        f"{folder}: has no {missing} ({', '.join(IMAGE_SUFFIXES)}){contents}; add some or delete the folder"
+        f"{folder} has no {missing} ({', '.join(IMAGE_SUFFIXES)}){contents}. Add some, or delete the folder."
     )
 
 
@@ -144,12 +144,15 @@ def list_classes(root: Path, split: str) -> list[str]:
     train = root / "train"
     classes = sorted(entry.name for entry in os.scandir(train) if is_visible_folder(entry)) if train.is_dir() else []
     if not classes:
-        raise UserError(f"data_dir={root}: has no {train}/<class>/ folders; give the folder that holds train/ and val/")
+        text = f"--data_dir {root} has no {train}/<class>/ folders."
+        raise UserError(f"{text} Give the folder that holds train/ and val/.")
     if len(classes) == 1:
-        raise UserError(f"data_dir={root}: has only one class, {classes[0]}; put two or more into {train}")
+        text = f"--data_dir {root} has only one class, {classes[0]}."
+        raise UserError(f"{text} Put two or more classes into {train}.")
     unknown = sorted({entry.name for entry in os.scandir(root / split) if is_visible_folder(entry)} - set(classes))
     if unknown:
-        raise UserError(f"{root / split / unknown[0]}: is a class that is not in {train}; use the same classes in both")
+        text = f"{root / split / unknown[0]} is a class that is not in {train}."
+        raise UserError(f"{text} Use the same classes in both folders.")
     return classes
 
 
@@ -159,8 +162,8 @@ def read_image(path: Path, channels: int, class_name: str = "") -> Tensor:
 
     Raises UserError, which names the class (by default the folder), if it cannot be read.
     """
-    transforms = import_optional("images", "torchvision.transforms.v2.functional")
-    image_files = import_optional("images", "PIL.Image")
+    transforms = import_optional("Reading images", "torchvision.transforms.v2.functional")
+    image_files = import_optional("Reading images", "PIL.Image")
     try:
         with image_files.open(path) as file:  # reads only the header
             is_plain = file.format in ("JPEG", "MPO") and file.mode in ("RGB", "L")[channels == 1 :]
@@ -173,8 +176,8 @@ def read_image(path: Path, channels: int, class_name: str = "") -> Tensor:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and is_transient(error)):
             raise
         raise UserError(
-            f"{path}: cannot be read as an image (class {class_name or path.parent.name}; {error});"
-            " replace or delete it"
+            f"{path} (class {class_name or path.parent.name}) cannot be read as an image ({error})."
+            " Replace or delete the file."
         ) from None
     return image
 
@@ -194,16 +197,16 @@ def _convert_to_8_bits(file: Any, path: Path) -> Any:
         _seen_in_images["peak"] = max(_seen_in_images.get("peak", 0), int(values.max()))
         return Image.fromarray((values >> 8).astype("uint8"))
     if file.mode in ("I", "F"):
-        raise ValueError(f"mode {file.mode} has no range that is known; save it with 8 or 16 bits per channel")
+        raise ValueError(f"mode {file.mode} has no known range: save the image with 8 or 16 bits per channel")
     if not file.has_transparency_data:
         return file
     file = (file.convert("LA") if file.mode == "La" else file).convert("RGBA")
     if file.getextrema()[3][0] == 255:
         return file
     file = Image.alpha_composite(Image.new("RGBA", file.size, "white"), file).convert("RGB")
-    texts = ["data: %s has transparent pixels: they become white, here and in all other images"]
+    texts = ["%s has transparent pixels. Transparent pixels become white, here and in all other images."]
     if not any(low < high for low, high in file.getextrema()):
-        texts.append("data: %s has one colour on white; put it on another background if it shows more")
+        texts.append("%s has one colour on white. If the image shows more, put it on another background.")
     for text in texts:
         if text not in _seen_in_images:
             _seen_in_images[text] = 1

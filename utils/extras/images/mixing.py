@@ -16,7 +16,7 @@ from utils.rng import derive_seed
 
 @functools.cache
 def _create_mixing(mixup: float, cutmix: float, num_classes: int) -> Any:
-    v2 = import_optional("mixup_alpha, cutmix_alpha", "torchvision.transforms.v2")
+    v2 = import_optional("--mixup_alpha or --cutmix_alpha", "torchvision.transforms.v2")
     kinds = [
         kind(alpha=alpha, num_classes=num_classes) for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix)) if alpha
     ]

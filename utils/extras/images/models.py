@@ -21,7 +21,7 @@ def list_classifiers(requested_name: str) -> list[str]:
     Raises:
         UserError: if torchvision cannot be used.
     """
-    models = import_optional(f"model={requested_name}", "torchvision.models")
+    models = import_optional(f"--model {requested_name}", "torchvision.models")
     return models.list_models(module=models)
 
 
@@ -33,10 +33,11 @@ def torchvision_model(name: str, in_channels: int, num_classes: int, image_size:
     """
     if name not in list_classifiers(name):
         return None
-    models = import_optional(f"model={name}", "torchvision.models")
+    models = import_optional(f"--model {name}", "torchvision.models")
     if in_channels != 3:
         raise UserError(
-            f"in_channels={in_channels}: torchvision's models take 3; use --model mini_resnet or 3 channels"
+            f"--in_channels must be 3 for torchvision's models, got {in_channels}. Use --model mini_resnet, or images"
+            " with 3 channels."
         )
     special: dict[str, Any] = {"image_size": image_size} if name.startswith("vit_") else {}
     if name in ("inception_v3", "googlenet"):
@@ -48,6 +49,6 @@ def torchvision_model(name: str, in_channels: int, num_classes: int, image_size:
     except (ValueError, AssertionError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        text = f"model={name}: does not accept {image_size}x{image_size} images ({error})"
-        raise UserError(f"{text}; give another image_size or model") from None
+        text = f"--model {name} does not accept {image_size}x{image_size} images ({error})."
+        raise UserError(f"{text} Give another --image_size or --model.") from None
     return model.train()

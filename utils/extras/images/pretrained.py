@@ -28,11 +28,12 @@ def find_default_weights(model: str) -> Any:
 
 def find_weights_file(config: TrainingConfig) -> Path:
     """Where the weights are: torch.hub's folder if they are there, else <data_dir>/weights. Raises UserError."""
-    import_optional("init_from=torchvision", "torchvision.models")
+    import_optional("--init_from torchvision", "torchvision.models")
     weights = find_default_weights(config.model)
     if weights is None:
         raise UserError(
-            f"init_from=torchvision: has no weights of {config.model}; give one of its models, such as --model resnet50"
+            f"--init_from torchvision has no weights for --model {config.model}. Give one of torchvision's models, such"
+            " as --model resnet50."
         )
     name = weights.url.rpartition("/")[2]
     in_hub = Path(torch.hub.get_dir(), "checkpoints", name)
@@ -54,6 +55,6 @@ def download_weights(config: TrainingConfig) -> None:
         torch.hub.download_url_to_file(weights.url, str(file), digest, progress=False)
     except (OSError, RuntimeError) as error:
         raise UserError(
-            f"init_from=torchvision: cannot be downloaded ({error}); put {weights.url} there as {file}, or into"
-            f" {torch.hub.get_dir()}/checkpoints (of TORCH_HOME), or give another --data_dir"
+            f"The weights of --init_from torchvision cannot be downloaded ({error}). Save {weights.url} as {file}, or"
+            f" in {torch.hub.get_dir()}/checkpoints (of TORCH_HOME), or give another --data_dir."
         ) from None

@@ -107,7 +107,8 @@ class ImageFolderDataset(ImageDataset):
         height, width = image.shape[1:]
         if not self._is_resized and (height, width) != (size, size):
             raise UserError(
-                f"{path}: has {width}x{height} pixels, others {size}x{size}; resize all with --image_size N"
+                f"{path} has {width}x{height} pixels, but other images have {size}x{size}. Resize all images with"
+                " --image_size N."
             )
         return self._transform(image), label
 
@@ -136,7 +137,7 @@ class CsvDataset(ImageFolderDataset):
         return torch.frombuffer(array("q", map(int, re.findall(rb" (\d+)\0", self.listing))), dtype=torch.int64)
 
     def class_of(self, index: int) -> str:
-        return f"{super().class_of(index)}, {self.file}, line {index + 2}"
+        return f"{super().class_of(index)}, line {index + 2} of {self.file}"
 
 
 def image_files(config: TrainingConfig, split: str) -> ImageFolderDataset | None:
@@ -153,7 +154,7 @@ def image_files(config: TrainingConfig, split: str) -> ImageFolderDataset | None
     classes = [] if suffix else list_classes(root, split)
     channels = unless_auto(config.in_channels, 3)
     if channels not in MEAN_AND_STD:
-        raise UserError(f"in_channels={channels}: images have 1 or 3 channels; give 1 or 3")
+        raise UserError(f"--in_channels must be 1 or 3 for image files, got {channels}.")
     sizes: dict[str, Any] = resolve_auto_sizes(config)
     config = dataclasses.replace(config, **sizes)
     size = config.image_size
@@ -164,7 +165,8 @@ def image_files(config: TrainingConfig, split: str) -> ImageFolderDataset | None
             first = Path(find_images(root / "train" / classes[0], must_exist=True)[0][0])
         size, width = read_image(first, channels).shape[1:]
         if size != width:
-            raise UserError(f"{first}: is not square ({width}x{size} pixels); resize all to N x N with --image_size N")
+            text = f"{first} is not square ({width}x{size} pixels)."
+            raise UserError(f"{text} Resize all images to N x N pixels with --image_size N.")
     dataset = (CsvDataset if suffix else ImageFolderDataset)(source, classes, config, size)
     vars(dataset).update(sizes)
     return dataset
@@ -196,4 +198,5 @@ def _check_file_settings(config: TrainingConfig) -> None:
     for name in FILE_SETTINGS:
         value = getattr(config, name)
         if value != getattr(TrainingConfig, name):
-            raise UserError(f"{name}={value}: is for image files; leave it out, or use --dataset imagefolder")
+            text = f"--{name} {value} works only with image files."
+            raise UserError(f"{text} Leave out --{name}, or use --dataset imagefolder.")

@@ -37,7 +37,7 @@ def create_file_transform(config: TrainingConfig, size: int, is_train: bool) -> 
     """torchvision's reference transforms, in its order: decoded uint8 [C, H, W] -> uint8 [C, size, size], in workers;
     and whether they draw. A worker seeds torch's generator for each sample, so draws depend on (seed, epoch, sample).
     """
-    v2 = import_optional(f"dataset={config.dataset}", "torchvision.transforms.v2")
+    v2 = import_optional(f"--dataset {config.dataset}", "torchvision.transforms.v2")
     mode, transforms = v2.InterpolationMode(config.interpolation), []
     is_cropped = choose(config.augment, size) == "resized_crop"
     if not is_train:

@@ -36,9 +36,9 @@ from utils.packages import import_optional
 from utils.rng import derive_seed
 from utils.settings.errors import UserError
 
-numpy = import_optional("batch_tokens", "numpy")
+numpy = import_optional("--batch_tokens", "numpy")
 LENGTHS_DIFFER = (
-    "lengths: {other} and {first} read different lengths; copy the data again, or sort what they are made from"
+    "{other} and {first} read different lengths. Copy the data again, or sort what the lengths are made from."
 )
 
 
@@ -258,18 +258,19 @@ def read_lengths(outer_dataset: Any, split: str, folder: Path, ctx: DistributedC
         if not hasattr(type(dataset), "lengths") and not hasattr(dataset, "lengths"):
             return b""
         given = dataset.lengths  # which may be a property with an error of its own
-        wanted = f"give one whole number per sample, {len(dataset):,} in all, as numpy.asarray(lengths, dtype='int64')"
+        wanted = f"Give one integer per sample, {len(dataset):,} in all, as numpy.asarray(lengths, dtype='int64')."
         try:
             lengths = numpy.asarray(given.cpu() if isinstance(given, Tensor) else given)
         except (TypeError, ValueError) as error:
-            raise UserError(f"lengths of {split}: is a {type(given).__name__} ({error}); {wanted}") from None
+            text = f"The lengths of {split} are a {type(given).__name__} that is no array ({error})."
+            raise UserError(f"{text} {wanted}") from None
         if lengths.shape != (len(dataset),) or lengths.dtype.kind not in "iu":
-            shown = f"has the shape {list(lengths.shape)} and type {lengths.dtype}"
-            raise UserError(f"lengths of {split}: {shown}; {wanted}")
+            text = f"The lengths of {split} have the shape {list(lengths.shape)} and type {lengths.dtype}."
+            raise UserError(f"{text} {wanted}")
         lengths = lengths.astype(numpy.int64)[rows]
         if (wrong := numpy.flatnonzero(lengths < 1)).size:
             sample = format_sample_name(outer_dataset, int(wrong[0]))
-            raise UserError(f"lengths of {split}: that of {sample} is {lengths[wrong[0]]}; give numbers of at least 1")
+            raise UserError(f"The lengths of {split} must be at least 1, got {lengths[wrong[0]]} for {sample}.")
         return lengths.tobytes()
 
     data = read_once_per_file_system(
@@ -294,19 +295,21 @@ def create_budget_factory(
     if not len(lengths):
         if config.eval_batch_size and not is_training:
             return functools.partial(GlobalBatchSampler, dataset, batch_size=config.eval_batch_size)
-        remedy = "give it an array with one number per sample (docs/reference.md)"
-        remedy += "" if is_training else ", or --eval_batch_size"
-        raise UserError(
-            f"batch_tokens={config.batch_tokens}: {dataset_class_name(dataset)} ({split}) has no lengths; {remedy}"
-        )
+        kind = dataset_class_name(dataset)
+        text = f"--batch_tokens {config.batch_tokens} needs lengths, but {kind} ({split}) has no lengths. Give the"
+        text += " data set an array lengths with one number per sample (docs/reference.md)"
+        if not is_training:
+            text += ", or give --eval_batch_size"
+        raise UserError(f"{text}.")
     longest = int(lengths.max())
     if longest > config.batch_tokens and config.too_long == "error":
         sample, many = format_sample_name(dataset, int(lengths.argmax())), int((lengths > config.batch_tokens).sum())
-        others_text = f", and {many - 1:,} more are too long" if many > 1 else ""
-        raise UserError(
-            f"batch_tokens={config.batch_tokens}: {sample} of {split} has the length {longest:,}{others_text};"
-            f" give --batch_tokens {longest} or more, or --too_long alone, for a micro-batch of its own"
-        )
+        text = f"--batch_tokens must be at least {longest}, the length of {sample} of {split},"
+        text += f" got {config.batch_tokens}."
+        if many > 1:
+            text += f" {many:,} samples are too long."
+        remedy = "Give a larger --batch_tokens, or --too_long alone for a micro-batch with only that sample."
+        raise UserError(f"{text} {remedy}")
     return functools.partial(
         BudgetSampler, dataset, lengths, TokenBudget(config.batch_tokens, samples, config.bucket_window)
     )

@@ -40,24 +40,24 @@ class FolderFormat(FileFormat):
             manifest = json.loads(text)
             step, files = int(manifest["step"]), {str(name): str(digest) for name, digest in manifest["files"].items()}
         except FileNotFoundError:
-            raise UserError(f"{path}: lacks {MANIFEST_FILE}; give another checkpoint") from None
+            raise UserError(f"{path} lacks {MANIFEST_FILE}. Give another checkpoint.") from None
         except OSError as error:
             raise archive.explain_unreadable(path, error) from None
         except (AttributeError, ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: its {MANIFEST_FILE} is damaged; give another checkpoint") from None
+            raise UserError(f"The {MANIFEST_FILE} of {path} is damaged. Give another checkpoint.") from None
         if ".metadata" in files:
             raise UserError(
-                f"{path}: is in the format of torch.distributed.checkpoint, which versions of the template up to"
-                " November 2026 used; export its weights with that version, and give them with --init_from"
+                f"{path} is in the format of torch.distributed.checkpoint, which versions of the template up to"
+                " November 2026 used. Export its weights with such a version, and give them with --init_from."
             )
         missing = [name for name in [shard_file_name(0), *files] if name not in files or not (path / name).is_file()]
         if missing:
-            raise UserError(f"{path}: lacks {missing[0]}; give another checkpoint")
+            raise UserError(f"{path} lacks {missing[0]}. Give another checkpoint.")
         reader, readers = reader_and_count
         for number, name in enumerate(sorted(files)):
             trailer = archive.verify_archive(path / name, computes_checksum=number % readers == reader)
             if trailer != (step, files[name]):
-                raise UserError(f"{path}: is damaged: {name} does not match {MANIFEST_FILE}; give another checkpoint")
+                raise UserError(f"{path} is damaged: {name} does not match {MANIFEST_FILE}. Give another checkpoint.")
         archive.check_step_in_name(path.resolve(), step)
         return archive.Trailer(step, hashlib.sha256(text).hexdigest())
 
@@ -86,7 +86,7 @@ class FolderFormat(FileFormat):
             return join_values(shards)
         except (LookupError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
-                f"{path}: its shards do not fit together ({type(error).__name__}); give another checkpoint"
+                f"The shards of {path} do not fit together ({type(error).__name__}). Give another checkpoint."
             ) from None
 
 

@@ -86,7 +86,7 @@ class FolderLayout(FileLayout):
         except TrainingError as error:
             problem, is_final = str(error), True
         except Exception as error:
-            problem = f"{explain_write_error(error, path, payload)} (rank {self.ctx.rank} on {self.ctx.host})"
+            problem = f"Rank {self.ctx.rank} on {self.ctx.host} failed: {explain_write_error(error, path, payload)}"
         self.is_waiting_for_ranks = True
         outcomes = all_gather_json([result, problem, is_final], self.ctx)
         self.is_waiting_for_ranks = False

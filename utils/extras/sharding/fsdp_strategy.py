@@ -59,8 +59,8 @@ class FSDPStrategy(GradientStrategy):
         is_listed = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE_OPTIMIZERS
         if not is_listed and not getattr(optimizer, "is_elementwise", False):
             raise UserError(
-                f"create_optimizer: {kind.__name__} gets shards of the parameters; if it updates each element by"
-                " itself, set is_elementwise = True in its class, else use --sharding none"
+                f"The optimizer {kind.__name__} gets shards of the parameters. If {kind.__name__} updates each element"
+                " by itself, set is_elementwise = True in its class. Otherwise use --sharding none."
             )
 
     def unscale_gradients(

@@ -71,7 +71,8 @@ def build_sharded_model(
         dtype = chosen.dtype
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):  # float32 statistics
             name = config.amp_dtype
-            raise UserError(f"amp_dtype={name}: does not work with BatchNorm; give {name.removesuffix('_params')}")
+            text = f"--amp_dtype {name} does not work with BatchNorm."
+            raise UserError(f"{text} Give --amp_dtype {name.removesuffix('_params')}.")
     precision = MixedPrecisionPolicy(dtype, reduce_dtype=dtype and torch.float32)
     # by which a fork forms parameter groups
     parameter_attributes = {name: vars(parameter) for name, parameter in model.named_parameters()}
@@ -126,12 +127,13 @@ def _build_unsharded(create_model: Callable[[torch.device], nn.Module], ctx: Dis
             model = create_model(torch.device("cpu"))
     for name, parameter in model.named_parameters():
         if not parameter.ndim:
-            raise UserError(f"sharding: {name} is a scalar, which FSDP cannot shard; give it the shape (1,)")
+            raise UserError(f"FSDP cannot shard the parameter {name}, a scalar. Give this parameter the shape (1,).")
     for module_name, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
                 full_name = f"{module_name}.{name}".lstrip(".")
-                raise UserError(f"sharding: other ranks cannot get the tensor {full_name}; use register_buffer for it")
+                text = f"With --sharding other ranks cannot get the tensor {full_name} of rank 0."
+                raise UserError(f"{text} Use register_buffer for this tensor.")
     return model
 
 
@@ -149,7 +151,8 @@ def _create_mesh(config: TrainingConfig, ctx: DistributedContext) -> Any:
         return init_device_mesh(kind, (ctx.world_size,), mesh_dim_names=("shards",))
     rows = [ctx.hosts[first : first + size] for first in range(0, ctx.world_size, size)]
     if any(len(row) < size or len(set(row)) > 1 for row in rows):
-        raise UserError("sharding=hybrid: needs equally many ranks on every node; use zero3, or change the launch")
+        text = "--sharding hybrid needs equally many ranks on every node."
+        raise UserError(f"{text} Use --sharding zero3, or start equally many ranks on every node.")
     return init_device_mesh(kind, (len(rows), size), mesh_dim_names=("replicas", "shards"))
 
 

@@ -51,13 +51,16 @@ def read_verification(task: str, config: TrainingConfig) -> tuple[bool, str]:
         flags = [f"{name} {before} -> {now}" for name, before, now in pairs if before != now]
         summary = f"{verified}, {format_count(record['ranks'], 'rank')}, {record['time'][:10]}"
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
-        return False, "not verified; scripts/verify.py checks your model and data in a minute"
+        return False, "This code is not verified. scripts/verify.py checks your model and data in a minute."
     if changed:
-        return False, f"changed since scripts/verify.py was run: {', '.join(changed)}"
+        return False, f"This code has changed since scripts/verify.py was run: {', '.join(changed)}."
     if flags:
-        return False, f"scripts/verify.py {'passed' if is_passed else 'failed'} with other flags: {', '.join(flags)}"
+        outcome = "passed" if is_passed else "failed"
+        return False, f"scripts/verify.py {outcome} with other flags: {', '.join(flags)}."
+    if not is_passed and not broken:
+        return False, "scripts/verify.py did not finish."
     if not is_passed:
-        return False, f"scripts/verify.py failed: {', '.join(broken) or 'it did not finish'}"
+        return False, f"scripts/verify.py failed: {', '.join(broken)}."
     if verified != task:
-        return False, f"not verified for {task}; scripts/verify.py passed for {summary}"
-    return True, f"verified with this code: {summary}"
+        return False, f"This code is not verified for {task}. scripts/verify.py passed for {summary}."
+    return True, f"The model and data are verified with this code: {summary}."

@@ -24,6 +24,7 @@ from utils.clock import NO_HOOK, PHASES
 
 T = TypeVar("T")
 NO_FAILURE = "-"
+NO_STACK = "This rank wrote no stack."
 SECONDS_TO_JOIN = 2.0
 
 
@@ -60,7 +61,7 @@ class Heartbeats:
         self._calls: queue.SimpleQueue[tuple[Future, Callable] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.set_status(RankStatus(0, 0, 0, "start", pid))
-        self.set_stack("wrote no stack")
+        self.set_stack(NO_STACK)
         if rank == 0:
             self._write_store.set("failure", NO_FAILURE)
 
@@ -174,8 +175,8 @@ def describe_hang(
         if len(last) == len(progress) > 1:
             named = [f"all ranks are slow {location}"]
             if verb == "hangs":
-                cause = "the network between them, or a collective that not all called"
+                cause = "the network between them, or for a collective that not all ranks have called"
                 if status.phase == "data":  # no rank waits for another one there
-                    cause = "the storage, or the data set's code"
-                named = [f"all ranks wait {location}: {cause}"]
-    return f"no progress for {seconds:.0f} s: " + "; ".join(named), hanging
+                    cause = "the storage, or for the code of the data set"
+                named = [f"all ranks wait {location} for {cause}"]
+    return f"There was no progress for {seconds:.0f} s: {', and '.join(named)}.", hanging

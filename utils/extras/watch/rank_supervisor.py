@@ -75,7 +75,7 @@ class RankSupervisor(Supervisor):
         file = self._folder / f"hang-{time.strftime('%Y%m%dT%H%M%S')}.txt"
 
         def write() -> None:
-            self._logger.error("%s; the stacks of all ranks: %s", text, file)
+            self._logger.error("%s The stacks of all ranks are in %s.", text, file)
             self._logger.debug("%s", stacks)
             if self._folder.is_dir():  # else the file would be below a mount point
                 file.write_text(f"{text}\n{stacks}\n", encoding="utf-8", errors="backslashreplace")
@@ -86,12 +86,12 @@ class RankSupervisor(Supervisor):
     def exit_hung(self, text: str, hanging_rank: int | None, stacks: str = "") -> None:
         """End this process because a rank hangs. hanging_rank: that rank; None if another rank reports it."""
         if hanging_rank is None:
-            self._run_with_time_limit(lambda: self._logger.info("this rank ends: %s", text))
+            self._run_with_time_limit(lambda: self._logger.info("This rank ends: %s", text))
             exit_now(1)
-        remedy = f"fix what the stacks in {self.report_hang(text, stacks, SECONDS_TO_WRITE)} show"
-        remedy += ", or raise --hang_timeout, then --resume_from auto"
+        remedy = f"Fix what the stacks in {self.report_hang(text, stacks, SECONDS_TO_WRITE)} show"
+        remedy += ", or raise --hang_timeout, then start again with --resume_from auto."
         self._exit_with_error(
-            TrainingError(f"{text}; {remedy}", hanging_rank, self._ctx.hosts[hanging_rank]), f"{stacks}\n"
+            TrainingError(f"{text} {remedy}", hanging_rank, self._ctx.hosts[hanging_rank]), f"{stacks}\n"
         )
 
     def exit_peer_lost(self, error: TrainingError) -> None:
@@ -108,7 +108,7 @@ class RankSupervisor(Supervisor):
 
     def exit_preempted(self) -> None:
         """End this process, which does not end after a stop signal before the first step."""
-        text = "no progress after a stop signal; this rank ends before the first step, so nothing is lost"
+        text = "There was no progress after a stop signal. This rank ends before the first step, so nothing is lost."
         self._run_with_time_limit(lambda: self._logger.info(text))
         if run := self._exit_reporter.run:
             self._run_with_time_limit(lambda: run.status.write("preempted"))

@@ -36,12 +36,12 @@ import torch.distributed as dist
 from utils.clock import NO_HOOK, STEP_PHASES, PhaseClock
 from utils.distributed.context import DistributedContext
 from utils.extras.watch.debuggers import is_in_debugger
-from utils.extras.watch.heartbeat import RankStatus, describe_hang, read_process_state
+from utils.extras.watch.heartbeat import NO_STACK, RankStatus, describe_hang, read_process_state
 from utils.settings.errors import TrainingError
 from utils.signals import STOP_HANDLER
 
 T = TypeVar("T")
-STOP_REASON = "after a stop signal"
+STOP_REASON = "A stop signal came before."
 UNTIMED_PHASES = ("start", "end")  # phases that may take long: a rank with a heartbeat is not ended
 SECONDS_BETWEEN_HEARTBEATS = 0.5
 SECONDS_BETWEEN_CHECKS = 1.0
@@ -95,7 +95,7 @@ class Watchdog:
         self._pending_call: Future | None = None  # of the store, awaited
         self._store_silent_since = math.inf  # since when the store does not answer
         self._is_store_gone = self._has_warned = False
-        self._stack = "wrote no stack"
+        self._stack = NO_STACK
         self._lost_rank_request: Future[TrainingError | None] | None = None  # by the main thread
         self._running_time, self._ticked_at = 0.0, time.monotonic()  # seconds in which this process ran
         self._checked_at, self._stop_requested_at, self._failed_at = -math.inf, math.inf, math.inf
@@ -160,7 +160,7 @@ class Watchdog:
             if self._clock.progress_count == progress_count and is_in_debugger():
                 if paused_at_count != progress_count:  # since the last look
                     self._supervisor.warn(
-                        f"rank {self._rank} is paused in a debugger: no rank is ended until it continues"
+                        f"Rank {self._rank} is paused in a debugger. No rank is ended until this rank continues."
                     )
                 paused_at_count = self._clock.progress_count = progress_count + 1
             if self._clock.progress_count != progress_count:
@@ -193,10 +193,12 @@ class Watchdog:
             ):
                 reported_stage = stage
             is_over = 0 < self._hang_timeout < seconds_standing
-            if is_over and not self._handle_stall(
-                seconds_standing, ends_run=True, reason=f"hang_timeout={self._hang_timeout:g}"
-            ):
+            if is_over and not self._handle_stall(seconds_standing, ends_run=True, reason=self._timeout_reason):
                 progressed_at = self._running_time
+
+    @property
+    def _timeout_reason(self) -> str:
+        return f"The limit is --hang_timeout {self._hang_timeout:g}."
 
     @property
     def _seconds_to_stop(self) -> float:
@@ -257,11 +259,11 @@ class Watchdog:
         elif self._heartbeats.is_hosted_by_rank_0:
             if reason := self._find_exit_reason(silent_seconds):
                 text, _ = describe_hang(self._statuses, {0}, self._hosts, silent_seconds)
-                self._supervisor.exit_hung(f"{text} ({reason})", 0)
+                self._supervisor.exit_hung(f"{text} {reason}", 0)
         elif not self._has_warned:
             self._has_warned = True
-            text = "torchrun on %s does not answer (is it stopped?): training continues, but hangs are not found"
-            self._supervisor.warn(text % self._hosts[0])
+            text = f"torchrun on {self._hosts[0]} does not answer, so it may be stopped."
+            self._supervisor.warn(f"{text} Training continues, but hangs are not found.")
 
     # ---- other ranks ----
 
@@ -291,11 +293,13 @@ class Watchdog:
     def _explain_lost_ranks(self, lost_ranks: set[int]) -> TrainingError:
         rank, status = min(lost_ranks), self._statuses.get(min(lost_ranks))
         last_seen = f", last seen in {status.phase} of step {status.step}" if status else ""
-        others_text = f", and {len(lost_ranks) - 1} more" if len(lost_ranks) > 1 else ""
-        remedy = "look for out-of-memory kills (dmesg) or the node's state, then --resume_from auto"
-        text = f"rank {rank} on {self._hosts[rank]} was killed or cut off{last_seen}{others_text}; {remedy}"
+        text = f"Rank {rank} on {self._hosts[rank]} was killed or cut off{last_seen}."
+        if len(lost_ranks) > 1:
+            text += f" {len(lost_ranks)} ranks are lost."
+        text += " Look for out-of-memory kills (dmesg) or the state of the node, then start again with"
+        text += " --resume_from auto."
         if status and status.phase == "end":
-            text = f"rank {rank} on {self._hosts[rank]} has ended; see its log"
+            text = f"Rank {rank} on {self._hosts[rank]} has ended. See the log of that rank."
         return TrainingError(text, rank, self._hosts[rank])
 
     def _exit_for_lost_peer(self, peer: int) -> None:
@@ -339,7 +343,7 @@ class Watchdog:
                 observed = self._observe_ranks(range(len(self._hosts)))
                 if observed and observed[1]:
                     text, stopped = describe_hang(*observed[:2], self._hosts, silent)
-                    self._supervisor.exit_hung(f"{text} ({reason})", stopped, self._read_stacks())
+                    self._supervisor.exit_hung(f"{text} {reason}", stopped, self._read_stacks())
         else:
             limit = SECONDS_UNTIL_LOST
             if status.phase == "start":  # a rank may hold the GIL for long
@@ -351,7 +355,7 @@ class Watchdog:
         """Why the run is ended for a rank that is stopped; empty if it is not."""
         if self._running_time - self._stop_requested_at > SECONDS_TO_STOP:
             return STOP_REASON
-        return f"hang_timeout={self._hang_timeout:g}" if silent_seconds > self._hang_timeout else ""
+        return self._timeout_reason if silent_seconds > self._hang_timeout else ""
 
     def _dump_stacks(self) -> None:
         """Call only if the loop hangs: dumping the stacks of running threads (gloo's) can crash the process."""
@@ -368,7 +372,7 @@ class Watchdog:
         Returns:
             Whether all is done for this stall. False if some rank may still make progress.
         """
-        text = f"no progress for {seconds:.0f} s ({reason})"
+        text = f"There was no progress for {seconds:.0f} s. {reason}"
         views = [range(len(self._hosts))]
         if self._rank > 0:
             views.insert(0, range(1))  # most ranks read one status: rank 0 lives, and they leave the stall to it
@@ -391,9 +395,10 @@ class Watchdog:
         if ends_run and is_in_hook and reason != STOP_REASON:
             if seconds <= HOOK_TIMEOUT_FACTOR * self._hang_timeout:
                 return True
-            reason = f"{HOOK_TIMEOUT_FACTOR} times {reason}"
+            limit = f"{HOOK_TIMEOUT_FACTOR} times --hang_timeout {self._hang_timeout:g}"
+            reason = f"The limit for this function is {limit}."
         if ends_run:
-            self._supervisor.exit_hung(f"{text} ({reason})", hanging, self._read_stacks())
+            self._supervisor.exit_hung(f"{text} {reason}", hanging, self._read_stacks())
         elif silent or (seconds > self._hang_report_after and not is_in_hook):
             self._supervisor.report_hang(text, self._read_stacks())
         else:
