@@ -71,17 +71,21 @@ class Yours(Settings):
     """What your model.py and dataset.py read."""
 
     # ---- yours: fields for your own model and data; a fork edits only these lines of this file ----
-    dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10", *extras.DATASETS))
+    dataset: str = yours(
+        "synthetic",
+        "data set (synthetic: generated images, which need no files)",
+        one_of("synthetic", "cifar10", *extras.DATASETS),
+    )
     augment: str = yours(
         "auto",
-        "augmentation of training images (auto: resized_crop for large image files, else crop)",
+        "training augmentation (auto: resized_crop for image files over 64 pixels, else crop)",
         one_of("auto", "none", "crop", *extras.AUGMENTS),
         "may",
     )
-    model: str = yours("mini_resnet", "network: mini_resnet, or a classifier of torchvision such as resnet50")
+    model: str = yours("mini_resnet", "mini_resnet, or a classification model of torchvision such as resnet50")
     freeze: str = yours(
         "none",
-        "part of the network that is not trained (backbone: all but the last layer)",
+        "frozen part of the model (backbone: all but the last layer, BatchNorm statistics too)",
         one_of("none", "backbone"),
         rare=True,
     )
@@ -91,7 +95,7 @@ class Yours(Settings):
         "auto", "height and width of images in pixels (auto: from pretrained weights or data)", at_least(4)
     )
     channels_last: bool = yours(
-        True, "use the channels-last memory format in convolutions (faster)", resume="may", rare=True
+        True, "use the channels-last memory format for convolutions (faster)", resume="may", rare=True
     )
     label_smoothing: float = yours(0.0, "label smoothing of the training loss", between(0, 1), "may", rare=True)
     norm_weight_decay: float = yours(
@@ -142,7 +146,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     run_dir: str = setting(
         "run",
         DEFAULT_RUN_DIR,
-        "folder of the run. Settings in braces are filled in: runs/{model}-s{seed}",
+        "folder of the run, with {setting} filled in: runs/{model}-s{seed}",
         extras.RUN_DIR_CHECK,
         is_path=True,
         conflicts=[Conflict(explain_invalid_run_dir, "{found}. Use names of settings, such as {{model}} or {{lr}}.")],
@@ -150,7 +154,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     resume_from: str = setting(
         "run",
         "",
-        "checkpoint to continue from: a path, or auto for the latest valid one (empty: none)",
+        "checkpoint to resume from: a path, or auto for the latest valid one (empty: none)",
         local_path,
         is_path=True,
         is_copied=False,
@@ -158,14 +162,14 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     overwrite: bool = setting(
         "run",
         False,
-        "move the run that run_dir holds to NAME.1, and begin a new one",
+        "start a new run in a run_dir that holds one, which is renamed to RUN_DIR.1",
         is_copied=False,
         conflicts=[Conflict("resume_from", f"would move the run that --resume_from continues. {GIVE_ONLY_ONE}")],
     )
     init_from: str = setting(
         "run",
         "",
-        "weights to begin with: a checkpoint, a file with a state dict, or torchvision",
+        "initial weights: a checkpoint, a state dict, or torchvision (empty: random)",
         extras.INIT_FROM_CHECK,
         is_path=True,
         conflicts=[
@@ -178,7 +182,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     eval_only: bool = setting(
         "run",
         False,
-        "only evaluate, the checkpoint of resume_from or init_from, or the best one of run_dir",
+        "evaluate and exit, with the weights of resume_from, else init_from, else best.pt",
         is_copied=False,
     )
     seed: int = setting(
@@ -187,7 +191,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     deterministic: bool = setting(
         "run",
         False,
-        "use deterministic CUDA kernels: the same GPUs give the same bits (slower)",
+        "use deterministic CUDA kernels, bitwise reproducible on the same GPUs (slower)",
         resume="may",
     )
 
@@ -201,7 +205,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     dataset_size: int = setting(
         "data",
         0,
-        "number of training samples, a subset chosen by the seed (0: all)",
+        "training samples to use, a subset drawn by the seed (0: all)",
         at_least(0),
         resume="must",
         rare=True,
@@ -209,27 +213,35 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     num_workers: int | str = setting(
         "data",
         "auto",
-        "data loading processes per rank (auto: by the CPUs, 0 for data in memory)",
+        "DataLoader workers per rank (auto: from the CPUs, or none for data in memory)",
         at_least(0),
     )
     drop_last: bool = setting(
-        "data", False, "drop the last global batch of an epoch if it is incomplete", resume="must", rare=True
+        "data",
+        False,
+        "drop the last global batch of an epoch if it is incomplete (off: train on it)",
+        resume="must",
+        rare=True,
     )
     record_samples: bool = setting(
         "data", False, "write the sample indices of each optimizer step to RUN_DIR/samples", rare=True
     )
 
     epochs: int | str = setting(
-        "training", "auto", "number of epochs (auto: 10, or as many as max_steps needs)", at_least(1), resume="may"
+        "training", "auto", "epochs to train (auto: 10, or as many as max_steps needs)", at_least(1), resume="may"
     )
     max_steps: int = setting(
-        "training", 0, "total number of optimizer steps (0: set by epochs)", at_least(0), resume="may"
+        "training",
+        0,
+        "optimizer steps after which the run ends, over all resumes (0: after its epochs)",
+        at_least(0),
+        resume="may",
     )
-    batch_size: int = setting("training", 64, "samples in a micro-batch of each rank", at_least(1), resume="must")
+    batch_size: int = setting("training", 64, "micro-batch size per rank, in samples", at_least(1), resume="must")
     grad_accum_steps: int = setting(
         "training",
         1,
-        "gradient accumulation: micro-batches of each rank in an optimizer step",
+        "gradient accumulation: micro-batches per rank and optimizer step",
         at_least(1),
         conflicts=[
             Conflict("global_batch_size", f"cannot be set, since it follows from --global_batch_size. {GIVE_ONLY_ONE}")
@@ -238,7 +250,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     global_batch_size: int = setting(
         "training",
         0,
-        "samples or tokens of all ranks in an optimizer step (0: by grad_accum_steps)",
+        "samples (or tokens) per optimizer step, which sets grad_accum_steps (0: not given)",
         at_least(0),
         conflicts=[Conflict(suggest_global_batch_sizes, "{found}")],
     )
@@ -256,17 +268,21 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     weight_decay: float = setting(
         "training",
         "auto",
-        "weight decay, not of biases and normalization (auto: sgd 0.0005, adamw 0.01)",
+        "weight decay, except on biases and normalization (auto: sgd 5e-4, adamw 1e-2)",
         at_least(0),
         resume="may",
     )
     schedule: str = setting(
-        "training", "cosine", "learning rate schedule after warm-up", one_of(*SCHEDULES), resume="may"
+        "training",
+        "cosine",
+        "learning rate schedule after warm-up (wsd: decay over the last 20 %, step: / 10 after 50 and 75 %)",
+        one_of(*SCHEDULES),
+        resume="may",
     )
     schedule_steps: int = setting(
         "training",
         0,
-        "length of the schedule in optimizer steps (0: that of the run)",
+        "optimizer steps of the schedule, warm-up included (0: those of the run)",
         at_least(0),
         resume="may",
         rare=True,
@@ -277,54 +293,59 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         "learning rate at the end of the schedule",
         at_least(0),
         resume="may",
-        rare=True,
         conflicts=[Conflict(has_min_lr_above_lr, "must be below --lr {lr}")],
     )
-    warmup_epochs: float = setting("training", 0.5, "length of the linear warm-up in epochs", at_least(0), resume="may")
+    warmup_epochs: float = setting("training", 0.5, "epochs of linear warm-up", at_least(0), resume="may")
     warmup_steps: int | str = setting(
         "training",
         "auto",
-        "length of the linear warm-up in optimizer steps (auto: from warmup_epochs)",
+        "optimizer steps of linear warm-up (auto: from warmup_epochs)",
         at_least(0),
         resume="may",
         rare=True,
         conflicts=[Conflict("warmup_epochs", f"contradicts --warmup_epochs {{warmup_epochs}}. {GIVE_ONLY_ONE}")],
     )
     clip_grad_norm: float = setting(
-        "training", 0.0, "norm to which larger gradients are clipped (0: no clipping)", at_least(0), resume="may"
+        "training",
+        0.0,
+        "maximum gradient norm, to which larger gradients are scaled down (0: off)",
+        at_least(0),
+        resume="may",
     )
     ema_decay: float = setting(
         "training",
         0.0,
-        "decay of a weight average (0: no average), at most n / (9 + n) after n updates",
+        "decay of the weight EMA, at most n / (9 + n) after n updates (0: no EMA)",
         between(0, 1),
         resume="may",
-        rare=True,
     )
     max_skipped_steps: int = setting(
         "training",
         50,
-        "steps in a row with a NaN or infinite gradient that end the run (0: no limit)",
+        "consecutive steps skipped for NaN or infinite gradients before the run ends (0: no limit)",
         at_least(0),
         rare=True,
     )
     patience: int = setting(
-        "training", 0, "evaluations in a row without improvement that end the run (0: no limit)", at_least(0), rare=True
+        "training",
+        0,
+        "early stopping: evaluations without a better best_metric before the run ends (0: off)",
+        at_least(0),
+        rare=True,
     )
     max_time: float = setting(
-        "training", 0.0, "minutes of training after which the run saves and stops (0: no limit)", at_least(0)
+        "training", 0.0, "minutes of this launch before the run saves and stops (0: no limit)", at_least(0)
     )
 
     use_amp: bool = setting(
-        "precision", True, "train in mixed precision, on CPUs only if amp_dtype is given", resume="may"
+        "performance", True, "train in mixed precision (on CPUs only if amp_dtype is given)", resume="may"
     )
     amp_dtype: str = setting(
-        "precision",
+        "performance",
         "auto",
         extras.AMP_HELP,
         one_of("auto", "bf16", "fp16", *extras.AMP_DTYPES),
         resume="may",
-        rare=True,
         conflicts=[
             Conflict("use_amp", "needs mixed precision, which --no-use_amp turns off. Leave out one of the two.")
         ],
@@ -339,17 +360,15 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     init_method: str = setting(
         "distributed",
         "",
-        "address of the rendezvous: env://, tcp://HOST:PORT or file:///PATH (empty: env://)",
+        "rendezvous URL: env://, tcp://HOST:PORT or file:///PATH (empty: env://)",
         rendezvous_url,
         rare=True,
     )
-    timeout: float = setting(
-        "distributed", 600.0, "seconds after which a collective operation fails", above(0), rare=True
-    )
+    timeout: float = setting("distributed", 600.0, "seconds before a collective operation fails", above(0), rare=True)
     bucket_cap_mb: float = setting(
         "distributed",
         0.0,
-        "size of DDP's gradient buckets, in MB (0: by the size of the model)",
+        "size of DDP's gradient buckets in MB (0: from the model size)",
         at_least(0),
         resume="may",
         rare=True,
@@ -367,51 +386,63 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     )
 
     checkpoint_dir: str = setting(
-        "checkpoints", "", "folder of the checkpoints (empty: RUN_DIR/checkpoints)", local_path, is_path=True
+        "checkpoints and evaluation",
+        "",
+        "folder of the checkpoints (empty: RUN_DIR/checkpoints)",
+        local_path,
+        is_path=True,
     )
-    save_every: int = setting("checkpoints", 1, "epochs between checkpoints (0: none by epochs)", at_least(0))
+    save_every: int = setting("checkpoints and evaluation", 1, "epochs between checkpoints (0: off)", at_least(0))
     save_every_steps: int = setting(
-        "checkpoints", 0, "optimizer steps between checkpoints (0: none by steps)", at_least(0), rare=True
+        "checkpoints and evaluation", 0, "optimizer steps between further checkpoints (0: off)", at_least(0), rare=True
     )
     save_every_minutes: float = setting(
-        "checkpoints", 10.0, "minutes between checkpoints (0: none by time)", at_least(0), rare=True
+        "checkpoints and evaluation", 10.0, "minutes between further checkpoints (0: off)", at_least(0), rare=True
     )
     keep_last: int = setting(
-        "checkpoints", 3, "number of latest checkpoints to keep, besides the best one", at_least(2), rare=True
+        "checkpoints and evaluation",
+        3,
+        "latest checkpoints to keep, at least 2, besides the best one",
+        at_least(2),
+        rare=True,
     )
     keep_every: int = setting(
-        "checkpoints",
+        "checkpoints and evaluation",
         0,
-        "also keep one checkpoint of every so many optimizer steps (0: none of these)",
+        "optimizer steps between checkpoints that are kept for good (0: none)",
         at_least(0),
         rare=True,
     )
-    eval_every: int = setting("checkpoints", 1, "epochs between evaluations (0: only at the end)", at_least(0))
+    eval_every: int = setting(
+        "checkpoints and evaluation", 1, "epochs between evaluations (0: only at the end)", at_least(0)
+    )
     eval_every_steps: int = setting(
-        "checkpoints",
+        "checkpoints and evaluation",
         0,
-        "optimizer steps between further evaluations, which may save a new best (0: none)",
+        "optimizer steps between further evaluations (0: off)",
         at_least(0),
         rare=True,
     )
     eval_batch_size: int = setting(
-        "checkpoints",
+        "checkpoints and evaluation",
         0,
-        "samples in an evaluation batch of each rank (0: batch_size)",
+        "samples per evaluation batch and rank (0: batch_size)",
         at_least(0),
         resume="may",
         rare=True,
     )
     best_metric: str = setting(
-        "checkpoints",
+        "checkpoints and evaluation",
         "auto",
-        "metric of best.pt: NAME, min:NAME or max:NAME (auto: top1 if reported, else loss)",
+        "metric for best.pt: NAME, min:NAME or max:NAME (auto: top1 if reported, else loss)",
         metric_name,
         resume="may",
     )
 
     log_interval: int = setting("logging", 20, "optimizer steps between log lines", at_least(1))
-    enable_profiling: bool = setting("logging", False, "profile a few steps of rank 0, with traces in RUN_DIR/traces")
+    enable_profiling: bool = setting(
+        "logging", False, "profile a few early steps of rank 0, with traces in RUN_DIR/traces"
+    )
 
     def __post_init__(self) -> None:
         settings = list_settings(type(self))

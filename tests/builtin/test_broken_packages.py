@@ -156,4 +156,6 @@ def test_a_broken_yaml_package_is_named(tmp_path, error, capsys, monkeypatch):
     (tmp_path / "run.yml").write_text("epochs: 1\n")
     with pytest.raises(SystemExit):
         TrainingConfig.from_args(["--config", str(tmp_path / "run.yml")])
-    assert "PyYAML cannot be imported" in (text := capsys.readouterr().err) and "or give a TOML file" in text
+    assert (
+        "needs PyYAML, which cannot be imported" in (text := capsys.readouterr().err) and "or give a TOML file" in text
+    )

@@ -78,5 +78,5 @@ def test_the_last_layer_is_trained_or_the_given_heads(heads):
 
 
 def test_a_batchnorm_with_a_forward_of_its_own_is_refused():
-    with pytest.raises(UserError, match="WithActivation is a BatchNorm with a forward of its own; freeze it yourself"):
+    with pytest.raises(UserError, match="WithActivation, a BatchNorm with a forward method of its own"):
         freeze_backbone(nn.Sequential(nn.Conv2d(3, 3, 1), WithActivation(3)))

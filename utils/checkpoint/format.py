@@ -37,8 +37,7 @@ class FileFormat:
         """Check the content by its checksum, as `verify_checkpoint` does."""
         if path.is_dir():
             raise UserError(
-                f"{path} is a folder, which only the extra sharding reads, and this fork has deleted the extra."
-                " Give another checkpoint."
+                f"{path} is a folder of shards, and this fork has no extra sharding. Give another checkpoint."
             )
         if (path.parent / MANIFEST_FILE).exists():
             raise UserError(f"{path} is a part of a checkpoint. Give the folder of the checkpoint, {path.parent}.")

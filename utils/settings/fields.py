@@ -15,7 +15,16 @@ from utils.settings.problems import describe_problem
 from utils.settings.value_types import ValueType
 
 FORK_GROUP = "model and data"  # the group of the fork's own settings
-GROUPS = ("run", "data", "model", "training", "precision", "distributed", "checkpoints", "logging", FORK_GROUP)
+GROUPS = (
+    "run",
+    FORK_GROUP,
+    "data",
+    "training",
+    "performance",
+    "distributed",
+    "checkpoints and evaluation",
+    "logging",
+)
 GENERAL_FLAGS = ("help", "config", "print_config")  # flags that are no settings
 RESUME_RULES = ("must", "may", "free")
 

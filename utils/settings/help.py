@@ -10,12 +10,12 @@ from utils.settings.value_types import to_text
 
 USAGE = """usage: torchrun --standalone --nproc-per-node=N train.py [flags]   (or: python train.py [flags])
 
-Flags may be written with _ or -. They override the file of --config, which overrides the defaults in brackets.
+Flags may be written with _ or -. They override the --config file, which overrides the defaults in [brackets].
 
 general:
-  --help [all]                    show the flags that most runs use, or all flags, and exit
-  --config FILE                   read settings from a TOML or YAML file, or from a run's config.json
-  --print_config                  print all settings as TOML, and exit"""
+  --help [all]                show the flags that most runs use, or all flags, and exit
+  --config FILE               read settings from a TOML or YAML file, or from a run's config.json
+  --print_config              print all settings as TOML, and exit"""
 EXAMPLES = """
 examples:
   torchrun --standalone --nproc-per-node=2 train.py --epochs 5
@@ -48,7 +48,7 @@ def _format_setting(setting: Setting) -> list[str]:
     if setting.value_type.is_bool:
         flag = f"--[no-]{setting.name}"
         default = "on" if setting.default else "off"
-    text = f"  {flag:31} {setting.help_with_choices}"
+    text = f"  {flag:27} {setting.help_with_choices}"
     if default:
         text += f" [{default}]"
-    return textwrap.wrap(text, 120, subsequent_indent=" " * 34)
+    return textwrap.wrap(text, 120, subsequent_indent=" " * 30)

@@ -13,7 +13,7 @@ class CacheSettings(Settings):
     cache: str = setting(
         "data",
         "none",
-        "where decoded samples stay between epochs, in host memory or on the GPU",
+        "place of decoded images, before augmentation: host memory (ram) or the GPU (device)",
         one_of("none", "ram", "device"),
         rare=True,
     )

@@ -33,19 +33,19 @@ class CompanionSettings(Settings):
     mirror: str = setting(
         "run",
         "",
-        "URL of a copy of the run in object storage, for resuming too (empty: no copy)",
+        "URL in object storage that keeps a copy of the run to resume from (empty: none)",
         mirror_url,
     )
     track: str = setting(
         "run",
         "none",
-        "experiment tracker that gets settings and records",
+        "experiment tracker",
         one_of("none", "wandb", "mlflow", "trackio"),
     )
     on_checkpoint: str = setting(
-        "checkpoints",
+        "checkpoints and evaluation",
         "",
-        "shell command after each checkpoint, with {} for its path. Keep secrets in a script",
+        "shell command run after each checkpoint, where {} is its path. Keep secrets in a script",
         shell_command,
         rare=True,
         is_copied=False,  # the config.json of a run may be from somebody else

@@ -21,9 +21,9 @@ def has_missing_gradients(config: Any) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class CompileSettings(Settings):
     compile: str = setting(
-        "model",
+        "performance",
         "off",
-        "mode of torch.compile",
+        "torch.compile mode",
         one_of("off", "default", "reduce-overhead"),
         rare=True,
         conflicts=[
@@ -34,5 +34,5 @@ class CompileSettings(Settings):
         ],
     )
     activation_checkpointing: bool = setting(
-        "model", False, "recompute activations in the backward pass, to save memory (slower)", rare=True
+        "performance", False, "recompute activations in the backward pass to save memory (slower)", rare=True
     )

@@ -14,7 +14,7 @@ class ExactSettings(Settings):
     reduction: str = setting(
         "distributed",
         "fast",
-        "sum of gradients (exact: same bits on any number of ranks, slower)",
+        "gradient all-reduce (exact: bitwise the same on any number of ranks, slower)",
         one_of("fast", "exact"),
         "may",
         conflicts=[

@@ -20,49 +20,57 @@ AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
 class ImageSettings(Settings):
     crop_scale: str = yours(
         "0.08,1",
-        "smallest and largest area of a resized_crop, as parts of the image",
+        "range of the area of resized_crop, as fractions of the image area",
         range_up_to(1),
         "may",
         rare=True,
     )
     crop_ratio: str = yours(
         "3/4,4/3",
-        "smallest and largest width / height of a resized_crop",
+        "range of the aspect ratio (width / height) of resized_crop",
         range_up_to(100),
         "may",
         rare=True,
     )
     auto_augment: str = yours(
-        "none", "augmentation policy of torchvision for image files", one_of(*AUTO_AUGMENTS), "may", rare=True
+        "none",
+        "torchvision's augmentation policy (ra: RandAugment, ta_wide: TrivialAugmentWide)",
+        one_of(*AUTO_AUGMENTS),
+        "may",
+        rare=True,
     )
-    random_erase: float = yours(0.0, "probability that a box of an image file is erased", probability, "may", rare=True)
+    random_erase: float = yours(0.0, "probability of random erasing in image files", probability, "may", rare=True)
     augment_repeats: int = yours(
         1,
-        "number of copies of an image in an epoch, which then has fewer images",
+        "repeated augmentation: copies of each image in an epoch of unchanged length",
         at_least(1),
         rare=True,
     )
-    mixup_alpha: float = yours(0.0, "alpha of mixup in training batches (0: no mixup)", at_least(0), "may", rare=True)
-    cutmix_alpha: float = yours(
-        0.0, "alpha of CutMix in training batches (0: no CutMix)", at_least(0), "may", rare=True
+    mixup_alpha: float = yours(
+        0.0,
+        "alpha of mixup (0: off). With cutmix_alpha too, each batch draws one of them",
+        at_least(0),
+        "may",
+        rare=True,
     )
+    cutmix_alpha: float = yours(0.0, "alpha of CutMix (0: off)", at_least(0), "may", rare=True)
     train_size: int | str = yours(
         "auto",
-        "height and width of training images, in pixels (auto: image_size)",
+        "height and width of training images in pixels (auto: image_size)",
         at_least(4),
         "may",
         rare=True,
     )
     resize_size: int | str = yours(
         "auto",
-        "pixels of the shorter side before the center crop (auto: by the weights or image_size)",
+        "shorter side in pixels before evaluation's center crop (auto: from weights or image_size)",
         at_least(4),
         "may",
         rare=True,
     )
     interpolation: str = yours(
         "auto",
-        "interpolation of resized images (auto: that of the pretrained weights, else bilinear)",
+        "interpolation of resized images (auto: from pretrained weights, else bilinear)",
         one_of("bilinear", "bicubic", "nearest"),
         "may",
         rare=True,

@@ -26,9 +26,10 @@ class LengthsSettings(Settings):
     batch_tokens: int = setting(
         "training",
         0,
-        "tokens (or frames) of a micro-batch, with padding, by the data set's lengths (0: off)",
+        "micro-batch size per rank in tokens or frames, padding included (0: off, batch_size counts)",
         at_least(0),
         "must",
+        rare=True,
         conflicts=[
             Conflict(
                 has_cuda_graphs,
@@ -39,7 +40,7 @@ class LengthsSettings(Settings):
     too_long: str = setting(
         "training",
         "error",
-        "treatment of a sample longer than batch_tokens (alone: it gets a micro-batch of its own)",
+        "handling of samples longer than batch_tokens (alone: each in its own micro-batch)",
         one_of("error", "alone"),
         rare=True,
         conflicts=[NEEDS_BUDGET],
@@ -47,7 +48,7 @@ class LengthsSettings(Settings):
     bucket_window: int = setting(
         "training",
         100,
-        "number of micro-batches whose samples are sorted by length together",
+        "micro-batches in a window whose samples are sorted by length, with batch_tokens",
         at_least(1),
         "must",
         rare=True,

@@ -14,7 +14,7 @@ from utils.settings.conflicts import GIVE_ONLY_ONE, Conflict
 from utils.settings.fields import Settings, setting
 
 SHARDED_AMP_DTYPES = ("bf16_params", "fp16_params")
-SHARDED_AMP_HELP = ", in which FSDP also gathers parameters with _params"
+SHARDED_AMP_HELP = ". With _params, FSDP gathers parameters in it too"
 INCOMPATIBLE_SETTINGS = ("reduction", "comm_hook", "compile", "find_unused_parameters")
 NEEDS_SHARDING = "needs sharding. Add --sharding zero3, or leave this flag out."
 
@@ -32,8 +32,7 @@ class ShardingSettings(Settings):
     sharding: str = setting(
         "distributed",
         "none",
-        "what FSDP divides between ranks (zero2: gradients and optimizer state, zero3: parameters"
-        " too, hybrid: as zero3, within each node)",
+        "FSDP (zero2: shard gradients and optimizer state, zero3: parameters too, hybrid: within each node)",
         one_of("none", "zero2", "zero3", "hybrid"),
         "may",
         conflicts=[
@@ -45,7 +44,7 @@ class ShardingSettings(Settings):
     cpu_offload: bool = setting(
         "distributed",
         False,
-        "keep parameters and optimizer state of FSDP in host memory (slower)",
+        "keep FSDP's shards and optimizer state in host memory (slower)",
         resume="may",
         rare=True,
         conflicts=[Conflict(is_not_sharded, NEEDS_SHARDING)],
