@@ -43,12 +43,12 @@ def train_on_lines(words, changed_ranks, share=0.5):  # extra: sketches
 @pytest.mark.guarantee("other-samples")  # extra: sketches
 def test_data_without_names_are_compared_by_decoded_samples(runs):
     """Over the ranks, and with the checkpoint of a resumed run."""
-    words = runs.words("run", *SMALL, "--epochs", 2, "--max_steps", 1, "--data_dir", "d")
+    words = runs.words("run", *SMALL, "--epochs", 2, "--max_steps", 1, "--data_dir", "{d}")
     for text in run_ranks(2, train_on_lines, words, [1]):
-        seen = r"^\S+ \(rank 1\) and \S+ \(rank 0\) have different data in --data_dir d\. Make create_dataset indep"
+        seen = r"^\S+ \(rank 1\) and \S+ \(rank 0\) have different data in --data_dir {d}\. Make create_dataset i"
         assert re.search(seen, text), text  # one host has one copy
     assert run_ranks(2, train_on_lines, words, []) == ["completed"] * 2
-    again = [*runs.words("run", *SMALL, "--epochs", 2, "--data_dir", "d"), "--resume_from", "auto"]
+    again = [*runs.words("run", *SMALL, "--epochs", 2, "--data_dir", "{d}"), "--resume_from", "auto"]
     line = "The training set has samples that differ from the checkpoint's: {} of 16 compared ones."
     for text in run_ranks(2, train_on_lines, again, [0, 1], 0.6):
         assert text.startswith(

@@ -272,6 +272,11 @@ UNSENDABLE = {  # made in the worker: the error's type, what it says of it
     "no socket": (lambda: Reduced(OSError("AF_UNIX path too long")), TrainingError, f"path too long.*{RETURN}"),
     "no descriptor": (lambda: Reduced(OSError(errno.EMFILE, "Too many")), TrainingError, f"Errno 24.*{RETURN}"),
     "no room": (lambda: Reduced(OSError(errno.ENOSPC, "No space")), TrainingError, f"Errno 28.*{RETURN}"),
+    "no shared memory": (
+        lambda: Reduced(RuntimeError("unable to write to file </torch_7_8_1>: No space left on device (28)")),
+        TrainingError,
+        r"No space left.*If memory ran out, give the job more memory or a larger --shm-size, or use fewer .*",
+    ),
 }
 
 

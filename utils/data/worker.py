@@ -29,6 +29,10 @@ from utils.settings.errors import StartError, TrainingError, UserError
 WORKER_FAILURE_PATTERN = re.compile(
     r"DataLoader worker \(pid.*|unable to (?:allocate shared memory|\w+ .*</?torch_\d+_)(?!.*Too many open files).*"
 )
+MEMORY_REMEDY = (
+    "If the data set's code crashed, --num_workers 0 shows where. If memory ran out, give the job more memory or a"
+    " larger --shm-size, or use fewer --num_workers."
+)
 # the second text is raised where descriptors are received
 OPEN_FILES_PATTERN = re.compile(r"Too many open files|received \d+ items of ancdata")
 
@@ -192,7 +196,10 @@ def send_pickling_error(queue: Queue, error: Exception, item: Any) -> None:
             message = explain_open_file_limit(error)
             if not message:
                 message = f"A loader worker cannot send what collate returns ({type(error).__name__}: {error})."
-                message += " Return tensors, numbers, text, lists and dicts, or use --num_workers 0."
+                if WORKER_FAILURE_PATTERN.search(str(error)):
+                    message += f" {MEMORY_REMEDY}"
+                else:
+                    message += " Return tensors, numbers, text, lists and dicts, or use --num_workers 0."
             error_class = TrainingError if isinstance(error, (OSError, RuntimeError)) else UserError
             queue.put((number, (micro_batch, error_class(message))))
         case number, ExceptionWrapper() as raised:  # of a class that cannot be pickled
@@ -219,9 +226,7 @@ def explain_worker_error(error: BaseException, rank: int) -> TrainingError | Non
     if not failure:
         return None
     message = failure[0].strip().rstrip(".")
-    remedy = "If the data set's code crashed, --num_workers 0 shows where. If memory ran out,"
-    remedy += " give the job more memory or a larger --shm-size, or use fewer --num_workers."
-    return TrainingError(f"Rank {rank} failed: {message}. {remedy}")
+    return TrainingError(f"Rank {rank} failed: {message}. {MEMORY_REMEDY}")
 
 
 def explain_open_file_limit(error: BaseException) -> str:

@@ -135,7 +135,8 @@ def require_equal(value: Any, sentence: str, ctx: DistributedContext) -> None:
     rank = first_rank_where(is_different, ctx)
     if rank is not None:
         host = ctx.hosts[rank]
-        message = sentence.format(other=f"{host} (rank {rank})", first=f"{ctx.hosts[0]} (rank 0)")
+        message = sentence.replace("{other}", f"{host} (rank {rank})")  # other braces are those of a path
+        message = message.replace("{first}", f"{ctx.hosts[0]} (rank 0)")
         raise UserError(message, rank, host)
 
 
