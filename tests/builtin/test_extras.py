@@ -687,4 +687,4 @@ def test_the_pages_have_the_sizes_of_forks():
     train_lines = round(files["train.py"].count("\n"), -1)
     readme = " ".join(files["README.md"].split())
     assert f"the training loop, {train_lines} lines" in readme
-    assert f"are {largest} lines long." in readme and f"Without any extra, {smallest} lines are left." in readme
+    assert f"`tests/` has {largest} lines." in readme and f"Without any extra, {smallest} lines are left." in readme

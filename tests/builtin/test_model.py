@@ -175,7 +175,7 @@ def test_one_rank_has_no_buckets_which_would_be_a_second_copy_of_the_gradients()
 def test_wrap_ddp_rejects_a_model_without_trainable_parameters():
 
     model = MiniResNet().requires_grad_(False)
-    with pytest.raises(UserError, match="no trainable parameter; leave some"):
+    with pytest.raises(UserError, match=r"no trainable parameter\. Leave some"):
         wrap_ddp(model, TrainingConfig(), DistributedContext(0, 0, 1, CPU))
 
 

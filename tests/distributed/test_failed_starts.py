@@ -133,7 +133,7 @@ def test_under_launch_sh_a_start_that_fails_shows_only_its_error(runs, name):  #
     command = [ROOT / "scripts" / "launch.sh", *flags_of(start, runs)]
     ended = launch(command, env={"PATH": PATH, "NPROC_PER_NODE": "2"})
     assert ended.code == 2 and re.fullmatch(r"\[\S+ 0\] Starting on 2 ranks.*\n", ended.out), ended.text
-    lines = [line for line in own_lines(ended.err) if not line.startswith("launch.sh: environment: ")]
+    lines = [line for line in own_lines(ended.err) if not line.startswith("launch.sh: The ranks get these variables: ")]
     assert lines[0].startswith("["), ended.text  # node and rank
     check_errors(start, runs, lines)
     assert "launch.sh: " not in ended.err.partition(TORCHRUNS_FIRST_LINE)[2], ended.text
