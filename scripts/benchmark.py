@@ -76,7 +76,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         options.ranks = options.ranks or [1, 2, 4, 8]
     options.ranks = options.ranks or [1]
     if options.mode == "find-batch" and len(options.ranks) > 1:
-        parser.error("--find-batch takes one number of --ranks. Give the number of ranks of the run on one machine.")
+        parser.error("--find-batch needs a single number for --ranks: the ranks of the run on one machine.")
     if min(options.rounds, options.steps, *options.ranks) < 1 or options.memory < 0:
         parser.error("--rounds, --steps and --ranks must be at least 1, and --memory must be at least 0.")
     if options.mode != "speed" and "RANK" in os.environ:

@@ -267,7 +267,7 @@ class Judge:
             return differences
         if not are_equal([0.0, *differences], values):
             raise UserError(
-                f"All {len(rows)} differences of {self.final_metric} are {differences[0]:.6g}, but for rounding, so"
+                f"All {len(rows)} differences of {self.final_metric} are {differences[0]:.6g} up to rounding, so"
                 " their deviation is unknown. Give a finer metric, such as --metric min:loss, or other seeds."
             )
         return [0.0] * len(rows)

@@ -65,7 +65,7 @@ def decide_start(plan: dict[str, Any]) -> dict[str, Any]:
         )
     run_id = read_json(folder / MIRROR_FILE).get("run", "") if is_continued else ""
     if valid and (local_paths or (folder / "metrics.jsonl").exists()) and run_id != mirror.run_id:
-        raise UserError(f"--run_dir {folder} holds another run than --mirror {mirror.url}. Give another --run_dir.")
+        raise UserError(f"--run_dir {folder} and --mirror {mirror.url} hold different runs. Give another --run_dir.")
     decision: dict[str, Any] = {"notes": []}
     if valid:
         replace_json(folder / MIRROR_FILE, {"url": mirror.url, "run": mirror.run_id})  # first: a kill may follow

@@ -72,7 +72,7 @@ def check_interfaces(env: dict[str, str]) -> None:
         given = env.get(variable, "")
         if variable.startswith("GLOO") and given.startswith(("^", "=")):
             raise UserError(
-                f"{variable} must have names of interfaces without NCCL's ^ and =, got {given}. Give one of"
+                f"{variable} must be interfaces such as eth0, without the ^ and = of NCCL, got {given}. Give one of"
                 f" {', '.join(existing)}, or unset {variable} to use the route to node 0."
             )
         if not given or given.startswith("^"):

@@ -563,7 +563,7 @@ def main(argv: list[str]) -> None:
         names = set(argv) - {"--all-but"}
         if names & FORMER_EXTRAS:
             name = min(names & FORMER_EXTRAS)
-            fail(f"{name} is part of the kernel now, at no cost if unused. Leave out this name ({EXTRAS_PAGE}).")
+            fail(f"{name} is no longer an extra, and costs nothing if unused. Leave out this name ({EXTRAS_PAGE}).")
         if wrong := names - extras.keys():
             fail(f"{min(wrong)} is not an extra. Give some of {', '.join(extras)}.")
         require_clean(ROOT, ".")

@@ -185,7 +185,7 @@ def test_bad_names_and_a_changed_tree_are_refused_and_a_deletion_can_be_undone(t
     for script in ("scripts/remove_extras.sh", "scripts/without.sh"):  # the old name calls the new one
         assert "nonsense is not an extra. Give some of" in run(folder, script, "nonsense", code=2)
     for name in sorted(remove_extras.FORMER_EXTRAS):
-        assert f"{name} is part of the kernel now" in run(folder, "scripts/remove_extras.sh", name, code=2)
+        assert f"{name} is no longer an extra" in run(folder, "scripts/remove_extras.sh", name, code=2)
     name = next(iter(EXTRAS))
     listed = run(folder, "scripts/remove_extras.sh", "--list")
     assert all(re.search(rf"^{extra_name} +\d+ +\d+ +\d+  \S", listed, re.M) for extra_name in EXTRAS)

@@ -171,10 +171,10 @@ def test_what_is_installed_is_said_before_and_which_folders_run(tmp_path, words,
     ended = launch(["bash", "scripts/test.sh", *words], cwd=ROOT, env=env, deadline=60)
     assert ended.code == 0, ended.text
     announced, requested = (
-        re.findall(pattern, ended.out) for pattern in (r"installing .*: (.*)\. Ctrl-C", r"pip: .*txt (.*)")
+        re.findall(pattern, ended.out) for pattern in (r"Installing .*: (.*)\. Ctrl-C", r"pip: .*txt (.*)")
     )
     assert [text.strip() for text in announced] == [text.strip() for text in requested] == [installed] * bool(installed)
-    assert not announced or ended.out.index("installing") < ended.out.index("pip:")
+    assert not announced or ended.out.index("Installing") < ended.out.index("pip:")
     files = re.findall(r"(?: |=)(tests/\w+/\w+\.py)", ended.out)
     assert all((ROOT / file).is_file() for file in files)
     assert ("tests/distributed/test_kernel.py" in files) == (words == ["--fork"])

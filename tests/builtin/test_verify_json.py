@@ -111,7 +111,7 @@ def test_a_file_that_cannot_be_written_is_rejected_at_once_in_one_sentence(tmp_p
 @pytest.mark.parametrize(
     ("number", "when"),
     [
-        (signal.SIGTERM, "starting on"),  # while torch is imported
+        (signal.SIGTERM, "Starting on"),  # while torch is imported
         (signal.SIGTERM, "Verifying"),
         (signal.SIGTERM, "schedule "),  # in or before a short run, which catches the signal
         (signal.SIGINT, "schedule "),

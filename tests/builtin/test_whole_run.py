@@ -67,7 +67,7 @@ def test_rank_0_prints_the_chosen_settings_and_the_progress(whole):
     ):
         assert part in whole.ended.out, part
     assert "goodput" not in whole.ended.out  # not printed for a short run
-    for once in ("starting on", "epoch 1 | step 2/15"):  # the other rank prints nothing
+    for once in ("Starting on", "epoch 1 | step 2/15"):  # the other rank prints nothing
         assert whole.ended.out.count(once) == 1
     assert "Traceback" not in whole.ended.text and "Warning" not in whole.ended.text
 

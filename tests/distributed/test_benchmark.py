@@ -153,7 +153,7 @@ def test_the_order_of_turns_alternates_and_ratios_are_medians_over_rounds():
         (["--rounds", "0"], "--rounds, --steps and --ranks must be at least 1, and"),
         (["--memory", "x"], "argument --memory: invalid float value"),
         (["--sharding-memory", "--find-batch"], "not allowed with argument --sharding-memory"),  # extra: sharding
-        (["--find-batch", "--ranks", "1,2"], "--find-batch takes one number of --ranks"),
+        (["--find-batch", "--ranks", "1,2"], "--find-batch needs a single number for --ranks"),
         (["--ranks", "two"], 'must be a list of numbers such as 1,2,4, got "two".'),
         (["--against", "--lr x"], '--lr must be a number or "auto", got "x"'),
     ],

@@ -55,4 +55,8 @@ def owner_wakes_up(drill: Drill) -> None:
     with drill.unchanged():
         for pid in job.members():
             os.kill(pid, signal.SIGCONT)
-        drill.fails(job, r"Another job has taken over .*\. End this job\.", has_status=False)
+        drill.fails(
+            job,
+            r"Another job has taken over .*, so this job ends\. Start one job for each --run_dir\.",
+            has_status=False,
+        )

@@ -81,7 +81,9 @@ def test_crops_of_an_epoch_drawn_at_once_are_those_of_each_batch(monkeypatch):
 def test_kinds_of_augmentation():
     images = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
     assert augment_images(images, "none", 8, 1, 2, torch.zeros(1)) is images
-    with pytest.raises(ValueError, match="kind 'resized_crop' is not none or crop; use create_file_transform"):
+    with pytest.raises(
+        ValueError, match="The kind must be none or crop, got 'resized_crop'\\. Use create_file_transform"
+    ):
         augment_images(images, "resized_crop", 8, 1, 2, torch.zeros(1))
     assert [choose("auto", 64), choose("auto", 65), choose("auto", 224, in_memory=True)] == [
         "crop",

@@ -143,7 +143,9 @@ def test_a_checkpoint_appears_only_in_a_folder_that_is_still_owned(config):
     run.mark_training()
     run.ownership.check_owner()
     run.ownership.lock_file.write_text(json.dumps({"token": "another"}))
-    with pytest.raises(TrainingError, match="Another job has taken over .*/checkpoints. End this job."):
+    with pytest.raises(
+        TrainingError, match="Another job has taken over .*/checkpoints, so this job ends. Start one job for each"
+    ):
         run.ownership.check_owner()
     for text in ("", "[]"):
         run.ownership.lock_file.write_text(text)

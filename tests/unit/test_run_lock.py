@@ -42,7 +42,9 @@ def test_a_former_owner_writes_nothing_after_another_job_has_taken_over(tmp_path
         lambda: former.rewind(0),
     ]
     for write in writes:
-        with pytest.raises(TrainingError, match="Another job has taken over the run in .*. End this job."):
+        with pytest.raises(
+            TrainingError, match="Another job has taken over the run in .*, so this job ends. Start one job for each"
+        ):
             write()
     owner.status.write("running", step=1)
     former.report_failure(RuntimeError("lost"))

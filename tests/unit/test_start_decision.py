@@ -25,8 +25,8 @@ from utils.run.run_lock import RunLock
 from utils.settings.errors import TrainingError, UserError
 
 IS_HELD = (
-    "holds a run already. Add --resume_from auto to continue this run, add --overwrite to replace this run, or give"
-    " another --run_dir."
+    r"holds a run already\. Add --resume_from auto to continue it, or --overwrite to rename it to \w+\.1 and begin a"
+    r" new one, or give another --run_dir\."
 )
 HOLDS_MORE = "contains the files of more than one run. Give a separate folder"
 
@@ -130,7 +130,7 @@ def test_an_earlier_run_is_named_if_the_start_that_moved_it_was_killed(config):
     for _ in range(2):
         with pytest.raises(
             UserError,
-            match=r"has moved the run of --run_dir runs/mine to runs/mine\.1.*\. Move the run back, or start over",
+            match=r"has moved the run of --run_dir runs/mine to runs/mine\.1.*\. Rename it to runs/mine, or start over",
         ):
             open_run(with_(config, resume_from="auto"))
     run = open_run(replacing, "job-7")  # a restart of the same launch
@@ -369,7 +369,8 @@ def test_a_restart_of_a_launch_that_had_not_trained_starts_from_the_given_checkp
 def test_a_restart_that_looks_like_a_new_run_is_rejected(config):
     fill(open_run(TrainingConfig()))
     with pytest.raises(
-        UserError, match="holds a run, and restarts look like new launches. Give torchrun --rdzv-id NAME."
+        UserError,
+        match="holds a run, and a restart by torchrun would look like a new launch. Add --rdzv-id NAME to the flags",
     ):
         open_run(TrainingConfig(), may_restart=True)
 

@@ -162,10 +162,12 @@ def _check_progress(path: Path, progress: dict[str, Any], trailer: Trailer) -> N
     if best_value is not None and not is_finite_number:
         wrong.append("best_value")
     if wrong:
-        raise UserError(f"The progress in {path} has no valid {wrong[0]}. Give another checkpoint.")
+        raise UserError(f"{path} was changed: its progress has no valid {wrong[0]}. Give another checkpoint.")
     step = progress["step"]
     if step != trailer.step:
-        raise UserError(f"{path} has step {trailer.step} in its trailer but {step} inside. Give another checkpoint.")
+        raise UserError(
+            f"{path} was changed: it is of step {step}, but its end says {trailer.step}. Give another checkpoint."
+        )
 
 
 def _is_count(value: Any) -> bool:

@@ -75,7 +75,9 @@ def note_failed_samples(
     if note not in getattr(error, "__notes__", []):  # a data set around this one may have added the note
         error.add_note(note)
     if isinstance(error, StopIteration):
-        raise ValueError(f"The data set raised StopIteration for {note}.") from error
+        raise ValueError(
+            f"The data set raised StopIteration, where an IndexError or a correct __len__ is needed, for {note}."
+        ) from error
 
 
 def _find_failing_positions(count: int, try_positions: Callable[[Sequence[int]], object]) -> Sequence[int]:

@@ -33,8 +33,8 @@ def download_cifar10(data_dir: Path) -> None:
             partial.rename(root)
     except (OSError, RuntimeError) as error:
         raise UserError(
-            f"The data of --dataset cifar10 cannot be downloaded ({error}). Put {archive.name} into {data_dir},"
-            " unpacked if that folder stays read-only, or give another --data_dir."
+            f"The data of --dataset cifar10 cannot be downloaded ({error}). Put {archive.name} into {data_dir}"
+            " (unpacked, if the folder is read-only), or give another --data_dir."
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)

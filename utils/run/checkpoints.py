@@ -247,7 +247,9 @@ class Checkpoints:
         try:
             self._run.checkpoint_files.link_best(progress.best_step)
         except OSError as error:
-            self._run.warn(f"best.pt cannot be written ({error}). The next evaluation starts a new best checkpoint.")
+            self._run.warn(
+                f"best.pt cannot be written ({error}). Check the storage. A better checkpoint will get this name."
+            )
             return
         self._best_link = BestLink.LINKED
         path = self._run.checkpoint_folder / BEST_NAME

@@ -199,7 +199,8 @@ class Ownership:
             TrainingError: if another job owns the folder. None is raised if lock.json cannot be read.
         """
         if not self.may_be_owner():
-            raise TrainingError(f"Another job has taken over the run in {self.folder}. End this job.")
+            text = f"Another job has taken over the run in {self.folder}, so this job ends."
+            raise TrainingError(f"{text} Start one job for each --run_dir.")
 
     def check_owner(self) -> None:
         """Call this before a checkpoint gets its name. The check is strict, since a save that fails is tried again.
@@ -213,7 +214,8 @@ class Ownership:
         except (ValueError, KeyError, TypeError):
             raise OSError(errno.EIO, f"{self.lock_file} cannot be read") from None
         if token != self.token:
-            raise TrainingError(f"Another job has taken over {self.checkpoint_folder}. End this job.")
+            text = f"Another job has taken over {self.checkpoint_folder}, so this job ends."
+            raise TrainingError(f"{text} Start one job for each --run_dir.")
 
 
 def _read_boot_id() -> str:

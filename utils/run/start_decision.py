@@ -147,7 +147,7 @@ class ExistingRun:
         if config.resume_from == "auto" and is_empty and backups:
             raise UserError(
                 f"A start that was killed has moved the run of --run_dir {config.run_folder} to"
-                f" {' and '.join(backups)}. Move the run back, or start over without --resume_from auto."
+                f" {' and '.join(backups)}. Rename it to {config.run_folder}, or start over without --resume_from auto."
             )
 
     def refuse_to_replace(self, may_restart: bool) -> None:
@@ -161,14 +161,15 @@ class ExistingRun:
         if may_restart and not self.launch_id:
             # a restart would move aside what the attempt before it has trained
             raise UserError(
-                f"--run_dir {folder} holds a run, and restarts look like new launches. Give torchrun --rdzv-id NAME."
+                f"--run_dir {folder} holds a run, and a restart by torchrun would look like a new launch. Add"
+                " --rdzv-id NAME to the flags of torchrun."
             )
 
         is_named = config.run_dir != DEFAULT_RUN_DIR or config.checkpoint_dir != ""
         if is_named and not config.overwrite:
             raise UserError(
-                f"--run_dir {folder} holds a run already. Add --resume_from auto to continue this run, add --overwrite"
-                " to replace this run, or give another --run_dir."
+                f"--run_dir {folder} holds a run already. Add --resume_from auto to continue it, or --overwrite to"
+                f" rename it to {folder.name}.1 and begin a new one, or give another --run_dir."
             )
 
         inside = []

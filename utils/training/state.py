@@ -310,7 +310,10 @@ class TrainState:
         except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             if is_out_of_memory(error):
                 raise
-            raise UserError(f"The checkpoint's state does not fit ({error}). Give another checkpoint.") from error
+            raise UserError(
+                f"The state in the checkpoint does not fit ({error}). Use the model.py and the settings of its run, or"
+                " load its weights with --init_from."
+            ) from error
 
     def _load(self, payload: dict[str, Any]) -> None:
         required = {field.name for field in dataclasses.fields(Progress)}
@@ -318,7 +321,9 @@ class TrainState:
         required.discard("best_metric")  # earlier versions did not save it
         missing = sorted(required - payload["progress"].keys())
         if missing:
-            raise UserError(f"The checkpoint's progress lacks {', '.join(missing)}. Give another checkpoint.")
+            raise UserError(
+                f"The checkpoint is incomplete: its progress lacks {', '.join(missing)}. Give another checkpoint."
+            )
         payload = self._run_before_load(payload)
         self._load_weights(payload["model"])
         self.updater.load_state_dict(payload)
@@ -357,7 +362,8 @@ class TrainState:
             if is_out_of_memory(error):
                 raise
             raise UserError(
-                f"The checkpoint's model does not fit ({error}). Give the model of the checkpoint."
+                f"The weights in the checkpoint do not fit the model ({error}). Use the model.py and the settings of"
+                " its run, or load its weights with --init_from."
             ) from None
         self.step_sums.running_stats.read_buffers()
 

@@ -324,7 +324,7 @@ def test_a_fresh_start_on_a_run_and_another_run_in_the_folder_are_rejected(url, 
         assert not (tmp_path / "b").exists()
     other = f"{url}-other"
     Attempt(other, tmp_path / "c").upload(10).end()
-    with pytest.raises(UserError, match=r"holds another run than --mirror .*\. Give another --run_dir"):
+    with pytest.raises(UserError, match=r"and --mirror .* hold different runs\. Give another --run_dir"):
         Attempt(url, tmp_path / "c")
     assert steps_of(url) == [10] and steps_of(other) == [10]
 

@@ -333,7 +333,7 @@ def test_differences_without_a_deviation_are_no_result(tmp_path, fork, no_probe,
     (fork / "changes.json").write_text(json.dumps({"by_seed": [17 * scale, 18 * scale, 16 * scale]}))
     code, result = run(tmp_path, fork, other, "--out", tmp_path / "out", "--seeds", 3)
     assert code == 2 and result["verdict"] is None
-    text = f"All 3 differences of loss are {scale:g}, but for rounding, so their deviation is unknown. Give a finer"
+    text = f"All 3 differences of loss are {scale:g} up to rounding, so their deviation is unknown. Give a finer"
     assert result["refused"].startswith(text)
 
 

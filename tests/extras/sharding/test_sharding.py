@@ -280,7 +280,7 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused(runs):
 
     flags = runs.words("run", "--dataset_size", 16, "--sharding", "zero3")
     refusal = pytest.raises(
-        UserError, match=r"NormedSgd gets shards of the parameters\. If NormedSgd updates each element by itself"
+        UserError, match=r"NormedSgd gets shards of the parameters\. If it updates each element from the gradient"
     )
     with refusal, mock.patch.object(train.your_model, "create_optimizer", create_optimizer, create=True):
         train_flags(flags)

@@ -226,7 +226,8 @@ def _open_shared_file(path: str, ctx: DistributedContext) -> IO[bytes]:
         return open(path, "r+b")
     except FileNotFoundError:
         raise UserError(
-            f"The ranks on {ctx.host} do not share {path}. Give them one /dev/shm, or use --cache none."
+            f"The ranks on {ctx.host} do not share {path}. Run them in one container or with --ipc=host, or use"
+            " --cache none."
         ) from None
 
 

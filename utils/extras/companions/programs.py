@@ -51,7 +51,9 @@ def call_program(name: str, plan: dict[str, Any], title: str, *flags: str) -> di
     try:
         answer = json.loads(process.communicate()[0])
     except ValueError:
-        raise StartError(f"The program of {title} ended with exit code {process.returncode}. Start again.") from None
+        raise StartError(
+            f"The program of {title} ended with exit code {process.returncode}. See its error above, then start again."
+        ) from None
     if "problem" in answer:
         raise (StartError if answer["is_transient"] else UserError)(answer["problem"])
     return answer

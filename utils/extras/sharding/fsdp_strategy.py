@@ -59,8 +59,9 @@ class FSDPStrategy(GradientStrategy):
         is_listed = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE_OPTIMIZERS
         if not is_listed and not getattr(optimizer, "is_elementwise", False):
             raise UserError(
-                f"The optimizer {kind.__name__} gets shards of the parameters. If {kind.__name__} updates each element"
-                " by itself, set is_elementwise = True in its class. Otherwise use --sharding none."
+                f"The optimizer {kind.__name__} gets shards of the parameters. If it updates each element"
+                " from the gradient and the state of that element, as Adam does and Muon does not, set is_elementwise ="
+                " True in its class. Otherwise use --sharding none."
             )
 
     def unscale_gradients(
