@@ -277,7 +277,11 @@ def messages(path):
             yield node.value
 
 
-MESSAGES_OF_TORCH = ("Expected to have finished reduction", "does not have a deterministic implementation")
+MESSAGES_OF_TORCH = (
+    "Expected to have finished reduction",
+    "does not have a deterministic implementation",
+    "CUDA error: device-side assert triggered",
+)
 
 
 def test_messages_in_docs_troubleshooting_exist_in_the_code():
