@@ -75,7 +75,8 @@ def test_gradients_are_sent_once_in_the_hooks_type_all_else_in_one_collective(ru
     calls = steps[0][0][0]
     assert steps == [[(calls, expected)] * 6] * ranks and 2 < calls - 1 < 10
     rounded = "" if hook == "none" else f", rounded to {hook}"
-    assert f" {dtype.itemsize * PARAMETERS / 2**20:.2f} MB per rank and step, all-reduced in buckets of about " in runs.log("run")
+    size = f"{dtype.itemsize * PARAMETERS / 2**20:.2f} MB"
+    assert f" {size} per rank and step, all-reduced in buckets of about " in runs.log("run")
     assert f" MB{rounded}\n" in runs.log("run")
     kept = runs.last("run")
     states = [value for state in kept["optimizer"]["state"].values() for value in state.values()]
