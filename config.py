@@ -71,21 +71,17 @@ class Yours(Settings):
     """What your model.py and dataset.py read."""
 
     # ---- yours: fields for your own model and data; a fork edits only these lines of this file ----
-    dataset: str = yours(
-        "synthetic",
-        "data set (synthetic: generated images, which need no files)",
-        one_of("synthetic", "cifar10", *extras.DATASETS),
-    )
+    dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10", *extras.DATASETS))
     augment: str = yours(
         "auto",
-        "training augmentation (auto: resized_crop for image files over 64 pixels, else crop)",
+        "training augmentation (crop: shift and flip, auto: resized_crop over 64 pixels, else crop)",
         one_of("auto", "none", "crop", *extras.AUGMENTS),
         "may",
     )
     model: str = yours("mini_resnet", "mini_resnet, or a classification model of torchvision such as resnet50")
     freeze: str = yours(
         "none",
-        "frozen part of the model (backbone: all but the last layer, BatchNorm statistics too)",
+        "frozen part of the model (backbone: all but the last layer, with its BatchNorm statistics)",
         one_of("none", "backbone"),
         rare=True,
     )
@@ -97,7 +93,9 @@ class Yours(Settings):
     channels_last: bool = yours(
         True, "use the channels-last memory format for convolutions (faster)", resume="may", rare=True
     )
-    label_smoothing: float = yours(0.0, "label smoothing of the training loss", between(0, 1), "may", rare=True)
+    label_smoothing: float = yours(
+        0.0, "label smoothing of the training loss (0: off)", between(0, 1), "may", rare=True
+    )
     norm_weight_decay: float = yours(
         "auto", "weight decay of normalization layers (auto: 0)", at_least(0), "may", rare=True
     )
@@ -146,7 +144,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     run_dir: str = setting(
         "run",
         DEFAULT_RUN_DIR,
-        "folder of the run, with {setting} filled in: runs/{model}-s{seed}",
+        "folder of the run. {setting} is filled in, as in runs/{model}-s{seed}",
         extras.RUN_DIR_CHECK,
         is_path=True,
         conflicts=[Conflict(explain_invalid_run_dir, "{found}. Use names of settings, such as {{model}} or {{lr}}.")],
@@ -162,14 +160,14 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     overwrite: bool = setting(
         "run",
         False,
-        "start a new run in a run_dir that holds one, which is renamed to RUN_DIR.1",
+        "rename the run in run_dir to RUN_DIR.1 and begin a new one",
         is_copied=False,
         conflicts=[Conflict("resume_from", f"would move the run that --resume_from continues. {GIVE_ONLY_ONE}")],
     )
     init_from: str = setting(
         "run",
         "",
-        "initial weights: a checkpoint, a state dict, or torchvision (empty: random)",
+        "initial weights: the path of a file, or the word torchvision (empty: random)",
         extras.INIT_FROM_CHECK,
         is_path=True,
         conflicts=[
@@ -198,7 +196,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     data_dir: str = setting(
         "data",
         "data",
-        "folder of the data, for example with train/CLASS/*.jpg and val/CLASS/*.jpg",
+        "folder of the data, with train/CLASS/*.jpg or train.csv (synthetic reads no files)",
         local_path,
         is_path=True,
     )
@@ -213,7 +211,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     num_workers: int | str = setting(
         "data",
         "auto",
-        "DataLoader workers per rank (auto: from the CPUs, or none for data in memory)",
+        "DataLoader workers per rank (auto: from the CPUs, 0 for data in memory)",
         at_least(0),
     )
     drop_last: bool = setting(
@@ -233,7 +231,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     max_steps: int = setting(
         "training",
         0,
-        "optimizer steps after which the run ends, over all resumes (0: after its epochs)",
+        "optimizer steps of the whole run, over all resumes (0: set by epochs)",
         at_least(0),
         resume="may",
     )
@@ -250,7 +248,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     global_batch_size: int = setting(
         "training",
         0,
-        "samples (or tokens) per optimizer step, which sets grad_accum_steps (0: not given)",
+        "samples (with batch_tokens: tokens) per optimizer step (0: set by grad_accum_steps)",
         at_least(0),
         conflicts=[Conflict(suggest_global_batch_sizes, "{found}")],
     )
@@ -275,7 +273,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     schedule: str = setting(
         "training",
         "cosine",
-        "learning rate schedule after warm-up (wsd: decay over the last 20 %, step: / 10 after 50 and 75 %)",
+        "learning rate schedule after warm-up (wsd: decay over the last 20 %, step: x 0.1 at 50 and 75 %)",
         one_of(*SCHEDULES),
         resume="may",
     )
@@ -295,7 +293,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
         resume="may",
         conflicts=[Conflict(has_min_lr_above_lr, "must be below --lr {lr}")],
     )
-    warmup_epochs: float = setting("training", 0.5, "epochs of linear warm-up", at_least(0), resume="may")
+    warmup_epochs: float = setting("training", 0.5, "epochs of linear warm-up (0: off)", at_least(0), resume="may")
     warmup_steps: int | str = setting(
         "training",
         "auto",
@@ -315,7 +313,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     ema_decay: float = setting(
         "training",
         0.0,
-        "decay of the weight EMA, at most n / (9 + n) after n updates (0: no EMA)",
+        "decay of the weight EMA, which is evaluated too, at most n / (9 + n) after n updates (0: off)",
         between(0, 1),
         resume="may",
     )
@@ -343,7 +341,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     amp_dtype: str = setting(
         "performance",
         "auto",
-        extras.AMP_HELP,
+        f"mixed-precision dtype ({extras.AMP_DTYPE_NOTES})",
         one_of("auto", "bf16", "fp16", *extras.AMP_DTYPES),
         resume="may",
         conflicts=[
@@ -409,7 +407,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     keep_every: int = setting(
         "checkpoints and evaluation",
         0,
-        "optimizer steps between checkpoints that are kept for good (0: none)",
+        "optimizer steps between checkpoints that are never deleted (0: none)",
         at_least(0),
         rare=True,
     )
@@ -434,7 +432,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     best_metric: str = setting(
         "checkpoints and evaluation",
         "auto",
-        "metric for best.pt: NAME, min:NAME or max:NAME (auto: top1 if reported, else loss)",
+        "metric of best.pt: NAME, min:NAME or max:NAME (auto: top1 if reported, else loss)",
         metric_name,
         resume="may",
     )

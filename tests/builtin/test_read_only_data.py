@@ -117,7 +117,7 @@ def test_a_folder_that_cannot_be_written_needs_what_is_missing_by_hand(tmp_path,
     [
         (
             CIFAR10,
-            r"--dataset cifar10 .*Read-only file system: '{data}/cifar10.*Put .* into {data}, unpacked .* --data_dir",
+            r"--dataset cifar10 .*Read-only file system: '{data}/cifar10.*Put .* into {data} \(unpacked, .* --data_dir",
         ),
         (WEIGHTS, "--init_from torchvision .*Read-only file system: '{data}/weights'.* --data_dir"),  # extra: images
     ],

@@ -13,7 +13,7 @@ class CacheSettings(Settings):
     cache: str = setting(
         "data",
         "none",
-        "place of decoded images, before augmentation: host memory (ram) or the GPU (device)",
+        "cache of decoded images, before augmentation (ram: shared by a node's ranks, device: per GPU)",
         one_of("none", "ram", "device"),
         rare=True,
     )

@@ -33,7 +33,7 @@ class CompanionSettings(Settings):
     mirror: str = setting(
         "run",
         "",
-        "URL in object storage that keeps a copy of the run to resume from (empty: none)",
+        "URL such as s3://BUCKET/NAME, to which the run is copied to resume from it (empty: none)",
         mirror_url,
     )
     track: str = setting(
@@ -45,7 +45,7 @@ class CompanionSettings(Settings):
     on_checkpoint: str = setting(
         "checkpoints and evaluation",
         "",
-        "shell command run after each checkpoint, where {} is its path. Keep secrets in a script",
+        "shell command after each checkpoint, with {} for its path (empty: none)",
         shell_command,
         rare=True,
         is_copied=False,  # the config.json of a run may be from somebody else

@@ -34,15 +34,17 @@ class ImageSettings(Settings):
     )
     auto_augment: str = yours(
         "none",
-        "torchvision's augmentation policy (ra: RandAugment, ta_wide: TrivialAugmentWide)",
+        "torchvision policy after augment's crop (ra: RandAugment, ta_wide: TrivialAugmentWide)",
         one_of(*AUTO_AUGMENTS),
         "may",
         rare=True,
     )
-    random_erase: float = yours(0.0, "probability of random erasing in image files", probability, "may", rare=True)
+    random_erase: float = yours(
+        0.0, "probability of random erasing, for image files only (0: off)", probability, "may", rare=True
+    )
     augment_repeats: int = yours(
         1,
-        "repeated augmentation: copies of each image in an epoch of unchanged length",
+        "repeated augmentation: copies of each image, in an epoch of unchanged length (1: off)",
         at_least(1),
         rare=True,
     )

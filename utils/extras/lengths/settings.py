@@ -26,7 +26,7 @@ class LengthsSettings(Settings):
     batch_tokens: int = setting(
         "training",
         0,
-        "micro-batch size per rank in tokens or frames, padding included (0: off, batch_size counts)",
+        "micro-batch size per rank in tokens or frames, padding included (0: use batch_size)",
         at_least(0),
         "must",
         rare=True,
@@ -48,7 +48,7 @@ class LengthsSettings(Settings):
     bucket_window: int = setting(
         "training",
         100,
-        "micro-batches in a window whose samples are sorted by length, with batch_tokens",
+        "micro-batches per window in which samples are sorted by length, with batch_tokens",
         at_least(1),
         "must",
         rare=True,

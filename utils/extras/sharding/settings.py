@@ -14,7 +14,7 @@ from utils.settings.conflicts import GIVE_ONLY_ONE, Conflict
 from utils.settings.fields import Settings, setting
 
 SHARDED_AMP_DTYPES = ("bf16_params", "fp16_params")
-SHARDED_AMP_HELP = ". With _params, FSDP gathers parameters in it too"
+SHARDED_AMP_NOTE = ", _params: FSDP gathers in it too"
 INCOMPATIBLE_SETTINGS = ("reduction", "comm_hook", "compile", "find_unused_parameters")
 NEEDS_SHARDING = "needs sharding. Add --sharding zero3, or leave this flag out."
 
@@ -32,7 +32,7 @@ class ShardingSettings(Settings):
     sharding: str = setting(
         "distributed",
         "none",
-        "FSDP (zero2: shard gradients and optimizer state, zero3: parameters too, hybrid: within each node)",
+        "FSDP (none: DDP, zero2: gradients and optimizer state, zero3: parameters too, hybrid: zero3 per node)",
         one_of("none", "zero2", "zero3", "hybrid"),
         "may",
         conflicts=[

@@ -11,5 +11,5 @@ from utils.settings.fields import Settings, setting
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings(Settings):
     hang_timeout: float = setting(
-        "distributed", 300.0, "seconds without progress before the run ends as hung (0: no limit)", at_least(0)
+        "distributed", 300.0, "seconds without progress of a rank before the run ends (0: no limit)", at_least(0)
     )
