@@ -256,9 +256,9 @@ SECOND_OF_TWO = {"NNODES": "2", "NODE_RANK": "1"}
         ),
         (
             {"GLOO_SOCKET_IFNAME": "^lo"},
-            r"GLOO_SOCKET_IFNAME must have names of interfaces .*, got \^lo\. Give one of .*lo",
+            r"GLOO_SOCKET_IFNAME must be interfaces such as eth0, .*, got \^lo\. Give one of .*lo",
         ),
-        ({"GLOO_SOCKET_IFNAME": "=lo"}, r"GLOO_SOCKET_IFNAME must have names of interfaces .*, got =lo\. Give"),
+        ({"GLOO_SOCKET_IFNAME": "=lo"}, r"GLOO_SOCKET_IFNAME must be interfaces such as eth0, .*, got =lo\. Give"),
         ({"NCCL_SOCKET_IFNAME": "=eth77"}, r"NCCL_SOCKET_IFNAME must name an interface of .*, got =eth77\. Give"),
         ({"LAUNCH_RETRIES": "x"}, r"LAUNCH_RETRIES must be an integer of at least 0, got x\."),
         ({"NNODES": "two"}, r"NNODES must be an integer of at least 1, got two\."),
