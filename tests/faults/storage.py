@@ -156,7 +156,7 @@ def goes_away(drill: Drill, is_unmounted: bool) -> None:
     drill.let_go(is_slow=True)
     pattern = (
         not_written("30", "No such file or directory")
-        + r"it needs 8\.0 MB, its folder cannot be accessed \(No such file or directory\)"
+        + r"The checkpoint needs 8\.0 MB, and its folder cannot be accessed \(No such file or directory\)"
     )
     drill.fails(job, pattern + ".*" + FOR_GOOD, has_status=False)
     left = list(disk.seen.rglob("*"))
