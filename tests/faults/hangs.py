@@ -218,7 +218,7 @@ def store_lost(drill: Drill, how: str, seconds: float) -> None:
     job.signal(0, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     drill.let_go()
     began = time.monotonic()
-    pattern = rf"rank 0 on {HOST} was {'killed or' if how == 'killed' else 'stopped, killed or'} cut off"
+    pattern = rf"[Rr]ank 0 on {HOST} was {'killed or' if how == 'killed' else 'stopped, killed or'} cut off"
     drill.fails(job, pattern, rank=0, seconds=100)
     assert time.monotonic() - began < seconds  # torchrun ends a stopped rank after 30 s
     drill.resumes(2, *RUN)
