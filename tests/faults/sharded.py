@@ -130,7 +130,7 @@ def malicious(drill: Drill) -> None:
     job = drill.start(2, *ZERO3, "--resume_from", folder / "step_00000030")
     ended = job.end()
     assert ended.code == 1 and not (folder / "marker").exists()
-    says(ended.text, r"part_00001\.pt: is not a checkpoint \(UnpicklingError\)")
+    says(ended.text, r"part_00001\.pt is not a checkpoint \(UnpicklingError\)")
 
 
 @fault("rank 0 killed while shards are written", "write_archive", "before", 0, 10, guarantees="sharded-save")
