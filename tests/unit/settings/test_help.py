@@ -34,9 +34,9 @@ def test_it_imports_no_torch(words):
     assert ended.returncode == (0 if "--help" in words else 2)
 
 
-def test_help_takes_at_most_three_tenths_of_a_second_of_cpu():
-    """Measured: 0.08 s. Start-up of Python alone takes 0.02 s; torch would take seconds."""
-    assert cpu_seconds("--help") < 0.3
+def test_help_takes_at_most_six_tenths_of_a_second_of_cpu():
+    """Measured: 0.08 s, and 0.32 s on a slow machine with four busy workers. torch would take seconds."""
+    assert cpu_seconds("--help") < 0.6
 
 
 @pytest.mark.parametrize(
