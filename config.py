@@ -160,7 +160,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     overwrite: bool = setting(
         "run",
         False,
-        "rename the run in run_dir to RUN_DIR.1 and begin a new one",
+        "rename the run in run_dir to RUN_DIR.1 (.2, ...) and begin a new one",
         is_copied=False,
         conflicts=[Conflict("resume_from", f"would move the run that --resume_from continues. {GIVE_ONLY_ONE}")],
     )
@@ -248,7 +248,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     global_batch_size: int = setting(
         "training",
         0,
-        "samples (with batch_tokens: tokens) per optimizer step (0: set by grad_accum_steps)",
+        "samples (or tokens) per optimizer step over all ranks (0: set by grad_accum_steps)",
         at_least(0),
         conflicts=[Conflict(suggest_global_batch_sizes, "{found}")],
     )

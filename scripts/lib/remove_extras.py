@@ -569,7 +569,10 @@ def main(argv: list[str]) -> None:
         require_clean(ROOT, ".")
         gone = read_deleted(files[PROJECT_FILE]).keys()
         names = (extras.keys() - names if argv[0] == "--all-but" else names) - gone
-        delete_extras(names) if names else print("These extras are already deleted.")
+        if names:
+            delete_extras(names)
+        else:
+            print("These extras are already deleted.")
     else:
         fail("Give the names of extras to delete, or --list to see them (docs/extras.md).")
 

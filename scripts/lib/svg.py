@@ -11,8 +11,8 @@ from pathlib import Path
 
 # the Okabe-Ito palette, which is safe for colour-blind readers
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
-ROUNDING = 1e-9  # of a quotient that should be an integer
-MAX_DIGITS = 6  # after the point
+ROUNDING = 1e-9  # error of a quotient that should be an integer
+MAX_DIGITS = 6  # after the point of a tick's text; smaller numbers are written with an exponent
 LEFT, RIGHT, BOTTOM, HEIGHT, WIDTH = 68, 20, 50, 330, 760  # HEIGHT: of the plot area only
 
 

@@ -169,7 +169,7 @@ class ExistingRun:
         if is_named and not config.overwrite:
             raise UserError(
                 f"--run_dir {folder} holds a run already. Add --resume_from auto to continue it, or --overwrite to"
-                f" rename it to {folder.name}.1 and begin a new one, or give another --run_dir."
+                f" rename it to {folder.name}.1 (.2, ...) and begin a new one, or give another --run_dir."
             )
 
         inside = []
