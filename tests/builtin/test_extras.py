@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import config
 import forks
 from lib import remove_extras
 from ranks import ROOT, copy_repository, slow
@@ -165,7 +166,7 @@ def marked_lines(path):
 def test_the_kernel_names_an_extra_only_in_marked_lines():
     fields = remove_extras.read_settings(remove_extras.read_files(ROOT), set(EXTRAS))
     names = "|".join(name for field_names in fields.values() for name in field_names)
-    named = re.compile(rf"utils\.extras|config\.({names})\b|\b({names})=|[\"' (-]({names})[\"' ,:.)]")
+    named = re.compile(rf"utils\.extras|config\.({names})\b|\b({names})=|[\"' -]({names})[\"' ,]")
     total = 0
     for path in CORE:
         left, number = marked_lines(path)
@@ -173,12 +174,19 @@ def test_the_kernel_names_an_extra_only_in_marked_lines():
         left = [line for line in left if line != "from utils.extras import settings as extras"]
         if path.name == "other_trainers.py":  # an answer about a flag that is gone is not given
             continue
-        left = [line for line in left if '"""' not in line and "this fork has no extra" not in line]
-        assert not [line for line in left if named.search(line)], path
+        assert not [line for line in left if named.search(line) and '"""' not in line], path
     assert total <= 40, total
     for name in ("train.py", "config.py", "ddp_utils.py", "model.py", "dataset.py"):
         lines = (ROOT / name).read_text().splitlines()
         assert not [line for line in lines if remove_extras.MARKER.search(line)], name
+
+
+def test_the_help_of_the_core_names_no_setting_of_an_extra():
+    fields = remove_extras.read_settings(remove_extras.read_files(ROOT), set(EXTRAS))
+    of_extras = {name for field_names in fields.values() for name in field_names}
+    for setting in config.SETTINGS:
+        if setting.name not in of_extras:
+            assert not of_extras & {*re.findall(r"\w+", setting.help)}, setting.help
 
 
 def test_bad_names_and_a_changed_tree_are_refused_and_a_deletion_can_be_undone(tmp_path):

@@ -25,8 +25,8 @@ from utils.run.run_lock import RunLock
 from utils.settings.errors import TrainingError, UserError
 
 IS_HELD = (
-    r"holds a run already\. Add --resume_from auto to continue it, or --overwrite to rename it to \w+\.1 \(\.2, \.\.\.\)"
-    r" and begin a new one, or give another --run_dir\."
+    r"holds a run already\. Add --resume_from auto to continue it, or --overwrite to rename it to \w+\.1 \(\.2, "
+    r"\.\.\.\) and begin a new one, or give another --run_dir\."
 )
 HOLDS_MORE = "contains the files of more than one run. Give a separate folder"
 
