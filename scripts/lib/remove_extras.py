@@ -26,7 +26,7 @@ import tempfile
 import tokenize
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from io import StringIO
 from pathlib import Path
@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from lib.fork_files import Files, changed_files, emptied_folders, read_files, split_lines, write_files
+from lib.fork_readme import README, build_readme, is_edited, list_pictures
 from lib.git_tree import SO_THAT, fail, git, require_clean, require_undoable, try_git
 from lib.unused_imports import remove_unused_imports
 
@@ -49,7 +50,7 @@ LINE_MARKER = re.compile(rf"\s*(?:#|<!--) (?:---- )?extra: ({NAMES_PATTERN})(?: 
 BLOCK_END = r"\s*(?:#|<!--) (?:---- )?end of {}(?: ----| -->)?$"
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]*)(#[^)]*)?\)")
 DELETED_RECORD = re.compile(r"^(\[tool\.extras\].*\n(?:(?!\[).*\n)*?)without = \{.*\}", re.MULTILINE)
-TEMPLATE_PAGES = re.compile(r"(docs/.*|README|AGENTS|CLAUDE|CHANGELOG|CONTRIBUTING)\.md")
+TEMPLATE_PAGES = re.compile(r"(docs/.*|AGENTS|CLAUDE|CHANGELOG|CONTRIBUTING)\.md")
 Fields = dict[str, dict[str, Any]]  # default by name, by extra
 
 
@@ -65,6 +66,16 @@ def read_extras(files: Files) -> dict[str, str]:
     return dict(rows)
 
 
+def list_whole_extras(extras: dict[str, str], deleted: Collection[str]) -> dict[str, str]:
+    """What each extra buys that is left, without those which need a deleted one."""
+    kept = {}
+    for name, sentence in extras.items():
+        needed = re.findall(r"needs `(\w+)`", sentence)
+        if not {name, *needed} & {*deleted}:
+            kept[name] = sentence
+    return kept
+
+
 def delete_from_files(files: Files, extras: set[str]) -> tuple[Files, Fields]:
     """What is left of the files, and the fields of the config that are deleted."""
     left: Files = {}
@@ -73,7 +84,9 @@ def delete_from_files(files: Files, extras: set[str]) -> tuple[Files, Fields]:
         is_in_deleted_folder = (
             len(parts) > 3 and parts[0] in ("utils", "tests") and parts[1] == "extras" and parts[2] in extras
         )
-        if not is_in_deleted_folder and not is_whole_file_marked(name, text, extras):
+        if name == README:
+            left[name] = text  # replaced as a whole, or the fork's own
+        elif not is_in_deleted_folder and not is_whole_file_marked(name, text, extras):
             left[name] = delete_from_text(name, text, extras)
     if SETTINGS_FILE in left:
         left[SETTINGS_FILE] = delete_entries(left[SETTINGS_FILE], extras)
@@ -85,9 +98,9 @@ def delete_from_files(files: Files, extras: set[str]) -> tuple[Files, Fields]:
         if TEMPLATE_PAGES.fullmatch(name):
             rows_of = deleted_fields if name != EXTRAS_PAGE else set[str]()  # a row there is about an extra
             text = remove_dead_links(name, left[name], files.keys() - left.keys())
-            left[name] = delete_rows(
-                delete_commands(text, deleted, {f"--{field}" for field in deleted_fields}), rows_of
-            )
+            text = delete_commands(text, deleted, {f"--{field}" for field in deleted_fields})
+            text = delete_rows(text, rows_of)
+            left[name] = text if text == files[name] else renumber_lists(text)
     return left, fields
 
 
@@ -344,6 +357,23 @@ def delete_rows(text: str, fields: set[str]) -> str:
     return delete_lines(lines, gone)
 
 
+def renumber_lists(text: str) -> str:
+    """The page with its numbered lists counting from 1. A list ends at a line that is not indented."""
+    lines = split_lines(text)
+    count = 0
+    is_code = False
+    for number, line in enumerate(lines):
+        if line.startswith("```"):
+            is_code = not is_code
+        item = re.match(r"\d+(?=\. )", line)
+        if item and not is_code:
+            count += 1
+            lines[number] = f"{count}{line[item.end() :]}"
+        elif line.strip() and not line.startswith((" ", "<!--")):
+            count = 0
+    return "".join(lines)
+
+
 def read_deleted(text: str) -> Fields:
     """What pyproject.toml says is deleted."""
     return tomllib.loads(text).get("tool", {}).get("extras", {}).get("without", {})
@@ -449,6 +479,12 @@ def delete_from_folder(root: Path, extras: set[str], is_fork: bool = True) -> tu
     still_extras = read_extras(files)  # in a newer version some are part of the kernel
     record = {name: table for name, table in (fields | before).items() if name in still_extras}
     left[PROJECT_FILE] = replace_record(left[PROJECT_FILE], record)
+    if is_fork and not is_edited(files.get(README, "")):
+        kept_extras = list_whole_extras(still_extras, record.keys())
+        commit = git("rev-parse", "--short", "HEAD", root=root)
+        left[README] = build_readme(root.name, left, kept_extras, replaced=files[README], commit=commit)
+        for picture in list_pictures(files[README]):
+            left.pop(picture, None)
     changed = changed_files(files, left)
     for name in changed:
         if "\r" in files[name]:
@@ -476,6 +512,8 @@ def delete_extras(names: set[str]) -> None:
     print(f"These extras were deleted: {', '.join(sorted(names))}. Lines before and after:")
     for part, number in count_lines(before).items():
         print(f"  {part:8} {number:6,} -> {count_lines(left)[part]:6,}")
+    if README in left and is_edited(left[README]):
+        print(f"{README} stays as it is, since it is not the template's. It may name what was deleted.")
     lost = [promise for key, promise in read_promises(before).items() if key not in read_promises(left)]
     if lost:
         print("This fork no longer promises:", *(f"  - {promise}" for promise in lost), sep="\n")
@@ -543,6 +581,7 @@ def delete_from_commit(commit: str, extras: set[str]) -> str:
             git("-c", no_hooks, "worktree", "add", "--quiet", "--detach", str(tree), commit, root=ROOT)
             if extras:
                 delete_from_folder(tree, extras, is_fork=False)
+                (tree / README).unlink(missing_ok=True)  # the fork keeps its own
             git("add", "--all", root=tree)
             return git("write-tree", root=tree)
         finally:

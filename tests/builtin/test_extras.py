@@ -13,7 +13,7 @@ import pytest
 
 import config
 import forks
-from lib import remove_extras
+from lib import fork_readme, remove_extras
 from ranks import ROOT, copy_repository, slow
 
 EXTRAS = remove_extras.read_extras(remove_extras.read_files(ROOT))
@@ -476,6 +476,55 @@ def test_a_deletion_can_be_undone_whatever_git_does_to_files_of_a_checkout(reque
     undo(fork, printed)
     assert contents(fork) == before
     assert run(fork, "git", "status", "--porcelain") == ""
+
+
+def test_the_readme_of_the_template_has_its_checksum():
+    text = (ROOT / "README.md").read_text()
+    is_made = bool(fork_readme.list_pictures(text))  # that of a fork has no pictures
+    assert not is_made or not fork_readme.is_edited(text), "run python scripts/lib/fork_readme.py"
+
+
+def test_the_template_s_readme_is_replaced_also_by_a_second_deletion(fork):
+    whole = (fork / "README.md").read_text()
+    assert "stays as it is" not in cut(fork, "watch", "chaos")
+    first = (fork / "README.md").read_text()
+    assert first.startswith("# fork\n") and "- `launcher`: " in first and "`watch`" not in first
+    assert not [path for path in fork_readme.list_pictures(whole) if (fork / path).exists()]
+    command = re.search(r"`(git show \w+:\./README\.md)`", first)[1]
+    assert run(fork, *command.split()) == whole
+    assert "stays as it is" not in cut(fork, "launcher")
+    second = (fork / "README.md").read_text()
+    assert "`launcher`" not in second and "`slurm`" not in second and command in second
+    cut(fork, "--all-but")
+    assert "All extras of the template were deleted." in (fork / "README.md").read_text()
+
+
+@pytest.mark.parametrize("change", ["sed -i '1s/$/ /' README.md", "echo >> README.md", "echo '# Mine' > README.md"])
+def test_a_readme_that_was_edited_stays_as_it_is(small_fork, change):
+    run(small_fork, "bash", "-c", f"{change} && {COMMIT}")
+    before = (small_fork / "README.md").read_bytes()
+    assert "README.md stays as it is, since it is not the template's." in cut(small_fork, "watch")
+    assert (small_fork / "README.md").read_bytes() == before
+
+
+@pytest.mark.parametrize("change", ["true", "echo '# Mine' > README.md", "git rm -q README.md"])
+def test_a_merge_leaves_the_readme_of_a_cut_fork_as_it_is(cut_fork, change):
+    template = cut_fork.parent / "template"
+    (template / "README.md").write_text("# The template\n\nVersion 3\n")
+    commit(template, "version 3")
+    run(template, "git", "tag", "template-3")
+    run(cut_fork, "bash", "-c", f"{change} && git commit -qam mine --allow-empty && git fetch -q --tags template")
+    before = contents(cut_fork).get("README.md")
+    assert "template-3 was merged." in run(cut_fork, "scripts/remove_extras.sh", "--merge", "template-3")
+    assert contents(cut_fork).get("README.md") == before and "Version 2" in (cut_fork / "model.py").read_text()
+
+
+def test_numbered_lists_count_from_1_after_a_deletion():
+    page = "# A\n\n1. a\n<!-- extra: watch -->\n2. b\n   more\n<!-- end of watch -->\n3. c\n\n```\n7. d\n```\n\n5. e\n"
+    files = dict.fromkeys(("AGENTS.md", "docs/a.md", "notes.md"), page) | {"docs/extras.md": ""}
+    left, _ = remove_extras.delete_from_files(files, {"watch"})
+    assert left["AGENTS.md"] == left["docs/a.md"] == "# A\n\n1. a\n2. c\n\n```\n7. d\n```\n\n1. e\n"
+    assert "3. c" in left["notes.md"]
 
 
 ELSEWHERE = {  # what is changed in a repository, beside the folder of the fork

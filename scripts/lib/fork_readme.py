@@ -1,0 +1,90 @@
+"""The README of a fork that has deleted extras. Standard library only.
+
+scripts/remove_extras.sh replaces a README that nobody has edited, which its last line shows: a checksum of the others.
+After a change of the template's README, `python scripts/lib/fork_readme.py` writes this line again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+README = "README.md"
+README_PATH = Path(__file__).resolve().parents[2] / README
+CHECKSUM_LINE = "<!-- scripts/remove_extras.sh replaces this file unless it was edited: {} -->\n"
+TEXT = """# {name}
+
+This repository trains models with PyTorch DDP on one machine or on several. It is a fork of a DDP training template.
+{parts}
+You write `model.py`, `dataset.py` and the block "yours" of `config.py`. Please replace this README by your own.
+
+## Commands
+
+```bash
+scripts/quickstart.sh            # makes the environment, and trains on two ranks
+python train.py --help           # lists the flags
+torchrun --standalone --nproc-per-node=2 train.py --run_dir runs/first --resume_from auto
+scripts/test.sh                  # runs the tests
+```
+
+The `torchrun` command trains on two ranks. The same command continues the run after an interruption.
+
+## Documentation
+
+{pages}
+
+The template's own README describes the parts that were deleted, too. `git show {commit}:./README.md` prints it.
+"""
+
+
+def add_checksum(text: str) -> str:
+    """The text with a last line that tells whether somebody has edited the others."""
+    return text + CHECKSUM_LINE.format(hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def is_edited(text: str) -> bool:
+    """Whether the text is neither the template's README nor one that `build_readme` has made."""
+    lines = text.splitlines(keepends=True)
+    return not lines or text != add_checksum("".join(lines[:-1]))
+
+
+def list_pictures(text: str) -> list[str]:
+    """The files that a README shows."""
+    return re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
+
+
+def build_readme(name: str, files: dict[str, str], kept_extras: dict[str, str], replaced: str, commit: str) -> str:
+    """The README of a fork.
+
+    Args:
+        name: of the fork.
+        files: what is left of the template, text by path.
+        kept_extras: what each remaining extra buys, by its name.
+        replaced: the README before. If it is one of a fork, it says which commit has the template's.
+        commit: one that has the README before.
+    """
+    parts = "All extras of the template were deleted.\n"
+    if kept_extras:
+        parts = "It has kept these extras of the template:\n\n"
+        parts += "".join(f"- `{extra}`: {sentence}\n" for extra, sentence in kept_extras.items())
+    pages = []
+    for path, text in sorted(files.items()):
+        title = re.match(r"(?:<!--.*-->\s+)?# (.*)", text)
+        if re.fullmatch(r"docs/[^/]+\.md|docs/recipes/README\.md", path) and title:
+            pages.append(f"- [{title[1]}]({path})")
+    earlier = re.search(r"`git show (\w+):\./README\.md`", replaced)
+    return add_checksum(
+        TEXT.format(name=name, parts=parts, pages="\n".join(pages), commit=earlier[1] if earlier else commit)
+    )
+
+
+def main() -> None:
+    lines = README_PATH.read_text(encoding="utf-8").splitlines(keepends=True)
+    if lines[-1].startswith(CHECKSUM_LINE.partition("{}")[0]):
+        lines.pop()
+    README_PATH.write_text(add_checksum("".join(lines)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
