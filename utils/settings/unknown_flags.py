@@ -39,7 +39,7 @@ def explain_unknown_flag(word: str, names: Collection[str]) -> tuple[str, str]:
             return f"{given_name} needs the extra {extra}, which this fork has deleted. See docs/extras.md.", ""
     advice = find_advice(name, names)
     if advice == "":
-        return f'{is_unknown} Add a field to the block "yours" of config.py, or leave it out.', ""
+        return f"{is_unknown} {explain_missing_field(name)}", ""
     parts = [format_advice(part) for part in (advice or "").split("; ") if part]
     meant = find_intended_flag(name, names, advice or "")
     if meant:
@@ -48,6 +48,15 @@ def explain_unknown_flag(word: str, names: Collection[str]) -> tuple[str, str]:
     if parts:
         return " ".join([is_unknown, *parts]), ""
     return f"{is_unknown} See --help all for all flags.", ""
+
+
+def explain_missing_field(name: str) -> str:
+    """Return what to do about the option of another trainer that is a flag which this fork has not."""
+    for extra, settings in read_deleted_extras().items():
+        for setting in settings:
+            if find_advice(name, [setting]):
+                return f"--{setting} needs the extra {extra}, which this fork has deleted. See docs/extras.md."
+    return 'Add a field to the block "yours" of config.py, or leave it out.'
 
 
 def format_advice(part: str) -> str:

@@ -95,3 +95,13 @@ def test_removed_and_deleted_settings_and_those_of_torchrun_are_named(monkeypatc
     )
     assert answer("--nproc-per-node=2").startswith("--nproc-per-node is not a flag here. Start the ranks with torchrun")
     assert answer("--nonsense") == "--nonsense is not a flag here. See --help all for all flags."
+
+
+def test_the_option_of_another_trainer_for_a_deleted_flag_gets_the_extra(monkeypatch):
+    monkeypatch.setattr(unknown_flags, "read_deleted_extras", lambda: {"sharding": {"sharding": "none"}})
+    assert (
+        answer("--fsdp")
+        == "--fsdp is not a flag here. --sharding needs the extra sharding, which this fork has deleted."
+        " See docs/extras.md."
+    )
+    assert answer("--torch_compile").endswith('Add a field to the block "yours" of config.py, or leave it out.')
