@@ -74,11 +74,11 @@ class Yours(Settings):
     dataset: str = yours("synthetic", "data set", one_of("synthetic", "cifar10", *extras.DATASETS))
     augment: str = yours(
         "auto",
-        "training augmentation (crop: shift and flip, auto: resized_crop over 64 pixels, else crop)",
+        extras.HELP["augment"],
         one_of("auto", "none", "crop", *extras.AUGMENTS),
         "may",
     )
-    model: str = yours("mini_resnet", "mini_resnet, or a classification model of torchvision such as resnet50")
+    model: str = yours("mini_resnet", extras.HELP["model"])
     freeze: str = yours(
         "none",
         "frozen part of the model (backbone: all but the last layer, with its BatchNorm statistics)",
@@ -87,9 +87,7 @@ class Yours(Settings):
     )
     num_classes: int | str = yours("auto", "number of classes (auto: from the data)", at_least(2), rare=True)
     in_channels: int | str = yours("auto", "number of image channels (auto: from the data)", at_least(1), rare=True)
-    image_size: int | str = yours(
-        "auto", "height and width of images in pixels (auto: from pretrained weights or data)", at_least(4)
-    )
+    image_size: int | str = yours("auto", extras.HELP["image_size"], at_least(4))
     channels_last: bool = yours(
         True, "use the channels-last memory format for convolutions (faster)", resume="may", rare=True
     )
@@ -167,7 +165,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     init_from: str = setting(
         "run",
         "",
-        "initial weights: the path of a file, or the word torchvision (empty: random)",
+        extras.HELP["init_from"],
         extras.INIT_FROM_CHECK,
         is_path=True,
         conflicts=[
@@ -196,7 +194,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     data_dir: str = setting(
         "data",
         "data",
-        "folder of the data, with train/CLASS/*.jpg or train.csv (synthetic reads no files)",
+        extras.HELP["data_dir"],
         local_path,
         is_path=True,
     )
@@ -341,7 +339,7 @@ class TrainingConfig(Yours, extras.ExtraSettings):
     amp_dtype: str = setting(
         "performance",
         "auto",
-        f"mixed-precision dtype ({extras.AMP_DTYPE_NOTES})",
+        extras.HELP["amp_dtype"],
         one_of("auto", "bf16", "fp16", *extras.AMP_DTYPES),
         resume="may",
         conflicts=[

@@ -8,9 +8,9 @@ from utils.extras.cache.settings import CacheSettings
 from utils.extras.companions.settings import CompanionSettings, run_path_or_mirror, weights_path
 from utils.extras.compile.settings import CompileSettings
 from utils.extras.exact.settings import ExactSettings
-from utils.extras.images.settings import IMAGE_AUGMENTS, IMAGE_DATASETS, ImageSettings
+from utils.extras.images.settings import IMAGE_AUGMENTS, IMAGE_DATASETS, IMAGE_HELP, ImageSettings
 from utils.extras.lengths.settings import LengthsSettings
-from utils.extras.sharding.settings import SHARDED_AMP_DTYPES, SHARDED_AMP_NOTE, ShardingSettings
+from utils.extras.sharding.settings import SHARDED_AMP_DTYPES, SHARDED_HELP, ShardingSettings
 from utils.extras.watch.settings import WatchSettings
 from utils.settings.checks import Check, local_path, run_path
 from utils.settings.fields import Settings
@@ -21,13 +21,21 @@ INIT_FROM_CHECK: Check = local_path
 DATASETS: tuple[str, ...] = ()
 AUGMENTS: tuple[str, ...] = ()
 AMP_DTYPES: tuple[str, ...] = ()
-AMP_DTYPE_NOTES = "auto: bf16, or fp16 on GPUs without it"
+HELP = {
+    "augment": "training augmentation (auto and crop: shift and flip)",
+    "model": "mini_resnet",
+    "image_size": "height and width of images in pixels (auto: from the data)",
+    "init_from": "initial weights: the path of a file (empty: random)",
+    "data_dir": "folder of the data (synthetic reads no files)",
+    "amp_dtype": "mixed-precision dtype (auto: bf16, or fp16 on GPUs without it)",
+}
 RUN_DIR_CHECK = run_path_or_mirror
 INIT_FROM_CHECK = weights_path
 DATASETS += IMAGE_DATASETS
 AUGMENTS += IMAGE_AUGMENTS
 AMP_DTYPES += SHARDED_AMP_DTYPES
-AMP_DTYPE_NOTES += SHARDED_AMP_NOTE
+HELP |= IMAGE_HELP
+HELP |= SHARDED_HELP
 
 
 @dataclass(frozen=True, kw_only=True)

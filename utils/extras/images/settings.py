@@ -13,6 +13,13 @@ from utils.settings.fields import Settings, yours
 
 IMAGE_DATASETS = ("imagefolder", "csv")
 IMAGE_AUGMENTS = ("resized_crop",)
+IMAGE_HELP = {
+    "augment": "training augmentation (crop: shift and flip, auto: resized_crop over 64 pixels, else crop)",
+    "model": "mini_resnet, or a classification model of torchvision such as resnet50",
+    "image_size": "height and width of images in pixels (auto: from pretrained weights or data)",
+    "init_from": "initial weights: the path of a file, or the word torchvision (empty: random)",
+    "data_dir": "folder of the data, with train/CLASS/*.jpg or train.csv (synthetic reads no files)",
+}
 AUTO_AUGMENTS = ("none", "ra", "ta_wide", "augmix", "autoaugment")
 
 

@@ -14,7 +14,7 @@ def has_no_budget(config: Any) -> bool:
     return not config.batch_tokens
 
 
-def has_cuda_graphs(config: Any) -> bool:
+def has_cuda_graphs(config: Any) -> bool:  # extra: compile
     return config.compile == "reduce-overhead"
 
 
@@ -35,7 +35,7 @@ class LengthsSettings(Settings):
                 has_cuda_graphs,
                 "makes batches of many shapes. Use --compile default, since CUDA graphs need a single shape.",
             )
-        ],
+        ],  # extra: compile
     )
     too_long: str = setting(
         "training",

@@ -14,7 +14,9 @@ from utils.settings.conflicts import GIVE_ONLY_ONE, Conflict
 from utils.settings.fields import Settings, setting
 
 SHARDED_AMP_DTYPES = ("bf16_params", "fp16_params")
-SHARDED_AMP_NOTE = ", _params: FSDP gathers in it too"
+SHARDED_HELP = {
+    "amp_dtype": "mixed-precision dtype (auto: bf16, or fp16 on GPUs without it, _params: FSDP gathers in it too)"
+}
 INCOMPATIBLE_SETTINGS = ("reduction", "comm_hook", "compile", "find_unused_parameters")
 NEEDS_SHARDING = "needs sharding. Add --sharding zero3, or leave this flag out."
 
