@@ -2,7 +2,6 @@
 
 python train.py                                                  one process
 torchrun --standalone --nproc-per-node=2 train.py --epochs 5     two processes on this machine
-scripts/launch.sh --epochs 5                                     several machines (see the README)
 """
 
 from __future__ import annotations

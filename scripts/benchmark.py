@@ -2,19 +2,18 @@
 """Measure the speed of a step, what flags change, how it scales, or how much memory it needs.
 
 torchrun --standalone --nproc-per-node=N scripts/benchmark.py [--against FLAGS]... [--json FILE] [flags of train.py]
-scripts/launch.sh --scaling FILE.json [flags of train.py]       the same on several nodes, on each node
 python scripts/benchmark.py --find-batch [--ranks N] [--memory GIB] [flags of train.py]          largest micro-batch
 
 The first command times train.py's loop with its default checks, records and watchdog. It measures the flags as given,
-and with the flags of each --against, such as "--num_workers 2", "--compile default" or "--save_every_steps 20". On
-several ranks it also measures without communication. What that saves is the communication that is not hidden by the
-backward pass. In each round all take two turns of --steps optimizer steps, one in forward and one in reverse order.
-Ratios are medians over the rounds. The control compares first with second turns. A row is marked noisy if they differ
-by more than 3 %. Times are measured on rank 0. CPU time includes all its threads. Memory is the peak of the CUDA
-allocator.
+and with the flags of each --against, such as "--num_workers 2" or "--save_every_steps 20". On several ranks it also
+measures without communication. What that saves is the communication that is not hidden by the backward pass.
 
-FILE collects the measurements of several launches with the same flags, and each launch prints them as one table by
-number of ranks. Run it on 1, 2 and 4 ranks. With --global_batch_size the work is the same on any number of ranks
+In each round all take two turns of --steps optimizer steps, one in forward and one in reverse order. Ratios are medians
+over the rounds. The control compares first with second turns. A row is marked noisy if they differ by more than 3 %.
+Times are measured on rank 0. CPU time includes all its threads. Memory is the peak of the CUDA allocator.
+
+--json FILE collects the measurements of several launches with the same flags, and each launch prints them as one table
+by number of ranks. Run it on 1, 2 and 4 ranks. With --global_batch_size the work is the same on any number of ranks
 (strong scaling), else each rank has as much work (weak scaling).
 """
 

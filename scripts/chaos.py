@@ -3,7 +3,7 @@
 
 python scripts/chaos.py --ranks 4 --faults 3 --every 10 -- --run_dir runs/a --epochs 4
 python scripts/chaos.py --ranks 2 --minutes 15 --kinds all -- --run_dir runs/soak --epochs 1000
-python scripts/chaos.py --ranks 4,1,2 --faults 3 -- --run_dir runs/b --reduction exact --global_batch_size 256
+python scripts/chaos.py --ranks 4,1,2 --faults 3 -- --run_dir runs/b --global_batch_size 256
 
 Each launch is `torchrun --standalone ... train.py --resume_from auto`. --seed determines the faults, their targets and
 their times. The exit code is 0 if the run is completed. With --minutes it is 0 if the time is up and the run can be

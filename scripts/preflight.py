@@ -1,13 +1,13 @@
 # extra: preflight
 """Check the nodes before a run, in less than a minute. Each problem is printed with its node and a fix.
 
-    scripts/launch.sh --preflight [flags of train.py]      # on each node, like the run itself
     torchrun --standalone --nproc-per-node=4 scripts/preflight.py [flags of train.py] [--json FILE]
+
+On several nodes start it on each node, like the run itself.
 
 Are the nodes alike, connected, and is the storage fit? It prints a table of the nodes and a line for each check: OK,
 warning or FAILURE. It creates the same process groups as the run and leaves the run folder unchanged. --json writes all
 measurements and findings. Exit code 1 if a check failed, else 0; 2 if the ranks cannot connect or a flag is invalid.
-How fast your model trains is measured by scripts/launch.sh --scaling FILE.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Train two DDP ranks on the synthetic data set, on a laptop without a GPU. Fails below 90 % top-1.
-# ---- extra: chaos and reports ----
+# ---- extra: chaos and reports and exact ----
 # --kill: train once on four ranks without interruption, and once SIGKILLed three times and continued on one, two and
 # four ranks; compare the results and plot both curves. Fails if the weights are not bitwise equal.
-# ---- end of chaos and reports ----
+# ---- end of chaos and reports and exact ----
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/lib/env.sh
@@ -16,7 +16,7 @@ run=runs/quickstart-$number
 flags=(--dataset_size 2500 --image_size 12 --batch_size 32 --epochs 6 --lr 0.02 --log_interval 10)
 backend() { "$PYTHON" -c "import torch; print('auto' if torch.cuda.device_count() >= $1 else 'gloo')"; }
 
-# ---- extra: chaos and reports ----
+# ---- extra: chaos and reports and exact ----
 if [ "${1:-}" = --kill ]; then
     shift
     export OMP_NUM_THREADS=1
@@ -30,7 +30,7 @@ if [ "${1:-}" = --kill ]; then
     exec "$PYTHON" scripts/runs.py --compare "$whole" "$killed" --plot "$run/curves.svg" \
         --title "One run, uninterrupted and killed 3 times: equal bits on 4, 1 and 2 ranks with --reduction exact"
 fi
-# ---- end of chaos and reports ----
+# ---- end of chaos and reports and exact ----
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$("$PYTHON" -c 'from utils.cpus import count_usable_cpus; print(max(1, count_usable_cpus() // 2))')}
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node=2 train.py \

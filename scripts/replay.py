@@ -6,9 +6,9 @@
 It continues in a temporary folder from the latest checkpoint before step N (--keep_every keeps some for this), or from
 the start. It prints loss and gradient norm of the step, the samples with the largest losses, the parameters with the
 largest gradients, and where values that are not finite arise. Then it trains to the next record of the run, and
-compares all records from the checkpoint on. It also compares the state if the run has a checkpoint of step N. With
---reduction exact they are bitwise equal, otherwise equal up to rounding. The run is not changed. The exit code is 1 if
-an exact run differs.
+compares all records from the checkpoint on. It also compares the state if the run has a checkpoint of step N. They
+are bitwise equal if the run has exact sums, otherwise equal up to rounding. The run is not changed. The exit code is 1
+if an exact run differs.
 
 --dump FILE writes all of it. torch.load(FILE, weights_only=True) returns a dict with the samples' indices, losses and
 batches, the weights before and after the step, the optimizer's state after the step, the gradients (those that the

@@ -98,7 +98,7 @@ if [ -z "$has_path" ]; then
         fork)
             if [[ " $* " = *" --all "* ]]; then
                 add tests/faults tests/extras tests/distributed tests/unit
-                options+=(--ignore=tests/extras/images) # of the built-in data
+                options+=(--ignore=tests/extras/images) # of the built-in data # extra: images
             else
                 add tests/distributed/test_{exact_*,other_ranks,kernel,oracle,fork*,*hooks,resume,refusals}.py
                 add tests/distributed/test_{predict*,terms,summarize}.py tests/unit
@@ -108,7 +108,10 @@ if [ -z "$has_path" ]; then
             fi
             ;;
         # ---- end of template ----
-        *) add tests/faults tests/builtin tests/extras tests/distributed tests/comparison tests/unit ;;
+        *)
+            add tests/faults # extra: template
+            for folder in builtin extras distributed comparison unit; do add "tests/$folder"; done
+            ;;
     esac
     # ranks often wait for each other, hence more processes than cores; tests in a file share fixtures
     if "$PYTHON" -c 'import xdist' 2>/dev/null; then

@@ -9,8 +9,8 @@ and this code to a .json file.
 A fork also passes with notes ("Please check"), which only you can judge, and with parts that were "not checked".
 It trains for a few steps on a few samples in a temporary folder beside --run_dir, and writes verified.json beside
 train.py. Runs then report "verified with this code", or which files changed since.
-Use four ranks, since two ranks have only one summation order. It takes the flags of train.py, but ignores
---resume_from, --mirror, --track, --on_checkpoint, --overwrite, --eval_only and --compile.
+Use four ranks, since two ranks have only one summation order. It takes the flags of train.py, but ignores those
+that resume, overwrite, copy or only evaluate a run, and those of trackers and torch.compile.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The reference: the training of train.py in one process, without DDP, checkpoints and worker processes.
 
 This file is plain, so that nobody can doubt it. The tests compare the weights of a run on any number of ranks with the
-weights that it computes. scripts/verify.py compares the training of a fork with it. Of this repository it uses model.py
-and dataset.py, and nothing else. Read it from the top: random numbers, samples, the learning rate, BatchNorm, the loss,
-one optimizer step, and the loop at the end.
+weights that it computes. Of this repository it uses model.py and dataset.py, and nothing else. Read it from the top:
+random numbers, samples, the learning rate, BatchNorm, the loss, one optimizer step, and the loop at the end.
 """
 
 import functools

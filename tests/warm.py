@@ -19,8 +19,7 @@ gc.freeze()  # a garbage collection in a forked process would copy every page of
 
 
 def be_quick():
-    """Turn off features that cost more than a tiny run and that no test checks in these processes (test_whole_run.py
-    does)."""
+    """Turn off features that cost more than a tiny run and that no test checks in these processes."""
     provenance._read_git_commit = lambda: ("", False)
     utils.report.reporter.write_code_zip = lambda path: None
     utils.report.reporter.TensorBoardWriter = lambda folder, start_step: utils.report.tensorboard.TensorBoardWriter(

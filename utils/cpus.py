@@ -1,4 +1,4 @@
-"""The number of CPUs that a process may use. Without torch, which launch.sh does not import."""
+"""The number of CPUs that a process may use. It does not import torch, which takes seconds."""
 
 from __future__ import annotations
 

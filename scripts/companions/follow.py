@@ -79,8 +79,8 @@ class Companion:
     def show_life(self) -> None:
         """Tell the rank that this program makes progress. After the end of the run it waits as long as that is so.
 
-        A program whose time is limited is silent after the end, so that it has `--hang_timeout`. If that is 0, it is
-        silent after an hour.
+        A program whose time is limited is silent after the end, so that it has the time limit for hangs. If there
+        is none, it is silent after an hour.
         """
         heartbeat_pipe = self.plan.get("beats")
         if heartbeat_pipe is None:  # started by hand

@@ -161,7 +161,7 @@ def replay_divergence(a: Any, b: Any, gap: Divergence, names: tuple[str, str]) -
     step_range = f"step {high}" if high == low + 1 else f"steps {low + 1} to {high}"
     dumps = "Compare dumps of scripts/replay.py that were made on the machines of the runs."
     if len(unrepeated) > 1:
-        causes = "Causes are sums of several ranks without --reduction exact, other machines or other versions."
+        causes = "Causes are sums of several ranks in another order, other machines or other versions."
         return f"Here the replays of {step_range} are equal, and repeat neither run. {causes} {dumps}"
     run, name = (a, b)[unrepeated[0]], names[unrepeated[0]]
     is_alone = high == low + 1 and run.config.get("log_interval") == 1

@@ -1,4 +1,4 @@
-"""--eval_every_steps and patience; test_kernel.py has evaluations within an epoch, and stops around them."""
+"""--eval_every_steps and patience."""
 
 import pytest
 

@@ -10,7 +10,7 @@ FLAGS += "--clip_grad_norm 1 --save_every 0 --patience 9".split()
 @pytest.mark.guarantee("resume", "records-once")
 def test_stops_and_resumes_within_an_epoch_change_nothing(runs):
     """Three stops by a signal, two of them in one epoch; a persistent worker; a short last step. It looks at averages,
-    records and samples too; test_kernel.py has the table of flags, ranks and stops."""
+    records and samples too."""
     flags = [*FLAGS, "--amp_dtype", "fp16", "--dataset_size", 61]  # 8 steps per epoch
     runs.train(2, "whole", *flags)
     stops = (1, 5, 11)

@@ -1,8 +1,5 @@
 """A run's weights equal those of the plain loop: on 1, 2 and 4 ranks, with accumulation, short last global batches,
-idle ranks and workers.
-
-test_kernel.py has the flags, ranks and stops; builtin/test_mixing.py checks MiniResNet.
-"""
+idle ranks and workers."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""A run that is resumed on another number of ranks without --global_batch_size (with it: test_sharding.py and
-test_kernel.py)."""
+"""A run that is resumed on another number of ranks without --global_batch_size."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # extra: preflight
-"""scripts/preflight.py on real ranks; builtin/test_misconfigurations.py runs it on real nodes."""
+"""scripts/preflight.py on real ranks."""
 
 import contextlib
 import io

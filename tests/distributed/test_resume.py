@@ -1,4 +1,4 @@
-"""How a run ends, stops and continues. Signals: faults/stopping.py."""
+"""How a run ends, stops and continues."""
 
 import json
 import os

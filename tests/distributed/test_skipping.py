@@ -1,4 +1,4 @@
-"""A step that is skipped for a non-finite loss on rank 1 is recorded once (more in faults/numerics.py)."""
+"""A step that is skipped for a non-finite loss on rank 1 is recorded once."""
 
 import os
 from unittest import mock

@@ -100,7 +100,7 @@ def train_all(flags):
 
 
 def use_scripts(folder, path, shift):
-    """What predict.py and export.py write, what replay.py prints, and the errors."""
+    """What predict.py and export.py write, what a replay prints, and the errors."""
     outputs = {}
     words = {
         "predict": [predict, path, "--out", folder / f"p{shift}.pt"],

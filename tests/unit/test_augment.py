@@ -17,7 +17,7 @@ def test_seeds_of_different_keys_differ():
 
 
 def test_draws_equal_splitmix64_in_python_integers():
-    """Integers wrap the same way on every device (test_cuda.py compares with a GPU)."""
+    """Integers wrap the same way on every device."""
     indices = [0, 1, 7, 2**40 + 3]
     drawn = sample_draws(5, 3, torch.tensor(indices), 4)
     for row, index in enumerate(indices):

@@ -1,5 +1,5 @@
 # extra: benchmark
-"""The search of benchmark.py --find-batch and what it prints (real trials: builtin/test_find_batch.py)."""
+"""The search of benchmark.py --find-batch and what it prints."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
 # extra: kubernetes
-"""scripts/Dockerfile without docker: its instructions, and what they copy and install (see builtin/test_pods.py)."""
+"""scripts/Dockerfile without docker: its instructions, and what they copy and install."""
 
 import re
 import subprocess

@@ -54,7 +54,7 @@ def test_of_two_ranks_only_rank_0_prints(tmp_path, flags, codes, out, err):
         is_shown = (out in ended.stdout) and (err in ended.stderr)
         assert (ended.returncode, is_shown) == (code, rank == 0), ended.stderr
         assert report.exists() == (code == 2)
-        if report.exists():  # torchrun's summary and launch.sh read it
+        if report.exists():  # launchers read it for their summary
             message = json.loads(report.read_text())["message"]
             assert message["message"] == f"UserError: {REJECTED.strip()}"
             assert message["extraInfo"]["py_callstack"] == REJECTED.strip()

@@ -200,7 +200,7 @@ SUBSETS = {
 @pytest.mark.parametrize("subset", SUBSETS.values(), ids=SUBSETS)
 @pytest.mark.parametrize("data", [Noisy(), NoisyTogether()], ids=["alone", "together"])
 def test_the_plain_loop_reads_the_samples_of_a_run(data, subset):
-    """Each sample has its own seed, unless the data set reads a micro-batch at once. verify.py compares the two."""
+    """Each sample has its own seed, unless the data set reads a micro-batch at once."""
     dataset = subset(data)
     loader, _ = create_distributed_dataloader(dataset, TrainingConfig(batch_size=3, num_workers=0), context())
     for micro_batch in loader.micro_batches(1):

@@ -56,7 +56,7 @@ def test_failed_allocations_are_distinguished_from_other_errors():
 @pytest.mark.guarantee("memory")
 def test_the_error_names_the_rank_the_device_and_the_flags_that_help():
     config = TrainingConfig(global_batch_size=512)
-    flags = "--batch_size 32 --global_batch_size 512 (the same global batch, and scripts/benchmark.py --find-batch"
+    flags = "--batch_size 32 --global_batch_size 512 (the same global batch)"
     text = str(explain_out_of_memory(FAILED[0], config, CTX))
     assert text.startswith(f"Rank 1 on b ran out of NVIDIA H200 (cuda:1) ({CUDA.rstrip('.')}). Use {flags}")
     assert text.endswith(" or a smaller model or image size.")

@@ -100,7 +100,7 @@ def test_any_ranks_compute_the_same_global_batches(
         if is_padded:
             assert {*lengths} == {most}
         if way == "runs":
-            assert max(lengths) <= most  # consecutive ones: which, test_tree.py checks
+            assert max(lengths) <= most  # consecutive ones
             runs = [[m.number for m in own if not m.is_padding] for own in by_rank]
             assert all(run == [*range(run[0], run[0] + len(run))] for run in runs if run)
         else:  # a collective that takes one micro-batch meets `timeout`

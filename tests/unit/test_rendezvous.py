@@ -1,6 +1,5 @@
 # extra: launcher
-"""lib/launching/rendezvous.py without nodes: races, errors and what other programs send (real nodes:
-builtin/test_misconfigurations.py)."""
+"""lib/launching/rendezvous.py without nodes: races, errors and what other programs send."""
 
 import contextlib
 import itertools

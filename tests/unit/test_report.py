@@ -1,5 +1,5 @@
 # extra: reports
-"""runs.py --html on forged run folders: a complete, escaped, self-contained page (real runs: test_scripts.py)."""
+"""runs.py --html on forged run folders: a complete, escaped, self-contained page."""
 
 import json
 import re

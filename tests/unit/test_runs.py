@@ -1,5 +1,5 @@
 # extra: reports
-"""scripts/runs.py on forged run folders: the order of the rows, and the curves (real runs: builtin/test_scripts.py)."""
+"""scripts/runs.py on forged run folders: the order of the rows, and the curves."""
 
 import contextlib
 import json

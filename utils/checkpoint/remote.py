@@ -8,7 +8,7 @@ from utils.checkpoint.format import find_best_or_latest
 
 
 def local_checkpoint(source: str) -> Path:
-    """Return the path of a checkpoint or another file; of one at a URL a local copy (scripts/lib/mirrored_run.py).
+    """Return the path of a checkpoint or another file; of one at a URL a local copy.
 
     source: a path (of a folder too: the best checkpoint in it, or else the latest) or a URL.
 

@@ -5,7 +5,7 @@ micro-batches form a global batch, the samples of one optimizer step. Rank r com
 size, r + 2 x world size and so on of each global batch. For exact sums, each rank gets consecutive ones instead.
 
 With --global_batch_size, the number of ranks decides who computes a micro-batch, never what is in it. Samples of
-unequal length may be packed by a budget instead (utils/extras/lengths).
+unequal length may be packed by a budget of tokens instead.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # importing torch takes seconds; train.py needs its rank befo
 
 # Slurm's job steps have lower numbers; batch scripts and interactive shells have higher ones
 MAX_SLURM_STEP_ID = 0xFFFFFF00
-# What launchers tell one rank of several: torchrun and launch.sh, srun about the task and its step, and mpirun.
+# What launchers tell one rank of several: torchrun, srun about the task and its step, and mpirun.
 LAUNCHER_VARIABLES = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_(RANK|WORLD_SIZE)|(GROUP|ROLE|MASTER|TORCHELASTIC|PET)_.*|LAUNCH_ID|N(NODES|ODE_RANK)"
     r"|NPROC_PER_NODE|SLURM_(PROCID|LOCALID|NODEID|GTIDS|TASK_PID|NPROCS|NTASKS.*|STEP_.*|STEPID)"
@@ -41,7 +41,7 @@ class Launch:
     master_address: str = ""  # MASTER_ADDR:MASTER_PORT
     agent_hosts_store: bool = False  # torchrun's agent of rank 0's node, else rank 0
     omp_num_threads: str = ""  # OMP_NUM_THREADS
-    flight_recorder_path: str = ""  # where torch writes its collectives (launch.sh --debug)
+    flight_recorder_path: str = ""  # where torch writes its collectives, if the launcher asks for them
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ def _refuse_mpirun(world_size: int) -> None:
         size = os.environ.get(name, "1")
         if size.isdecimal() and int(size) not in (1, world_size):
             text = f"mpirun ({name}={size}) would start {size} runs of one rank each."
-            text += f" Start with torchrun --standalone --nproc-per-node={size} train.py (on several nodes use"
-            text += " scripts/launch.sh or srun)."
+            text += f" Start with torchrun --standalone --nproc-per-node={size} train.py, and on several nodes with"
+            text += " torchrun on each node or with srun."
             raise UserError(text)
 
 

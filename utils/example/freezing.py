@@ -38,8 +38,7 @@ class FrozenBatchNorm(nn.Module):
         return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, training=False, eps=self.eps)
 
     def _with_dtype_of_statistics(self, parameter: Tensor | None) -> Tensor | None:
-        """Convert it, since batch_norm refuses another one. With `--amp_dtype bf16_params` gathered parameters have 16
-        bits."""
+        """Convert it, since batch_norm refuses another dtype. FSDP may gather parameters in 16 bits."""
         if parameter is None:
             return None
         return parameter.to(self.running_mean.dtype)

@@ -22,7 +22,7 @@ class ImageDataset(Dataset):
     augment = "none"  # on the device: none or crop
     # mixes training batches: of images, labels, the number of classes and a seed
     mixing: Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]] | None = None
-    copies = 1  # of each image in an epoch, with --augment_repeats
+    copies = 1  # of each image in an epoch: repeated augmentation
     checks_labels = False  # whether reading the labels has already checked them
     image_size: int
     classes: list[str]

@@ -182,8 +182,8 @@ class AsyncSnapshot:
             diverged_text = ", ".join(f"rank {rank} on {self._ctx.hosts[rank]}" for rank in diverged_ranks)
             raise TrainingError(
                 f"The weights or the optimizer state of {diverged_text} differ from those of the other ranks, so"
-                " nothing was saved. Look for faulty memory or code that treats ranks differently (scripts/verify.py),"
-                " then start again with --resume_from auto.",
+                " nothing was saved. Look for faulty memory or code that treats ranks differently, then start again"
+                " with --resume_from auto.",
                 diverged_ranks[0],
                 self._ctx.hosts[diverged_ranks[0]],
             )

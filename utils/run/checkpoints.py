@@ -182,7 +182,7 @@ class Checkpoints:
             self._run.warn(
                 "Rank %d on %s has other values in persistent buffers than rank 0. The values of rank 0 are saved."
                 " Update the buffers with what all ranks computed (torch.distributed.all_reduce or all_gather), or"
-                " register the buffers with persistent=False. scripts/verify.py names such buffers.",
+                " register the buffers with persistent=False.",
                 rank,
                 self._ctx.hosts[rank],
             )

@@ -105,7 +105,7 @@ def exit_with_user_error(error: UserError, launch: Launch) -> NoReturn:
 
 
 def write_error_file(message: str, callstack: str, launch: Launch) -> None:
-    """Write the file that torchrun's summary and launch.sh read: `callstack`, and the error in one line."""
+    """Write the file that launchers read for their summary: `callstack`, and the error in one line."""
     if launch.error_file:
         extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
         with suppress(OSError), open(launch.error_file, "w", encoding="utf-8") as file:

@@ -42,7 +42,7 @@ def explain_out_of_memory(
     global_size = size * config.micro_batches_per_step(ctx.world_size)
     flags = suggest_half_batch(name, size, global_size)
     if flags and not is_resumed:
-        ways.insert(0, f"{flags} (the same global batch, and scripts/benchmark.py --find-batch shows what fits)")
+        ways.insert(0, f"{flags} (the same global batch)")
     ways.append("a smaller model or image size")
     cause = text.rstrip(".")
     return TrainingError(f"Rank {ctx.rank} on {ctx.host} ran out of {resource} ({cause}). Use {' or '.join(ways)}.")

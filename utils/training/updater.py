@@ -26,7 +26,7 @@ from utils.training.precision import Precision
 class Updater:
     """Owns the optimizer and the GradScaler of float16.
 
-    The optimizer updates tensors. These are the model's parameters or, with `--sharding`, this rank's shards of them.
+    The optimizer updates tensors. These are the model's parameters or, with FSDP, this rank's shards of them.
 
     Args:
         device: the device that computes. The optimizer's tensors may be in host memory.

@@ -3,8 +3,8 @@
 
 A trial trains for two steps of two micro-batches each, in a process with limited memory, so that the machine does not
 swap: the second step has the optimizer's state, and each second micro-batch the gradients of the first one. It uses the
-first samples of an epoch: if lengths vary, give --batch_tokens, whose largest value is then found with the longest
-samples and with the most, or leave room for longer ones.
+first samples of an epoch: if lengths vary, search for the budget of tokens,
+whose largest value is found with the longest samples and with the most, or leave room for longer ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NCCL_BYTES = 2**30  # device memory for NCCL's buffers on two or more ranks
 FIRST_SIZE = 32  # samples of the first trial, unless --batch_size is larger
 TOLERANCE = 0.05  # fraction of the largest size found
 TRIAL_TIMEOUT = 300  # seconds
-CHECKPOINTING = "--activation_checkpointing"
+CHECKPOINTING = "--activation_checkpointing"  # extra: compile
 FITS, TOO_LARGE, TOO_SLOW = "fits", "does not fit", f"takes longer than {TRIAL_TIMEOUT} s"
 # without evaluation, which needs less memory than training, and compilation and workers, which use other memory
 TRIAL_SETTINGS: dict[str, Any] = {"num_workers": 0, "max_time": 0.0}
@@ -231,9 +231,11 @@ def describe_result(
     if best.size == max_size:
         lines.append("  This is the whole training set.")
     remark = "   (divides the global batch)" if size != best.size else ""
-    added_flags = f" {CHECKPOINTING}" if CHECKPOINTING in name else ""
+    added_flags = ""
+    if name.startswith("with --"):
+        added_flags = name.removeprefix("with")
     field = "batch_size" if best.unit == "sample" else "batch_tokens"
-    if size < longest_sample:
+    if size < longest_sample:  # extra: lengths
         added_flags += " --too_long alone"
     global_batch_flag = f" --global_batch_size {global_batch}" if global_batch else ""
     return [*lines, f"  --{field} {size}{global_batch_flag}{added_flags}{remark}"]
@@ -256,7 +258,7 @@ def find_largest_batch(flags: list[str], ranks: int, gib: float) -> None:
     if not config.activation_checkpointing:  # extra: compile
         flag_sets.append([CHECKPOINTING])
     for added_flags in flag_sets:
-        name = f"with {CHECKPOINTING}" if added_flags else "as given"
+        name = f"with {' '.join(added_flags)}" if added_flags else "as given"
         say(f"{name}:")
 
         def trial(size: int, trial_flags: tuple[str, ...] = (*flags, *added_flags)) -> Trial:

@@ -223,7 +223,7 @@ def create_launch_plan(
         raise UserError(f"{text} Activate the environment that has torch (source .venv/bin/activate).")
     gpus = count_gpus(env) if config.backend in ("auto", "nccl") else 0
     processes = parse_integer("NPROC_PER_NODE", options.nproc_per_node, 1) if options.nproc_per_node else gpus or 1
-    # nohup and slurm.sbatch ignore some
+    # nohup and a Slurm job ignore some
     signal_names = [number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     settings = {
         "OMP_NUM_THREADS": str(max(1, count_usable_cpus() // processes)),

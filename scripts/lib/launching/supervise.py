@@ -38,7 +38,7 @@ class Launch:
         self._env["LAUNCH_ID"] = env.get("LAUNCH_ID") or f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
         self._torchrun: subprocess.Popen | None = None
         self._signal_count, self._is_waiting = 0, True  # waiting for nodes or for the next attempt
-        # under slurm.sbatch, which ignores USR1 here, the job is requeued; a new attempt in it would be cut off
+        # a Slurm job, which ignores USR1 here, is requeued. A new attempt in it would be cut off.
         self._is_requeued = signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
 
     def _on_signal(self, number: int, _: object) -> None:

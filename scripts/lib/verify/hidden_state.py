@@ -26,7 +26,7 @@ from utils.distributed.dtensor import local_shard
 
 ROOT = Path(__file__).resolve().parents[3]
 TEMPLATE_PATHS = ("utils", "scripts", "tests", "train.py", "config.py", "ddp_utils.py")
-IMAGES_FOLDER = str(ROOT / "utils/extras/images")
+IMAGES_FOLDER = str(ROOT / "utils" / "extras" / "images")
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
 GENERATOR_TYPES = (torch.Generator, random.Random)
 MAX_ENTRIES = 1000  # entries of a container that are compared

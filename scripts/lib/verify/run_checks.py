@@ -154,7 +154,7 @@ def find_lost_in_run(fork: Fork, name: str) -> tuple[list[str], list[str]]:
     return find_lost_state(whole[0], whole[-1], resumed[-1]) if resumed else ([], [])
 
 
-def reduction(fork: Fork) -> str:
+def reduction(fork: Fork) -> str:  # extra: exact
     """With --reduction exact a single process gives the bits of all ranks, after one step and after the run."""
     whole, size = get_whole_run(fork), fork.small_config.batch_size * ACCUMULATION_STEPS * fork.ctx.world_size
     fork.train_short_run("alone", is_alone=True, save_every_steps=1, global_batch_size=size, grad_accum_steps=1)

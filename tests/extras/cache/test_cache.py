@@ -1,4 +1,4 @@
-"""--cache: which data sets it accepts, and how much memory it needs. Real ranks: test_cached_runs.py."""
+"""--cache: which data sets it accepts, and how much memory it needs."""
 
 import dataclasses
 import logging

@@ -84,7 +84,7 @@ class Part:
 
         Args:
             model: not wrapped in DDP. Its gradients are those of the loss summed over all ranks, times
-                2 ** -progress.loss_shift and times float16's scale. They are not clipped yet. With `--sharding` they
+                2 ** -progress.loss_shift and times float16's scale. They are not clipped yet. With FSDP they
                 are shards.
             sums: the sums and counts of the metrics over the global batch, of all ranks.
         """
