@@ -1,7 +1,6 @@
 # extra: template
 """What the template promises: the rows of docs/guarantees.md. A test carries the keys of its rows in a marker.
 
-python tests/guarantees.py             renews the table of docs/fault-tolerance.md
 python tests/guarantees.py resume      lists the tests of a key
 """
 
@@ -13,7 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "fault-tolerance.md"
-BEGIN, END = "<!-- what a run survives: made by tests/guarantees.py -->", "<!-- end of what a run survives -->"
 
 
 @dataclass(frozen=True)
@@ -62,19 +60,30 @@ def collect() -> list[tuple[str, ...]]:
     return [tuple(line.split(maxsplit=3)[1:]) for line in ended.stdout.splitlines() if line.startswith("marker ")]
 
 
-def written(text: str) -> str:
-    """The text of the page with a renewed table: the rows of the section "What a run survives", without their keys."""
-    shown = [guarantee for guarantee in GUARANTEES if guarantee.section == "What a run survives"]
-    rows = [f"| {guarantee.subject} | {guarantee.promise} |{guarantee.marker}" for guarantee in shown]
-    table = "\n".join(["| what happens | what follows |", "|---|---|", *rows])
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
+def read_failures(page: str) -> dict[str, tuple[str, str]]:
+    """Return, for each key in the table of docs/fault-tolerance.md, the section that its row links to and its marker.
+
+    Raises:
+        KeyError: if there is no such section.
+        ValueError: if a key has two rows.
+    """
+    headings = re.split(r"^(#+ .+)$", page, flags=re.MULTILINE)[1:]
+    sections = {}
+    for heading, text in zip(headings[::2], headings[1::2], strict=True):
+        title = heading.lstrip("# ").lower()
+        sections[re.sub(r"[^\w\- ]", "", title).replace(" ", "-")] = text
+    failures = {}
+    rows = re.findall(r"^\| \[[^]]+\]\(#([\w-]+)\) \|.*\| `([\w-]+)` \|(.*)$", page, re.MULTILINE)
+    for anchor, key, marker in rows:
+        if key in failures:
+            raise ValueError(f"{key} has two rows")
+        failures[key] = sections[anchor], marker
+    return failures
 
 
 if __name__ == "__main__":
+    if not sys.argv[1:]:
+        sys.exit("usage: python tests/guarantees.py KEY ...")
     if wrong := {*sys.argv[1:]} - {row.key for row in GUARANTEES}:
         sys.exit(f"{min(wrong)}: not a key of docs/guarantees.md; choose one of its first column")
-    if sys.argv[1:]:
-        print(*(f"{kind} {name}" for key, kind, name in collect() if key in sys.argv[1:]), sep="\n")
-    else:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(*(f"{kind} {name}" for key, kind, name in collect() if key in sys.argv[1:]), sep="\n")
