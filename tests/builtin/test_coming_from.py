@@ -5,8 +5,10 @@ import re
 
 import pytest
 
-from coming_from_page import BEGIN, END, PAGE, tables
+from coming_from_page import BEGIN, END, MAX_CELL_WORDS, PAGE, ROOT, option, tables
 from config import SETTINGS, list_fork_settings
+from lib.fork_files import read_files
+from lib.remove_extras import delete_from_files, read_extras
 from test_reference import entries
 from trainer_options import OPTIONS, OTHER_MEANING
 from utils.settings.deleted_extras import read_deleted_extras
@@ -20,6 +22,8 @@ YOURS = {field.name for field in list_fork_settings()}
 ROWS = [row for trainer in TRAINERS for row in trainer.answers.items()]
 IS_CUT = bool(read_deleted_extras())  # which deletes rows
 TEXT = PAGE.read_text(encoding="utf-8")
+FILES = {name: text for name, text in read_files(ROOT).items() if not name.startswith("tests/")}
+VALUES_OF_IMAGES = ("--dataset imagefolder", "--augment resized_crop", "--init_from torchvision")
 
 
 def answer(flag, fields=FIELDS):
@@ -47,6 +51,38 @@ def test_the_page_lists_all_options_that_mean_something_else_by_a_flag_here():
     assert IS_CUT or {*listed} == meant
     for program, names in OTHER_MEANING.items():
         assert {*names.split()} <= {*OPTIONS[program].split()}, program
+
+
+def test_cells_are_short_and_longer_answers_are_sentences_in_a_list():
+    text = TEXT.split(BEGIN)[1].split(END)[0]
+    text = re.sub(r"<!-- .*? -->", "", text)
+    cells = re.findall(r"^\| `.* \| (.*) \|$", text, re.MULTILINE)
+    assert IS_CUT or len(cells) > 100
+    assert not [cell for cell in cells if len(cell.split()) > MAX_CELL_WORDS]
+    items = re.findall(r"^- `-.*(?:\n  .*)*", text, re.MULTILINE)
+    assert IS_CUT or len(items) > 150
+    assert not [item for item in items if not re.fullmatch(r"- (`-[\w-]+`,?\s+)*`-[\w-]+`:\n  [A-Z`](.|\n)*\.", item)]
+    assert ";" not in text
+
+
+@pytest.mark.parametrize("extra", sorted(read_extras(FILES)))
+def test_without_an_extra_the_page_names_nothing_of_it_and_all_else(extra):
+    """A part of an answer goes with the flag, the value of a flag, the file or the page that it needs."""
+    left, fields = delete_from_files(FILES, {extra})
+    text = left["docs/coming-from.md"]
+    code = re.findall(r"`--(?:no-)?([\w-]+)", text)
+    assert not fields[extra].keys() & {*code}
+    gone = [name for name in FILES if name not in left]
+    assert not [name for name in gone if re.search(rf"[`/(]{re.escape(name.removeprefix('docs/'))}\b", text)]
+    assert extra != "images" or not [value for value in VALUES_OF_IMAGES if value in text]
+    if IS_CUT:
+        return
+    for names, answer_text in ROWS:
+        parts = [part for part in answer_text.split("; ") if not find_flags(part) & fields[extra].keys()]
+        if extra == "benchmark":
+            parts = [part for part in parts if "scripts/benchmark.py" not in part]
+        listed = [name for name in names.split() if option(name) in text]
+        assert listed == (names.split() if parts else []), names
 
 
 def test_the_answers_name_flags_and_functions_that_exist():

@@ -1,5 +1,5 @@
 # extra: launcher and template
-"""What other machines, a firewall and DNS do to launch.sh on two nodes: the table in docs/multi-node.md.
+"""What other machines, a firewall and DNS do to launch.sh on two nodes: the list in docs/multi-node.md.
 
 A node that is lost and returns: test_two_nodes.py; one that reboots: test_ssh.py.
 """

@@ -1,6 +1,6 @@
 """What the options of other trainers are called here, or what to do in place of them.
 
-`train.py` answers an unknown flag with these rows, and docs/coming-from.md is made from them.
+`train.py` answers an unknown flag with these texts, and docs/coming-from.md is made from them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Trainer(NamedTuple):
 
     Args:
         title: heading on the page.
-        introduction: Markdown above the table of the page.
+        introduction: Markdown below the heading of the page, in whole sentences.
         answers: the answer for each group of options, whose names are separated by spaces. An answer is Markdown of at
             most 200 characters. If its first part is a flag alone, the option has another name here. Parts are
             separated by "; ". A part that names a flag which the fork has deleted is left out.
@@ -196,7 +196,7 @@ TORCHVISION = {
         "folders are listed once per file system, so leave it out; `--cache ram` keeps decoded images, too"
     ),
     "model-ema-steps": "the average is updated after each step, so give `--ema_decay` the n-th root of the decay",
-    "use-v2": "torchvision's transforms here are those of v2, so leave it out",
+    "use-v2": "the transforms of torchvision here are those of v2, so leave it out",
     "weights-backbone": (
         "load the weights of a part of the model in `initial_weights` in `model.py`, which gets `--init_from`"
     ),
@@ -268,7 +268,9 @@ TIMM = {
     "train-batches-per-epoch train-steps-per-epoch": (
         "an epoch is a pass over the data; count with `--max_steps`, `--eval_every_steps` and `--save_every_steps`"
     ),
-    "train-crop-mode": "timm's rrc is `--augment resized_crop`; write another crop into `__getitem__` in `dataset.py`",
+    "train-crop-mode": (
+        "the rrc of timm is `--augment resized_crop`; write another crop into `__getitem__` in `dataset.py`"
+    ),
     "bce-loss bce-sum bce-target-thresh bce-pos-weight": "write the loss into `compute_loss` in `model.py`",
     "train-batch-sizes": "the micro-batch has one size for the life of a run, so give `--batch_size`",
     "variable-batch-loss-scale naflex-loss-scale": "each sample of a global batch has the same weight, so leave it out",
@@ -433,7 +435,7 @@ DIFFUSERS = {
 NANOGPT = {
     "decay_lr": "give `--schedule cosine`, or `--schedule constant` for none",
     "lr_decay_iters": "`--schedule_steps`",
-    "always_save_checkpoint": "best.pt and the latest checkpoints are kept, so leave it out",
+    "always_save_checkpoint": "the best and the latest checkpoints are kept, so leave it out",
 }
 
 NANOCHAT = {
@@ -566,50 +568,57 @@ DEEPSPEECH = {
 }
 
 TRAINERS = [
-    Trainer("Any trainer", "Names that several trainers share.", ANY_TRAINER),
+    Trainer("Any trainer", "Several trainers have these names.", ANY_TRAINER),
     Trainer(
         "torchvision's references",
-        "`train.py` of classification, detection, segmentation, video_classification, optical_flow, stereo and"
-        " similarity. For ResNet-50 there is a [file of settings](recipes/imagenet.toml).",
+        "These are the options of `train.py` of classification, detection, segmentation, video_classification,"
+        " optical_flow, stereo and similarity. For ResNet-50 there is a [file of settings](recipes/imagenet.toml).",
         TORCHVISION,
     ),
-    Trainer("timm", "`train.py` and `validate.py`. The recipe [timm](recipes/timm.md) trains its models.", TIMM),
+    Trainer(
+        "timm",
+        "These are the options of `train.py` and `validate.py`. The recipe [timm](recipes/timm.md) trains its models.",
+        TIMM,
+    ),
     Trainer(
         "Hugging Face's Trainer",
-        "`TrainingArguments` and `run_glue.py`. Two recipes have complete forks for models of the hub:"
-        " [classification](recipes/text_classification.md) with dynamic padding and F1, and a"
+        "These are the options of `TrainingArguments` and `run_glue.py`. Two recipes have complete forks for models of"
+        " the hub: [classification](recipes/text_classification.md) with dynamic padding and F1, and a"
         " [causal language model](recipes/causal_lm.md).",
         HUGGING_FACE,
     ),
     Trainer(
         "trl",
-        "`dpo.py` and `sft.py`. The rows of Hugging Face's Trainer hold, too. Two recipes are such forks:"
-        " [DPO](recipes/dpo.md) and [LoRA](recipes/lora.md).",
+        "These are the options of `dpo.py` and `sft.py`. The answers for Hugging Face's Trainer hold, too. The recipes"
+        " [DPO](recipes/dpo.md) and [LoRA](recipes/lora.md) are complete forks.",
         TRL,
     ),
     Trainer(
         "Accelerate's examples",
-        "`nlp_example.py`, `cv_example.py`, `complete_*.py` and those by feature. The rows of Hugging Face's Trainer"
-        " hold, too.",
+        "These are the options of `nlp_example.py`, `cv_example.py`, `complete_*.py` and the examples by feature. The"
+        " answers for Hugging Face's Trainer hold, too.",
         ACCELERATE,
     ),
     Trainer(
-        "diffusers", "`train_unconditional.py`. The recipe [diffusion](recipes/diffusion.md) is such a fork.", DIFFUSERS
+        "diffusers",
+        "These are the options of `train_unconditional.py`. The recipe [diffusion](recipes/diffusion.md) is a complete"
+        " fork.",
+        DIFFUSERS,
     ),
-    Trainer("nanoGPT", "The recipe [gpt](recipes/gpt.md) is such a fork.", NANOGPT),
-    Trainer("nanochat", "`base_train.py`, `chat_sft.py` and `chat_rl.py`.", NANOCHAT),
-    Trainer("Ultralytics", "The keys of `default.yaml` that training and validation read.", ULTRALYTICS),
+    Trainer("nanoGPT", "The recipe [gpt](recipes/gpt.md) is a complete fork.", NANOGPT),
+    Trainer("nanochat", "These are the options of `base_train.py`, `chat_sft.py` and `chat_rl.py`.", NANOCHAT),
+    Trainer("Ultralytics", "These are the keys of `default.yaml` that training and validation read.", ULTRALYTICS),
     Trainer(
         "Lightning",
-        "`Trainer`, `ModelCheckpoint`, `EarlyStopping` and `LightningCLI`. A group before the name is left out:"
-        " `--trainer.max_epochs` is answered as `--max_epochs`.",
+        "These are the options of `Trainer`, `ModelCheckpoint`, `EarlyStopping` and `LightningCLI`. A group before the"
+        " name does not matter: `--trainer.max_epochs` is answered as `--max_epochs`.",
         LIGHTNING,
     ),
     Trainer("Budgets of tokens: fairseq, ESPnet, Lhotse", "", TOKEN_BUDGETS),
     Trainer(
         "deepspeech.pytorch",
-        "The recipe [speech](recipes/speech.md) is such a fork. Settings of its version 3 have the names of this table"
-        " or of Lightning's, with their group before them (`data.train_path`, `trainer.max_epochs`).",
+        "The recipe [speech](recipes/speech.md) is a complete fork. Settings of version 3 have the names below or those"
+        " of Lightning, with their group before them (`data.train_path`, `trainer.max_epochs`).",
         DEEPSPEECH,
     ),
 ]
