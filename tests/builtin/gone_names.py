@@ -37,7 +37,7 @@ class GoneNames:
     def find_in_line(self, line: str, is_test: bool) -> set[str]:
         """The gone names in this line. Commands of tests do not count, since a test of a deleted extra is skipped."""
         quoted = CODE.findall(line)
-        found = {code for code in quoted if code.split()[-1].strip('"') in self.choices}
+        found = {code for code in quoted if re.sub(r"^--\w+[ =]|\"", "", code) in self.choices}
         for text in quoted if is_test else [line]:
             found |= {word for word in map(strip_word, WORD.findall(text)) if word in self.paths}
             found |= {f"--{name}" for name in FLAG.findall(text)} & self.flags

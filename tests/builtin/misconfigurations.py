@@ -16,10 +16,7 @@ from nodes import Nodes
 from ranks import ROOT, need
 from training import wait_until
 
-BEGIN, END = (
-    "<!-- troubleshooting: messages of tests/builtin/misconfigurations.py -->",
-    "<!-- end of troubleshooting -->",
-)
+BEGIN, END = "<!-- troubleshooting: messages of nodes -->", "<!-- end of troubleshooting -->"
 PORT = 29500
 TINY = "--image_size 8 --batch_size 4 --dataset_size 400 --epochs 1 --backend gloo --num_workers 1".split()
 

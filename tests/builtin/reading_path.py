@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
-BEGIN = "<!-- reading path: the lines are counted by tests/builtin/reading_path.py -->"
+BEGIN = "<!-- reading path: files and their lines -->"
 END = "<!-- end of reading path -->"
 
 

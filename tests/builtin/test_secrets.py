@@ -1,5 +1,5 @@
 # extra: reports and template
-"""A secret in the command of `--on_checkpoint` is in no file of the run."""
+"""A secret in the command of --on_checkpoint is in no file of the run."""
 
 import sys
 import zipfile

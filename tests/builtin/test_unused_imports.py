@@ -195,9 +195,8 @@ def test_a_marker_that_is_no_comment_of_the_file_deletes_nothing(name, text):
 
 def test_pages_of_a_fork_are_its_own():
     """A table or a command in a page of the fork stays, also if it names what is deleted."""
-    page = (
-        "# Results\n\n| `sharding` | 1 |\n|---|---|\n| `verbose` | 2 |\n\n\n\n```bash\npython scripts/chaos.py\n```\n"
-    )
+    page = "# Results\n\n| `sharding` | 1 |\n|---|---|\n| `verbose` | 2 |\n\n\n\n```bash\n"
+    page += "python scripts/chaos.py\n```\n"
     files = remove_extras.read_files(remove_extras.ROOT) | {
         "results/README.md": page,
         "mine/extras/chaos/a.py": "a = 1\n",
