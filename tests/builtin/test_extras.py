@@ -13,10 +13,12 @@ import pytest
 
 import config
 import forks
+import gone_names
 from lib import fork_readme, remove_extras
 from ranks import ROOT, copy_repository, slow
 
 EXTRAS = remove_extras.read_extras(remove_extras.read_files(ROOT))
+NEEDED_BY = {"verify": ["judge"]}  # which is deleted with it
 CORE = [ROOT / name for name in ("train.py", "config.py", "ddp_utils.py")]
 CORE += [path for path in (ROOT / "utils").rglob("*.py") if "extras" not in path.parts]
 WHO = {f"GIT_{role}_{what}": "a@example.com" for role in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
@@ -93,7 +95,6 @@ def change(folder, file, old, new):
     (folder / file).write_text(text.replace(old, new))
 
 
-NEEDED_BY = {"verify": ["judge"]}  # which is deleted with it
 EACH = [pytest.param([name, *NEEDED_BY.get(name, [])], id=name, marks=pytest.mark.slow) for name in EXTRAS]
 
 
@@ -169,11 +170,11 @@ def test_the_kernel_names_an_extra_only_in_marked_lines():
     named = re.compile(rf"utils\.extras|config\.({names})\b|\b({names})=|[\"' -]({names})[\"' ,]")
     total = 0
     for path in CORE:
+        if path.name == "other_trainers.py":  # a table: an answer about a flag that is gone is not given
+            continue
         left, number = marked_lines(path)
         total += number
         left = [line for line in left if line != "from utils.extras import settings as extras"]
-        if path.name == "other_trainers.py":  # an answer about a flag that is gone is not given
-            continue
         assert not [line for line in left if named.search(line) and '"""' not in line], path
     assert total <= 40, total
     for name in ("train.py", "config.py", "ddp_utils.py", "model.py", "dataset.py"):
@@ -517,6 +518,30 @@ def test_a_merge_leaves_the_readme_of_a_cut_fork_as_it_is(cut_fork, change):
     before = contents(cut_fork).get("README.md")
     assert "template-3 was merged." in run(cut_fork, "scripts/remove_extras.sh", "--merge", "template-3")
     assert contents(cut_fork).get("README.md") == before and "Version 2" in (cut_fork / "model.py").read_text()
+
+
+def profiles():
+    """What the docs delete from a fork: the words of each command in README.md and docs/, and each extra alone."""
+    pages = "".join((ROOT / name).read_text() for name in ("README.md", "docs/extras.md"))
+    commands = {words.strip() for words in re.findall(r"remove_extras\.sh ((?:--all-but|[a-z])[ a-z]*)", pages)}
+    commands |= set(re.findall(r"^\| `(--all-but[^`]*)` \|", pages, re.MULTILINE))
+    commands = {words for words in commands if {*words.split()} <= {"--all-but", *EXTRAS}}
+    assert len(commands) >= 5 and "--all-but" in commands
+    yield from sorted(commands)
+    yield from (" ".join([name, *NEEDED_BY.get(name, [])]) for name in EXTRAS)
+
+
+@pytest.mark.parametrize("words", profiles())
+def test_no_text_of_a_cut_fork_names_what_is_gone(words):
+    files = remove_extras.read_files(ROOT)
+    names = set(words.split())
+    deleted = EXTRAS.keys() - names if "--all-but" in names else names
+    left, _ = remove_extras.delete_from_files(files, set(deleted))
+    kept = remove_extras.list_whole_extras(EXTRAS, deleted)
+    left["README.md"] = fork_readme.build_readme("fork", left, kept, files["README.md"], "abc")
+    for picture in fork_readme.list_pictures(files["README.md"]):
+        left.pop(picture, None)
+    assert gone_names.list_mentions(files, left, set(deleted)) == []
 
 
 def test_numbered_lists_count_from_1_after_a_deletion():

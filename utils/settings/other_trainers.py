@@ -26,6 +26,7 @@ class Trainer(NamedTuple):
     answers: dict[str, str]
 
 
+PRETRAINED = "weights pretrained pretrained-path initial-checkpoint no-resume-opt finetune"  # options of one meaning
 ANY_TRAINER = {
     "learning_rate": "`--lr`",
     "wd": "`--weight_decay`",
@@ -38,7 +39,7 @@ ANY_TRAINER = {
     "resume resume_from_checkpoint ckpt_path continue_from load_auto_checkpoint": "`--resume_from`",
     "start_epoch": "a resume continues at the step of the checkpoint, so give `--resume_from auto`",
     "data": "give the folder as `--data_dir`; choose the data set in `create_dataset` in `dataset.py`",
-    "data-path dataset-root dataset-dir": "`--data_dir`; for folders of images give `--dataset imagefolder`",
+    "data-path dataset-root dataset-dir": "`--data_dir`",
     "eval-metric monitor": "`--best_metric`",
     "max_norm max_grad_norm clip-grad grad_clip gradient_clipping gradient_clip_val": "`--clip_grad_norm`",
     "clip-mode gradient_clip_algorithm": (
@@ -85,9 +86,7 @@ ANY_TRAINER = {
     "model-ema use_ema": "`--ema_decay`; for example, `--ema_decay 0.999` averages about 1,000 steps",
     "model-ema-decay ema_max_decay": "`--ema_decay`",
     "model-ema-warmup ema_inv_gamma ema_power": "the average warms up by the number of updates, so leave it out",
-    "weights pretrained pretrained-path initial-checkpoint no-resume-opt finetune": (
-        "give `--init_from` a file of weights; for torchvision's own weights give `--init_from torchvision`"
-    ),
+    PRETRAINED: "give `--init_from` a file of weights",
     "torch_compile torchcompile torchcompile-mode torch_compile_mode": "`--compile`",
     "torch_compile_backend fuser torchscript aot-autograd": (
         "`--compile` uses torch's default backend; for a backend of your own call `model.compile` in `create_model` in"
@@ -268,9 +267,7 @@ TIMM = {
     "train-batches-per-epoch train-steps-per-epoch": (
         "an epoch is a pass over the data; count with `--max_steps`, `--eval_every_steps` and `--save_every_steps`"
     ),
-    "train-crop-mode": (
-        "the rrc of timm is `--augment resized_crop`; write another crop into `__getitem__` in `dataset.py`"
-    ),
+    "train-crop-mode": "write another crop into `__getitem__` in `dataset.py`",
     "bce-loss bce-sum bce-target-thresh bce-pos-weight": "write the loss into `compute_loss` in `model.py`",
     "train-batch-sizes": "the micro-batch has one size for the life of a run, so give `--batch_size`",
     "variable-batch-loss-scale naflex-loss-scale": "each sample of a global batch has the same weight, so leave it out",
@@ -292,9 +289,6 @@ TIMM = {
         "change the model in `create_model` in `model.py`, or evaluate an export with a script of your own"
     ),
     "results-file results-format": "`--eval_only` writes a JSON file into the run folder, so leave it out",
-    "retry auto_scale_batch_size auto_find_batch_size": (
-        "find the size with `scripts/benchmark.py --find-batch`, and give it as `--batch_size`"
-    ),
     "metrics-avg": "return the metrics of your task from `compute_loss` in `model.py`",
 }
 
@@ -418,7 +412,7 @@ ACCELERATE = {
 
 DIFFUSERS = {
     "adam_weight_decay": "`--weight_decay`",
-    "train_data_dir": "`--data_dir`; for folders of images give `--dataset imagefolder`",
+    "train_data_dir": "`--data_dir`",
     "resolution": "`--image_size`; if your fork has no such field, choose the size in `create_dataset` in `dataset.py`",
     "prediction_type ddpm_num_steps ddpm_num_inference_steps ddpm_beta_schedule": (
         'add the field to the block "yours" of `config.py`, and read it in `create_model` in `model.py`'
@@ -566,6 +560,14 @@ DEEPSPEECH = {
     "keep_batchnorm_fp32": "autocast keeps BatchNorm in float32, so leave it out",
     "loss_scale": "float16 has a scale that is searched, so leave it out",
 }
+
+FIND_BATCH = "give the `--batch_size` that `scripts/benchmark.py --find-batch` finds"  # extra: benchmark
+TIMM["retry auto_scale_batch_size auto_find_batch_size"] = FIND_BATCH  # extra: benchmark
+IMAGE_FOLDERS = "; for folders of images give `--dataset imagefolder`"  # extra: images
+ANY_TRAINER["data-path dataset-root dataset-dir"] += IMAGE_FOLDERS  # extra: images
+ANY_TRAINER[PRETRAINED] += "; for torchvision's own weights give `--init_from torchvision`"  # extra: images
+DIFFUSERS["train_data_dir"] += IMAGE_FOLDERS  # extra: images
+TIMM["train-crop-mode"] += "; the rrc of timm is `--augment resized_crop`"  # extra: images
 
 TRAINERS = [
     Trainer("Any trainer", "Several trainers have these names.", ANY_TRAINER),
