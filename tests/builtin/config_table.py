@@ -13,7 +13,7 @@ from config import SETTINGS
 from utils.settings.value_types import to_text
 
 PAGE = ROOT / "docs" / "configuration.md"
-BEGIN, END = "<!-- config table: made by tests/builtin/config_table.py -->", "<!-- end of config table -->"
+BEGIN, END = "<!-- config table: made from config.py -->", "<!-- end of config table -->"
 
 
 def table() -> str:
