@@ -83,7 +83,7 @@ CASES = {  # data and metrics before and after, more flags, the lines of changes
         *(VAL, VAL | {"swapped": 4}, TOP1, TOP1, []),
         ["The val set has samples that differ from the checkpoint's: 4 of 8 compared ones."],
         False,
-    ),
+    ),  # extra: sketches
     "val is gone": (
         *(VAL, {"splits": []}, TOP1, TOP1, []),
         ["The val set is gone, although the checkpoint was made with one."],
