@@ -138,6 +138,8 @@ def test_what_is_left_names_no_page_and_no_flag_that_is_gone(smaller):
     assert "Lines before and after" in smaller.printed and "git restore" in smaller.printed
     assert not [*dead_links(folder)]
     shown = run(folder, sys.executable, "train.py", "--help", "all")
+    if "images" in smaller.flags:
+        assert "{synthetic,cifar10}" in shown and not re.search("torchvision|resized_crop|pretrained|imagef", shown)
     for extra, flags in smaller.flags.items():
         for flag in flags:
             assert not re.search(rf"--(\[no-\])?{flag}\b", shown), flag
