@@ -48,4 +48,4 @@ echo "  ${PYTHON#"$PWD"/} -m torch.distributed.run --standalone --nproc-per-node
 # ---- extra: images ----
 echo "  ${PYTHON#"$PWD"/} train.py --dataset imagefolder --data_dir FOLDER   your own images, FOLDER/train/<class>/*"
 # ---- end of images ----
-echo "  less README.md   your own model and data: model.py, dataset.py"
+echo "  less docs/wrap-your-script.md   your own model and data: model.py, dataset.py"

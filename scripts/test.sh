@@ -9,8 +9,10 @@
 #                  at most three minutes on two cores
 #   --fork --all   in a fork: all tests that hold for any model.py and dataset.py, also the slow ones and tests/faults
 #   --mutations    one-line faults in a copy of the code, one at a time: a default test must fail for each
-#   --cuda         what only a GPU can show, in two calls of a few minutes; installs nothing (--cuda --help)
 # ---- end of template ----
+# ---- extra: benchmark and template ----
+#   --cuda         what only a GPU can show, in two calls of a few minutes; installs nothing (--cuda --help)
+# ---- end of benchmark and template ----
 #
 # pytest arguments select tests: scripts/test.sh tests/unit -k loader
 set -euo pipefail

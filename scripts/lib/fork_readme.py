@@ -7,6 +7,7 @@ After a change of the template's README, `python scripts/lib/fork_readme.py` wri
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -17,7 +18,9 @@ TEXT = """# {name}
 
 This repository trains models with PyTorch DDP on one machine or on several. It is a fork of a DDP training template.
 {parts}
-You write `model.py`, `dataset.py` and the block "yours" of `config.py`. Please replace this README by your own.
+Your code is in `model.py`, `dataset.py` and the block "yours" of `config.py`.
+[Wrap your script](docs/wrap-your-script.md) shows how to write it, and [the reference](docs/reference.md) lists every
+function. Please replace this README by one about your model and data.
 
 ## Commands
 
@@ -28,13 +31,17 @@ torchrun --standalone --nproc-per-node=2 train.py --run_dir runs/first --resume_
 scripts/test.sh                  # runs the tests
 ```
 
-The `torchrun` command trains on two ranks. The same command continues the run after an interruption.
+The `torchrun` command trains on two ranks. The same command continues the run after an interruption. With your own
+data, add `--data_dir FOLDER`. [Commands](docs/commands.md) has more, for example to evaluate and to export.
 
 ## Documentation
 
 {pages}
+- [Changes of the template](CHANGELOG.md)
+- [For coding agents](AGENTS.md)
 
-The template's own README describes the parts that were deleted, too. `git show {commit}:./README.md` prints it.
+`git show {commit}:./README.md` prints the README of the template. It describes the deleted parts, too, and says what
+has not been tested yet.
 """
 
 
@@ -49,9 +56,14 @@ def is_edited(text: str) -> bool:
     return not lines or text != add_checksum("".join(lines[:-1]))
 
 
-def list_pictures(text: str) -> list[str]:
-    """The files that a README shows."""
-    return re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
+def list_pictures(files: dict[str, str]) -> set[str]:
+    """The files that pages show, as pictures."""
+    pictures = set()
+    for name, text in files.items():
+        if name.endswith(".md"):
+            for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
+                pictures.add(os.path.normpath(Path(name).parent / link))
+    return pictures
 
 
 def build_readme(name: str, files: dict[str, str], kept_extras: dict[str, str], replaced: str, commit: str) -> str:
@@ -64,9 +76,9 @@ def build_readme(name: str, files: dict[str, str], kept_extras: dict[str, str], 
         replaced: the README before. If it is one of a fork, it says which commit has the template's.
         commit: one that has the README before.
     """
-    parts = "All extras of the template were deleted.\n"
+    parts = "All its [optional parts](docs/extras.md) were deleted.\n"
     if kept_extras:
-        parts = "It has kept these extras of the template:\n\n"
+        parts = "It has kept these [optional parts](docs/extras.md):\n\n"
         parts += "".join(f"- `{extra}`: {sentence}\n" for extra, sentence in kept_extras.items())
     pages = []
     for path, text in sorted(files.items()):

@@ -483,8 +483,8 @@ def delete_from_folder(root: Path, extras: set[str], is_fork: bool = True) -> tu
         kept_extras = list_whole_extras(still_extras, record.keys())
         commit = git("rev-parse", "--short", "HEAD", root=root)
         left[README] = build_readme(root.name, left, kept_extras, replaced=files[README], commit=commit)
-        for picture in list_pictures(files[README]):
-            left.pop(picture, None)
+    for picture in list_pictures(files) - list_pictures(left):
+        left.pop(picture, None)
     changed = changed_files(files, left)
     for name in changed:
         if "\r" in files[name]:

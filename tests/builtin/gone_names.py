@@ -4,6 +4,7 @@
 import ast
 import re
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from lib import remove_extras
@@ -11,11 +12,14 @@ from lib.fork_files import Files
 
 # What may name deleted parts: the history, what can be deleted, versions with it, and answers to deleted flags.
 EXEMPT = ("CHANGELOG.md", "docs/extras.md", "docs/upgrading.md", "utils/settings/other_trainers.py")
+OTHER_PROGRAMS = "docs/coming-from.md"  # whose options may have the names of those of our scripts
 WORD = re.compile(r"[\w.*/-]+")
 FLAG = re.compile(r"--(?:\[no-\]|no-)?([\w-]+)")
 CODE = re.compile(r"`([^`]+)`")
+GIVEN = re.compile(r"--\w+[ =](\w+)")  # a flag with its value
+LISTED = re.compile(r"\{([\w-]+(?:,[\w-]+)+)\}")  # choices, as --help shows them
 SCRIPT_OPTION = re.compile(r"""add(?:_argument)?\(\s*(?:"-\w", )?"(--[\w-]+)\"""")
-SHELL_OPTION = re.compile(r"^\s*(?:[\w-]+ \| )*(--[\w-]+)(?: \| [\w-]+)*\)", re.MULTILINE)
+SHELL_OPTION = re.compile(r"^\s*(?:[\w-]+ \| )*(--[\w-]+)(?: \| [\w-]+)*\)|= (--\w+) \]", re.MULTILINE)
 SETTING = re.compile(r"^    (\w+): ", re.MULTILINE)
 SETTINGS_FILES = re.compile(r"config\.py|utils/extras/(\w+/)?settings\.py")
 
@@ -37,8 +41,10 @@ class GoneNames:
     def find_in_line(self, line: str, is_test: bool) -> set[str]:
         """The gone names in this line. Commands of tests do not count, since a test of a deleted extra is skipped."""
         quoted = CODE.findall(line)
-        found = {code for code in quoted if re.sub(r"^--\w+[ =]|\"", "", code) in self.choices}
+        found = {code for code in quoted if code.strip('"') in self.choices}
         for text in quoted if is_test else [line]:
+            values = GIVEN.findall(text) + ",".join(LISTED.findall(text)).split(",")
+            found |= self.choices.intersection(values)
             found |= {word for word in map(strip_word, WORD.findall(text)) if word in self.paths}
             found |= {f"--{name}" for name in FLAG.findall(text)} & self.flags
         return found
@@ -67,7 +73,8 @@ def list_path_ends(files: Files) -> set[str]:
     for file in files:
         parts = file.split("/")
         for last in range(1, len(parts) + 1):
-            ends |= {"/".join(parts[first:last]) for first in range(last)}
+            is_picture = parts[0] == ".github"  # whose name a command may give to another picture
+            ends |= {"/".join(parts[first:last]) for first in range(1 if is_picture else last)}
     return ends
 
 
@@ -76,7 +83,7 @@ def list_options(files: Files) -> set[str]:
     options = set()
     for name, text in files.items():
         if name.startswith("scripts/"):
-            options |= set(SCRIPT_OPTION.findall(text) + SHELL_OPTION.findall(text))
+            options |= {*SCRIPT_OPTION.findall(text), *chain(*SHELL_OPTION.findall(text))} - {""}
         if SETTINGS_FILES.fullmatch(name):
             options |= {f"--{field}" for field in SETTING.findall(text)}
     return options
@@ -103,6 +110,7 @@ def list_choices(files: Files) -> set[str]:
 def list_mentions(before: Files, left: Files, extras: set[str]) -> list[str]:
     """The lines of a fork that name what is gone: "FILE:LINE: NAMES"."""
     gone = find_gone_names(before, left, extras)
+    fields = {f"--{name}" for names in remove_extras.read_settings(before, extras).values() for name in names}
     mentions = []
     for name, text in left.items():
         if name in EXEMPT or Path(name).suffix == ".patch":  # of lines elsewhere
@@ -110,6 +118,9 @@ def list_mentions(before: Files, left: Files, extras: set[str]) -> list[str]:
         for number, line in enumerate(text.splitlines(), 1):
             if remove_extras.DELETED_RECORD.match(f"[tool.extras]\n{line}\n"):
                 continue
-            if names := gone.find_in_line(line, is_test=name.startswith("tests/")):
+            names = gone.find_in_line(line, is_test=name.startswith("tests/"))
+            if name == OTHER_PROGRAMS:
+                names -= gone.flags - fields
+            if names:
                 mentions.append(f"{name}:{number}: {', '.join(sorted(names))}")
     return mentions

@@ -482,9 +482,7 @@ def test_a_deletion_can_be_undone_whatever_git_does_to_files_of_a_checkout(reque
 
 
 def test_the_readme_of_the_template_has_its_checksum():
-    text = (ROOT / "README.md").read_text()
-    is_made = bool(fork_readme.list_pictures(text))  # that of a fork has no pictures
-    assert not is_made or not fork_readme.is_edited(text), "run python scripts/lib/fork_readme.py"
+    assert not fork_readme.is_edited((ROOT / "README.md").read_text()), "run python scripts/lib/fork_readme.py"
 
 
 def test_the_template_s_readme_is_replaced_also_by_a_second_deletion(fork):
@@ -492,14 +490,14 @@ def test_the_template_s_readme_is_replaced_also_by_a_second_deletion(fork):
     assert "stays as it is" not in cut(fork, "watch", "chaos")
     first = (fork / "README.md").read_text()
     assert first.startswith("# fork\n") and "- `launcher`: " in first and "`watch`" not in first
-    assert not [path for path in fork_readme.list_pictures(whole) if (fork / path).exists()]
+    assert not [path for path in fork_readme.list_pictures({"README.md": whole}) if (fork / path).exists()]
     command = re.search(r"`(git show \w+:\./README\.md)`", first)[1]
     assert run(fork, *command.split()) == whole
     assert "stays as it is" not in cut(fork, "launcher")
     second = (fork / "README.md").read_text()
     assert "`launcher`" not in second and "`slurm`" not in second and command in second
     cut(fork, "--all-but")
-    assert "All extras of the template were deleted." in (fork / "README.md").read_text()
+    assert "All its [optional parts](docs/extras.md) were deleted." in (fork / "README.md").read_text()
 
 
 @pytest.mark.parametrize("change", ["sed -i '1s/$/ /' README.md", "echo >> README.md", "echo '# Mine' > README.md"])
@@ -541,7 +539,7 @@ def test_no_text_of_a_cut_fork_names_what_is_gone(words):
     left, _ = remove_extras.delete_from_files(files, set(deleted))
     kept = remove_extras.list_whole_extras(EXTRAS, deleted)
     left["README.md"] = fork_readme.build_readme("fork", left, kept, files["README.md"], "abc")
-    for picture in fork_readme.list_pictures(files["README.md"]):
+    for picture in fork_readme.list_pictures(files) - fork_readme.list_pictures(left):
         left.pop(picture, None)
     assert gone_names.list_mentions(files, left, set(deleted)) == []
 

@@ -23,7 +23,7 @@ AUGMENTS: tuple[str, ...] = ()
 AMP_DTYPES: tuple[str, ...] = ()
 HELP = {
     "augment": "training augmentation (auto and crop: shift and flip)",
-    "model": "mini_resnet",
+    "model": "model to train: mini_resnet",
     "image_size": "height and width of images in pixels (auto: from the data)",
     "init_from": "initial weights: the path of a file (empty: random)",
     "data_dir": "folder of the data (synthetic reads no files)",

@@ -101,7 +101,7 @@ def test_without_the_list_of_files_a_change_is_logged_without_names(runs):
     assert f"{RESIZED}: 1 of {COUNT} (cat/001.jpg)." in runs.events("other", "resumed")[-1]["changed"]
 
 
-@pytest.mark.guarantee("changed-settings")
+@pytest.mark.guarantee("changed-settings")  # extra: sketches
 def test_validation_images_that_are_resized_otherwise_start_a_new_best_value(runs):
     save_jpegs(runs.root / "data")
     runs.train(2, "run", *FLAGS, task="")
