@@ -19,8 +19,8 @@ LARGEST_CROP_SIZE = 64  # pixels; above it "auto" means resized_crop for image f
 
 def choose(augment: str, image_size: int, in_memory: bool = False) -> str:
     """What `--augment` means for images of this size: none, crop or resized_crop. Raises UserError."""
-    if in_memory and augment == "resized_crop":  # extra: images
-        raise UserError("--augment resized_crop needs image files, but these data are in memory. Use --augment crop.")
+    if in_memory and augment == "resized_crop":
+        raise UserError(f"--augment {augment} needs image files, but these data are in memory. Use --augment crop.")
     if augment == "auto":
         return "crop" if in_memory or image_size <= LARGEST_CROP_SIZE else "resized_crop"
     return augment
