@@ -32,7 +32,7 @@ NICENESS = 10
 SECONDS_UNTIL_WARNING = 60.0  # for which tries must fail before a warning
 MAX_SECONDS_BETWEEN_RETRIES = 60.0
 SECONDS_TO_STOP = 8.0
-SECONDS_AFTER_END = 3600.0  # which the mirror and the tracker have after the run if hang_timeout is 0
+SECONDS_AFTER_END = 3600.0  # which the mirror and the tracker have after a run whose hang_timeout is 0
 
 
 class OtherOwnerError(Exception):
