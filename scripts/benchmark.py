@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         if ctx.is_main:
             print(text, flush=True)
 
-    def create_folder() -> str:  # beside the run's: on storage that all nodes share, where a run's checkpoints would be
+    def create_folder() -> str:  # it is beside the run folder, on storage that all nodes share
         run = config.run_folder.absolute()
         run.parent.mkdir(parents=True, exist_ok=True)
         return tempfile.mkdtemp(prefix=f"{run.name}.benchmark-", dir=run.parent)

@@ -70,8 +70,8 @@ record_samples enable_profiling cpu_offload""".split()
 class ReplayedStep:
     """The facts about a replayed step. Tensors are on the CPU."""
 
-    number: int = 0  # from 1
-    epoch: int = 0  # from 0
+    number: int = 0  # the number of the step, from 1
+    epoch: int = 0  # the number of the epoch, from 0
     host: str = field(default_factory=socket.gethostname)
     loss: float = math.nan
     norm: float = math.nan

@@ -53,7 +53,7 @@ class RunInfo:
         self.config = read_json(folder / "config.json")
         self.status = read_json(folder / "status.json")
         if self.status.get("state") == "running" and not may_be_running(folder):
-            self.status["state"] = "killed"  # no rank was left to write it
+            self.status["state"] = "killed"  # no rank was left to write the state
         self.summary = read_json(folder / "summary.json")
         self.provenance = read_json(folder / "provenance.json")
         records = read_records(folder / "metrics.jsonl")

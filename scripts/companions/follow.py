@@ -29,10 +29,10 @@ from utils.settings.errors import StartError, UserError
 from utils.signals import STOP_SIGNALS
 
 NICENESS = 10
-SECONDS_UNTIL_WARNING = 60.0  # for which tries must fail before a warning
+SECONDS_UNTIL_WARNING = 60.0  # a warning follows if tries have failed for this time
 MAX_SECONDS_BETWEEN_RETRIES = 60.0
 SECONDS_TO_STOP = 8.0
-SECONDS_AFTER_END = 3600.0  # which the mirror and the tracker have after a run whose hang_timeout is 0
+SECONDS_AFTER_END = 3600.0  # the mirror and the tracker have this time after a run whose hang_timeout is 0
 
 
 class OtherOwnerError(Exception):

@@ -36,7 +36,7 @@ from utils.extras.companions.programs import EXIT_OTHER_OWNER
 from utils.files import TEMPORARY_SUFFIX, read_json, replace_json
 from utils.settings.errors import StartError, UserError
 
-SECONDS_UNTIL_WARNING = 60.0  # which an upload may last without progress before a warning
+SECONDS_UNTIL_WARNING = 60.0  # a warning follows if an upload makes no progress for this time
 SECONDS_BETWEEN_REQUESTS = 0.5  # between two requests of a node whose run folder is its own
 EXCLUDED_PREFIXES = (".", "superseded-", "traces")  # files and folders whose names begin so are not uploaded
 MIRROR_FILE = "mirror.json"  # this file in the run folder says which run its mirror is a copy of
@@ -175,7 +175,7 @@ class MirrorUploader(Companion):
     def leave(self) -> None:
         self._stop_event.set()
         if self.plan["rank"] == 0:
-            self._heartbeat_thread.join(SECONDS_TO_STOP / 2)  # its last heartbeat comes before this one
+            self._heartbeat_thread.join(SECONDS_TO_STOP / 2)  # the last heartbeat of the thread comes before this one
             self.mirror.mark_ended(read_json(self.folder / "status.json"))
 
     def look(self, final_state: str) -> bool:

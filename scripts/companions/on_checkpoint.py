@@ -24,8 +24,8 @@ from utils.checkpoint import format as checkpoint
 from utils.files import read_json, replace_json
 from utils.redact import redact_secrets
 
-SECONDS_UNTIL_WARNING = 300.0  # which a command may take before a warning
-SECONDS_TO_FINISH, SECONDS_TO_FINISH_AFTER_STOP = 3600.0, 600.0  # which a command has after the end of the run
+SECONDS_UNTIL_WARNING = 300.0  # a warning follows if a command takes longer
+SECONDS_TO_FINISH, SECONDS_TO_FINISH_AFTER_STOP = 3600.0, 600.0  # a command has this time after the end of the run
 SECONDS_TO_TERMINATE = 5.0  # between SIGTERM and SIGKILL
 
 
@@ -44,9 +44,7 @@ class CheckpointCommand(Companion):
         self._progress_file = self.folder / ".on_checkpoint.json"
         resumed = Path(plan["resume_from"])
         self._done_step = checkpoint.parse_step(resumed) if resumed.parent == self.checkpoints else -1
-        if (
-            note := read_json(self._progress_file)
-        ) and "step" in note:  # by this attempt, or what an earlier one has left to do
+        if (note := read_json(self._progress_file)) and "step" in note:  # this attempt or an earlier one has written it
             self._done_step = note["step"] if note["token"] == plan["token"] else min(note["step"], self._done_step)
 
     def look(self, final_state: str) -> bool:

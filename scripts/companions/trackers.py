@@ -132,7 +132,7 @@ class Trackio(Tracker):
         import trackio
 
         self._is_local = not os.environ.keys() & {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_STORAGE_MODE"}
-        if not self.id.startswith(f"{self.name}-"):  # it resumes by name, which other runs may have
+        if not self.id.startswith(f"{self.name}-"):  # Trackio resumes by name, and other runs may have the same
             self.id = f"{self.name}-{self.id[:8]}"
         if self._is_local:
             return find_last_steps(trackio.SQLiteStorage.get_logs(self.project, self.id))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]  # as scripts/replay.py has them
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]  # scripts/replay.py has the same paths
 
 import torch
 

@@ -13,7 +13,7 @@ from scripts.lib.svg import choose_ticks
 from utils.logger import format_count, format_duration
 from utils.report.goodput import AttemptTimes, parse_time
 
-WIDTH, LEFT, ROW_HEIGHT, BAR_HEIGHT, BAR_TOP = 1160, 8, 74, 26, 30  # of the picture, of a row and of its bar
+WIDTH, LEFT, ROW_HEIGHT, BAR_HEIGHT, BAR_TOP = 1160, 8, 74, 26, 30  # sizes of the picture, of a row and of its bar
 PHASES = {
     "training": "training",
     "evaluation": "evaluation",

@@ -147,7 +147,10 @@ def lines_of_uses(scope: ast.AST, lines: list[str]) -> dict[str, set[int]]:
 
 
 def strings_with_names(node: ast.AST) -> Iterator[tuple[str, int]]:
-    """Strings at a node in which names of the file stand, with their lines: types, fixtures, elements of `__all__`."""
+    """Yield the strings at a node in which names of the file stand, with their lines.
+
+    They are types, fixtures and elements of `__all__`.
+    """
     parts: list[ast.AST | None] = []
     if isinstance(node, (ast.arg, ast.AnnAssign)):
         parts.append(node.annotation)
@@ -181,7 +184,7 @@ def lines_of_node(node: ast.stmt) -> set[int]:
 
 
 def lines_of_empty_type_checking(tree: ast.AST, deleted: set[int]) -> set[int]:
-    """The lines of each `if TYPE_CHECKING:` whose statements are all deleted."""
+    """Return the lines of each `if TYPE_CHECKING:` whose statements are all deleted."""
     empty: set[int] = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.If) or last_name(node.test) != "TYPE_CHECKING" or node.orelse:

@@ -26,7 +26,7 @@ from utils.training.hooks import ModelHooks
 from utils.training.parts.loss_terms import LossTerms
 
 STATE_KEYS = ("model", "ema", "optimizer", "scaler", "progress")  # the keys of a checkpoint with its state
-# of records: they differ between equal runs
+# These fields of records differ between equal runs.
 TIMING_FIELDS = ("samples_per_s", "tokens_per_s", "data_wait_s", "step_s", "peak_memory_bytes", "mfu")
 # These relative differences are tolerated between sums in different orders, and between the losses of a batch and of
 # its halves, for which layers may choose other kernels.

@@ -23,7 +23,7 @@ FORK = Path(sys.argv[1])
 RESULT_FILE = Path(sys.argv[2])
 KIND = sys.argv[3]
 OUTPUTS_FILE = Path(sys.argv[4])
-TEMPLATE_MODULES = ("config", "dataset", "ddp_utils", "train")  # modules; dataset.py is the same in both forks
+TEMPLATE_MODULES = ("config", "dataset", "ddp_utils", "train")  # modules (dataset.py is the same in both forks)
 sys.path[:1] = [str(FORK), str(FORK / "scripts")]
 
 import torch

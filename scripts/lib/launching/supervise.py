@@ -141,7 +141,7 @@ def determine_exit_code(
         return EXIT_PREEMPTED
     if torchrun_code == 0:
         return 0
-    if state == "running" and is_alone:  # no rank survived to write it
+    if state == "running" and is_alone:  # no rank survived to write the state
         cause = message or f"Every rank was killed (torchrun's exit code: {torchrun_code})."
         state, host = "failed", socket.gethostname()
         status |= {"state": state, "error": cause, "rank": 0, "host": host}

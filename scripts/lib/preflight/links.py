@@ -13,7 +13,7 @@ import torch.distributed as dist
 from scripts.lib.benchmark.turns import synchronize
 from utils.distributed.context import DistributedContext
 
-ROUND_TRIPS = 10  # of a small message, of which the fastest is reported
+ROUND_TRIPS = 10  # round trips of a small message, of which the fastest is reported
 MESSAGE_BYTES = 2**22  # bytes of a large message
 MAX_ROUNDS = 24  # rounds of pairs (with more nodes, each node is measured with this many others)
 

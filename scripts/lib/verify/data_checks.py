@@ -54,12 +54,12 @@ NOT_KEYED = (
     "The order depends on more than (seed, epoch). Shuffle with torch.Generator().manual_seed(derive_seed('order',"
     " seed, epoch))."
 )
-MAX_SHARED_FRACTION = 1 / 3  # of the held-out samples (sharing more is a finding, and sharing less is a note)
+MAX_SHARED_FRACTION = 1 / 3  # sharing more of the held-out samples is a finding, and sharing less is a note
 
 
 @default_dtype()
 def order(fork: Fork) -> str:
-    """All ranks together visit each sample once per epoch, in one order that changes by epoch."""
+    """Check that all ranks together visit each sample once per epoch, in one order that changes by epoch."""
     ctx, n = fork.ctx, len(fork.train_set)
     may_repeat = getattr(fork.train_set, "with_replacement", False)
 
@@ -136,7 +136,7 @@ def check_new_process_order(fork: Fork) -> str:
 
 @default_dtype()
 def content(fork: Fork) -> str:
-    """A sample is the same on any rank, with or without workers, in any order, alone or in a batch."""
+    """Check that a sample is the same on any rank, with or without workers, in any order, alone or in a batch."""
     subset, ctx, single = fork.small_train_set(), fork.ctx, fork.single_process_ctx
     # train.py's own complaints about the batches come first
     fork.run_on_all_ranks(lambda: fork.create_loader(fork.train_set).fetch_example_batches())
@@ -163,7 +163,7 @@ def content(fork: Fork) -> str:
 
     def load(noise: int, workers: int, rank_ctx: DistributedContext, first: int = 0) -> dict[str, str]:
         """Return digests of the last epoch's micro-batches, as a run gets them that starts in the epoch `first`."""
-        fork.initial_hidden_state.restore()  # as in a new process
+        fork.initial_hidden_state.restore()  # a new process would begin with this state
         scramble_global_rngs(noise)
         loader = fork.create_loader(
             subset, replace(fork.small_config, grad_accum_steps=1, num_workers=workers), rank_ctx

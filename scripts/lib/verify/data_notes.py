@@ -22,7 +22,7 @@ from lib.verify.randomness import replace_seeds
 from lib.verify.result import NOT_CHECKED, PLEASE_CHECK, join_parts
 from utils.rng import seed_host
 
-SAMPLE_COUNT, MAX_READ_SECONDS, MAX_ROW_SIZE = 16, 1.5, 4096  # samples; to read a whole set; numbers in a row of it
+SAMPLE_COUNT, MAX_READ_SECONDS, MAX_ROW_SIZE = 16, 1.5, 4096  # samples, seconds to read a set, numbers in a row
 MAX_PARTS = 20  # transforms of a list that are looked at
 MAX_ROWS_AT_LIMIT = 4  # rows that reach the largest value of a column
 

@@ -171,7 +171,7 @@ class Fork:
     loss_dtype: torch.dtype = torch.float32  # the dtype of the loss or of a value in it, such as logits.float()
     trainings: dict[str, train.Training] = field(default_factory=dict)  # the short runs that completed, by name
     first_pass: Any = None  # a PassResult of loss_checks.py
-    sharded_loss: float = 0.0  # with sharding, the `compute_sample_loss` after the run "whole"
+    sharded_loss: float = 0.0  # with sharding, it is the `compute_sample_loss` after the run "whole"
     # what the data sets and the fork's modules hold at the start, and what short runs remember after each epoch
     initial_hidden_state: hidden_state.HiddenState = field(init=False)
     hidden_states: dict[str, list[dict[str, tuple[str, str]]]] = field(default_factory=dict)

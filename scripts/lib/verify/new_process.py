@@ -21,7 +21,7 @@ from utils.data.changes import are_fingerprints_alike
 from utils.data.sets import identify_dataset
 from utils.extras.sketches import sample_fingerprints  # extra: sketches
 
-MAX_SECONDS = 120.0  # for which the checks wait for the new process
+MAX_SECONDS = 120.0  # the checks wait so long for the new process
 NAME_VARIABLES = ("USER", "LOGNAME", "LNAME", "USERNAME", "HOSTNAME")
 RESTART_VARIABLES = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # these count the attempts before this one
 CHANGED_ENVIRONMENT = (
