@@ -242,7 +242,7 @@ def describe_result(
     Args:
         name: what was searched.
         trials: the outcomes of the search.
-        max_size: the largest size that makes sense.
+        max_size: the largest size that the data set allows.
         global_batch: the global batch that the flags keep (0: none).
         ranks: the number of ranks.
         longest_sample: the length of the longest sample, if sizes are tokens.

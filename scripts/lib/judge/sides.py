@@ -49,7 +49,7 @@ class Side:
     argument: str
     fork: Path
     settings: dict[str, Any] = field(default_factory=dict)
-    known_weights: list[str] = field(default_factory=list)  # digests of initial weights
+    known_weights: list[str] = field(default_factory=list)  # weights that several seeds share
 
     @classmethod
     def from_argument(cls, name: str, argument: str, common_flags: Sequence[str]) -> Side:

@@ -237,7 +237,7 @@ def run_pass(
         torch.manual_seed(config.seed)
         with pretend_rank(0, ranks):  # rank 0 may be the one that reads weights from a file
             net = hooks.create_model(config, fork.ctx.device).train(is_training)
-        for module in net.modules():  # synchronized norms would fail in a single process
+        for module in net.modules():  # a single process has nothing to synchronize
             module.training &= not isinstance(module, nn.SyncBatchNorm)
         scramble_global_rngs(seed)
         with pretend_rank(ranks - 1, ranks), torch.set_grad_enabled(is_training):

@@ -107,7 +107,7 @@ class Result:
         Args:
             result: a key of `EXIT_CODES`.
             text: what was found, or why there is no result.
-            is_written: whether this process writes FILE (False: another rank has written it).
+            is_written: whether this process writes FILE (False: another rank does).
         """
         if self._is_decided or os.getpid() != self._pid:
             return
