@@ -92,7 +92,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 if __name__ == "__main__":
-    parse_arguments(sys.argv[1:])  # rejects a bad flag before the slow import of torch
+    parse_arguments(sys.argv[1:])  # this rejects a bad flag before the slow import of torch
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence torch's profiler
 
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     config = TrainingConfig.from_args(flags)
     ctx = setup_distributed(config)
     if options.mode == "sharding-memory":  # extra: sharding
-        from lib.benchmark import memory  # private parts of torch, which other versions may lack
+        from lib.benchmark import memory  # it imports private parts of torch, which other versions may lack
 
         memory.print_sharding_memory(config, ctx, options.ranks, print)
         return 0
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         if ctx.is_main:
             print(text, flush=True)
 
-    def create_folder() -> str:  # beside the run's: on storage that all nodes share, where a run's checkpoints would be
+    def create_folder() -> str:  # it is beside the run folder, on storage that all nodes share
         run = config.run_folder.absolute()
         run.parent.mkdir(parents=True, exist_ok=True)
         return tempfile.mkdtemp(prefix=f"{run.name}.benchmark-", dir=run.parent)

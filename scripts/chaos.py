@@ -37,7 +37,7 @@ START_TIMEOUT_S, END_TIMEOUT_S = 300.0, 900.0  # deadlines of a launch
 
 
 class ChaosTest:
-    """Launches of one run, and the faults injected into them. `ranks` is that of the current launch."""
+    """Launches one run again and again, and injects faults. `ranks` is the number of ranks of the current launch."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.random, self.started_at = options, random.Random(options.seed), time.monotonic()
@@ -45,7 +45,7 @@ class ChaosTest:
         self.ranks = options.ranks[0]
 
     def run(self) -> int:
-        """Launch until the run is completed or the time is up. Returns the exit code."""
+        """Launch until the run is completed or the time is up. Return the exit code."""
         options, log = self.options, self.options.log.open("a") if self.options.log else None
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         train, state, ranks = [ROOT / "train.py", *options.flags, "--resume_from", "auto"], "", cycle(options.ranks)
@@ -62,7 +62,7 @@ class ChaosTest:
                     if self.wait_for_next_fault(launch) and not self.is_time_up():
                         self.inject_fault(launch)
                 if self.is_time_up():
-                    launch.terminate()  # save and stop
+                    launch.terminate()  # the run saves and stops
                 launch.wait(END_TIMEOUT_S)
             status = self.folder / "status.json"
             state = json.loads(status.read_text())["state"] if status.exists() else "unknown"
@@ -72,7 +72,7 @@ class ChaosTest:
         return self.print_summary()
 
     def read_step(self) -> int:
-        """The last completed step, as of a second ago."""
+        """Return the last completed step, as of a second ago."""
         return read_json(self.folder / "status.json").get("step", 0)
 
     def is_time_up(self) -> bool:
@@ -82,7 +82,7 @@ class ChaosTest:
         print(f"{time.monotonic() - self.started_at:6.0f} s  {text}", flush=True)
 
     def wait_until_training(self, launch: subprocess.Popen) -> None:
-        """Wait until the file in which it first writes has changed."""
+        """Wait until the launch trains, which the first file that it writes shows."""
         records, ends = self.folder / "metrics.jsonl", time.monotonic() + START_TIMEOUT_S
         before = records.stat() if records.exists() else None
         while launch.poll() is None and time.monotonic() < ends:
@@ -91,11 +91,11 @@ class ChaosTest:
             time.sleep(0.05)
 
     def wait_for_next_fault(self, launch: subprocess.Popen) -> bool:
-        """Wait for a random number of seconds or steps of training. Returns whether the launch is still running."""
+        """Wait for a random number of seconds or steps of training. Return whether the launch is still running."""
         draw, first, began = self.random.uniform(0.5, 1.5), 0, time.monotonic()
         steps, seconds = self.options.every_steps * draw, self.options.every * draw
         while launch.poll() is None and not self.is_time_up():
-            first = first or self.read_step()  # 0 until a resumed run has loaded its state
+            first = first or self.read_step()  # this is 0 until a resumed run has loaded its state
             if self.read_step() >= max(first, 1) + steps if steps else time.monotonic() >= began + seconds:
                 return True
             time.sleep(0.05)
@@ -134,7 +134,7 @@ class ChaosTest:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """The value of --ranks."""
+    """Parse the value of --ranks."""
     return [int(number) for number in text.split(",")]
 
 

@@ -5,7 +5,7 @@ The averaged weights of --ema_decay are exported if the checkpoint has them, sin
 for image data. It is written by torch.save, or with --format safetensors as safetensors. With --format torch.export or
 onnx, OUT is the traced model, which has a dynamic batch size and needs no code from this repository. Its metadata has
 mean, std, class names and the size of images. The script prints code that loads and runs OUT. OUT is written
-atomically, so a failed export leaves an existing file unchanged.
+atomically, so that a failed export leaves an existing file unchanged.
 """
 
 from __future__ import annotations
@@ -83,21 +83,24 @@ run = lambda images: session.run(None, {{name: ({scaled} - mean) / std}})  # Num
 """
 IMAGE_ONNX_OUTPUTS = "outputs = run(images)\n"
 IMAGE_ONNX_CLASSES = 'predict = lambda images: [json.loads(metadata["classes"])[k] for k in run(images)[0].argmax(1)]\n'
-METADATA_KEYS = ("mean", "std", "classes", "size")  # of a program
-# of the printed code: images as floats in the units of mean and std, for bytes and for other data; in NumPy for ONNX
+METADATA_KEYS = ("mean", "std", "classes", "size")  # keys in the metadata of a program
+# This part of the printed code gives images as floats in the units of mean and std. Bytes and other data need different
+# code, and ONNX needs it in NumPy.
 SCALED = {"onnx": "images / numpy.float32(255)"}
 UNSCALED = {"onnx": "images.astype(numpy.float32)"}
 
 FORMATS = ("weights", "safetensors", "torch.export", "onnx")
-# settings that an export does not have: the commands and paths of one machine
+# An export does not have these settings, which are commands and paths of one machine.
 MACHINE_FIELDS = ["run_dir", "resume_from", "init_from", "data_dir", "init_method", "checkpoint_dir"]
 MACHINE_FIELDS += ["mirror", "on_checkpoint"]  # extra: companions
 
 
 def read_export(source: Path, use_ema: bool | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The contents of an export, and the values of the config that it does not have.
+    """Return the contents of an export, and the values of the config that it does not have.
 
-    use_ema: as for `choose_weights`, which may raise UserError.
+    Args:
+        source: the path of the checkpoint.
+        use_ema: as for `choose_weights`, which may raise UserError.
     """
     payload, _ = checkpoint.read_checkpoint(source)
     kind = choose_weights(payload, use_ema, source)
@@ -111,11 +114,15 @@ def read_export(source: Path, use_ema: bool | None = None) -> tuple[dict[str, An
 
 
 def create_example(config: TrainingConfig, payload: dict[str, Any]) -> tuple[nn.Module, tuple, TrainingConfig]:
-    """The model, without its weights, its inputs for a batch of two training samples, and the config with what the data
-    has resolved. Prints how these samples differ from those of the checkpoint.
+    """Create the model without its weights, and inputs for a batch of two training samples.
+
+    It prints how these samples differ from those of the checkpoint.
+
+    Returns:
+        The model, its inputs, and the config with what the data has resolved.
 
     Raises:
-        UserError: if the data is not available, or these are not the model's arguments.
+        UserError: if the data is not available, or if the inputs are not the model's arguments.
     """
     ctx = setup_distributed(config)
     data = load_data(dataset, config, ctx)
@@ -142,7 +149,7 @@ def export_program(saved: dict[str, Any], net: nn.Module, inputs: tuple, target:
     program = torch.export.export(net, inputs, dynamic_shapes=shapes)
     for module in program.graph_module.modules():
         for node in getattr(getattr(module, "graph", None), "nodes", ()):
-            node.meta.pop("stack_trace", None)  # has the paths of this machine
+            node.meta.pop("stack_trace", None)  # the trace has paths of this machine
     metadata = {name: saved[name] for name in METADATA_KEYS if name in saved}
     if kind == "torch.export":
         files = {"metadata.json": json.dumps(metadata)}
@@ -165,7 +172,7 @@ def export_program(saved: dict[str, Any], net: nn.Module, inputs: tuple, target:
 
 
 def check_dtypes(program: torch.export.ExportedProgram) -> None:
-    """Raises UserError if a tensor of the program is bfloat16, for which onnxruntime lacks most operators."""
+    """Raise UserError if a tensor of the program is bfloat16, for which onnxruntime lacks most operators."""
     for module in program.graph_module.modules():
         for node in getattr(getattr(module, "graph", None), "nodes", ()):
             values = tree_leaves(node.meta.get("val"))
@@ -177,16 +184,16 @@ def check_dtypes(program: torch.export.ExportedProgram) -> None:
 
 
 def check_onnx_loads(data: bytes) -> None:
-    """Raises UserError if onnxruntime is installed and cannot load the program: it has no float64 convolution."""
+    """Raise UserError if onnxruntime is installed and cannot load the program. It has no float64 convolution."""
     try:
         import onnxruntime
-    except Exception:  # it is missing or broken, and only checks what was written
+    except Exception:  # onnxruntime is missing or broken, and would only check what was written
         return
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # the message below says it
+    options.log_severity_level = 4  # the message below says what is wrong
     try:
         onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # its errors have no common class
+    except Exception as error:  # errors of onnxruntime have no common class
         reason = str(error).splitlines()[0]
         raise UserError(
             f"--format onnx does not fit the model, since onnxruntime cannot load the program ({reason}). Let"
@@ -195,20 +202,20 @@ def check_onnx_loads(data: bytes) -> None:
 
 
 def as_safetensors(saved: dict[str, Any]) -> bytes:
-    """The weights, and the rest as JSON in the metadata. Raises UserError."""
+    """Return the weights as safetensors, with the rest as JSON in the metadata. Raises UserError."""
     save = import_optional("--format safetensors", "safetensors.torch").save
     if non_tensors := [name for name, value in saved["model"].items() if not isinstance(value, Tensor)]:
         raise UserError(
             f"--format safetensors holds tensors only, but {non_tensors[0]} is not a tensor. Use --format weights."
         )
-    # a tied weight once for each of its names: the format has no shared memory
+    # a tied weight is written once for each of its names, since the format has no shared memory
     weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in saved["model"].items()}
     data: bytes = save(weights, {name: json.dumps(value) for name, value in saved.items() if name != "model"})
     return data
 
 
 def describe_tensors(value: Any) -> str:
-    """The dtype and shape of a tensor, or of each tensor in a dict or list."""
+    """Return the dtype and shape of a tensor, or of each tensor in a dict or list."""
     if isinstance(value, Tensor):
         return f"{value.dtype} {['batch', *value.shape[1:]]}".replace("'", "")
     if isinstance(value, dict):
@@ -217,52 +224,58 @@ def describe_tensors(value: Any) -> str:
 
 
 def has_class_scores(net: nn.Module, inputs: tuple, classes: list[str]) -> bool:
-    """Whether the model's output for inputs of two samples is a tensor [2, classes], as a classifier's is."""
+    """Return whether the model's output for inputs of two samples is a tensor [2, classes], as a classifier's is."""
     with torch.no_grad():
         output = net(*inputs)
     return isinstance(output, Tensor) and output.shape == (2, len(classes)) and bool(classes)
 
 
 def can_classify_zeros(config: TrainingConfig, saved: dict[str, Any]) -> bool:
-    """`has_class_scores` of a new model, without data: for two images of zeros of the config's image_size."""
+    """Return `has_class_scores` of a new model, without data.
+
+    The inputs are two images of zeros of the config's image_size.
+    """
     size: Any = getattr(config, "image_size", None)
     shape = (2, count_channels(saved), size, size)
-    with suppress(Exception):  # a model that needs other inputs fails in any way; what it returns is unknown then
+    with suppress(Exception):  # a model that needs other inputs may fail in any way, and its output is unknown then
         net = ModelHooks.from_module(fork).create_model(config, torch.device("cpu")).eval()
         return has_class_scores(net, (torch.zeros(shape),), saved["classes"])
     return False
 
 
 def count_channels(saved: dict[str, Any]) -> int:
-    """The number of channels that mean and std normalize; 0 if the data lacks one of the two."""
+    """Return the number of channels that mean and std normalize (0: the data lacks one of the two)."""
     if not (saved["mean"] and saved["std"]):
         return 0
     return torch.tensor(saved["mean"]).numel()
 
 
 def has_image_filters(saved: dict[str, Any]) -> bool:
-    """Whether the data has a mean and std for each channel, and a weight is a convolution of so many channels."""
+    """Return whether mean and std have a value for each channel, and a weight is a convolution of so many channels."""
     channels = count_channels(saved)
     return channels > 0 and any(weight.ndim == 4 and weight.shape[1] == channels for weight in saved["model"].values())
 
 
 def has_image_input(inputs: tuple, channels: int) -> bool:
-    """Whether the model's only argument is a float32 tensor [B, channels, H, W], as normalized images are."""
+    """Return whether the model's only argument is a float32 tensor [B, channels, H, W], as normalized images are."""
     if len(inputs) != 1 or not isinstance(inputs[0], Tensor) or inputs[0].ndim != 4:
         return False
     return inputs[0].dtype is torch.float32 and inputs[0].shape[1] == channels
 
 
 def has_byte_range(saved: dict[str, Any]) -> bool:
-    """Whether mean and std can be those of images from 0 to 255 that are divided by 255."""
+    """Return whether mean and std can be those of images from 0 to 255 that are divided by 255."""
     mean, std = torch.tensor(saved["mean"]), torch.tensor(saved["std"])
     return bool(((mean >= 0) & (mean <= 1)).all() and (std <= 1).all())
 
 
 def choose_snippet(kind: str, is_image_model: bool, is_classifier: bool) -> str:
-    """The code that loads and runs an export of this format, for str.format.
+    """Return the code that loads and runs an export of this format, for str.format.
 
-    is_classifier: of an image model: whether its outputs are scores of the classes, which have names.
+    Args:
+        kind: the format.
+        is_image_model: whether the model's input is images.
+        is_classifier: whether the outputs of an image model are scores of the classes, which have names.
     """
     if not is_image_model:
         load = {
@@ -281,7 +294,7 @@ def choose_snippet(kind: str, is_image_model: bool, is_classifier: bool) -> str:
 def format_usage(
     options: argparse.Namespace, saved: dict[str, Any], shapes: str, is_image: bool, is_classifier: bool
 ) -> str:
-    """The printed code."""
+    """Return the code that is printed."""
     code = choose_snippet(options.format, is_image, is_classifier)
     scaled, units = SCALED.get(options.format, "images / 255"), "from 0 to 255"
     if is_image and not has_byte_range(saved):
@@ -290,7 +303,7 @@ def format_usage(
 
 
 def check_only_saved(options: argparse.Namespace, unsaved: dict[str, str], has_code: bool) -> None:
-    """Raises UserError if nothing can be left out."""
+    """Raise UserError if nothing can be left out."""
     if options.only_saved and has_code:
         raise UserError(
             f"--only_saved does not go with --format {options.format}, which needs all weights. Use --format weights or"
@@ -322,7 +335,7 @@ def main() -> int:
             raise UserError(f"{out} is the checkpoint itself. Give another name for the export.")
         out.parent.mkdir(parents=True, exist_ok=True)
         local_fields["compile"] = "off"  # extra: compile
-        config = TrainingConfig(**saved["config"] | local_fields | {"backend": "gloo"})  # on the CPU
+        config = TrainingConfig(**saved["config"] | local_fields | {"backend": "gloo"})  # the export runs on the CPU
         check_only_saved(options, saved[PROVENANCE_KEY], has_code)
         if unsaved := saved.pop(PROVENANCE_KEY):
             torch.manual_seed(config.seed)

@@ -7,8 +7,8 @@ python scripts/judge.py . ../other-fork -- --dataset cifar10 --epochs 10
 A and B are each the folder of a fork, a config file, a run's config.json, or flags in quotes. Flags for both follow --.
 Each seed trains A and B. The result is the mean of the differences B - A, with its 95 % interval. The metric is that of
 the last evaluation, since the best of many noisy evaluations is too good by chance. Give 5 seeds or more. Fewer than 3
-are refused. Exit code 0: there is a verdict, also "no difference shown". Exit code 2: there is none, and the last line
-says why. docs/judge.md explains the result.
+are refused. The exit code is 0 if there is a verdict, also "no difference shown". It is 2 if there is none, and the
+last line says why. docs/judge.md explains the result.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from utils.table import format_table
 MIN_SEEDS = 3
 DEFAULT_SEEDS = 5
 RERUN_ADVICE = "give the same command again, which keeps complete runs"
-UNRECORDED_CONTENT = {  # settings, and what of theirs no record shows
+UNRECORDED_CONTENT = {  # for some settings, the content that no record shows
     "init_from": "What these weights have learned before was not compared.",
     "data_dir": "Of the training samples only names and labels were compared.",
 }
-MIN_SLOWDOWN = 1.25  # a side whose steps take more than this many times as long, in all pairs, is noted
+MIN_SLOWDOWN = 1.25  # a side is noted whose steps take more than this many times as long in all pairs
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -69,7 +69,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 class Judge:
-    """One comparison. `report` is what --json writes."""
+    """One comparison of two sides. `report` is what --json writes."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -88,7 +88,7 @@ class Judge:
 
     def run(self) -> None:
         """Compare the sides, train them and print the verdict. Raises UserError if there can be no verdict."""
-        from scripts.lib.judge.sides import Side  # it imports torch
+        from scripts.lib.judge.sides import Side  # this imports torch
 
         options = self.options
         if options.seeds < MIN_SEEDS:
@@ -133,7 +133,10 @@ class Judge:
                 self.notes.append(f"--{name} of A and B is {paths}. {unrecorded}")
 
     def choose_metric(self) -> str:
-        """--metric or the sides' best_metric; "auto" is settled by the first evaluation. Raises UserError."""
+        """Return --metric or the sides' best_metric. Raises UserError.
+
+        The first evaluation settles "auto".
+        """
         from utils.metrics import choose_best_metric
 
         metric = self.options.metric
@@ -146,12 +149,15 @@ class Judge:
         if problem := describe_problem("metric", metric, metric_name(metric)):
             raise UserError(problem)
         if metric != "auto":
-            choose_best_metric(metric, [metric.rpartition(":")[2]])  # does it need a direction?
+            choose_best_metric(metric, [metric.rpartition(":")[2]])  # this fails if the metric needs a direction
         return metric
 
     def open_folder(self, request: dict[str, Any]) -> None:
-        """Make the folder of the runs, or find that of the same request. Raises UserError if it has another one, or if
-        the same sides were begun with another number of seeds."""
+        """Make the folder of the runs, or find that of the same request.
+
+        Raises:
+            UserError: if the folder has another request, or if the same sides were begun with another number of seeds.
+        """
         out = self.options.out
         if not out:
             numbered = (Path(f"runs/judge-{number}") for number in count(1))
@@ -170,7 +176,7 @@ class Judge:
         print(f"The runs are in {out}.", flush=True)
 
     def compare_with_earlier(self, folder: Path, request: dict[str, Any]) -> None:
-        """Note that the runs in another folder are of the same sides. Raises UserError if only some seeds are new."""
+        """Note that runs in another folder are those of the same sides. Raises UserError if only some seeds are new."""
         record = read_json(folder / "judge.json")
         earlier = record.get("request", {})
         if (
@@ -191,7 +197,11 @@ class Judge:
         self.notes.append(f"{folder} compares the same sides with {seeds}. Its results are: {', '.join(results)}.")
 
     def train(self) -> list[dict[str, Any]]:
-        """The two runs of each seed, by side. Raises UserError if one fails, or A's and B's are not comparable."""
+        """Train both sides with each seed, and return the two runs of each seed by side.
+
+        Raises:
+            UserError: if a run fails, or if A's and B's runs are not comparable.
+        """
         from scripts.lib.judge.sides import check_pair, check_quantity
         from utils.metrics import choose_best_metric
 
@@ -199,7 +209,7 @@ class Judge:
         for seed in self.seeds:
             is_first = not pairs
             pair = {}
-            # alternating, so that a machine that becomes slower or warmer is no advantage of one side
+            # the sides alternate, so that a machine that becomes slower or warmer is no advantage of one side
             for side in self.sides if len(pairs) % 2 == 0 else self.sides[::-1]:
                 run = side.train(self.out, seed, self.options.ranks, has_samples=is_first)
                 earlier = [earlier_pair[side.name] for earlier_pair in pairs]
@@ -259,8 +269,11 @@ class Judge:
         print(f"{result.sentence} ({direction}:{self.final_metric}, {better} is better)")
 
     def check_differences(self, rows: list[dict[str, Any]]) -> list[float]:
-        """The differences, or zeros if they are zero but for rounding. Raises UserError if all of them are another
-        number."""
+        """Return the differences, or zeros if they are zero up to rounding.
+
+        Raises:
+            UserError: if all differences are one other number.
+        """
         differences = [row["difference"] for row in rows]
         values = [row[side] for side in "ab" for row in rows]
         if not are_equal(differences, values):
@@ -293,7 +306,7 @@ class Judge:
                 )
 
     def note_earlier_results(self, metric: str, sentence: str) -> None:
-        """Note results of these runs by other metrics: who takes the best of several is misled."""
+        """Note results of these runs by other metrics, because the best of several results is misleading."""
         results = self.record["judged"]
         other_results = [f"{name}: {result}" for name, result in results if name != metric]
         if other_results:
@@ -307,19 +320,19 @@ class Judge:
 
 
 def is_usable_folder(folder: Path, request: dict[str, Any]) -> bool:
-    """Whether a folder has the runs of this request, or nothing."""
+    """Return whether a folder has the runs of this request, or is empty."""
     is_same = read_json(folder / "judge.json").get("request") == request
     return is_same or not folder.exists() or not any(folder.iterdir())
 
 
 def serialize_sides(request: dict[str, Any]) -> list[str]:
-    """A text for each side of a request, in one order for A and B and for B and A."""
+    """Return a text for each side of a request. The order is the same for A and B and for B and A."""
     sides = zip(request.get("settings", []), request.get("code", []), strict=True)
     return sorted(json.dumps([*side, request["ranks"]], sort_keys=True) for side in sides)
 
 
 def compute_time_ratio(run: Any, other: Any) -> float:
-    """How many times as long a sample of the first run takes; 0 if that is unknown."""
+    """Return how many times as long a sample of the first run takes (0: this is unknown)."""
     rate = run.summary.get("samples_per_s") or 0
     other_rate = other.summary.get("samples_per_s") or 0
     return other_rate / rate if rate > 0 else 0.0
@@ -327,7 +340,7 @@ def compute_time_ratio(run: Any, other: Any) -> float:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
-    if options.json:  # it takes the place of an earlier result, and of no other file
+    if options.json:  # the new result may replace an earlier result, and no other file
         problem = explain_unwritable(options.json)
         is_empty = not options.json.is_file() or options.json.stat().st_size == 0
         if options.json.name == "judge.json" or not (is_empty or "verdict" in read_json(options.json)):
@@ -337,8 +350,8 @@ def main(argv: list[str] | None = None) -> int:
             return 2
         options.json.unlink(missing_ok=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup lets it
-            signal.signal(number, signal.default_int_handler)  # ends what was started
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores some signals
+            signal.signal(number, signal.default_int_handler)  # this ends the processes that were started
     judge = Judge(options)
     try:
         judge.run()

@@ -130,7 +130,7 @@ def write_predictions(options: argparse.Namespace, config: TrainingConfig, out: 
 
 
 def check_out(options: argparse.Namespace, out: Path) -> None:
-    """Raises UserError."""
+    """Raise UserError if the outputs cannot be written to this file."""
     if out.suffix not in (".pt", ".pth"):
         raise UserError(f'--out must end in .pt or .pth, since predictions are a torch file, got "{out}".')
     if out.exists() and out.samefile(options.checkpoint):
@@ -138,7 +138,7 @@ def check_out(options: argparse.Namespace, out: Path) -> None:
 
 
 def choose_split(data: dict[str, Any], split: str) -> Any:
-    """Raises UserError."""
+    """Return the data set of this split. Raises UserError if the data has none."""
     if data.get(split) is None:
         available = [name for name, dataset in data.items() if dataset is not None]
         raise UserError(f'--split must be one of {", ".join(available)}, which the data has, got "{split}".')
@@ -149,9 +149,17 @@ def choose_split(data: dict[str, Any], split: str) -> Any:
 def predict(
     hooks: ModelHooks, state: TrainState, loader: GlobalBatchLoader, seed_micro_batch, on_progress
 ) -> OutputCollector:
-    """The outputs for this rank's samples. seed_micro_batch: called with the indices of each micro-batch.
+    """Return the outputs for this rank's samples.
 
-    Raises UserError if the outputs of a batch are in another order than its samples.
+    Args:
+        hooks: the functions of the fork's module.
+        state: the state with the model.
+        loader: the loader of the samples.
+        seed_micro_batch: a function that is called with the indices of each micro-batch.
+        on_progress: a function that is called after each micro-batch.
+
+    Raises:
+        UserError: if the outputs of a batch are in another order than its samples.
     """
     net, outputs = state.model.eval(), OutputCollector(hooks.predict, seed_micro_batch)
 
@@ -161,12 +169,12 @@ def predict(
 
     for step, micro_batch in enumerate(loader.micro_batches(epoch=0), 1):
         first = first_tensor(micro_batch.batch)
-        # the default, which says what it lacks
+        # the default `predict` says what the fork lacks
         if step == 1 and hooks.predict is ModelHooks.predict and first is not None:
             check_arguments(net, (first,), "predict(model, batch)")
         with state.precision.autocast():
             outputs.add(net, micro_batch.batch, micro_batch.indices, micro_batch.is_padding)
-        if step == 1:  # the workers have started
+        if step == 1:  # the workers have started by now
             size, batch_size = len(loader.dataset), min(map(len, loader.list_example_indices()))
             check_row_order(predict_batch, lambda rows: loader.fetch_samples(rows)[2], size, batch_size)
         on_progress(step)
@@ -183,7 +191,7 @@ def merge_rank_files(out: Path, samples: int, ctx: DistributedContext) -> None:
     parts = [torch.load(out.with_name(f"{out.name}.rank{rank}"), weights_only=True) for rank in range(ctx.world_size)]
     write_tensors(out, sort_by_sample(parts, samples))
     part = re.compile(rf"{re.escape(out.name)}\.rank\d+(\..+{re.escape(TEMPORARY_SUFFIX)})?")
-    for file in out.parent.iterdir():  # also those of a killed process with more ranks
+    for file in out.parent.iterdir():  # a killed process with more ranks may have left files too
         if part.fullmatch(file.name):
             file.unlink(missing_ok=True)
 

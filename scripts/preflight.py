@@ -5,9 +5,10 @@
 
 On several nodes start it on each node, like the run itself.
 
-Are the nodes alike, connected, and is the storage fit? It prints a table of the nodes and a line for each check: OK,
-warning or FAILURE. It creates the same process groups as the run and leaves the run folder unchanged. --json writes all
-measurements and findings. Exit code 1 if a check failed, else 0; 2 if the ranks cannot connect or a flag is invalid.
+It checks whether the nodes are alike and connected, and whether the storage is fit. It prints a table of the nodes, and
+a line for each check: OK, warning or FAILURE. It creates the same process groups as the run and leaves the run folder
+unchanged. --json writes all measurements and findings. The exit code is 0 if no check failed, 1 if one failed, and 2 if
+the ranks cannot connect or a flag is invalid.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from config import TrainingConfig
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[TrainingConfig, str]:
-    """The config from train.py's flags, and the file given with --json."""
+    """Return the config from train.py's flags, and the file given with --json."""
     parser = argparse.ArgumentParser(prog="preflight.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--json", default="", metavar="FILE")
     options, flags = parser.parse_known_args(argv)
@@ -34,7 +35,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[TrainingConfig, 
 if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__)
-    parse_arguments()  # rejects a bad flag before torch is imported
+    parse_arguments()  # this rejects a bad flag before torch is imported
 
 import dataclasses
 import functools
@@ -71,7 +72,7 @@ from utils.training.precision import Precision
 def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     config, json_file = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the probe folder is deleted
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exit deletes the probe folder
     ctx = setup_distributed(config)
     steps = Steps(config, ctx)
     run_steps(config, ctx, steps)
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_steps(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> None:
-    """Run all steps; those that use model and data only if all ranks have the same code, settings and data."""
+    """Run all steps. Those that use model and data run only if all ranks have the same code, settings and data."""
     facts, findings = steps.run_step("facts", collect_facts, ctx), steps.findings
     if not facts:
         return  # a finding says why
@@ -120,7 +121,7 @@ def run_steps(config: TrainingConfig, ctx: DistributedContext, steps: Steps) -> 
         copies = 2 if config.optimizer == "adamw" else int(config.momentum > 0)
         return {"checkpoint": weights + copies * gradient, "gradient": gradient}
 
-    def read_batches() -> int:  # long enough for the workers to fill /dev/shm as in a run
+    def read_batches() -> int:  # this is long enough for the workers to fill /dev/shm as in a run
         ends = time.monotonic() + 2.0
         for _ in loader.micro_batches(0):
             if time.monotonic() > ends:
@@ -189,8 +190,18 @@ def probe_folder(
     ctx: DistributedContext,
     steps: Steps,
 ) -> None:
-    """One rank per node tests the folder, which each node may have for itself if there is a mirror. If checkpoints (of
-    this many bytes) go there, rank 0 measures the disk."""
+    """Test the run folder with one rank per node. With a mirror, each node may have a folder of its own.
+
+    If checkpoints go there, rank 0 measures the disk.
+
+    Args:
+        folder: the run folder.
+        leaders: the lowest rank of each node.
+        checkpoint_bytes: the bytes of a checkpoint (0: none goes there).
+        config: the settings of the run.
+        ctx: the ranks.
+        steps: collects the measurements and findings.
+    """
     is_leader = ctx.rank in leaders
     is_shared = True
     is_shared = not config.mirror  # extra: companions
@@ -217,7 +228,7 @@ def probe_folder(
 
 
 def format_nodes(measured: dict[str, Any]) -> str:
-    """A row for each node; none if a node could not report its facts."""
+    """Format a row for each node. There are none if a node could not report its facts."""
     facts, size = measured.get("facts", []), diagnosis.format_size
     zeros = [0.0] * len(facts)
     times, speeds = measured.get("clocks", zeros), measured.get("speed", zeros)

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Train two DDP ranks on the synthetic data set, on a laptop without a GPU. Fails below 90 % top-1.
+# Train two DDP ranks on the synthetic data set, on a laptop without a GPU. It fails below 90 % top-1.
 # ---- extra: chaos and reports and exact ----
-# --kill: train once on four ranks without interruption, and once SIGKILLed three times and continued on one, two and
-# four ranks; compare the results and plot both curves. Fails if the weights are not bitwise equal.
+# With --kill it trains once on four ranks without interruption. It trains once more with three SIGKILLs, after which
+# the run continues on one, two and four ranks. It compares the results and plots both curves, and fails if the weights
+# are not bitwise equal.
 # ---- end of chaos and reports and exact ----
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +12,7 @@ find_python
 
 number=1
 while [ -e "runs/quickstart-$number" ]; do number=$((number + 1)); done
-[[ " $*" != *" --resume_from"* ]] || number=$((number > 1 ? number - 1 : 1)) # the latest one goes on
+[[ " $*" != *" --resume_from"* ]] || number=$((number > 1 ? number - 1 : 1)) # the latest run goes on
 run=runs/quickstart-$number
 flags=(--dataset_size 2500 --image_size 12 --batch_size 32 --epochs 6 --lr 0.02 --log_interval 10)
 backend() { "$PYTHON" -c "import torch; print('auto' if torch.cuda.device_count() >= $1 else 'gloo')"; }

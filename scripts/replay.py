@@ -68,17 +68,17 @@ record_samples enable_profiling cpu_offload""".split()
 
 @dataclass
 class ReplayedStep:
-    """What is found out about the step. Tensors are on the CPU."""
+    """The facts about a replayed step. Tensors are on the CPU."""
 
-    number: int = 0  # from 1
-    epoch: int = 0  # from 0
+    number: int = 0  # the number of the step, from 1
+    epoch: int = 0  # the number of the epoch, from 0
     host: str = field(default_factory=socket.gethostname)
     loss: float = math.nan
     norm: float = math.nan
-    lrs: list[float] = field(default_factory=list)  # of the parameter groups
+    lrs: list[float] = field(default_factory=list)  # the learning rates of the parameter groups
     indices: list[int] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)  # of the samples one by one, in evaluation mode
-    micro_batches: list[list[int]] = field(default_factory=list)  # their samples
+    losses: list[float] = field(default_factory=list)  # the losses of the samples one by one, in evaluation mode
+    micro_batches: list[list[int]] = field(default_factory=list)  # the samples of each micro-batch
     batches: list[Any] = field(default_factory=list)  # the micro-batches as compute_loss gets them
     micro_losses: list[float] = field(default_factory=list)
     outputs: list[list[tuple[str, int]]] = field(default_factory=list)  # module and fingerprint, as they were computed
@@ -87,7 +87,7 @@ class ReplayedStep:
     used: dict[str, Tensor] = field(default_factory=dict)  # the gradients that the optimizer got in the step
     before: dict[str, Tensor] = field(default_factory=dict)
     after: dict[str, Tensor] = field(default_factory=dict)
-    moments: dict[str, Tensor] = field(default_factory=dict)  # of the optimizer after the step, by parameter
+    moments: dict[str, Tensor] = field(default_factory=dict)  # the optimizer's state after the step, by parameter
 
 
 def main() -> int:
@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def choose_checkpoints(step: int, steps: list[int], best: int) -> list[int]:
-    """The checkpoints that are needed: the latest before the step, and the step's own."""
+    """Return the checkpoints that are needed, which are the latest before the step, and the step's own."""
     return [saved_step for saved_step in steps if saved_step < step][-1:] + [
         saved_step for saved_step in steps if saved_step == step
     ]
@@ -114,7 +114,7 @@ def choose_checkpoints(step: int, steps: list[int], best: int) -> list[int]:
 
 @contextlib.contextmanager
 def open_replay(run: Path, step: int, flags: list[str]) -> Iterator[tuple[InProcessRun, Path | None]]:
-    """The run in a temporary folder, at its latest checkpoint before the step, and that checkpoint."""
+    """Open the run in a temporary folder, at its latest checkpoint before the step. Yield it with that checkpoint."""
     start, payload = find_checkpoint_before(run, step)
     config = choose_config(run, payload, flags)
     if payload and payload["provenance"].get("cpu_threads"):
@@ -131,20 +131,23 @@ def open_replay(run: Path, step: int, flags: list[str]) -> Iterator[tuple[InProc
 
 
 def record_steps(run: Path, first: int, last: int) -> dict[int, dict[str, Any]]:
-    """Records of the replayed steps up to `last`, by step, from the latest checkpoint before step `first` on."""
+    """Return records of the replayed steps up to `last`, by step, from the latest checkpoint before step `first` on."""
     with open_replay(run, first, ["--log_interval", "1"]) as (rerun, _):
         train_to_step(rerun, last)
         return {record["step"]: record for record in rerun.training.attempt.run.records.read("train")}
 
 
 def dump_step(run: Path, step: int) -> dict[str, Any]:
-    """What --dump writes."""
+    """Replay a step, and return what --dump writes."""
     with open_replay(run, step, []) as (rerun, _):
         return vars(replay_step(rerun, step))
 
 
 def find_checkpoint_before(run: Path, step: int) -> tuple[Path | None, dict[str, Any] | None]:
-    """The latest valid checkpoint before the step, and its content; None for a start from scratch. Raises UserError."""
+    """Return the latest valid checkpoint before the step, and its content. Raises UserError.
+
+    Both are None for a start from scratch.
+    """
     if not (status := read_json(run / "status.json")):
         raise UserError(f"{run} has no status.json. Give the folder of a run.")
     if not 1 <= step <= status.get("step", 0):
@@ -161,9 +164,9 @@ def find_checkpoint_before(run: Path, step: int) -> tuple[Path | None, dict[str,
 
 
 def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -> TrainingConfig:
-    """The run's settings, for one process and without its saves."""
+    """Return the run's settings, for one process and without its saves."""
     origin = payload["provenance"] if payload else read_json(run / "provenance.json")
-    # a run that was made longer: the steps after the end of the former attempt have the latest settings
+    # in a run that was made longer, the steps after the end of the former attempt have the latest settings
     is_inside = payload and payload["progress"]["step"] < origin.get("total_steps", math.inf)
     saved = payload["config"] if payload and is_inside else read_json(run / "config.json")
     plain: dict[str, Any] = {"init_method": "", "on_checkpoint": "", "track": "none", "sharding": "none"}
@@ -175,7 +178,7 @@ def choose_config(run: Path, payload: dict[str, Any] | None, flags: list[str]) -
 
 
 def replay(rerun: InProcessRun, options: argparse.Namespace, start: Path | None) -> bool:
-    """Train to the step, examine it, go on to the next record. Returns whether everything equals the run's."""
+    """Train to the step, examine it, and go on to the next record. Return whether everything equals the run's."""
     state, first, target = rerun.state, rerun.state.progress.step, options.step
     records = read_records(options.run / "metrics.jsonl")
     run_records = [r for *_, r in records if r.get("kind") == "train" and r["step"] > first]
@@ -204,7 +207,7 @@ def replay(rerun: InProcessRun, options: argparse.Namespace, start: Path | None)
 
 
 def replay_step(rerun: InProcessRun, target: int) -> ReplayedStep:
-    """Train to the step, and examine it."""
+    """Train to the step, and return what an examination of it shows."""
     state, progress = rerun.state, rerun.state.progress
     train_to_step(rerun, target - 1)
     begin_epoch(rerun)
@@ -346,7 +349,7 @@ def note_non_finite(
 
 
 def explain_backward(loss: Callable[[], tuple[Tensor, Any]]) -> str:
-    """The operation whose backward pass gives NaN."""
+    """Return the operation whose backward pass gives NaN."""
     try:
         with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
             warnings.simplefilter("ignore")
@@ -374,7 +377,7 @@ def print_step(step: ReplayedStep) -> None:
 
 
 def find_differing_state(path: Path, state: dict[str, Any]) -> list[str]:
-    """The names of the values that are not bitwise equal to those in a checkpoint."""
+    """Return the names of the values that are not bitwise equal to those in a checkpoint."""
     both = [comparable_state(payload) for payload in (checkpoint.read_checkpoint(path)[0], state)]
     saved, current = (
         flatten_nested({key: value for key, value in contents.items() if key != "progress"}) for contents in both
@@ -383,7 +386,7 @@ def find_differing_state(path: Path, state: dict[str, Any]) -> list[str]:
 
 
 def compare_records(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
-    """Compare records of the run with those of the replay. Returns whether they are equal."""
+    """Compare records of the run with those of the replay, and return whether they are equal."""
     gaps: dict[str, float] = {}
     for run_record, replay_record in pairs:
         for name, value in run_record.items():

@@ -53,7 +53,7 @@ class RunInfo:
         self.config = read_json(folder / "config.json")
         self.status = read_json(folder / "status.json")
         if self.status.get("state") == "running" and not may_be_running(folder):
-            self.status["state"] = "killed"  # no rank was left to write it
+            self.status["state"] = "killed"  # no rank was left to write the state
         self.summary = read_json(folder / "summary.json")
         self.provenance = read_json(folder / "provenance.json")
         records = read_records(folder / "metrics.jsonl")
@@ -63,9 +63,9 @@ class RunInfo:
         self.attempts = split_attempts(self.records, self.status.get("time"), self.status.get("step"))
 
     def size(self) -> int:
-        """The size in bytes; hard links count once. A live run replaces its files meanwhile."""
+        """Return the size of the folder in bytes. Hard links count once. A live run replaces its files meanwhile."""
         sizes = {}
-        for folder, _, names in os.walk(self.folder):  # skips folders that disappear, which rglob does not
+        for folder, _, names in os.walk(self.folder):  # unlike rglob, it skips folders that disappear
             for name in names:
                 with suppress(FileNotFoundError):
                     status = os.stat(os.path.join(folder, name))
@@ -78,27 +78,35 @@ class RunInfo:
 
 
 def may_be_running(folder: Path) -> bool:
-    """Whether the run's owner may be alive: it holds the file lock, or is elsewhere and touches lock.json."""
+    """Return whether the run's owner may be alive.
+
+    A live owner holds the file lock, or is on another machine and touches lock.json.
+    """
     try:
-        with open(folder / ".lock", "rb") as file:  # asks for the lock without taking it
+        with open(folder / ".lock", "rb") as file:  # this asks for the lock without taking it
             request = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
             is_held = struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, request))[0] != fcntl.F_UNLCK
         is_here = read_json(folder / "lock.json").get("boot") == BOOT_ID_FILE.read_text().strip()
         is_fresh = time.time() - (folder / "lock.json").stat().st_mtime < SECONDS_UNTIL_STALE
-    except OSError:  # no lock, as in a copy; or not Linux
+    except OSError:  # a copy of a run has no lock, and systems other than Linux have no such question
         return True
     return is_held or (is_fresh and not is_here)
 
 
 def find_runs(sources: list[str], choose_steps: Callable[[list[int], int], list[int]] | None = None) -> list[RunInfo]:
-    """The runs (folders with a status.json) in these folders and at these URLs. Raises UserError if there are none.
+    """Find the runs (folders with a status.json) in these folders and at these URLs.
 
-    choose_steps: the checkpoints that are needed (lib.mirrored_run.local_run).
+    Args:
+        sources: the folders and URLs.
+        choose_steps: a function that returns the checkpoints that are needed of a run at a URL.
+
+    Raises:
+        UserError: if there are no runs.
     """
     titles: dict[Path, str] = {}
     for source in sources:
         if "://" in source:  # extra: companions
-            from scripts.lib.mirrored_run import local_run  # only here: not every run is at a URL
+            from scripts.lib.mirrored_run import local_run  # imported here, since few runs are at URLs
 
             titles[local_run(source, choose_steps or (lambda steps, best: []))] = source
             continue
@@ -109,13 +117,16 @@ def find_runs(sources: list[str], choose_steps: Callable[[list[int], int], list[
 
 
 def choose_metric(runs: list[RunInfo]) -> str:
-    """The metric by which most of the runs choose their best checkpoint, else the loss."""
+    """Return the metric by which most of the runs choose their best checkpoint, or the loss if none does."""
     names = [run.summary["best_metric"] for run in runs if run.summary.get("best_metric")]
     return max(names, key=names.count, default="loss")
 
 
 def sort_runs(runs: list[RunInfo], by: str) -> list[RunInfo]:
-    """Sort by a setting or a metric of the best evaluation: numbers, text, then runs without it. Raises UserError."""
+    """Sort runs by a setting or a metric of the best evaluation. Raises UserError.
+
+    Numbers come first, then text, and then runs without a value.
+    """
     values = {id(run): {**run.config, **(run.summary.get("best") or {})}.get(by) for run in runs}
     with_value = [run for run in runs if values[id(run)] is not None]
     if not with_value:
@@ -128,7 +139,7 @@ def sort_runs(runs: list[RunInfo], by: str) -> list[RunInfo]:
 
 
 def label_runs(runs: list[RunInfo]) -> list[str]:
-    """Their folder names, or the paths if two runs have the same name."""
+    """Return the folder names of the runs, or their paths if two runs have the same name."""
     names = [run.folder.name for run in runs]
     return names if len({*names}) == len(names) else [run.title for run in runs]
 
@@ -139,7 +150,7 @@ def find_differing_settings(runs: list[RunInfo]) -> list[str]:
 
 
 def format_runs(runs: list[RunInfo], metric: str) -> str:
-    """One row per run: state, progress, results, time, size, and the settings that differ."""
+    """Format one row per run, with state, progress, results, time, size, and the settings that differ."""
     differing = find_differing_settings(runs)
     rows: list[list[Any]] = [["run", "state", "epochs", "step", "best", f"final {metric}", "minutes", "MB", *differing]]
     for run in runs:
@@ -154,7 +165,7 @@ def format_runs(runs: list[RunInfo], metric: str) -> str:
 
 
 def plot_curves(runs: list[RunInfo], metric: str, title: str = "") -> str:
-    """An SVG with the evaluation curves (solid) and the training curves (dashed) of all runs. Raises UserError."""
+    """Draw an SVG with the evaluation curves (solid) and the training curves (dashed) of all runs. Raises UserError."""
     series, marks = [], []
     for k, (label, run) in enumerate(zip(label_runs(runs), runs, strict=True)):
         # with up to three runs, earlier lines are wider, so that later lines do not hide them
@@ -180,7 +191,11 @@ def plot_curves(runs: list[RunInfo], metric: str, title: str = "") -> str:
 
 
 def hash_weights(folder: Path) -> dict[str, str]:
-    """SHA-256 of the bytes of each weight in the latest checkpoint, by name. Raises UserError if there is none."""
+    """Return the SHA-256 of the bytes of each weight in the latest checkpoint, by name.
+
+    Raises:
+        UserError: if there is no checkpoint.
+    """
     import torch
 
     from utils.checkpoint import format as checkpoint
@@ -194,8 +209,11 @@ def hash_weights(folder: Path) -> dict[str, str]:
 
 
 def compare_weights(runs: list[RunInfo]) -> dict[str, Any]:
-    """Whether the final weights of all runs are bitwise equal, and which differ from those of the first run. Raises
-    UserError."""
+    """Return whether the final weights of all runs are bitwise equal, and which differ from those of the first run.
+
+    Raises:
+        UserError: if the weights cannot be compared.
+    """
     if len(runs) < 2:
         raise UserError("--compare needs two runs. Give their folders.")
     first, *other_digests = digests = [hash_weights(run.folder) for run in runs]
@@ -216,8 +234,8 @@ def compare_weights(runs: list[RunInfo]) -> dict[str, Any]:
 
 
 def print_divergence(sources: list[str], may_replay: bool) -> bool:  # extra: replay
-    """Print where two runs diverge, or two dumps of scripts/replay.py. Returns whether they are equal."""
-    from scripts.lib.diverge import compare_dump_files, compare_runs  # imports torch
+    """Print where two runs diverge, or two dumps of scripts/replay.py. Return whether they are equal."""
+    from scripts.lib.diverge import compare_dump_files, compare_runs  # this imports torch
 
     if len(sources) != 2:
         raise UserError("--diverge needs two runs. Give their folders.")
@@ -284,7 +302,7 @@ def main() -> int:
 
 
 def show_runs(options: argparse.Namespace) -> int:
-    """Print and write what is asked for. Returns the exit code. Raises UserError."""
+    """Print and write what is asked for, and return the exit code. Raises UserError."""
     runs = find_runs(options.folders, (lambda steps, best: steps[-1:]) if options.compare else None)
     runs = sort_runs(runs, options.sort) if options.sort else runs
     metric = options.metric or choose_metric(runs)
@@ -297,7 +315,7 @@ def show_runs(options: argparse.Namespace) -> int:
         options.plot.write_text(plot_curves(runs, metric, options.title), encoding="utf-8", errors="backslashreplace")
         say(f"The plot was written to {options.plot}.")
     if options.html:
-        from scripts.lib import report  # imports torch
+        from scripts.lib import report  # this imports torch
 
         shown = dict(zip(label_runs(runs), runs, strict=True))
         page = report.format_page(shown, find_differing_settings(runs))

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # Run the tests:  scripts/test.sh [--quick | --all | ...] [pytest arguments]
 #
-#   (default)      ruff, mypy, shellcheck and all tests that are not marked slow: minutes
-#   --quick        ruff, mypy, shellcheck and tests/unit, which need no ranks: at most 90 seconds
+#   (default)      ruff, mypy, shellcheck and all tests that are not marked slow (minutes)
+#   --quick        ruff, mypy, shellcheck and tests/unit, which need no ranks (at most 90 seconds)
 #   --all          the slow tests too
 # ---- extra: template ----
-#   --fork         in a fork: tests/unit, and of tests/distributed those of the guarantees and of what a fork defines:
-#                  at most three minutes on two cores
-#   --fork --all   in a fork: all tests that hold for any model.py and dataset.py, also the slow ones and tests/faults
-#   --mutations    one-line faults in a copy of the code, one at a time: a default test must fail for each
+#   --fork         in a fork, tests/unit and the tests in tests/distributed of the guarantees and of what a fork defines
+#                  (at most three minutes on two cores)
+#   --fork --all   in a fork, all tests that hold for any model.py and dataset.py, also slow ones and tests/faults
+#   --mutations    one-line faults in a copy of the code, one at a time, for each of which a default test must fail
 # ---- end of template ----
 # ---- extra: benchmark and template ----
-#   --cuda         what only a GPU can show, in two calls of a few minutes; installs nothing (--cuda --help)
+#   --cuda         what only a GPU can show, in two calls of a few minutes that install nothing (--cuda --help)
 # ---- end of benchmark and template ----
 #
 # pytest arguments select tests: scripts/test.sh tests/unit -k loader
@@ -20,7 +20,7 @@ cd "$(dirname "$0")/.."
 . scripts/lib/env.sh
 
 # ---- extra: benchmark and template ----
-if [ "${1:-}" = --cuda ]; then # on a bare machine: the first interpreter that has what it needs
+if [ "${1:-}" = --cuda ]; then # a bare machine gets the first interpreter that has what is needed
     for PYTHON in python python3 .venv/bin/python ""; do
         [ -n "$PYTHON" ] || { echo "--cuda needs a Python with torch, torchvision, pytest and tensorboard. Install them." >&2 && exit 1; }
         ! "$PYTHON" -c 'import pytest, tensorboard, torch, torchvision' 2>/dev/null || break
@@ -37,7 +37,7 @@ case "${1:-}" in
 esac
 find_python
 
-install() { # install MODULE:PACKAGE...: only tests need them. Without them tests are skipped; in CI they fail
+install() { # install MODULE:PACKAGE... installs what only tests need. Without it tests are skipped, and in CI they fail
     local missing
     missing=$("$PYTHON" -c '
 import importlib.util, sys
@@ -54,11 +54,11 @@ if [ "$mode" != fork ] || [ -n "${CI:-}" ]; then
     install kubernetes_validate:kubernetes-validate kubeflow_trainer_api:kubeflow-trainer-api # extra: kubernetes
 fi
 # ---- extra: template or companions ----
-if [ "$mode" = all ]; then # recipes, exports, storage
+if [ "$mode" = all ]; then # recipes, exports and storage have tests here
     install datasets:datasets fuse:fusepy 'moto:moto[server]' onnx:onnx onnxruntime:onnxruntime onnxscript:onnxscript \
         optuna:optuna peft:peft pytorch_optimizer:pytorch-optimizer s3fs:s3fs safetensors:safetensors \
         timm:timm torch_geometric:torch_geometric transformers:transformers trl:trl uv:uv
-    trackers=.venv-trackers # which need other versions of packages that tests use
+    trackers=.venv-trackers # trackers need other versions of packages that tests use
     if [ ! -d "$trackers" ]; then
         echo "Making $trackers with wandb, mlflow and trackio, which only tests need. Ctrl-C stops the installation."
         "$PYTHON" -m venv "$trackers"
@@ -68,7 +68,7 @@ fi
 # ---- end of template or companions ----
 [ "$mode" != mutations ] || exec "$PYTHON" tests/mutations.py "$@" # extra: template
 
-lint() { # lint TOOL COMMAND...: if the tool is not installed, skipped on a laptop, an error in CI
+lint() { # lint TOOL COMMAND... A tool that is not installed is skipped on a laptop, and is an error in CI
     if "$1" --version >/dev/null 2>&1 || "$PYTHON" -m "$1" --version >/dev/null 2>&1; then
         "${@:2}"
     else
@@ -89,22 +89,22 @@ has_path=
 for word in "$@"; do
     [ ! -e "${word%%::*}" ] || has_path=1
 done
-add() { # those that exist
+add() { # add the files that exist
     local path
     for path in "$@"; do [ ! -e "$path" ] || options+=("$path"); done
 }
 if [ -z "$has_path" ]; then
-    case "$mode" in # the longest files first
+    case "$mode" in # the longest files come first
         quick) options+=(tests/unit) ;;
         # ---- extra: template ----
         fork)
             if [[ " $* " = *" --all "* ]]; then
                 add tests/faults tests/extras tests/distributed tests/unit
-                options+=(--ignore=tests/extras/images) # of the built-in data # extra: images
+                options+=(--ignore=tests/extras/images) # they are about the built-in data # extra: images
             else
                 add tests/distributed/test_{exact_*,other_ranks,kernel,oracle,fork*,*hooks,resume,refusals}.py
                 add tests/distributed/test_{predict*,terms,summarize}.py tests/unit
-                for name in run_lock rendezvous processes; do # of the machine, and take long
+                for name in run_lock rendezvous processes; do # they are about the machine, and take long
                     [ ! -e "tests/unit/test_$name.py" ] || options+=("--ignore=tests/unit/test_$name.py")
                 done
             fi
@@ -115,7 +115,7 @@ if [ -z "$has_path" ]; then
             for folder in builtin extras distributed comparison unit; do add "tests/$folder"; done
             ;;
     esac
-    # ranks often wait for each other, hence more processes than cores; tests in a file share fixtures
+    # There are more processes than cores, because ranks often wait for each other. Tests in a file share fixtures.
     if "$PYTHON" -c 'import xdist' 2>/dev/null; then
         processes=$("$PYTHON" -c 'import os; print(min(8, os.cpu_count() or 1) + 2)')
         options+=(-n "$processes" --dist loadfile --no-loadscope-reorder)
@@ -123,11 +123,11 @@ if [ -z "$has_path" ]; then
 fi
 [ "$mode" != all ] || set -- --all "$@"
 # ---- extra: template ----
-if [ "$mode" = all ] && [ -z "$has_path" ]; then # first the tests that may run in parallel, then those marked alone
+if [ "$mode" = all ] && [ -z "$has_path" ]; then # tests marked alone follow those that may run in parallel
     shared=0 alone=0
     "$PYTHON" -m pytest "${options[@]}" --alone no "$@" || shared=$?
     "$PYTHON" -m pytest --alone only -o faulthandler_timeout=1800 tests/builtin "$@" || alone=$?
-    [ "$shared" != 5 ] || shared=$alone # 5: the arguments select none of these
+    [ "$shared" != 5 ] || shared=$alone # 5 means that the arguments select none of these
     [ "$alone" != 5 ] || alone=$shared
     exit "$((shared > alone ? shared : alone))"
 fi

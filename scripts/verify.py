@@ -52,7 +52,7 @@ def check_flags() -> None:
 
 
 if __name__ == "__main__":
-    check_flags()  # before torch is imported, which takes seconds
+    check_flags()  # comes before the import of torch, which takes seconds
 
 import functools
 import gc
@@ -88,14 +88,14 @@ from utils.run import provenance
 from utils.run.exit import exit_with_error
 from utils.training.hooks import ModelHooks, check_model_module
 
-# in this order: an early failure is usually the cause of later ones
+# The checks have this order, because an early failure is usually the cause of later ones.
 CHECKS = (order, content, loss, parameters, schedule, evaluation, gradient, training, weights, resume, plain_load)
-TRAINING_CHECKS = CHECKS[6:]  # skipped if "parameters" is broken
+TRAINING_CHECKS = CHECKS[6:]  # these are skipped if "parameters" is broken
 STDOUT = sys.stdout
 
 
 class DeduplicatedOutput(io.TextIOBase):
-    """Standard output without lines that were printed before: the checks build the model dozens of times."""
+    """Standard output without lines that were printed before. The checks build the model dozens of times."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream, self._partial_line = stream, ""
@@ -140,7 +140,7 @@ def prepare_fork(config: TrainingConfig) -> Fork:
     config = replace(config, compile="off")  # extra: compile
     config = replace(config, resume_from="", overwrite=False, eval_only=False)
     device.configure_kernels = functools.partial(device.configure_kernels, allow_tf32=False)  # for the short runs too
-    gc.freeze()  # each short run begins with a collection, which need not look at what is imported
+    gc.freeze()  # the collection at the start of each short run need not look at imports
     ctx = setup_distributed(config)
     collected = provenance.collect_provenance(ctx.hosts, ctx.device_names, ctx.launch.git_commit)
     RESULT.values |= {"ranks": ctx.world_size}
@@ -148,7 +148,7 @@ def prepare_fork(config: TrainingConfig) -> Fork:
     sys.stdout = DeduplicatedOutput(STDOUT if ctx.is_main else None)
     token = all_gather_json(time.time_ns(), ctx)[0]
     folder = config.run_folder.parent / f".verify-{token:x}"
-    config = replace(config, run_dir=str(folder / "first"), checkpoint_dir="")  # without an earlier run
+    config = replace(config, run_dir=str(folder / "first"), checkpoint_dir="")  # these folders have no earlier run
     check_model_module(model, config, ctx)
     sets = load_data(dataset, config, ctx)
     held_out = next(iter(sets.held_out.values()), None)
@@ -165,7 +165,7 @@ class CheckRunner:
     def __init__(self, fork: Fork, flags: list[str], check_count: int) -> None:
         self._fork, self._flags, self._check_count, self._is_printing = fork, flags, check_count, fork.ctx.is_main
         self._outcomes: dict[str, dict[str, object]] = {}
-        self._code_checksums = provenance.compute_code_checksums()  # of the code as imported
+        self._code_checksums = provenance.compute_code_checksums()  # checksums of the code as it was imported
         ranks = format_plural(fork.ctx.world_size, "rank")
         self._task = verified.describe_task(fork.create_model(), dataset_class_name(fork.train_set))
         precision = str(fork.dtype).removeprefix("torch.")
@@ -195,10 +195,10 @@ class CheckRunner:
             hint = f" The cause may be what is broken above: {', '.join(broken)}." if broken else ""
             self._record_outcome(name, "BROKEN", str(problem), began, hint)
         except Exception as error:
-            # it may have failed on this rank only, with the others waiting in a collective: every rank has to exit
+            # the check may have failed on this rank only, while the others wait in a collective: every rank has to exit
             rank, is_peers = self._fork.ctx.rank, is_peer_failure(error)
             if rank or is_peers:
-                time.sleep(3)  # let rank 0 report first if it has the same error, and the cause come before lost peers
+                time.sleep(3)  # rank 0 reports first if it has the same error, and lost peers come last
             if not is_peers:
                 self._is_printing = True
                 text = f"Rank {rank} failed ({error_text(error)}). Fix that first."
@@ -212,7 +212,15 @@ class CheckRunner:
             logging.disable(logging.NOTSET)
 
     def _record_outcome(self, name: str, result: str, text: str, began: float, hint: str = "") -> None:
-        """Print and keep the outcome of a check. result: as for `Result.add_check`. hint: a sentence after the text."""
+        """Print and keep the outcome of a check.
+
+        Args:
+            name: the name of the check.
+            result: as for `Result.add_check`.
+            text: what the check has found.
+            began: when the check began.
+            hint: a sentence after the text.
+        """
         seconds = time.monotonic() - began
         RESULT.add_check(name, result, text, seconds)
         text += hint
@@ -225,12 +233,16 @@ class CheckRunner:
             print(text, file=STDOUT, flush=True)
 
     def check_fields(self, fields_read: set[str]) -> None:
-        """Call after all checks. fields_read: the fields that the fork's code has read meanwhile."""
+        """Check, after all other checks, that the fork's code reads its own fields.
+
+        Args:
+            fields_read: the fields that the fork's code has read meanwhile.
+        """
         used_fields, given = fields_read | find_mentioned_fields(), self._fork.given_config
         unread = [setting for setting in list_fork_settings() if setting.name not in used_fields]
         names = []
         for setting in unread:
-            # those of the shipped model and data may stand in a fork without them, unless they are given
+            # fields of the shipped model and data may stand in a fork without them, unless they are given
             is_given = getattr(given, setting.name) != setting.resolved_default
             if setting.name not in SHIPPED_FIELDS or is_given:
                 names.append(setting.name)
@@ -242,7 +254,7 @@ class CheckRunner:
             self._record_outcome("fields", "BROKEN", text, time.monotonic())
 
     def finish(self) -> bool:
-        """Write verified.json. Returns whether all invariants hold."""
+        """Write verified.json, and return whether all invariants hold."""
         now, ctx = provenance.compute_code_checksums(), self._fork.ctx
         if edited := [name for name in self._code_checksums if now.get(name) != self._code_checksums[name]]:
             text = f"These files were edited during the checks: {join_first_three(edited)}. Run verify.py again."

@@ -1,5 +1,5 @@
 # extra: companions
-"""Copies a checkpoint or a file at a URL to this machine, and answers with its path."""
+"""Copy a checkpoint or a file at a URL to this machine, and answer with its path."""
 
 from __future__ import annotations
 

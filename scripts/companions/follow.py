@@ -1,5 +1,8 @@
 # extra: companions
-"""What programs beside training share (docs/companions.md): their plan, what they see of the run, their end."""
+"""What the programs beside training have in common (docs/companions.md).
+
+They read a plan from the rank that starts them, look at the run again and again, and end with it.
+"""
 
 from __future__ import annotations
 
@@ -26,29 +29,30 @@ from utils.settings.errors import StartError, UserError
 from utils.signals import STOP_SIGNALS
 
 NICENESS = 10
-SECONDS_UNTIL_WARNING = 60.0  # of failing tries
-MAX_SECONDS_BETWEEN_RETRIES = 60.0  # seconds between two tries
+SECONDS_UNTIL_WARNING = 60.0  # a warning follows if tries have failed for this time
+MAX_SECONDS_BETWEEN_RETRIES = 60.0
 SECONDS_TO_STOP = 8.0
-SECONDS_AFTER_END = 3600.0  # of a run, for the mirror and the tracker if hang_timeout is 0
+SECONDS_AFTER_END = 3600.0  # the mirror and the tracker have this time after a run whose hang_timeout is 0
 
 
 class OtherOwnerError(Exception):
-    """Another job owns the run."""
+    """Another job owns the run now."""
 
 
 class Companion:
-    """The run, as a program beside it sees it. A program defines `look`, and may define `leave`.
+    """The run as a program beside it sees it. Each program defines `look`, and may define `leave`.
 
     Attributes:
-        name: of the program, in messages and temporary files.
-        has_time_limit: whether its time after the end of the run is limited, whatever it does.
+        name: the name of the program in messages and temporary files.
+        has_time_limit: whether the program has a limited time after the end of the run, whatever it does.
         ended_at: when this program saw the end of the run.
-        folder: of the run.
-        checkpoints: the folder of its checkpoints.
+        folder: the run folder.
+        checkpoints: the folder of the run's checkpoints.
         config: the settings of the run.
-        plan: rank, host, token, launch_id and process (parent) of the rank that has started this program;
-            resume_from: the checkpoint from which this attempt goes on; decision: of the mirror, at the start;
-            apart: the ranks of each node that has a run folder of its own; beats: a pipe to the rank (`show_life`).
+        plan: what the rank that starts this program tells it. The keys rank, host, token, launch_id and parent (its
+            process) describe that rank. Under resume_from is the checkpoint from which this attempt continues. Under
+            decision is what the mirror decided at the start. Under apart are the ranks of each node that has a run
+            folder of its own. Under beats is a pipe to the rank (see `show_life`).
     """
 
     name, seconds_per_poll = "", 0.5
@@ -61,63 +65,73 @@ class Companion:
         self.log = logging.getLogger(LOGGER_NAME)
 
     def look(self, final_state: str) -> bool:
-        """Handle what is new. Called again and again; an error is tried again.
+        """Handle what is new in the run. It is called again and again, and once more after an error.
 
-        final_state: how the run has ended; empty while it lives.
+        Args:
+            final_state: how the run has ended (empty while it lives).
 
         Returns:
-            Whether nothing is left to do after an end.
+            Whether the run has ended and nothing is left to do.
 
         Raises:
-            OtherOwnerError: the run must end.
+            OtherOwnerError: if another job owns the run, so that this one must end.
         """
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Called in a thread of its own when the rank is gone or has failed; the process ends within eight seconds."""
+        """Clean up when the rank is gone or has failed.
+
+        It is called in a thread of its own. The process ends within eight seconds.
+        """
 
     def show_life(self) -> None:
-        """Tell the rank that this program makes progress. After the end of the run it waits as long as that is so.
+        """Tell the rank that this program makes progress.
 
-        A program whose time is limited is silent after the end, so that it has the time limit for hangs. If there
-        is none, it is silent after an hour.
+        After the end of the run, the rank waits for as long as the program does so. A program whose time is limited is
+        silent after the end, so that the time limit for hangs applies to it. If there is no such limit, it is silent
+        after an hour.
         """
         heartbeat_pipe = self.plan.get("beats")
-        if heartbeat_pipe is None:  # started by hand
+        if heartbeat_pipe is None:  # this program was started by hand
             return
         with suppress(OSError):
             if self.has_time_limit and self.read_final_state():
                 self.ended_at = min(self.ended_at, time.monotonic())
             seconds = 0.0 if self.config.get("hang_timeout") else SECONDS_AFTER_END
             if time.monotonic() < self.ended_at + seconds:
-                # before the end of the run the rank does not read: the pipe gets full
+                # the rank does not read before the end of the run, so that the pipe gets full
                 os.set_blocking(heartbeat_pipe, False)
                 os.write(heartbeat_pipe, b".")
 
     def delete_copies(self) -> None:
-        """Delete what a kill or an end has left of `temporary_copy`."""
+        """Delete the copies that `temporary_copy` has left because its process was killed or has ended."""
         for copy_folder in self.checkpoints.glob(f"*.{self.name}{TEMPORARY_SUFFIX}"):
             shutil.rmtree(copy_folder, ignore_errors=True)
 
     def has_training_begun(self) -> bool:
-        """Whether the run folder is at the step from which this attempt trains."""
+        """Return whether the run folder is at the step from which this attempt trains."""
         lock = read_json(self.folder / "lock.json")
         if lock.get("token", self.plan["token"]) != self.plan["token"]:
             raise OtherOwnerError
         return bool(lock.get("has_trained"))
 
     def read_final_state(self) -> str:
-        """How this attempt has ended in order; empty while it lives, and in the lock of another attempt."""
+        """Return the state in which this attempt has ended in order.
+
+        It is empty while the attempt lives, and if the lock is that of another attempt.
+        """
         lock = read_json(self.folder / "lock.json")
         return lock.get("ended", "") if lock.get("token") == self.plan["token"] else ""
 
     def find_latest_checkpoint(self) -> Path | None:
-        """The latest checkpoint."""
+        """Return the latest checkpoint, or None if there is none yet."""
         return next(reversed(checkpoint.list_step_checkpoints(self.checkpoints)), None)
 
     @contextmanager
     def temporary_copy(self, path: Path) -> Iterator[Path]:
-        """A copy of a checkpoint by hard links, which training does not delete; a real copy on storage without links.
+        """Copy a checkpoint for a while, so that training cannot delete it.
+
+        The copy consists of hard links. On storage without links it is a real copy.
 
         Raises:
             OSError: if the checkpoint is gone, or there is no room for a copy.
@@ -138,20 +152,20 @@ def link_or_copy(file: Path, target: Path) -> None:
         os.link(file, target)
     except FileNotFoundError:
         raise
-    except OSError:  # storage without links
+    except OSError:  # this storage has no links
         if shutil.disk_usage(target.parent).free < 2 * file.stat().st_size:
             raise
         shutil.copyfile(file, target)
 
 
 class RecordReader:
-    """The records of a growing file of JSON lines. A file that a resume has cut is read from its start."""
+    """Reads the records of a growing file of JSON lines. A file that a resume has cut is read from its start."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset, self._last_line = path, 0, b""
 
     def read_new(self) -> list[dict[str, Any]]:
-        """The records since the last call, without a line that is being written."""
+        """Return the records since the last call, without a line that is still being written."""
         records: list[dict[str, Any]] = []
         with suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._offset - len(self._last_line))
@@ -167,8 +181,12 @@ class RecordReader:
 
 
 def stop_with_rank(plan: dict[str, Any], stop: Callable[[], object]) -> None:
-    """In a thread: end this process when its rank is gone, or asks for it after a failure. stop: called before that,
-    for a limited time."""
+    """Start a thread that ends this process when its rank is gone, or asks for it after a failure.
+
+    Args:
+        plan: the plan of the program (see `Companion`).
+        stop: called before the process ends, for a limited time.
+    """
     is_asked = threading.Event()
     signal.signal(signal.SIGUSR2, lambda *_: is_asked.set())
 
@@ -184,9 +202,9 @@ def stop_with_rank(plan: dict[str, Any], stop: Callable[[], object]) -> None:
 
 
 def answer_rank(action: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
-    """Act before the run starts, and print the result, or the problem with which the run is rejected (exit code 2)."""
+    """Act before the run starts, and print the result. A problem with which the run is rejected gives exit code 2."""
     out = os.dup(1)
-    os.dup2(2, 1)  # log lines must not get into the answer
+    os.dup2(2, 1)  # standard output is for the answer only, so that log lines go to standard error
     plan = read_plan()
     setup_logger(0)
     stop_with_rank(plan, lambda: None)
@@ -199,20 +217,23 @@ def answer_rank(action: Callable[[dict[str, Any]], dict[str, Any]]) -> NoReturn:
 
 
 def read_plan() -> dict[str, Any]:
-    """The plan that the rank gives to this program. From now on stop signals are ignored: they are for training."""
+    """Return the plan that the rank gives to this program, and ignore stop signals from now on.
+
+    Those signals are for training, after whose end this program ends.
+    """
     repair_standard_streams()
     if sys.stdin.isatty():
         print("Do not start this program by hand: train.py starts it (docs/companions.md).", file=sys.stderr)
         sys.exit(2)
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: None)  # not SIG_IGN, which commands would inherit
+        signal.signal(number, lambda *_: None)  # commands would inherit SIG_IGN
     with suppress(OSError):
         os.nice(NICENESS)
     return json.load(sys.stdin)
 
 
 def follow_run(companion: Companion) -> int:
-    """Look again and again until the run has ended and nothing is left to do. Returns the exit code."""
+    """Call `look` until the run has ended and nothing is left to do. Return the exit code of the program."""
     setup_logger(companion.plan["rank"], companion.folder / "logs" / f"rank{companion.plan['rank']}.log")
     companion.delete_copies()
 
@@ -223,7 +244,7 @@ def follow_run(companion: Companion) -> int:
     stop_with_rank(companion.plan, stop)
     failing_since, pause, is_warned = 0.0, companion.seconds_per_poll, False
     while True:
-        state = companion.read_final_state()  # before the look, which then sees all that was written until the end
+        state = companion.read_final_state()  # read first, so that the look sees all that was written until the end
         try:
             if companion.look(state) and state:
                 return 0

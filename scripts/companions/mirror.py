@@ -1,7 +1,9 @@
 # extra: companions
-"""`--mirror`: a copy of the run in object storage. It decides how the run starts, and uploads what the run writes.
+"""Keep a copy of the run in object storage (`--mirror`).
 
-mirror.py RUN --first    answers how the run starts, after it has fetched what the folder lacks, and claimed the URL
+This program decides how the run starts, and uploads what the run writes.
+
+mirror.py RUN --first    fetches what the folder lacks, claims the URL, and answers how the run starts
 mirror.py RUN            follows the run
 """
 
@@ -34,21 +36,22 @@ from utils.extras.companions.programs import EXIT_OTHER_OWNER
 from utils.files import TEMPORARY_SUFFIX, read_json, replace_json
 from utils.settings.errors import StartError, UserError
 
-SECONDS_UNTIL_WARNING = 60.0  # of an upload without progress
-SECONDS_BETWEEN_REQUESTS = 0.5  # of a node whose run folder is its own
-EXCLUDED_PREFIXES = (".", "superseded-", "traces")  # how names of files and folders begin that are not uploaded
-MIRROR_FILE = "mirror.json"  # in the run folder: which run its mirror is a copy of
-WANTED_FILE = "wanted.json"  # the checkpoint of which other nodes upload their shards, samples and logs
+SECONDS_UNTIL_WARNING = 60.0  # a warning follows if an upload makes no progress for this time
+SECONDS_BETWEEN_REQUESTS = 0.5  # between two requests of a node whose run folder is its own
+EXCLUDED_PREFIXES = (".", "superseded-", "traces")  # files and folders whose names begin so are not uploaded
+MIRROR_FILE = "mirror.json"  # this file in the run folder says which run its mirror is a copy of
+WANTED_FILE = "wanted.json"  # this object names the checkpoint whose shards other nodes have to upload
 
 
 # ---- the start ----
 
 
 def decide_start(plan: dict[str, Any]) -> dict[str, Any]:
-    """How the run starts, as seen from its mirror: what the folder lacks is fetched, and the URL is claimed.
+    """Decide how the run starts: claim the URL, and fetch what the folder lacks.
 
     Returns:
-        generation, run: what this attempt owns; owner: lock.json of the run, if it was fetched; is_completed; notes.
+        A dict with what this attempt owns (generation, run), lock.json of the run if it was fetched (owner), whether
+        the run is complete (is_completed), and notes.
 
     Raises:
         UserError: if another job is alive, the URL holds another run than the folder, or no checkpoint is valid.
@@ -68,7 +71,7 @@ def decide_start(plan: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"--run_dir {folder} and --mirror {mirror.url} hold different runs. Give another --run_dir.")
     decision: dict[str, Any] = {"notes": []}
     if valid:
-        replace_json(folder / MIRROR_FILE, {"url": mirror.url, "run": mirror.run_id})  # first: a kill may follow
+        replace_json(folder / MIRROR_FILE, {"url": mirror.url, "run": mirror.run_id})  # first, as a kill may follow
     if valid and valid[-1]["step"] > max(map(checkpoint.parse_step, local_paths), default=-1):
         decision["owner"] = mirror.restore_records(folder)
         saved = read_json(folder / "config.json")
@@ -82,10 +85,13 @@ def decide_start(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def fetch_latest_checkpoint(mirror: Mirror, folder: Path, checkpoints: Path) -> list[str]:
-    """Fetch the latest valid checkpoint, if it is later than that of the folder. Returns why others were skipped.
+    """Fetch the latest valid checkpoint, if it is later than that of the folder.
+
+    Returns:
+        Why later checkpoints were skipped.
 
     Raises:
-        UserError: if there are checkpoints, but none is valid.
+        UserError: if the mirror has checkpoints, but none of them is valid.
     """
     step, notes = -1, []
     for path in reversed(checkpoint.list_step_checkpoints(checkpoints)):
@@ -104,7 +110,7 @@ def fetch_latest_checkpoint(mirror: Mirror, folder: Path, checkpoints: Path) -> 
 
 
 def restore_node_records(plan: dict[str, Any]) -> dict[str, Any]:
-    """On a node whose run folder is its own: fetch the samples and logs of its ranks, if the folder has less."""
+    """Fetch the samples and logs of a node's ranks, if its run folder is its own and has fewer of them."""
     if plan["resume_from"]:
         ranks = next(ranks for ranks in plan["apart"] if ranks[0] == plan["rank"])
         Mirror(plan["config"]["mirror"]).restore_rank_records(Path(plan["folder"]), ranks)
@@ -115,10 +121,11 @@ def restore_node_records(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 class MirrorUploader(Companion):
-    """On rank 0: uploads the latest checkpoint, the best one and the records of the run folder.
+    """Uploads what the run writes.
 
-    On a node whose run folder is its own: uploads the samples and logs of its ranks, and of a sharded checkpoint their
-    shards, before the checkpoint becomes valid.
+    On rank 0 it uploads the latest checkpoint, the best one and the records of the run folder. On a node whose run
+    folder is its own, it uploads the samples and logs of the node's ranks. It also uploads their shards of a sharded
+    checkpoint, before the checkpoint becomes valid.
     """
 
     name = "mirror"
@@ -132,8 +139,8 @@ class MirrorUploader(Companion):
         self._other_nodes_files = (
             list_rank_files(global_rank for ranks in node_local_ranks for global_rank in ranks) - self._node_files
         )
-        self._uploaded_checkpoints: dict[str, dict[str, str]] = {}  # uploaded checkpoints: the checksums of their files
-        self._uploaded_records: dict[Path, tuple[int, int]] = {}  # uploaded ones: bytes and time
+        self._uploaded_checkpoints: dict[str, dict[str, str]] = {}  # by checkpoint, the checksums of its files
+        self._uploaded_records: dict[Path, tuple[int, int]] = {}  # by file, its bytes and its time when it was uploaded
         self._record_reader = RecordReader(self.folder / "metrics.jsonl")
         self._best_step = -1
         self._is_first_poll = True
@@ -158,7 +165,7 @@ class MirrorUploader(Companion):
             except OtherOwnerError:
                 _exit(EXIT_OTHER_OWNER)
             except UserError:
-                pass  # the next one may succeed
+                pass  # the next heartbeat may succeed
             stalled_s = time.monotonic() - self._progress_at
             if self._upload_title and stalled_s > SECONDS_UNTIL_WARNING and not self._is_warned:
                 self._is_warned, text = True, "The upload of %s to --mirror %s has made no progress for %.0f s."
@@ -168,7 +175,7 @@ class MirrorUploader(Companion):
     def leave(self) -> None:
         self._stop_event.set()
         if self.plan["rank"] == 0:
-            self._heartbeat_thread.join(SECONDS_TO_STOP / 2)  # its last heartbeat comes before this one
+            self._heartbeat_thread.join(SECONDS_TO_STOP / 2)  # the last heartbeat of the thread comes before this one
             self.mirror.mark_ended(read_json(self.folder / "status.json"))
 
     def look(self, final_state: str) -> bool:
@@ -176,7 +183,7 @@ class MirrorUploader(Companion):
             return False
         if self.plan["rank"]:
             return self._poll_on_node(final_state)
-        if self._is_first_poll:  # what earlier attempts have uploaded
+        if self._is_first_poll:  # earlier attempts may have uploaded checkpoints
             replace_json(self.folder / MIRROR_FILE, {"url": self.mirror.url, "run": self.mirror.run_id})
             for manifest in self.mirror.read_manifests():
                 self._uploaded_checkpoints[manifest["name"]] = {
@@ -193,7 +200,7 @@ class MirrorUploader(Companion):
                 has_changed = True
         while final_state and self._is_node_behind(0, final_state):
             self._wait_for_nodes()
-        # else its records would not count
+        # records without a checkpoint would not count
         if final_state or (has_changed and self._uploaded_checkpoints and not self._is_node_behind(0)):
             self._upload_records()
             self.mirror.prune(self.config["keep_last"], self.config["keep_every"], self._best_step)
@@ -211,7 +218,7 @@ class MirrorUploader(Companion):
     # ---- uploads ----
 
     def _read_node_statuses(self) -> list[dict[str, Any]]:
-        """What each node with a folder of its own has uploaded: samples and logs up to a `step`, or to the end."""
+        """Return how far each node with a folder of its own has uploaded samples and logs: a `step`, or the end."""
         return [self.mirror.read_json(self.mirror.object_name(f"nodes/{rank}.json")) for rank in self._node_leaders]
 
     def _is_node_behind(self, step: int, final_state: str = "") -> bool:
@@ -229,9 +236,9 @@ class MirrorUploader(Companion):
             wanted = set(objects.values())
             while wanted - (sizes := mirror.list_objects(mirror.object_name(""))).keys() or self._is_node_behind(step):
                 if checkpoint.read_checksums(path) not in ({}, digests):
-                    return  # saved again meanwhile
+                    return  # the checkpoint was saved again meanwhile
                 if any(node_status.get("lacks") == path.name for node_status in self._read_node_statuses()):
-                    self._uploaded_checkpoints[path.name] = digests  # superseded there before its shards were uploaded
+                    self._uploaded_checkpoints[path.name] = digests  # the node has deleted its shards before an upload
                     return
                 self._wait_for_nodes()
         self._upload_records()  # before the manifest: who resumes from the checkpoint needs them
@@ -250,7 +257,7 @@ class MirrorUploader(Companion):
         wanted, mirror = self.mirror.read_json(self.mirror.object_name(WANTED_FILE)), self.mirror
         path = self.checkpoints / wanted.get("name", "")
         is_wanted, lacks = wanted and self._uploaded_checkpoints.get(path.name) != wanted["files"], ""
-        if is_wanted and not path.suffix:  # a sharded one
+        if is_wanted and not path.suffix:  # it is a sharded checkpoint
             has_shards = checkpoint.read_checksums(path) == wanted["files"]
             latest = self.find_latest_checkpoint()
             if has_shards:
@@ -261,7 +268,7 @@ class MirrorUploader(Companion):
             elif latest and checkpoint.parse_step(latest) > wanted["step"]:
                 lacks = path.name
             else:
-                return False  # it appears here in a moment
+                return False  # the checkpoint appears here in a moment
         if is_wanted or final_state != self._final_state:
             self._upload_records()
             node_status = {"step": wanted.get("step", -1), "state": final_state, "lacks": lacks}
@@ -270,7 +277,7 @@ class MirrorUploader(Companion):
         return bool(final_state) and mirror.has_ended()
 
     def _upload_files(self, source: Path, objects: dict[str, str], title: str) -> None:
-        """Upload the file, or those files of the folder that are on this node."""
+        """Upload the file `source`, or those files of the folder `source` that are on this node."""
 
         def on_progress(sent: int) -> None:
             self._progress_at = time.monotonic()
@@ -289,7 +296,7 @@ class MirrorUploader(Companion):
 
     def _upload_records(self) -> None:
         folder = self.folder
-        # status.json last: without it the records of this attempt do not count
+        # status.json is the last file, because the records of this attempt do not count without it
         for path in sorted(folder.rglob("*"), key=lambda path: (path.name == "status.json", path)):
             name = path.relative_to(folder)
             is_left_out = (

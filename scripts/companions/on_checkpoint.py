@@ -1,5 +1,8 @@
 # extra: companions
-"""`--on_checkpoint`: the user's command after each checkpoint; one at a time; of those waiting, only the latest."""
+"""Run the user's command after each checkpoint (`--on_checkpoint`).
+
+One command runs at a time. If several checkpoints wait, the command runs for the latest one only.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,16 @@ from utils.checkpoint import format as checkpoint
 from utils.files import read_json, replace_json
 from utils.redact import redact_secrets
 
-SECONDS_UNTIL_WARNING = 300.0  # before a warning
-SECONDS_TO_FINISH, SECONDS_TO_FINISH_AFTER_STOP = 3600.0, 600.0  # at the end of a run
-SECONDS_TO_TERMINATE = 5.0  # before SIGKILL
+SECONDS_UNTIL_WARNING = 300.0  # a warning follows if a command takes longer
+SECONDS_TO_FINISH, SECONDS_TO_FINISH_AFTER_STOP = 3600.0, 600.0  # a command has this time after the end of the run
+SECONDS_TO_TERMINATE = 5.0  # between SIGTERM and SIGKILL
 
 
 class CheckpointCommand(Companion):
-    """Runs the command. A file in the run folder has the step of the latest checkpoint whose command has ended."""
+    """Runs the command. A file in the run folder holds the step of the latest checkpoint whose command has ended."""
 
-    name, seconds_per_poll = "on_checkpoint", 0.1  # of a short run no checkpoint is passed over
-    has_time_limit = False  # the command is (`_enforce_time_limit`)
+    name, seconds_per_poll = "on_checkpoint", 0.1  # so often that no checkpoint of a short run is missed
+    has_time_limit = False  # the command has one (`_enforce_time_limit`)
 
     def __init__(self, plan: dict[str, Any]) -> None:
         super().__init__(plan)
@@ -41,9 +44,7 @@ class CheckpointCommand(Companion):
         self._progress_file = self.folder / ".on_checkpoint.json"
         resumed = Path(plan["resume_from"])
         self._done_step = checkpoint.parse_step(resumed) if resumed.parent == self.checkpoints else -1
-        if (
-            note := read_json(self._progress_file)
-        ) and "step" in note:  # by this attempt, or what an earlier one has left to do
+        if (note := read_json(self._progress_file)) and "step" in note:  # this attempt or an earlier one has written it
             self._done_step = note["step"] if note["token"] == plan["token"] else min(note["step"], self._done_step)
 
     def look(self, final_state: str) -> bool:
@@ -61,7 +62,7 @@ class CheckpointCommand(Companion):
         words = [word.replace("{}", str(path)) for word in self._argv]
         words += [] if "{}" in " ".join(self._argv) else [str(path)]
         try:
-            self._process = subprocess.Popen(words, process_group=0)  # the session stays this program's
+            self._process = subprocess.Popen(words, process_group=0)  # a group of its own, in this program's session
         except OSError as error:
             self._finish_command(f"cannot be run ({error.strerror})")
 
@@ -74,7 +75,7 @@ class CheckpointCommand(Companion):
             replace_json(self._progress_file, {"step": self._done_step, "token": self.plan["token"]}, fsync=False)
 
     def _enforce_time_limit(self, final_state: str) -> None:
-        """A long duration is a warning. At the end of a run the command's process group is ended."""
+        """Warn of a command that takes long. After the end of the run, end its process group when its time is up."""
         age = time.monotonic() - self._started_at
         if age > SECONDS_UNTIL_WARNING and not self._is_warned:
             self._is_warned = True
@@ -88,7 +89,7 @@ class CheckpointCommand(Companion):
             self._finish_command("")
 
     def leave(self) -> None:
-        """End the command."""
+        """End the command and the processes that it has started."""
         if command := self._process:
             for number in (signal.SIGTERM, signal.SIGKILL):
                 with suppress(ProcessLookupError):

@@ -19,26 +19,34 @@ from utils.logger import LOGGER_NAME
 from utils.settings.errors import UserError
 
 SECONDS_BETWEEN_HEARTBEATS, SECONDS_TO_SEE_HEARTBEAT = 10.0, 30.0
-SECONDS_UNTIL_READ_BACK = 2.0  # a claim: not every object storage can create an object only if it is absent
+# A claim is read back after this time. Not every object storage can create an object only if it is absent.
+SECONDS_UNTIL_READ_BACK = 2.0
 
 
 class Mirror(MirroredRun):
-    """The run at a URL. Raises UserError if no package can open it.
+    """The run at a URL, as its owner sees it.
 
     Args:
-        generation: that this attempt has claimed; 0: none yet.
-        run_id: of the run, whichever attempt owns it.
+        generation: the generation that this attempt has claimed (0: none yet).
+        run_id: the identity of the run, whichever attempt owns it.
+
+    Raises:
+        UserError: if no package can open the URL.
     """
 
     def __init__(self, url: str, generation: int = 0, run_id: str = "") -> None:
         super().__init__(url, f"--mirror {url.rstrip('/')}")
         self.generation, self.run_id = generation, run_id
-        self._generation_seen, self._heartbeat_count = 0, 0  # the latest generation at the start; heartbeats written
+        self._generation_seen, self._heartbeat_count = 0, 0  # `check_is_free` sets the first one
 
     # ---- the owner ----
 
     def check_is_free(self, launch_id: str) -> bool:
-        """Whether the latest owner is an attempt of this launch. Raises UserError if another run is alive."""
+        """Return whether the latest owner is an attempt of this launch.
+
+        Raises:
+            UserError: if another run is alive.
+        """
         latest = self._generation_seen = self.find_latest_generation()
         owner, name = self.read_json(f"owners/{latest:08d}.json"), f"owners/{latest:08d}.beat"
         self.run_id = owner.get("run", "")
@@ -57,7 +65,11 @@ class Mirror(MirroredRun):
         return False
 
     def claim(self, token: str, launch_id: str, host: str, run_id: str) -> None:
-        """Become the owner: the generation after that of `check_is_free`. Raises UserError if another job is faster."""
+        """Become the owner by claiming the generation after the one that `check_is_free` has seen.
+
+        Raises:
+            UserError: if another job is faster.
+        """
         inherits = [manifest["manifest"] for manifest in self.read_manifests()]
         generation = self._generation_seen + 1
         name, self.run_id = f"owners/{generation:08d}.json", self.run_id or run_id or uuid.uuid4().hex
@@ -65,7 +77,7 @@ class Mirror(MirroredRun):
         data, path = json.dumps(owner | {"inherits": inherits}, indent=2).encode(), f"{self._root}/{name}"
         try:
             self.create_object(name, data)
-        except Exception:  # there is one, or this storage cannot do it: each has errors of its own
+        except Exception:  # the object exists, or this storage cannot do it (each storage has errors of its own)
             self._request(lambda: self._filesystem.exists(path) or self._filesystem.pipe_file(path, data))
         time.sleep(0 if self._is_local else SECONDS_UNTIL_READ_BACK)
         if self.read_json(name).get("token") != token:
@@ -74,12 +86,12 @@ class Mirror(MirroredRun):
         self.generation = generation
 
     def check_owner(self) -> None:
-        """Raises OtherOwnerError if another job has claimed the URL since."""
+        """Raise OtherOwnerError if another job has claimed the URL since."""
         if self.find_latest_generation() > self.generation:
             raise OtherOwnerError
 
     def write_heartbeat(self) -> None:
-        """Show that the owner is alive. Call it every ten seconds. Raises OtherOwnerError as `check_owner`."""
+        """Show that the owner is alive. Call this every ten seconds. Raises OtherOwnerError like `check_owner`."""
         self.check_owner()
         self._heartbeat_count += 1
         self.write_json(
@@ -88,7 +100,11 @@ class Mirror(MirroredRun):
         )
 
     def mark_ended(self, status: dict[str, Any]) -> None:
-        """The next owner need not wait for a heartbeat. status: of the run, which is written there if it has failed."""
+        """Note that the run has ended, so that the next owner need not wait for a heartbeat.
+
+        Args:
+            status: the status of the run, which is written to the storage if the run has failed.
+        """
         name = self.object_name("records/status.json")
         if status.get("state") == "failed" and self.read_json(name):  # else the earlier records count
             self.write_json(name, status)
@@ -100,21 +116,26 @@ class Mirror(MirroredRun):
     # ---- checkpoints ----
 
     def object_name(self, name: str) -> str:
-        """The name of an object of this generation."""
+        """Return the name of an object of this generation."""
         return f"{self.generation:08d}/{name}"
 
     def write_manifest(self, path: Path, files: dict[str, dict[str, Any]]) -> None:
-        """Write the manifest of a checkpoint whose files are all there. Raises OtherOwnerError as `check_owner`."""
+        """Write the manifest of a checkpoint whose files are all there. Raises OtherOwnerError like `check_owner`."""
         self.check_owner()
         name = self.object_name(f"manifests/{path.stem}.{next(iter(files.values()))['sha256'][:8]}.json")
         step = checkpoint.parse_step(path)
         self.write_json(name, {"step": step, "name": path.name, "files": files, "time": utc_now()})
 
     def prune(self, keep_last: int, keep_every: int, best_step: int) -> None:
-        """Delete superseded checkpoints and what else no reader considers. best_step: the step of the best
-        checkpoint."""
+        """Delete superseded checkpoints, and other objects that no reader considers.
+
+        Args:
+            keep_last: how many of the latest checkpoints are kept.
+            keep_every: checkpoints at multiples of this number of steps are kept (0: none).
+            best_step: the step of the best checkpoint, which is kept.
+        """
         valid = {manifest["step"]: manifest for manifest in self.read_manifests()}
-        if not valid:  # the storage lists what was there some time ago
+        if not valid:  # the storage may list what was there some time ago
             return
         superseded = checkpoint.find_superseded_steps(valid, keep_last, keep_every)
         kept_manifests = [manifest for step, manifest in valid.items() if step not in superseded or step == best_step]
@@ -138,5 +159,5 @@ class Mirror(MirroredRun):
 
 
 def utc_now() -> str:
-    """The time in UTC, ISO 8601."""
+    """Return the time in UTC, in the format of ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

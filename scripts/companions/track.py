@@ -1,8 +1,8 @@
 # extra: companions
-"""`--track`: sends the settings, the records and the summary of a run to a tracker (docs/recipes/trackers.md).
+"""Send the settings, the records and the summary of a run to a tracker (`--track`, docs/recipes/trackers.md).
 
 track.py RUN              follows the run
-track.py RUN [TRACKER]    by hand: sends what the tracker lacks
+track.py RUN [TRACKER]    sends what the tracker lacks, if it is started by hand
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ from utils.redact import redact_secrets
 from utils.settings.errors import UserError
 
 SECONDS_BETWEEN_POLLS, SECONDS_AFTER_REJECTION, SECONDS_TO_GET_PLAN = 2.0, 60.0, 10.0
-ROWS_PER_REQUEST = 200  # sent at once
+ROWS_PER_REQUEST = 200
 DEFAULT_PROJECT = ROOT.name
-REJECTION_ERRORS = ("UsageError", "AuthenticationError", "LocalTokenNotFoundError")  # names of errors
-STATE_FILE = "track.json"  # the run in the tracker, and the last step sent
+REJECTION_ERRORS = ("UsageError", "AuthenticationError", "LocalTokenNotFoundError")  # names of exceptions
+STATE_FILE = "track.json"  # this file holds the run in the tracker, and the last step that was sent
 
 
 def sanitize_name(text: str) -> str:
-    """The name with what MLflow rejects replaced."""
+    """Return the name without the characters that MLflow rejects."""
     return re.sub(r"[^\w/. -]", "_", text)
 
 
 def flatten_numbers(group: str, values: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record as `GROUP/NAME`. The step is the last one: a tracker that has it has all others."""
+    """Return the numbers of a record by `GROUP/NAME`.
+
+    The step is the last one, so that a tracker that has the step has all other numbers too.
+    """
     scalars: dict[str, float] = {}
     for name, value in sorted(values.items(), key=lambda item: item[0] == "step"):
         key = sanitize_name(f"{group}/{name}")
@@ -55,7 +58,7 @@ def flatten_numbers(group: str, values: dict[str, Any]) -> dict[str, float]:
 
 
 class TrackCompanion(Companion):
-    """Sends each record once: those of a step that the tracker has are left out, also if a resumed run writes them."""
+    """Sends each record once. Those of a step that the tracker has are left out, even if a resumed run writes them."""
 
     name = "track"
 
@@ -85,7 +88,7 @@ class TrackCompanion(Companion):
         if (time.monotonic() < self._next_poll_at and not final_state) or not self.has_training_begun():
             return False
         self._next_poll_at = time.monotonic() + SECONDS_BETWEEN_POLLS
-        sys.stdout = sys.stderr = self._log_file  # what the packages print
+        sys.stdout = sys.stderr = self._log_file  # the trackers' packages print a lot
         try:
             self.send_new(final_state)
             return True
@@ -98,11 +101,14 @@ class TrackCompanion(Companion):
         return bool(final_state)
 
     def send_new(self, final_state: str) -> None:
-        """Send what is new.
+        """Send the records that are new, and after the end of the run the summary.
+
+        Args:
+            final_state: how the run has ended (empty while it lives).
 
         Raises:
-            OSError: another try may succeed.
-            UserError: the tracker or its package rejects the run.
+            OSError: if another try may succeed.
+            UserError: if the tracker or its package rejects the run.
         """
         try:
             tracker = self._tracker or self._open_tracker()
@@ -112,7 +118,7 @@ class TrackCompanion(Companion):
                 self.show_life()
             if final_state:
                 self._close_tracker(tracker, final_state)
-        except Exception as error:  # whatever a package raises
+        except Exception as error:  # each package has exceptions of its own
             self._tracker = None
             status = getattr(error, "get_http_status_code", int)()
             is_final = isinstance(error, ImportError | ValueError) or type(error).__name__ in REJECTION_ERRORS
@@ -130,13 +136,13 @@ class TrackCompanion(Companion):
 
     def _open_tracker(self) -> Tracker:
         try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two would send each record twice
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two programs would send each record twice
         except BlockingIOError:
             raise UserError(f"another track.py sends the records of {self.folder}") from None
-        except OSError:  # storage without locks
+        except OSError:  # this storage has no locks
             pass
-        tracker_state, settings = self._tracker_state, read_json(self.folder / "config.json")  # without secrets
-        # first: a kill may follow, and the next try finds the run
+        tracker_state, settings = self._tracker_state, read_json(self.folder / "config.json")  # it holds no secrets
+        # written first, because a kill may follow and the next try has to find the run
         replace_json(self.folder / STATE_FILE, tracker_state)
         self._tracker = self._tracker_class(tracker_state["id"], tracker_state["project"], settings, self.folder)
         tracker_state["sent"] = self._tracker.open(tracker_state["sent"])
@@ -158,7 +164,7 @@ class TrackCompanion(Companion):
             replace_json(self.folder / STATE_FILE, self._tracker_state, fsync=False)
 
     def _close_tracker(self, tracker: Tracker, final_state: str) -> None:
-        """A run that has failed has no summary, and one is sent once."""
+        """Send the summary, once and only for a run that has not failed, and close the tracker."""
         summary = read_json(self.folder / "summary.json") if final_state in ("completed", "preempted") else {}
         end = f"{final_state} {summary.get('steps')}"
         is_new = self._tracker_state["end"] != end
@@ -174,14 +180,14 @@ class TrackCompanion(Companion):
 
 
 def is_started_by_hand() -> bool:
-    """Whether no rank has started this program: a rank sends the plan through a pipe at once."""
+    """Return whether a user has started this program. A rank would send the plan through a pipe at once."""
     if not stat.S_ISFIFO(os.fstat(0).st_mode):
         return True
     return not (select.select([0], [], [], SECONDS_TO_GET_PLAN)[0] and cast(BufferedReader, sys.stdin.buffer).peek(1))
 
 
 def send_ended_run(folder: Path, *argv: str) -> int:
-    """By hand: send what the tracker lacks of a run that has ended. Returns the exit code."""
+    """Send what the tracker lacks of a run that has ended, and return the exit code of the program."""
     files = (read_json(folder / name) for name in ("config.json", "status.json", STATE_FILE))
     config, status, tracker_state = files
     name = [*argv, tracker_state.get("tracker") or config.get("track", "")][0]

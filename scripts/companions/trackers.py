@@ -1,5 +1,5 @@
 # extra: companions
-"""Weights & Biases, MLflow and Trackio, as scripts/companions/track.py uses them."""
+"""Weights & Biases, MLflow and Trackio behind one interface, which scripts/companions/track.py uses."""
 
 from __future__ import annotations
 
@@ -18,30 +18,33 @@ WANDB_SETTINGS = {"console": "off", "save_code": False, "disable_git": True, "x_
 WANDB_SETTINGS |= {"x_transaction_log_flush_interval": 0.2}  # seconds, after which a kill loses nothing
 MLFLOW_VARIABLES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}  # track.py tries again
 MLFLOW_VARIABLES |= {"MLFLOW_DISABLE_TELEMETRY": "true"}
-BLOCK_BYTES = 32768  # bytes
-Rows = list[tuple[int, dict[str, float]]]  # of each record the step, and the values, "train/loss" for example
+BLOCK_BYTES = 32768
+Rows = list[tuple[int, dict[str, float]]]  # the step of each record, and its values by name, such as "train/loss"
 
 
 class Tracker:
     """A run in a tracker. After an error a new object takes its place.
 
     Attributes:
-        id: of the run; `open` may set the one that the tracker chooses.
-        project, name, settings, folder: of the run.
+        id: the run's identity in the tracker. `open` may replace it by one that the tracker chooses.
+        project, name, settings, folder: the project, name, settings and folder of the run.
     """
 
-    project_variable, remedy = "", ""  # which names the project; what to do if the tracker rejects the run
+    project_variable, remedy = "", ""  # the remedy is for a user whose run the tracker rejects
 
     def __init__(self, id: str, project: str, settings: dict[str, Any], folder: Path) -> None:
         self.id, self.project, self.settings, self.folder, self.name = id, project, settings, folder, folder.name
 
     def open(self, sent_steps: dict[str, int]) -> dict[str, int]:
-        """Continue the run or begin it. Returns the last step that it has, by group; `sent_steps` if the tracker is
-        mute."""
+        """Continue the run or begin it.
+
+        Returns:
+            The last step that the tracker has, by group. If the tracker does not tell, it is `sent_steps`.
+        """
         raise NotImplementedError
 
     def send(self, rows: Rows) -> None:
-        """Returns when they cannot be lost, or when `open` would find that they are missing."""
+        """Send rows. It returns when the rows cannot be lost, or when `open` would find that they are missing."""
         raise NotImplementedError
 
     def close(self, state: str, step: int, summary: dict[str, float]) -> None:
@@ -55,7 +58,7 @@ class Wandb(Tracker):
     def open(self, sent_steps: dict[str, int]) -> dict[str, int]:
         import wandb
 
-        wandb.teardown()  # what a failed try has left
+        wandb.teardown()  # a failed try may have left something
         mode, url = (getattr(wandb.setup().settings, name) for name in ("mode", "base_url"))
         if mode in ("online", "shared"):  # a try to begin without a network would leave a folder
             check_reachable(url)
@@ -66,7 +69,7 @@ class Wandb(Tracker):
         self._run = run = wandb.init(id=self.id, name=self.name, resume="allow", settings=settings, **init_args)
         run.config.update(self.settings, allow_val_change=True)
         rows = [dict(run.summary)] if run.resumed else []
-        if run.offline:  # where `resume` has no effect
+        if run.offline:  # `resume` has no effect on an offline run
             files = Path(run.settings.wandb_dir).glob(f"offline-run-*-{self.id}/*.wandb")
             rows = [row for file in files for row in read_offline_rows(file)]
         stored_steps = find_last_steps(rows) or (sent_steps if run.offline or run.resumed else {})
@@ -101,7 +104,7 @@ class Mlflow(Tracker):
         run = runs[0] if runs else client.create_run(experiment_id, run_name=self.name, tags={"key": self.id})
         self.id = run.info.run_id
         client.update_run(self.id, status="RUNNING")
-        # a param cannot be changed later, so only new ones are logged
+        # a parameter cannot be changed later, so that only new ones are logged
         params = [
             Param(name, str(value)[:6000]) for name, value in self.settings.items() if name not in run.data.params
         ]
@@ -129,11 +132,11 @@ class Trackio(Tracker):
         import trackio
 
         self._is_local = not os.environ.keys() & {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_STORAGE_MODE"}
-        if not self.id.startswith(f"{self.name}-"):  # it resumes by name, which other runs may have
+        if not self.id.startswith(f"{self.name}-"):  # Trackio resumes by name, and other runs may have the same
             self.id = f"{self.name}-{self.id[:8]}"
         if self._is_local:
             return find_last_steps(trackio.SQLiteStorage.get_logs(self.project, self.id))
-        self.send([])  # what Trackio has kept while its server was out of reach
+        self.send([])  # sends what Trackio has kept while its server was out of reach
         return sent_steps
 
     def send(self, rows: Rows) -> None:
@@ -145,7 +148,7 @@ class Trackio(Tracker):
         run = trackio.init(**init_args, config=self.settings, auto_log_cpu=False, auto_log_gpu=False)
         for step, values in rows:
             run.log(values, step=step)
-        run.finish()  # else a thread sends them later; it prints errors
+        run.finish()  # otherwise a thread would send them later, which only prints errors
         for step, values in rows[-1:] if self._is_local else []:
             stored_values = trackio.SQLiteStorage.get_metric_values(self.project, self.id, [*values][-1], step=step)
             if not stored_values:
@@ -163,13 +166,13 @@ TRACKERS = {"wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio}
 
 
 def check_reachable(url: str) -> None:
-    """Raises OSError if no server answers there."""
+    """Raise OSError if no server answers at the URL."""
     with suppress(urllib.error.HTTPError):
         urllib.request.urlopen(url, timeout=10).close()
 
 
 def find_last_steps(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """The last step of each group: the largest of its values called `step`."""
+    """Return the last step of each group, which is the largest of its values called `step`."""
     steps: dict[str, int] = {}
     for row in rows:
         for name, value in row.items():
@@ -180,12 +183,15 @@ def find_last_steps(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def read_offline_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows in the file of an offline run, which a kill may have cut. It has the format of LevelDB's logs."""
+    """Return the rows in the file of an offline run, which a kill may have cut.
+
+    The file has the format of LevelDB's logs.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, whole = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
-        size, kind = struct.unpack_from("<HB", data, at + 4)  # kind: 1 whole, 2 first, 3 middle, 4 last part
+        size, kind = struct.unpack_from("<HB", data, at + 4)  # kind 1 is a whole record, and 2, 3 and 4 are its parts
         whole, at = (b"" if kind in (1, 2) else whole) + data[at + 7 : at + 7 + size], at + 7 + size
         if kind in (1, 4) and at <= len(data):
             items = Record.FromString(whole).history.item

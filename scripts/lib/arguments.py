@@ -1,4 +1,4 @@
-"""Whether a model can be called with what `predict` and `example_inputs` of model.py pass to it."""
+"""Check that a model can be called with what `predict` and `example_inputs` of model.py pass to it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ MISSING_FUNCTION = """model.py has no {}. Add it, for example like this, if the 
 
 
 def check_arguments(model: nn.Module, inputs: Any, function: str) -> None:
-    """Raises UserError if these are not, in number, the arguments of the model's `forward`.
+    """Raise UserError if the model's `forward` does not take this number of arguments.
 
-    function: of model.py, which would pass them.
+    Args:
+        model: the model.
+        inputs: the arguments.
+        function: the function of model.py that would pass them.
     """
     try:
         if isinstance(inputs, Tensor):
@@ -25,5 +28,5 @@ def check_arguments(model: nn.Module, inputs: Any, function: str) -> None:
         inspect.signature(model.forward).bind(*inputs)
     except TypeError:
         raise UserError(MISSING_FUNCTION.format(function)) from None
-    except ValueError:  # a function of C++ has no signature
+    except ValueError:  # functions of C++ have no signature
         pass

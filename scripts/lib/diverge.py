@@ -1,6 +1,9 @@
 # extra: replay and reports
-"""Where two runs diverge: the settings that differ, the first record with another fingerprint and, with a replay, the
-step and what differs first in it: samples, their content, module outputs, losses, gradients or the update."""
+"""Find where two runs diverge.
+
+The report has the settings that differ, and the first record with another fingerprint. With a replay, it has the step
+and what differs first in it: samples, their content, module outputs, losses, gradients or the update.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]  # as scripts/replay.py has them
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]  # scripts/replay.py has the same paths
 
 import torch
 
@@ -20,7 +23,7 @@ from utils.files import read_records
 from utils.settings.errors import UserError
 from utils.table import format_table
 
-REPORT_ORDER = ("fingerprint", "samples", "lr", "loss", "grad_norm")  # the order of the report
+REPORT_ORDER = ("fingerprint", "samples", "lr", "loss", "grad_norm")  # the report has this order
 PROVENANCE_FIELDS = (
     "versions",
     "code",
@@ -37,9 +40,9 @@ PROVENANCE_FIELDS = (
 class Divergence(NamedTuple):
     """The records between which two runs diverge."""
 
-    last_equal_step: int  # the last step with equal records; 0 if there is none
-    step: int  # of the first records that differ; 0 if none does
-    rows: list[list[Any]]  # name and values of what differs in them
+    last_equal_step: int  # the last step with equal records (0: there is none)
+    step: int  # the step of the first records that differ (0: none does)
+    rows: list[list[Any]]  # the name and the two values of whatever differs in those records
 
 
 class Difference(NamedTuple):
@@ -48,7 +51,7 @@ class Difference(NamedTuple):
 
 
 def compare_settings(a: Any, b: Any, names: list[str]) -> list[list[Any]]:
-    """Rows of what differs in settings, versions, code and machines."""
+    """Return a row for each difference in settings, versions, code and machines."""
     rows = [[name, a.config.get(name, "-"), b.config.get(name, "-")] for name in names]
     for name in PROVENANCE_FIELDS:
         before, after = (format_provenance(run.provenance, name) for run in (a, b))
@@ -67,7 +70,7 @@ def format_provenance(provenance: dict[str, Any], name: str) -> str:
 
 
 def read_train_records(run: Any) -> dict[int, dict[str, Any]]:
-    """The train records by step, each with its samples if they were recorded."""
+    """Return the train records by step, each with its samples if they were recorded."""
     samples: dict[int, list[int]] = {}
     for file in sorted(run.folder.glob("samples/rank*.jsonl")):
         for *_, line in read_records(file):
@@ -80,9 +83,14 @@ def read_train_records(run: Any) -> dict[int, dict[str, Any]]:
 
 
 def find_divergence(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]], has_means: bool = True) -> Divergence:
-    """Compare records of the same steps: by their fingerprints, or all values where one has none.
+    """Compare records of the same steps, by their fingerprints, or by all values where one has no fingerprint.
 
-    has_means: whether both have means of equal intervals. Raises UserError if no step has two records.
+    Args:
+        a, b: the records of the two runs by step.
+        has_means: whether both have means of equal intervals.
+
+    Raises:
+        UserError: if no step has two records.
     """
     steps, equal = sorted(a.keys() & b.keys()), 0
     if not steps:
@@ -121,8 +129,12 @@ def format_value(name: str, record: dict[str, Any], other_record: dict[str, Any]
 
 
 def bisect_checkpoints(a: Any, b: Any, gap: Divergence) -> tuple[int, int, list[Any]]:
-    """The last step known to be equal, the first known to differ and the runs' fingerprints in it, by bisection of the
-    checkpoints that both have."""
+    """Narrow a divergence down by bisection of the checkpoints that both runs have.
+
+    Returns:
+        The last step that is known to be equal, the first step that is known to differ, and the runs' fingerprints in
+        the latter.
+    """
     from utils.checkpoint import format as checkpoint
 
     checkpoints_by_run = [
@@ -147,7 +159,7 @@ def bisect_checkpoints(a: Any, b: Any, gap: Divergence) -> tuple[int, int, list[
 
 
 def replay_divergence(a: Any, b: Any, gap: Divergence, names: tuple[str, str]) -> str:
-    """Replay both runs to the step at which they diverge, here, in one process; what differs first in it."""
+    """Replay both runs in this process to the step at which they diverge, and describe what differs first in it."""
     import replay
 
     low, high, run_fingerprints = bisect_checkpoints(a, b, gap)
@@ -176,7 +188,7 @@ def describe_equal_steps(step: int) -> str:
 
 
 def describe_cause(record: dict[str, Any], replayed_record: dict[str, Any]) -> str:
-    """What in a record is not repeated in its replay."""
+    """Describe which values of a record are not repeated in its replay."""
     causes = {
         "lr": "its learning rate was another",
         "loss": "its loss was another, so look at samples, their content and the forward passes",
@@ -187,7 +199,7 @@ def describe_cause(record: dict[str, Any], replayed_record: dict[str, Any]) -> s
 
 
 def compare_dumps(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Difference:
-    """What differs first in two dumps of the same step. Raises UserError if they are of different ones."""
+    """Return what differs first in two dumps of the same step. Raises UserError if the steps differ."""
     if a["number"] != b["number"]:
         raise UserError(
             f"--diverge needs two dumps of the same step, but these are of steps {a['number']} and {b['number']}."
@@ -214,7 +226,7 @@ def find_different(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def find_unequal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The flat places at which two tensors differ in a bit."""
+    """Return the flat indices at which two tensors differ in a bit."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return torch.zeros(1, dtype=torch.int64)
     size = a.element_size()
@@ -277,7 +289,7 @@ def compare_batches(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]
 
 
 def compare_outputs(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Difference | None:
-    """Of modules, and the losses."""
+    """Compare the outputs of modules, and the losses. Return the first difference, if there is one."""
     for number, (outputs_a, outputs_b) in enumerate(zip(a["outputs"], b["outputs"], strict=True)):
         for (module, bits), (other_module, other_bits) in zip(outputs_a, outputs_b, strict=False):
             if module != other_module:
@@ -296,7 +308,7 @@ def compare_outputs(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]
 
 
 def compare_gradients(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Difference | None:
-    wrong = find_different(a["gradients"], b["gradients"])[::-1]  # the backward pass begins with the last ones
+    wrong = find_different(a["gradients"], b["gradients"])[::-1]  # the backward pass begins with the last parameters
     if not wrong:
         return None
     return Difference(
@@ -306,7 +318,10 @@ def compare_gradients(a: dict[str, Any], b: dict[str, Any], names: tuple[str, st
 
 
 def compare_used_gradients(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]) -> Difference | None:
-    """The gradients that the optimizer got: before, the micro-batches were computed once more, outside of the step."""
+    """Compare the gradients that the optimizer got.
+
+    The gradients that were compared before come from a second computation of the micro-batches, outside of the step.
+    """
     wrong = find_different(a.get("used", {}), b.get("used", {}))[::-1]
     if not wrong:
         return None
@@ -340,7 +355,14 @@ def compare_updates(a: dict[str, Any], b: dict[str, Any], names: tuple[str, str]
 
 
 def compare_runs(a: Any, b: Any, names: list[str], labels: tuple[str, str], may_replay: bool) -> tuple[str, bool]:
-    """One page of text, and whether the runs are equal. names: of settings that differ. Raises UserError."""
+    """Return one page of text, and whether the runs are equal. Raises UserError.
+
+    Args:
+        a, b: the runs.
+        names: the names of the settings that differ.
+        labels: the names of the two runs.
+        may_replay: whether the runs may be replayed.
+    """
     has_means = a.config.get("log_interval") == b.config.get("log_interval")
     rows, gap = compare_settings(a, b, names), find_divergence(read_train_records(a), read_train_records(b), has_means)
     lines = ["Settings, versions, code and machines are equal."]
@@ -358,7 +380,7 @@ def compare_runs(a: Any, b: Any, names: list[str], labels: tuple[str, str], may_
 
 
 def compare_dump_files(paths: list[Path]) -> tuple[str, bool]:
-    """The report on two dumps of scripts/replay.py."""
+    """Return the report on two dumps of scripts/replay.py, and whether they are equal."""
     a, b = (torch.load(path, weights_only=True) for path in paths)
     difference = compare_dumps(a, b, (paths[0].name, paths[1].name))
     return f"In step {a['number']} {difference.text}", not difference.kind

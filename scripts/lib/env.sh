@@ -1,5 +1,5 @@
-# Sourced by quickstart.sh and test.sh in the root of the repository: sets $PYTHON to the first interpreter that
-# satisfies requirements.txt, and creates .venv if there is none.
+# Set $PYTHON to the first interpreter that satisfies requirements.txt, and create .venv if there is none. The scripts
+# quickstart.sh and test.sh source this file in the root of the repository.
 # shellcheck shell=bash
 
 satisfies() {
@@ -30,7 +30,7 @@ find_python() {
         rm -rf .venv
         "$base" -m venv .venv
         PYTHON=$PWD/.venv/bin/python
-        # the tested versions, or newer ones if this platform does not have them
+        # install the tested versions, or newer ones if this platform does not have them
         "$PYTHON" -m pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt ||
             "$PYTHON" -m pip install --quiet --disable-pip-version-check -r requirements.txt
         echo "environment: $PYTHON"

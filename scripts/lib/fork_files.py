@@ -1,6 +1,7 @@
-"""Reads the text files of a fork, and writes those that changed as they were. Standard library only.
+"""Read the text files of a fork, and write those that changed.
 
 A file keeps its encoding, its line ends, its byte order mark and its mode. Files that did not change are not touched.
+This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from pathlib import Path
 
 from lib.git_tree import git_list
 
-Files = dict[str, str]  # text by path
+Files = dict[str, str]  # the text of each file by its path
 
 
 def read_files(root: Path) -> Files:
-    """The text files that git tracks, with "" for those that are no text.
+    """Read the files that git tracks. The text of a file that is no text is "".
 
     A symbolic link to another of these files is left out. A link to anything else is read as its target.
     """
@@ -32,14 +33,14 @@ def read_files(root: Path) -> Files:
 
 
 def decode(data: bytes) -> tuple[str, str, str]:
-    """The text of a file with its encoding and its line end, with which `encode` gives the same bytes again."""
-    if b"\0" in data:  # no text, or UTF-16
+    """Return the text of a file, its encoding and its line end. With them `encode` gives the same bytes again."""
+    if b"\0" in data:  # this is no text, or UTF-16
         return "", "utf-8", "\n"
     encoding = "utf-8-sig" if data.startswith(codecs.BOM_UTF8) else "utf-8"
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError:
-        encoding = "latin-1"  # in which all bytes are characters; markers are ASCII
+        encoding = "latin-1"  # all bytes are characters in it, and markers are ASCII
         text = data.decode(encoding)
     if "\r" in text and text.count("\r\n") == text.count("\n") == text.count("\r"):
         return text.replace("\r\n", "\n"), encoding, "\r\n"
@@ -51,7 +52,10 @@ def encode(text: str, encoding: str, line_end: str) -> bytes:
 
 
 def split_lines(text: str) -> list[str]:
-    """The lines with their ends, as Python numbers them: str.splitlines also ends lines at form feeds and others."""
+    """Split a text into lines with their ends, as Python numbers them.
+
+    `str.splitlines` would also end lines at form feeds and other characters.
+    """
     return StringIO(text).readlines()
 
 
@@ -60,7 +64,7 @@ def changed_files(before: Files, after: Files) -> list[str]:
 
 
 def emptied_folders(before: Files, after: Files) -> list[str]:
-    """The folders, outermost ones only, all of whose files are deleted."""
+    """Return the folders all of whose files are deleted. Folders within such a folder are left out."""
     emptied = folders_with_files(before) - folders_with_files(after)
     return sorted(folder for folder in emptied if str(Path(folder).parent) not in emptied)
 
@@ -71,7 +75,7 @@ def folders_with_files(files: Files) -> set[str]:
 
 
 def write_files(root: Path, before: Files, after: Files) -> None:
-    """Write what changed and delete what is gone, with the folders that have only bytecode left."""
+    """Write the files that changed, and delete those that are gone, with the folders that have only bytecode left."""
     for name in changed_files(before, after):
         path = root / name
         _, encoding, line_end = decode(path.read_bytes())

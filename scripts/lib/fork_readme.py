@@ -1,7 +1,8 @@
-"""The README of a fork that has deleted extras. Standard library only.
+"""Write the README of a fork that has deleted extras.
 
-scripts/remove_extras.sh replaces a README that nobody has edited, which its last line shows: a checksum of the others.
-After a change of the template's README, `python scripts/lib/fork_readme.py` writes this line again.
+scripts/remove_extras.sh replaces a README that nobody has edited. The last line shows this, since it has a checksum of
+the others. After a change of the template's README, `python scripts/lib/fork_readme.py` writes this line again. This
+module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ has not been tested yet.
 
 
 def add_checksum(text: str) -> str:
-    """The text with a last line that tells whether somebody has edited the others."""
+    """Return the text with a last line that tells whether somebody has edited the other lines."""
     return text + CHECKSUM_LINE.format(hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def is_edited(text: str) -> bool:
-    """Whether the text is neither the template's README nor one that `build_readme` has made."""
+    """Return whether the text is neither the template's README nor one that `build_readme` has made."""
     lines = text.splitlines(keepends=True)
     return not lines or text != add_checksum("".join(lines[:-1]))
 
 
 def list_pictures(files: dict[str, str]) -> set[str]:
-    """The files that pages show, as pictures."""
+    """Return the files that pages show as pictures."""
     pictures = set()
     for name, text in files.items():
         if name.endswith(".md"):
@@ -67,14 +68,14 @@ def list_pictures(files: dict[str, str]) -> set[str]:
 
 
 def build_readme(name: str, files: dict[str, str], kept_extras: dict[str, str], replaced: str, commit: str) -> str:
-    """The README of a fork.
+    """Build the README of a fork.
 
     Args:
-        name: of the fork.
-        files: what is left of the template, text by path.
+        name: the name of the fork.
+        files: the files that are left of the template, as text by path.
         kept_extras: what each remaining extra buys, by its name.
-        replaced: the README before. If it is one of a fork, it says which commit has the template's.
-        commit: one that has the README before.
+        replaced: the README that is replaced. If it is one of a fork, it says which commit has the template's.
+        commit: a commit that has the README that is replaced.
     """
     parts = "All its [optional parts](docs/extras.md) were deleted.\n"
     if kept_extras:

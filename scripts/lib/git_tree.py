@@ -1,4 +1,7 @@
-"""What git knows of a checkout, and whether it can undo a change of some of its files. Standard library only."""
+"""Ask git about a checkout, and whether git can undo a change of some of its files.
+
+This module needs only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def fail(sentence: str) -> NoReturn:
 
 
 def try_git(*words: str, root: Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a git command in a folder. Paths may have any bytes, which stay as they are."""
+    """Run a git command in a folder. Paths may have any bytes, and keep them."""
     return subprocess.run(
         ["git", *words],
         cwd=root,
@@ -35,7 +38,10 @@ def try_git(*words: str, root: Path, stdin: str | None = None) -> subprocess.Com
 
 
 def git(*words: str, root: Path, stdin: str | None = None, remedy: str = "") -> str:
-    """What a git command prints. If it fails, the process ends with git's reason and this remedy, a sentence."""
+    """Return what a git command prints.
+
+    If the command fails, the process ends with git's reason and `remedy`, which is a sentence.
+    """
     ended = try_git(*words, root=root, stdin=stdin)
     if ended.returncode:
         reason = ended.stderr.strip() or f"exit status {ended.returncode}"
@@ -46,16 +52,16 @@ def git(*words: str, root: Path, stdin: str | None = None, remedy: str = "") -> 
 
 
 def git_list(*words: str, root: Path) -> list[str]:
-    """What a git command lists; give it the -z with which it ends each entry with a NUL."""
+    """Return the entries that a git command lists. The command needs its -z, which ends each entry with a NUL."""
     return [entry for entry in git(*words, root=root).split("\0") if entry]
 
 
 def require_clean(root: Path, pathspec: str) -> None:
-    """Refuse changes that a deletion or a merge would mix with its own, also those that git does not show.
+    """Refuse changes that a deletion or a merge would mix with its own, including those that git does not show.
 
     Args:
         root: the folder of the fork, which may be a part of its repository.
-        pathspec: what may have no changes: "." for the fork, ":/" for its whole repository.
+        pathspec: the paths that may have no changes, "." for the fork or ":/" for its whole repository.
     """
     if git("status", "--porcelain", "--untracked-files=no", "--", pathspec, root=root):
         fail(f"The working tree has changes. Commit or stash them first, {SO_THAT}.")
@@ -68,12 +74,12 @@ def require_clean(root: Path, pathspec: str) -> None:
 
 
 def require_undoable(root: Path, names: Iterable[str], folders: Iterable[str]) -> None:
-    """Refuse unless git would restore these files byte for byte, and all that is in these folders.
+    """Refuse unless git would restore these files, and all files in these folders, byte for byte.
 
     Args:
         root: the folder that the paths begin at.
-        names: files that are to be changed or deleted.
-        folders: folders that are to be deleted as a whole.
+        names: the files that are to be changed or deleted.
+        folders: the folders that are to be deleted as a whole.
     """
     names = sorted(names)
     tracked = set()
@@ -96,7 +102,7 @@ def require_undoable(root: Path, names: Iterable[str], folders: Iterable[str]) -
 
 
 def require_same_after_checkout(root: Path, names: list[str]) -> None:
-    """Refuse files that git would write with other bytes, or with another executable bit, than they have.
+    """Refuse files that git would write with other bytes than they have, or with another executable bit.
 
     Git itself writes each file a second time, so that all attributes, filters and settings count. The copies are in
     its own folder, since other file systems may know other permissions. The index is HEAD here.
@@ -124,7 +130,7 @@ def require_same_after_checkout(root: Path, names: list[str]) -> None:
 
 
 def untracked_content(root: Path, folder: str, tracked: Iterable[str]) -> list[str]:
-    """Files and links in a folder that git does not restore, without Python's bytecode."""
+    """Return the files and links in a folder that git does not restore, without Python's bytecode."""
     tracked_paths = set(tracked)
     paths = []
     for parent, folders, files in os.walk(root / folder):

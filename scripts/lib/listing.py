@@ -1,5 +1,5 @@
 # extra: reports
-"""Runs as plain values, for runs.py --json (keys: docs/reference.md)."""
+"""List runs as plain values, for runs.py --json (keys: docs/reference.md)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from utils.files import replace_non_finite
 
 
 def runs_as_json(runs: list[Any]) -> str:
-    """A JSON list with an object per run. runs: RunInfo."""
+    """Return a JSON list with an object for each run, which is a RunInfo."""
     return as_json([summarize_run(run) for run in runs])
 
 
 def as_json(value: Any) -> str:
-    """Non-finite numbers become null, as in metrics.jsonl."""
+    """Return a value as JSON. Numbers that are not finite become null, as in metrics.jsonl."""
     return json.dumps(replace_non_finite(value), indent=2, allow_nan=False)
 
 
 def summarize_run(run: Any) -> dict[str, Any]:
-    """All keys are always there. A value is None if it is not known, or of another type in a damaged file."""
+    """Return the facts about a run by name.
+
+    All keys are always there. A value is None if it is not known, or has another type in a damaged file.
+    """
     status, origin, state = run.status, run.provenance, get_typed(run.status, "state", str)
-    summary = run.summary if run.summary.get("state") == state else {}  # else that of an earlier attempt
+    summary = run.summary if run.summary.get("state") == state else {}  # otherwise it is that of an earlier attempt
     train: dict[str, Any] = next((record for record in reversed(run.records) if record["kind"] == "train"), {})
     began, until = (run.attempts[0].started_at, run.attempts[-1].ended_at) if run.attempts else (0.0, 0.0)
     first = datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds") if began else None
@@ -58,6 +61,6 @@ def summarize_run(run: Any) -> dict[str, Any]:
 
 
 def get_typed(values: dict[str, Any], name: str, *kinds: type) -> Any:
-    """A value of one of these types, else None. A bool is no number."""
+    """Return a value if it has one of these types, and None otherwise. A bool is no number."""
     value = values.get(name)
     return value if isinstance(value, kinds) and isinstance(value, bool) == (bool in kinds) else None

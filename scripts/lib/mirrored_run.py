@@ -1,15 +1,18 @@
 # extra: companions
-"""A run in object storage (scripts/companions/mirror.py writes it): its valid checkpoints, and local copies.
+"""Read a run in object storage, which scripts/companions/mirror.py writes: its valid checkpoints and its records.
 
-owners/<generation>.json        a claim: token, host, and the checkpoints that are valid at that moment ("inherits")
+These objects are there:
+
+owners/<generation>.json        a claim, with token, host and the checkpoints that are valid at that moment ("inherits")
 owners/<generation>.beat        a counter that moves while its run is alive
-<generation>/manifests/*.json   a checkpoint: its files, their bytes and checksums; written when all of them are there
-<generation>/*.pt               these files
+<generation>/manifests/*.json   the bytes and checksums of a checkpoint's files, written when all of them are there
+<generation>/*.pt               the files of checkpoints
 <generation>/records/           the other files of the run folder
 <generation>/nodes/*.json       up to which step a node whose folder is its own has uploaded the records of its ranks
 
 Objects cannot be locked or renamed. So each attempt claims the next generation, and a reader considers only the
-manifests of the latest one and those that it inherits: a former owner that wakes up changes nothing that is read.
+manifests of the latest generation and those that it inherits. A former owner that wakes up changes nothing that is
+read.
 """
 
 from __future__ import annotations
@@ -33,28 +36,35 @@ from utils.files import read_records, replace_file, replace_json
 from utils.logger import LOGGER_NAME
 from utils.settings.errors import StartError, UserError
 
-SECONDS_BETWEEN_LOG_LINES = 10.0  # of progress
-STAGING_PREFIX = ".fetched-"  # a folder with the part of a checkpoint that has been fetched
+SECONDS_BETWEEN_LOG_LINES = 10.0  # between two lines about the progress of a download
+STAGING_PREFIX = ".fetched-"  # such a folder has the part of a checkpoint that has been fetched
 
 
 class MirroredRun(Storage):
-    """The run at a URL."""
+    """The run at a URL, as its readers see it."""
 
     def find_latest_generation(self) -> int:
-        """The latest generation; 0: none."""
+        """Return the latest generation (0: there is none)."""
         return max((int(Path(name).stem) for name in self.list_objects("owners") if name.endswith(".json")), default=0)
 
     def read_manifests(self) -> list[dict[str, Any]]:
-        """The manifests of the checkpoints that count, by step: the latest generation's and those that it inherits."""
+        """Return the manifests of the checkpoints that count, in the order of their steps.
+
+        They are those of the latest generation, and those that it inherits.
+        """
         latest = self.find_latest_generation()
         owner = self.read_json(f"owners/{latest:08d}.json")
         names = [*owner.get("inherits", []), *self.list_objects(f"{latest:08d}/manifests")]
         manifests = [self.read_json(name) | {"manifest": name} for name in names]
-        manifests = [manifest for manifest in manifests if "files" in manifest]  # others were deleted
+        manifests = [manifest for manifest in manifests if "files" in manifest]  # the others were deleted
         return sorted(manifests, key=lambda manifest: (manifest["step"], manifest["manifest"][:8], manifest["time"]))
 
     def restore_records(self, folder: Path) -> dict[str, Any]:
-        """Fetch the run's files other than checkpoints. Returns the content of its lock.json, which is not replaced."""
+        """Fetch the run's files other than checkpoints.
+
+        Returns:
+            The content of its lock.json. The file itself is not replaced.
+        """
         records = self._list_records()
         for file, (name, _) in records.items():
             if file != "lock.json":
@@ -69,7 +79,10 @@ class MirroredRun(Storage):
                 self._restore_file(name, path)
 
     def _list_records(self) -> dict[str, tuple[str, int]]:
-        """The files of the latest generation that has records: their names in the run folder, as objects, and bytes."""
+        """Return the files of the latest generation that has records.
+
+        The names of the objects and their bytes are by the names of the files in the run folder.
+        """
         sizes = {name: size for name, size in self.list_objects().items() if name[8:17] == "/records/"}
         latest = max((name[:9] for name in sizes if name.endswith("/records/status.json")), default="-")
         return {name[17:]: (name, size) for name, size in sizes.items() if name.startswith(latest)}
@@ -82,10 +95,13 @@ class MirroredRun(Storage):
     def fetch_latest_checkpoint(self, folder: Path, after_step: int, records: Path) -> tuple[Path | None, list[str]]:
         """Fetch the latest valid checkpoint after this step, and the best one at that time.
 
-        records: metrics.jsonl.
+        Args:
+            folder: the folder for checkpoints.
+            after_step: only later checkpoints are fetched.
+            records: the path of metrics.jsonl.
 
         Returns:
-            Its path (None: there is none), and why later ones were skipped.
+            The path of the checkpoint (None: there is none), and why later ones were skipped.
         """
         valid, notes = {manifest["step"]: manifest for manifest in self.read_manifests()}, []
         for number in sorted((valid_step for valid_step in valid if valid_step > after_step), reverse=True):
@@ -106,7 +122,7 @@ class MirroredRun(Storage):
         return None, notes
 
     def fetch_checkpoint(self, manifest: dict[str, Any], folder: Path) -> Path:
-        """A checkpoint, under its name in this folder. Raises UserError if it is damaged."""
+        """Fetch a checkpoint into this folder, and return its path. Raises UserError if the checkpoint is damaged."""
         staging, path = folder / f"{STAGING_PREFIX}{Path(manifest['manifest']).stem}", folder / manifest["name"]
         digests = {name: file["sha256"] for name, file in manifest["files"].items()}
         with suppress(UserError):
@@ -148,7 +164,7 @@ class MirroredRun(Storage):
 
 
 def list_rank_files(ranks: Iterable[int]) -> set[str]:
-    """The files of the run folder that each of these ranks writes itself."""
+    """Return the files of the run folder that each of these ranks writes itself."""
     return {file for rank in ranks for file in (f"samples/rank{rank}.jsonl", f"logs/rank{rank}.log")}
 
 
@@ -157,18 +173,18 @@ def _write_bytes(data: bytes, file: BinaryIO) -> None:
 
 
 def find_best_step(records: Path, last_step: int | None = None) -> int:
-    """The step of the best checkpoint, of those up to this step; -1: there is none."""
+    """Return the step of the best checkpoint of those up to this step (-1: there is none)."""
     events = [record["step"] for *_, record in read_records(records) if record.get("event") == "best"]
     return next((step for step in reversed(events) if last_step is None or step <= last_step), -1)
 
 
 def local_run(source: str, choose_steps: Callable[[list[int], int], Iterable[int]] = lambda steps, best: []) -> Path:
-    """The folder of a run; of one at a URL a local copy, with its records and the chosen checkpoints.
+    """Return the folder of a run. For a run at a URL, it is a local copy with the records and the chosen checkpoints.
 
     Args:
         source: a path or a URL.
-        choose_steps: the steps of the checkpoints that are needed, from those that there are, rising, and the best
-        one's.
+        choose_steps: a function that returns the steps of the checkpoints that are needed. It gets the steps of all
+            checkpoints in rising order, and the step of the best one.
 
     Raises:
         UserError: if there is no run, or a checkpoint is damaged.
@@ -179,7 +195,7 @@ def local_run(source: str, choose_steps: Callable[[list[int], int], Iterable[int
     folder = _cache_folder(run.url) / Path(run.url).name
     checkpoints = folder / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / "lock").open("w") as lock:  # the ranks of a node share the copy
+    with (folder.parent / "lock").open("w") as lock:  # all ranks of a node share one copy
         fcntl.flock(lock, fcntl.LOCK_EX)
         valid = {manifest["step"]: manifest for manifest in run.read_manifests()}
         run.restore_records(folder)
@@ -198,14 +214,15 @@ def local_run(source: str, choose_steps: Callable[[list[int], int], Iterable[int
 
 
 def local_checkpoint(source: str) -> Path:
-    """The path of a checkpoint or another file; of one at a URL a local copy.
+    """Return the path of a checkpoint or another file. For one at a URL, it is that of a local copy.
 
     Args:
-        source: a path, the URL of a file, or a checkpoint of a run at a URL: RUN/checkpoints/step_00000012.pt,
-            RUN/checkpoints/best.pt, or just RUN (a folder, too), its best one or, without an evaluation, the latest.
+        source: a path, the URL of a file, or a checkpoint of a run at a URL. Such a checkpoint is
+            RUN/checkpoints/step_00000012.pt, RUN/checkpoints/best.pt, or just RUN. RUN may be a folder too. It means
+            the best checkpoint or, without an evaluation, the latest one.
 
     Raises:
-        UserError: if it is not there or damaged.
+        UserError: if the file is not there or damaged.
     """
     if "://" not in source:
         return checkpoint.find_best_or_latest(Path(source), prefer_best=True)[0]
@@ -228,7 +245,7 @@ def local_checkpoint(source: str) -> Path:
 
 
 def _fetch_file(url: str) -> Path:
-    """A local copy of an object, fetched again only when it has changed. Raises UserError."""
+    """Return a local copy of an object, which is fetched again only when it has changed. Raises UserError."""
     folder, _, name = url.rpartition("/")
     storage = Storage(folder, url)
     size, version = storage.read_version(name)
@@ -248,6 +265,6 @@ def _fetch_file(url: str) -> Path:
 
 
 def _cache_folder(url: str) -> Path:
-    """The folder for copies of what is at this URL, where torch keeps what it downloads ($TORCH_HOME)."""
+    """Return the folder for copies of what is at this URL. It is where torch keeps its downloads ($TORCH_HOME)."""
     home = os.environ.get("TORCH_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "torch"))
     return Path(os.path.expanduser(home), "hub/copies", hashlib.sha256(url.encode()).hexdigest()[:16])

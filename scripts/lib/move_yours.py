@@ -1,11 +1,11 @@
-"""Moves the block "yours" of config.py, in a merge of a newer template that has it in another place.
+"""Move the block "yours" of config.py, in a merge of a newer template that has it in another place.
 
     git merge --no-edit template-2       # stops at config.py
     python scripts/lib/move_yours.py
     git add config.py && git commit --no-edit
 
 The block of the newer template gets what the fork has added, changed and deleted in its own block. What the fork has
-changed elsewhere in config.py is listed, and has to be written again. Standard library only.
+changed elsewhere in config.py is listed, and has to be written again. This script needs only the standard library.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ CHECK_PROGRAM = "import config; config.TrainingConfig(); print(*(setting.name fo
 
 class Statement(NamedTuple):
     node: ast.stmt
-    lines: list[str]  # with the comments above it
+    lines: list[str]  # the lines of the statement, with the comments above it
     is_yours: bool
 
     @property
     def code(self) -> str:
-        """Its text without comments and layout."""
+        """Return the statement without comments and layout."""
         return ast.unparse(self.node)
 
 
 class MoveResult(NamedTuple):
-    text: str  # of the new config.py
-    left_out: list[str]  # what the fork has changed and is not in it
+    text: str  # the text of the new config.py
+    left_out: list[str]  # the changes of the fork that are not in it
     deleted: set[str]  # the names of the settings that the fork has deleted
 
 
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def find_merge_base() -> str:
-    """The version of the template that the fork has."""
+    """Return the version of the template that the fork has."""
     command = ["git", "merge-base", "HEAD", "MERGE_HEAD"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode:
@@ -73,7 +73,7 @@ def find_merge_base() -> str:
 
 
 def read_config(revision: str) -> str:
-    """The config.py of a revision. The fork may be a folder of a larger repository, and the template not."""
+    """Read the config.py of a revision. The fork may be a folder of a larger repository, while the template is not."""
     for path in ("./config.py", "config.py"):
         command = ["git", "show", f"{revision}:{path}"]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -92,8 +92,8 @@ def move_settings(base: str, fork: str, template: str) -> MoveResult:
 
     Args:
         base: the config.py of the template that the fork started from.
-        fork: that of the fork.
-        template: that of the newer template.
+        fork: the config.py of the fork.
+        template: the config.py of the newer template.
     """
     old, forked, new = parse_statements(base), parse_statements(fork), parse_statements(template)
     block = {name: statement.lines for name, statement in new.items() if statement.is_yours}
@@ -123,20 +123,20 @@ def move_settings(base: str, fork: str, template: str) -> MoveResult:
 
 
 def mark_as_rare(statement: Statement) -> list[str]:
-    """The lines of a setting that only `--help all` shows."""
+    """Return the lines of a setting, changed so that only `--help all` shows it."""
     call = getattr(statement.node, "value", None)
     if not isinstance(call, ast.Call) or "rare=True" in statement.code:
         return statement.lines
     *before, last = statement.lines
     end = call.end_col_offset or len(last)
     head, tail = last[: end - 1], last[end - 1 :]
-    if not head.strip():  # the parenthesis has a line of its own
+    if not head.strip():  # the opening parenthesis has a line of its own
         return [*before, f"{head}    rare=True,", last]
     return [*before, f"{head.rstrip().rstrip(',')}, rare=True{tail}"]
 
 
 def replace_block(template: str, lines: list[str]) -> str:
-    """The config.py of the template with these lines in its block."""
+    """Return the config.py of the template with these lines in its block."""
     before, remainder = template.split(BEGIN, 1)
     mark, remainder = remainder.split("\n", 1)
     block = "".join(f"{line}\n" for line in lines)
@@ -144,14 +144,14 @@ def replace_block(template: str, lines: list[str]) -> str:
 
 
 def list_comments(text: str) -> set[str]:
-    """The lines of the block that are comments."""
+    """Return the lines of the block that are comments."""
     begin, end = find_marks(text.splitlines())
     lines = (line.strip() for line in text.splitlines()[begin + 1 : end])
     return {line for line in lines if line.startswith("#") and not EXTRA_MARK.match(line)}
 
 
 def find_marks(lines: list[str]) -> tuple[int, int]:
-    """The numbers, from 0, of the lines with the two marks."""
+    """Return the numbers, from 0, of the lines with the two marks."""
     line_numbers = []
     for mark in (BEGIN, END):
         numbers = [number for number, line in enumerate(lines) if line.startswith(mark)]
@@ -162,7 +162,7 @@ def find_marks(lines: list[str]) -> tuple[int, int]:
 
 
 def parse_statements(text: str) -> dict[str, Statement]:
-    """The statements of a config.py, and those of its classes, by the name that each defines or by its text."""
+    """Return the statements of a config.py and of its classes, by the name that each defines or by its text."""
     lines = text.splitlines()
     begin, end = find_marks(lines)
     by_name = {}

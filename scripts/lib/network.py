@@ -1,5 +1,5 @@
 # extra: launcher or preflight or benchmark or template
-"""Addresses and interfaces of this machine, from the standard library."""
+"""Find the addresses and interfaces of this machine, with the standard library only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from utils.settings.errors import UserError
 
-SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # Linux: an interface's address and netmask
+SIOCGIFADDR, SIOCGIFNETMASK = 0x8915, 0x891B  # requests of Linux for an interface's address and netmask
 
 
 def resolve(name: str) -> list[str]:
-    """The addresses of a name. Raises socket.gaierror."""
+    """Return the addresses of a name. Raises socket.gaierror."""
     return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
 
 
@@ -24,7 +24,7 @@ def is_loopback(address: str) -> bool:
 
 
 def has_ipv4_loopback() -> bool:
-    """Whether this machine has 127.0.0.1: one with IPv6 alone may have only ::1."""
+    """Return whether this machine has 127.0.0.1. A machine with IPv6 alone may have only ::1."""
     try:
         socket.create_server(("127.0.0.1", 0)).close()
     except OSError:
@@ -33,7 +33,11 @@ def has_ipv4_loopback() -> bool:
 
 
 def find_local_address(address: str) -> str:
-    """This machine's address on its route to another one; sends nothing. Raises OSError if there is no route."""
+    """Return this machine's address on its route to another one, without sending anything.
+
+    Raises:
+        OSError: if there is no route.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
@@ -41,13 +45,16 @@ def find_local_address(address: str) -> str:
 
 
 def list_addresses() -> dict[str, str]:
-    """Each interface's IPv4 address with its prefix length, {"eth0": "10.0.0.1/24"}; empty if not on Linux."""
+    """Return each interface's IPv4 address with its prefix length, such as {"eth0": "10.0.0.1/24"}.
+
+    The result is empty on systems other than Linux.
+    """
     by_interface = {}
     with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         import fcntl
 
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # no address
+            with suppress(OSError):  # the interface may have no address
                 query = name.encode().ljust(256, b"\0")
                 codes = (SIOCGIFADDR, SIOCGIFNETMASK)
                 address, mask = (socket.inet_ntoa(fcntl.ioctl(sock, code, query)[20:24]) for code in codes)
@@ -56,7 +63,7 @@ def list_addresses() -> dict[str, str]:
 
 
 def find_interface(address: str) -> str:
-    """The interface of this machine that has this address; empty if unknown."""
+    """Return the interface of this machine that has this address (empty: it is unknown)."""
     with suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines() if ":" in address else ():
             words = line.split()
@@ -66,7 +73,7 @@ def find_interface(address: str) -> str:
 
 
 def check_interfaces(env: dict[str, str]) -> None:
-    """Raises UserError if a variable names an interface that this machine does not have."""
+    """Raise UserError if a variable names an interface that this machine does not have."""
     existing = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         given = env.get(variable, "")
@@ -87,7 +94,7 @@ def check_interfaces(env: dict[str, str]) -> None:
 
 
 def explain_connection_error(error: OSError) -> str:
-    """Why a connection failed; each cause has a different fix."""
+    """Explain why a connection failed. Each cause has a different fix."""
     if error.errno == errno.ECONNREFUSED:
         return "connection refused, nothing is listening there"
     if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):

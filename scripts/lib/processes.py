@@ -1,5 +1,5 @@
 # extra: launcher or benchmark or chaos or judge
-"""Child processes of scripts/: each leads its own session, so that it can be ended together with its descendants."""
+"""Start and end child processes. Each leads its own session, so that it can be ended with its descendants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
 
 def start_process(command: Sequence[object], **options: Any) -> subprocess.Popen:
-    """`subprocess.Popen` in a new session."""
+    """Start a program like `subprocess.Popen`, in a new session."""
     return subprocess.Popen([str(word) for word in command], start_new_session=True, **options)
 
 
@@ -46,7 +46,7 @@ def run_process(command: Sequence[object], seconds: float | None = None, **optio
 
 
 def list_children(pid: int) -> list[int]:
-    """The running child processes; empty on a system without /proc."""
+    """Return the ids of the running child processes. There are none on a system without /proc."""
     pids = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Deletes extras, which are marked in the files of the template (docs/extras.md). Standard library only.
+"""Delete extras, which are marked in the files of the template (docs/extras.md).
 
     statement  # extra: NAME        in Python: the whole statement, or the element of a list, that begins or ends here
     line  # extra: NAME             in other files: the line
@@ -6,10 +6,10 @@
     # extra: NAME                   alone in one of the first five lines: the file
 
 In Markdown a marker is `<!-- extra: NAME -->`, and `<!-- end of NAME -->` ends a block that begins with one alone on a
-line. "a and b" needs both extras, "a or b" one of them. `utils/extras/NAME/` and `tests/extras/NAME/` go as a whole,
-and the entries of NAME in utils/extras/settings.py with them.
-So do, in the pages of the template, commands in ```bash and rows of tables that are about deleted files or flags.
-All else stays as it is, byte for byte.
+line. "a and b" needs both extras, and "a or b" needs one of them. `utils/extras/NAME/` and `tests/extras/NAME/` go as a
+whole, and the entries of NAME in utils/extras/settings.py with them. In the pages of the template, commands in ```bash
+and rows of tables go too if they are about deleted files or flags. All other text stays as it is, byte for byte. This
+module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ BLOCK_END = r"\s*(?:#|<!--) (?:---- )?end of {}(?: ----| -->)?$"
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]*)(#[^)]*)?\)")
 DELETED_RECORD = re.compile(r"^(\[tool\.extras\].*\n(?:(?!\[).*\n)*?)without = \{.*\}", re.MULTILINE)
 TEMPLATE_PAGES = re.compile(r"(docs/.*|AGENTS|CLAUDE|CHANGELOG|CONTRIBUTING)\.md")
-Fields = dict[str, dict[str, Any]]  # default by name, by extra
+Fields = dict[str, dict[str, Any]]  # for each extra, the defaults of its settings by name
 
 
 def is_deleted(names: str, extras: set[str]) -> bool:
-    """Whether what this marker stands at is deleted."""
+    """Return whether the text that has this marker is deleted."""
     words = names.split(" or ")
     return all(not extras.isdisjoint(alternative.split(" and ")) for alternative in words)
 
 
 def read_extras(files: Files) -> dict[str, str]:
-    """The sentence of each extra, by name: the rows of docs/extras.md."""
+    """Return the sentence of each extra by its name, from the rows of docs/extras.md."""
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", files.get(EXTRAS_PAGE, ""), re.MULTILINE)
     return dict(rows)
 
 
 def list_whole_extras(extras: dict[str, str], deleted: Collection[str]) -> dict[str, str]:
-    """What each extra buys that is left, without those which need a deleted one."""
+    """Return what each remaining extra buys. Extras that need a deleted one are left out."""
     kept = {}
     for name, sentence in extras.items():
         needed = re.findall(r"needs `(\w+)`", sentence)
@@ -77,7 +77,7 @@ def list_whole_extras(extras: dict[str, str], deleted: Collection[str]) -> dict[
 
 
 def delete_from_files(files: Files, extras: set[str]) -> tuple[Files, Fields]:
-    """What is left of the files, and the fields of the config that are deleted."""
+    """Return what is left of the files, and the fields of the config that are deleted."""
     left: Files = {}
     for name, text in files.items():
         parts = Path(name).parts
@@ -85,7 +85,7 @@ def delete_from_files(files: Files, extras: set[str]) -> tuple[Files, Fields]:
             len(parts) > 3 and parts[0] in ("utils", "tests") and parts[1] == "extras" and parts[2] in extras
         )
         if name == README:
-            left[name] = text  # replaced as a whole, or the fork's own
+            left[name] = text  # it is replaced as a whole, or it is the fork's own
         elif not is_in_deleted_folder and not is_whole_file_marked(name, text, extras):
             left[name] = delete_from_text(name, text, extras)
     if SETTINGS_FILE in left:
@@ -105,7 +105,7 @@ def delete_from_files(files: Files, extras: set[str]) -> tuple[Files, Fields]:
 
 
 def is_whole_file_marked(name: str, text: str, extras: set[str]) -> bool:
-    """Whether one of the first five lines is a marker, and begins no block."""
+    """Return whether one of the first five lines is a marker, and begins no block."""
     first_lines = split_lines(text)[:5] if "extra: " in text else []
     for number, line in enumerate(first_lines):
         marker = LINE_MARKER.match(line)
@@ -125,8 +125,11 @@ def _has_end_marker(text: str, names: str) -> bool:
 
 
 def delete_from_text(name: str, text: str, extras: set[str]) -> str:
-    """The text of a file without what belongs to these extras, and in Python without imports that only it used."""
-    if "extra: " not in text or name.endswith(".patch"):  # whose lines are those of other files
+    """Return the text of a file without what belongs to these extras.
+
+    In Python, imports that only the deleted code used are deleted too.
+    """
+    if "extra: " not in text or name.endswith(".patch"):  # the lines of a patch are those of other files
         return text
     lines = split_lines(text)
     comment_lines = find_comment_lines(name, text)
@@ -151,17 +154,20 @@ def delete_from_text(name: str, text: str, extras: set[str]) -> str:
 
 
 def find_comment_lines(name: str, text: str) -> set[int]:
-    """The numbers, from 0, of the lines with a comment of this kind of file: a string may quote a marker."""
+    """Return the numbers, from 0, of the lines with a comment of this kind of file.
+
+    Other lines do not count, because a string may quote a marker.
+    """
     comment = "<!--" if name.endswith(".md") else "#"
     comment_lines = {number for number, line in enumerate(split_lines(text)) if comment in line}
     if name.endswith(".py"):
-        with suppress(SyntaxError, tokenize.TokenError):  # no Python; a marker in it is refused
+        with suppress(SyntaxError, tokenize.TokenError):  # the file may be no Python, and a marker in it is refused
             comment_lines &= find_python_comments(text)
     return comment_lines
 
 
 def find_block_lines(lines: list[str], extras: set[str], comment_lines: set[int]) -> set[int]:
-    """The numbers, from 0, of the lines between the two marks of blocks, with the marks."""
+    """Return the numbers, from 0, of the lines between the two marks of blocks, with the marks."""
     deleted = set()
     open_until = None
     for number, line in enumerate(lines):
@@ -181,7 +187,7 @@ def find_block_lines(lines: list[str], extras: set[str], comment_lines: set[int]
 
 
 def find_statement_lines(name: str, text: str, markers: Iterable[int]) -> set[int]:
-    """The numbers, from 0, of the lines of the statements and elements that have a marker on these lines."""
+    """Return the numbers, from 0, of the lines of the statements and elements that have a marker on these lines."""
     lines = split_lines(text)
     spans = find_spans(text)
     deleted = set[int]()
@@ -198,7 +204,10 @@ def find_statement_lines(name: str, text: str, markers: Iterable[int]) -> set[in
 
 
 def delete_lines(lines: list[str], deleted: set[int]) -> str:
-    """The text without these lines. Of the gaps before and after them, the shorter one goes too; none ends the file."""
+    """Return the text without these lines.
+
+    Of the gaps before and after them, the shorter one goes too. No gap ends the file.
+    """
     left: list[str] = []
     number = 0
     while number < len(lines):
@@ -230,9 +239,9 @@ def find_python_comments(text: str) -> frozenset[int]:
 
 
 def find_spans(text: str) -> list[tuple[int, int, set[int]]]:
-    """Of each statement and each element of a list the first and the last line, and those that may have its marker.
+    """Return the first and the last line of each statement and each element of a list, and the lines of its marker.
 
-    Lines count from 0. The last line of a compound statement is that of another one, and has the marker of that.
+    Lines count from 0. The last line of a compound statement is that of another statement, and has its marker.
     """
     return [
         (first - 1, last - 1, {line - 1 for line in ends})
@@ -266,12 +275,12 @@ def _find_node_spans(node: ast.AST) -> Iterator[tuple[int, int, set[int]]]:
 
 
 def read_settings(files: Files, extras: set[str]) -> Fields:
-    """The settings of these extras, with their defaults."""
+    """Return the settings of these extras, with their defaults."""
     return {name: parse_defaults(files.get(f"utils/extras/{name}/settings.py", "")) for name in sorted(extras)}
 
 
 def parse_defaults(settings: str) -> dict[str, Any]:
-    """The default of each setting that this file declares."""
+    """Return the default of each setting that this file declares."""
     defaults = {}
     for node in ast.walk(ast.parse(settings)):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.value, ast.Call):
@@ -284,7 +293,7 @@ def parse_defaults(settings: str) -> dict[str, Any]:
 
 
 def delete_entries(text: str, extras: set[str]) -> str:
-    """The list of the settings of extras without what it imports of these extras."""
+    """Return the list of the settings of extras without what it imports of these extras."""
     lines = split_lines(text)
     names: set[str] = set()
     deleted: set[int] = set()
@@ -299,7 +308,7 @@ def delete_entries(text: str, extras: set[str]) -> str:
 
 
 def remove_dead_links(page: str, text: str, deleted: set[str]) -> str:
-    """The page with the texts of links to files that are gone."""
+    """Return the page with the texts of links in place of links to files that are gone."""
 
     def replace_link(link: re.Match) -> str:
         target = os.path.normpath(Path(page).parent / link[2]) if link[2] and "://" not in link[2] else page
@@ -312,7 +321,7 @@ def remove_dead_links(page: str, text: str, deleted: set[str]) -> str:
 
 
 def delete_commands(text: str, deleted: set[str], flags: set[str]) -> str:
-    """The page without the commands, and the rows of tables, that are about these files and folders, or flags."""
+    """Return the page without the commands and rows of tables that are about these files, folders or flags."""
     lines = split_lines(text)
     gone = set()
     for number, line in enumerate(lines):
@@ -325,7 +334,10 @@ def delete_commands(text: str, deleted: set[str], flags: set[str]) -> str:
 
 
 def find_command_lines(lines: list[str], fence: int, names: set[str]) -> set[int]:
-    """The numbers of the lines, after that of a fence, of commands with one of these words; all if none is left."""
+    """Return the numbers of the lines of commands with one of these words, after a fence.
+
+    If no command is left, they are the numbers of all lines.
+    """
     gone = set[int]()
     begin = number = fence + 1
     while number < len(lines) and lines[number].rstrip("\n") != "```":
@@ -340,7 +352,7 @@ def find_command_lines(lines: list[str], fence: int, names: set[str]) -> set[int
 
 
 def delete_rows(text: str, fields: set[str]) -> str:
-    """The page without the rows of tables that are about these fields, and without tables that have no other row."""
+    """Return the page without rows of tables that are about these fields, and without tables that have no other row."""
     lines = split_lines(text)
     cells = [re.match(r"\| *`(?:--)?(\w+)[^`]*`", line) for line in lines]
     gone = {number for number, cell in enumerate(cells) if cell and cell[1] in fields}
@@ -358,7 +370,7 @@ def delete_rows(text: str, fields: set[str]) -> str:
 
 
 def renumber_lists(text: str) -> str:
-    """The page with its numbered lists counting from 1. A list ends at a line that is not indented."""
+    """Return the page with its numbered lists counting from 1. A list ends at a line that is not indented."""
     lines = split_lines(text)
     count = 0
     is_code = False
@@ -375,7 +387,7 @@ def renumber_lists(text: str) -> str:
 
 
 def read_deleted(text: str) -> Fields:
-    """What pyproject.toml says is deleted."""
+    """Return the extras that are deleted by pyproject.toml, with their settings."""
     return tomllib.loads(text).get("tool", {}).get("extras", {}).get("without", {})
 
 
@@ -391,7 +403,7 @@ def replace_record(text: str, fields: Fields) -> str:
 
 
 def find_dangling_imports(files: Files, remaining: Files) -> list[str]:
-    """What is left that imports modules, or names of modules, which were there and are gone."""
+    """Return what is left that imports modules, or names of modules, which were there and are gone."""
     roots = ["", "scripts/", *sorted({f"{Path(name).parent}/" for name in files if name.startswith("tests/")})]
     ends = (".py", "/__init__.py")
     deleted_names = find_deleted_names(files, remaining)
@@ -408,10 +420,10 @@ def find_dangling_imports(files: Files, remaining: Files) -> list[str]:
 
 
 def list_imports(file: str, text: str) -> Iterator[tuple[str, str]]:
-    """The modules that a file imports, and those that an imported name may be, each with that name or ""."""
+    """Yield the modules that a file imports, and those that an imported name may be, each with that name or ""."""
     try:
         nodes = [*ast.walk(ast.parse(text))] if file.endswith(".py") else []
-    except (SyntaxError, ValueError):  # a file of the fork that is no Python 3
+    except (SyntaxError, ValueError):  # a file of the fork may be no Python 3
         return
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -423,7 +435,7 @@ def list_imports(file: str, text: str) -> Iterator[tuple[str, str]]:
 
 
 def find_deleted_names(files: Files, remaining: Files) -> dict[str, set[str]]:
-    """The names that modules which stay have bound, and bind no more, by file."""
+    """Return the names that remaining modules have bound, and bind no more, by file."""
     names = {}
     for file in changed_files(files, remaining):
         if file.endswith(".py"):
@@ -432,7 +444,7 @@ def find_deleted_names(files: Files, remaining: Files) -> dict[str, set[str]]:
 
 
 def list_bound_names(module: ast.Module) -> set[str]:
-    """The names that a module binds, outside of its functions and classes."""
+    """Return the names that a module binds outside of its functions and classes."""
     names = set()
     inside: list[ast.AST] = [module]
     while inside:
@@ -449,7 +461,7 @@ def list_bound_names(module: ast.Module) -> set[str]:
 
 
 def count_lines(files: Files) -> Counter[str]:
-    """Lines of Python and shell by part of the template."""
+    """Count the lines of Python and shell by part of the template."""
     line_counts = Counter[str]()
     for name, text in files.items():
         if name.endswith((".py", ".sh", ".sbatch", ".yaml", ".css")):
@@ -464,19 +476,19 @@ def read_promises(files: Files) -> dict[str, str]:
 
 
 def delete_from_folder(root: Path, extras: set[str], is_fork: bool = True) -> tuple[Files, Files]:
-    """Delete these extras from the files in a folder. Returns the files before and after.
+    """Delete these extras from the files in a folder, and return the files before and after.
 
     Args:
         root: the folder.
-        extras: names of extras.
-        is_fork: whether the folder is a user's, where git has to be able to undo it.
+        extras: the names of the extras.
+        is_fork: whether the folder is a user's, where git has to be able to undo the deletion.
     """
     files = read_files(root)
     before = read_deleted(files[PROJECT_FILE])
     left, fields = delete_from_files(files, extras | before.keys())
     if problems := find_dangling_imports(files, left):
         fail(f"{problems[0]}, which would be deleted. Keep the extra of the imported file, or delete both extras.")
-    still_extras = read_extras(files)  # in a newer version some are part of the kernel
+    still_extras = read_extras(files)  # in a newer version some of them are part of the kernel
     record = {name: table for name, table in (fields | before).items() if name in still_extras}
     left[PROJECT_FILE] = replace_record(left[PROJECT_FILE], record)
     if is_fork and not is_edited(files.get(README, "")):
@@ -521,7 +533,10 @@ def delete_extras(names: set[str]) -> None:
 
 
 def merge_template(ref: str) -> None:
-    """Merge a newer template: between the old one and the new one, both without the deleted extras."""
+    """Merge a newer template.
+
+    The merge brings the changes between the old template and the new one, both without the deleted extras.
+    """
     require_clean(ROOT, ":/")
     old, new = find_versions(ref)
     if old == new:
@@ -554,7 +569,7 @@ def merge_template(ref: str) -> None:
 
 
 def find_versions(ref: str) -> tuple[str, str]:
-    """The commit of the template that this fork has, and the one that is to be merged."""
+    """Return the commit of the template that this fork has, and the commit that is to be merged."""
     new = try_git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}", root=ROOT).stdout.strip()
     if not new:
         fail(
@@ -573,15 +588,15 @@ def find_versions(ref: str) -> tuple[str, str]:
 
 
 def delete_from_commit(commit: str, extras: set[str]) -> str:
-    """The tree, in git's sense, of a commit without these extras. It is made in a temporary folder."""
+    """Return the tree, in git's sense, of a commit without these extras. It is made in a temporary folder."""
     with tempfile.TemporaryDirectory() as temporary:
         tree = Path(temporary, "tree")
-        no_hooks = f"core.hooksPath={os.devnull}"  # those of the fork are about its own checkouts
+        no_hooks = f"core.hooksPath={os.devnull}"  # the hooks of the fork are about its own checkouts
         try:
             git("-c", no_hooks, "worktree", "add", "--quiet", "--detach", str(tree), commit, root=ROOT)
             if extras:
                 delete_from_folder(tree, extras, is_fork=False)
-                (tree / README).unlink(missing_ok=True)  # the fork keeps its own
+                (tree / README).unlink(missing_ok=True)  # the fork keeps its own README
             git("add", "--all", root=tree)
             return git("write-tree", root=tree)
         finally:

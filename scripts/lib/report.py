@@ -1,5 +1,8 @@
 # extra: reports
-"""An HTML report of runs, as one self-contained page: figures, curves, timeline, settings and provenance."""
+"""Write an HTML report of runs, as one self-contained page.
+
+It has figures, curves, a timeline, settings and provenance.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,24 @@ from utils.logger import format_duration
 from utils.metrics import RESERVED_NAMES
 from utils.report.goodput import TIME_ACCOUNTS, sum_account_seconds
 
-MAX_POINTS, MAX_EVENTS, OPEN_PLOTS = 500, 1000, 4  # points per curve, rows per table, unfolded plots
+MAX_POINTS, MAX_EVENTS, OPEN_PLOTS = 500, 1000, 4  # points per curve, rows per table and unfolded plots
 MAX_TEXT = 240  # characters of an event's details
 HIDDEN_DETAILS = (
     "kind event step epoch time at path text samples_seen previous_step previous_time previous_state".split()
 )
 DATA_WAIT = "data wait, % of the step time"
 STEP_TIME = "step time, s (mean of the ranks)"
-TRAINING_METRICS = (DATA_WAIT, STEP_TIME, "samples_per_s", "lr", "grad_norm")  # plotted after the metrics
+TRAINING_METRICS = (DATA_WAIT, STEP_TIME, "samples_per_s", "lr", "grad_norm")  # these are plotted after the metrics
 STYLE_FILE = Path(__file__).with_name("report.css")
 
 
 def format_page(runs: dict[str, Any], differing: list[str]) -> str:
-    """The page. runs: RunInfo by the name to show; differing: the names of the settings that differ."""
+    """Return the page.
+
+    Args:
+        runs: each run, which is a RunInfo, by the name to show.
+        differing: the names of the settings that differ.
+    """
     timelines = {
         name: timeline.build_timeline(run.folder, run.records, run.status, run.attempts) for name, run in runs.items()
     }
@@ -65,14 +73,14 @@ def format_page(runs: dict[str, Any], differing: list[str]) -> str:
         format_section("Provenance", format_table_by_run({name: select_provenance(run) for name, run in runs.items()}))
     )
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    icon = '<link rel="icon" href="data:,">'  # without one a browser asks the server for it
+    icon = '<link rel="icon" href="data:,">'  # without an icon a browser asks the server for one
     head += f"{icon}<title>{escape(title)}</title><style>{STYLE_FILE.read_text(encoding='utf-8')}</style>"
     body = "\n".join(parts)
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
 def collect_headline_figures(run: Any, run_timeline: timeline.Timeline) -> dict[str, str]:
-    """The headline figures of a run; if it is not completed, those so far."""
+    """Return the headline figures of a run. If the run is not completed, they are those so far."""
     status, summary, seconds = run.status, run.summary, read_account_seconds(run)
     is_current = summary.get("state") == status.get("state")
     summary = summary if is_current else {}
@@ -105,7 +113,10 @@ def collect_headline_figures(run: Any, run_timeline: timeline.Timeline) -> dict[
 
 
 def read_account_seconds(run: Any) -> dict[str, float]:
-    """Seconds by account, from the summary if it is current, else up to the last sign of life."""
+    """Return the seconds by account.
+
+    They come from the summary if it is current. Otherwise they count up to the last sign of life.
+    """
     seconds: dict[str, Any] = sum_account_seconds(run.attempts)
     if run.summary.get("state") == run.status.get("state"):
         seconds |= {name: (run.summary.get("time") or {}).get(f"{name}_s") for name in TIME_ACCOUNTS}
@@ -158,7 +169,7 @@ def format_html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str
 
 
 def format_table_by_run(values: dict[str, dict[str, Any]]) -> str:
-    """A table with a column per run. Empty if no run has a value."""
+    """Return a table with a column per run. It is empty if no run has a value."""
     names = list(dict.fromkeys(name for run_values in values.values() for name in run_values))
     cell = {
         run: {name: format_value(run_values[name]) if name in run_values else "" for name in names}
@@ -172,7 +183,7 @@ def format_table_by_run(values: dict[str, dict[str, Any]]) -> str:
 
 
 def plot_all_metrics(runs: dict[str, Any]) -> str:
-    """A plot for each metric and each rate, with the curves of all runs; the first ones unfolded."""
+    """Return a plot for each metric and each rate, with the curves of all runs. The first plots are unfolded."""
     for record in (record for run in runs.values() for record in run.records if record.get("step_s")):
         record[DATA_WAIT] = 100 * (record.get("data_wait_s") or 0.0) / record["step_s"]
         record[STEP_TIME] = record["step_s"]
@@ -199,12 +210,12 @@ def plot_all_metrics(runs: dict[str, Any]) -> str:
 
 
 def plot_metric(runs: dict[str, Any], name: str) -> str:
-    """Empty if no run has a number of this name."""
+    """Return the plot of a metric. It is empty if no run has a number of this name."""
     series, marks = [], []
     for k, (label, run) in enumerate(runs.items()):
         train, evaluations = ([r for r in run.records if r["kind"] == kind] for kind in ("train", "eval"))
-        is_average = any(r.get("weights") == "ema" for r in evaluations)  # which chooses the best checkpoint
-        has_val = any(r.get("split") == "val" for r in evaluations)  # else the test set is evaluated during training
+        is_average = any(r.get("weights") == "ema" for r in evaluations)  # the average chooses the best checkpoint
+        has_val = any(r.get("split") == "val" for r in evaluations)  # otherwise training evaluates the test set
         chosen_records = [r for r in evaluations if (r.get("weights") == "ema") == is_average]
         solid = sample_points([r for r in chosen_records if not has_val or r.get("split") == "val"], name)
         dashed = sample_points(train, name)
@@ -240,7 +251,10 @@ def round_up(value: float) -> float:
 
 
 def sample_points(records: list[dict[str, Any]], name: str) -> list[tuple[float, float | None]]:
-    """About MAX_POINTS of a curve at most; None where the value was not finite. Empty if no record has a number."""
+    """Return about MAX_POINTS points of a curve at most.
+
+    A y is None where the value was not finite. The list is empty if no record has a number.
+    """
     pairs = [(r["step"], r[name] if isinstance(r[name], int | float) else None) for r in records if name in r]
     pairs = pairs[: -1 : -(-len(pairs) // MAX_POINTS) or 1] + pairs[-1:]
     return pairs if any(y is not None for _, y in pairs) else []
@@ -281,7 +295,10 @@ def format_timelines(timelines: dict[str, timeline.Timeline]) -> str:
 
 
 def format_slow_ranks(timelines: dict[str, timeline.Timeline]) -> str:
-    """A table of the ranks that were slow, the slowest first. Empty if none was: only these are recorded by rank."""
+    """Return a table of the ranks that were slow, the slowest first.
+
+    It is empty if none was slow, because only slow ranks are recorded by rank.
+    """
     by_rank: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for name, run_timeline in timelines.items():
         for event in (event for event in run_timeline.events if event["event"] == "straggler"):

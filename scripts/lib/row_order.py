@@ -1,4 +1,4 @@
-"""Whether the rows of `predict` belong to the samples of the batch, in their order."""
+"""Check that the rows of `predict` belong to the samples of the batch, in their order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from utils.settings.errors import UserError
 
 MIN_SAMPLES, MAX_SAMPLES = 4, 16  # samples that are compared
-# of the mean distance between outputs of two samples: equal up to rounding, and another sample's
+# These are fractions of the mean distance between outputs of two samples, for equality up to rounding and for others.
 NEAR_FRACTION = 0.02
 FAR_FRACTION = 0.2
 
@@ -26,13 +26,17 @@ def check_row_order(
     """Compare the outputs of a batch with those of the same samples in another order.
 
     Args:
-        predict: a batch -> its outputs, in evaluation mode.
-        fetch: indices of samples -> the batch on the device.
-        size: of the data set.
-        batch_size: that fits into memory.
+        predict: a function that returns the outputs of a batch in evaluation mode.
+        fetch: a function that returns the batch of samples with these indices, on the device.
+        size: the number of samples in the data set.
+        batch_size: a number of samples that fits into memory.
 
-    Returns the error of outputs that cannot be compared. Raises UserError if the outputs are those of the samples in
-    another order, and only then: padding, noise or the other samples of the batch may change an output.
+    Returns:
+        The error of outputs that cannot be compared (None: they were compared).
+
+    Raises:
+        UserError: if the outputs are those of the samples in another order, and only then. Padding, noise or the other
+            samples of the batch may change an output.
     """
     count = min(MAX_SAMPLES, max(MIN_SAMPLES, batch_size))
     rows = torch.randperm(size, generator=torch.Generator().manual_seed(0))[:count].tolist()
@@ -54,7 +58,11 @@ def check_row_order(
 
 
 def are_rows_permuted(outputs: list[tuple[list[Tensor], list[Tensor]]]) -> bool:
-    """Whether a permutation of the rows fits and the identity does not. outputs: the rows found and expected."""
+    """Return whether a permutation of the rows fits and the identity does not.
+
+    Args:
+        outputs: pairs of the rows that were found and the rows that were expected.
+    """
     count = len(outputs[0][0])
     near, far = torch.ones(count, count, dtype=torch.bool), torch.zeros(count, dtype=torch.bool)
     for actual, expected in outputs:
@@ -69,7 +77,10 @@ def are_rows_permuted(outputs: list[tuple[list[Tensor], list[Tensor]]]) -> bool:
 
 
 def measure_distances(rows: list[Tensor], other_rows: list[Tensor]) -> Tensor:
-    """[B, B]: mean absolute differences of rows, of the part that both have where padding differs."""
+    """Return the mean absolute differences of rows, [B, B].
+
+    Where padding differs, only the part that both rows have counts.
+    """
 
     def measure_distance(a: Tensor, b: Tensor) -> float:
         common = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
@@ -79,8 +90,8 @@ def measure_distances(rows: list[Tensor], other_rows: list[Tensor]) -> Tensor:
 
 
 def can_match(fits: Tensor) -> bool:
-    """Whether each row can get a column of its own that fits it. fits: bool [B, B]."""
-    owner: dict[int, int] = {}  # of each column
+    """Return whether each row can get a column of its own that fits it, where `fits` is bool [B, B]."""
+    owner: dict[int, int] = {}  # the row that has each column
 
     def assign_column(row: int, visited: set[int]) -> bool:
         for column in set(fits[row].nonzero().flatten().tolist()) - visited:

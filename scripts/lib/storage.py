@@ -1,5 +1,5 @@
 # extra: companions
-"""Objects in storage that fsspec opens: requests, with errors that name the address and the remedy."""
+"""Read and write objects in storage that fsspec opens. Errors name the address and the remedy."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from utils.settings.errors import StartError, UserError
 
 T = TypeVar("T")
 
-BLOCK_BYTES, MAX_REQUESTS = 2**24, 8  # of a request, and requests at a time, when an object is fetched
+BLOCK_BYTES, MAX_REQUESTS = 2**24, 8  # bytes of a request, and requests at a time, in a download
 MAX_TRIES = 5
 
 
 class Storage:
-    """The objects below a URL. Their names are relative to it.
+    """The objects below a URL, with names relative to it.
 
-    title: what it is called in messages.
+    Args:
+        url: the URL.
+        title: the name of the storage in messages.
 
     Raises:
-        UserError: if no package can open it.
+        UserError: if no package can open the URL.
     """
 
     def __init__(self, url: str, title: str = "") -> None:
         self.url = url.rstrip("/")
         self.title = title or self.url
-        url_to_fs = import_optional(self.title, "fsspec.core").url_to_fs  # only here: not every run needs it
+        url_to_fs = import_optional(self.title, "fsspec.core").url_to_fs  # imported here, since not every run needs it
         protocol = url.partition("://")[0]
         implementation = import_optional(self.title, "fsspec.registry").known_implementations.get(protocol, {})
         module = implementation.get("class", "").rpartition(".")[0]
@@ -52,11 +54,11 @@ class Storage:
             text = f"{self.title} cannot be opened, since fsspec does not know the protocol {protocol}."
             raise UserError(f"{text} Give a URL that begins with s3://, gs:// or az://.") from None
         self._is_local = bool(options)
-        # of a put: s3fs takes 50 MB parts, 10 at a time
+        # without these options s3fs uploads 10 parts of 50 MB at a time
         self._upload_options = {"chunksize": 2**23, "max_concurrency": 4} if protocol in ("s3", "s3a") else {}
 
     def _request(self, action: Callable[[], T], tries: int = 1) -> T:
-        """The result of a request. Raises UserError if it fails, or StartError if that may pass."""
+        """Return the result of a request. Raises UserError if the request fails, or StartError if that may pass."""
         for tries_left in reversed(range(tries)):
             try:
                 return action()
@@ -72,7 +74,7 @@ class Storage:
         raise AssertionError
 
     def list_objects(self, folder: str = "") -> dict[str, int]:
-        """The objects below a folder, by their names from the URL, with their bytes."""
+        """Return the bytes of each object below a folder, by the object's name from the URL."""
 
         def find_objects() -> dict[str, dict[str, Any]]:
             self._filesystem.invalidate_cache()
@@ -83,7 +85,7 @@ class Storage:
         return {name[len(self._root) + 1 :]: info["size"] for name, info in sorted(self._request(find_objects).items())}
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The dict in an object; an empty one if there is none or it is damaged."""
+        """Return the dict in an object. It is empty if there is no such object, or if the object is damaged."""
 
         def read() -> bytes:
             with suppress(FileNotFoundError):
@@ -97,7 +99,11 @@ class Storage:
             return {}
 
     def read_version(self, name: str) -> tuple[int, str]:
-        """The bytes of an object, and what changes when it is replaced. Raises UserError if there is none."""
+        """Return the size of an object in bytes, and a text that changes when the object is replaced.
+
+        Raises:
+            UserError: if there is no such object.
+        """
 
         def read_info() -> tuple[int, str]:
             path = f"{self._root}/{name}"
@@ -111,7 +117,10 @@ class Storage:
         self._request(lambda: self._filesystem.pipe_file(f"{self._root}/{name}", data))
 
     def create_object(self, name: str, data: bytes) -> None:
-        """Write an object that is absent. Raises an error of the storage if there is one, or if it cannot do this."""
+        """Write an object that is absent.
+
+        The storage raises an error of its own if the object exists, or if the storage cannot do this.
+        """
         path = f"{self._root}/{name}"
         if self._is_local:  # fsspec looks first, and then writes
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -124,9 +133,12 @@ class Storage:
         self._request(lambda: self._filesystem.rm([f"{self._root}/{name}" for name in names]))
 
     def upload(self, path: Path, name: str, on_progress: Callable[[int], None] = lambda sent: None) -> None:
-        """Upload a file; the object is whole or absent.
+        """Upload a file. The object is whole or absent.
 
-        on_progress: called with the bytes sent, where the storage tells.
+        Args:
+            path: the file.
+            name: the name of the object.
+            on_progress: a function that is called with the bytes sent, if the storage tells them.
         """
         from fsspec.callbacks import Callback
 
@@ -140,11 +152,15 @@ class Storage:
             os.replace(upload_target, target)
 
     def download(self, name: str, path: Path, size: int, on_progress: Callable[[int], None]) -> None:
-        """Fetch an object of this size. It continues where an earlier call was interrupted.
+        """Fetch an object of this size. A download continues where an earlier call was interrupted.
 
-        on_progress: called with the bytes of some blocks.
+        Args:
+            name: the name of the object.
+            path: the file that is written.
+            size: the bytes of the object.
+            on_progress: a function that is called with the bytes of some blocks.
         """
-        size = min(size, self.read_version(name)[0])  # if it is too short, its checksum shows that
+        size = min(size, self.read_version(name)[0])  # the checksum shows if it is too short
         with path.open("ab") as file:
             while (begin := file.tell()) < size:
                 starts = list(range(begin, min(size, begin + MAX_REQUESTS * BLOCK_BYTES), BLOCK_BYTES))

@@ -1,5 +1,5 @@
 # extra: reports
-"""The plotter of scripts/: line plots with titled axes, as SVG text."""
+"""Draw line plots with titled axes, as SVG text, for all of scripts/."""
 
 import argparse
 import itertools
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-# the Okabe-Ito palette, which is safe for colour-blind readers
+# this is the Okabe-Ito palette, which is safe for colour-blind readers
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#7F7F7F")
 ROUNDING = 1e-9  # error of a quotient that should be an integer
-MAX_DIGITS = 6  # after the point of a tick's text; smaller numbers are written with an exponent
-LEFT, RIGHT, BOTTOM, HEIGHT, WIDTH = 68, 20, 50, 330, 760  # HEIGHT: of the plot area only
+MAX_DIGITS = 6  # digits after the point of a tick's text (smaller numbers have an exponent)
+LEFT, RIGHT, BOTTOM, HEIGHT, WIDTH = 68, 20, 50, 330, 760  # HEIGHT is that of the plot area only
 
 
 def parse_output_path(text: str, suffix: str = ".svg") -> Path:
-    """The value of --plot, checked before anything is measured. Raises argparse.ArgumentTypeError."""
+    """Parse the value of --plot, before anything is measured. Raises argparse.ArgumentTypeError."""
     path = Path(text)
     if path.suffix != suffix or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
@@ -37,7 +37,7 @@ class Series:
     has_markers: bool = True
     width: float = 2.0
     opacity: float = 1.0
-    tooltip: str = ""  # tooltip of its points, if the plot has tooltips
+    tooltip: str = ""  # the tooltip of its points, if the plot has tooltips
 
 
 def draw_line_plot(
@@ -52,8 +52,14 @@ def draw_line_plot(
 ) -> str:
     """Plot all series on one pair of axes that starts at x = 0, with round numbers on both axes.
 
-    `marks` are vertical lines: (x, text, color). has_tooltips: for a plot in an HTML page, whose points have tooltips
-    and whose y axis is logarithmic if it covers more than two decades.
+    Args:
+        series: the lines.
+        x_label, y_label: the titles of the axes.
+        title: the title of the plot.
+        y_range: the values that the y axis covers (None: those of the lines).
+        marks: vertical lines, each with x, text and color.
+        has_tooltips: whether the plot is for an HTML page. Its points then have tooltips, and its y axis is logarithmic
+            if it covers more than two decades.
     """
     points = [(x, y) for curve in series for x, y in curve.points if y is not None]
     legend = [curve for curve in series if curve.name]
@@ -95,8 +101,8 @@ def draw_line_plot(
             parts.append(_draw_text(scale_x(value), bottom + 18, words))
     ends = -math.inf
     for step, words, color in sorted(marks):
-        left, half = scale_x(step), 3.3 * len(words)  # about half of its width
-        is_raised = left - half < ends  # it would overlap the one before
+        left, half = scale_x(step), 3.3 * len(words)  # about half of the text's width
+        is_raised = left - half < ends  # it would overlap the text before
         text_y = top - 4
         if is_raised:
             text_y -= 13
@@ -129,7 +135,10 @@ def draw_line_plot(
 
 
 def choose_color(number: int, count: int) -> str:
-    """A distinct color for each of `count` series: from the palette, or evenly spaced hues if it is too small."""
+    """Return a distinct color for each of `count` series.
+
+    The colors come from the palette. If it is too small, they are evenly spaced hues.
+    """
     return COLORS[number] if count <= len(COLORS) else f"hsl({360 * number // count} 75% 42%)"
 
 

@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.lib.svg import COLORS
 
-ROWS, COLUMNS, LINE_HEIGHT, LETTER_WIDTH, MARGIN = 20, 112, 18, 7.3, 16  # LETTER_WIDTH: of one character
+ROWS, COLUMNS, LINE_HEIGHT, LETTER_WIDTH, MARGIN = 20, 112, 18, 7.3, 16  # sizes in pixels, but for the first two
 
 
 def draw_terminal(command: str, output: Iterable[str]) -> str:
-    """An SVG of a window with a prompt and the first lines; longer ones are cut."""
+    """Return an SVG of a window with a prompt and the first lines of the output. Long lines are cut."""
     lines = [f"$ {command}", *(line.rstrip() for line in itertools.islice(output, ROWS))]
     width, height = int(COLUMNS * LETTER_WIDTH) + 2 * MARGIN, (len(lines) + 2) * LINE_HEIGHT + MARGIN
     parts = [

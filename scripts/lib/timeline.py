@@ -1,5 +1,5 @@
 # extra: reports
-"""A run's attempts over time, as an SVG: what each attempt did, what was lost, and the events."""
+"""Draw a run's attempts over time, as an SVG: what each attempt did, what was lost, and the events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scripts.lib.svg import choose_ticks
 from utils.logger import format_count, format_duration
 from utils.report.goodput import AttemptTimes, parse_time
 
-WIDTH, LEFT, ROW_HEIGHT, BAR_HEIGHT, BAR_TOP = 1160, 8, 74, 26, 30  # picture; row: height, bar, space above the bar
+WIDTH, LEFT, ROW_HEIGHT, BAR_HEIGHT, BAR_TOP = 1160, 8, 74, 26, 30  # sizes of the picture, of a row and of its bar
 PHASES = {
     "training": "training",
     "evaluation": "evaluation",
@@ -22,7 +22,7 @@ PHASES = {
     "recomputed": "lost work, recomputed after the restart",
     "down": "not running",
 }
-# of each event, in pixels
+# the radius of the mark of each event, in pixels
 MARK_RADIUS = {
     "fault": 5,
     "skipped_step": 4,
@@ -34,18 +34,18 @@ MARK_RADIUS = {
 UNITS = ((2 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (120, 60, "minutes"), (0, 1, "seconds"))
 ERROR_LINE = re.compile(r"(\S+) (\d+) (\S+) (?:ERROR|CRITICAL) (.*)")
 ROUTINE_EVENTS = ("started", "evaluation")  # events that are not listed
-MAX_LOGS_READ = 16  # those of the lowest ranks: all ranks notice the same failure
+MAX_LOGS_READ = 16  # only logs of the lowest ranks, since all ranks notice the same failure
 
 
 @dataclass
 class Timeline:
-    """Times are in seconds since 1970."""
+    """The attempts of a run and its events, with times in seconds since 1970."""
 
     started_at: float = 0.0
     ended_at: float = 0.0
     attempts: int = 0
-    segments: list[tuple[float, float, str, str]] = field(default_factory=list)  # from, to, phase, text
-    events: list[dict[str, Any]] = field(default_factory=list)  # `at`: the time, or 0
+    segments: list[tuple[float, float, str, str]] = field(default_factory=list)  # start, end, phase and text
+    events: list[dict[str, Any]] = field(default_factory=list)  # `at` is the time, or 0
 
 
 def build_timeline(
@@ -90,7 +90,7 @@ def build_timeline(
 
 
 def read_errors(logs: Path) -> list[tuple[float, str]]:
-    """The time and text of the errors in the ranks' log files, the earliest first."""
+    """Return the time and text of the errors in the ranks' log files, the earliest first."""
     errors = []
     files = sorted(logs.glob("rank*.log"), key=lambda file: (len(file.name), file.name))[:MAX_LOGS_READ]
     for file in files:
@@ -102,7 +102,7 @@ def read_errors(logs: Path) -> list[tuple[float, str]]:
 
 
 def draw_timelines(lines: dict[str, Timeline]) -> str:
-    """One bar per run with recorded times, each from its own start. Empty if no run has any."""
+    """Draw one bar per run with recorded times, each from its own start. The text is empty if no run has any."""
     lines = {name: line for name, line in lines.items() if line.segments}
     if not lines:
         return ""
@@ -128,7 +128,7 @@ def draw_timelines(lines: dict[str, Timeline]) -> str:
             width, is_beside = max(1.0, (end - begin) * scale), phase == "checkpoints"
             x = LEFT + (begin - line.started_at) * scale
             if width == 1.0 and (phase, round(x)) in drawn:
-                continue  # a long run has thousands of short ones
+                continue  # a long run has thousands of short segments
             drawn.add((phase, round(x)))
             bar_height = 7 if is_beside else BAR_HEIGHT
             top = y + BAR_HEIGHT - bar_height
@@ -138,7 +138,7 @@ def draw_timelines(lines: dict[str, Timeline]) -> str:
         for event in line.events:
             x = LEFT + ((event["at"] or line.started_at) - line.started_at) * scale
             if not event["at"] or (event["event"], round(x)) in seen:
-                continue  # draw at most one mark per pixel
+                continue  # a pixel has at most one mark
             seen.add((event["event"], round(x)))
             kind = event["event"] if event["event"] in MARK_RADIUS else "other"
             tip = event.get("text") or f"{event['event'].replace('_', ' ')}, step {event['step']}"

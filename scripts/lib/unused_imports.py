@@ -1,9 +1,10 @@
-"""Which imports of a Python file nothing uses any more once some of its lines are deleted. Standard library only.
+"""Find the imports of a Python file that nothing uses any more once some of its lines are deleted.
 
 An import goes only if its name was used in this file before, and is not used after. So an import for its side effects
 stays. A re-export stays too: `import x as x`, `# noqa: F401` or a name in `__all__`. So does an import in a `try` that
-asks whether a module is there. Names in quoted annotations and in type comments count as used, and so do names of
-parameters: a parameter of a test asks for the fixture of that name.
+asks whether a module is there. Names in quoted annotations and in type comments count as used. So do names of
+parameters, because a parameter of a test asks for the fixture of that name. This module needs only the standard
+library.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from dataclasses import dataclass
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError", "Exception", "BaseException")
 NOQA = re.compile(r"# noqa\b(?!:)|# noqa:.*\bF401\b", re.IGNORECASE)
-GENERIC = re.compile(r"[A-Z]|(?:list|dict|tuple|set|frozenset|type)$")  # what subscripts with types follow
-# Calls that take names of the file in strings: types, expressions and fixtures.
+GENERIC = re.compile(r"[A-Z]|(?:list|dict|tuple|set|frozenset|type)$")  # subscripts of these names hold types
+# These calls take names of the file in strings, which are types, expressions and fixtures.
 CALLS_WITH_NAMES = {"cast", "TypeVar", "NewType", "ForwardRef", "NamedTuple", "TypedDict", "eval", "exec"}
 CALLS_WITH_NAMES |= {"usefixtures", "getfixturevalue"}
 TYPE_COMMENT = re.compile(r"#\s*type:(?!\s*ignore\b)([^#]*)")
@@ -42,8 +43,8 @@ def remove_unused_imports(lines: list[str], deleted: set[int]) -> tuple[list[str
     """Delete the imports that nothing uses once other lines are deleted.
 
     Args:
-        lines: of the file, with their line ends.
-        deleted: numbers of the lines, from 0, that go in any case.
+        lines: the lines of the file, with their line ends.
+        deleted: the numbers, from 0, of the lines that go in any case.
 
     Returns:
         The lines, some of which are rewritten, and the numbers of all lines that go. A block that would be empty
@@ -56,7 +57,7 @@ def remove_unused_imports(lines: list[str], deleted: set[int]) -> tuple[list[str
     uses: dict[ast.AST, dict[str, set[int]]] = {}
     candidates = [name for name in imported_names(tree, lines) if is_removable(name, lines)]
     number_before = -1
-    while number_before != len(deleted) + len(unused):  # an `if TYPE_CHECKING:` that goes is a use that goes
+    while number_before != len(deleted) + len(unused):  # deleting an `if TYPE_CHECKING:` deletes a use
         number_before = len(deleted) + len(unused)
         for name in candidates:
             if name.scope not in uses:
@@ -81,7 +82,7 @@ def import_statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def imported_names(tree: ast.AST, lines: list[str]) -> list[ImportedName]:
-    """The names that imports bind in functions and in the module, without those that a `try` asks for."""
+    """Return the names that imports bind in functions and in the module, without those that a `try` asks for."""
     names: list[ImportedName] = []
 
     def visit(node: ast.AST, scope: ast.AST | None) -> None:
@@ -92,7 +93,7 @@ def imported_names(tree: ast.AST, lines: list[str]) -> list[ImportedName]:
             elif isinstance(child, FUNCTION):
                 visit(child, child)
             elif isinstance(child, ast.ClassDef) or catches_import_error(child):
-                visit(child, None)  # an attribute of a class, or a question whether a module is there
+                visit(child, None)  # it is an attribute of a class, or asks whether a module is there
             else:
                 visit(child, scope)
 
@@ -111,7 +112,7 @@ def catches_import_error(node: ast.AST) -> bool:
 
 
 def is_removable(name: ImportedName, lines: list[str]) -> bool:
-    """Whether an import only binds a name for this file, and stands alone on its lines."""
+    """Return whether an import only binds a name for this file, and stands alone on its lines."""
     statement = name.statement
     text = "".join(lines[statement.lineno - 1 : statement.end_lineno])
     if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
@@ -125,7 +126,7 @@ def is_removable(name: ImportedName, lines: list[str]) -> bool:
 
 
 def lines_of_uses(scope: ast.AST, lines: list[str]) -> dict[str, set[int]]:
-    """The numbers of the lines, from 0, on which each name stands in a function or module, imports left out."""
+    """Return the numbers, from 0, of the lines on which each name stands in a function or module, without imports."""
     uses: dict[str, set[int]] = defaultdict(set)
     for node in ast.walk(scope):
         if isinstance(node, ast.Name):
@@ -146,7 +147,10 @@ def lines_of_uses(scope: ast.AST, lines: list[str]) -> dict[str, set[int]]:
 
 
 def strings_with_names(node: ast.AST) -> Iterator[tuple[str, int]]:
-    """Strings at a node in which names of the file stand, with their lines: types, fixtures, elements of `__all__`."""
+    """Yield the strings at a node in which names of the file stand, with their lines.
+
+    They are types, fixtures and elements of `__all__`.
+    """
     parts: list[ast.AST | None] = []
     if isinstance(node, (ast.arg, ast.AnnAssign)):
         parts.append(node.annotation)
@@ -180,7 +184,7 @@ def lines_of_node(node: ast.stmt) -> set[int]:
 
 
 def lines_of_empty_type_checking(tree: ast.AST, deleted: set[int]) -> set[int]:
-    """The lines of each `if TYPE_CHECKING:` whose statements are all deleted."""
+    """Return the lines of each `if TYPE_CHECKING:` whose statements are all deleted."""
     empty: set[int] = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.If) or last_name(node.test) != "TYPE_CHECKING" or node.orelse:

@@ -1,5 +1,5 @@
 # extra: verify or replay
-"""Helpers of the checks: compare nested values, and format them for messages."""
+"""Compare nested values, and format them for messages. The checks use these helpers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from utils.metrics import Metrics, check_metrics
 from utils.training.hooks import ModelHooks
 from utils.training.parts.loss_terms import LossTerms
 
-STATE_KEYS = ("model", "ema", "optimizer", "scaler", "progress")  # of a checkpoint
-# of records: they differ between equal runs
+STATE_KEYS = ("model", "ema", "optimizer", "scaler", "progress")  # the keys of a checkpoint with its state
+# These fields of records differ between equal runs.
 TIMING_FIELDS = ("samples_per_s", "tokens_per_s", "data_wait_s", "step_s", "peak_memory_bytes", "mfu")
-# relative; of sums in another order, and of losses of a batch and its halves, for which layers may choose other kernels
+# These relative differences are tolerated between sums in different orders, and between the losses of a batch and of
+# its halves, for which layers may choose other kernels.
 ROUNDING_TOLERANCE = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-11}
 ADDITIVITY_TOLERANCE = {torch.bfloat16: 1e-1, torch.float16: 1e-2, torch.float32: 1e-4, torch.float64: 1e-11}
-MAX_SET_DEPTH = 3  # in each other, whose content is compared
+MAX_SET_DEPTH = 3  # sets within each other whose content is compared
 
 
 def scramble_global_rngs(number: int) -> None:
@@ -44,8 +45,10 @@ def scramble_global_rngs(number: int) -> None:
 
 
 def flatten_nested(nest: Any, path: str = "") -> dict[str, Any]:
-    """The values in nested mappings, lists, tuples and dataclasses, by path. Of other objects: those that may be values
-    of a batch."""
+    """Return the values in nested mappings, lists, tuples and dataclasses, by path.
+
+    Of other objects, only those that may be values of a batch are returned.
+    """
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         nest = {field.name: getattr(nest, field.name, None) for field in dataclasses.fields(nest)}
     elif not isinstance(nest, Tensor | Mapping | list | tuple):
@@ -59,7 +62,7 @@ def flatten_nested(nest: Any, path: str = "") -> dict[str, Any]:
 
 
 def copy_without_cache(value: Any) -> Any:
-    """The object, or a copy without what functools.cached_property has stored in it."""
+    """Return the object, or a copy without what functools.cached_property has stored in it."""
     kind, values = type(value), getattr(value, "__dict__", {})
     cached = [name for name in values if isinstance(getattr(kind, name, None), functools.cached_property)]
     if cached:
@@ -70,10 +73,11 @@ def copy_without_cache(value: Any) -> Any:
 
 
 def hash_nested(nest: Any, unhashed_types: set[str] | None = None, depth: int = 0) -> str:
-    """A hash of names, dtypes, shapes and bytes. Equal content has one digest, also in other memory or processes.
+    """Return a hash of names, dtypes, shapes and bytes. Equal content has one digest, also in other processes.
 
     Args:
-        unhashed_types: gets the types of objects that have no pickle and are not compared.
+        nest: the nested values.
+        unhashed_types: a set to which the types of objects are added that have no pickle and are not compared.
         depth: the number of sets around the value.
     """
     hashed = hashlib.sha256()
@@ -86,15 +90,17 @@ def hash_nested(nest: Any, unhashed_types: set[str] | None = None, depth: int = 
 
 
 def is_dense(value: Tensor) -> bool:
-    """Whether it is neither sparse nor a NestedTensor, which lack most operations."""
+    """Return whether a tensor is neither sparse nor a NestedTensor. Both lack most operations."""
     return value.layout is torch.strided and not value.is_nested
 
 
 def serialize_tensor(value: Tensor) -> bytes:
-    """The dtype, shape and numbers of a tensor: of each row of a NestedTensor, of the indices and values of a sparse
-    one."""
+    """Return the dtype, shape and numbers of a tensor as bytes.
+
+    A NestedTensor gives those of its rows, and a sparse tensor gives those of its indices and values.
+    """
     value, shape = value.detach(), ""
-    if value.is_nested:  # its shape has a symbol that differs between equal ones
+    if value.is_nested:  # its shape has a symbol that differs between equal tensors
         parts = list(value.unbind())
     elif is_dense(value):
         parts = [value]
@@ -112,11 +118,11 @@ def serialize_tensor(value: Tensor) -> bytes:
 class ContentPickler(pickle.Pickler):
     """Gives equal objects of two processes the same bytes.
 
-    Pickles of equal tensors, arrays, texts and sets differ: by their memory, by which texts are one object in Python,
-    and by the order of insertion. A hash of their content takes their place, wherever an object holds them.
+    Pickles of equal tensors, arrays, texts and sets may differ. They depend on memory, on the texts that are one object
+    in Python, and on the order of insertion. A hash of the content takes their place, wherever an object holds them.
     """
 
-    unhashed_types: set[str]  # the names of the types of what is left out
+    unhashed_types: set[str]  # the names of the types that are left out
     depth: int
 
     def persistent_id(self, value: Any) -> int | None:
@@ -127,7 +133,7 @@ class ContentPickler(pickle.Pickler):
             content = value.encode(errors="surrogatepass")
         elif isinstance(value, bytes):
             content = value
-        elif isinstance(value, type | FunctionType):  # also those that no module names
+        elif isinstance(value, type | FunctionType):  # even if no module names it
             content = f"{value.__module__}.{value.__qualname__}".encode()
             if getattr(value, "__closure__", None):
                 self.unhashed_types.add(value.__qualname__)
@@ -142,7 +148,7 @@ class ContentPickler(pickle.Pickler):
         if content is None:
             return None
         hashed = hashlib.sha256(type(value).__name__.encode() + content)
-        return int.from_bytes(hashed.digest(), "big")  # a number, since equal texts may be one object or two
+        return int.from_bytes(hashed.digest(), "big")  # this is a number, since equal texts may be one object or two
 
     def reducer_override(self, value: Any) -> Any:
         try:
@@ -154,25 +160,25 @@ class ContentPickler(pickle.Pickler):
 
 
 def is_numpy_array(value: Any) -> bool:
-    """Whether it is an array of NumPy without references to objects."""
+    """Return whether a value is an array of NumPy without references to objects."""
     return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and not value.dtype.hasobject
 
 
 def serialize_object(value: Any, unhashed_types: set[str] | None = None, depth: int = 0) -> bytes:
-    """The pickle of a value, with the name of its type in place of an object that has none, such as an open file."""
+    """Return the pickle of a value. The name of its type replaces an object without a pickle, such as an open file."""
     stream = io.BytesIO()
     pickler = ContentPickler(stream)
     pickler.unhashed_types, pickler.depth = set() if unhashed_types is None else unhashed_types, depth
     try:
         pickler.dump(value)
-    except (pickle.PicklingError, RecursionError):  # it is nested too deeply
+    except (pickle.PicklingError, RecursionError):  # the value may be nested too deeply
         pickler.unhashed_types.add(type(value).__qualname__)
         return type(value).__qualname__.encode()
     return stream.getvalue()
 
 
 def pad_rows(nested: Tensor) -> Tensor:
-    """The rows of a NestedTensor in a dense one, with zeros after them. torch's own rejects those with holes."""
+    """Return the rows of a NestedTensor in a dense one, with zeros after them. Torch's function rejects holes."""
     rows = nested.unbind()
     if not rows:
         return torch.zeros(0)
@@ -183,7 +189,7 @@ def pad_rows(nested: Tensor) -> Tensor:
 
 
 def hash_rng_states() -> dict[str, str]:
-    """Digests of the states of the global generators, by name."""
+    """Return digests of the states of the global generators, by name."""
     states = {"torch's": [torch.get_rng_state()], "Python's": repr(random.getstate())}
     if torch.cuda.is_initialized():
         states["torch's on CUDA"] = [torch.cuda.get_rng_state()]
@@ -193,13 +199,13 @@ def hash_rng_states() -> dict[str, str]:
 
 
 def spread_rows(count: int, size: int) -> Tensor:
-    """Up to `count` rows of so many, from the first to the last."""
+    """Return up to `count` numbers of rows, spread from the first row to the last of `size`."""
     count = min(count, size)
     return torch.arange(count) * (size - 1) // max(1, count - 1)
 
 
 def error_text(error: BaseException) -> str:
-    """An error's type and text; for an error from a worker, whose text is a traceback, the last line."""
+    """Return an error's type and text. For an error from a worker, whose text is a traceback, it is the last line."""
     lines = (str(error).strip() or "no text").splitlines()
     return lines[-1] if lines[0].startswith("Caught ") else f"{type(error).__name__}: {lines[0]}"
 
@@ -213,8 +219,11 @@ def format_plural(count: int, noun: str) -> str:
 
 
 def join_batches(batches: list[Any], size: int) -> Any:
-    """Nested batches of `size` samples as one. Raises RuntimeError or ValueError if they hold other things than rows,
-    or do not fit."""
+    """Join nested batches of `size` samples into one.
+
+    Raises:
+        RuntimeError, ValueError: if the batches hold other things than rows, or do not fit.
+    """
     values: list[Any] = []
     map_leaves(values.append, batches)
     if not all(isinstance(leaf, Tensor) and is_dense(leaf) and leaf.ndim and len(leaf) == size for leaf in values):
@@ -224,7 +233,7 @@ def join_batches(batches: list[Any], size: int) -> Any:
 
 
 def find_shared_memory(net: nn.Module) -> str:
-    """The names of two parameters whose memory overlaps, if there are any."""
+    """Return the names of two parameters whose memory overlaps, if there are any."""
     spans = []
     for name, p in net.named_parameters():
         last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
@@ -244,7 +253,10 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def compute_sums(hooks: ModelHooks, net: nn.Module, batch: Any, is_training: bool) -> dict[str, Tensor]:
-    """All sums and counts of a micro-batch, as in training or evaluation, but without dropout and batch statistics."""
+    """Compute all sums and counts of a micro-batch, without dropout and batch statistics.
+
+    Otherwise they are computed as in training or evaluation.
+    """
     net.eval()
     net.training = is_training
     with torch.set_grad_enabled(is_training):
@@ -252,21 +264,21 @@ def compute_sums(hooks: ModelHooks, net: nn.Module, batch: Any, is_training: boo
 
 
 def collect_sums(hooks: ModelHooks, metrics: Metrics, batch: Any) -> dict[str, Tensor]:
-    """In their dtypes, flat, on the CPU. Raises UserError if loss_counts lies."""
+    """Return all sums and counts of metrics in their dtypes, flat, on the CPU. Raises UserError if loss_counts lies."""
     metrics = check_metrics(metrics)
     terms_of_loss = hooks.find_part(LossTerms)
     if terms_of_loss:
         total, count, means = metrics["loss"]
         terms = {f"loss/{name}": (total[k], count[k]) for k, name in enumerate(means.names)}
-        if torch.is_grad_enabled():  # an evaluation may count otherwise
+        if torch.is_grad_enabled():  # an evaluation may count in another way
             terms_of_loss.check_counts(terms_of_loss.count_terms(batch), count)
-        metrics = terms | metrics  # a term first, which may be a mean while the others are sums
+        metrics = terms | metrics  # terms come first, since one may be a mean while the others are sums
     parts = {f"{name}'s {part}": entry[k] for name, entry in metrics.items() for k, part in enumerate(("sum", "count"))}
     return {name: torch.as_tensor(value).detach().cpu().flatten() for name, value in parts.items()}
 
 
 def comparable_state(payload: dict[str, Any]) -> dict[str, Any]:
-    """The state in a checkpoint, with optimizer state by parameter name, since the order of groups may differ."""
+    """Return the state in a checkpoint. Optimizer state is by parameter name, since the order of groups may differ."""
     optimizer = payload["optimizer"]
     by_name = {name: optimizer["state"].get(number, {}) for number, name in enumerate(optimizer["names"])}
     return {key: payload[key] for key in STATE_KEYS} | {"optimizer": by_name}

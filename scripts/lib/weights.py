@@ -1,4 +1,4 @@
-"""Which weights of a checkpoint a script uses: by default those that selected the best checkpoint.
+"""Choose the weights of a checkpoint that a script uses. By default they are those that selected the best checkpoint.
 
 With `--ema_decay` these are the averaged weights. A run evaluates the plain ones too, and a checkpoint holds both.
 """
@@ -22,11 +22,11 @@ def add_ema_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def choose_weights(payload: dict[str, Any], is_ema: bool | None, source: object) -> str:
-    """The entry of a checkpoint that holds the weights to use: "ema" for the averaged ones, or "model".
+    """Return the entry of a checkpoint that holds the weights to use: "ema" for the averaged ones, or "model".
 
     Args:
         payload: the checkpoint.
-        is_ema: the flag `--ema` or `--no-ema`; None: neither was given.
+        is_ema: the flag `--ema` or `--no-ema` (None: neither was given).
         source: the checkpoint's name for messages.
 
     Raises:

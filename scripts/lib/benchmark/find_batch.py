@@ -1,10 +1,10 @@
 # extra: benchmark
-"""benchmark.py --find-batch: the largest micro-batch that fits in memory, and flags that keep the global batch.
+"""Find the largest micro-batch that fits in memory, and flags that keep the global batch (benchmark.py --find-batch).
 
 A trial trains for two steps of two micro-batches each, in a process with limited memory, so that the machine does not
-swap: the second step has the optimizer's state, and each second micro-batch the gradients of the first one. It uses the
-first samples of an epoch: if lengths vary, search for the budget of tokens,
-whose largest value is found with the longest samples and with the most, or leave room for longer ones.
+swap. The second step has the optimizer's state, and each second micro-batch has the gradients of the first one. A trial
+uses the first samples of an epoch. If lengths vary, leave room for longer samples, or search for the budget of tokens.
+The largest budget is found with the longest samples and with the most.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ TOLERANCE = 0.05  # fraction of the largest size found
 TRIAL_TIMEOUT = 300  # seconds
 CHECKPOINTING = "--activation_checkpointing"  # extra: compile
 FITS, TOO_LARGE, TOO_SLOW = "fits", "does not fit", f"takes longer than {TRIAL_TIMEOUT} s"
-# without evaluation, which needs less memory than training, and compilation and workers, which use other memory
+# A trial has no evaluation, which needs less memory than training, and no compilation and workers, which use other
+# memory.
 TRIAL_SETTINGS: dict[str, Any] = {"num_workers": 0, "max_time": 0.0}
 TRIAL_SETTINGS["compile"] = "off"  # extra: compile
 TRIAL_SETTINGS["hang_timeout"] = 0.0  # extra: watch
@@ -59,8 +60,12 @@ TRIAL_SETTINGS |= {"epochs": 2, "max_steps": 2, "global_batch_size": 0, "grad_ac
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of a micro-batch of `size` samples, or tokens. needs: bytes; seconds: of one; both 0 if it did not
-    run."""
+    """The outcome of a micro-batch of `size` samples or tokens.
+
+    Attributes:
+        needs: the bytes that it needs (0: it did not run).
+        seconds: the seconds that one micro-batch takes (0: it did not run).
+    """
 
     size: int
     outcome: str
@@ -79,7 +84,11 @@ class Trial:
 
 
 def train_two_steps(config: TrainingConfig, ctx: DistributedContext, folder: Path, size: int) -> tuple[float, int]:
-    """Train. Returns the seconds per micro-batch of `size` without the data wait, and the bytes of a checkpoint."""
+    """Train for two steps with micro-batches of `size`.
+
+    Returns:
+        The seconds per micro-batch without the wait for data, and the bytes of a checkpoint.
+    """
     sizes: dict[str, Any] = {"batch_size": size}
     if config.batch_tokens:  # extra: lengths
         sizes = {"batch_tokens": size, "too_long": "alone"}
@@ -101,8 +110,17 @@ def train_two_steps(config: TrainingConfig, ctx: DistributedContext, folder: Pat
 
 
 def available_memory(device: torch.device, ranks: int, gib: float) -> int:
-    """Bytes that each of `ranks` ranks on this machine may use. gib: given by the user, or 0. Raises UserError."""
-    if device.type == "cuda":  # each rank has its own device; the data set may be on it already
+    """Return the bytes that each of `ranks` ranks on this machine may use.
+
+    Args:
+        device: the device of this process.
+        ranks: the number of ranks.
+        gib: the memory that the user has given in GiB (0: none).
+
+    Raises:
+        UserError: if the user has to give the memory, since the system does not report it.
+    """
+    if device.type == "cuda":  # each rank has its own device, on which the data set may be already
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         if ranks > 1:
             free -= NCCL_BYTES
@@ -117,9 +135,10 @@ def available_memory(device: torch.device, ranks: int, gib: float) -> int:
 
 
 def limit_memory(device: torch.device, memory: int) -> None:
-    """Limit this process to `memory` bytes: of the device, or its current resident memory plus the rest in new pages.
+    """Limit this process to `memory` bytes of the device.
 
-    Call it after one pass: library pages that are loaded later are not counted.
+    On the CPU, the limit is the current resident memory plus the rest in new pages. Call this after one pass,
+    because pages of libraries that are loaded later are not counted.
     """
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
@@ -157,7 +176,7 @@ def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str])
             seconds, checkpoint = train_two_steps(config, ctx, folder / "second", size)
             if ctx.device.type == "cuda":
                 needs = torch.cuda.max_memory_reserved(ctx.device)
-            else:  # including the checkpoint's copy in shared memory and the writer's archive
+            else:  # this includes the checkpoint's copy in shared memory and the writer's archive
                 needs = read_process_memory("VmHWM") + 2 * checkpoint
             result = {"outcome": FITS if needs <= memory else TOO_LARGE, "needs": needs, "seconds": seconds}
     except UserError as error:
@@ -170,14 +189,14 @@ def run_trial(size: int, ranks: int, gib: float, folder: Path, flags: list[str])
 
 
 def start_trial(size: int, ranks: int, gib: float, flags: list[str]) -> dict[str, Any]:
-    """Run a trial in a new process. Returns what it printed. Raises UserError if the flags cannot be used."""
+    """Run a trial in a new process, and return what it printed. Raises UserError if the flags cannot be used."""
     with tempfile.TemporaryDirectory(prefix="find-batch-") as folder:
         command = [sys.executable, __file__, str(size), str(ranks), str(gib), folder, *flags]
         try:
             ended = processes.run_process(command, TRIAL_TIMEOUT)
         except subprocess.TimeoutExpired:
             return {"outcome": TOO_SLOW}
-    # the kernel's out-of-memory killer, or native code that does not check its allocations
+    # the kernel has killed it for its memory, or native code has not checked its allocations
     if -ended.returncode in (signal.SIGKILL, signal.SIGSEGV):
         return {"outcome": TOO_LARGE}
     if ended.returncode:
@@ -206,7 +225,10 @@ def search_largest_size(
 
 
 def choose_micro_batch(global_batch: int, largest: int, ranks: int) -> int:
-    """The largest micro-batch up to `largest` that divides the global batch, evenly among the ranks where possible."""
+    """Return the largest micro-batch up to `largest` that divides the global batch.
+
+    The ranks get equal parts where possible.
+    """
     sizes = [size for size in range(min(largest, global_batch), 0, -1) if global_batch % size == 0]
     enough = [size for size in sizes if global_batch // size >= ranks] or sizes[-1:]
     return next((size for size in enough if global_batch // size % ranks == 0), enough[0])
@@ -215,11 +237,15 @@ def choose_micro_batch(global_batch: int, largest: int, ranks: int) -> int:
 def describe_result(
     name: str, trials: list[Trial], max_size: int, global_batch: int, ranks: int, longest_sample: int = 1
 ) -> list[str]:
-    """The result of one search, and the flags to paste.
+    """Describe the result of one search, with the flags to paste.
 
     Args:
-        global_batch: that the flags keep; 0: none.
-        longest_sample: the longest sample, if sizes are tokens.
+        name: what was searched.
+        trials: the outcomes of the search.
+        max_size: the largest size that the data set allows.
+        global_batch: the global batch that the flags keep (0: none).
+        ranks: the number of ranks.
+        longest_sample: the length of the longest sample, if sizes are tokens.
     """
     fitting = [trial for trial in trials if trial.outcome == FITS]
     if not fitting:
@@ -248,7 +274,7 @@ def find_largest_batch(flags: list[str], ranks: int, gib: float) -> None:
     global_batch = config.batch_size * config.micro_batches_per_step(ranks)
     if config.batch_tokens:  # extra: lengths
         unit, first = "token", config.batch_tokens
-        # the budget alone decides; a global batch in samples has no meaning without their bound
+        # The budget alone decides. A global batch in samples has no meaning without their bound.
         global_batch = config.global_batch_size if config.micro_batch[0] == "batch_tokens" else 0
         flags = [*flags, "--batch_size", str(TrainingConfig.batch_size), "--global_batch_size", str(global_batch)]
     facts = start_trial(0, ranks, gib, flags)
@@ -267,7 +293,7 @@ def find_largest_batch(flags: list[str], ranks: int, gib: float) -> None:
         try:
             trials = search_largest_size(trial, first, max_size, say)
             answers += describe_result(name, trials, max_size, global_batch, ranks, facts.get("longest_sample", 1))
-        except UserError as error:  # a model without blocks to checkpoint
+        except UserError as error:  # the model may have no blocks to checkpoint
             if not added_flags:
                 raise
             answers.append(f"{name}: {error}")

@@ -1,5 +1,8 @@
 # extra: benchmark or replay
-"""A complete run for measurements: `train.train_one_epoch` with everything that a run sets up around it."""
+"""A complete run within this process, for measurements.
+
+It calls `train.train_one_epoch` with everything that a run sets up around it.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,19 @@ from utils.assembly import assemble
 from utils.rng import derive_seed
 from utils.run.start import open_run
 
-SCHEDULE_EPOCHS = 1000  # of the schedule; fewer are measured
+SCHEDULE_EPOCHS = 1000  # epochs of the schedule, of which fewer are measured
 
 
 class InProcessRun:
-    """Consensus, watchdog, records, TensorBoard and checkpoints as in a run, but without terminal output.
+    """A run with consensus, watchdog, records, TensorBoard and checkpoints, but without terminal output.
 
     Create it on all ranks, after `setup_distributed`.
 
     Args:
-        folder: must not contain a run.
-        steps: optimizer steps of an epoch; 0: the whole training set, or `max_steps`.
+        config: the settings of the run.
+        ctx: the ranks.
+        folder: the run folder, which must not contain a run.
+        steps: the optimizer steps of an epoch (0: the whole training set, or `max_steps`).
         resume_from: a checkpoint to continue from.
     """
 
@@ -56,7 +61,7 @@ class InProcessRun:
             ctx = dataclasses.replace(ctx, heartbeats=ctx.heartbeats.create_for_next_run())
         self._exit_stack = ExitStack()
         attempt = self._exit_stack.enter_context(open_run(config, ctx))
-        self._devnull = open(os.devnull, "w")  # closed with the run
+        self._devnull = open(os.devnull, "w")  # the end of the run closes it
         for handler in attempt.logger.handlers:
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(self._devnull)
@@ -71,7 +76,7 @@ class InProcessRun:
         self.state.schedule.end_epoch()
 
     def seconds_by_phase(self) -> dict[str, float]:
-        """Seconds so far in each phase of the loop."""
+        """Return the seconds so far in each phase of the loop."""
         return self.training.attempt.clock.seconds_by_phase()
 
     def close(self) -> None:
@@ -84,7 +89,10 @@ class InProcessRun:
 
 
 def create_data_without_repeats() -> SimpleNamespace:
-    """dataset.py, with each sample once per epoch: `dataset_size` does not cut an order that repeats samples."""
+    """Return a stand-in for dataset.py whose epochs have each sample once.
+
+    `dataset_size` cannot cut an order that repeats samples.
+    """
 
     def create_dataset(config: TrainingConfig, split: str) -> Any:
         dataset: Any = train.your_data.create_dataset(config, split)

@@ -1,9 +1,9 @@
 # extra: benchmark and sharding
-"""benchmark.py --sharding-memory: the memory of a rank with each --sharding, by number of ranks.
+"""Measure the memory of a rank with each --sharding, by number of ranks (benchmark.py --sharding-memory).
 
-This process is rank 0 of N: torch's "fake" backend ends each collective at once, so that FSDP2 and DDP allocate what
-they would on N ranks. Counted are all tensors on the device in two steps of train.py's loop, not what kernels, CUDA and
-the allocator use for themselves.
+This process is rank 0 of N. Torch's "fake" backend ends each collective at once, so that FSDP2 and DDP allocate what
+they would on N ranks. All tensors on the device count, in two steps of train.py's loop. The memory that kernels, CUDA
+and the allocator use for themselves does not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from utils.training.parts.weight_average import WeightAverage
 from utils.training.state import TrainState
 
 SHARDINGS = ("none", "zero2", "hybrid", "zero3")  # the later ones gather more often
-USABLE_FRACTION = 0.9  # of a device's memory; the rest is for kernels and the allocator
+USABLE_FRACTION = 0.9  # of a device's memory (kernels and the allocator need the rest)
 COLUMNS = ("parameters", "optimizer", "peak")
 TWO_STEPS: dict[str, Any] = {"epochs": 2, "max_steps": 2, "max_time": 0.0, "save_every_steps": 0}
 TWO_STEPS |= {"num_workers": 0, "record_samples": False, "comm_hook": "none"}
@@ -50,16 +50,16 @@ TWO_STEPS["compile"] = "off"  # extra: compile
 
 
 class TensorTracker(MemTracker):
-    """Counts all tensors, and none by module: those hooks allow one pass only."""
+    """Counts all tensors, and none by module, because the hooks for modules allow one pass only."""
 
     _ignore: Any = staticmethod(lambda *_: None)
     _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignore
 
 
 def count_bytes(state: TrainState, action: Callable[[], object]) -> dict[str, int]:
-    """Bytes of parameters, of optimizer state with average, and of all tensors on the device at the peak of `action`.
+    """Count the bytes of parameters, of optimizer state with average, and of all tensors at the peak of `action`.
 
-    Gradients must not exist yet.
+    The tensors are those on the device. Gradients must not exist yet.
     """
     tracker, copies = TensorTracker(), list[torch.Tensor]()
     average = state.find_part(WeightAverage)
@@ -83,7 +83,7 @@ def count_bytes(state: TrainState, action: Callable[[], object]) -> dict[str, in
 
 
 def skip_all_reduce(state, bucket):  # DDP rejects annotations that are strings
-    """DDP's hook; its own all-reduce needs a result that the fake backend does not give."""
+    """Skip the all-reduce as a hook of DDP. DDP's own needs a result that the fake backend does not give."""
     flat = bucket.buffer()
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
     future.set_result(flat)
@@ -93,9 +93,15 @@ def skip_all_reduce(state, bucket):  # DDP rejects annotations that are strings
 def measure_sharding(
     config: TrainingConfig, ctx: DistributedContext, data: MapDataset, sharding: str, ranks: int, per_node: int
 ) -> dict[str, int]:
-    """Train two steps as rank 0 of `ranks`. Raises UserError.
+    """Train two steps as rank 0 of `ranks`, and return the bytes that they need. Raises UserError.
 
-    ctx: of this process alone; its process group no longer exists.
+    Args:
+        config: the settings of the run.
+        ctx: the context of this process alone. Its process group no longer exists.
+        data: the training set.
+        sharding: the value of --sharding.
+        ranks: the number of ranks.
+        per_node: the number of ranks on a node.
     """
     config = dataclasses.replace(config, **TWO_STEPS, sharding=sharding)
     hooks = ModelHooks.from_module(train.your_model, config, ctx.device)
@@ -121,7 +127,7 @@ def measure_sharding(
             "loader": loader,
             "model": model,
         }
-        training = mock.MagicMock(**parts)  # no votes, records and checkpoints
+        training = mock.MagicMock(**parts)  # it makes no votes, records and checkpoints
         training.reporter.is_log_due = training.consensus.step.return_value = False
 
         def train_two_steps() -> None:
@@ -135,7 +141,7 @@ def measure_sharding(
 
 
 def try_measure(*args: Any) -> tuple[dict[str, int], str]:
-    """The bytes, or none and why."""
+    """Return the bytes, or none and the reason."""
     try:
         return measure_sharding(*args), ""
     except UserError as error:
@@ -157,7 +163,7 @@ def print_sharding_memory(
     per_node = torch.cuda.device_count() if on_cuda else count_usable_cpus()
     memory_per_rank = read_device_memory(ctx.device)["memory"] // (1 if on_cuda else min(per_node, ranks[-1]))
     if not on_cuda and read_free_memory() is not None:
-        limit_memory(ctx.device, available_memory(ctx.device, 1, 0.0))  # it would swap
+        limit_memory(ctx.device, available_memory(ctx.device, 1, 0.0))  # the machine would swap otherwise
     chosen = ""
     rows: list[tuple[str, ...]] = [("flags", "ranks", *COLUMNS, "")]
     for number in ranks:

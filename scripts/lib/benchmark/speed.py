@@ -1,5 +1,5 @@
 # extra: benchmark
-"""The speed of train.py's loop: as given, with other flags, without communication, and by number of ranks."""
+"""Measure the speed of train.py's loop: as given, with other flags, without communication, and by number of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AS_GIVEN, WITHOUT_COMMUNICATION = "as given", "without communication"
 def measure_speed(
     options: Any, config: TrainingConfig, ctx: DistributedContext, folder: Path, print_line: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Time a step as given, and with each of `--against` FLAGS, in turns. Prints a table, and returns its figures."""
+    """Time a step as given, and with each of `--against` FLAGS, in turns. Print a table, and return its figures."""
     configs, memory, candidates = create_configs(options.against, config, ctx), {}, []
     runs: dict[str, InProcessRun] = {}
     waited: Counter[str] = Counter()
@@ -67,21 +67,21 @@ def measure_speed(
 
 
 def create_configs(against: list[str], config: TrainingConfig, ctx: DistributedContext) -> dict[str, TrainingConfig]:
-    """What is measured, by name."""
+    """Return the configs that are measured, by name."""
     configs = {AS_GIVEN: config}
     configs |= {f"with {words}": TrainingConfig.from_args(shlex.split(words), config.to_dict()) for words in against}
-    # FSDP communicates within the passes, and exact sums hold what others have to add
+    # FSDP communicates within the passes, and exact sums hold what other ranks have to add
     can_skip_communication = ctx.world_size > 1
     can_skip_communication = can_skip_communication and config.sharding == "none"  # extra: sharding
     can_skip_communication = can_skip_communication and config.reduction != "exact"  # extra: exact
     if can_skip_communication:
-        # the ranks diverge
+        # the ranks diverge, so that no checkpoint may be saved
         configs[WITHOUT_COMMUNICATION] = dataclasses.replace(config, save_every_steps=0, save_every_minutes=0.0)
     return configs
 
 
 def reset_peak_memory(device: torch.device) -> int:
-    """Bytes in use; the peak is measured from here on."""
+    """Measure the peak from here on, and return the bytes in use now."""
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)
@@ -89,7 +89,7 @@ def reset_peak_memory(device: torch.device) -> int:
 
 
 def create_warm_run(config: TrainingConfig, ctx: DistributedContext, folder: Path, steps: int) -> InProcessRun:
-    """A run after its first epoch: workers are started, caches filled."""
+    """Return a run after its first epoch, when workers are started and caches are filled."""
     try:
         run = InProcessRun(config, ctx, folder, steps)
     except UserError as error:
@@ -104,11 +104,11 @@ def create_warm_run(config: TrainingConfig, ctx: DistributedContext, folder: Pat
 
 @contextlib.contextmanager
 def disable_communication(run: InProcessRun, ctx: DistributedContext) -> Iterator[None]:
-    """Leave out the all-reduces of gradients, sums and running statistics."""
+    """Leave out the all-reduces of gradients, of sums and of running statistics."""
     skip_reduce = mock.patch.object(StepSums, "start_reduce", lambda sums, micro_batch: None)
     with run.model.no_sync(), skip_reduce:
         yield
-    all_gather_json(None, ctx)  # the time is that of the slowest rank
+    all_gather_json(None, ctx)  # all ranks wait for the slowest one
 
 
 def format_rows(rows: dict[str, dict[str, Any]]) -> str:
@@ -125,7 +125,7 @@ def format_rows(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def read_report(file: Path | None, flags: list[str]) -> dict[str, Any]:
-    """The report in FILE, or a new one. Raises UserError if it was measured with other flags."""
+    """Return the report in FILE, or a new one. Raises UserError if the report was measured with other flags."""
     if not file or not file.exists():
         return {"flags": flags, "measured": []}
     try:
@@ -139,13 +139,16 @@ def read_report(file: Path | None, flags: list[str]) -> dict[str, Any]:
 
 
 def add_launch(report: dict[str, Any], new_launch: dict[str, Any]) -> None:
-    """Put a launch into the report; it replaces one on as many ranks."""
+    """Put a launch into the report. It replaces an earlier launch on as many ranks."""
     other_launches = [launch for launch in report["measured"] if launch["ranks"] != new_launch["ranks"]]
     report["measured"] = sorted([*other_launches, new_launch], key=lambda launch: launch["ranks"])
 
 
 def format_scaling(report: dict[str, Any]) -> str:
-    """A line for each number of ranks. The efficiency is that of a rank over one of the launch with the fewest."""
+    """Format a line for each number of ranks.
+
+    The efficiency is the speed of a rank, relative to that of a rank in the launch with the fewest ranks.
+    """
     lines = [["ranks", "samples/s", "efficiency", "step", "data wait", "communication"]]
     for launch in report["measured"]:
         row, first = launch["rows"][AS_GIVEN], report["measured"][0]

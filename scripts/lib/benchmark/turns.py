@@ -1,5 +1,5 @@
 # extra: benchmark or preflight
-"""Candidates that take turns in one process, and their medians, ratios and controls."""
+"""Measure candidates that take turns in one process, with medians, ratios and controls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from config import TrainingConfig
 from ddp_utils import DistributedContext
 
-MAX_CONTROL_ERROR = 0.03  # a larger one is shown beside the figures
+MAX_CONTROL_ERROR = 0.03  # a larger error is shown beside the figures
 
 
 @dataclass
@@ -26,31 +26,31 @@ class Candidate:
     name: str
     epoch: Callable[[], object]
     wall: list[float] = field(default_factory=list)  # seconds of each turn, two turns per round
-    cpu: list[float] = field(default_factory=list)  # of all threads of this process
+    cpu: list[float] = field(default_factory=list)  # seconds of CPU time of all threads of this process
 
     def turn(self, device: torch.device) -> None:
         synchronize(device)
         wall, cpu = time.perf_counter(), time.process_time()
         self.epoch()
-        self.cpu.append(time.process_time() - cpu)  # before the wait for a GPU, which takes CPU time too
+        self.cpu.append(time.process_time() - cpu)  # read before the wait for a GPU, which takes CPU time too
         synchronize(device)
         self.wall.append(time.perf_counter() - wall)
 
     def rounds(self, kind: str) -> list[float]:
-        """Seconds of both turns of each round."""
+        """Return the seconds of both turns of each round."""
         turns = getattr(self, kind)
         return [a + b for a, b in zip(turns[::2], turns[1::2], strict=True)]
 
     def seconds(self, kind: str = "wall") -> float:
-        """Seconds of one turn, median over the rounds."""
+        """Return the seconds of one turn, as the median over the rounds."""
         return statistics.median(self.rounds(kind)) / 2
 
     def ratio(self, other: Candidate, kind: str = "wall") -> float:
-        """This candidate's time over the other's, median over the rounds."""
+        """Return this candidate's time relative to the other's, as the median over the rounds."""
         return statistics.median(a / b for a, b in zip(self.rounds(kind), other.rounds(kind), strict=True))
 
     def control(self, kind: str = "wall") -> float:
-        """This candidate's first turns over its second turns; the difference from 1 is noise."""
+        """Return this candidate's first turns relative to its second turns. A difference from 1 is noise."""
         turns = getattr(self, kind)
         return statistics.median(turns[::2]) / statistics.median(turns[1::2])
 
@@ -79,7 +79,7 @@ def take_turns(
 
 
 def collect_machine_facts(ctx: DistributedContext, config: TrainingConfig) -> dict[str, Any]:
-    """What a figure depends on beside the flags."""
+    """Return the facts on which a figure depends beside the flags."""
     machine = {"device": ctx.device_names[0], "ranks": ctx.world_size, "threads": torch.get_num_threads()}
     versions = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
     return machine | versions | {"date": time.strftime("%Y-%m-%d"), "batch_size": config.batch_size}

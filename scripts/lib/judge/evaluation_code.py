@@ -1,7 +1,8 @@
 # extra: judge
-"""Whether two forks evaluate with the same code: dataset.py, utils, and compute_loss with all that it uses.
+"""Check that two forks evaluate with the same code.
 
-The notes name other code that a person has to read, since it may change what is evaluated, or learn from it.
+This code is dataset.py, utils, and compute_loss with all that it uses. The notes name other code that a person has to
+read, since it may change what is evaluated, or learn from it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pathlib import Path
 
 from utils.settings.errors import UserError
 
-EVALUATION_NAMES = ("compute_loss", "loss_counts", "summarize", "*")  # names in model.py; * is that of `import *`
-FILES_NOT_FOLLOWED = ("model.py", "config.py", "train.py")  # what evaluates there is in utils and in EVALUATION_NAMES
+EVALUATION_NAMES = ("compute_loss", "loss_counts", "summarize", "*")  # names in model.py (* is that of `import *`)
+FILES_NOT_FOLLOWED = ("model.py", "config.py", "train.py")  # their evaluation is in utils and in EVALUATION_NAMES
 LOOP_FILES = ("train.py", "config.py", "ddp_utils.py")
 DATA_NAMES = {"create_dataset", "load_data", "create_evaluation_dataloader", "data_dir"}
 HIDING_NAMES = {"exec", "eval", "__import__", "importlib", "mock", "meta_path", "atexit", "weakref", "globals"}
@@ -23,9 +24,13 @@ REMEDY = "Make it the same, or put both variants behind a flag of one fork and j
 
 
 def explain_difference(a: Path, b: Path) -> str:
-    """What differs in the code that evaluates in two forks, as a sentence that ends with the fix; "" if nothing does.
+    """Explain what differs in the code with which two forks evaluate. Comments do not count.
 
-    Comments do not count. Raises UserError for a file that is no Python.
+    Returns:
+        A text that ends with the fix, or "" if nothing differs.
+
+    Raises:
+        UserError: if a file is no Python.
     """
     code_a = read_evaluation_code(a)
     code_b = read_evaluation_code(b)
@@ -37,7 +42,7 @@ def explain_difference(a: Path, b: Path) -> str:
 
 
 def read_evaluation_code(fork: Path) -> dict[str, str]:
-    """The code that evaluates, by "model.py: FUNCTION" or by file."""
+    """Return the code that evaluates, by "model.py: FUNCTION" or by file."""
     sources: dict[str, str] = {}
     files = {fork / "dataset.py"}
     definitions: dict[str, list[ast.stmt]] = {}
@@ -49,7 +54,7 @@ def read_evaluation_code(fork: Path) -> dict[str, str]:
         waiting.append("predict")
     while waiting:
         name = waiting.pop(0)
-        for statement in definitions.pop(name, []):  # removed, so that it is read once
+        for statement in definitions.pop(name, []):  # each definition is read only once
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 files |= set(find_imported_files(fork, fork / "model.py", statement))
                 continue
@@ -60,8 +65,8 @@ def read_evaluation_code(fork: Path) -> dict[str, str]:
 
 
 def list_notes(a: Path, b: Path) -> list[str]:
-    """What a person has to find out about the code of two forks, which may be one."""
-    sides: dict[str, list[str]] = {}  # that a question is about
+    """Return what a person has to find out about the code of two forks, which may be the same fork."""
+    sides: dict[str, list[str]] = {}  # the sides that each question is about
     for name, fork in (("A", a), ("B", b)):
         for question in list_questions(fork):
             sides.setdefault(question, []).append(name)
@@ -73,7 +78,7 @@ def list_notes(a: Path, b: Path) -> list[str]:
 
 
 def dump_without_fields(path: Path) -> str:
-    """The code of a file, without the annotated fields of classes, such as those of the config."""
+    """Return the code of a file without the annotated fields of classes, such as those of the config."""
     tree = parse_file(path)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
@@ -82,7 +87,7 @@ def dump_without_fields(path: Path) -> str:
 
 
 def list_questions(fork: Path) -> list[str]:
-    """Questions about code of model.py, of config.py, and of the files that they import."""
+    """Return questions about code of model.py, of config.py, and of the files that they import."""
     questions: list[str] = []
     waiting = [fork / "model.py", fork / "config.py"]
     seen: set[Path] = set()
@@ -103,7 +108,7 @@ def list_questions(fork: Path) -> list[str]:
 
 
 def list_file_questions(tree: ast.Module, file: str) -> list[str]:
-    """Questions about the code of one file."""
+    """Return questions about the code of one file."""
     questions: list[str] = []
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {name for node in imports for name in list_bound_names(node)}
@@ -116,7 +121,7 @@ def list_file_questions(tree: ast.Module, file: str) -> list[str]:
             continue
         for node in ast.walk(statement):
             words = list_names(node)
-            # a vocabulary, or another part of a network
+            # create_model may read a vocabulary, or another part of a network
             if (location, words) == ("model.py: create_model", {"data_dir"}):
                 continue
             if find_changed_names(node) & modules:
@@ -135,11 +140,11 @@ def list_file_questions(tree: ast.Module, file: str) -> list[str]:
 
 
 def list_names(node: ast.AST) -> set[str]:
-    """The names in an expression, an import or the head of a function, without those of its parts."""
+    """Return the names in an expression, an import or the head of a function, without those of its parts."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         return {node.id}
     if isinstance(node, ast.Attribute):
-        return {node.attr} - {"eval"}  # model.eval()
+        return {node.attr} - {"eval"}  # the call model.eval() evaluates nothing
     if isinstance(node, ast.FunctionDef):
         return {node.name}
     words: list[str] = []
@@ -151,24 +156,27 @@ def list_names(node: ast.AST) -> set[str]:
 
 
 def is_data_import(node: ast.AST) -> bool:
-    """Whether this imports dataset.py, or more than constants of it."""
+    """Return whether this imports dataset.py, or more than constants of it."""
     if isinstance(node, ast.ImportFrom) and node.module == "dataset":
         return not all(name.name.isupper() for name in node.names)
     return isinstance(node, ast.Import) and any(name.name == "dataset" for name in node.names)
 
 
 def has_side_effects(statement: ast.stmt) -> bool:
-    """Whether a statement of a module runs code, as a call or a loop does, and not only if the file is a script."""
+    """Return whether a statement of a module runs code, as a call or a loop does.
+
+    Code that runs only if the file is a script does not count.
+    """
     if isinstance(statement, ast.If | ast.Try):
         parts = [*statement.body, *statement.orelse]
         return not format_first_line(statement).startswith("if __name__") and any(map(has_side_effects, parts))
     if isinstance(statement, ast.Expr):
-        return not isinstance(statement.value, ast.Constant)  # a docstring
+        return not isinstance(statement.value, ast.Constant)  # a constant is a docstring
     return isinstance(statement, ast.For | ast.While | ast.With)
 
 
 def find_changed_names(node: ast.AST) -> set[str]:
-    """The names of modules, classes or functions that get another attribute here, or are bound to something else."""
+    """Return the names of modules, classes or functions that get another attribute here, or another value."""
     changed: ast.AST | None = None
     if isinstance(node, ast.Global):
         return {*node.names}
@@ -182,12 +190,12 @@ def find_changed_names(node: ast.AST) -> set[str]:
 
 
 def format_first_line(node: ast.AST) -> str:
-    """The first line of the code of a node, without decorators."""
+    """Return the first line of the code of a node, without decorators."""
     return next(line for line in ast.unparse(node).splitlines() if not line.startswith("@"))
 
 
 def read_imported_files(fork: Path, files: set[Path]) -> dict[str, str]:
-    """The code of these files, of the files of the fork that they import, and of utils, by path."""
+    """Return the code of these files, of the files of the fork that they import, and of utils, by path."""
     sources: dict[str, str] = {}
     waiting = [*sorted(files), *sorted(fork.glob("utils/**/*.py"))]
     while waiting:
@@ -209,7 +217,7 @@ def parse_file(path: Path) -> ast.Module:
 
 
 def list_bound_names(statement: ast.stmt) -> set[str]:
-    """The names that a statement of a module defines."""
+    """Return the names that a statement of a module defines."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return {statement.name}
     names = set()
@@ -224,7 +232,7 @@ def list_bound_names(statement: ast.stmt) -> set[str]:
 
 
 def find_imported_files(fork: Path, file: Path, node: ast.AST) -> Iterator[Path]:
-    """The files of the fork that an import statement of a file names, with those of the packages around them."""
+    """Yield the files of the fork that an import statement of a file names, with those of the packages around them."""
     modules: list[str] = []
     base = fork
     if isinstance(node, ast.Import):

@@ -1,5 +1,5 @@
 # extra: judge
-"""What a fork does with its flags, tried in a process of its own.
+"""Try what a fork does with its flags, in a process of its own.
 
 python probe.py FORK RESULT.json outputs OUTPUTS.pt [flags of train.py]
     What does the evaluation make of given outputs of a network, for one batch? The first process makes OUTPUTS.pt with
@@ -23,7 +23,7 @@ FORK = Path(sys.argv[1])
 RESULT_FILE = Path(sys.argv[2])
 KIND = sys.argv[3]
 OUTPUTS_FILE = Path(sys.argv[4])
-TEMPLATE_MODULES = ("config", "dataset", "ddp_utils", "train")  # modules; dataset.py is the same in both forks
+TEMPLATE_MODULES = ("config", "dataset", "ddp_utils", "train")  # modules (dataset.py is the same in both forks)
 sys.path[:1] = [str(FORK), str(FORK / "scripts")]
 
 import torch
@@ -42,7 +42,7 @@ from utils.training.hooks import ModelHooks
 
 
 def probe_outputs(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
-    """The metrics of one held-out batch, from the outputs in OUTPUTS_FILE, or from those of a new network."""
+    """Return the metrics of one held-out batch, from the outputs in OUTPUTS_FILE, or from those of a new network."""
     loader = create_evaluation_dataloader(next(iter(sets.held_out.values())), sets.config, ctx)
     batch = next(iter(loader))
     net: Any = create_network(sets.config, ctx).eval()
@@ -69,7 +69,7 @@ def probe_outputs(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
 
 
 def find_replaced_functions() -> dict[str, str]:
-    """Functions in modules of the template that code of the fork defines elsewhere, by name: where."""
+    """Return the functions in modules of the template that code of the fork has replaced, each with its place."""
     origins: dict[str, str] = {}
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None) or ""
@@ -88,14 +88,14 @@ def find_replaced_functions() -> dict[str, str]:
 
 
 def is_fork_file(file: Path) -> bool:
-    """Whether it is a file of the fork, but not of the template, nor of an environment in the fork's folder."""
+    """Return whether a file is the fork's, and not the template's or that of an environment in the fork's folder."""
     if not file.is_relative_to(FORK) or file.is_relative_to(sys.prefix):
         return False
     return file.relative_to(FORK).parts[0].removesuffix(".py") not in ("utils", "scripts", *TEMPLATE_MODULES)
 
 
 def probe_weights(sets: DataSets, ctx: DistributedContext) -> dict[str, Any]:
-    """Whether the weights change if code outside the template, which seeds a generator, gets another seed."""
+    """Return whether the weights change if code outside the template seeds a generator with another number."""
     from lib.verify.randomness import replace_seeds
     from utils.training.fingerprint import fingerprint_parameters
 

@@ -1,5 +1,5 @@
 # extra: judge
-"""The two sides that are compared: a fork with its settings, its runs, and the check of its code."""
+"""The two sides that are compared. A side is a fork with its settings, its runs, and the check of its code."""
 
 from __future__ import annotations
 
@@ -34,25 +34,33 @@ REFUSED_FLAGS = ("overwrite", "eval_only", "mirror", "max_time")  # flags that a
 BUDGET_SETTINGS = ("epochs", "max_steps", "dataset_size", "drop_last", "schedule_steps", "patience")
 VERIFY_RANKS = 2
 PROBE_FLAGS = ("--eval_batch_size", "16")  # the same for both sides
-LOG_LINES = 20  # of a log that are printed
+LOG_LINES = 20  # lines of a log that are printed
 
 
 @dataclass
 class Side:
-    """One side. settings: of the config, resolved, without those in JUDGE_FLAGS."""
+    """One side of a comparison.
+
+    Attributes:
+        settings: the resolved settings of the config, without those in JUDGE_FLAGS.
+    """
 
     name: str  # "A" or "B"
     argument: str
     fork: Path
     settings: dict[str, Any] = field(default_factory=dict)
-    known_weights: list[str] = field(default_factory=list)  # of several seeds
+    known_weights: list[str] = field(default_factory=list)  # weights that several seeds share
 
     @classmethod
     def from_argument(cls, name: str, argument: str, common_flags: Sequence[str]) -> Side:
-        """Raises UserError if this is no fork and no config, or if train.py does not take the flags."""
+        """Create a side from an argument of the command line.
+
+        Raises:
+            UserError: if this is no fork and no config, or if train.py does not take the flags.
+        """
         path = Path(argument.strip())
         words = [*common_flags]
-        if argument.strip() and os.path.isdir(path):  # False for flags that are too long for a path
+        if argument.strip() and os.path.isdir(path):  # False also for flags that are too long for a path
             if missing := [file for file in FORK_FILES if not (path / file).exists()]:
                 raise UserError(
                     f"{name} is the folder {path}, which has no {missing[0]}. Give the folder of a fork, a config, or"
@@ -81,7 +89,7 @@ class Side:
                 f"{name} has --{clash[0]}, which the judge gives itself. Leave it out, or use --first-seed and --out of"
                 " the judge."
             )
-        if named.count("config") > 1:  # only the last one would count
+        if named.count("config") > 1:  # only the last config would count
             raise UserError(f"{name} has two files of settings. Give one file, and the other settings as flags.")
         ended = run_process([sys.executable, side.fork / "train.py", *words, "--print_config"])
         if ended.returncode:
@@ -104,24 +112,30 @@ class Side:
 
     @property
     def code_checksum(self) -> str:
-        """A digest of the files of the fork that can change a result."""
+        """Return a digest of the files of the fork that can change a result."""
         files = sorted([*self.fork.glob("*.py"), *self.fork.glob("utils/**/*.py")])
         names = [f"{path.relative_to(self.fork)} {compute_file_checksum(path)}" for path in files]
         return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
     def create_flags(self, out: Path, seed: int, folder: Path) -> list[str]:
-        """The flags of a run. They give the settings as they were at the start, so that later edits of a config file do
-        not count."""
+        """Create the flags of a run.
+
+        They give the settings as they were at the start, so that later edits of a config file do not count.
+        """
         file = out / f"{self.name.lower()}.toml"
         lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in self.settings.items()]
-        replace_file(file, lambda opened: opened.write("".join(lines).encode()))  # whole, also after a kill
+        replace_file(file, lambda opened: opened.write("".join(lines).encode()))  # a kill leaves no part of it
         return ["--config", str(file), "--seed", str(seed), "--run_dir", str(folder)]
 
     def run_folder(self, out: Path, seed: int) -> Path:
         return out / f"{self.name.lower()}-seed{seed}"
 
     def train(self, out: Path, seed: int, ranks: int, has_samples: bool) -> Run:
-        """The run of this seed, which is started or resumed if it is not complete. Raises UserError if it fails."""
+        """Return the run of this seed, after training it to the end if it is not complete.
+
+        Raises:
+            UserError: if the run fails.
+        """
         folder = self.run_folder(out, seed)
         log = folder.with_suffix(".log")
         if read_json(folder / "summary.json").get("state") != "completed":
@@ -129,7 +143,7 @@ class Side:
             if has_samples:
                 words.append("--record_samples")
             code = run_script(words, ranks if ranks > 1 else 0, log)
-            # a complete run that has lost its summary does nothing; `Run` names it
+            # A complete run that has lost its summary does nothing, and `Run` names the file.
             if code or read_json(folder / "summary.json").get("state", "completed") != "completed":
                 print(read_log_end(log), file=sys.stderr)
                 raise UserError(
@@ -139,7 +153,7 @@ class Side:
         return Run(self.name, seed, folder)
 
     def run_probe(self, out: Path, seed: int, kind: str, *words: object) -> tuple[dict[str, Any], Path]:
-        """What probe.py finds, or {} if it fails; and its log."""
+        """Return what probe.py finds, or {} if it fails, and the path of its log."""
         result = out / f"{kind}-{self.name.lower()}.json"
         log = result.with_suffix(".log")
         result.unlink(missing_ok=True)
@@ -150,8 +164,14 @@ class Side:
         return {} if code else read_json(result), log
 
     def check_weights(self, out: Path, run: Run, earlier: Sequence[Run]) -> str:
-        """Whether a run starts from the weights of an earlier one, which has another seed. Returns a note, or "".
-        Raises UserError if the weights were drawn."""
+        """Check that a run does not start from the weights of an earlier one, which has another seed.
+
+        Returns:
+            A note if it does, or "".
+
+        Raises:
+            UserError: if these weights were drawn at random.
+        """
         same = [earlier_run.seed for earlier_run in earlier if earlier_run.weights == run.weights]
         if not same or run.weights in self.known_weights:
             return ""
@@ -172,7 +192,10 @@ class Side:
 
     def verify(self, out: Path, seed: int) -> list[str]:
         """Let scripts/verify.py check the fork with these settings, unless it did, and return its notes on the fork.
-        Raises UserError if it is broken."""
+
+        Raises:
+            UserError: if the fork is broken.
+        """
         result_file = self.fork / VERIFICATION_FILE.name
         record_file = out / f"verified-{self.name.lower()}.json"
         for saved_result in (read_json(record_file), read_json(result_file)):
@@ -186,7 +209,7 @@ class Side:
         log = folder.with_suffix(".log")
         outcomes = folder.with_suffix(".json")
         words = [script, *self.create_flags(out, seed, folder), "--json", outcomes]
-        if count_gpus() == 1:  # each of the ranks would need one
+        if count_gpus() == 1:  # each of the ranks would need a GPU
             words += ["--backend", "gloo"]
         log.unlink(missing_ok=True)
         print(f"Running scripts/verify.py on {self.name}.", flush=True)
@@ -207,7 +230,7 @@ class Side:
         return read_remarks(verified)
 
     def is_verified(self, verified: dict[str, Any]) -> bool:
-        """Whether this content of verified.json is that of a check which passed, with the present code and settings."""
+        """Return whether this content of verified.json is that of a passed check of the present code and settings."""
         if not verified.get("passed") or verified.get("versions") != collect_package_versions():
             return False
         code = verified.get("code", {})
@@ -223,13 +246,13 @@ class Side:
 
 
 def read_remarks(verified: dict[str, Any]) -> list[str]:
-    """The notes in a verified.json, and the parts of checks that were not made."""
+    """Return the notes in a verified.json, and the parts of checks that were not made."""
     return verified.get("notes", []) + [f"{NOT_CHECKED}{part}" for part in verified.get("not_checked", [])]
 
 
 @dataclass
 class Run:
-    """What a complete run has recorded. Raises UserError if a record is missing."""
+    """The records of a complete run. Raises UserError if a record is missing."""
 
     side: str
     seed: int
@@ -239,15 +262,15 @@ class Run:
         self.summary = read_json(self.folder / "summary.json")
         self.provenance = read_json(self.folder / "provenance.json")
         lines = [record for *_, record in read_records(self.folder / "metrics.jsonl")]
-        # the last one: a run that was killed before its first checkpoint begins again
+        # only the last start counts, because a run that was killed before its first checkpoint begins again
         started = [record for record in lines if record.get("event") == "started"]
-        self.weights: str = started[-1].get("weights", "") if started else ""  # a digest, before the first step
+        self.weights: str = started[-1].get("weights", "") if started else ""  # their digest at the start
         records = {"summary.json": self.summary, "provenance.json": self.provenance, "metrics.jsonl": self.weights}
         if lost := [name for name, content in records.items() if not content]:
             raise UserError(f"{lost[0]} in {self.folder} is incomplete. Delete the folder and give the command again.")
 
     def value(self, metric: str) -> float:
-        """The metric of the last evaluation. Raises UserError."""
+        """Return the metric of the last evaluation. Raises UserError if there is none, or if it is not finite."""
         final = self.summary.get("final") or {}
         run_name = f"{self.side} with seed {self.seed}"
         if metric not in final:
@@ -262,7 +285,7 @@ class Run:
         return final[metric]
 
     def steps(self) -> Iterator[tuple[int, list[int]]]:
-        """The samples of each optimizer step, of all ranks."""
+        """Yield each optimizer step with the samples of all ranks."""
         paths = sorted(self.folder.glob("samples/rank*.jsonl"))
         if not paths:
             raise UserError(
@@ -274,12 +297,12 @@ class Run:
 
 
 def find_differing_settings(a: Side, b: Side) -> list[str]:
-    """The names of settings that differ."""
+    """Return the names of the settings that differ."""
     return [name for name in a.settings | b.settings if a.settings.get(name) != b.settings.get(name)]
 
 
 def check_budget(a: Side, b: Side, ranks: int) -> None:
-    """Before any training. Raises UserError if settings say that the sides would not train equally long."""
+    """Raise UserError, before any training, if settings say that the sides would not train equally long."""
 
     def compute_global_batch(side: Side) -> int:
         micro_batch = side.settings.get("batch_size") or 1
@@ -287,13 +310,13 @@ def check_budget(a: Side, b: Side, ranks: int) -> None:
         return side.settings.get("global_batch_size") or micro_batch * micro_batches * ranks
 
     rows = [(name, a.settings.get(name), b.settings.get(name)) for name in BUDGET_SETTINGS]
-    if not a.settings.get("batch_tokens") and not b.settings.get("batch_tokens"):  # else the runs say what they are
+    if not a.settings.get("batch_tokens") and not b.settings.get("batch_tokens"):  # otherwise only the runs show it
         rows.append(("the global batch", compute_global_batch(a), compute_global_batch(b)))
     require_equal(rows, "Give both the same, after --.")
 
 
 def check_pair(a: Run, b: Run, has_samples: bool) -> None:
-    """Raises UserError if the two runs had another budget, other data or another order of it."""
+    """Raise UserError if the two runs had different budgets, data or orders of the data."""
     names = [("summary", "steps"), ("summary", "samples_seen"), ("summary", "world_size")]
     names += [("provenance", "global_batch_size"), ("provenance", "identity"), ("provenance", "content")]
     rows = [(f"{name} of seed {a.seed}", vars(a)[file].get(name), vars(b)[file].get(name)) for file, name in names]
@@ -310,7 +333,7 @@ def check_pair(a: Run, b: Run, has_samples: bool) -> None:
 
 
 def check_held_out(a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]]) -> None:
-    """Raises UserError if the evaluation sets differ, as far as both runs have read them."""
+    """Raise UserError if the evaluation sets differ, as far as both runs have read them."""
     remedy = "Evaluate both on the same data, with the same settings of the data."
     require_equal([("the evaluation sets", [*a], [*b])], remedy)
     for split, records in a.items():
@@ -319,14 +342,14 @@ def check_held_out(a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]]) -
             if not isinstance(left, list) or not isinstance(right, list):
                 require_equal([(f"{key} of {split}", left, right)], remedy)
                 continue
-            # samples; one that was not read in time is None
+            # these are samples, and one that was not read in time is None
             pairs = [pair for pair in zip(left, right, strict=False) if None not in pair]
             if number := sum(x != y for x, y in pairs):
                 raise UserError(f"{number} of {len(pairs)} {key} of {split} differ between A and B. {remedy}")
 
 
 def require_equal(rows: list[tuple[str, Any, Any]], remedy: str) -> None:
-    """Raises UserError for the first of these names whose values of A and B differ."""
+    """Raise UserError for the first of these names whose values of A and B differ."""
     for name, a, b in rows:
         if a != b:
             shown = ["none" if value in ("", None) else value for value in (a, b)]
@@ -334,8 +357,14 @@ def require_equal(rows: list[tuple[str, Any, Any]], remedy: str) -> None:
 
 
 def check_quantity(sides: Sequence[Side], out: Path, seed: int, metric: str) -> str:
-    """Whether both evaluations compute the same from the same outputs of a network. Returns what could not be tried,
-    or "". Raises UserError if they do not."""
+    """Check that both evaluations compute the same from the same outputs of a network.
+
+    Returns:
+        What could not be tried, or "".
+
+    Raises:
+        UserError: if they compute something else.
+    """
     outputs = out / "outputs.pt"
     results = []
     outputs.unlink(missing_ok=True)
@@ -367,14 +396,17 @@ def check_quantity(sides: Sequence[Side], out: Path, seed: int, metric: str) -> 
 
 
 def are_close(a: float | None, b: float | None) -> bool:
-    """Whether two numbers of a JSON file are equal but for rounding. None stands for one that is not finite."""
+    """Return whether two numbers of a JSON file are equal up to rounding. None stands for one that is not finite."""
     if a is None or b is None:
         return a is b
     return math.isclose(a, b, rel_tol=ROUNDING_TOLERANCE)
 
 
 def run_script(argv: Sequence[object], ranks: int, log: Path) -> int:
-    """Run a Python script, on 1 rank or more by torchrun; its output is appended to `log`. Returns the exit code."""
+    """Run a Python script, by torchrun if there are several ranks, and return its exit code.
+
+    Its output is appended to `log`.
+    """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
     command = [sys.executable, *launcher, *argv]
     with log.open("a") as file, running_process(command, stdout=file, stderr=subprocess.STDOUT) as process:

@@ -10,24 +10,24 @@ from statistics import median
 from typing import NamedTuple
 
 CONFIDENCE_LEVEL = 0.95
-ROUNDING_TOLERANCE = 1e-6  # relative: metrics of float32 values differ by less if they are equal but for rounding
+ROUNDING_TOLERANCE = 1e-6  # relative (equal metrics of float32 values differ by less through rounding)
 BETTER_SENTENCE = "{} is better"
 NO_DIFFERENCE = "no difference shown (the interval contains 0)"
 
 
 class Result(NamedTuple):
-    mean: float  # of the differences B - A
-    deviation: float  # their standard deviation
+    mean: float  # the mean of the differences B - A
+    deviation: float  # the standard deviation of the differences
     interval: tuple[float, float]
     verdict: str  # "A", "B" or "none"
     sentence: str
 
 
 def probability_within(t: float, degrees_of_freedom: int) -> float:
-    """P(|T| <= t) of Student's t with so many degrees of freedom (1 or more).
+    """Return P(|T| <= t) of Student's t with so many degrees of freedom (1 or more).
 
-    The finite sums for whole degrees of freedom: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and
-    26.7.4.
+    The formulas are the finite sums for whole degrees of freedom in Abramowitz and Stegun, Handbook of Mathematical
+    Functions, 26.7.3 and 26.7.4.
     """
     angle = math.atan2(t, math.sqrt(degrees_of_freedom))
     sine = math.sin(angle)
@@ -45,7 +45,7 @@ def probability_within(t: float, degrees_of_freedom: int) -> float:
 
 @functools.cache
 def t_quantile(degrees_of_freedom: int, level: float = CONFIDENCE_LEVEL) -> float:
-    """The t for which P(|T| <= t) is `level`, by bisection."""
+    """Return the t for which P(|T| <= t) is `level`, by bisection."""
     low = 0.0
     high = 1.0
     while probability_within(high, degrees_of_freedom) < level:
@@ -60,23 +60,23 @@ def t_quantile(degrees_of_freedom: int, level: float = CONFIDENCE_LEVEL) -> floa
 
 
 def judge_differences(differences: Sequence[float], sign: int) -> Result:
-    """The 95 % interval of the mean of paired differences B - A, and what it shows.
+    """Return the 95 % interval of the mean of paired differences B - A, and what it shows.
 
     It is the shortest interval that holds two others. One is that of Student's t. The other is corrected for skewness
     by Hall's transformation. The first alone gives too many false verdicts if the differences have outliers on one
     side, and the second alone if they have outliers on both sides.
 
     Args:
-        differences: at least 3, finite.
+        differences: at least 3 finite numbers.
         sign: 1 if higher is better, -1 if lower is better.
     """
     n = len(differences)
     mean = math.fsum(differences) / n
-    # squares may under- or overflow
+    # math.hypot is used because squares may underflow or overflow
     deviation = math.hypot(*(difference - mean for difference in differences)) / math.sqrt(n - 1)
     skewness = 0.0
     if deviation:
-        # the adjusted Fisher-Pearson coefficient: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.5.11
+        # this is the adjusted Fisher-Pearson coefficient (NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.5.11)
         cubes = math.fsum(((difference - mean) / deviation) ** 3 for difference in differences)
         skewness = n * cubes / ((n - 1) * (n - 2))
     t = t_quantile(n - 1)
@@ -90,7 +90,7 @@ def judge_differences(differences: Sequence[float], sign: int) -> Result:
 
 
 def correct_skewness(t: float, skewness: float, n: int) -> float:
-    """The t statistic that Hall's transformation maps to t, for n values with this skewness.
+    """Return the t statistic that Hall's transformation maps to t, for n values with this skewness.
 
     The transformation is T + g/sqrt(n) (T^2/3 + 1/6) + g^2/n T^3/27, with the skewness g (Hall, Journal of the Royal
     Statistical Society B 54, 1992). Without the last term it is Johnson's modified t (Journal of the American
@@ -105,16 +105,18 @@ def correct_skewness(t: float, skewness: float, n: int) -> float:
 
 
 def are_equal(differences: Sequence[float], values: Sequence[float]) -> bool:
-    """Whether the differences of these values are equal but for rounding."""
+    """Return whether the differences of these values are equal up to rounding."""
     largest = max(map(abs, values))
     return max(differences) - min(differences) <= ROUNDING_TOLERANCE * largest
 
 
 def find_collapsed(values: Sequence[float], sign: int) -> list[int]:
-    """The places of values that are worse than the median by more than a tenth of it, and by more than ten times the
-    median absolute deviation.
+    """Return the indices of values that are far worse than the median.
+
+    They are worse by more than a tenth of the median, and by more than ten times the median absolute deviation.
 
     Args:
+        values: the values.
         sign: 1 if higher is better, -1 if lower is better.
     """
     middle = median(values)

@@ -1,5 +1,5 @@
 # extra: launcher
-"""The program behind scripts/launch.sh. Standard library only, so that it starts at once."""
+"""The program behind scripts/launch.sh. It needs only the standard library, so that it starts at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from utils.settings.errors import UserError, exit_on_user_error
 
-with exit_on_user_error():  # if a setting of config.py cannot be declared so
+with exit_on_user_error():  # a setting of config.py may be declared in a wrong way
     from config import TrainingConfig, can_train_longer
 
 from scripts.lib.launching.hosts import Hosts
@@ -46,9 +46,9 @@ def main(argv: Sequence[str], env: dict[str, str]) -> int:
 
 
 def launch(argv: Sequence[str], env: dict[str, str]) -> int:
-    """Raises UserError."""
+    """Launch a run as these words and variables ask for, and return the exit code. Raises UserError."""
     options, flags = read_flags([*argv], env)
-    config = TrainingConfig.from_args(flags)  # --print-config exits here
+    config = TrainingConfig.from_args(flags)  # the flag --print-config exits here
     if options.hosts:
         hosts = Hosts(options, argv, env)
         if options.dry_run:
@@ -57,10 +57,10 @@ def launch(argv: Sequence[str], env: dict[str, str]) -> int:
         return detach(argv, config) if options.detach else hosts.run(reconnects=options.retries != "0")
     status, saved = (read_json(config.run_folder / name) for name in ("status.json", "config.json"))
     is_training = choose_program(options) == TRAINING_PROGRAM
-    saved = saved or {"epochs": status.get("epoch", math.inf), "max_steps": 0}  # config.json is lost
+    saved = saved or {"epochs": status.get("epoch", math.inf), "max_steps": 0}  # config.json may be lost
     is_completed = status.get("state") == "completed" and not can_train_longer(vars(config), saved)
     if read_nodes(options).max_nodes > 1 and is_training and config.resume_from == "auto" and is_completed:
-        # the other nodes may be gone
+        # the other nodes may be gone, so that this one must not wait for them
         print_status(f"The run in {config.run_folder} is completed. There is nothing left to do.")
         return 0
     plan = create_launch_plan(options, flags, config, env)
@@ -77,8 +77,10 @@ def launch(argv: Sequence[str], env: dict[str, str]) -> int:
 
 
 def create_folders(config: TrainingConfig, has_run: bool = False) -> None:
-    """The folder of torchrun's output, and that of the run: an NFS client that has looked for it before another node
-    creates it does not see it for up to 30 s. Raises UserError."""
+    """Create the folder of torchrun's output, and that of the run. Raises UserError.
+
+    An NFS client that has looked for a folder before another node creates it does not see it for up to 30 s.
+    """
     host = socket.gethostname()
     try:
         for folder in [launch_folder(config) / host, *([config.run_folder] if has_run else [])]:
@@ -93,7 +95,7 @@ def detach(argv: Sequence[str], config: TrainingConfig) -> int:
     create_folders(config)
     log = launch_folder(config) / f"{socket.gethostname()}-{time.strftime('%Y%m%dT%H%M%S')}.log"
     words = [sys.executable, "-m", "scripts.lib.launching", *(word for word in argv if word != "--detach")]
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the new process inherits this
     with log.open("w") as file:
         child = start_process(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
     print(f"launch.sh: Process {child.pid} runs in the background. See its output with: tail -f {log}")

@@ -1,5 +1,5 @@
 # extra: launcher
-"""--hosts: run launch.sh on each host over ssh, print its output, and forward signals."""
+"""Run launch.sh on each host over ssh (--hosts), print its output, and forward signals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from utils.settings.errors import EXIT_PREEMPTED
 SSH_COMMAND = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=10 -o ServerAliveCountMax=3 --".split()
 CONNECTION_LOST = 255  # ssh's exit code if it has no connection, or no longer
 RECONNECT_S = 10.0
-GRACE_S = 30.0  # for the other hosts to end on their own
+GRACE_S = 30.0  # the other hosts have this time to end on their own
 LOCAL_VARIABLES = re.compile(
     r"HOME|HOST|HOSTNAME|USER|LOGNAME|MAIL|SHELL|SHLVL|PWD|OLDPWD|TERM|_|(DBUS|DISPLAY|SSH|TMUX|XDG).*"
 )
@@ -33,7 +33,7 @@ RANK_LINE = re.compile(rb"\[\S+ \d+\] ")  # the ranks' output names the host
 
 
 class Hosts:
-    """One launch.sh per host, in this directory and with this environment. The first host is node 0."""
+    """Runs one launch.sh per host, in this directory and with this environment. The first host is node 0."""
 
     def __init__(self, options: argparse.Namespace, argv: Sequence[str], env: dict[str, str]) -> None:
         self._hosts = hosts = options.hosts.split(",")
@@ -48,11 +48,11 @@ class Hosts:
         self._exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
         self.commands = [shlex.join(["scripts/launch.sh", *words, f"--node-rank={k}"]) for k in range(len(hosts))]
         self._connections: dict[int, Any] = {}
-        self._exit_codes: dict[int, int] = {}  # of hosts whose launch.sh has ended for good
+        self._exit_codes: dict[int, int] = {}  # by the number of the host, after launch.sh has ended for good
         self._signals: list[int] = []
 
     def run(self, reconnects: bool) -> int:
-        """Returns the exit code of the job.
+        """Run the job on all hosts, and return its exit code.
 
         Args:
             reconnects: whether to run launch.sh again on a host that was lost, such as one that reboots.
@@ -95,19 +95,19 @@ class Hosts:
         self._exit_codes[k] = code
 
     def _run_host_once(self, k: int) -> tuple[int, bool]:
-        """Returns the exit code, and whether there was a connection."""
+        """Run launch.sh on one host. Return the exit code, and whether there was a connection."""
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         connection: Any = start_process([*SSH_COMMAND, self._hosts[k], "exec bash -s"], **pipes)
         script = ["echo", f"cd {shlex.quote(os.getcwd())} || exit 2", *self._exports, f"exec {self.commands[k]}"]
         with suppress(OSError):  # it has ended
-            # not in arguments, which ps shows
+            # the script goes through stdin, because ps would show it among the arguments
             connection.stdin.write(os.fsencode("".join(f"{line}\n" for line in script)))
             connection.stdin.flush()
         self._connections[k] = connection
         streams = ((connection.stderr, sys.stderr), (connection.stdout, sys.stdout))
         copies = [threading.Thread(target=self._copy_output, args=(k, *pair), daemon=True) for pair in streams]
         copies[0].start()
-        was_connected = bool(connection.stdout.readline())  # of `echo`
+        was_connected = bool(connection.stdout.readline())  # the script begins with an `echo`
         copies[1].start()
         code = connection.wait()
         for copy in copies:
@@ -122,7 +122,7 @@ class Hosts:
 
 
 def forward_signals() -> None:
-    """On a host: raise the signals that arrive on stdin, and SIGTERM if the connection is lost."""
+    """Raise, on a host, the signals that arrive on stdin, and SIGTERM if the connection is lost."""
     while text := os.read(0, 64):
         for number in text.split():
             os.kill(os.getpid(), int(number))

@@ -1,5 +1,5 @@
 # extra: launcher
-"""What to start on this node: launch.sh's flags and variables, checked, and torchrun's command line."""
+"""Decide what to start on this node: check launch.sh's flags and variables, and build torchrun's command line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from utils.settings.errors import UserError
 from utils.signals import STOP_SIGNALS
 
 SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
-GPU_DRIVERS = (Path("/dev/kfd"), Path("/dev/nvidiactl"))  # AMD, which has no nvidia-smi; NVIDIA in a small container
+GPU_DRIVERS = (Path("/dev/kfd"), Path("/dev/nvidiactl"))  # AMD has no nvidia-smi, nor has NVIDIA in a small container
 DESCRIPTION = """\
 Start train.py on this node. Run it on each node of the job, with train.py's flags and the ones below, or once with
 --hosts. Variables such as NNODES can be set in the environment instead of by flag.
@@ -41,7 +41,7 @@ One node uses a private port. With several nodes, NODE_RANK selects static rende
 NNODES=MIN:MAX selects torchrun's c10d. All ports are unauthenticated, so keep them on a private network.
 SIGTERM, SIGINT and SIGUSR1 save and stop the run. A second SIGINT kills it.
 Exit codes: 0 completed, 1 failed, 2 rejected, 75 preempted and saved (start it again)."""
-FLAGS = {  # name: (default, help); the variable is the flag's name in upper case, or listed in VARIABLES
+FLAGS = {  # default and help by name (the variable is the name in upper case, or listed in VARIABLES)
     "nnodes": ("1", "number of nodes, or MIN:MAX"),
     "nproc-per-node": ("", "processes on this node [number of GPUs, or 1]"),
     "node-rank": ("", "number of this node, 0 to NNODES - 1"),
@@ -60,7 +60,7 @@ SWITCHES = {
     "dry-run": "print the command without running it",
 }
 TRAINING_PROGRAM = ["train.py"]
-DEBUG_VARIABLES = {  # verbose logs and the flight recorder
+DEBUG_VARIABLES = {  # these turn on verbose logs and the flight recorder
     "TORCH_DISTRIBUTED_DEBUG": "INFO",  # DETAIL segfaults under DDP with gloo (torch 2.15.0)
     "TORCH_CPP_LOG_LEVEL": "INFO",
     "NCCL_DEBUG": "INFO",
@@ -71,15 +71,15 @@ DEBUG_VARIABLES = {  # verbose logs and the flight recorder
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What launch.sh starts."""
+    """The command that launch.sh starts, with its environment."""
 
     command: list[str]
-    settings: dict[str, str]  # environment variables that the user has not set
+    settings: dict[str, str]  # values for environment variables that the user has not set
     nodes: Nodes
     run_folder: Path
     retries: int
-    patience: int  # 0: the default
-    is_training: bool  # if not, launch.sh exits with torchrun's exit code
+    patience: int  # seconds to wait for other nodes (0: the default)
+    is_training: bool  # otherwise launch.sh exits with torchrun's exit code
 
 
 def create_parser(env: dict[str, str]) -> argparse.ArgumentParser:
@@ -128,7 +128,7 @@ def parse_port(text: str) -> int:
 
 
 def read_nodes(options: argparse.Namespace) -> Nodes:
-    """Raises UserError if the numbers contradict each other."""
+    """Read the number of nodes and the place of this one. Raises UserError if the numbers contradict each other."""
     low, colon, high = options.nnodes.partition(":")
     least = parse_integer("NNODES", low, 1)
     most = parse_integer("NNODES", high, least) if colon else least
@@ -156,7 +156,7 @@ def read_nodes(options: argparse.Namespace) -> Nodes:
 
 
 def count_gpus(env: dict[str, str]) -> int:
-    """The number of GPUs that a process started here would see, without initializing CUDA here."""
+    """Return the number of GPUs that a process started here would see, without initializing CUDA here."""
     if "CUDA_VISIBLE_DEVICES" in env:
         listed = [word.strip() for word in env["CUDA_VISIBLE_DEVICES"].split(",") if word.strip()]
         return listed.index("-1") if "-1" in listed else len(listed)
@@ -170,7 +170,7 @@ def count_gpus(env: dict[str, str]) -> int:
 
 
 def find_node_address(nodes: Nodes, patience: float) -> tuple[str, bool]:
-    """This node's address on the route to node 0, and whether it is node 0. Raises UserError."""
+    """Return this node's address on the route to node 0, and whether it is node 0. Raises UserError."""
     host, wait, given = socket.gethostname(), Wait(), f"MASTER_ADDR={nodes.address}"
     fix = "Give the address of node 0, or add the name to DNS or /etc/hosts."
     while True:
@@ -198,12 +198,12 @@ def find_node_address(nodes: Nodes, patience: float) -> tuple[str, bool]:
 
 
 def launch_folder(config: TrainingConfig) -> Path:
-    """The folder of torchrun's output."""
+    """Return the folder of torchrun's output."""
     return config.run_folder.with_name(f"{config.run_folder.name}.launch")
 
 
 def choose_program(options: argparse.Namespace) -> list[str]:
-    """What torchrun starts."""
+    """Return the program that torchrun starts, with its own options."""
     if options.preflight:  # extra: preflight
         return ["scripts/preflight.py"]
     if options.scaling:  # extra: benchmark
@@ -214,7 +214,7 @@ def choose_program(options: argparse.Namespace) -> list[str]:
 def create_launch_plan(
     options: argparse.Namespace, flags: list[str], config: TrainingConfig, env: dict[str, str]
 ) -> LaunchPlan:
-    """Raises UserError."""
+    """Build the plan of a launch from flags and variables. Raises UserError."""
     nodes, host = read_nodes(options), socket.gethostname()
     patience = parse_integer("LAUNCH_WAIT", options.wait, 1) if options.wait else 0
     retries = parse_integer("LAUNCH_RETRIES", options.retries, 0)
@@ -223,16 +223,16 @@ def create_launch_plan(
         raise UserError(f"{text} Activate the environment that has torch (source .venv/bin/activate).")
     gpus = count_gpus(env) if config.backend in ("auto", "nccl") else 0
     processes = parse_integer("NPROC_PER_NODE", options.nproc_per_node, 1) if options.nproc_per_node else gpus or 1
-    # nohup and a Slurm job ignore some
+    # nohup and a Slurm job ignore some of them
     signal_names = [number.name for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     settings = {
         "OMP_NUM_THREADS": str(max(1, count_usable_cpus() // processes)),
         "PYTHONUNBUFFERED": "1",
-        "TORCH_GLOO_LAZY_INIT": "1",  # fewer sockets
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a fresh store for each restart
+        "TORCH_GLOO_LAZY_INIT": "1",  # gloo opens fewer sockets
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # each restart gets a fresh store
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[{host} ${{rank}}] ",
-        "PET_SIGNALS_TO_HANDLE": ",".join(signal_names),  # PET_*: torchrun flags that older versions ignore
-        "PET_SHUTDOWN_TIMEOUT": "300",  # for a large save
+        "PET_SIGNALS_TO_HANDLE": ",".join(signal_names),  # older versions of torchrun ignore variables PET_*
+        "PET_SHUTDOWN_TIMEOUT": "300",  # a large save takes long
     }
     check_interfaces(env)
     words = ["torchrun", f"--nproc-per-node={processes}"]
@@ -254,7 +254,7 @@ def create_launch_plan(
         else:
             words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={nodes.address}:{nodes.port}"]
             words += [f"--rdzv-conf=is_host={int(is_host)}"]
-        # otherwise launches that cross share torchrun's keys
+        # otherwise two launches at the same time would share torchrun's keys
         words += [f"--rdzv-id={env.get('LAUNCH_ID') or nodes.run}"]
     if int(options.max_restarts):
         words += [f"--max-restarts={options.max_restarts}"]

@@ -1,10 +1,13 @@
 # extra: launcher
-"""The nodes find each other on MASTER_PORT before torchrun starts: it would wait for minutes and not list missing ones.
+"""Let the nodes find each other on MASTER_PORT before torchrun starts.
 
-Every second each node, node 0 too, connects to node 0, receives {"node", "host", "run", "nnodes", "port"}, sends
-{"node", "rank", "host", "padding"}, and receives {"missing"}, {"error"} or {"go": launch id}. The first poll is padded,
-to check that large packets arrive, and the port it learns of must be open too. When all nodes have received "go", node
-0 frees MASTER_PORT for torchrun's store. A message is a line of JSON; like that store, nothing is authenticated.
+Torchrun itself would wait for minutes, and would not list missing nodes.
+
+Every second each node polls node 0, and node 0 polls itself too. The node connects, receives {"node", "host", "run",
+"nnodes", "port"}, sends {"node", "rank", "host", "padding"}, and receives {"missing"}, {"error"} or {"go": launch id}.
+The first poll is padded, to check that large packets arrive. The port that the node learns of must be open too. When
+all nodes have received "go", node 0 frees MASTER_PORT for torchrun's store. A message is a line of JSON. Nothing is
+authenticated, as in that store.
 """
 
 from __future__ import annotations
@@ -27,17 +30,17 @@ from utils.settings.errors import UserError
 
 LINE_INTERVAL_S = 10.0
 POLL_INTERVAL_S = 1.0
-ABSENT_AFTER_S = 5.0  # without a poll
-ERROR_PATIENCE_S = 8.0  # for transient errors: node 0 is shutting down, or remembers a node that was restarted
-PATIENCE_S = 900.0  # for other nodes, which may still be pulling an image or ending an earlier attempt
-ROUTE_PATIENCE_S = 15.0  # for a name or a route that does not exist
-ANSWER_TIMEOUT_S = 4.0  # to connect, and for each message
-PORT_PATIENCE_S = 10.0  # for an earlier attempt to free its port
-PADDING = "x" * 100_000  # larger than any frame
+ABSENT_AFTER_S = 5.0  # a node is absent after this time without a poll
+ERROR_PATIENCE_S = 8.0  # errors may pass: node 0 may be shutting down, or remember a node that was restarted
+PATIENCE_S = 900.0  # other nodes may still be pulling an image or ending an earlier attempt
+ROUTE_PATIENCE_S = 15.0  # a name or a route may not exist yet
+ANSWER_TIMEOUT_S = 4.0  # for a connection, and for each message
+PORT_PATIENCE_S = 10.0  # an earlier attempt may still have to free its port
+PADDING = "x" * 100_000  # it is larger than any frame
 
 
 class NodesMissing(Exception):
-    """A node did not connect in time. Exit code 1, since the next attempt may succeed."""
+    """A node did not connect in time. The exit code is 1, since the next attempt may succeed."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Nodes:
 
     min_nodes: int
     max_nodes: int
-    rank: int  # -1: not given (c10d)
+    rank: int  # -1 means that it was not given (c10d)
     address: str  # MASTER_ADDR
     port: int
     backend: str  # torchrun's rendezvous: static or c10d
@@ -63,12 +66,12 @@ def print_status(text: str) -> None:
 
 
 def sanitize_text(text: object) -> str:
-    """Text from another machine: one short line without control characters."""
+    """Return text from another machine as one short line without control characters."""
     return "".join(letter for letter in str(text) if letter.isprintable())[:300]
 
 
 class Wait:
-    """Times a wait, and prints why it lasts."""
+    """Measures how long a wait lasts, and prints why it does."""
 
     def __init__(self) -> None:
         self._started_at, self._lines_printed = time.monotonic(), 0
@@ -85,14 +88,17 @@ class Wait:
 
 
 def find_nodes(nodes: Nodes, patience: float, launch_id: str, is_first_attempt: bool) -> str:
-    """Wait until all nodes are connected. Returns node 0's launch id. Raises UserError and NodesMissing.
+    """Wait until all nodes are connected, and return node 0's launch id. Raises UserError and NodesMissing.
 
     Args:
-        patience: seconds; 0 is the default, which is shorter if there is no route.
+        nodes: the nodes of the launch.
+        patience: the seconds to wait. 0 means the default, which is shorter if there is no route.
+        launch_id: the launch id of this node.
+        is_first_attempt: whether no attempt of this launch came before.
     """
     seconds, node = patience or PATIENCE_S, secrets.token_hex(8)
     if not nodes.is_host:
-        has_seen_node_0 = not is_first_attempt  # it may be restarting
+        has_seen_node_0 = not is_first_attempt  # node 0 may be restarting
         return poll_until_connected(
             nodes, node, launch_id, seconds, seconds if patience or has_seen_node_0 else ROUTE_PATIENCE_S
         )
@@ -107,7 +113,7 @@ def find_nodes(nodes: Nodes, patience: float, launch_id: str, is_first_attempt: 
 
 
 class RendezvousServer(socketserver.ThreadingTCPServer):
-    """Node 0's side: answers polls until it is shut down."""
+    """The server on node 0, which answers polls until it is shut down."""
 
     daemon_threads = True
 
@@ -117,7 +123,7 @@ class RendezvousServer(socketserver.ThreadingTCPServer):
         self.socket, self._second_socket = _listen(nodes.port), _listen(0)
         self._nodes, self._launch_id, self._is_complete = nodes, launch_id, False
         self._lock = threading.Lock()
-        # by node: its rank, its host, the time of its last poll
+        # the rank, the host and the time of the last poll of each node
         self._waiting_nodes: dict[str, tuple[int, str, float]] = {}
         about = {"run": nodes.run, "nnodes": nodes.nnodes, "port": self._second_socket.getsockname()[1]}
         self.greeting = {"node": node, "host": socket.gethostname(), **about}
@@ -127,7 +133,7 @@ class RendezvousServer(socketserver.ThreadingTCPServer):
         self._second_socket.close()
 
     def handle_error(self, *_: object) -> None:
-        """Another program may send anything, and a node that is gone polls again."""
+        """Ignore errors: another program may send anything, and a node that is gone polls again."""
 
     def answer_poll(self, node: str, rank: int, host: str) -> dict[str, str]:
         nodes = self._nodes
@@ -162,7 +168,7 @@ class RendezvousServer(socketserver.ThreadingTCPServer):
         return f"Nodes {', '.join(ranks)} of {nodes.max_nodes} have not connected."
 
     def remove_node(self, node: str) -> None:
-        """The node has received "go"."""
+        """Forget a node that has received "go"."""
         self._waiting_nodes.pop(node, None)
 
     def wait_for_others(self) -> None:
@@ -173,10 +179,10 @@ class RendezvousServer(socketserver.ThreadingTCPServer):
 
 
 class PollHandler(socketserver.StreamRequestHandler):
-    """One poll of one node."""
+    """Answers one poll of one node."""
 
     server: RendezvousServer
-    timeout = 3 * ANSWER_TIMEOUT_S  # longer than the node's, which then reports that its large packets do not arrive
+    timeout = 3 * ANSWER_TIMEOUT_S  # the node gives up first, and reports that its large packets do not arrive
 
     def handle(self) -> None:
         _send(self.connection, self.server.greeting)
@@ -191,7 +197,7 @@ class PollHandler(socketserver.StreamRequestHandler):
 
 
 def poll_until_connected(nodes: Nodes, node: str, launch_id: str, seconds: float, route_seconds: float) -> str:
-    """Poll node 0 until all nodes are connected. Returns its launch id. Raises UserError and NodesMissing."""
+    """Poll node 0 until all nodes are connected, and return its launch id. Raises UserError and NodesMissing."""
     node_0, wait = f"Node 0 at {nodes.address}:{nodes.port}", Wait()
     reached_at, padding = 0.0, PADDING
     while True:
@@ -200,7 +206,7 @@ def poll_until_connected(nodes: Nodes, node: str, launch_id: str, seconds: float
         try:
             reply = poll_once(nodes, node, padding)
             if not reply and nodes.backend == "c10d":
-                return launch_id  # torchrun's store: the others have started
+                return launch_id  # torchrun's store has answered, so that the other nodes have started
             if "go" in reply:
                 return str(reply["go"])
             reached_at = wait.seconds
@@ -237,7 +243,10 @@ def poll_until_connected(nodes: Nodes, node: str, launch_id: str, seconds: float
 
 
 def poll_once(nodes: Nodes, node: str, padding: str) -> dict[str, Any]:
-    """Poll once; empty if another program than node 0's launch.sh is listening. Raises OSError and UserError."""
+    """Poll once, and return the answer. Raises OSError and UserError.
+
+    The answer is empty if another program than node 0's launch.sh is listening.
+    """
     host = socket.gethostname()
     try:
         connection = socket.create_connection((nodes.address, nodes.port), ANSWER_TIMEOUT_S)
@@ -306,7 +315,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive(file: BufferedIOBase) -> dict[str, Any]:
-    """The next message; empty if it is not valid. Raises OSError."""
+    """Return the next message, or an empty one if it is not valid. Raises OSError."""
     line = file.readline(2 * len(PADDING))
     if not line.endswith(b"\n"):
         raise ConnectionResetError(errno.ECONNRESET, "the other side has left")

@@ -1,5 +1,5 @@
 # extra: launcher
-"""Run torchrun to completion: signals, retries and the exit code of the launch."""
+"""Run torchrun to completion, with signals, retries and the exit code of the launch."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Stopped(Exception):
 
 
 class Launch:
-    """All attempts of one launch on this node."""
+    """Makes all attempts of one launch on this node."""
 
     def __init__(self, plan: LaunchPlan, env: dict[str, str]) -> None:
         self._plan, self._env = plan, env | plan.settings
         self._env["LAUNCH_ID"] = env.get("LAUNCH_ID") or f"{socket.gethostname()}-{os.getpid()}-{time.time():.0f}"
         self._torchrun: subprocess.Popen | None = None
-        self._signal_count, self._is_waiting = 0, True  # waiting for nodes or for the next attempt
-        # a Slurm job, which ignores USR1 here, is requeued. A new attempt in it would be cut off.
+        self._signal_count, self._is_waiting = 0, True  # it waits for nodes or for the next attempt
+        # A Slurm job, which ignores USR1 here, is requeued. A new attempt in it would be cut off.
         self._is_requeued = signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
 
     def _on_signal(self, number: int, _: object) -> None:
-        """The first signal asks the ranks to save, and torchrun then exits on its own. Later ones end torchrun."""
+        """Ask the ranks to save at the first signal, after which torchrun exits. End torchrun at later ones."""
         self._signal_count += 1
         if self._is_waiting:
             self._is_waiting = False
@@ -55,7 +55,7 @@ class Launch:
                     os.kill(pid, signal.SIGTERM)
 
     def run(self) -> int:
-        """Make attempts until one is final. Returns the exit code. Raises UserError."""
+        """Make attempts until one is final, and return its exit code. Raises UserError."""
         attempts, pause = self._plan.retries + 1, 5
         with tempfile.TemporaryDirectory() as folder, suppress(Stopped):
             for number in SIGNALS:
@@ -64,7 +64,7 @@ class Launch:
             if self._env.pop("LAUNCH_OVER_SSH", ""):
                 threading.Thread(target=forward_signals, daemon=True).start()
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            with suppress(ValueError, OSError):  # torchrun hosts the store: three connections of each rank
+            with suppress(ValueError, OSError):  # torchrun hosts the store, which has three connections of each rank
                 resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             self._env["TORCHELASTIC_ERROR_FILE"] = str(Path(folder, "error.json"))  # of the first rank that fails
             for attempt in range(1, attempts + 1):
@@ -91,7 +91,7 @@ class Launch:
         before = read_json(status_file)
         self._is_waiting = False
         self._torchrun = start_process(plan.command, env=self._env)
-        if self._signal_count:  # one arrived while torchrun was being started
+        if self._signal_count:  # a signal has arrived while torchrun was being started
             self._torchrun.terminate()
         if plan.nodes.max_nodes > 1:
             seconds = ORPHANED_AFTER_S[plan.nodes.backend]
@@ -108,7 +108,7 @@ class Launch:
 
 
 def end_orphan(torchrun: subprocess.Popen, seconds: float) -> None:
-    """End a torchrun that keeps running after its ranks have exited: the other nodes and the store are gone."""
+    """End a torchrun that keeps running after its ranks have exited, because the other nodes and the store are gone."""
     last_seen_at, had_ranks = time.monotonic(), False
     while torchrun.poll() is None:
         if list_children(torchrun.pid):
@@ -123,13 +123,14 @@ def end_orphan(torchrun: subprocess.Popen, seconds: float) -> None:
 def determine_exit_code(
     torchrun_code: int, status_file: Path, status_before: dict[str, Any], error: dict[str, Any], is_alone: bool
 ) -> int:
-    """The exit code of an attempt. Prints the first failure of a failed attempt.
+    """Return the exit code of an attempt, and print the first failure of a failed one.
 
     Args:
-        status_file: status.json.
-        status_before: its content before the attempt.
+        torchrun_code: the exit code of torchrun.
+        status_file: the path of status.json.
+        status_before: the content of that file before the attempt.
         error: the error file of the first failing rank, as copied by torchrun.
-        is_alone: no other node writes `status_file`.
+        is_alone: whether no other node writes `status_file`.
     """
     status, message = read_json(status_file), error.get("message", "")
     message = message.get("message", "") if isinstance(message, dict) else str(message)
@@ -140,7 +141,7 @@ def determine_exit_code(
         return EXIT_PREEMPTED
     if torchrun_code == 0:
         return 0
-    if state == "running" and is_alone:  # no rank survived to write it
+    if state == "running" and is_alone:  # no rank survived to write the state
         cause = message or f"Every rank was killed (torchrun's exit code: {torchrun_code})."
         state, host = "failed", socket.gethostname()
         status |= {"state": state, "error": cause, "rank": 0, "host": host}

@@ -1,5 +1,5 @@
 # extra: preflight
-"""Turn measurements into findings. Pure functions of plain values; each warning and failure ends with a fix."""
+"""Turn measurements into findings, with pure functions of plain values. Each warning and failure ends with a fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLOCK_WARNING, CLOCK_FAILURE = 0.5, 5.0  # seconds between two clocks
 SLOW_RANK_RATIO = 1.3  # times slower than the median
 SLOW_LINK_RATIO = 3.0  # times slower than the links of other nodes
 LATENCY_NOISE = 0.0005  # seconds
-SLOW_SAVE_SECONDS = 20.0  # seconds; torchrun allows 30 s after SIGTERM
+SLOW_SAVE_SECONDS = 20.0  # torchrun allows 30 s after SIGTERM
 OTHER_PROGRAMS_FRACTION = 0.1  # fraction of a GPU's memory
 CUDA_BYTES = 2 * 10**9  # bytes that CUDA and NCCL use themselves
 NCCL_SHARED_MEMORY = 2**26  # bytes in /dev/shm for each rank of a node
@@ -35,13 +35,16 @@ class Finding:
 def create_findings(
     name: str, ok_text: str, warnings: Sequence[str] = (), failures: Sequence[str] = ()
 ) -> list[Finding]:
-    """One finding for each failure and warning, or OK if there is none."""
+    """Return one finding for each failure and warning, or OK if there is none."""
     problems = [Finding(name, FAILURE, text) for text in failures] + [Finding(name, WARNING, text) for text in warnings]
     return problems or [Finding(name, OK, ok_text)]
 
 
 def create_failures(name: str, problems: list[str], hosts: Sequence[str]) -> list[Finding]:
-    """Failures of a step from each rank's error message ("": none). A message that all ranks share names no rank."""
+    """Return the failures of a step, from each rank's error message ("" means that it has none).
+
+    A message that all ranks share names no rank.
+    """
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(problems):
         ranks_of.setdefault(text, []).append(rank)
@@ -52,7 +55,7 @@ def create_failures(name: str, problems: list[str], hosts: Sequence[str]) -> lis
 
 
 def describe_ranks(ranks: Iterable[int], hosts: Sequence[str]) -> str:
-    """Hosts with their ranks: node0 (rank 1), node1 (ranks 4-7)."""
+    """Describe hosts with their ranks, such as "node0 (rank 1), node1 (ranks 4-7)"."""
     ranks_of: dict[str, list[int]] = {}
     for rank in ranks:
         ranks_of.setdefault(hosts[rank], []).append(rank)
@@ -69,7 +72,7 @@ def format_rank_range(ranks: list[int]) -> str:
 
 
 def group_ranks_by_node(facts: list[dict]) -> list[list[int]]:
-    """The ranks of each machine or container, in the order of its lowest rank."""
+    """Return the ranks of each machine or container, in the order of its lowest rank."""
     nodes: dict[str, list[int]] = {}
     for rank, rank_facts in enumerate(facts):
         nodes.setdefault(rank_facts["machine"], []).append(rank)
@@ -77,12 +80,12 @@ def group_ranks_by_node(facts: list[dict]) -> list[list[int]]:
 
 
 def list_hosts(facts: list[dict]) -> list[str]:
-    """The host name of each rank."""
+    """Return the host name of each rank."""
     return [rank_facts["host"] for rank_facts in facts]
 
 
 def format_size(number: float) -> str:
-    """Bytes in powers of 1000: 22.2 MB, 1.5 GB."""
+    """Format bytes in powers of 1000, such as 22.2 MB or 1.5 GB."""
     power = 0
     while abs(number) >= 999.5 and power < 4:
         number, power = number / 1000, power + 1
@@ -113,7 +116,12 @@ def diagnose_network(facts: list[dict]) -> list[Finding]:
 
 
 def diagnose_clocks(offsets: dict[int, float], facts: list[dict]) -> list[Finding]:
-    """offsets: seconds by which the clock of a node's lowest rank is ahead of rank 0's."""
+    """Compare the clocks of the nodes.
+
+    Args:
+        offsets: the seconds by which the clock of a node's lowest rank is ahead of rank 0's.
+        facts: the facts of each rank.
+    """
     problems = []
     fix = "Logs and goodput need equal clocks. Synchronise the clocks with NTP (timedatectl set-ntp true)."
     for rank, seconds in offsets.items():
@@ -165,7 +173,14 @@ def diagnose_shared_memory(facts: list[dict]) -> list[Finding]:
 
 
 def diagnose_speed(name: str, rates: list[float], unit: str, facts: list[dict]) -> list[Finding]:
-    """rates: one per rank; larger is faster."""
+    """Warn of ranks that are slower than others.
+
+    Args:
+        name: the name of the check.
+        rates: the rate of each rank (larger is faster).
+        unit: the unit of the rates.
+        facts: the facts of each rank.
+    """
     median, hosts = statistics.median_high(rates), list_hosts(facts)
     fix = "All ranks wait for the slowest one. Check its node for other programs, heat and power limits (top,"
     fix += " nvidia-smi)."
@@ -181,9 +196,14 @@ def diagnose_speed(name: str, rates: list[float], unit: str, facts: list[dict]) 
 def diagnose_disk(
     storage: dict, checkpoint_bytes: int, checkpoint_count: int, save_minutes: float, location: str
 ) -> list[Finding]:
-    """Space and speed of the checkpoint folder, as storage.measure_disk() found them.
+    """Judge the space and speed of the checkpoint folder.
 
-    checkpoint_count: number of checkpoints on disk at once, including the best one and the one being written.
+    Args:
+        storage: what storage.measure_disk() returned.
+        checkpoint_bytes: the bytes of a checkpoint.
+        checkpoint_count: the number of checkpoints on disk at once, including the best and the one being written.
+        save_minutes: the minutes between two saves.
+        location: the name of the storage in findings.
     """
     free = storage["free"]
     rate = storage["speed"]
@@ -204,7 +224,7 @@ def diagnose_disk(
 
 
 def diagnose_mirror(storage: dict, checkpoint_bytes: int, save_minutes: float, url: str) -> list[Finding]:
-    """Speed and guarantees of object storage, as storage.measure_mirror() found them."""
+    """Judge the speed and guarantees of object storage, as storage.measure_mirror() found them."""
     seconds, warnings = checkpoint_bytes / storage["to"], []
     if not storage["is_exclusive"]:
         text = f"{url} cannot create an object only if it is absent. If requests take seconds, two jobs that start at"
@@ -220,7 +240,9 @@ def diagnose_mirror(storage: dict, checkpoint_bytes: int, save_minutes: float, u
 def diagnose_links(measured: list[list], facts: list[dict]) -> list[Finding]:
     """Distinguish slow nodes from slow links. Links are compared with the median of the nodes' best ones.
 
-    measured: [node, node, seconds of a round trip, bytes per second]
+    Args:
+        measured: for each pair, [node, node, seconds of a round trip, bytes per second].
+        facts: the facts of each rank.
     """
     hosts = [facts[ranks[0]]["host"] for ranks in group_ranks_by_node(facts)]
     links_of = [[link for link in measured if node in link[:2]] for node in range(len(hosts))]

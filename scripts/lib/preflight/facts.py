@@ -1,5 +1,5 @@
 # extra: benchmark or preflight
-"""Facts about one rank's machine, gathered without communication, as plain JSON."""
+"""Gather facts about one rank's machine, without communication, as plain JSON."""
 
 from __future__ import annotations
 
@@ -30,19 +30,22 @@ def collect_facts(ctx: DistributedContext) -> dict[str, Any]:
 
 
 def identify_machine(host: str) -> str:
-    """Distinguishes machines and containers, even where they have the same host name."""
+    """Return a text that distinguishes machines and containers, even where they have the same host name."""
     with suppress(OSError):
         host += f" {Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
     return host
 
 
 def read_driver_version() -> str:
-    """The version of the NVIDIA driver; empty if there is none."""
+    """Return the version of the NVIDIA driver (empty: there is none)."""
     return collect_env.get_nvidia_driver_version(collect_env.run) or ""
 
 
 def read_device_memory(device: torch.device) -> dict[str, int]:
-    """The GPU's memory in bytes, and how much of it other programs use; without a GPU, the machine's memory."""
+    """Return the GPU's memory in bytes, and how much of it other programs use.
+
+    Without a GPU, it is the machine's memory.
+    """
     if device.type != "cuda":
         return {"memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "used": 0}
     free, total = torch.cuda.mem_get_info(device)
@@ -50,7 +53,10 @@ def read_device_memory(device: torch.device) -> dict[str, int]:
 
 
 def find_route(device: torch.device) -> dict[str, str]:
-    """The interface to the other ranks: the one that the user selected, else the one on the route to rank 0."""
+    """Return the interface to the other ranks.
+
+    It is the one that the user has selected, or otherwise the one on the route to rank 0.
+    """
     interfaces = list_addresses()
     selected = os.environ.get("NCCL_SOCKET_IFNAME" if device.type == "cuda" else "GLOO_SOCKET_IFNAME", "")
     prefixes = tuple(name.lstrip("=") for name in selected.split(",") if name and not name.startswith("^"))

@@ -1,5 +1,5 @@
 # extra: preflight
-"""The speed of the links between pairs of nodes. All ranks call these functions together."""
+"""Measure the speed of the links between pairs of nodes. All ranks call these functions together."""
 
 from __future__ import annotations
 
@@ -13,22 +13,30 @@ import torch.distributed as dist
 from scripts.lib.benchmark.turns import synchronize
 from utils.distributed.context import DistributedContext
 
-ROUND_TRIPS = 10  # of a small message; the fastest is reported
+ROUND_TRIPS = 10  # round trips of a small message, of which the fastest is reported
 MESSAGE_BYTES = 2**22  # bytes of a large message
-MAX_ROUNDS = 24  # of pairs: with more nodes, each is measured with this many others
+MAX_ROUNDS = 24  # rounds of pairs (with more nodes, each node is measured with this many others)
 
 
 def schedule_pairs(nodes: int) -> list[list[tuple[int, int]]]:
-    """Every pair of nodes once, in rounds in which each node is in at most one pair: (a + b) % odd is the round."""
+    """Return every pair of nodes once, in rounds in which each node is in at most one pair.
+
+    The round of a pair is (a + b) % odd.
+    """
     odd = nodes | 1
     rounds = range(0, odd, math.ceil(odd / MAX_ROUNDS))
     return [[(a, (k - a) % odd) for a in range(nodes) if a < (k - a) % odd < nodes] for k in rounds]
 
 
 def measure_pairs(leaders: list[int], ctx: DistributedContext) -> list[list[Any]]:
-    """[node, node, seconds of a round trip, bytes per second] for the pairs in which this rank comes first.
+    """Measure the pairs of nodes in which this rank comes first.
 
-    leaders: the lowest rank of each node.
+    Args:
+        leaders: the lowest rank of each node.
+        ctx: the ranks.
+
+    Returns:
+        [node, node, seconds of a round trip, bytes per second] for each pair.
     """
     measured = []
     for a, b in (pair for pairs in schedule_pairs(len(leaders)) for pair in pairs):
@@ -42,7 +50,7 @@ def measure_pairs(leaders: list[int], ctx: DistributedContext) -> list[list[Any]
 
 
 def _time_round_trip(size: int, peer: int, ctx: DistributedContext) -> float:
-    """Seconds; the lower rank sends first."""
+    """Return the seconds of a round trip, in which the lower rank sends first."""
     data, is_first = torch.zeros(size // 4, device=ctx.device), ctx.rank < peer
     synchronize(ctx.device)
     began = time.perf_counter()

@@ -1,5 +1,5 @@
 # extra: preflight
-"""How fast the devices compute and reduce, by torch's own timer, which synchronises with CUDA."""
+"""Measure how fast the devices compute and reduce, by torch's own timer, which synchronises with CUDA."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import torch
 import torch.distributed as dist
 
-logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # which the timer imports: no CUDA is no problem
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # the timer imports it
 
 from torch.utils.benchmark import Timer
 
@@ -17,7 +17,7 @@ MAX_MESSAGE_BYTES, ROUNDS = 2**24, 3  # bytes of the all-reduce, at most
 
 
 def measure_device_speed(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a matrix product, measured long enough to see a throttled or shared device."""
+    """Return the FLOP/s of a matrix product, measured long enough to see a throttled or shared device."""
     size = 4096 if device.type == "cuda" else 256
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
@@ -25,7 +25,7 @@ def measure_device_speed(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def time_all_reduce(message_bytes: int, device: torch.device) -> float:
-    """Seconds for this number of bytes over all ranks, which call it together."""
+    """Return the seconds of an all-reduce of this number of bytes. All ranks call this together."""
     data = torch.zeros(max(1, message_bytes // 4), device=device)
     names = {"all_reduce": dist.all_reduce, "data": data}
     return Timer("all_reduce(data)", globals=names, num_threads=torch.get_num_threads()).timeit(ROUNDS).mean

@@ -21,24 +21,27 @@ from utils.distributed.context import DistributedContext
 from utils.run.memory_errors import explain_out_of_memory
 from utils.settings.errors import TrainingError, UserError
 
-MAX_SECONDS, MAX_SECONDS_OF_MODEL = 25.0, 60.0  # for one step, and for one that runs model or data, or uploads
+MAX_SECONDS, MAX_SECONDS_OF_MODEL = 25.0, 60.0  # the second is for a step that runs model or data, or uploads
 
 
 KNOWN_ERRORS = (UserError, TrainingError, OSError)
 
 
 class Steps:
-    """Collects what each step measured on each rank, and the findings; the same on all ranks."""
+    """Collects what each step measured on each rank, and the findings. They are the same on all ranks."""
 
     def __init__(self, config: TrainingConfig, ctx: DistributedContext) -> None:
         self.measured: dict[str, Any] = {}
         self.findings: list[diagnosis.Finding] = []
         self._config, self._ctx, self._stage_numbers = config, ctx, itertools.count()
-        # a separate connection: the main thread may be waiting in the default one
+        # the connection is a separate one, because the main thread may be waiting in the default one
         self._store = dist.distributed_c10d._get_default_store().clone() if ctx.world_size > 1 else None
 
     def run_step(self, name: str, action: Callable, *args: Any, seconds: float = MAX_SECONDS) -> list[Any] | None:
-        """Run `action(*args)`. Returns each rank's result (plain JSON); if any rank failed, None, with a finding."""
+        """Run `action(*args)`, and return each rank's result (plain JSON).
+
+        If any rank failed, the result is None, and there is a finding.
+        """
         if self._ctx.is_main:
             print(f"  {name}", flush=True)
         value, problem, seconds = None, "", min(seconds, self._config.timeout)
@@ -64,7 +67,7 @@ class Steps:
 
     @contextmanager
     def _deadline(self, stage: str, seconds: float) -> Iterator[None]:
-        """Unless the body ends in time, report the ranks that did not get here and end the process."""
+        """Report the ranks that did not get here and end the process, unless the body ends in time."""
         key = f"preflight/{next(self._stage_numbers)}"
         if self._store:
             self._store.set(f"{key}/{self._ctx.rank}", "")

@@ -1,5 +1,8 @@
 # extra: preflight
-"""Test the run folder without touching the run: all files are in a temporary folder, which is deleted afterwards."""
+"""Test the run folder without touching the run.
+
+All files are in a temporary folder, which is deleted afterwards.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from scripts.lib.storage import Storage  # extra: companions
 from utils.run.run_lock import SECONDS_UNTIL_VISIBLE
 from utils.settings.errors import UserError
 
-MAX_BYTES, MAX_SECONDS = 2**28, 2.0  # written to measure the speed
+MAX_BYTES, MAX_SECONDS = 2**28, 2.0  # bytes that are written to measure the speed, and the time for them
 BLOCK = bytes(2**23)
 
 
 def create_probe(folder: Path) -> str:
-    """Create a temporary folder in this one, or in the parent in which the run will create it."""
+    """Create a temporary folder in the run folder, or in the parent in which the run will create its folder."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         return tempfile.mkdtemp(prefix=".preflight-", dir=existing)
@@ -30,7 +33,7 @@ def create_probe(folder: Path) -> str:
 
 
 def check_folder(probe: Path, name: str, patience: float = SECONDS_UNTIL_VISIBLE) -> None:
-    """On each node: use files as a run does. Raises UserError if that fails or rank 0's probe is not visible."""
+    """Use files on each node as a run does. Raises UserError if that fails or rank 0's probe is not visible."""
     ends = time.monotonic() + patience
     while not probe.exists():
         if time.monotonic() > ends:
@@ -50,10 +53,13 @@ def check_folder(probe: Path, name: str, patience: float = SECONDS_UNTIL_VISIBLE
 
 
 def measure_mirror(url: str, checkpoint_bytes: int) -> dict[str, float]:  # extra: companions
-    """Bytes per second to the storage and from it, and whether it creates an object only if that is absent.
+    """Measure object storage.
+
+    Returns:
+        The bytes per second to the storage and from it, and whether it creates an object only if that is absent.
 
     Raises:
-        UserError: if it cannot be written, listed, read or deleted.
+        UserError: if an object cannot be written, listed, read or deleted.
     """
     storage = Storage(f"{url.rstrip('/')}/.preflight-{os.urandom(4).hex()}", f"--mirror {url}")
     size = min(max(checkpoint_bytes, len(BLOCK)), MAX_BYTES // 4)
@@ -80,7 +86,11 @@ def measure_mirror(url: str, checkpoint_bytes: int) -> dict[str, float]:  # extr
 
 
 def measure_disk(probe: Path, checkpoint_bytes: int, config: TrainingConfig) -> dict[str, float]:
-    """Bytes free, bytes of checkpoints that the run will replace, and bytes per second written with fsync."""
+    """Measure the storage of checkpoints.
+
+    Returns:
+        The free bytes, the bytes of checkpoints that the run will replace, and the bytes per second written with fsync.
+    """
     file_system, file, written, began = os.statvfs(probe), probe / "speed", 0, time.perf_counter()
     with suppress(OSError), file.open("wb") as opened:
         while written < min(max(checkpoint_bytes, len(BLOCK)), MAX_BYTES) and time.perf_counter() - began < MAX_SECONDS:

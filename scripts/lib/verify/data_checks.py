@@ -42,30 +42,34 @@ from utils.checkpoint.format import list_step_checkpoints
 from utils.data.sets import load_data
 from utils.distributed.collectives import all_gather_json
 
-Rows = dict[int, list[Tensor]]  # the tensors of some batches
-SampleHashes = list[tuple[int, dict[str | None, int]]]  # rows, and the digests of their leaves by name
+Rows = dict[int, list[Tensor]]  # the tensors of a batch, by its number or by its only sample
+SampleHashes = list[tuple[int, dict[str | None, int]]]  # each row with the digests of its leaves by name
 LAST_EPOCH = 3  # the epoch, from 0, whose samples are compared
 MAX_SAMPLES, MAX_READ_SECONDS = 2000, 1.5  # samples of a set that are compared with those of another
 MIN_ORDERS, MAX_ORDERS = 4, 22  # epochs whose orders are compared, as many as MAX_READ_SECONDS allow
 CHANCE_SAMPLES = 7  # samples, which may have the same order in two epochs by chance
-AUGMENTATION_SEEDS = 4  # with which augmented samples are drawn
+AUGMENTATION_SEEDS = 4  # seeds with which augmented samples are drawn
 FEW_SAMPLES = 4  # samples of a set that are compared with those of a run that is continued
 NOT_KEYED = (
     "The order depends on more than (seed, epoch). Shuffle with torch.Generator().manual_seed(derive_seed('order',"
     " seed, epoch))."
 )
-MAX_SHARED_FRACTION = 1 / 3  # of the held-out samples: more is a finding, less a note
+MAX_SHARED_FRACTION = 1 / 3  # sharing more of the held-out samples is a finding, and sharing less is a note
 
 
 @default_dtype()
 def order(fork: Fork) -> str:
-    """All ranks together visit each sample once per epoch, in one order that changes by epoch."""
+    """Check that all ranks together visit each sample once per epoch, in one order that changes by epoch."""
     ctx, n = fork.ctx, len(fork.train_set)
     may_repeat = getattr(fork.train_set, "with_replacement", False)
 
     def count_visits() -> tuple[list[tuple[Tensor, int]], list[str], str]:
-        """For two epochs the visits of this rank to each sample and how many are dropped; digests of the orders of
-        some epochs, and of the first epoch's once more."""
+        """Count the visits of this rank to each sample.
+
+        Returns:
+            The visits and the number of dropped samples for two epochs, the digests of the orders of some epochs, and
+            the digest of the first epoch's order, drawn once more.
+        """
         scramble_global_rngs(ctx.rank + 1)
         sampler = fork.create_loader(fork.train_set, fork.config, ctx).sampler
         visits = []
@@ -132,16 +136,16 @@ def check_new_process_order(fork: Fork) -> str:
 
 @default_dtype()
 def content(fork: Fork) -> str:
-    """A sample is the same on any rank, with or without workers, in any order, alone or in a batch."""
+    """Check that a sample is the same on any rank, with or without workers, in any order, alone or in a batch."""
     subset, ctx, single = fork.small_train_set(), fork.ctx, fork.single_process_ctx
-    # raises what train.py says of its batches
+    # train.py's own complaints about the batches come first
     fork.run_on_all_ranks(lambda: fork.create_loader(fork.train_set).fetch_example_batches())
     order = fork.run_on_all_ranks(lambda: fork.create_loader(subset).sampler.epoch_order(LAST_EPOCH))
     plan = [indices.tolist() for indices in order.split(fork.small_config.batch_size)]
     unseen: set[str] = set()
 
     def fetch(noise: int, is_first: bool) -> dict[str, str]:
-        """Digests of the micro-batches before collate, fetched in this process from last to first."""
+        """Return digests of the micro-batches before collate, fetched in this process from last to first."""
         scramble_global_rngs(noise)
         loader, digests, collated = fork.create_loader(subset, replace(fork.small_config, num_workers=0)), {}, {}
         for indices in () if is_first else plan:
@@ -158,8 +162,8 @@ def content(fork: Fork) -> str:
         return digests
 
     def load(noise: int, workers: int, rank_ctx: DistributedContext, first: int = 0) -> dict[str, str]:
-        """Digests of the last epoch's micro-batches as a run gets them that starts in the epoch `first`."""
-        fork.initial_hidden_state.restore()  # as in a new process
+        """Return digests of the last epoch's micro-batches, as a run gets them that starts in the epoch `first`."""
+        fork.initial_hidden_state.restore()  # a new process would begin with this state
         scramble_global_rngs(noise)
         loader = fork.create_loader(
             subset, replace(fork.small_config, grad_accum_steps=1, num_workers=workers), rank_ctx
@@ -170,7 +174,7 @@ def content(fork: Fork) -> str:
                 continue
             digests = {
                 str(step * rank_ctx.world_size + micro_batch.number): hash_nested(micro_batch.batch)
-                for step, micro_batch in enumerate(loader.micro_batches(epoch))  # one in each step
+                for step, micro_batch in enumerate(loader.micro_batches(epoch))  # each step has one
                 if not micro_batch.is_padding
             }
         return digests
@@ -210,25 +214,27 @@ def content(fork: Fork) -> str:
 
 
 def find_row_tensors(batch: object) -> list[Tensor]:
-    """Those that may have a row per sample. Sparse ones, which can be large, are compared as a whole."""
+    """Return the tensors that may have a row per sample. Sparse tensors can be large and are compared as a whole."""
     given = [leaf for leaf in flatten_nested(batch).values() if isinstance(leaf, Tensor)]
     rows = [pad_rows(leaf) if leaf.is_nested else leaf for leaf in given]
     return [leaf for leaf in rows if is_dense(leaf) and leaf.ndim]
 
 
 def crop_to_common(row_a: Tensor, row_b: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of two rows that both have where padding differs."""
+    """Crop two rows whose padding differs to the part that both have."""
     slices = tuple(map(slice, map(min, row_a.shape, row_b.shape)))
     return row_a[slices], row_b[slices]
 
 
 def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Rows) -> None:
-    """Raises BrokenInvariant if a row of a collated batch is missing, or differs from the sample collated alone.
-    Ignores padding, positions in the batch, and batches that do not have one row per sample."""
+    """Raise BrokenInvariant if a row of a collated batch is missing, or differs from the sample collated alone.
+
+    Padding, positions in the batch, and batches that do not have one row per sample are ignored.
+    """
     wanted = [len(indices) for indices in plan]
     tensor_indices = range(len(alone[0]))
     lengths = [[len(collated[number][tensor_index]) for number in range(len(plan))] for tensor_index in tensor_indices]
-    for rows in lengths if wanted not in lengths else ():  # else this one counts something else
+    for rows in lengths if wanted not in lengths else ():  # otherwise this tensor counts something else
         if any(map(int.__eq__, rows, wanted)) and all(map(int.__le__, rows, wanted)):
             raise BrokenInvariant(
                 f"Batches of {wanted} samples have {rows} rows, so collate drops samples. Keep all of them."
@@ -253,7 +259,7 @@ def check_rows(subset: Subset, plan: list[list[int]], collated: Rows, alone: Row
 
 
 def are_positions(tensor_index: int, plan: list[list[int]], collated: Rows, alone: Rows) -> bool:
-    """Whether this tensor says where each sample begins or ends in its batch, or in which order they are."""
+    """Return whether this tensor says where each sample begins or ends in its batch, or the order of the samples."""
     for number, indices in enumerate(plan):
         rows = collated[number][tensor_index]
         if rows.ndim != 1 or rows.is_floating_point():
@@ -268,7 +274,7 @@ def are_positions(tensor_index: int, plan: list[list[int]], collated: Rows, alon
 
 
 def check_new_process_samples(fork: Fork) -> str:
-    """Raises BrokenInvariant if a new process has other samples. A note if it fails."""
+    """Raise BrokenInvariant if a new process has other samples. Return a note if the new process fails."""
     summaries, problem = fork.new_process.answer("samples")
     if problem:
         return f"{NOT_CHECKED}the data in a new process ({problem})."
@@ -292,10 +298,10 @@ def check_new_process_samples(fork: Fork) -> str:
 @allow_failure("the data of a run that is continued")
 @default_dtype()
 def check_continued_data(fork: Fork) -> str:
-    """Raises BrokenInvariant if the data are others when they are created as by a second attempt of the run "whole"."""
+    """Raise BrokenInvariant if a second attempt of the run "whole" would create other data."""
 
     def summarize_sets(*sets: Any) -> list[Any]:
-        """The size of each set, its order, and a few samples on the device in three epochs."""
+        """Return the size of each set, its order, and digests of a few samples on the device in three epochs."""
         summary = []
         for dataset in (candidate for candidate in sets if candidate is not None):
             subset = Subset(dataset, spread_rows(FEW_SAMPLES, len(dataset)), fork.dtype)
@@ -310,7 +316,7 @@ def check_continued_data(fork: Fork) -> str:
             return summarize_sets(sets.train, *[*sets.held_out.values()][:1])
 
     run = fork.folder / "whole"
-    later = run / "checkpoints/step_00012347.pt"  # as of a longer run
+    later = run / "checkpoints/step_00012347.pt"  # a longer run would have such a checkpoint
     try:
         later.symlink_to(list_step_checkpoints(run / "checkpoints")[-1])
         before = summarize_sets(fork.train_set, fork.held_out)
@@ -332,8 +338,10 @@ def check_continued_data(fork: Fork) -> str:
 
 
 def check_transforms(fork: Fork) -> str:
-    """A note if a training sample depends on its micro-batch after device_transform, as with mixup. Raises
-    BrokenInvariant for a held-out sample."""
+    """Check that a sample does not depend on its micro-batch after device_transform.
+
+    For training samples the result is a note, since mixup is such a transform. Held-out samples raise BrokenInvariant.
+    """
 
     def is_mixed(subset: Subset) -> bool:
         loader, count = fork.create_loader(subset), min(4, len(subset))
@@ -363,7 +371,10 @@ def check_transforms(fork: Fork) -> str:
 
 
 def check_overlap(fork: Fork) -> str:
-    """Rows that a held-out set shares with the training set if both choose from one data set, else equal samples."""
+    """Look for held-out samples in the training set.
+
+    If both sets choose from one data set, their rows are compared, and otherwise their samples.
+    """
     if fork.held_out is None:
         return ""
     sets = fork.train_set, fork.held_out
@@ -383,7 +394,7 @@ def check_overlap(fork: Fork) -> str:
     is_augmented = sum_hashes(hash_samples(sets[0], rows[0][:FEW_SAMPLES], seed=0)) != sum_hashes(
         hash_samples(sets[0], rows[0][:FEW_SAMPLES], seed=1)
     )
-    # some seeds may leave a sample as it is, as of a flip
+    # some seeds may leave a sample as it is, for example if they do not flip an image
     train_hashes = [
         part
         for seed in range(AUGMENTATION_SEEDS if is_augmented else 1)
@@ -416,8 +427,10 @@ def check_overlap(fork: Fork) -> str:
 def find_shared_rows(
     train_hashes: SampleHashes, held_out_parts: SampleHashes, left_out: str | None = None
 ) -> tuple[list[int], bool]:
-    """The held-out rows that equal a training sample, but for a leaf, and whether they are more than those that repeat
-    within a set by nature, as short texts do."""
+    """Return the held-out rows that equal a training sample apart from the leaf `left_out`.
+
+    The second value says whether they are more than the samples that repeat within a set by nature, as short texts do.
+    """
     sets = [sum_hashes(set_parts, left_out) for set_parts in (train_hashes, held_out_parts)]
     counts = [Counter(total for _, total in set_totals) for set_totals in sets]
     common = [row for row, total in sorted(sets[1]) if total in counts[0]]
@@ -435,7 +448,7 @@ def create_overlap_error(rows: list[int], compared: int) -> BrokenInvariant:
 
 
 def find_source_rows(dataset: Any) -> tuple[Any, Tensor]:
-    """The data set from which (nested) subsets choose, and the rows that they choose."""
+    """Return the data set from which (nested) subsets choose, and the rows that they choose."""
     rows = torch.arange(len(dataset))
     while isinstance(dataset, PlainSubset):
         dataset, rows = dataset.dataset, torch.as_tensor([*dataset.indices])[rows]
@@ -443,13 +456,16 @@ def find_source_rows(dataset: Any) -> tuple[Any, Tensor]:
 
 
 def hash_samples(dataset: Any, rows: Tensor, seed: int = 0) -> SampleHashes:
-    """Digests of the leaves of these samples, all drawn with one seed: of as many as it reads in MAX_READ_SECONDS."""
+    """Return digests of the leaves of these samples, all drawn with one seed.
+
+    It stops after MAX_READ_SECONDS, so that the last samples may be missing.
+    """
     digests, end = [], time.monotonic() + MAX_READ_SECONDS
     for row in rows.tolist():
         scramble_global_rngs(seed)
         sample = dataset[row]
         if [*flatten_nested(sample)] == [""]:
-            sample = getattr(sample, "__dict__", None) or sample  # of an object that holds no tensors for the device
+            sample = getattr(sample, "__dict__", None) or sample  # it may be an object with attributes
         digests.append((row, {name: int(hash_nested(leaf), 16) for name, leaf in flatten_nested(sample).items()}))
         if time.monotonic() > end:
             break
@@ -457,5 +473,5 @@ def hash_samples(dataset: Any, rows: Tensor, seed: int = 0) -> SampleHashes:
 
 
 def sum_hashes(samples: SampleHashes, left_out: str | None = None) -> set[tuple[int, int]]:
-    """The rows, and a digest of each sample without a leaf."""
+    """Return each row with one digest of its sample, apart from the leaf `left_out`."""
     return {(row, sum(digests.values()) - digests.get(left_out, 0)) for row, digests in samples}

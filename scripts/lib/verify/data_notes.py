@@ -1,5 +1,5 @@
 # extra: verify
-"""What is consistent in the data, but seldom meant: a person has to judge it."""
+"""Notes on what is consistent in the data, but seldom meant. A person has to judge it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lib.verify.randomness import replace_seeds
 from lib.verify.result import NOT_CHECKED, PLEASE_CHECK, join_parts
 from utils.rng import seed_host
 
-SAMPLE_COUNT, MAX_READ_SECONDS, MAX_ROW_SIZE = 16, 1.5, 4096  # samples; to read a whole set; numbers in a row of it
-MAX_PARTS = 20  # in a list of transforms
+SAMPLE_COUNT, MAX_READ_SECONDS, MAX_ROW_SIZE = 16, 1.5, 4096  # samples, seconds to read a set, numbers in a row
+MAX_PARTS = 20  # transforms of a list that are looked at
 MAX_ROWS_AT_LIMIT = 4  # rows that reach the largest value of a column
 
 
@@ -87,13 +87,13 @@ def note_separate_scaling(fork: Fork) -> str:
 
 
 def hash_epochs(fork: Fork, subset: Subset) -> list[str]:
-    """Digests of the samples on the device, in three epochs."""
+    """Return digests of the samples on the device in three epochs."""
     fetch = fork.create_loader(subset).fetch_samples
     return [hash_nested([fetch([row], epoch)[2] for row in range(len(subset))]) for epoch in range(3)]
 
 
 def has_random_draws(fork: Fork, subset: Subset) -> bool:
-    """Whether fetching a sample moves a global generator from where the sample has seeded it."""
+    """Return whether fetching a sample draws from a global generator, after the generator was seeded for the sample."""
 
     for row in range(len(subset)):
         seed_host("sample", fork.config.seed, 0, row)
@@ -105,8 +105,8 @@ def has_random_draws(fork: Fork, subset: Subset) -> bool:
 
 
 def is_seed_dependent(fork: Fork, subset: Subset) -> bool:
-    """Whether samples are others if the fork seeds its generators otherwise."""
-    fork.initial_hidden_state.restore()  # without what a cache holds
+    """Return whether samples are others if the fork seeds its generators with other numbers."""
+    fork.initial_hidden_state.restore()  # a cache would return earlier samples
     before = hash_epochs(fork, subset)
     fork.initial_hidden_state.restore()
     try:
@@ -117,7 +117,7 @@ def is_seed_dependent(fork: Fork, subset: Subset) -> bool:
 
 
 def find_dataset_objects(dataset: Any) -> list[Any]:
-    """The data set, and in its attributes data sets, transforms and other objects of the fork's classes."""
+    """Return the data set, and the data sets, transforms and other objects of the fork's classes in its attributes."""
     objects = [dataset]
     for owner in objects:
         for name, value in getattr(owner, "__dict__", {}).items():
@@ -131,7 +131,10 @@ def find_dataset_objects(dataset: Any) -> list[Any]:
 
 
 def find_unread_samplers(dataset: Any) -> list[str]:
-    """The names of samplers and of weights of samples, in data sets, their classes and modules, that nothing reads."""
+    """Return the names of samplers and of weights of samples that nothing reads.
+
+    They are looked for in data sets, and in their classes and modules.
+    """
     sets, modules = find_dataset_objects(dataset), list_fork_modules()
     kinds = {kind for part in sets for kind in type(part).__mro__}
     nodes = parse_modules({*modules, *(sys.modules.get(kind.__module__) for kind in kinds)})
@@ -142,7 +145,7 @@ def find_unread_samplers(dataset: Any) -> list[str]:
             is_sampler = isinstance(value, Sampler) or (name == "shuffle" and value is True)
             is_sampler |= name.endswith("weights")
             if re.search("sampler|sampling|weight", name):
-                with suppress(TypeError, NotImplementedError):  # a number, or a set without a size
+                with suppress(TypeError, NotImplementedError):  # it may be a number, or a set without a size
                     is_sampler |= len(value) == len(part)
             if is_sampler and name not in read:
                 unread.append(name)
@@ -164,8 +167,10 @@ def list_names_read(nodes: list[Any], kind: type, field: str) -> set[Any]:
 
 
 def find_scales(dataset: Any) -> set[tuple[str, str]] | None:
-    """The names of values whose columns all have one scale over the set, and which one. None if the set takes long to
-    read."""
+    """Return the names of values whose columns all have one scale over the set, each with its scale.
+
+    The result is None if the set takes long to read.
+    """
     rows: list[dict[str, Tensor]] = []
     end = time.monotonic() + MAX_READ_SECONDS
     for row in range(len(dataset)):
@@ -183,17 +188,17 @@ def find_scales(dataset: Any) -> set[tuple[str, str]] | None:
             return None
     named_scales = {(name, scale) for name, table in find_tables(dataset).items() for scale in describe_scales(table)}
     for name in rows[0]:
-        with suppress(RuntimeError, KeyError):  # shapes differ
-            columns = torch.stack([row[name] for row in rows])[:, : 1 + 2**20 // len(rows)]  # enough of a wide one
+        with suppress(RuntimeError, KeyError):  # shapes or names may differ
+            columns = torch.stack([row[name] for row in rows])[:, : 1 + 2**20 // len(rows)]  # enough of a wide set
             tables = [columns]
-            if not are_all_near(columns.mean(1), 0):  # else each row is scaled by itself
+            if not are_all_near(columns.mean(1), 0):  # otherwise each row is scaled by itself
                 tables.append(columns.reshape(-1, 1))
             named_scales |= {(name, scale) for table in tables for scale in describe_scales(table)}
     return named_scales
 
 
 def find_tables(dataset: Any) -> dict[str, Tensor]:
-    """Attributes of a data set with rows of numbers, of which samples may be windows."""
+    """Return the attributes of a data set that have rows of numbers. Samples may be windows of such a table."""
     tables = {}
     for name, value in getattr(dataset, "__dict__", {}).items():
         if getattr(value, "ndim", 0) in (1, 2) and len(value) < MAX_ROW_SIZE**2:
@@ -205,15 +210,15 @@ def find_tables(dataset: Any) -> dict[str, Tensor]:
 
 
 def describe_scales(columns: Tensor) -> list[str]:
-    """What the columns of a table have in common, up to rounding, that they hardly have by chance."""
-    columns = columns[:, columns.std(0, correction=0) > 1e-6]  # others are constant
+    """Return what all columns of a table have in common, up to rounding, and hardly by chance."""
+    columns = columns[:, columns.std(0, correction=0) > 1e-6]  # the other columns are constant
     if len(columns) < 10 or not columns.shape[1]:
         return []
     deviations = torch.stack([columns.std(0, correction=k) for k in (0, 1)])
     is_standardized = are_all_near(columns.mean(0), 0) and ((deviations - 1).abs() < 1e-4).any(0).all()
     scale_names = ["mean 0 and deviation 1"] if is_standardized else []
     gaps = columns.sort(0).values.diff(dim=0)
-    # neither flags, counts and ratings nor steps of one size
+    # flags, counts, ratings and steps of one size are left out
     is_rich = ((gaps > 0).sum(0) > 10) & (columns != columns.round()).any(0) & (gaps.amax(0) > gaps.amin(0) + 1e-6)
     columns = columns[:, is_rich]
     if not columns.shape[1]:
@@ -231,8 +236,8 @@ def are_all_near(values: Tensor, wanted: float) -> bool:
 
 
 def flatten_floats(leaf: Any) -> Tensor | None:
-    """float64, flat; None for other things than a few floats, and for images."""
-    with suppress(TypeError, ValueError, RuntimeError):  # text, objects
+    """Return a value of a sample as a flat float64 tensor, or None if it is an image or is not a few floats."""
+    with suppress(TypeError, ValueError, RuntimeError):  # it may be text or an object
         values = torch.as_tensor(leaf)
         is_row = values.is_floating_point() and values.ndim < 3 and values.numel() <= MAX_ROW_SIZE
         return values.double().flatten() if is_row else None

@@ -1,9 +1,10 @@
 # extra: verify
-"""Load the data and ask lr_factor in a new process, started by new_process.py: the clock is ahead, the host has another
-name, and folders list their files backwards.
+"""Load the data and ask lr_factor in a new process, which new_process.py starts.
 
-Reads {"given": {...}, "config": {...}, "imports": [...]}: the config as given and as resolved by the data, and packages
-to import first. Prints [name, [value, problem]] in a line for each answer.
+In this process the clock is ahead, the host has another name, and folders list their files backwards.
+
+It reads {"given": {...}, "config": {...}, "imports": [...]}. These are the config as given, the config as resolved by
+the data, and packages to import first. It prints [name, [value, problem]] in a line for each answer.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:1] = [str(ROOT), str(ROOT / "scripts")]
-ahead, real_datetime = 5e7, datetime.datetime  # 19 months: another year, month, day of the week and hour
+ahead, real_datetime = 5e7, datetime.datetime  # 19 months change the year, month, day of the week and hour
 listdir, scandir = os.listdir, os.scandir
 answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
 
@@ -41,7 +42,7 @@ def format_shifted_time(strftime, form, when=None):
 
 
 class DatetimeMeta(type):
-    """Times that other code creates are instances, too."""
+    """Makes times that other code creates instances of the replacement, too."""
 
     def __instancecheck__(cls, value):
         return isinstance(value, real_datetime)
@@ -58,7 +59,7 @@ class ShiftedDatetime(datetime.datetime, metaclass=DatetimeMeta):
 
 
 class ReversedScandir(AbstractContextManager, Iterator):
-    """What os.scandir returns."""
+    """Lists a folder backwards, in place of what os.scandir returns."""
 
     def __init__(self, *path):
         with scandir(*path) as entries:
@@ -74,7 +75,7 @@ class ReversedScandir(AbstractContextManager, Iterator):
 
 
 question = json.load(sys.stdin)
-for name in question["imports"]:  # before datetime is replaced
+for name in question["imports"]:  # these imports come before datetime is replaced
     with contextlib.suppress(Exception):
         importlib.import_module(name)
 for name in ("time", "monotonic", "perf_counter"):
@@ -82,7 +83,7 @@ for name in ("time", "monotonic", "perf_counter"):
     setattr(time, name, shift_clock(getattr(time, name)))
 time.localtime, time.gmtime, time.ctime = map(default_to_shifted_time, (time.localtime, time.gmtime, time.ctime))
 time.strftime = functools.partial(format_shifted_time, time.strftime)
-datetime.datetime = ShiftedDatetime  # type: ignore[misc]  # as a test would patch it; date.today() asks time.time()
+datetime.datetime = ShiftedDatetime  # type: ignore[misc]  # date.today() needs no patch, since it asks time.time()
 machine = os.uname_result(["elsewhere" if k == 1 else field for k, field in enumerate(os.uname())])
 os.uname, socket.gethostname, platform.node = lambda: machine, lambda: "elsewhere", lambda: "elsewhere"
 
@@ -93,7 +94,7 @@ def factors(request):
     from utils.training.hooks import ModelHooks
 
     global ahead
-    ahead += 1e7  # since the import
+    ahead += 1e7  # as if time had passed since the import
     random.seed(1)
     torch.manual_seed(1)
     return sample_factors(ModelHooks.from_module(model), TrainingConfig(**request["config"]))
@@ -127,7 +128,7 @@ def samples(request):
 
 folder = os.getcwd()
 os.chdir("/")
-import torch  # after the clocks, which the fork may import by name
+import torch  # comes after the clocks are replaced, because the fork may import them by name
 
 from config import TrainingConfig
 from lib.verify.new_process import NO_ANSWER
@@ -136,7 +137,7 @@ torch.set_num_threads(1)
 vars(os).update(listdir=lambda *path: listdir(*path)[::-1], scandir=ReversedScandir)
 problem = ""
 try:
-    import train  # noqa: F401  # which imports the modules of the fork
+    import train  # noqa: F401  # this imports the modules of the fork
 except Exception as error:
     problem = f"{NO_ANSWER}: {type(error).__name__}: {error}"
 for answer in (factors, order, samples):

@@ -1,5 +1,8 @@
 # extra: verify
-"""What is verified: the model, data and flags of a fork. The only module of verify.py that calls train.py."""
+"""The model, data and flags of a fork, which verify.py checks.
+
+No other module of verify.py calls train.py.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ ACCUMULATION_STEPS = 2  # micro-batches of a rank in an optimizer step
 class RoundingRecorder(TorchDispatchMode):
     """Notes whether an operator returns floating-point numbers other than float64, and what cancels out in sums."""
 
-    supports_higher_order_operators = True  # which get functions
+    supports_higher_order_operators = True  # those operators get functions
     is_narrow = False
     # The largest absolute value that cancels out where terms are added to a number, or to one for each sample. The
     # rounding of a small difference of large sums is that of the sums. Terms of one sign cancel nothing, so that a mean
@@ -82,7 +85,7 @@ class RoundingRecorder(TorchDispatchMode):
 
 
 def measure_cancellation(action: Callable[[], Any]) -> tuple[Any, float]:
-    """What the action returns, and what cancels out in its sums."""
+    """Return what the action returns, and the largest value that cancels out in its sums."""
     try:
         with RoundingRecorder() as rounding:
             return action(), rounding.max_cancelled
@@ -92,7 +95,7 @@ def measure_cancellation(action: Callable[[], Any]) -> tuple[Any, float]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype = torch.float32) -> Iterator[None]:
-    """Compute with this default dtype: by default as in a run, also where random numbers are drawn."""
+    """Compute with this default dtype, also where random numbers are drawn. By default it is that of a run."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -102,8 +105,7 @@ def default_dtype(dtype: torch.dtype = torch.float32) -> Iterator[None]:
 
 
 class BrokenInvariant(UserError):
-    """An invariant does not hold. The message says what was found and the likely cause; its last sentence is the
-    fix."""
+    """An invariant does not hold. The message says what was found and the likely cause, and ends with the fix."""
 
 
 class SkippedCheck(UserError):
@@ -111,8 +113,10 @@ class SkippedCheck(UserError):
 
 
 def allow_failure(subject: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
-    """For a look at a fork, whose text says that `subject` was not checked if the look itself fails: a fork may not
-    accept what is done for it, and is not broken then."""
+    """Decorate a check that may itself fail. Its text then says that `subject` was not checked.
+
+    A fork may not accept what such a check does, and is not broken then.
+    """
 
     def decorate(check: Callable[..., str]) -> Callable[..., str]:
         @functools.wraps(check)
@@ -131,20 +135,20 @@ def allow_failure(subject: str) -> Callable[[Callable[..., str]], Callable[..., 
 
 @dataclass
 class PlainProgress(Progress):
-    """What the plain loop shows to `lr_factor` and `compute_loss`."""
+    """The progress that the plain loop shows to `lr_factor` and `compute_loss`."""
 
     total_steps: int = 0
 
 
 @dataclass
 class OptimizerUpdate:
-    """What the optimizer received in one step."""
+    """The gradients and settings that the optimizer received in one step."""
 
     gradients: dict[nn.Parameter, Tensor]
     settings: list[tuple[float, float]]  # learning rate and weight decay of each group
 
     def gather_gradients(self, state: TrainState) -> None:
-        """Let the gradients be those of whole parameters, not of their shards. Call on all ranks."""
+        """Replace the gradients of shards by those of whole parameters. Call this on all ranks."""
         self.gradients = {
             state.parameters_by_tensor[p]: gather_full_tensor(create_dtensor(gradient, state.parameters_by_tensor[p]))
             for p, gradient in self.gradients.items()
@@ -155,20 +159,20 @@ class OptimizerUpdate:
 class Fork:
     """The config, data and ranks to verify, and the short runs made so far, as one rank sees them."""
 
-    config: TrainingConfig  # `auto` fields are resolved
+    config: TrainingConfig  # the config whose `auto` fields are resolved
     train_set: MapDataset
     held_out: MapDataset | None
     ctx: DistributedContext
-    folder: Path  # of the short runs; deleted at the end
+    folder: Path  # the folder of the short runs, which is deleted at the end
     hooks: ModelHooks
-    given_config: TrainingConfig  # with `auto` fields
-    new_process: Any = None  # a NewProcess, on rank 0
-    dtype: torch.dtype = torch.float32  # of the computations
-    loss_dtype: torch.dtype = torch.float32  # of the loss, or of what is in it: float32 in a fork with logits.float()
-    trainings: dict[str, train.Training] = field(default_factory=dict)  # of the short runs that completed
+    given_config: TrainingConfig  # the config with `auto` fields
+    new_process: Any = None  # rank 0 has a NewProcess here
+    dtype: torch.dtype = torch.float32  # the dtype of the computations
+    loss_dtype: torch.dtype = torch.float32  # the dtype of the loss or of a value in it, such as logits.float()
+    trainings: dict[str, train.Training] = field(default_factory=dict)  # the short runs that completed, by name
     first_pass: Any = None  # a PassResult of loss_checks.py
-    sharded_loss: float = 0.0  # with sharding: of `compute_sample_loss` after the run "whole"
-    # what the data sets and the fork's modules hold at the start, and what a short run remembers after each epoch
+    sharded_loss: float = 0.0  # with sharding, it is the `compute_sample_loss` after the run "whole"
+    # what the data sets and the fork's modules hold at the start, and what short runs remember after each epoch
     initial_hidden_state: hidden_state.HiddenState = field(init=False)
     hidden_states: dict[str, list[dict[str, tuple[str, str]]]] = field(default_factory=dict)
 
@@ -186,12 +190,15 @@ class Fork:
 
     @property
     def single_process_ctx(self) -> DistributedContext:
-        """The context of a single process."""
+        """Return the context of a single process."""
         return replace(self.ctx, rank=0, world_size=1, local_world_size=1)
 
     @property
     def settings(self) -> dict[str, object]:
-        """The flags for which the result holds: those that change a run, without those that `small_config` replaces."""
+        """Return the flags for which the result holds.
+
+        They are the flags that change a run, without those that `small_config` replaces.
+        """
         names = {"data_dir", *(setting.name for setting in list_fork_settings())}
         names.add("cache")  # extra: cache
         names.add("activation_checkpointing")  # extra: compile
@@ -201,7 +208,7 @@ class Fork:
 
     @property
     def small_config(self) -> TrainingConfig:
-        """The config with small micro-batches, so that even a small data set has two steps per epoch."""
+        """Return the config with small micro-batches, so that even a small data set has two steps per epoch."""
         largest = len(self.train_set) // (ACCUMULATION_STEPS * self.ctx.world_size + 2)
         off = ("global_batch_size", "dataset_size", "max_steps", "max_time", "patience", "save_every")
         values: dict[str, Any] = dict.fromkeys(off, 0)
@@ -221,7 +228,10 @@ class Fork:
 
     @default_dtype()
     def small_train_set(self) -> Subset:
-        """Two global batches and a short one, whose last micro-batch has two samples and which leaves a rank idle."""
+        """Return samples for two global batches and a short one.
+
+        The last micro-batch of the short batch has two samples, and one of the ranks is left idle.
+        """
         size, ranks = self.small_config.batch_size, self.ctx.world_size
         short = (size if ranks > 2 else 0) + min(2, size)
         count = min(2 * size * ACCUMULATION_STEPS * ranks + short, len(self.train_set))
@@ -230,16 +240,21 @@ class Fork:
         return Subset(self.train_set, sampler.epoch_order(0)[:count] % len(self.train_set), self.dtype)
 
     def held_out_subset(self, count: int) -> Subset:
-        """Samples in runs of micro-batches, for which data may return views of what they store. The runs are spread
-        over the set, which may be sorted by class."""
+        """Return `count` held-out samples, in runs of the size of a micro-batch.
+
+        A data set may return views of what it stores for adjacent samples. The runs are spread over the set, because
+        it may be sorted by class.
+        """
         held_out: Any = self.held_out
         size = min(self.small_config.batch_size, count, len(held_out))
         rows = spread_rows(-(-count // size), len(held_out) - size + 1)[:, None] + torch.arange(size)
         return Subset(held_out, rows.unique()[:count], self.dtype)
 
     def modes(self) -> Iterator[tuple[bool, Subset]]:
-        """Whether compute_loss is called as in training, and samples for it: an evaluation gets held-out ones, which
-        may be of another structure."""
+        """Yield how compute_loss is called (True means as in training), and samples for it.
+
+        An evaluation gets held-out samples, which may be of another structure.
+        """
         yield True, self.small_train_set()
         if self.held_out is not None:
             yield False, self.held_out_subset(4 * self.small_config.batch_size)
@@ -249,19 +264,22 @@ class Fork:
     def create_loader(
         self, dataset: MapDataset, config: TrainingConfig | None = None, ctx: DistributedContext | None = None
     ) -> GlobalBatchLoader:
-        """The training loader; by default that of a single process with the small config."""
+        """Return the training loader. By default it is that of a single process with the small config."""
         loader, _ = assembly.create_distributed_dataloader(
             dataset, config or self.small_config, ctx or self.single_process_ctx
         )
         return loader
 
     def create_model(self) -> nn.Module:
-        """The model at step 0, as create_train_state creates it."""
+        """Return the model at step 0, as create_train_state creates it."""
         torch.manual_seed(self.config.seed)
         return self.hooks.create_model(self.config, self.ctx.device)
 
     def choose_precision(self) -> None:
-        """Compute in float64 if the model can, so that small errors are not taken for rounding. Call on all ranks."""
+        """Choose float64 if the model can compute in it, so that small errors are not taken for rounding.
+
+        Call this on all ranks.
+        """
 
         def is_possible() -> bool:
             torch.set_default_dtype(torch.float64)
@@ -278,8 +296,8 @@ class Fork:
                         self.loss_dtype = min(
                             self.loss_dtype, loss.dtype, torch.float32, key=lambda dtype: dtype.itemsize
                         )
-                return not any(p.dtype is torch.float32 for p in net.parameters())  # which a fork has asked for
-            except Exception:  # a custom kernel or a hard-coded dtype; the checks report other errors
+                return not any(p.dtype is torch.float32 for p in net.parameters())  # the fork has asked for it
+            except Exception:  # it has a custom kernel or a hard-coded dtype (the checks report other errors)
                 return False
 
         if not all(all_gather_json(self.run_on_all_ranks(is_possible), self.ctx)):
@@ -287,7 +305,7 @@ class Fork:
             self.dtype = self.loss_dtype = torch.float32
 
     def evaluate(self, model: nn.Module, dataset: MapDataset) -> dict[str, float]:
-        """Loss, metrics and "count" over all ranks."""
+        """Return loss, metrics and "count" over all ranks."""
         loader = self.run_on_all_ranks(
             lambda: assembly.create_evaluation_dataloader(dataset, self.small_config, self.ctx)
         )
@@ -305,15 +323,18 @@ class Fork:
     def evaluate_in_one_process(
         self, subset: Subset, net: nn.Module, noise: int = 0, split: str = "val"
     ) -> dict[str, float]:
-        """The size, mean loss and metrics of a set in one process, with global generators seeded by `noise`, but those
-        of torch as in the evaluation of `split`."""
+        """Return the size, mean loss and metrics of a set in one process.
+
+        The global generators are seeded by `noise`, apart from those of torch. These are seeded as in the evaluation
+        of `split`.
+        """
         loader, tracker = self.create_loader(subset), MetricTracker(self.ctx.device)
         seed = functools.partial(seed_evaluation, self.ctx.device, self.small_config.seed)
         summary = self.hooks.find_part(OutputSummary)
         outputs = OutputCollector(self.hooks.predict, functools.partial(seed, "predict", split))
         for indices in torch.arange(len(subset)).split(self.small_config.batch_size):
             *_, batch = loader.fetch_samples(indices.tolist())
-            scramble_global_rngs(noise)  # after the fetch, which seeds them by the samples
+            scramble_global_rngs(noise)  # comes after the fetch, which seeds the generators by the samples
             seed("compute_loss", split, indices.tolist())
             with torch.no_grad():
                 tracker.update(self.hooks.compute_loss(net, batch))
@@ -325,9 +346,9 @@ class Fork:
         return metrics
 
     def compute_sample_loss(self, model: nn.Module, device: torch.device) -> float:
-        """The summed loss of the first batch of the small set, as in training."""
+        """Return the summed loss of the first batch of the small set, as in training."""
         batch = to_device(self.create_loader(self.small_train_set()).fetch_example_batch(), device)
-        torch.manual_seed(self.config.seed)  # of what the loss draws
+        torch.manual_seed(self.config.seed)  # the loss may draw random numbers
         return compute_sums(self.hooks, model, batch, is_training=True)["loss's sum"].sum().item()
 
     def train_short_run(
@@ -336,8 +357,11 @@ class Fork:
         """Train on the small set with train.train, and keep the training in `trainings`.
 
         Args:
-            is_alone: rank 0 trains in a single process.
-            on_epoch_end: called on all ranks with the training after each epoch, while shards can still be gathered.
+            name: the name of the run in `trainings`.
+            is_alone: whether rank 0 trains in a single process.
+            on_epoch_end: a function that all ranks call with the training after each epoch, while shards can still be
+                gathered.
+            changes: fields of the config that this run has otherwise.
         """
         config = replace(self.small_config, run_dir=str(self.folder / name), **changes)
         held_out = None if self.held_out is None else self.held_out_subset(config.batch_size + 1)
@@ -371,7 +395,7 @@ class Fork:
             self.trainings[name] = latest
 
     def run_on_all_ranks(self, action: Callable[[], Any]) -> Any:
-        """Run `action` on every rank. If it fails on one rank, all raise UserError."""
+        """Run `action` on every rank. If it fails on one rank, all ranks raise UserError."""
 
         def run_action() -> Any:
             try:
@@ -386,7 +410,7 @@ class Fork:
         return on_all_ranks(run_action, self.ctx)
 
     def divide_among_ranks(self, actions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run each action on one rank. Returns their results on every rank; if one fails, all raise UserError."""
+        """Run each action on one rank, and return all results on every rank. If one fails, all raise UserError."""
         rank, ranks = self.ctx.rank, self.ctx.world_size
         rank_results = all_gather_json(
             self.run_on_all_ranks(lambda: [action() for action in actions[rank::ranks]]), self.ctx
@@ -395,7 +419,7 @@ class Fork:
 
 
 class QuietReporter(Reporter):
-    """Without TensorBoard and images, which take time and change nothing."""
+    """A reporter without TensorBoard and images, which take time and change nothing."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options["log_images"] = None
@@ -404,14 +428,17 @@ class QuietReporter(Reporter):
 
 
 class Subset(SampleSubset):
-    """Some samples in the template's order; the data set's own order has its own check. Floats are cast to `dtype`."""
+    """Some samples of a data set in the template's order, with floats cast to `dtype`.
+
+    The data set's own order has its own check.
+    """
 
     def __init__(self, dataset: Any, indices: Tensor, dtype: torch.dtype) -> None:
         super().__init__(dataset, indices)
         self._dtype = dtype
         self.device_transform = self._cast
 
-    @default_dtype()  # what is drawn and cached is that of a run
+    @default_dtype()  # random numbers and cached values have to be those of a run
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(index)
 
@@ -421,7 +448,7 @@ class Subset(SampleSubset):
 
     @default_dtype()
     def _subset_order(self, seed: int, epoch: int, n: int) -> Tensor:
-        self.dataset.epoch_order(seed, epoch, len(self.dataset))  # which may set what __getitem__ reads
+        self.dataset.epoch_order(seed, epoch, len(self.dataset))  # it may set what __getitem__ reads
         return torch.randperm(n, generator=torch.Generator().manual_seed(derive_seed("order", seed, epoch)))
 
     def _cast(self, batch: Any, seed: int, epoch: int, indices: Tensor) -> Any:
@@ -463,7 +490,12 @@ def record_updates(updates: list[OptimizerUpdate]) -> Iterator[None]:
 
 
 def perturb_parameters(net: nn.Module, number: int) -> nn.Module:
-    """Add noise of a tenth of its mean size to each parameter; number 0: no noise."""
+    """Add noise to each parameter, of a tenth of its mean size.
+
+    Args:
+        net: the model that is changed and returned.
+        number: the seed of the noise (0: no noise).
+    """
     generator = torch.Generator().manual_seed(number)
     with torch.no_grad():
         for p in net.parameters() if number else ():
@@ -479,7 +511,7 @@ def raise_if(problem: Exception | None) -> None:
 
 @contextmanager
 def pretend_rank(rank: int = 0, ranks: int = 1) -> Iterator[None]:
-    """Code that asks for the rank or the number of ranks sees these. By default it sees a single process."""
+    """Let code that asks for the rank or the number of ranks see these. By default it sees a single process."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     environment = environment_without_launcher() | {name: str(value) for name, value in names.items() if ranks > 1}
     dist_values = {"is_initialized": ranks > 1, "get_rank": rank, "get_world_size": ranks}

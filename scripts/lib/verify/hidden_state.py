@@ -1,5 +1,8 @@
 # extra: verify
-"""What a run remembers outside its checkpoints: attributes, lists, dicts, arrays and globals of a fork's own code."""
+"""Find what a run remembers outside its checkpoints.
+
+Such values are in attributes, lists, dicts, arrays and globals of a fork's own code.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +33,16 @@ IMAGES_FOLDER = str(ROOT / "utils" / "extras" / "images")
 PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
 GENERATOR_TYPES = (torch.Generator, random.Random)
 MAX_ENTRIES = 1000  # entries of a container that are compared
-MAX_ARRAY_BYTES = 64 * 2**20  # larger arrays are data, not memory
+MAX_ARRAY_BYTES = 64 * 2**20  # larger arrays are data rather than memory
 SHIPPED_FIELDS = """augment augment_repeats auto_augment channels_last crop_ratio crop_scale cutmix_alpha dataset freeze
     image_size in_channels interpolation label_smoothing mixup_alpha model norm_weight_decay num_classes random_erase
     resize_size sync_bn train_size""".split()
-CACHE = "cache"  # a generator, which may be seeded before each use, or what functools.lru_cache keeps
+CACHE = "cache"  # the kind of a generator, which may be seeded before each use, and of what functools.lru_cache keeps
 
 
 @functools.cache
 def find_file_owner(file: str) -> str:
-    """Whose file it is: "you", the "template", or "" for a package."""
+    """Return whose file it is: "you", the "template", or "" for a package."""
     path = Path(file)
     if not path.is_relative_to(ROOT) or "site-packages" in path.parts:
         return ""
@@ -55,13 +58,16 @@ def list_fork_modules() -> list[ModuleType]:
 
 
 def parse_modules(modules: Iterable[ModuleType | None]) -> list[ast.AST]:
-    """The syntax of these modules, of which packages may have some in C."""
+    """Return the nodes of the syntax trees of these modules. Modules in C are left out."""
     files = [file for module in modules if (file := getattr(module, "__file__", None) or "").endswith(".py")]
     return [node for file in files for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8")))]
 
 
 def record_field_reads() -> set[str]:
-    """The names of the config's fields that code of the fork, or of the shipped images, reads from now on."""
+    """Return a set to which the config's fields are added that the fork's code reads from now on.
+
+    The code of the shipped images counts as the fork's.
+    """
     read: set[str] = set()
     kind: Any = TrainingConfig
     plain = kind.__getattribute__
@@ -77,14 +83,14 @@ def record_field_reads() -> set[str]:
 
 
 def find_mentioned_fields() -> set[str]:
-    """Attributes of something called a config in code of the fork, which may be in a branch that was not run."""
+    """Return the attributes of a config that code of the fork mentions, also in branches that were not run."""
     nodes = [node for node in parse_modules(list_fork_modules()) if isinstance(node, ast.Attribute)]
     pairs = [(ast.unparse(node.value).rpartition(".")[2], node.attr) for node in nodes]
     return {name for owner, name in pairs if re.search("conf|cfg|args", owner)}
 
 
 class HiddenState:
-    """Values that can be reached from the roots, by path; `restore` restores them.
+    """The values that can be reached from the roots, by path. `restore` gives them back to their owners.
 
     Args:
         roots: objects and modules by name.
@@ -92,7 +98,7 @@ class HiddenState:
     """
 
     def __init__(self, roots: dict[str, Any], saved: Iterable[Any] = ()) -> None:
-        self.values: dict[str, tuple[str, str]] = {}  # a kind, "" or CACHE, and the value as text
+        self.values: dict[str, tuple[str, str]] = {}  # by path, the kind ("" or CACHE) and the value as text
         self._seen = {id(value): value for value in saved}
         self._saved_pointers = {local_shard(value).data_ptr() for value in saved if isinstance(value, Tensor)}
         self._undo: list[Callable[[], Any]] = []
@@ -101,7 +107,7 @@ class HiddenState:
 
     def restore(self) -> None:
         for undo in self._undo:
-            with suppress(AttributeError, TypeError):  # read-only, as members of an Enum
+            with suppress(AttributeError, TypeError):  # some values are read-only, such as members of an Enum
                 undo()
 
     def _visit(self, path: str, value: Any) -> None:
@@ -111,7 +117,7 @@ class HiddenState:
         elif id(value) not in self._seen:
             self._seen[id(value)], is_of_numpy = value, type(value).__module__.startswith("numpy")
             if isinstance(value, Tensor) or (is_of_numpy and hasattr(value, "nbytes")):
-                with suppress(RuntimeError, TypeError, NotImplementedError):  # without data: on "meta", sparse
+                with suppress(RuntimeError, TypeError, NotImplementedError):  # "meta" or sparse tensors have no data
                     self._visit_array(path, value)
             elif isinstance(value, GENERATOR_TYPES) or (is_of_numpy and hasattr(value, "bit_generator")):
                 self._visit_generator(path, value)
@@ -163,7 +169,7 @@ class HiddenState:
                 self._visit_attributes(path, vars(value))
                 self._visit(f"{path}.__defaults__", value.__defaults__ or ())
                 for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                    with suppress(ValueError):  # not set yet
+                    with suppress(ValueError):  # the cell may not be set yet
                         self._visit(f"{path}.{name}", cell.cell_contents)
                         self._undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
         elif isinstance(value, type):
@@ -194,17 +200,19 @@ def is_fork_class(kind: Any) -> bool:
 
 
 def restore_dict(values: dict[Any, Any], remembered: dict[Any, Any], left_out: Iterable[str] = ()) -> None:
-    """Let a dict have these entries again; those left out stay as they are, and so do names that torch.compile has
-    added to a module."""
+    """Give a dict these entries again.
+
+    The entries in `left_out` stay as they are, and so do names that torch.compile has added to a module.
+    """
     for name in [name for name in values if name not in remembered and name not in left_out]:
         if not str(name).startswith("__"):
             del values[name]
-    for name, value in remembered.items():  # a Counter's update would add
+    for name, value in remembered.items():  # the update of a Counter would add
         values[name] = value
 
 
 def collect_hidden_state(training: Training, other_roots: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """What a training and these places remember, apart from the state that a checkpoint holds."""
+    """Return what a training and the other roots remember, apart from the state that a checkpoint holds."""
     state, optimizer = training.state, training.state.optimizer
     saved = [*flatten_nested(state.state_dict()).values(), *flatten_nested([*optimizer.state.values()]).values()]
     roots = {type(state.model).__name__: state.model, type(optimizer).__name__: optimizer}
@@ -212,11 +220,13 @@ def collect_hidden_state(training: Training, other_roots: dict[str, Any]) -> dic
 
 
 def find_lost_state(middle: dict, end: dict, resumed: dict) -> tuple[list[str], list[str]]:
-    """Values that a resumed run has lost, and what may be a cache: filled once, with values that do not change.
+    """Return the values that a resumed run has lost, and those that may be a cache.
+
+    A cache is filled once, with values that do not change.
 
     Args:
-        middle, end: what the uninterrupted run remembers after its first epoch and at its end.
-        resumed: what a run remembers that was resumed shortly before its end.
+        middle, end: the values that the uninterrupted run remembers after its first epoch and at its end.
+        resumed: the values that a run remembers that was resumed shortly before its end.
     """
     missing = "", "None"
     lost: dict[str, str] = {}

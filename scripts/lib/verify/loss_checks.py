@@ -1,5 +1,5 @@
 # extra: verify
-"""Checks of the loss: sums that add up, and a micro-batch whose loss depends on nothing but itself and the weights."""
+"""Checks of the loss: its sums add up, and the loss of a micro-batch depends on nothing but itself and the weights."""
 
 from __future__ import annotations
 
@@ -59,14 +59,17 @@ DOES_NOT_ADD_UP = (
     " loss of a sample depends on the others in its micro-batch by intent, as a contrastive loss does, declare"
     " depends_on_batch = True in model.py."
 )
-DRAW_COUNT = 8  # of a random loss
-PRETENDED_RANKS = 4  # that a process pretends to be one of
+DRAW_COUNT = 8  # draws of a random loss
+PRETENDED_RANKS = 4  # ranks of which a process pretends to be one
 
 
 def loss(fork: Fork) -> str:
-    """compute_loss returns sums and counts: those of a batch equal the totals over its parts, for several weights. They
-    depend on the weights and the batch, not on how the work is divided, and no generator is seeded again."""
-    # first: numbers that are drawn again do not add up either
+    """Check that compute_loss returns sums and counts.
+
+    Those of a batch equal the totals over its parts, for several weights. They depend on the weights and the batch, and
+    not on how the work is divided. No generator is seeded again.
+    """
+    # the passes come first, because numbers that are drawn again do not add up either
     pass_note = fork.run_on_all_ranks(lambda: check_passes(fork))
     is_declared = getattr(your_model, "depends_on_batch", False)
     adding = [check_loss_is_sum] if is_declared else [partial(check_sums_add_up, number=number) for number in range(3)]
@@ -81,8 +84,12 @@ def loss(fork: Fork) -> str:
 
 
 def check_sums_add_up(fork: Fork, number: int) -> str:
-    """Raises BrokenInvariant if the sums of a batch are not the totals over its halves. number: of weights, and of a
-    pair of halves if there are enough samples."""
+    """Raise BrokenInvariant if the sums of a batch are not the totals over its halves.
+
+    Args:
+        fork: the fork that is checked.
+        number: chooses the weights and, if there are enough samples, the pair of halves.
+    """
     for is_training, subset in fork.modes():
         size, loader = min(fork.small_config.batch_size, len(subset) // 2), fork.create_loader(subset)
         if not size:  # one sample cannot be split
@@ -92,7 +99,7 @@ def check_sums_add_up(fork: Fork, number: int) -> str:
         parts = range(begin, middle), range(middle, end), range(begin, end)
         *halves, whole = (loader.fetch_samples([*part])[2] for part in parts)
         joined_batches = []
-        with suppress(RuntimeError, ValueError):  # they are no rows, or of other shapes
+        with suppress(RuntimeError, ValueError):  # the tensors may have no rows, or other shapes
             joined_batches = [*halves, join_batches(halves, size)]
         raise_if_confirmed(
             fork, partial(compare_halves, fork, net, is_training, number), [*halves, whole], joined_batches
@@ -101,12 +108,14 @@ def check_sums_add_up(fork: Fork, number: int) -> str:
 
 
 def raise_if_confirmed(fork: Fork, compare: Callable[..., str], batches: list[Any], joined_batches: list[Any]) -> None:
-    """Raises BrokenInvariant for what `compare` finds in batches of the loader, and in the same batches joined of
-    parts if that is possible: the loader may mix samples or pad them otherwise, and tensors may have as many rows as
-    samples by chance."""
+    """Raise BrokenInvariant for what `compare` finds in two kinds of batches.
+
+    One kind comes from the loader, which may mix samples or pad them otherwise. The other kind is joined of parts, if
+    that is possible. Its tensors may have as many rows as samples by chance.
+    """
     problem = compare(batches, bool(joined_batches) or not hasattr(fork.train_set, "device_transform"))
     if problem and joined_batches:
-        with suppress(Exception):  # the loss may not accept them
+        with suppress(Exception):  # the loss may not accept joined batches
             problem = compare(joined_batches) and problem
     if problem:
         raise BrokenInvariant(problem)
@@ -115,7 +124,7 @@ def raise_if_confirmed(fork: Fork, compare: Callable[..., str], batches: list[An
 def compare_halves(
     fork: Fork, net: nn.Module, is_training: bool, number: int, batches: list[Any], is_comparable: bool = True
 ) -> str:
-    """What does not add up. batches: two halves and the whole."""
+    """Return what does not add up. The batches are two halves and the whole."""
     batch_sums, cancelled = measure_cancellation(
         lambda: [compute_sums(fork.hooks, net, batch, is_training) for batch in batches]
     )
@@ -129,7 +138,7 @@ def compare_halves(
         if is_mean or (difference > tolerance * (size + cancelled) and is_comparable):
             with AdvanceGenerators():
                 repeated = compute_sums(fork.hooks, net, batches[2], is_training)[name].double()
-            if not torch.equal(value, repeated):  # it is random, and need not add up
+            if not torch.equal(value, repeated):  # the value is random, and need not add up
                 if number or name != "loss's sum" or not is_mean_of_draws(fork, net, batches, is_training):
                     continue
                 is_mean = True
@@ -142,7 +151,7 @@ def compare_halves(
 
 
 def is_mean_of_draws(fork: Fork, net: nn.Module, batches: list[Any], is_training: bool) -> bool:
-    """Whether a random loss of a batch is about half, and not all, of those of its halves."""
+    """Return whether a random loss of a batch is about half of the sum over its halves, and not all of it."""
     drawn = [
         [compute_sums(fork.hooks, net, batch, is_training)["loss's sum"].double().sum() for batch in batches]
         for _ in range(DRAW_COUNT)
@@ -153,22 +162,24 @@ def is_mean_of_draws(fork: Fork, net: nn.Module, batches: list[Any], is_training
 
 
 def check_loss_is_sum(fork: Fork) -> str:
-    """For a loss that declares depends_on_batch. Raises BrokenInvariant if it is a mean: when a batch holds each
-    sample once, twice and four times, a sum grows by twice as much at the second doubling, also where a sample gets a
-    larger loss beside more others; a mean does not."""
+    """Raise BrokenInvariant if a loss that declares depends_on_batch is a mean.
+
+    The batches hold each sample once, twice and four times. At the second doubling a sum grows by twice as much as at
+    the first one, also where a sample gets a larger loss beside more others. A mean does not.
+    """
     for is_training, subset in fork.modes():
         indices = [*range(min(fork.small_config.batch_size, len(subset)))]
         loader = fork.create_loader(subset)
         counts = (1, 2, 4)
         batches, joined_batches = [loader.fetch_samples(count * indices)[2] for count in counts], []
-        with suppress(RuntimeError, ValueError):  # they are no rows
+        with suppress(RuntimeError, ValueError):  # the tensors may have no rows
             joined_batches = [join_batches(count * batches[:1], len(indices)) for count in counts]
         raise_if_confirmed(fork, partial(find_mean, fork, fork.create_model(), is_training), batches, joined_batches)
     return ""
 
 
 def find_mean(fork: Fork, net: nn.Module, is_training: bool, batches: list[Any], _: bool = True) -> str:
-    """What is a mean. batches: of the same samples once, twice and four times."""
+    """Return what is a mean. The batches hold the same samples once, twice and four times."""
     tolerance = ADDITIVITY_TOLERANCE[fork.loss_dtype]
     batch_sums, cancelled = measure_cancellation(
         lambda: [compute_sums(fork.hooks, net, batch, is_training) for batch in batches]
@@ -186,13 +197,13 @@ def find_mean(fork: Fork, net: nn.Module, is_training: bool, batches: list[Any],
 
 @dataclass
 class PassResult:
-    """What a pass over a micro-batch gave."""
+    """The results of a pass over a micro-batch."""
 
-    sums: dict[str, Tensor] = field(default_factory=dict)  # and counts, and "the gradient"
-    after_forward: dict[str, str] = field(default_factory=dict)  # states of the global generators
+    sums: dict[str, Tensor] = field(default_factory=dict)  # counts and "the gradient" are here too
+    after_forward: dict[str, str] = field(default_factory=dict)  # the states of the global generators
     after_backward: dict[str, str] = field(default_factory=dict)
     has_recomputation: bool = False  # whether the backward pass ran forward passes
-    parameters: dict[str, float] = field(default_factory=dict)  # their sums after the forward pass
+    parameters: dict[str, float] = field(default_factory=dict)  # sums of parameters after the forward pass
 
 
 def run_pass(
@@ -204,14 +215,16 @@ def run_pass(
     accumulation: int = ACCUMULATION_STEPS,
     first: int = 0,
 ) -> PassResult:
-    """A pass over two samples, with a new model and a new copy of the fork's module.
+    """Make a pass over two samples, with a new model and a new copy of the fork's module.
 
     Args:
-        seed: of the global generators.
-        backward_seed: seeds the global generators between the forward and the backward pass; 0: they are not seeded,
-            None: no backward pass.
+        fork: the fork that is checked.
+        is_training: whether compute_loss is called as in training.
+        seed: the seed of the global generators.
+        backward_seed: the seed of the global generators between the forward and the backward pass. With 0 they are not
+            seeded, and with None there is no backward pass.
+        ranks, accumulation: the values that the fork sees as the number of ranks and as grad_accum_steps.
         first: the index of the first sample.
-        ranks, accumulation: what the fork sees as the number of ranks and as grad_accum_steps.
     """
     config = replace(fork.small_config, grad_accum_steps=accumulation)
     result = PassResult()
@@ -222,7 +235,7 @@ def run_pass(
     batch = fork.create_loader(subset).fetch_samples([*range(first, first + count)])[2]
     with reload_hooks(fork, config, ranks) as hooks:
         torch.manual_seed(config.seed)
-        with pretend_rank(0, ranks):  # with weights from a file, other ranks may get them from rank 0
+        with pretend_rank(0, ranks):  # rank 0 may be the one that reads weights from a file
             net = hooks.create_model(config, fork.ctx.device).train(is_training)
         for module in net.modules():  # a single process has nothing to synchronize
             module.training &= not isinstance(module, nn.SyncBatchNorm)
@@ -235,7 +248,7 @@ def run_pass(
                 if backward_seed:
                     scramble_global_rngs(backward_seed)
                 total = metrics["loss"][0].sum()
-                unit_grad = torch.ones_like(total)  # which backward() would create within the mode
+                unit_grad = torch.ones_like(total)  # backward() would create it within the mode
                 with mode, mode.watch_modules():
                     total.backward(unit_grad)
                 result.after_backward, result.has_recomputation = hash_rng_states(), mode.has_recomputed
@@ -245,7 +258,10 @@ def run_pass(
 
 
 class RecomputationRecorder(TorchDispatchMode):
-    """Notes whether modules run, or operators whose gradients are recorded: in a backward pass, a recomputation."""
+    """Notes whether modules run, or operators whose gradients are recorded.
+
+    In a backward pass, both show that the forward pass is computed once more.
+    """
 
     has_recomputed = False
 
@@ -267,23 +283,28 @@ class RecomputationRecorder(TorchDispatchMode):
 
 @contextmanager
 def reload_hooks(fork: Fork, config: TrainingConfig, ranks: int) -> Iterator[ModelHooks]:
-    """The functions of a new copy of model.py: it may read the number of ranks when it is imported.
+    """Yield the functions of a new copy of model.py, which may read the number of ranks when it is imported.
 
-    config: that these functions see.
+    Args:
+        fork: the fork that is checked.
+        config: the config that these functions see.
+        ranks: the number of ranks that they see.
     """
     spec: Any = importlib.util.spec_from_file_location(your_model.__name__, str(your_model.__file__))
     module = importlib.util.module_from_spec(spec)
     with mock.patch.dict(sys.modules, {your_model.__name__: module}), pretend_rank(ranks - 1, ranks):
         try:
             spec.loader.exec_module(module)
-        except Exception:  # some names can be registered only once
+        except Exception:  # model.py may register a name, which is possible only once
             module = your_model
         yield ModelHooks.from_module(module, config, fork.ctx.device)
 
 
 def check_passes(fork: Fork) -> str:
-    """Raises BrokenInvariant if a pass depends on grad_accum_steps or the ranks, or seeds a global generator. Call on
-    all ranks, since a loss may sum over them."""
+    """Raise BrokenInvariant if a pass depends on grad_accum_steps or the ranks, or seeds a global generator.
+
+    Call this on all ranks, since a loss may sum over them.
+    """
     passes = {is_training: run_pass(fork, is_training) for is_training, _ in fork.modes()}
     fork.first_pass = passes[True]
     for is_training, first in passes.items():
@@ -306,7 +327,7 @@ def check_passes(fork: Fork) -> str:
 
 
 def check_generators(pass_name: str, first: dict[str, str], second: dict[str, str]) -> None:
-    """Raises BrokenInvariant if a generator has the same state after two passes that began with different states."""
+    """Raise BrokenInvariant if a generator has the same state after two passes that began with different states."""
     if same := [name for name in first if first[name] == second[name]]:
         raise BrokenInvariant(
             f"{same[0]} global generator has the same state after a {pass_name} pass, whatever its seed was. The model"
@@ -316,7 +337,7 @@ def check_generators(pass_name: str, first: dict[str, str], second: dict[str, st
 
 
 def check_recomputation(fork: Fork) -> str:
-    """Raises BrokenInvariant if the backward pass draws random numbers to compute the forward pass once more."""
+    """Raise BrokenInvariant if the backward pass draws random numbers to compute the forward pass once more."""
     first, scrambled = fork.first_pass or run_pass(fork), run_pass(fork, backward_seed=3)
     check_generators("backward", first.after_backward, scrambled.after_backward)
     if not find_differing_sum(fork, first, scrambled) or find_differing_sum(fork, first, run_pass(fork)):
@@ -331,7 +352,7 @@ def check_recomputation(fork: Fork) -> str:
 
 
 def find_differing_sum(fork: Fork, a: PassResult, b: PassResult) -> str:
-    """The name of a sum, a count or the gradient that differs by more than rounding; "" if none does."""
+    """Return the name of a sum, a count or the gradient that differs by more than rounding, or "" if none does."""
     pairs = {name: (a.sums[name].double(), b.sums[name].double()) for name in a.sums.keys() & b.sums}
     limit = ROUNDING_TOLERANCE[fork.loss_dtype]
     wrong = [name for name, (x, y) in pairs.items() if not torch.equal(x, y) and not relative_error(x, y) <= limit]
@@ -339,7 +360,7 @@ def find_differing_sum(fork: Fork, a: PassResult, b: PassResult) -> str:
 
 
 def describe_loss(fork: Fork) -> str:
-    """Values that are consistent, but that only a person can judge: the loss, and metrics that count otherwise."""
+    """Describe consistent values that only a person can judge: the loss, and metrics that count otherwise."""
     net, means, notes = fork.create_model(), [], []
     for is_training, subset in fork.modes():
         kind = "training" if is_training else "held-out"

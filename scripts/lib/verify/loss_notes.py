@@ -1,5 +1,8 @@
 # extra: verify
-"""What a person has to judge in a loss: narrow sums, metrics that are equal, and a model that sees what it predicts."""
+"""Notes on what a person has to judge in a loss.
+
+They are about narrow sums, metrics that are equal, and a model that sees what it predicts.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ from lib.verify.result import PLEASE_CHECK, join_parts
 from utils.batch import map_tensors
 
 COMPARING_FUNCTIONS = re.compile("loss|entropy|^gather$")  # functions of predictions and targets
-BATCHES = 8  # in which metrics are equal
-SAMPLES = 48  # whose targets equal a column of the input
-CHANCE = 1e-4  # that a column does so by chance
+BATCHES = 8  # batches in which metrics have to be equal
+SAMPLES = 48  # samples whose targets have to equal a column of the input
+CHANCE = 1e-4  # the largest probability that a column does so by chance
 NEXT_INPUT = (
     f"{PLEASE_CHECK}Targets are the next inputs of a sequence, and predictions depend on these inputs. Use a causal"
     " mask, and let the target of position t be the input of t + 1."
@@ -37,10 +40,12 @@ AN_INPUT = (
 
 
 class LossCall(TorchFunctionMode):
-    """A call of compute_loss: its metrics, the model's inputs, what loss functions compare, and sums in 8 or 16 bits.
+    """A call of compute_loss, and what it shows.
+
+    It shows the metrics, the model's inputs, the tensors that loss functions compare, and sums in 8 or 16 bits.
 
     Args:
-        change: a function of one of the model's inputs, and the number of that input.
+        change: a function that changes one of the model's inputs, and the number of that input.
     """
 
     def __init__(
@@ -51,13 +56,13 @@ class LossCall(TorchFunctionMode):
         self._number = number
         self._is_in_model = False
         self.inputs: list[Tensor] = []
-        self.compared_tensors: list[list[Tensor]] = []  # a prediction and its target, or the reverse
-        self.narrow_sums: list[tuple[torch.dtype, float]] = []  # of a sum, and how large it may be
+        self.compared_tensors: list[list[Tensor]] = []  # pairs of prediction and target, in any order
+        self.narrow_sums: list[tuple[torch.dtype, float]] = []  # the dtype of each sum, and how large it may get
         hooks = (
             net.register_forward_pre_hook(self._enter_model, with_kwargs=True),
             net.register_forward_hook(self._leave_model),
         )
-        net.eval()  # without dropout and batch statistics
+        net.eval()  # this turns off dropout and batch statistics
         net.training = is_training
         with self, torch.set_grad_enabled(is_training):
             metrics = fork.hooks.compute_loss(net, batch)
@@ -66,7 +71,7 @@ class LossCall(TorchFunctionMode):
         for total, count, *_ in metrics.values():
             self._note_sum(total, torch.as_tensor(count).max().item())
             self._note_sum(count)
-        # those that are reported as a quotient, which is a number
+        # only metrics that are reported as a quotient are numbers
         plain = {name: entry for name, entry in metrics.items() if name != "loss" and len(entry) == 2}
         self.metric_values = {name: [torch.as_tensor(part).item() for part in entry] for name, entry in plain.items()}
 
@@ -89,7 +94,7 @@ class LossCall(TorchFunctionMode):
         if not isinstance(total, Tensor) or total.dtype.itemsize > 2 or total.dtype is torch.bool:
             return
         if terms is not None and ((terms == 0) | (terms == 1)).all():
-            largest = terms.numel() / total.numel()  # later all may be 1
+            largest = terms.numel() / total.numel()  # all terms may become 1 later
         self.narrow_sums.append((total.dtype, max(largest, total.abs().double().max().item())))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,7 +112,7 @@ class LossCall(TorchFunctionMode):
 
 
 def fetch_batch(fork: Fork, is_training: bool, count: int, number: int = 0) -> Any:
-    """Samples from all over the training set or a held-out set, others for each number."""
+    """Return a batch of samples from all over the training set or a held-out set. Each number gives other samples."""
     dataset: Any = fork.train_set if is_training else fork.held_out
     rows = (spread_rows(count, len(dataset)) + number) % len(dataset)
     return fork.create_loader(Subset(dataset, rows, fork.dtype)).fetch_samples([*range(len(rows))])[2]
@@ -115,9 +120,12 @@ def fetch_batch(fork: Fork, is_training: bool, count: int, number: int = 0) -> A
 
 @allow_failure("sums in few bits, metrics that are equal, and targets that are inputs")
 def inspect_passes(fork: Fork) -> str:
-    """Notes on what a few passes show. Raises BrokenInvariant if an integer overflows at the size of the run's
-    batches."""
-    net = perturb_parameters(fork.create_model(), 1)  # some layers have no effect at first
+    """Return notes on what a few passes show.
+
+    Raises:
+        BrokenInvariant: if an integer overflows at the size of the run's batches.
+    """
+    net = perturb_parameters(fork.create_model(), 1)  # some layers of a new model have no effect
     batches = {mode: fetch_batch(fork, mode, max(2, fork.small_config.batch_size)) for mode, _ in fork.modes()}
     calls = {mode: LossCall(fork, net, batch, mode) for mode, batch in batches.items()}
     narrow = [check_narrow_sums(fork, net, mode) for mode, call in calls.items() if call.narrow_sums]
@@ -126,7 +134,10 @@ def inspect_passes(fork: Fork) -> str:
 
 
 def check_narrow_sums(fork: Fork, net: nn.Module, is_training: bool) -> str:
-    """Raises BrokenInvariant if an integer sum overflows in a batch of the run's size. A note if one in float16 may."""
+    """Raise BrokenInvariant if an integer sum overflows in a batch of the run's size.
+
+    A sum in float16 that may overflow gives a note.
+    """
     size = fork.config.batch_size
     if not is_training:
         size = fork.config.eval_batch_size or size
@@ -148,7 +159,7 @@ def check_narrow_sums(fork: Fork, net: nn.Module, is_training: bool) -> str:
 
 
 def note_equal_metrics(fork: Fork, net: nn.Module, calls: dict[bool, LossCall]) -> str:
-    """A note on two metrics, other than the loss, that have equal sums and counts in all batches."""
+    """Return a note on two metrics, other than the loss, that have equal sums and counts in all batches."""
     values_by_pair: dict[tuple[str, str], list[list[Any]]] = defaultdict(list)
     for number in range(BATCHES):
         for call in calls.values():
@@ -174,7 +185,7 @@ def note_equal_metrics(fork: Fork, net: nn.Module, calls: dict[bool, LossCall]) 
 
 
 def note_target_leak(fork: Fork, net: nn.Module, batch: Any, call: LossCall) -> str:
-    """A note if predictions depend on an input that is their target."""
+    """Return a note if predictions depend on an input that is their target."""
     for location in product(range(len(call.inputs)), range(len(call.compared_tensors)), (0, 1)):
         match = find_target_in_input(call, *location)
         if not match:
@@ -193,11 +204,15 @@ def note_target_leak(fork: Fork, net: nn.Module, batch: Any, call: LossCall) -> 
 def find_target_in_input(
     call: LossCall, number: int, pair: int, side: int, chance: float = math.inf
 ) -> tuple[int, int, Tensor] | None:
-    """A column of the targets, the column of an input that equals it, and the targets, if each sample is flattened.
+    """Find an input that holds the targets. Each sample is flattened.
 
-    None if there is no such input: only one column, if there is one target for each sample and equality is no chance;
-    else the next element of a sequence for each position, or the same one of a sequence of integers. Negative integers
-    are not counted.
+    If there is one target for each sample, the input has one column that equals it, and not by chance. Otherwise it
+    holds, for each position, the next element of a sequence, or the same element of a sequence of integers. Negative
+    integers are not counted.
+
+    Returns:
+        A column of the targets, the column of the input that equals it, and the targets. None if there is no such
+        input.
     """
     x, target = call.inputs[number], call.compared_tensors[pair][side]
     if not x.numel() or not target.numel() or target.numel() % len(x):
@@ -207,7 +222,7 @@ def find_target_in_input(
         counts = targets.unique(return_counts=True)[1].double()
         orders = torch.lgamma(counts.sum() + 1) - torch.lgamma(counts + 1).sum()  # the logarithm of their number
         same = (inputs == targets).all(0).nonzero().flatten().tolist()
-        is_all = inputs.shape[1] * len(call.inputs) == 1  # an autoencoder of one number
+        is_all = inputs.shape[1] * len(call.inputs) == 1  # this is an autoencoder of one number
         is_chance = inputs.shape[1] * math.exp(-orders) > chance
         return (0, same[0], targets) if same and not is_all and not is_chance else None
     step = inputs.shape[1] // x.unsqueeze(-1).shape[1]
@@ -217,7 +232,7 @@ def find_target_in_input(
     is_counted = (targets[:, :length] >= 0) | targets.is_floating_point()
     is_next, is_same = (targets[:, :length] == inputs[:, k : k + length] for k in (step, 0))
     not_next, not_same = ((is_counted & ~is_equal).sum() for is_equal in (is_next, is_same))
-    if not 20 * not_next < not_same:  # an autoencoder, or masked tokens
+    if not 20 * not_next < not_same:  # this is an autoencoder, or a model of masked tokens
         if targets.is_floating_point() or not_same or not is_counted.any() or not not_next:
             return None
         step = 0
@@ -234,7 +249,11 @@ def is_input_used(
     input_column: int,
     targets: Tensor,
 ) -> bool:
-    """Whether predictions change if samples exchange a column of the input. Raises RuntimeError if they are random."""
+    """Return whether predictions change if samples exchange a column of the input.
+
+    Raises:
+        RuntimeError: if predictions are random.
+    """
 
     def exchange_column(x: Tensor) -> Tensor:
         flat = x.reshape(len(x), -1).clone()
@@ -247,7 +266,7 @@ def is_input_used(
         scramble_global_rngs(0)
         compared = LossCall(fork, net, batch, True, exchange_column, changed).compared_tensors[pair]
         prediction = compared[1 - side]
-        if prediction.ndim > compared[side].ndim:  # classes are its second dimension
+        if prediction.ndim > compared[side].ndim:  # the second dimension is that of the classes
             prediction = prediction.movedim(1, -1)
         seen.append(prediction.reshape(*targets.shape, -1)[:, column].double())
     if not torch.equal(seen[0], seen[1]):

@@ -1,5 +1,5 @@
 # extra: verify
-"""Checks of the model: parameters, evaluation, and gradients equal to those of the plain loop."""
+"""Checks of the model: its parameters, its evaluation, and its gradients, which equal those of the plain loop."""
 
 from __future__ import annotations
 
@@ -52,9 +52,10 @@ from utils.training.optimizer import check_param_groups
 
 
 def parameters(fork: Fork) -> str:
-    """Every trainable parameter gets a gradient from each micro-batch and is in a group; all ranks start equal.
+    """Check that every trainable parameter gets a gradient from each micro-batch and is in a group.
 
-    With find_unused_parameters, one that no micro-batch uses is a note.
+    All ranks have to start with equal parameters. With find_unused_parameters, a parameter that no micro-batch uses is
+    a note.
     """
 
     def check() -> tuple[str, int, list[str]]:
@@ -111,7 +112,7 @@ def parameters(fork: Fork) -> str:
 
 
 def evaluation(fork: Fork) -> str:
-    """Each held-out sample counts once on any number of ranks, as in one process."""
+    """Check that each held-out sample counts once on any number of ranks, as in one process."""
     sets = [dataset for dataset in (fork.train_set, fork.held_out) if dataset is not None]
     problems = fork.divide_among_ranks([partial(check_predict_order, fork, dataset) for dataset in sets])
     predict_note = next(
@@ -124,7 +125,7 @@ def evaluation(fork: Fork) -> str:
     for count in (ranks * size + size // 2 + 1, max(1, ranks - 1)):
         subset, net = fork.held_out_subset(count), fork.create_model().eval()
         metrics = fork.evaluate(net, subset)
-        # run_on_all_ranks: what summarize returns may be wrong on one rank only
+        # all ranks take part, because what summarize returns may be wrong on one rank only
         fork.run_on_all_ranks(
             lambda subset=subset, net=net, metrics=metrics: compare_evaluation(fork, subset, net, metrics)
         )
@@ -137,23 +138,29 @@ def evaluation(fork: Fork) -> str:
 
 
 def check_predict_order(fork: Fork, dataset: MapDataset) -> str:
-    """Raises UserError if `predict` gives the outputs of a batch in another order than its samples. Returns why they
-    could not be compared, if so."""
+    """Check that `predict` gives the outputs of a batch in the order of its samples.
+
+    Returns:
+        Why they could not be compared (empty: they were compared).
+
+    Raises:
+        UserError: if the order is another one.
+    """
     net, subset = fork.create_model().eval(), Subset(dataset, spread_rows(64, len(dataset)), fork.dtype)
     fetch = fork.create_loader(subset).fetch_samples
     error = check_row_order(partial(fork.hooks.predict, net), lambda rows: fetch(rows)[2], len(subset))
-    if isinstance(error, UserError):  # model.py has no predict
+    if isinstance(error, UserError):  # model.py may have no predict
         return str(error)
     return f"predict failed ({error_text(error)}). Define predict in model.py." if error else ""
 
 
 def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, metrics: dict[str, float]) -> None:
-    """Raises BrokenInvariant if an evaluation on all ranks differs from that of one process."""
+    """Raise BrokenInvariant if an evaluation on all ranks differs from that of one process."""
     values, cancelled = measure_cancellation(partial(fork.evaluate_in_one_process, subset, net))
-    relative = ROUNDING_TOLERANCE[fork.loss_dtype]  # sums in another order
+    relative = ROUNDING_TOLERANCE[fork.loss_dtype]  # the ranks add in another order
     for name, value in values.items():
         is_close = math.isclose(metrics[name], value, rel_tol=relative, abs_tol=1e-8 + relative * cancelled)
-        if is_close or (math.isnan(value) and math.isnan(metrics[name])):  # nan: counted nothing
+        if is_close or (math.isnan(value) and math.isnan(metrics[name])):  # nan means that nothing was counted
             continue
         seen = f"{name} of {len(subset)} held-out samples is {metrics[name]:.6g}, but {value:.6g} in one process."
         cause = (
@@ -169,7 +176,10 @@ def compare_evaluation(fork: Fork, subset: Subset, net: nn.Module, metrics: dict
 
 
 def gradient(fork: Fork) -> str:
-    """The gradients of three global batches, the last one short, equal those of the plain loop on the same weights."""
+    """Check that gradients of three global batches, the last one short, equal those of the plain loop.
+
+    Both are computed with the same weights.
+    """
     plain_settings = {"epochs": 1, "use_amp": False, "amp_dtype": "auto", "comm_hook": "none"}
     plain_settings["ema_decay"] = 0.0
 
@@ -192,7 +202,7 @@ def gradient(fork: Fork) -> str:
         )
 
         def groups(*given: Any) -> Any:
-            with pretend_rank(ranks := fork.ctx.world_size, ranks + 1):  # which shows on one rank too
+            with pretend_rank(ranks := fork.ctx.world_size, ranks + 1):  # this shows on one rank too
                 return fork.hooks.param_groups(*given)
 
         # the result must not depend on how the same micro-batches are divided
@@ -228,9 +238,13 @@ def compare_updates(
     rounding: float,
     is_repeatable: Callable[[], bool],
 ) -> str:
-    """Raises BrokenInvariant if an optimizer step received something else than in the plain loop.
+    """Raise BrokenInvariant if an optimizer step received something else than in the plain loop.
 
-    is_repeatable: whether a second plain loop gets the same gradients.
+    Args:
+        run_updates, our_model: the updates and the model of the short run.
+        plain_updates, plain_model: the updates and the model of the plain loop.
+        rounding: the rounding that is tolerated.
+        is_repeatable: returns whether a second plain loop gets the same gradients.
     """
     if len(run_updates) != len(plain_updates):
         raise BrokenInvariant(
@@ -285,10 +299,10 @@ def compare_updates(
 
 
 def compare_buffers(our_model: nn.Module, plain_model: nn.Module, rounding: float) -> str:
-    """Raises BrokenInvariant if a persistent buffer differs from the plain loop's after the epoch: statistics,
-    counters, queues.
+    """Raise BrokenInvariant if a persistent buffer differs from the plain loop's after the epoch.
 
-    BatchNorm's own counter is left out: it counts optimizer steps here, and micro-batches in the plain loop.
+    Such buffers are statistics, counters and queues. BatchNorm's own counter is left out, because it counts optimizer
+    steps here, and micro-batches in the plain loop.
     """
     saved = plain_model.state_dict()
     norms = [name for name, module in plain_model.named_modules() if isinstance(module, _BatchNorm)]
@@ -300,7 +314,7 @@ def compare_buffers(our_model: nn.Module, plain_model: nn.Module, rounding: floa
             continue
         seen = "has another value than in the plain loop"
         if plain.is_floating_point() and run_buffer.shape == plain.shape:
-            # a mean may be zero but for rounding, beside a variance that is not
+            # a mean may be zero apart from rounding, while the variance beside it is not
             beside = plain_model.get_submodule(name.rpartition(".")[0]).buffers(recurse=False)
             size = max(tensor.norm().item() for tensor in beside if tensor.is_floating_point())
             error = (run_buffer - plain).norm().item() / max(size, 1e-30)
@@ -315,7 +329,7 @@ def compare_buffers(our_model: nn.Module, plain_model: nn.Module, rounding: floa
 
 
 def flatten_gradients(update: OptimizerUpdate, model: nn.Module) -> Tensor:
-    """float64 on the CPU, in the model's order."""
+    """Return all gradients as one float64 tensor on the CPU, in the order of the model's parameters."""
     return torch.cat(
         [update.gradients[p].double().flatten().cpu() for p in model.parameters() if p in update.gradients]
     )

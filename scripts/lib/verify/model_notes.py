@@ -1,5 +1,8 @@
 # extra: verify
-"""What is seldom meant in a model: weights of a fixed seed, broken ties, and statistics of frozen layers that move."""
+"""Notes on what is seldom meant in a model.
+
+They are about weights of a fixed seed, broken ties, and statistics of frozen layers that move.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from utils.distributed.dtensor import local_shard
 
 @allow_failure("whether the initial weights follow --seed, and whether a tie is broken")
 def inspect_weights(fork: Fork) -> str:
-    """Notes on trainable parameters of a new model: those that a seed in the code draws, and those that are copies."""
+    """Return notes on trainable parameters of a new model that a seed in the code draws, or that are copies."""
     net = create_seeded_model(fork, fork.config.seed)
     parameters = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
     same = find_equal_parameters(fork, parameters, fork.config.seed + 1)
@@ -36,7 +39,7 @@ def inspect_weights(fork: Fork) -> str:
     for (name_a, p), (name_b, q) in combinations(parameters.items(), 2):
         is_copy = torch.equal(p, q) and are_single_copies(net, name_a, name_b)
         is_transposed = p.ndim == q.ndim == 2 and torch.equal(p, q.T)
-        if (is_copy or is_transposed) and len(p.unique()) > 2:  # an identity has two values
+        if (is_copy or is_transposed) and len(p.unique()) > 2:  # an identity has only two values
             notes.append(
                 f"{PLEASE_CHECK}{name_a} and {name_b} have the same random values, but are two parameters, so training"
                 " makes them differ. If they should be tied, assign the parameter itself."
@@ -55,8 +58,11 @@ def find_equal_parameters(fork: Fork, parameters: dict[str, Tensor], seed: int) 
 
 
 def are_single_copies(net: nn.Module, *names: str) -> bool:
-    """Whether two equal parameters are of modules of different classes, or of two embeddings in modules that are no
-    copies of each other. Towers, layers and critics are copied as a whole."""
+    """Return whether two equal parameters are copies by themselves, and not within copies of whole modules.
+
+    They are in modules of different classes, or in two embeddings whose modules are no copies of each other. Towers,
+    layers and critics are copied as a whole.
+    """
     paths = [name.split(".") for name in names]
     owner, other_owner = (net.get_submodule(".".join(path[:-1])) for path in paths)
     above, beside = (list(net.get_submodule(".".join(path[:-2])).parameters()) for path in paths)
@@ -68,8 +74,10 @@ def are_single_copies(net: nn.Module, *names: str) -> bool:
 
 @allow_failure("the running statistics of normalization layers")
 def inspect_statistics(fork: Fork) -> str:
-    """Notes on running statistics of normalization layers after the run "whole": those that move although the layer is
-    frozen, and those that evaluations use although nothing updates them."""
+    """Return notes on running statistics of normalization layers after the run "whole".
+
+    Some statistics move although the layer is frozen. Others are used in evaluations although nothing updates them.
+    """
     net, start = fork.trainings["whole"].state.model, fork.create_model()
     moving: list[str] = []
     for name, norm in start.named_modules():
@@ -94,8 +102,10 @@ def inspect_statistics(fork: Fork) -> str:
 
 
 def find_idle_statistics(fork: Fork, start: nn.Module, net: nn.Module) -> list[str]:
-    """The buffers that are still 0 or 1 after the run, on which evaluations depend. Training may only depend on those
-    of a norm of torch, which is kept in evaluation mode then."""
+    """Return the buffers that are still 0 or 1 after the run, and on which evaluations depend.
+
+    Training may only depend on those of a norm of torch, which is kept in evaluation mode then.
+    """
     if fork.held_out is None or fork.given_config.init_from:
         return []
     idle_names = []
@@ -107,7 +117,7 @@ def find_idle_statistics(fork: Fork, start: nn.Module, net: nn.Module) -> list[s
         owner = start.get_submodule(name.rpartition(".")[0])
         is_norm = isinstance(owner, _NormBase)
         if is_norm and (owner.get_buffer("running_mean").any() or (owner.get_buffer("running_var") - 1).any()):
-            continue  # its statistics are of a file
+            continue  # the statistics of this layer come from a file
         changed_model = copy.deepcopy(start)
         changed_model.get_buffer(name).add_(torch.rand_like(buffer))
         trained = [0.0, 0.0] if is_norm else [compute_training_loss(fork, model) for model in (start, changed_model)]
@@ -118,7 +128,10 @@ def find_idle_statistics(fork: Fork, start: nn.Module, net: nn.Module) -> list[s
 
 
 def compute_training_loss(fork: Fork, net: nn.Module) -> float:
-    """With dropout and batch statistics, of a copy, whose statistics move."""
+    """Return the loss of a copy in training mode, with dropout and batch statistics.
+
+    It is a copy because its statistics move.
+    """
     batch = fork.create_loader(fork.small_train_set()).fetch_samples([*range(fork.small_config.batch_size)])[2]
     with pretend_rank():
         scramble_global_rngs(0)
@@ -126,6 +139,6 @@ def compute_training_loss(fork: Fork, net: nn.Module) -> float:
 
 
 def is_frozen(before: nn.Module, after: nn.Module) -> bool:
-    """Whether a module has parameters, and none is trained or an average of trained ones."""
+    """Return whether a module has parameters, of which none is trained or an average of trained ones."""
     pairs = [*zip(before.parameters(), after.parameters(), strict=True)]
     return bool(pairs) and all(not p.requires_grad and torch.equal(p, local_shard(q)) for p, q in pairs)

@@ -1,5 +1,5 @@
 # extra: verify
-"""What elsewhere.py answers, which runs beside the checks: data and schedule in a new process."""
+"""Ask elsewhere.py, which runs beside the checks, for the data and the schedule in a new process."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from utils.data.changes import are_fingerprints_alike
 from utils.data.sets import identify_dataset
 from utils.extras.sketches import sample_fingerprints  # extra: sketches
 
-MAX_SECONDS = 120.0  # to wait for it
+MAX_SECONDS = 120.0  # the checks wait so long for the new process
 NAME_VARIABLES = ("USER", "LOGNAME", "LNAME", "USERNAME", "HOSTNAME")
-RESTART_VARIABLES = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # of attempts before this one
+RESTART_VARIABLES = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # these count the attempts before this one
 CHANGED_ENVIRONMENT = (
     "another hash seed, clock, date, time zone, user, host name, number of restarts and order of files"
 )
@@ -31,7 +31,7 @@ NO_ANSWER = "no answer"
 
 
 class NewProcess:
-    """Starts elsewhere.py with this question and environment, but for what CHANGED_ENVIRONMENT names."""
+    """Starts elsewhere.py with this question and environment, apart from what CHANGED_ENVIRONMENT names."""
 
     def __init__(self, question: dict[str, Any], environment: dict[str, str]) -> None:
         hash_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
@@ -41,7 +41,7 @@ class NewProcess:
             | dict.fromkeys(RESTART_VARIABLES, "1")
         )
         command = [sys.executable, str(Path(__file__).with_name("elsewhere.py"))]
-        self._output = tempfile.TemporaryFile("w+")  # a pipe would hold it up
+        self._output = tempfile.TemporaryFile("w+")  # with a pipe, the process would wait for a reader
         self._process = subprocess.Popen(
             command,
             text=True,
@@ -54,7 +54,7 @@ class NewProcess:
             pipe.write(json.dumps(question | {"imports": find_datetime_packages()}))
 
     def answer(self, name: str) -> tuple[Any, str]:
-        """The answer, or None and the reason."""
+        """Return the answer and an empty text, or None and the reason why there is no answer."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(MAX_SECONDS)
         self.end()
@@ -69,15 +69,17 @@ class NewProcess:
 
 
 def find_datetime_packages() -> list[str]:
-    """Installed packages in this process that derive classes from `datetime`, such as pandas. If elsewhere.py has
-    replaced it, their import crashes."""
+    """Return the packages in this process that derive classes from `datetime`, such as pandas.
+
+    Their import would crash after elsewhere.py has replaced `datetime`.
+    """
     names = {kind.__module__.partition(".")[0] for kind in datetime.datetime.__subclasses__()}
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
     return sorted(name for name, file in files.items() if file and "site-packages" in file)
 
 
 def summarize_dataset(dataset: Any, seed: int) -> Any:
-    """What is compared of a data set. A plain subset does not say that the sizes of its files are known."""
+    """Return what is compared of a data set. A plain subset does not say that the sizes of its files are known."""
     if dataset is None:
         return None
     summary: list[Any] = [identify_dataset(dataset), []]
@@ -86,7 +88,7 @@ def summarize_dataset(dataset: Any, seed: int) -> Any:
 
 
 def hash_order(dataset: Any, seed: int) -> str:
-    """A digest of an epoch's order, if the data set gives it."""
+    """Return a digest of an epoch's order, if the data set gives the order."""
     return (
         hash_nested(torch.as_tensor(dataset.epoch_order(seed, 1, len(dataset))))
         if hasattr(dataset, "epoch_order")

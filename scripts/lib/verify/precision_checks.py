@@ -1,5 +1,8 @@
 # extra: verify
-"""What the run's own precision does to the outputs of the model and to the loss; the other checks are in float64."""
+"""Check what the run's own precision does to the outputs of the model and to the loss.
+
+The other checks are in float64.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from lib.verify.result import PLEASE_CHECK
 from utils.batch import list_tensors, map_tensors
 from utils.training.precision import Precision
 
-SIZE, BATCHES = 4, 8  # samples in a micro-batch
-LARGE_ROUNDING = 0.25  # rounding relative to the spread; docs/verify.md has measurements
-MAX_ROUNDING_COST = 0.1  # what rounding costs perfect outputs, relative to the loss of outputs that are the mean
+SIZE, BATCHES = 4, 8  # samples in a micro-batch, and micro-batches
+LARGE_ROUNDING = 0.25  # rounding relative to the spread (docs/verify.md has measurements)
+MAX_ROUNDING_COST = 0.1  # loss of rounded perfect outputs, relative to that of their mean
 
 
 @allow_failure("how the precision of the run rounds")
@@ -37,7 +40,7 @@ def measure_rounding(fork: Fork) -> str:
         net = perturb_parameters(fork.create_model(), 1)
     exact = fork.create_model()
     exact.load_state_dict(net.state_dict())
-    for module in (*net.modules(), *exact.modules()):  # as in training, without dropout
+    for module in (*net.modules(), *exact.modules()):  # the models are in training mode, but without dropout
         module.training = module in (net, exact) or isinstance(module, nn.modules.batchnorm._BatchNorm)
     for batch in batches:
         exact_outputs.append(run_forward(fork, exact, batch))
@@ -63,7 +66,14 @@ def measure_rounding(fork: Fork) -> str:
 def run_forward(
     fork: Fork, net: nn.Module, batch: Any, change: Callable[[Any], Any] = lambda output: output
 ) -> dict[str, Tensor]:
-    """The outputs of the model by name, and the summed "loss". change: is applied to the output of the model."""
+    """Return the outputs of the model by name, and the summed "loss".
+
+    Args:
+        fork: the fork that is checked.
+        net: the model.
+        batch: the micro-batch.
+        change: a function that is applied to the output of the model.
+    """
     outputs: dict[str, Tensor] = {}
 
     def record_outputs(_: nn.Module, __: Any, output: Any) -> Any:
@@ -84,9 +94,10 @@ def run_forward(
 def compute_rounding_error(
     name: str, run_outputs: list[dict[str, Tensor]], exact_outputs: list[dict[str, Tensor]], precision: Precision
 ) -> float:
-    """The part of an output's spread over samples, or of the loss's over micro-batches, that its rounding is.
+    """Return the rounding of an output relative to its spread over samples.
 
-    Errors from within the model are left out: random weights amplify them.
+    For the loss, the spread is that over micro-batches. Errors from within the model are left out, because random
+    weights amplify them.
     """
     pairs = [(a[name].double(), b[name].double()) for a, b in zip(run_outputs, exact_outputs, strict=True)]
     if name == "loss":
@@ -99,18 +110,20 @@ def compute_rounding_error(
 
 
 def find_rounded_dtype(values: list[Tensor], precision: Precision) -> torch.dtype:
-    """The dtype that the values are rounded to: those of `head(x).float()` are still bfloat16."""
+    """Return the dtype to which the values are rounded. It is still bfloat16 for the values of `head(x).float()`."""
     flat = torch.cat([value.flatten() for value in values])
     dtypes = (precision.dtype or torch.float32, torch.float32, torch.float64)
     return next(dtype for dtype in dtypes if torch.equal(flat.to(dtype).to(flat.dtype), flat))
 
 
 def check_targets(fork: Fork, net: nn.Module, batches: list[Any], name: str, dtype: torch.dtype) -> None:
-    """Raises BrokenInvariant if outputs in `dtype` cannot come near their targets: tensors of the batch, of the
-    output's size, that give a lower loss than their mean does."""
+    """Raise BrokenInvariant if outputs in `dtype` cannot come near their targets.
+
+    Targets are tensors of the batch that have the output's size, and that give a lower loss than their mean does.
+    """
 
     def compute_loss(tensor_index: int, function: Callable[[Tensor], Tensor]) -> float:
-        """The loss of outputs that are a function of a tensor of the batch."""
+        """Return the loss of outputs that are a function of a tensor of the batch."""
         total = 0.0
         for batch in batches:
             target = function(list_tensors(batch)[tensor_index])
@@ -126,7 +139,7 @@ def check_targets(fork: Fork, net: nn.Module, batches: list[Any], name: str, dty
 
     for tensor_index, target in enumerate(list_tensors(batches[0])):
         perfect = rounded = constant = 0.0
-        with suppress(Exception):  # it is of another size
+        with suppress(Exception):  # the tensor may have another size
             perfect = compute_loss(tensor_index, lambda t: t)
             constant = compute_loss(tensor_index, lambda t: t.mean(0, True).expand_as(t))
             rounded = compute_loss(tensor_index, lambda t: t.to(dtype).to(t.dtype))

@@ -1,5 +1,5 @@
 # extra: verify
-"""Random numbers: those that compute_loss and predict draw, label smoothing in an evaluation, and other seeds."""
+"""Look for random numbers in compute_loss and predict, for smoothed labels, and for seeds in a fork's code."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from utils import rng
 from utils.rng import derive_seed, hash_bits
 
 DROPOUT_NAMES = re.compile("dropout|rrelu|attention")
-# of numpy.random
+# the functions and classes of numpy.random that take a seed
 NUMPY_SEED_NAMES = "seed default_rng RandomState SeedSequence MT19937 PCG64 PCG64DXSM Philox SFC64".split()
 
 
 class AdvanceGenerators(TorchFunctionMode):
-    """Lets each function draw other numbers from the generator that it is given."""
+    """Lets each function draw other numbers from the generator that it gets."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -39,8 +39,10 @@ class AdvanceGenerators(TorchFunctionMode):
 
 
 class DropoutRecorder(TorchFunctionMode):
-    """Notes the names of torch's dropout functions, and of those with a dropout, that draw random numbers, and whether
-    labels are smoothed."""
+    """Notes the dropout functions of torch that draw random numbers, and whether labels are smoothed.
+
+    Functions that have a dropout among others count too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,8 +64,11 @@ class DropoutRecorder(TorchFunctionMode):
 
 @allow_failure("the random numbers of an evaluation")
 def check_evaluation_draws(fork: Fork, subset: Subset, net: nn.Module) -> str:
-    """A note if the result depends on what torch's generators draw, and if labels are smoothed. Raises BrokenInvariant
-    if a dropout draws."""
+    """Return a note if an evaluation depends on what torch's generators draw, or if it smooths labels.
+
+    Raises:
+        BrokenInvariant: if a dropout draws random numbers.
+    """
     with DropoutRecorder() as dropping:
         values = [fork.evaluate_in_one_process(subset, net, split=split) for split in ("val", "another")]
     if dropping.dropout_calls:
@@ -86,10 +91,10 @@ def check_evaluation_draws(fork: Fork, subset: Subset, net: nn.Module) -> str:
 
 @contextmanager
 def replace_seeds(*holders: Any) -> Iterator[None]:
-    """Within it, seeds that code outside the template gives to a generator are replaced, so that it draws other
-    numbers: global generators of torch, Python and numpy, and private ones, created here or earlier.
+    """Replace the seeds that code outside the template gives to generators, so that they draw other numbers.
 
-    The template's own seeds of global generators stay.
+    These are the global generators of torch, Python and numpy, and private ones, created within this context or
+    earlier. The template's own seeds of global generators stay.
 
     Args:
         holders: data sets whose attributes may be generators that are seeded again.
@@ -118,7 +123,7 @@ def replace_seeds(*holders: Any) -> Iterator[None]:
 
 
 class ReseededGenerator(torch.Generator):
-    """torch's default generator, whose own methods cannot be replaced."""
+    """Stands for torch's default generator, whose own methods cannot be replaced."""
 
     get_state = torch.default_generator.get_state
     set_state = torch.default_generator.set_state
@@ -129,14 +134,14 @@ class ReseededGenerator(torch.Generator):
 
 
 class BaseInstanceMeta(type):
-    """Objects of the class from which it inherits are instances, too."""
+    """Makes objects of the class from which it inherits instances, too."""
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, cls.__base__)  # type: ignore[arg-type]
 
 
 def wrap_with_other_seed(plain: Any) -> Any:
-    """A function or class that gets another seed, unless the template calls it."""
+    """Return a function or class that gets another seed, unless the template calls it."""
     if isinstance(plain, type):
         methods = [name for name in ("__init__", "seed") if hasattr(plain, name)]
         return BaseInstanceMeta(
@@ -153,6 +158,6 @@ def wrap_with_other_seed(plain: Any) -> Any:
 
 
 def change_seed(value: Any) -> Any:
-    """Another number for a number, text or sequence; None, generators and other objects stay."""
+    """Return another number in place of a number, text or sequence. None, generators and other objects stay."""
     is_seed = hasattr(value, "__index__") or hasattr(value, "__len__")
     return derive_seed("other", value) % 2**32 if is_seed else value

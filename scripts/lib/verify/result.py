@@ -1,7 +1,8 @@
 # extra: verify
 """The result of verify.py, which --json FILE writes also if nothing could be checked (keys: docs/verify.md).
 
-Standard library only, and imported first: a config.py or model.py that cannot be imported is a result too.
+This module needs only the standard library and is imported first, because a config.py or model.py that cannot be
+imported is a result too.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from utils.files import replace_json, temporary_path
 
 EXIT_CODES = {"ok": 0, "broken": 1, "could not run": 2}
 PLEASE_CHECK = "Please check: "  # begins a note, which only a person can judge
-NOT_CHECKED = "Not checked: "  # begins the name of a part of a check that was not made, and why
+NOT_CHECKED = "Not checked: "  # begins the name of a part of a check that was not made, and the reason
 GIVE_JSON_FILE = "Give the name of a .json file in an existing folder, other than verified.json."
 
 
 class Result:
-    """Of this process. Until `finish` is called it is "could not run", and so it stays if the process ends before."""
+    """The result of this process. It is "could not run" until `finish` is called, also if the process ends before."""
 
     def __init__(self) -> None:
         self._file: Path | None = None
@@ -42,8 +43,13 @@ class Result:
         return self.values["exit_code"]
 
     def take_json_flag(self) -> str:
-        """Take --json FILE out of the flags, and delete FILE, which may be of an earlier run. If it could not be
-        written later, return the problem. Catch SIGTERM, and from now on exit with 2 if there is no result."""
+        """Take --json FILE out of the flags, and delete FILE, which may be of an earlier run.
+
+        SIGTERM is caught, and from now on the process exits with 2 if there is no result.
+
+        Returns:
+            The problem if FILE could not be written later (empty: there is none).
+        """
         words, flags, given = iter(sys.argv[1:]), [], None
         for word in words:
             name, has_value, value = word.partition("=")
@@ -70,9 +76,11 @@ class Result:
         """Add the outcome of a check.
 
         Args:
+            name: the name of the check.
             result: "ok", "BROKEN" or "skipped".
-            text: whole sentences. If the check passed, notes and parts that were not checked are the last of them, else
-                the fix is the last one.
+            text: whole sentences. If the check passed, the last ones are notes and parts that were not checked.
+                Otherwise the last one is the fix.
+            seconds: the time that the check has taken.
         """
         parts, fix = [], None
         if result == "ok":
@@ -96,7 +104,10 @@ class Result:
     def finish(self, result: str, text: str, is_written: bool = True) -> None:
         """Decide the result, unless that was done, and write FILE, unless another rank did.
 
-        result: a key of `EXIT_CODES`. text: what was found, or why there is no result.
+        Args:
+            result: a key of `EXIT_CODES`.
+            text: what was found, or why there is no result.
+            is_written: whether this process writes FILE (False: another rank does).
         """
         if self._is_decided or os.getpid() != self._pid:
             return
@@ -111,17 +122,20 @@ class Result:
                 print(text, file=sys.stderr, flush=True)
 
     def withdraw(self) -> None:
-        """For a command line that checks nothing."""
+        """Give up the result, for a command line that checks nothing."""
         self._is_decided = True
 
     def _on_sigterm(self, *_: Any) -> NoReturn:
         self.finish("could not run", "The checks were interrupted by SIGTERM.")
-        if self.values["ranks"] is None:  # an import may catch SystemExit
+        if self.values["ranks"] is None:  # an import of the fork's code may catch SystemExit
             os._exit(self.exit_code)
-        sys.exit(self.exit_code)  # so that the folder of the short runs is deleted
+        sys.exit(self.exit_code)  # this deletes the folder of the short runs
 
     def _on_exit(self) -> None:
-        """At exit: an exception or sys.exit has ended this process, perhaps while the fork's code was imported."""
+        """Finish the result at exit.
+
+        An exception or sys.exit has ended this process, perhaps while the fork's code was imported.
+        """
         if self._is_decided or os.getpid() != self._pid:
             return
         error = getattr(sys, "last_value", None)
@@ -135,7 +149,7 @@ class Result:
 
 
 def split_parts(text: str) -> list[str]:
-    """Return a check's text without notes, and then each note and each part that was not checked."""
+    """Return a check's text without notes, and after it each note and each part that was not checked."""
     return re.split(f" (?={PLEASE_CHECK}|{NOT_CHECKED})", text)
 
 
@@ -152,7 +166,7 @@ def find_fix(text: str) -> str | None:
 
 
 def explain_unwritable(path: Path) -> str:
-    """Why FILE could not be written; empty if it can be."""
+    """Return why FILE could not be written, or an empty text if it can be."""
     if path.suffix != ".json" or path.name == "verified.json":
         return "it is another kind of file"
     if path.is_symlink() or (path.exists() and not path.is_file()):

@@ -36,7 +36,7 @@ KEEP_STATE = "Keep it in a buffer (register_buffer), in the optimizer's state or
 
 
 def training(fork: Fork) -> str:
-    """Two epochs of training visit each sample once per epoch, according to the indices in the batches."""
+    """Check that two epochs of training visit each sample once per epoch, by the indices in the batches."""
 
     def save_sharded_loss(training: Training) -> None:
         if any(map(is_sharded, training.state.model.parameters())):
@@ -62,7 +62,7 @@ def training(fork: Fork) -> str:
 
 
 def check_parameters_fixed(fork: Fork) -> str:
-    """Raises BrokenInvariant if a forward pass changes parameters by its data, which differ between ranks."""
+    """Raise BrokenInvariant if a forward pass changes parameters by its data, which differ between ranks."""
     parameters_a, parameters_b = (run_pass(fork, backward_seed=None, first=first).parameters for first in (0, 2))
     if changed := [name for name in parameters_a if parameters_a[name] != parameters_b[name]]:
         raise BrokenInvariant(
@@ -73,7 +73,7 @@ def check_parameters_fixed(fork: Fork) -> str:
 
 
 def weights(fork: Fork) -> str:
-    """After training, weights, statistics, averages and optimizer state are bitwise equal on all their ranks."""
+    """Check that weights, statistics, averages and optimizer state are bitwise equal on all ranks after training."""
     state, local_digests = get_whole_run(fork).state, {}
     for name, leaf in flatten_nested(comparable_state(state.state_dict())).items():
         shard = f" (shard {leaf.device_mesh.get_local_rank('shards')})" if is_sharded(leaf) else ""
@@ -97,12 +97,14 @@ def weights(fork: Fork) -> str:
 
 
 def resume(fork: Fork) -> str:
-    """A run resumed from a checkpoint in its first epoch ends bitwise equal to the uninterrupted run, and no value that
-    changes while training is missing in checkpoints."""
+    """Check that a run resumed in its first epoch ends bitwise equal to the uninterrupted run.
+
+    No value that changes while training may be missing in checkpoints.
+    """
     whole = get_whole_run(fork)
     first, *later_paths = checkpoint.list_step_checkpoints(whole.attempt.run.checkpoint_folder)
     fork.train_short_run("resumed", resume_from=str(first), num_workers=1)
-    # rank 0 alone lists the checkpoints: `check_continued_data` adds one for a moment
+    # rank 0 alone lists the checkpoints, because `check_continued_data` adds one for a moment
     different = fork.divide_among_ranks([partial(find_differences, fork, "whole", "resumed")])[0]
     if different:
         fork.train_short_run("again", save_every_steps=1)
@@ -127,9 +129,11 @@ def resume(fork: Fork) -> str:
 
 
 def check_hidden_state(fork: Fork, checkpoint_path: Path) -> str:
-    """Raises BrokenInvariant if a value that changes while training is not in a checkpoint, although results are still
-    the same: a counter that has an effect after a thousand steps."""
-    fork.initial_hidden_state.restore()  # as in a new process
+    """Raise BrokenInvariant if a value that changes while training is not in a checkpoint.
+
+    The results may still be the same, as with a counter that has an effect after a thousand steps.
+    """
+    fork.initial_hidden_state.restore()  # a new process would begin with this state
     fork.train_short_run("late", resume_from=str(checkpoint_path), num_workers=0)
 
     def check() -> str:
@@ -149,13 +153,16 @@ def check_hidden_state(fork: Fork, checkpoint_path: Path) -> str:
 
 
 def find_lost_in_run(fork: Fork, name: str) -> tuple[list[str], list[str]]:
-    """What the resumed run of this name has lost, and caches; none if it had no step left."""
+    """Return what the resumed run of this name has lost, and caches. Both are empty if the run had no step left."""
     whole, resumed = fork.hidden_states["whole"], fork.hidden_states[name]
     return find_lost_state(whole[0], whole[-1], resumed[-1]) if resumed else ([], [])
 
 
 def reduction(fork: Fork) -> str:  # extra: exact
-    """With --reduction exact a single process gives the bits of all ranks, after one step and after the run."""
+    """Check that with --reduction exact a single process gives the bits of all ranks.
+
+    They are compared after one step and after the run.
+    """
     whole, size = get_whole_run(fork), fork.small_config.batch_size * ACCUMULATION_STEPS * fork.ctx.world_size
     fork.train_short_run("alone", is_alone=True, save_every_steps=1, global_batch_size=size, grad_accum_steps=1)
 
@@ -175,12 +182,12 @@ def reduction(fork: Fork) -> str:  # extra: exact
 
 
 def plain_load(fork: Fork) -> str:
-    """A checkpoint loads into a new model in a single process, and gives the same loss."""
+    """Check that a checkpoint loads into a new model in a single process, and gives the same loss."""
     whole = get_whole_run(fork)
     path = checkpoint.list_step_checkpoints(whole.attempt.run.checkpoint_folder)[-1]
 
     def check() -> str:
-        has_shards = path.is_dir()  # its kernels ran on the device, in another memory format
+        has_shards = path.is_dir()  # then the kernels ran on the device, in another memory format
         device = fork.ctx.device if has_shards else torch.device("cpu")
         with pretend_rank():
             expected = fork.sharded_loss if has_shards else fork.compute_sample_loss(whole.state.model.cpu(), device)
@@ -216,7 +223,10 @@ def get_whole_run(fork: Fork) -> Training:
 
 
 def find_differences(fork: Fork, a: str, b: str, number: int = -1) -> list[str]:
-    """Where checkpoints of two runs differ (by default the last ones), and the records of b that a lacks."""
+    """Return where checkpoints of two runs differ, and the records of b that a lacks.
+
+    By default the last checkpoints are compared.
+    """
     runs = [fork.trainings[name].attempt.run for name in (a, b)]
     payloads = [
         checkpoint.read_checkpoint(checkpoint.list_step_checkpoints(run.checkpoint_folder)[number])[0] for run in runs

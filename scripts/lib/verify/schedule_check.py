@@ -1,5 +1,8 @@
 # extra: verify
-"""Check of the schedule: a function of the step, the same on all ranks, in repeated calls and in another process."""
+"""Check that the schedule is a function of the step.
+
+It has to be the same on all ranks, in repeated calls and in another process.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ from utils.training.hooks import ModelHooks
 from utils.training.optimizer import check_param_groups, list_group_lr_factors
 from utils.training.schedule import Progress, Schedule
 
-Factors = dict[str, float]  # by the name of a group; "" for all groups
-TOTAL_STEPS, WARMUP_STEPS = 1000, 100  # of the run whose factors are compared
+Factors = dict[str, float]  # the factor of each group by its name, or of all groups under ""
+TOTAL_STEPS, WARMUP_STEPS = 1000, 100  # steps of the run whose factors are compared
 
 
 def sample_factors(hooks: ModelHooks, config: TrainingConfig) -> list[Factors]:
-    """At five steps and their epochs, in a run of as many epochs as the config has."""
+    """Return the factors at five steps and their epochs, in a run of as many epochs as the config has."""
     epochs = min(config.limits[0], TOTAL_STEPS)
     steps = (0, WARMUP_STEPS // 2, WARMUP_STEPS, TOTAL_STEPS // 2, TOTAL_STEPS - 1)
     moments = [Progress(step=step, epoch=int(step * epochs / TOTAL_STEPS)) for step in steps]
@@ -33,7 +36,7 @@ def sample_factors(hooks: ModelHooks, config: TrainingConfig) -> list[Factors]:
 
 @default_dtype()
 def schedule(fork: Fork) -> str:
-    """The learning rate is a function of the step: the same on all ranks and in repeated calls."""
+    """Check that the learning rate is a function of the step, the same on all ranks and in repeated calls."""
     ask = partial(sample_factors, fork.hooks, fork.config)
 
     def check() -> tuple[list[Factors], str]:
@@ -78,8 +81,10 @@ def schedule(fork: Fork) -> str:
 
 
 def list_run_factors(fork: Fork) -> tuple[dict[int, Factors], str]:
-    """The factors by step in a run with these flags: at its start, in the warm-up, after it, in the middle and at the
-    end. And the length of the run as text."""
+    """Return the factors by step in a run with these flags, and the length of the run as text.
+
+    The steps are at the start, in the warm-up, after the warm-up, in the middle and at the end.
+    """
     planned = Schedule(fork.config, fork.hooks.lr_factor)
     sampler = fork.create_loader(fork.train_set, fork.config, fork.ctx).sampler
     planned.plan(sampler)
@@ -106,7 +111,7 @@ def format_factors(factors: list[Factors], digits: int = 6) -> str:
 
 
 def check_new_process_factors(fork: Fork, factors: list[Factors]) -> str:
-    """Raises BrokenInvariant if lr_factor gives something else in a new process. A note if there is no answer."""
+    """Raise BrokenInvariant if lr_factor gives something else in a new process. No answer from there is a note."""
     new_factors, problem = fork.new_process.answer("factors")
     if problem.startswith(NO_ANSWER):
         return f"{NOT_CHECKED}lr_factor in a new process ({problem})."
@@ -120,13 +125,13 @@ def check_new_process_factors(fork: Fork, factors: list[Factors]) -> str:
 
 
 def simulate_factors(fork: Fork, is_resumed: bool) -> list[Factors]:
-    """The factors of a run of 400 steps with an evaluation every 10 steps, of which only the first improves."""
+    """Return the factors of a run of 400 steps with an evaluation every 10 steps, of which only the first improves."""
     total, every, progress, factors = 400, 10, Progress(), []
     for step in range(total):
         progress.step, progress.epoch = step, step // every
         if step and step % every == 0:
             progress.record_value(1.0, sign=1)
-        if is_resumed and step == total // 2:  # as a checkpoint restores it
+        if is_resumed and step == total // 2:  # a checkpoint would restore the progress here
             progress = Progress(**json.loads(json.dumps(asdict(progress))))
         factors.append(compute_factors(fork.hooks, fork.config, total, total // 20, progress))
     return factors

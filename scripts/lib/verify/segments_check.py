@@ -1,5 +1,5 @@
 # extra: verify
-"""Check of packed sequences: tokens of one document have no effect on the loss of another in the same row."""
+"""Check that tokens of one document have no effect on the loss of another document in the same packed row."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from lib.verify.result import NOT_CHECKED
 from utils.batch import map_tensors
 from utils.training.signatures import has_parameter
 
-MAX_ROWS = 8  # of the batch that is changed
+MAX_ROWS = 8  # rows of the batch that is changed
 
 
 def check_segments(fork: Fork) -> str:
-    """Raises BrokenInvariant if the effects of two documents on the loss do not add up: one attends to the other.
+    """Raise BrokenInvariant if the effects of two documents on the loss do not add up, since one attends to the other.
 
-    Only if model.py has segments(batch): the number of the document that each token is of, int [B, T], or less than 0.
+    The check is made only if model.py has segments(batch). It returns int [B, T], the number of each token's document,
+    or less than 0 for a token of no document.
     """
     if not hasattr(your_model, "segments"):
         return ""
@@ -41,7 +42,7 @@ def check_segments(fork: Fork) -> str:
 
     def compute_losses(*chosen: Tensor) -> Tensor:
         mask = inside & torch.stack([torch.zeros_like(inside), *chosen]).any(0)
-        torch.manual_seed(0)  # of what the loss draws
+        torch.manual_seed(0)  # the loss may draw random numbers
         named_sums = compute_sums(fork.hooks, net, exchange_tokens(batch, ids, inside, mask), is_training=True)
         return torch.cat(
             [value.double() for name, value in named_sums.items() if name.startswith("loss") and name.endswith("sum")]
@@ -61,14 +62,17 @@ def check_segments(fork: Fork) -> str:
 
 
 def find_interior(ids: Tensor) -> Tensor:
-    """Tokens between two others of their document, bool [B, T]: at its ends are separators and targets of others."""
+    """Return which tokens are between two others of their document, bool [B, T].
+
+    At the ends of a document are separators and targets of other documents.
+    """
     is_joined = ids[:, 1:] == ids[:, :-1]
     edge = torch.zeros_like(is_joined[:, :1])
     return (ids >= 0) & torch.cat([edge, is_joined], 1) & torch.cat([is_joined, edge], 1)
 
 
 def exchange_tokens(batch: Any, ids: Tensor, inside: Tensor, chosen: Tensor) -> Any:
-    """The batch with the values of other interior positions at the chosen ones, inputs and targets alike."""
+    """Return the batch with the values of other interior positions at the chosen ones, inputs and targets alike."""
     positions = inside.flatten().nonzero().flatten()
     sources, targets = positions.roll(len(positions) // 2), chosen.flatten()[positions]
 
@@ -84,6 +88,6 @@ def exchange_tokens(batch: Any, ids: Tensor, inside: Tensor, chosen: Tensor) -> 
 
 
 def has_positions(leaf: Tensor, ids: Tensor) -> bool:
-    """Whether a tensor has document numbers, or positions that count within each document."""
+    """Return whether a tensor holds document numbers, or positions that count within each document."""
     steps = leaf.diff(dim=1)[(ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)]
     return leaf.ndim == 2 and not leaf.is_floating_point() and len(steps) > 0 and bool((steps == steps[0]).all())
