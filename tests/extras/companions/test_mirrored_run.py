@@ -185,7 +185,7 @@ def shard(checkpoints, step, rank):
     replace_json(folder / "manifest.json", {"step": step, "files": digests})
 
 
-def test_parts_of_another_node_are_waited_for_and_of_a_superseded_checkpoint_given_up(url, tmp_path):
+def test_parts_of_another_node_are_waited_for_and_of_a_superseded_checkpoint_given_up(url, tmp_path):  # extra: sharding
     attempt = Attempt(url, tmp_path / "a")
     attempt.suspend()
     plan = attempt.plan(apart=[[1]])
