@@ -24,11 +24,15 @@ class Guarantee:
 
 
 def read_guarantees() -> list[Guarantee]:
-    rows, section = [], ""
+    rows, section, header = [], "", ""
     for line in (ROOT / "docs/guarantees.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             section = line.removeprefix("## ")
-        elif line.startswith("| ") and not line.startswith("| key |"):
+        elif not line.startswith("|"):
+            header = ""
+        elif not header:
+            header = line
+        elif line.startswith("| ") and header.startswith("| key |"):
             row, *marker = re.split("(?=<!-- extra: )", line)
             rows.append(Guarantee(section, *(cell.strip() for cell in row.strip("|").split(" | ")), *marker))
     return rows

@@ -20,7 +20,7 @@ from lib.remove_extras import read_deleted
 from ranks import PATH, ROOT, copy_repository, lack, launch
 from scripts.lib.network import list_addresses
 
-NAMES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "docs/**/*.md")
+NAMES = ("README.md", "AGENTS.md", "CONTRIBUTING.md", "docs/**/*.md", "tests/faults/README.md")
 PAGES = {path: path.read_text() for name in NAMES for path in ROOT.glob(name)}
 README = PAGES[ROOT / "README.md"]
 PROSE = {path: re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE) for path, text in PAGES.items()}

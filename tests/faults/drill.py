@@ -1,5 +1,5 @@
 # extra: template
-"""Faults, each with an entry in docs/fault-tolerance.md, and tools to inject them into a real run.
+"""Faults, each with an entry in tests/faults/README.md, and tools to inject them into a real run.
 
 A fault is a function with the decorator `fault`, which injects the fault and asserts what must happen. Its group is its
 module. A kind is a combination of what fails, where, and what must happen; its sizes, ranks and times share an entry.
@@ -81,7 +81,7 @@ PhaseClock.begin_step, PhaseClock.enter_phase, train.your_model.compute_loss = b
 
 @dataclass(frozen=True)
 class Fault:
-    """One entry of docs/fault-tolerance.md."""
+    """One entry of tests/faults/README.md."""
 
     kind: str
     group: str
@@ -94,7 +94,7 @@ FAULTS: list[Fault] = []
 
 
 def fault(kind: str, *args: object, is_default: bool = False, guarantees: str = "") -> Callable:
-    """Register the decorated function, called with these args, as a fault. docs/fault-tolerance.md describes it."""
+    """Register the decorated function, called with these args, as a fault. tests/faults/README.md describes it."""
 
     def register(function: Callable) -> Callable:
         group = function.__module__.replace("_", "-")

@@ -1,5 +1,5 @@
 # extra: template
-"""Faults injected into real runs: each must end as docs/fault-tolerance.md describes. --all injects all of them."""
+"""Faults injected into real runs: each must end as tests/faults/README.md describes. --all injects all of them."""
 
 import importlib
 import re
@@ -33,8 +33,8 @@ def test_fault(fault, tmp_path):
 
 
 def test_the_page_describes_each_fault_in_its_group_and_each_group_has_a_default_fault():
-    page = (ROOT / "docs/fault-tolerance.md").read_text(encoding="utf-8")
-    _, *groups = re.split(r"^### `(\w+)\.py`$", page.partition("## Injected faults")[2], flags=re.MULTILINE)
+    page = (ROOT / "tests/faults/README.md").read_text(encoding="utf-8")
+    _, *groups = re.split(r"^## `(\w+)\.py`$", page, flags=re.MULTILINE)
     described = []
     for file, text in zip(groups[::2], groups[1::2], strict=True):
         for name, default in re.findall(r"\*\*(.+?)\*\*( \(default\))?", " ".join(text.split())):
