@@ -17,7 +17,7 @@ README_PATH = Path(__file__).resolve().parents[2] / README
 CHECKSUM_LINE = "<!-- scripts/remove_extras.sh replaces this file unless it was edited: {} -->\n"
 TEXT = """# {name}
 
-This repository trains models with PyTorch DDP on one machine or on several. It is a fork of a DDP training template.
+This repository trains models with PyTorch DDP. It is a fork of a DDP training template.
 {parts}
 Your code is in `model.py`, `dataset.py` and the block "yours" of `config.py`.
 [Wrap your script](docs/wrap-your-script.md) shows how to write it, and [the reference](docs/reference.md) lists every
@@ -26,14 +26,15 @@ function. Please replace this README by one about your model and data.
 ## Commands
 
 ```bash
-scripts/quickstart.sh            # makes the environment, and trains on two ranks
+scripts/quickstart.sh            # makes the environment in .venv, unless one is active, and trains on two ranks
+source .venv/bin/activate
 python train.py --help           # lists the flags
 torchrun --standalone --nproc-per-node=2 train.py --run_dir runs/first --resume_from auto
 scripts/test.sh                  # runs the tests
 ```
 
-The `torchrun` command trains on two ranks. The same command continues the run after an interruption. With your own
-data, add `--data_dir FOLDER`. [Commands](docs/commands.md) has more, for example to evaluate and to export.
+The `torchrun` command trains on two ranks, on generated images until `dataset.py` reads your own data. The same command
+continues the run after an interruption. [Commands](docs/commands.md) has more, for example to evaluate and to export.
 
 ## Documentation
 

@@ -42,6 +42,7 @@ class GoneNames:
         """The gone names in this line. Commands of tests do not count, since a test of a deleted extra is skipped."""
         quoted = CODE.findall(line)
         found = {code for code in quoted if code.strip('"') in self.choices}
+        found |= {code for code in quoted if "_" in code and f"--{code}" in self.flags}
         for text in quoted if is_test else [line]:
             values = GIVEN.findall(text) + ",".join(LISTED.findall(text)).split(",")
             found |= self.choices.intersection(values)
