@@ -110,10 +110,7 @@ if [ -z "$has_path" ]; then
             fi
             ;;
         # ---- end of template ----
-        *)
-            add tests/faults # extra: template
-            for folder in builtin extras distributed comparison unit; do add "tests/$folder"; done
-            ;;
+        *) for folder in faults builtin extras distributed comparison unit; do add "tests/$folder"; done ;;
     esac
     # There are more processes than cores, because ranks often wait for each other. Tests in a file share fixtures.
     if "$PYTHON" -c 'import xdist' 2>/dev/null; then

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ["tests", "tests/unit", "tests/distributed", "tests/builtin"]
 FOLDERS += ["tests/faults", "tests/comparison"]  # extra: template
 PATHS = [str(ROOT), str(ROOT / "scripts"), *(str(ROOT / folder) for folder in FOLDERS)]
-PATHS += sorted(map(str, (ROOT / "tests").glob("extras/*")))
+PATHS += sorted(map(str, (ROOT / "tests/extras").glob("*")))
 sys.path[:0] = PATHS
 # inherited by started processes
 os.environ |= {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

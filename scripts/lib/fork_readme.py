@@ -27,7 +27,7 @@ function. Please replace this README by one about your model and data.
 
 ```bash
 scripts/quickstart.sh            # makes the environment in .venv, unless one is active, and trains on two ranks
-source .venv/bin/activate
+source .venv/bin/activate        # if the first command has made it
 python train.py --help           # lists the flags
 torchrun --standalone --nproc-per-node=2 train.py --run_dir runs/first --resume_from auto
 scripts/test.sh                  # runs the tests

@@ -40,20 +40,6 @@ def extras_of_flags() -> dict[str, str]:
 
 
 @functools.cache
-def extras_of_values() -> dict[str, str]:
-    """The extra of each value that a flag takes only with this extra, such as imagefolder."""
-    owners: dict[str, str] = {}
-    config = (ROOT / "config.py").read_text(encoding="utf-8")
-    for file in ROOT.glob("utils/extras/*/settings.py"):
-        words = re.findall(r'"(\w+)"', file.read_text(encoding="utf-8"))
-        owners |= {word: file.parent.name for word in words if f'"{word}"' not in config}
-    for file in ROOT.glob("utils/example/*.py"):
-        entries = re.findall(r'^\w+\["(\w+)"\] = .*# extra: (\w+)$', file.read_text(encoding="utf-8"), re.MULTILINE)
-        owners |= dict(entries)
-    return owners
-
-
-@functools.cache
 def marker_of_file(path: str) -> str:
     """The extras that a file belongs to, as its marker names them, or "" for a file that always stays."""
     for line in (ROOT / path).read_text(encoding="utf-8").splitlines()[:5]:
@@ -63,9 +49,8 @@ def marker_of_file(path: str) -> str:
 
 
 def marker_of(text: str) -> str:
-    """The extras that a text needs, for its flags, their values, its files and its links, or "" if it needs none."""
+    """The extras that a text needs, for its flags, its files and its links, or "" if it needs none."""
     names = {extras_of_flags().get(flag, "") for flag in find_flags(text)}
-    names |= {extras_of_values().get(value, "") for value in re.findall(r"`--\w+ (\w+)`", text)}
     for path in re.findall(r"`((?:scripts|utils|tests)/[\w./]+)", text):
         names |= {*marker_of_file(path).split(" and ")}
     for target in re.findall(r"\]\(([^)#]+)", text):

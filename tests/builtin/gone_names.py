@@ -30,24 +30,26 @@ class GoneNames:
 
     Args:
         paths: files and folders, and the ends of their paths that name no remaining one.
-        flags: with their dashes, those of train.py and of scripts.
+        settings: flags of train.py, with their dashes.
+        script_flags: flags of scripts alone.
         choices: values of settings.
     """
 
     paths: set[str]
-    flags: set[str]
+    settings: set[str]
+    script_flags: set[str]
     choices: set[str]
 
     def find_in_line(self, line: str, is_test: bool) -> set[str]:
         """The gone names in this line. Commands of tests do not count, since a test of a deleted extra is skipped."""
         quoted = CODE.findall(line)
         found = {code for code in quoted if code.strip('"') in self.choices}
-        found |= {code for code in quoted if "_" in code and f"--{code}" in self.flags}
+        found |= {code for code in quoted if "_" in code and f"--{code}" in self.settings}
         for text in quoted if is_test else [line]:
             values = GIVEN.findall(text) + ",".join(LISTED.findall(text)).split(",")
             found |= self.choices.intersection(values)
             found |= {word for word in map(strip_word, WORD.findall(text)) if word in self.paths}
-            found |= {f"--{name}" for name in FLAG.findall(text)} & self.flags
+            found |= {f"--{name}" for name in FLAG.findall(text)} & (self.settings | self.script_flags)
         return found
 
 
@@ -60,10 +62,11 @@ def find_gone_names(before: Files, left: Files, extras: set[str]) -> GoneNames:
     """Compare the files of the template with those of a fork that has deleted these extras."""
     path_ends = list_path_ends(before) - list_path_ends(left)
     fields = remove_extras.read_settings(before, extras)
-    flags = {f"--{name}" for names in fields.values() for name in names}
+    settings = {f"--{name}" for names in fields.values() for name in names}
     return GoneNames(
         paths={end for end in path_ends if "/" in end or "." in end},
-        flags=flags | (list_options(before) - list_options(left)),
+        settings=settings,
+        script_flags=list_options(before) - list_options(left) - settings,
         choices=list_choices(before) - list_choices(left),
     )
 
@@ -111,7 +114,6 @@ def list_choices(files: Files) -> set[str]:
 def list_mentions(before: Files, left: Files, extras: set[str]) -> list[str]:
     """The lines of a fork that name what is gone: "FILE:LINE: NAMES"."""
     gone = find_gone_names(before, left, extras)
-    fields = {f"--{name}" for names in remove_extras.read_settings(before, extras).values() for name in names}
     mentions = []
     for name, text in left.items():
         if name in EXEMPT or Path(name).suffix == ".patch":  # of lines elsewhere
@@ -121,7 +123,7 @@ def list_mentions(before: Files, left: Files, extras: set[str]) -> list[str]:
                 continue
             names = gone.find_in_line(line, is_test=name.startswith("tests/"))
             if name == OTHER_PROGRAMS:
-                names -= gone.flags - fields
+                names -= gone.script_flags
             if names:
                 mentions.append(f"{name}:{number}: {', '.join(sorted(names))}")
     return mentions

@@ -136,7 +136,7 @@ esac
 
 def test_every_file_that_the_fork_suite_names_exists():
     text = (ROOT / "scripts/test.sh").read_text()
-    fork_part = text[text.index("        fork)") : text.index("        *)\n")]
+    fork_part = text[text.index("        fork)") : text.index("        *) for")]
     patterns = [pattern for line in re.findall(r"\badd (.*)", fork_part) for pattern in line.split()]
     for name in re.search("for name in (.*); do", fork_part)[1].split():
         patterns.append(f"tests/unit/test_{name}.py")

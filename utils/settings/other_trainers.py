@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from pathlib import Path
 from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Trainer(NamedTuple):
@@ -18,7 +21,7 @@ class Trainer(NamedTuple):
         introduction: Markdown below the heading of the page, in whole sentences.
         answers: the answer for each group of options, whose names are separated by spaces. An answer is Markdown of at
             most 200 characters. If its first part is a flag alone, the option has another name here. Parts are
-            separated by "; ". A part that names a flag which the fork has deleted is left out.
+            separated by "; ". A part that names a flag or a script which the fork has deleted is left out.
     """
 
     title: str
@@ -26,7 +29,6 @@ class Trainer(NamedTuple):
     answers: dict[str, str]
 
 
-PRETRAINED = "weights pretrained pretrained-path initial-checkpoint no-resume-opt finetune"  # options of one meaning
 ANY_TRAINER = {
     "learning_rate": "`--lr`",
     "wd": "`--weight_decay`",
@@ -39,7 +41,7 @@ ANY_TRAINER = {
     "resume resume_from_checkpoint ckpt_path continue_from load_auto_checkpoint": "`--resume_from`",
     "start_epoch": "a resume continues at the step of the checkpoint, so give `--resume_from auto`",
     "data": "give the folder as `--data_dir`; choose the data set in `create_dataset` in `dataset.py`",
-    "data-path dataset-root dataset-dir": "`--data_dir`",
+    "data-path dataset-root dataset-dir": "`--data_dir`; for folders of images see `--dataset`",
     "eval-metric monitor": "`--best_metric`",
     "max_norm max_grad_norm clip-grad grad_clip gradient_clipping gradient_clip_val": "`--clip_grad_norm`",
     "clip-mode gradient_clip_algorithm": (
@@ -86,7 +88,9 @@ ANY_TRAINER = {
     "model-ema use_ema": "`--ema_decay`; for example, `--ema_decay 0.999` averages about 1,000 steps",
     "model-ema-decay ema_max_decay": "`--ema_decay`",
     "model-ema-warmup ema_inv_gamma ema_power": "the average warms up by the number of updates, so leave it out",
-    PRETRAINED: "give `--init_from` a file of weights",
+    "weights pretrained pretrained-path initial-checkpoint no-resume-opt finetune": (
+        "`--init_from`; its help says which weights it takes"
+    ),
     "torch_compile torchcompile torchcompile-mode torch_compile_mode": "`--compile`",
     "torch_compile_backend fuser torchscript aot-autograd": (
         "`--compile` uses torch's default backend; for a backend of your own call `model.compile` in `create_model` in"
@@ -267,7 +271,7 @@ TIMM = {
     "train-batches-per-epoch train-steps-per-epoch": (
         "an epoch is a pass over the data; count with `--max_steps`, `--eval_every_steps` and `--save_every_steps`"
     ),
-    "train-crop-mode": "write another crop into `__getitem__` in `dataset.py`",
+    "train-crop-mode": "for the rrc of timm see `--augment`; write another crop into `__getitem__` in `dataset.py`",
     "bce-loss bce-sum bce-target-thresh bce-pos-weight": "write the loss into `compute_loss` in `model.py`",
     "train-batch-sizes": "the micro-batch has one size for the life of a run, so give `--batch_size`",
     "variable-batch-loss-scale naflex-loss-scale": "each sample of a global batch has the same weight, so leave it out",
@@ -289,6 +293,9 @@ TIMM = {
         "change the model in `create_model` in `model.py`, or evaluate an export with a script of your own"
     ),
     "results-file results-format": "`--eval_only` writes a JSON file into the run folder, so leave it out",
+    "retry auto_scale_batch_size auto_find_batch_size": (
+        "give the largest `--batch_size` that fits; `scripts/benchmark.py --find-batch` finds it"
+    ),
     "metrics-avg": "return the metrics of your task from `compute_loss` in `model.py`",
 }
 
@@ -412,7 +419,7 @@ ACCELERATE = {
 
 DIFFUSERS = {
     "adam_weight_decay": "`--weight_decay`",
-    "train_data_dir": "`--data_dir`",
+    "train_data_dir": "`--data_dir`; for folders of images see `--dataset`",
     "resolution": "`--image_size`; if your fork has no such field, choose the size in `create_dataset` in `dataset.py`",
     "prediction_type ddpm_num_steps ddpm_num_inference_steps ddpm_beta_schedule": (
         'add the field to the block "yours" of `config.py`, and read it in `create_model` in `model.py`'
@@ -561,14 +568,6 @@ DEEPSPEECH = {
     "loss_scale": "float16 has a scale that is searched, so leave it out",
 }
 
-FIND_BATCH = "give the `--batch_size` that `scripts/benchmark.py --find-batch` finds"  # extra: benchmark
-TIMM["retry auto_scale_batch_size auto_find_batch_size"] = FIND_BATCH  # extra: benchmark
-IMAGE_FOLDERS = "; for folders of images give `--dataset imagefolder`"  # extra: images
-ANY_TRAINER["data-path dataset-root dataset-dir"] += IMAGE_FOLDERS  # extra: images
-ANY_TRAINER[PRETRAINED] += "; for torchvision's own weights give `--init_from torchvision`"  # extra: images
-DIFFUSERS["train_data_dir"] += IMAGE_FOLDERS  # extra: images
-TIMM["train-crop-mode"] += "; the rrc of timm is `--augment resized_crop`"  # extra: images
-
 TRAINERS = [
     Trainer("Any trainer", "Several trainers have these names.", ANY_TRAINER),
     Trainer(
@@ -636,19 +635,25 @@ def find_flags(text: str) -> set[str]:
     return {*re.findall(r"`--(?:no-)?(\w+)", text)}
 
 
+def is_possible(part: str, fields: Collection[str]) -> bool:
+    """Whether a part of an answer names only flags and scripts that this fork has."""
+    scripts = re.findall(r"`(scripts/[\w.]+)", part)
+    return find_flags(part) <= {*fields} and all((ROOT / script).exists() for script in scripts)
+
+
 def find_advice(name: str, fields: Collection[str]) -> str | None:
     """The answer for an option of another trainer, in Markdown, or None if no trainer has it.
 
     Args:
         name: of the option.
-        fields: the names of the flags here. A part of the answer that names another flag is left out: a fork may have
-            deleted its field. Nothing may be left.
+        fields: the names of the flags here. A part of the answer that names another flag, or a script that does not
+            exist, is left out, since a fork may have deleted it. Nothing may be left.
     """
     wanted = normalize_name(name)
     for trainer in TRAINERS:
         for names, answer in trainer.answers.items():
             if wanted not in [normalize_name(option) for option in names.split()]:
                 continue
-            parts = [part for part in answer.split("; ") if find_flags(part) <= {*fields}]
+            parts = [part for part in answer.split("; ") if is_possible(part, fields)]
             return "; ".join(parts)
     return None

@@ -51,7 +51,7 @@ def explain_unknown_flag(word: str, names: Collection[str]) -> tuple[str, str]:
 
 
 def explain_missing_field(name: str) -> str:
-    """Return what to do about the option of another trainer that is a flag which this fork has not."""
+    """Return what to do about the option of another trainer that is a flag which this fork does not have."""
     for extra, settings in read_deleted_extras().items():
         for setting in settings:
             if find_advice(name, [setting]):

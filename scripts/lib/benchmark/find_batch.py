@@ -258,7 +258,7 @@ def describe_result(
         lines.append("  This is the whole training set.")
     remark = "   (divides the global batch)" if size != best.size else ""
     added_flags = ""
-    if name.startswith("with --"):
+    if name.startswith("with --"):  # the name of a search with other flags lists them
         added_flags = name.removeprefix("with")
     field = "batch_size" if best.unit == "sample" else "batch_tokens"
     if size < longest_sample:  # extra: lengths

@@ -2,7 +2,7 @@
 
 import pytest
 
-from utils.settings import unknown_flags
+from utils.settings import other_trainers, unknown_flags
 from utils.settings.unknown_flags import explain_unknown_flag
 
 NAMES = """run_dir seed batch_size global_batch_size eval_batch_size epochs warmup_epochs max_steps max_time lr momentum
@@ -95,6 +95,18 @@ def test_removed_and_deleted_settings_and_those_of_torchrun_are_named(monkeypatc
     )
     assert answer("--nproc-per-node=2").startswith("--nproc-per-node is not a flag here. Start the ranks with torchrun")
     assert answer("--nonsense") == "--nonsense is not a flag here. See --help all for all flags."
+
+
+@pytest.mark.parametrize("has_script", [True, False])
+def test_an_answer_names_a_script_only_if_the_fork_has_it(monkeypatch, tmp_path, has_script):
+    monkeypatch.setattr(other_trainers, "ROOT", tmp_path)
+    if has_script:
+        (tmp_path / "scripts").mkdir()
+        (tmp_path / "scripts/benchmark.py").touch()
+    expected = "--auto_scale_batch_size is not a flag here. Give the largest --batch_size that fits."
+    if has_script:
+        expected += " scripts/benchmark.py --find-batch finds it."
+    assert answer("--auto_scale_batch_size") == expected
 
 
 def test_the_option_of_another_trainer_for_a_deleted_flag_gets_the_extra(monkeypatch):
