@@ -59,12 +59,14 @@ def is_edited(text: str) -> bool:
 
 
 def list_pictures(files: dict[str, str]) -> set[str]:
-    """Return the files that pages show as pictures."""
+    """Return the pictures in .github, where those of the template are, that pages show."""
     pictures = set()
     for name, text in files.items():
         if name.endswith(".md"):
             for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
-                pictures.add(os.path.normpath(Path(name).parent / link))
+                path = os.path.normpath(Path(name).parent / link)
+                if path.startswith(".github/"):
+                    pictures.add(path)
     return pictures
 
 

@@ -491,7 +491,9 @@ def delete_from_folder(root: Path, extras: set[str], is_fork: bool = True) -> tu
     still_extras = read_extras(files)  # in a newer version some of them are part of the kernel
     record = {name: table for name, table in (fields | before).items() if name in still_extras}
     left[PROJECT_FILE] = replace_record(left[PROJECT_FILE], record)
-    if is_fork and not is_edited(files.get(README, "")):
+    if not is_fork:
+        left.pop(README, None)  # a fork keeps its own README, without the pictures of the template's
+    elif not is_edited(files.get(README, "")):
         kept_extras = list_whole_extras(still_extras, record.keys())
         commit = git("rev-parse", "--short", "HEAD", root=root)
         left[README] = build_readme(root.name, left, kept_extras, replaced=files[README], commit=commit)
@@ -596,7 +598,6 @@ def delete_from_commit(commit: str, extras: set[str]) -> str:
             git("-c", no_hooks, "worktree", "add", "--quiet", "--detach", str(tree), commit, root=ROOT)
             if extras:
                 delete_from_folder(tree, extras, is_fork=False)
-                (tree / README).unlink(missing_ok=True)  # the fork keeps its own README
             git("add", "--all", root=tree)
             return git("write-tree", root=tree)
         finally:

@@ -238,7 +238,7 @@ def fork(template, tmp_path):
 
 
 SMALL = ".gitignore scripts/remove_extras.sh scripts/lib ddp_utils.py model.py pyproject.toml LICENSE README.md"
-SMALL += " docs/extras.md utils/extras/watch tests/extras/watch"
+SMALL += " docs/extras.md utils/extras/watch tests/extras/watch .github/killed.svg"
 
 
 @pytest.fixture(scope="module")
@@ -506,21 +506,27 @@ def test_the_template_s_readme_is_replaced_also_by_a_second_deletion(fork):
 @pytest.mark.parametrize("change", ["sed -i '1s/$/ /' README.md", "echo >> README.md", "echo '# Mine' > README.md"])
 def test_a_readme_that_was_edited_stays_as_it_is(small_fork, change):
     run(small_fork, "bash", "-c", f"{change} && {COMMIT}")
+    (small_fork / "mine.md").write_text("![](mine.svg)  <!-- extra: watch -->\n")
+    (small_fork / "mine.svg").write_text("<svg/>\n")
+    commit(small_fork, "a picture")
     before = (small_fork / "README.md").read_bytes()
     assert "README.md stays as it is, since it is not the template's." in cut(small_fork, "watch")
     assert (small_fork / "README.md").read_bytes() == before
+    assert (small_fork / ".github/killed.svg").exists() and (small_fork / "mine.svg").exists()
 
 
 @pytest.mark.parametrize("change", ["true", "echo '# Mine' > README.md", "git rm -q README.md"])
 def test_a_merge_leaves_the_readme_of_a_cut_fork_as_it_is(cut_fork, change):
     template = cut_fork.parent / "template"
-    (template / "README.md").write_text("# The template\n\nVersion 3\n")
+    (template / "README.md").write_text("# The template\n\nVersion 3\n\n![](.github/killed.svg)\n")
+    (template / ".github/killed.svg").write_text("<svg/>\n")
     commit(template, "version 3")
     run(template, "git", "tag", "template-3")
     run(cut_fork, "bash", "-c", f"{change} && git commit -qam mine --allow-empty && git fetch -q --tags template")
     before = contents(cut_fork).get("README.md")
     assert "template-3 was merged." in run(cut_fork, "scripts/remove_extras.sh", "--merge", "template-3")
     assert contents(cut_fork).get("README.md") == before and "Version 2" in (cut_fork / "model.py").read_text()
+    assert not (cut_fork / ".github/killed.svg").exists()
 
 
 def profiles():
@@ -534,7 +540,7 @@ def profiles():
     yield from (" ".join([name, *NEEDED_BY.get(name, [])]) for name in EXTRAS)
 
 
-@pytest.mark.parametrize("words", profiles())
+@pytest.mark.parametrize("words", [*profiles()])
 def test_no_text_of_a_cut_fork_names_what_is_gone(words):
     files = remove_extras.read_files(ROOT)
     names = set(words.split())
